@@ -213,8 +213,8 @@ class Group:
         """The hostile router goes, and nothing of it is left."""
         service = self.service
         assert service.engine is not None
-        for client in service.clients.all():
-            client.last_heard = float("-inf")
+        for router in service.routers._by_index.values():
+            router.last_heard = float("-inf")
         service.config = msgspec.structs.replace(service.config, router_silence_seconds_max=1e8)
         for _ in range(1000):
             self.turn(wait_ms=1)
@@ -232,7 +232,7 @@ class Group:
         service = self.service
         service.gate.close()
         service.group.close()
-        service.clients.close()
+        service.routers.close()
         service.events.close()
         service.gate.context.term()
         service.persistence.close()

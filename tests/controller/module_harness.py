@@ -12,9 +12,9 @@ from simulation.streams import Options, Stream
 
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import ModuleText
-from trunkline.controller.scheduling.module_calls import CallDone
 from trunkline.controller.scheduling.module_jobs import ModuleJobs
 from trunkline.kvstore.chunks import unpack_int32
+from trunkline.router.messages import ModulesReply
 
 CHUNK = 4
 ROOMY = EngineConfig(num_blocks=96, chunk_size=CHUNK, max_context=96, token_budget=24, max_rows=12)
@@ -60,12 +60,14 @@ def ask(
     return simulation.streams[request]
 
 
-def call(simulation: Simulation, op: str, texts: list[ModuleText], holder: str = "", ttl: float = 0.0) -> CallDone:
+def call(
+    simulation: Simulation, op: str, texts: list[ModuleText], holder: str = "", ttl: float = 0.0
+) -> ModulesReply:
     """A call, until its answer is there and all is at rest."""
     ticket = simulation.modules_call(op, texts, holder=holder, ttl=ttl)
     simulation.run()
     return simulation.replies[ticket]
 
 
-def tiers_in(reply: CallDone) -> list[int]:
+def tiers_in(reply: ModulesReply) -> list[int]:
     return [int(tier) for tier in unpack_int32(reply.tiers)]

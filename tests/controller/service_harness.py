@@ -176,6 +176,15 @@ class Router:
         sampling = Sampling(seed=seed)
         self.send(Submit(request, pack_int32(prompt), len(prompt), max_tokens, sampling))
 
+    def call(self, message: Any) -> Any:
+        """Send a call; return its answer, which is the next message."""
+        self.send(message)
+        assert self.socket.poll(20_000), "the controller said nothing"
+        reply = msgspec.msgpack.decode(self.socket.recv(), type=RouterMessage)
+        self.seq += 1
+        assert (reply.seq, reply.ticket) == (self.seq, message.ticket)  # type: ignore[union-attr]
+        return reply
+
     def receive(self, seconds: float = 10.0) -> None:
         if not self.socket.poll(int(seconds * 1000)):
             raise TimeoutError("the controller said nothing")

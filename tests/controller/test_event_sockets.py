@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from controller.service_harness import CHUNK, Ranks, Router, run_controller, start_ranks
+from controller.service_harness import CHUNK, Ranks, Router, group_config, run_controller, start_ranks
 from msgspec.structs import replace
 from simulation.told import Mirror
 
@@ -47,19 +47,8 @@ class Index:
 
 @pytest.fixture
 def config(tmp_path: Path) -> ControllerConfig:
-    return ControllerConfig(
-        tp=2,
-        plan_endpoint=f"ipc://{tmp_path}/plan",
-        report_endpoint=f"ipc://{tmp_path}/report",
-        router_endpoint=f"ipc://{tmp_path}/router",
-        events_endpoint=f"ipc://{tmp_path}/events",
-        model_fingerprint="abcd",
-        chunk_size=CHUNK,
-        max_context=96,
-        token_budget=24,
-        max_rows=8,
-        debug_checks=True,
-    )
+    own = {"events_endpoint": f"ipc://{tmp_path}/events", "model_fingerprint": "abcd"}
+    return replace(group_config(tmp_path), **own)
 
 
 @contextmanager

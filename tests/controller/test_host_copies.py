@@ -11,6 +11,7 @@ import numpy as np
 from controller.kv_harness import Bench, make_sequence
 
 from trunkline.kvstore.chunks import NO_SLOT, pack_int32
+from trunkline.kvstore.tier import TierKind
 
 
 def places(bench: Bench) -> dict[int, int]:
@@ -44,7 +45,10 @@ def test_saved_chunks_are_loaded_again() -> None:
     assert sorted(block for block, _, _ in loading.loads) == sorted(waiting.block_table())
     assert waiting.resident == 11
     assert waiting.claim is None
-    assert (bench.tree.saved_blocks, bench.tree.loaded_blocks) == (3, 3)
+    assert (bench.tree.totals.tiers[TierKind.DEVICE].reads, bench.tree.totals.tiers[TierKind.DEVICE].writes) == (
+        3,
+        3,
+    )
     bench.check([waiting], [])
 
 
@@ -67,7 +71,7 @@ def test_a_chunk_with_a_copy_is_not_saved_again() -> None:
     bench.admit(waiting)
     bench.leave(waiting)
     assert not bench.squeeze(6).saves
-    assert bench.tree.saved_blocks == 2
+    assert bench.tree.totals.tiers[TierKind.DEVICE].reads == 2
     assert bench.tree.node_count == 2, "both are on the host still"
     other = make_sequence(list(range(9)), request=7)
     assert len(bench.admit(other).loads) == 2

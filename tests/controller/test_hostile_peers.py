@@ -76,7 +76,7 @@ def test_a_router_that_talks_nonsense_harms_nobody(group: Group) -> None:
             group.turn()
     group.settle()
     assert group.ask(2) == text
-    assert group.service.clients.rare.counts["router message cannot be decoded; ignored"] > MESSAGES / 10
+    assert group.service.routers.rare.counts["router message cannot be decoded; ignored"] > MESSAGES / 10
     group.said.clear()
     group.send(group.friend, RecordCall(5, "create", "session", "of a friend", b"x"))
     for _ in range(500):

@@ -21,6 +21,7 @@ from trunkline.controller.engine.integrity import check_kv_cache
 from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import Sequence, TokenBuffer
 from trunkline.kvstore.chunks import BlockId
+from trunkline.kvstore.tier import TierKind
 
 
 class Batch:
@@ -195,7 +196,9 @@ def test_random_lives(blocks: int, slots: int, prefix_cache: bool, seed: int) ->
         batch.run_step()
     tree = batch.kv.tree
     assert batch.ended > 20
-    assert (tree.saved_blocks > 5, tree.loaded_blocks > 5) == (slots > 0 and prefix_cache,) * 2
+    assert (tree.totals.tiers[TierKind.DEVICE].reads > 5, tree.totals.tiers[TierKind.DEVICE].writes > 5) == (
+        slots > 0 and prefix_cache,
+    ) * 2
     for sequence in batch.running:
         batch.kv.leave(sequence, 0, 0.0)
     for sequence in batch.waiting:

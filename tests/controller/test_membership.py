@@ -15,7 +15,7 @@ from trunkline.controller.service.membership import (
     REASON_WITHIN_S,
     GroupLostError,
     Membership,
-    StepClock,
+    WorkerLoss,
 )
 from trunkline.worker.messages import member_topic, rank_topic
 
@@ -308,13 +308,19 @@ def test_a_rank_that_leaves_because_of_another_one_is_named_last() -> None:
         epochs.check_loss(7.0 + REASON_WITHIN_S)
 
 
-def test_a_step_is_waited_for_while_somebody_looks() -> None:
-    clock = StepClock()
-    assert clock.waited_s(0, 0.0) == 0.0
-    assert clock.waited_s(4, 1.0) == 0.0
-    assert clock.waited_s(4, 2.0) == 1.0
-    assert clock.waited_s(4, 100.0) == 1.0, "this process was stopped, not the workers"
-    assert clock.waited_s(4, 102.0) == 3.0
-    assert clock.waited_s(5, 103.0) == 0.0
-    assert clock.waited_s(0, 104.0) == 0.0
-    assert clock.waited_s(0, 105.0) == 0.0
+def test_a_step_hangs_after_its_time_during_which_the_service_ran() -> None:
+    loss = WorkerLoss(step_timeout_s=3.0, resume_seconds_max=60.0)
+
+    def looked(step: int, now: float, predicted_step_s: float = 0.0) -> str:
+        loss.look(step, now)
+        return loss.why_hanging(predicted_step_s)
+
+    assert [looked(0, 0.0), looked(4, 1.0), looked(4, 2.0)] == ["", "", ""]
+    assert looked(4, 100.0) == "", "this process was stopped, not the workers"
+    assert looked(4, 101.9) == ""
+    assert looked(4, 102.0) == "the workers have not answered step 4 for 3 s"
+    assert loss.why_hanging(0.1) == loss.why_hanging(0.15) != ""
+    assert loss.why_hanging(0.151) == "", "a long step was predicted"
+    assert [looked(5, 103.0), looked(5, 105.9)] == ["", ""], "the next step begins anew"
+    assert looked(5, 106.0) != ""
+    assert [looked(0, 107.0), looked(0, 111.0), looked(0, 115.0)] == ["", "", ""]

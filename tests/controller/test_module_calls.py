@@ -44,7 +44,7 @@ def test_a_schema_is_encoded_before_anybody_asks_for_it(simulation: Simulation) 
     assert call(simulation, "encode", SCHEMA).computed_tokens == 0
     stream = ask(simulation, [SCHEMA[0], SCHEMA[2]], [(22, 1)])
     assert stream.cached_tokens == 22
-    assert jobs_of(simulation).encoded_texts == 4
+    assert simulation.engine.counters.encoded_texts == 4
 
 
 def test_a_call_about_nothing(simulation: Simulation) -> None:
@@ -63,7 +63,7 @@ def test_requests_that_come_during_a_long_call_do_not_wait_for_its_end(simulatio
     request = simulation.submit(words(5000, 5), 2)
     simulation.step_until(lambda: simulation.streams[request].ended)
     assert ticket not in simulation.replies
-    assert jobs_of(simulation).encoded_texts < 40
+    assert simulation.engine.counters.encoded_texts < 40
     simulation.run()
     assert simulation.replies[ticket].computed_tokens == 1600
 
@@ -80,7 +80,7 @@ def test_a_cancelled_call_encodes_no_more() -> None:
     simulation.cancel_call(ticket)
     simulation.finish()
     assert simulation.streams[request].reasons
-    assert jobs_of(simulation).encoded_texts == 1
+    assert simulation.engine.counters.encoded_texts == 1
     assert simulation.tree.active_count == 0
 
 
@@ -205,7 +205,7 @@ def test_calls_end_when_the_workers_are_gone(simulation: Simulation) -> None:
     simulation.engine.receive(EndAll("gone"), simulation.now)
     outputs = simulation.engine.take_outputs()
     assert outputs is not None
-    assert [(done.call, done.status, done.detail) for done in outputs.modules] == [(ticket, "failed", "gone")]
+    assert [(done.ticket, done.status, done.detail) for done in outputs.modules] == [(ticket, "failed", "gone")]
     assert simulation.engine.is_idle
 
 
@@ -239,7 +239,7 @@ def test_a_ticket_that_is_used_twice_is_refused() -> None:
         engine.receive(CallTexts(5, ModulesCall(5, "encode", SCHEMA)), 0.0)
     outputs = engine.take_outputs()
     assert outputs is not None
-    assert [(done.call, done.status) for done in outputs.modules] == [(5, "failed")]
+    assert [(done.ticket, done.status) for done in outputs.modules] == [(5, "failed")]
     assert engine.open_calls() == [5], "the first goes on"
 
 

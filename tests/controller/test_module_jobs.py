@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 from controller.module_harness import ROOMY, WIDE, ask, call, jobs_of, submit, words
 from controller.tier_harness import TIERED, simulate, sink
@@ -15,7 +14,7 @@ from simulation.module_prompts import layout, text
 
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import ModuleText, Probed
+from trunkline.controller.messages import ModuleText, Probed, Submit
 from trunkline.controller.scheduling.module_jobs import JOBS_MAX, TEXTS_AT_ONCE
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.tier import TierKind
@@ -53,7 +52,7 @@ def test_a_text_whose_encoding_is_preempted_is_encoded_on(after: int, host_slots
     for group in taken:
         simulation.scheduler.preempt(group, simulation.now)
     simulation.finish()
-    assert jobs_of(simulation).encoded_texts == 1
+    assert simulation.engine.counters.encoded_texts == 1
     assert simulation.workers.computed_tokens <= 60 + 13 + 4, "what was computed before is found"
 
 
@@ -91,7 +90,7 @@ def test_a_text_is_encoded_for_those_who_are_left() -> None:
     assert len(jobs_of(simulation)) == 1
     simulation.finish()
     assert simulation.streams[second].reasons
-    assert jobs_of(simulation).started_texts == jobs_of(simulation).encoded_texts == 1
+    assert jobs_of(simulation).started_texts == simulation.engine.counters.encoded_texts == 1
 
 
 def test_a_text_is_as_urgent_as_the_most_urgent_who_waits_for_it() -> None:
@@ -117,7 +116,7 @@ def test_a_tier_that_does_not_give_a_text_back_is_not_waited_for() -> None:
     assert stream.started is not None
     assert stream.started.miss in ("slow", "lost")
     assert stream.cached_tokens == 0
-    assert jobs_of(simulation).encoded_texts == 2
+    assert simulation.engine.counters.encoded_texts == 2
 
 
 def test_a_text_whose_end_is_only_in_a_longer_one_far_away_is_encoded_once() -> None:
@@ -127,7 +126,7 @@ def test_a_text_whose_end_is_only_in_a_longer_one_far_away_is_encoded_once() -> 
     simulation.tiers.faults.dead.add(TierKind.REMOTE)
     submit(simulation, [text(words(0, 6), 0)], [(6, 2)])
     simulation.finish(500)
-    assert jobs_of(simulation).encoded_texts == 2
+    assert simulation.engine.counters.encoded_texts == 2
 
 
 @pytest.mark.parametrize("seed", seeds(12))
@@ -170,24 +169,6 @@ def test_a_preempted_group_of_samples_is_not_kept_out_by_what_is_held_for_others
     simulation.finish(2000)
 
 
-def test_flushing_the_cache_while_texts_are_waited_for() -> None:
-    simulation = Simulation(replace(ROOMY, token_budget=13))
-    texts = [text(words(100 * i, 20), 20 * i) for i in range(4)]
-    submit(simulation, texts, [(80, 1)])
-    ended = False
-    while not ended:
-        simulation.flush_cache()
-        ended = not any(simulation.step() for _ in range(4))
-    simulation.finish()
-    assert simulation.engine.is_idle
-
-
-def test_a_layout_of_no_texts_waits_for_nothing(simulation: Simulation) -> None:
-    simulation.submit([1, 2, 3], 4, layout=layout([], [(5, 1), (9, 2)]))
-    simulation.finish()
-    assert jobs_of(simulation).started_texts == 0
-
-
 def chain(count: int, length: int = 1) -> list[ModuleText]:
     """Texts of which each sees all before it."""
     return [text(words(10 * i, length), length * i, parent=i - 1) for i in range(count)]
@@ -213,7 +194,7 @@ def test_many_who_lack_texts_have_them_encoded_a_crowd_at_a_time() -> None:
         submit(simulation, texts, [(30, 1)], own=words(70000 + i, 1))
     assert len(jobs_of(simulation)) < JOBS_MAX + 10
     simulation.finish()
-    assert jobs_of(simulation).encoded_texts == 10 * asked
+    assert simulation.engine.counters.encoded_texts == 10 * asked
 
 
 def test_a_text_that_is_being_computed_when_somebody_more_urgent_wants_it(simulation: Simulation) -> None:
@@ -236,7 +217,7 @@ def test_what_is_held_is_not_given_up_for_a_text_that_its_holder_needs_itself() 
     simulation.step()
     submit(simulation, [seen, above, behind], [(56, 1)])
     simulation.finish()
-    assert jobs_of(simulation).encoded_texts == 3, "the first text was encoded once"
+    assert simulation.engine.counters.encoded_texts == 3, "the first text was encoded once"
 
 
 def test_an_announcement_of_more_than_can_ever_come_is_not_looked_at() -> None:
@@ -250,7 +231,7 @@ def test_an_announcement_of_more_than_can_ever_come_is_not_looked_at() -> None:
 
 
 def announced(texts: list[ModuleText]) -> Request:
-    return Request(id=0, tokens=np.empty(0, np.int32), max_tokens=1, sampling=Sampling(), layout=layout(texts, []))
+    return Request.of(0, Submit(0, b"", 0, 1, Sampling(), layout=layout(texts, [])))
 
 
 def test_the_remote_tier_answers_when_the_text_is_computed_at_another_position() -> None:

@@ -29,7 +29,7 @@ def simulation() -> Simulation:
 def test_ten_requests_at_once_encode_a_text_once(simulation: Simulation) -> None:
     requests = [submit(simulation, [ROOT, CITY], [(17, 1)], own=[i]) for i in range(10)]
     simulation.finish()
-    assert jobs_of(simulation).encoded_texts == 2
+    assert simulation.engine.counters.encoded_texts == 2
     assert simulation.workers.computed_tokens == 17 + 10 * 4
     cached = [simulation.streams[request].cached_tokens for request in requests]
     assert cached == [0] + [17] * 9  # the first had it computed
@@ -60,7 +60,7 @@ def test_the_same_text_at_another_place_is_found_and_shifted(simulation: Simulat
     ask(simulation, [ROOT, CITY], [(17, 1)])
     other = text(words(20, 7), 33, parent=0)
     stream = ask(simulation, [ROOT, text(words(60, 9), 20, parent=0), other], [(40, 2)])
-    assert jobs_of(simulation).encoded_texts == 3
+    assert simulation.engine.counters.encoded_texts == 3
     assert stream.cached_tokens == 17
     extents = unpack_int32(plans[-1].joins[-1].extents if plans[-1].joins else _last_join(plans), 5).tolist()
     assert [(count, base, shift) for _, _, count, base, shift in extents] == [
@@ -81,7 +81,7 @@ def test_with_learned_positions_a_text_serves_at_its_own_place_only() -> None:
     assert ask(simulation, [ROOT, CITY], [(17, 1)], own=[9]).cached_tokens == 17
     stream = ask(simulation, [ROOT, text(words(20, 7), 11, parent=0)], [(18, 1)])
     assert stream.cached_tokens == 10
-    assert jobs_of(simulation).encoded_texts == 3
+    assert simulation.engine.counters.encoded_texts == 3
 
 
 def test_a_text_is_another_one_under_other_texts(simulation: Simulation) -> None:
@@ -90,7 +90,7 @@ def test_a_text_is_another_one_under_other_texts(simulation: Simulation) -> None
     ask(simulation, [text(words(20, 7), 0)], [(7, 1)])
     between = text(words(40, 5), 10, parent=0)
     ask(simulation, [ROOT, between, text(words(20, 7), 15, parent=1)], [(22, 1)])
-    assert jobs_of(simulation).encoded_texts == 2 + 1 + 2
+    assert simulation.engine.counters.encoded_texts == 2 + 1 + 2
 
 
 def test_a_chain_is_encoded_in_order_and_shown_in_part(simulation: Simulation) -> None:
@@ -102,7 +102,7 @@ def test_a_chain_is_encoded_in_order_and_shown_in_part(simulation: Simulation) -
         text(words(30, 6), 18, parent=2),
     ]
     stream = ask(simulation, chain, [(14, 2), (24, 3)])
-    assert jobs_of(simulation).encoded_texts == 4
+    assert simulation.engine.counters.encoded_texts == 4
     assert stream.started is not None
     assert stream.started.module_tokens == 6 + 4 + 6
 
@@ -130,7 +130,7 @@ def test_own_tokens_of_modules_are_never_found_by_plain_prompts(simulation: Simu
 
 def test_the_same_text_twice_in_a_prompt_is_computed_once(simulation: Simulation) -> None:
     stream = ask(simulation, [text(words(0, 9), 0), text(words(0, 9), 30)], [(39, 2)])
-    assert jobs_of(simulation).encoded_texts == 1
+    assert simulation.engine.counters.encoded_texts == 1
     assert stream.started is not None
     assert stream.started.module_tokens == 18
 
@@ -140,7 +140,7 @@ def test_texts_that_begin_alike_share_what_they_have_in_common(simulation: Simul
     computed = simulation.workers.computed_tokens
     ask(simulation, [text([*words(0, 9), 90, 91], 5)], [(16, 1)], 1)
     assert simulation.workers.computed_tokens - computed == 2 + 1
-    assert jobs_of(simulation).encoded_tokens == 21
+    assert simulation.engine.counters.encoded_tokens == 21
 
 
 def resume(simulation: Simulation, stream: Stream, tokens: int, max_tokens: int) -> None:
@@ -188,7 +188,7 @@ def test_texts_come_back_from_every_tier(tier: TierKind) -> None:
     expected[tier] = 17
     assert tiers_of(stream) == expected
     assert simulation.workers.computed_tokens - computed == 2 + 3
-    assert jobs_of(simulation).encoded_texts == 2
+    assert simulation.engine.counters.encoded_texts == 2
 
 
 def test_why_a_text_was_missed() -> None:
@@ -205,7 +205,7 @@ def test_why_a_text_was_missed() -> None:
 def test_other_tenants_texts_are_not_found(simulation: Simulation) -> None:
     for salt in (b"", b"a", b"b", b"a"):
         ask(simulation, [ROOT, CITY], [(17, 1)], salt=salt)
-    assert jobs_of(simulation).encoded_texts == 6
+    assert simulation.engine.counters.encoded_texts == 6
 
 
 def test_a_text_is_forgotten_after_its_time(simulation: Simulation) -> None:
@@ -215,7 +215,7 @@ def test_a_text_is_forgotten_after_its_time(simulation: Simulation) -> None:
         simulation.run()
         simulation.now += 60.0
         simulation.plan()
-    assert jobs_of(simulation).encoded_texts == 4
+    assert simulation.engine.counters.encoded_texts == 4
     simulation.now += 500.0
     simulation.plan()
     stream = ask(simulation, [ROOT, CITY], [(17, 1)])
@@ -249,7 +249,7 @@ def test_a_text_moves_with_its_parent_only(simulation: Simulation) -> None:
     assert cached(simulation, 0, 10, relocate=False) == 17
     assert cached(simulation, 0, 30, relocate=False) == 10, "its parent is further away"
     assert cached(simulation, 20, 30, relocate=False) == 17, "both have moved"
-    assert jobs_of(simulation).encoded_texts == 3
+    assert simulation.engine.counters.encoded_texts == 3
 
 
 def test_who_lets_texts_move_has_texts_of_its_own(simulation: Simulation) -> None:

@@ -11,6 +11,7 @@ from simulation.streams import verify
 
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.tiers.costs import Preloads
+from trunkline.kvstore.tier import TierKind
 
 MOVE_US = 1000.0
 
@@ -135,9 +136,9 @@ def test_a_row_whose_chunk_is_merged_with_one_on_its_way_waits_for_it(steps: int
     again = simulation.submit(prompt, 30, seed=3)
     for _ in range(steps):
         simulation.step()
-    output, loaded = simulation.streams[first].output, tree.loaded_blocks
+    output, loaded = simulation.streams[first].output, tree.totals.tiers[TierKind.DEVICE].writes
     longer = simulation.submit([*prompt, *output, *[1, 2, 3] * 4], 4, seed=1)
     simulation.run()
-    assert tree.loaded_blocks > loaded
+    assert tree.totals.tiers[TierKind.DEVICE].writes > loaded
     for request in (again, longer):
         verify(simulation.streams[request], config.longest_sequence)

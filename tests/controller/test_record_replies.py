@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from controller.service_harness import Router, group_config, run_controller
+from controller.service_harness import group_config, run_controller
 
 from trunkline.controller.config import ControllerConfig
 from trunkline.controller.messages import RecordCall
@@ -20,17 +20,6 @@ from trunkline.router.messages import RecordReply, RouterMessage
 
 def with_records(folder: Path) -> ControllerConfig:
     return msgspec.structs.replace(group_config(folder), records_path=str(folder / "records.sqlite"))
-
-
-def ask(router: Router, call: RecordCall) -> RecordReply:
-    """Its answer, which is the next message."""
-    router.send(call)
-    assert router.socket.poll(20_000), "the controller said nothing"
-    reply = msgspec.msgpack.decode(router.socket.recv(), type=RouterMessage)
-    router.seq += 1
-    assert isinstance(reply, RecordReply)
-    assert (reply.seq, reply.ticket) == (router.seq, call.ticket)
-    return reply
 
 
 @pytest.mark.processes
@@ -77,26 +66,26 @@ def test_on_a_full_disk_what_was_answered_outlives_a_kill_and_the_rest_was_refus
     statuses = set()
     for run in range(3):
         with run_controller(config, tmp_path) as (process, router):
-            held = {record.id for record in ask(router, RecordCall(0, "list", "session", "", limit=1000)).records}
+            held = {record.id for record in router.call(RecordCall(0, "list", "session", "", limit=1000)).records}
             assert held == set(told)
             for id_, value in told.items():
-                assert ask(router, RecordCall(1, "get", "session", id_)).records[0].value == value
+                assert router.call(RecordCall(1, "get", "session", id_)).records[0].value == value
             limit_files(process, 400_000 + 300_000 * run)
             for number in range(60):
                 id_, value = f"s{run}.{number}", bytes([number]) * 20_000
-                made = ask(router, RecordCall(2, "create", "session", id_, value=value))
+                made = router.call(RecordCall(2, "create", "session", id_, value=value))
                 statuses.add(made.status)
                 if made.status == "ok":
                     told[id_] = value
                 else:
                     assert "disk" in made.detail
-                    assert ask(router, RecordCall(3, "get", "session", id_)).status == "missing"
+                    assert router.call(RecordCall(3, "get", "session", id_)).status == "missing"
             limit_files(process, 0)  # not a byte more
             some = min(told)
-            changed = ask(router, RecordCall(4, "put", "session", some, version=1, value=b"lost"))
+            changed = router.call(RecordCall(4, "put", "session", some, version=1, value=b"lost"))
             assert (changed.status, changed.records) == ("failed", [])
-            assert ask(router, RecordCall(5, "delete", "session", some)).status == "failed"
-            assert ask(router, RecordCall(6, "get", "session", some)).records[0].value == told[some]
+            assert router.call(RecordCall(5, "delete", "session", some)).status == "failed"
+            assert router.call(RecordCall(6, "get", "session", some)).records[0].value == told[some]
             process.kill()
             process.wait()
     assert statuses == {"ok", "failed"}
@@ -106,7 +95,7 @@ def test_on_a_full_disk_what_was_answered_outlives_a_kill_and_the_rest_was_refus
 def test_calls_wait_for_a_change_of_the_same_record(tmp_path: Path) -> None:
     """Sent at once: nobody sees what may yet be taken back, and each finds what the one before has left."""
     with run_controller(with_records(tmp_path), tmp_path) as (process, router):
-        ask(router, RecordCall(0, "create", "session", "a", value=b"0"))
+        router.call(RecordCall(0, "create", "session", "a", value=b"0"))
         for full in (False, True):
             if full:
                 limit_files(process, 0)

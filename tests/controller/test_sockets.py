@@ -18,7 +18,7 @@ import zmq
 from trunkline.controller.config import ControllerConfig
 from trunkline.controller.messages import Ping, WorkerHello, WorkerReady
 from trunkline.controller.service.membership import GroupLostError
-from trunkline.controller.service.routers import MESSAGES_PER_TURN_MAX, Clients
+from trunkline.controller.service.routers import MESSAGES_PER_TURN_MAX, Routers
 from trunkline.controller.service.workers import WorkerGroup
 from trunkline.runtime import wire_keys
 from trunkline.runtime.wire_sockets import Gate
@@ -52,7 +52,7 @@ def context() -> Iterator[Context]:
 
 def test_flood_is_taken_in_portions(context: Context, tmp_path: Path) -> None:
     """The loop must come to plan steps although a router sends faster than we read."""
-    clients = Clients(Gate(context), f"ipc://{tmp_path}/router")
+    routers = Routers(Gate(context), f"ipc://{tmp_path}/router")
     router = context.socket(zmq.DEALER)
     router.connect(f"ipc://{tmp_path}/router")
     router.set(zmq.SNDHWM, 0)
@@ -61,10 +61,10 @@ def test_flood_is_taken_in_portions(context: Context, tmp_path: Path) -> None:
         router.send(msgspec.msgpack.encode(Ping(number)))
     portions: list[int] = []
     while sum(portions) < total:
-        assert clients.socket.poll(5000)
-        portions.append(sum(1 for _ in clients.receive(0.0)))
+        assert routers.socket.poll(5000)
+        portions.append(sum(1 for _ in routers.receive(0.0)))
     router.close(linger=0)
-    clients.close()
+    routers.close()
     assert max(portions) <= MESSAGES_PER_TURN_MAX
 
 

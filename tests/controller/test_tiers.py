@@ -50,9 +50,9 @@ def test_each_turn_of_a_session_is_written_down_once() -> None:
         settle(simulation)
     stats = simulation.tree.tiers.stats()
     full = (len(session.history) - 1) // CHUNK
-    assert stats[DISK].writes == stats[REMOTE].writes == full
-    assert not stats[DISK].reads
-    assert simulation.tree.saved_blocks == full
+    assert stats[DISK].totals.writes == stats[REMOTE].totals.writes == full
+    assert not stats[DISK].totals.reads
+    assert simulation.tree.totals.tiers[TierKind.DEVICE].reads == full
 
 
 def on_disk(simulation: Simulation) -> set[bytes]:
@@ -93,8 +93,8 @@ def test_a_tier_that_dies_while_others_are_served(tier: TierKind, ranks: int) ->
             simulation.now += 100.0
         session.turn(4)
     stats = simulation.tree.tiers.stats()[tier]
-    assert stats.failures > 0
-    assert stats.writes > 0
+    assert stats.totals.failures > 0
+    assert stats.totals.writes > 0
     settle(simulation)
     assert not stats.problem or simulation.tree.tiers.health[tier].is_paused is False
 
@@ -244,15 +244,15 @@ def test_a_prompt_larger_than_host_memory_is_on_disk_whole_in_the_end(tier_pace:
 def test_chunks_that_a_tier_has_lost_are_counted(tier: TierKind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each one once, if any rank misses it; neither what is found nor what fails is one."""
     simulation = simulate(replace(TIERED, ranks=2))
-    session, traffic = Session(simulation), simulation.engine.traffic
+    session, totals = Session(simulation), simulation.engine.counters
     session.turn(30)
     sink(simulation, tier)
     assert sum(tiers_of(session.turn(3))) == 32
     sink(simulation, tier)
     simulation.tiers.faults.dead.add(tier)
     session.turn(3)
-    assert simulation.tree.tiers.health[tier].failures
-    assert not traffic.lost_chunks
+    assert totals.tiers[tier].failures
+    assert not totals.lost_chunks
     simulation.tiers.faults.dead.clear()
     simulation.now += 100.0
     session.turn(3)
@@ -271,7 +271,7 @@ def test_chunks_that_a_tier_has_lost_are_counted(tier: TierKind, monkeypatch: py
 
     monkeypatch.setattr(simulation.engine, "receive", watch)
     session.turn(3)
-    assert traffic.lost_chunks == len(missed) >= 8
+    assert totals.lost_chunks == len(missed) >= 8
 
 
 def random_engine(rng: random.Random) -> EngineConfig:

@@ -12,8 +12,7 @@ from simulation.engines import ENGINES, MIXES
 from simulation.streams import Stream
 from simulation.traffic import Mix, Traffic
 
-from trunkline.controller.engine.events import EndAll, Event
-from trunkline.controller.engine.timeline import RequestTimeline
+from trunkline.controller.engine.events import EndAll, Event, RequestTimeline
 from trunkline.controller.engine.validation import problem_of_submit
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch, Submit
@@ -109,7 +108,7 @@ def test_workers_are_told_of_the_steps_that_compute_its_prompt_only(monkeypatch:
     [part] = told[0]
     assert part.prefill == SpanContext(PACKED[:16], traced.ids.prefill)
     assert part.decode == traced.ids.decode
-    assert part.stay == traced.plans[0].joins[0].sequence
+    assert part.batch_seq_id == traced.plans[0].joins[0].sequence
 
 
 def test_who_is_not_traced_is_told_of_in_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:

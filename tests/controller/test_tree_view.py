@@ -17,8 +17,8 @@ from trunkline.controller.cache.radix_tree import CUT_ROOT, PENDING, PROMPT_ROOT
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import DescribeTree, Ping
-from trunkline.controller.service.status import state_of
-from trunkline.controller.service.tree_view import ASKED_MAX, Descriptions, TreeWalk, tier_bits
+from trunkline.controller.service.status import ASKED_MAX, Descriptions, state_of
+from trunkline.controller.service.tree_view import TreeWalk, tier_bits
 from trunkline.kvstore.chunks import NAME_BYTES
 from trunkline.router.messages import NodeFlag, RouterMessage, TreeDescription
 
@@ -66,9 +66,9 @@ def describe(engine: Engine, now: float, *, nodes_max: int = ALL, units: int = A
     walk = TreeWalk(tree, running, nodes_max=nodes_max, head_tokens=heads, now=now)
     while not walk.advance(units):
         pass
-    shown = Shown(walk.description(7, 3))
+    shown = Shown(walk.description(7))
     shown.check(nodes_max)
-    assert (shown.found.ticket, shown.found.seq, shown.found.total_chunks) == (7, 3, tree.node_count)
+    assert (shown.found.ticket, shown.found.total_chunks) == (7, tree.node_count)
     return shown
 
 
@@ -156,7 +156,7 @@ def test_a_description_is_the_tree(name: str) -> None:
         # Blocks that running sequences have for themselves are in no tree.
         on_device = sum(c for c, t in zip(shown.chunks, shown.found.tiers, strict=True) if t & 1)
         idle = sum(n.on_device and not n.active for n in engine.scheduler.kv.tree.nodes())
-        assert idle == state_of(engine)["blocks_cached"] <= on_device <= engine.config.num_blocks
+        assert idle == state_of(engine).blocks_cached <= on_device <= engine.config.num_blocks
         shared += max(shown.users, default=0) > 1
         flagged += any(f & ~NodeFlag.COMPUTING for f in shown.found.flags)
         runs += max(shown.chunks, default=0) > 1
@@ -211,7 +211,7 @@ def test_a_walk_in_traffic_shows_nothing_impossible(name: str) -> None:
             if walk is None or walk.tree is not tree:
                 walk = TreeWalk(tree, scheduler.running(), nodes_max=50, head_tokens=2, now=simulation.now)
             if walk.advance(5):
-                Shown(walk.description(1, 1)).check(50)
+                Shown(walk.description(1)).check(50)
                 walk, done = None, done + 1
     assert done > 10
 
@@ -228,20 +228,17 @@ def test_descriptions_are_shared_by_who_asks_at_once() -> None:
     engine, now = traffic.simulation.engine, traffic.simulation.now
     said: list[tuple[int, TreeDescription]] = []
     descriptions = Descriptions()
-    descriptions.turn(engine, now, lambda client, make: said.append((client, make(0))))
-    assert not said
-    for client in (1, 2):
-        descriptions.ask(client, DescribeTree(client + 10, nodes_max=client))
+    assert descriptions.turn(engine, now) == []
+    for router in (1, 2):
+        descriptions.ask(router, DescribeTree(router + 10, nodes_max=router))
     turns = 0
     while descriptions.is_busy:
-        descriptions.turn(engine, now, lambda client, make: said.append((client, make(0))))
+        said += descriptions.turn(engine, now)
         turns += 1
         assert turns < 1000
-    assert [(client, found.ticket, len(found.tiers)) for client, found in said] == [(1, 11, 2), (2, 12, 2)]
-    said.clear()
+    assert [(router, found.ticket, len(found.tiers)) for router, found in said] == [(1, 11, 2), (2, 12, 2)]
     descriptions.ask(3, DescribeTree(1))
-    descriptions.turn(None, now, lambda client, make: said.append((client, make(5))))
-    assert said == [(3, TreeDescription(seq=5, ticket=1))]
+    assert descriptions.turn(None, now) == [(3, TreeDescription(seq=0, ticket=1))]
     assert not descriptions.is_busy
 
 
@@ -249,9 +246,8 @@ def test_who_floods_gets_the_last_answers_only() -> None:
     descriptions = Descriptions()
     for ticket in range(ASKED_MAX + 20):
         descriptions.ask(1, DescribeTree(ticket))
-    said: list[int] = []
-    descriptions.turn(None, 0.0, lambda client, make: said.append(make(0).ticket))
-    assert said == list(range(20, ASKED_MAX + 20))
+    said = descriptions.turn(None, 0.0)
+    assert [description.ticket for _, description in said] == list(range(20, ASKED_MAX + 20))
 
 
 def ask(router: Router, call: DescribeTree) -> TreeDescription:
@@ -281,6 +277,6 @@ def test_wild_numbers_are_brought_into_bounds() -> None:
         tree = engine.scheduler.kv.tree
         walk = TreeWalk(tree, [], nodes_max=nodes_max, head_tokens=heads, now=0.0)
         assert walk.advance(ALL)
-        found = walk.description(1, 1)
+        found = walk.description(1)
         assert 1 <= len(found.tiers) <= tree.node_count
         assert (len(found.heads) > 0) == (heads > 0)

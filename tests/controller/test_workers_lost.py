@@ -110,7 +110,7 @@ def test_nothing_is_planned_while_nobody_is_there() -> None:
     assert simulation.wanted.wake_at == float("inf")
     assert simulation.expect(simulation.engine._requests.groups[first].request) == (0, 0)
     counts = state_of(simulation.engine)
-    assert (counts["running"], counts["waiting"]) == (0, 3)
+    assert (counts.running, counts.waiting) == (0, 3)
     simulation.abort(third)
     simulation.lose_workers()  # once more, before others were ready
     simulation.replace_workers()
@@ -234,7 +234,7 @@ def test_what_was_pinned_is_pinned_again() -> None:
     assert tiers_in(call(simulation, "look", SCHEMA)) == [0, 0]
     simulation.unpin("schema/a")
     assert simulation.engine.scheduler.encoding.calls.pinned_count == 0
-    assert jobs_of(simulation).encoded_texts == 3 + 2
+    assert simulation.engine.counters.encoded_texts == 3 + 2
 
 
 def test_a_later_pin_replaces_the_one_that_comes_back() -> None:
@@ -276,8 +276,8 @@ def test_totals_go_on() -> None:
         *("evicted_blocks", "blocks_saved", "blocks_loaded", "texts_encoded", "misses", "kv_bytes_read"),
     )
     for name in totals:
-        assert after[name] == before[name], name
-    for tier, old in zip(after["tiers"], before["tiers"], strict=True):
+        assert getattr(after, name) == getattr(before, name), name
+    for tier, old in zip(after.tiers, before.tiers, strict=True):
         assert (tier.writes, tier.reads, tier.failures, tier.hit_tokens, tier.evictions) == (
             *(old.writes, old.reads, old.failures, old.hit_tokens, old.evictions),
         )

@@ -50,6 +50,7 @@ from trunkline.controller.messages import (
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.kvstore.tier import TierKind
+from trunkline.router.messages import Flushed
 from trunkline.worker.messages import CompileGrammar, Join, Probe, Sampling, StepPlan, TierMoves
 
 PACE_S = 0.01
@@ -312,8 +313,9 @@ def outputs_shown(outputs: EngineOutputs) -> Iterator[str]:
         yield f"request {finished.request}{sample} ends ({finished.reason}){detail}"
     for done in outputs.modules:
         detail = f": {done.detail}" if done.detail else ""
-        yield f"call {done.call} is answered ({done.status}), {done.computed_tokens} tokens computed{detail}"
-    for _, blocks in outputs.dropped:
-        yield f"{blocks} blocks were freed"
-    for _, known, coming in outputs.expected:
-        yield f"{known} tokens are known, {coming} have to be fetched"
+        yield f"call {done.ticket} is answered ({done.status}), {done.computed_tokens} tokens computed{detail}"
+    for _, reply in outputs.replies:
+        if isinstance(reply, Flushed):
+            yield f"{reply.blocks_freed} blocks were freed"
+        else:
+            yield f"{reply.known_tokens} tokens are known, {reply.coming_tokens} have to be fetched"

@@ -45,7 +45,7 @@ class Bench:
         for i in range(length):
             made.append(Chunk(made[-1] if made else parent or self.root, f"{name}{i}"))
         self.now += 1.0
-        self.directory.used(made, self.now, hit=False)
+        self.directory.used(made, self.now)
         return made
 
     def save(self, *chunks: Chunk, forced: bool = False) -> bool:

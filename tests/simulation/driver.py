@@ -30,12 +30,12 @@ from trunkline.controller.engine.events import (
     Event,
     ExpectRequest,
     Ready,
+    RequestTimeline,
     UnpinTexts,
     WorkersBack,
     WorkersLost,
 )
 from trunkline.controller.engine.integrity import check_integrity
-from trunkline.controller.engine.timeline import RequestTimeline
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import (
     GrammarReady,
@@ -45,12 +45,11 @@ from trunkline.controller.messages import (
     StepResult,
     Submit,
 )
-from trunkline.controller.scheduling.module_calls import CallDone
 from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.storage.persistence import Persistence
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
-from trunkline.router.messages import Finished, FinishReason
+from trunkline.router.messages import Finished, FinishReason, ModulesReply, Prefetched
 from trunkline.worker.messages import CompileGrammar, Probe, Sampling, StepPlan, TierMoves
 
 
@@ -98,7 +97,7 @@ class Simulation:
         self.results: deque[StepResult] = deque()
         self.grammars: dict[int, CompileGrammar] = {}
         """Sent to the workers, not yet compiled."""
-        self.replies: dict[int, CallDone] = {}
+        self.replies: dict[int, ModulesReply] = {}
         """To calls about texts of modules."""
         self.now = 0.0
         self.wanted = Wanted()
@@ -365,10 +364,11 @@ class Simulation:
             assert stream.hypotheses is None, "a beam search has two results"
             stream.hypotheses = found.hypotheses
         for done in outputs.modules:
-            assert done.call not in self.replies, "a call is answered twice"
-            self.replies[done.call] = done
-        for _, *found_tokens in outputs.expected:
-            self.wanted.expected = (found_tokens[0], found_tokens[1])
+            assert done.ticket not in self.replies, "a call is answered twice"
+            self.replies[done.ticket] = done
+        for _, reply in outputs.replies:
+            if isinstance(reply, Prefetched):
+                self.wanted.expected = (reply.known_tokens, reply.coming_tokens)
         for finished in outputs.finished:
             self._collect_end(self.streams[finished.request], finished)
 

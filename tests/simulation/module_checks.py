@@ -22,7 +22,7 @@ def joining_modules(scheduler: Scheduler, plan: StepPlan) -> dict[int, Sequence]
 def expected_reaches(sequence: Sequence) -> dict[int, int]:
     """By position, how far a token must have been from what it saw when it was computed. With texts that may
     relocate only own tokens' distances count."""
-    layout = sequence.group.request.layout
+    layout = sequence.group.request.submit.layout
     if layout is None:
         return {}
     return own_reaches(layout) if layout.relocate else own_reaches(layout) | reaches(layout)
@@ -36,8 +36,8 @@ def check_places(sequence: Sequence, layout: Layout, config: EngineConfig) -> No
     """
     request, modules = sequence.group.request, sequence.group.modules
     assert modules is not None
-    if request.layout is not None:
-        expected = sorted([*seen_positions(request.layout), *own_positions(request.layout)])
+    if request.submit.layout is not None:
+        expected = sorted([*seen_positions(request.submit.layout), *own_positions(request.submit.layout)])
     else:
         expected = _text_positions(modules)
     cells = sorted(layout.cells(len(expected)), key=lambda cell: cell.acting)

@@ -15,7 +15,7 @@ from trunkline.controller.messages import (
     Grammar,
     PromptLayout,
 )
-from trunkline.controller.scheduling.quarantine import DEADLY
+from trunkline.controller.scheduling.admission import DEADLY
 from trunkline.controller.sequences.beam_search import sample_seed
 from trunkline.kvstore.chunks import unpack_int32
 from trunkline.router.messages import Finished, FinishReason, Hypothesis, Started

@@ -28,12 +28,11 @@ from trunkline.controller.engine.events import CallTexts, EngineOutputs, Event, 
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import ModulesCall, ModuleText, PromptLayout, StepResult, Submit
-from trunkline.controller.scheduling.module_calls import CallDone
 from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.storage.persistence import Persistence
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.router import pml
-from trunkline.router.messages import Started
+from trunkline.router.messages import ModulesReply, Started
 from trunkline.router.pml.compiled import Scope
 from trunkline.worker.messages import Sampling
 
@@ -115,7 +114,7 @@ class ModuleGroup(TieredLoop):
         self.restored = sum(node.disk_ready for node in self.engine.scheduler.kv.tree.nodes())
         """Chunks found on disk."""
         self.answers: dict[int, Answer] = {}
-        self.replies: list[CallDone] = []
+        self.replies: list[ModulesReply] = []
 
     def submit_prompt(
         self, prompt: Prompt | list[int], max_tokens: int = 8, *, n: int = 1, sampling: Sampling = GREEDY
@@ -137,14 +136,14 @@ class ModuleGroup(TieredLoop):
         self.run()
         return answer
 
-    def call(self, op: str, texts: Sequence[ModuleText], holder: str = "") -> CallDone:
+    def call(self, op: str, texts: Sequence[ModuleText], holder: str = "") -> ModulesReply:
         """What a call about texts is answered."""
         ticket = self._next_id
         self._next_id += 1
         self.receive(CallTexts(ticket, ModulesCall(ticket, op, list(texts), holder=holder)), time.perf_counter())
         self.run()
         reply = self.replies.pop()
-        assert reply.call == ticket
+        assert reply.ticket == ticket
         return reply
 
     @property

@@ -35,28 +35,30 @@ from trunkline.controller.engine.events import (
     WorkersBack,
     WorkersLost,
 )
-from trunkline.controller.engine.grammars import GrammarBook
-from trunkline.controller.engine.recovery import RequestSnapshot, carry_totals, restore, snapshot
+from trunkline.controller.engine.recovery import RequestSnapshot, restore, snapshot
 from trunkline.controller.engine.requests import (
-    EngineCounters,
+    GrammarBook,
+    ProtocolError,
     RequestTable,
+    apply_step_result,
     from_its_start,
     group_of,
     limit_of,
     moves_of,
+    result_rows,
 )
-from trunkline.controller.engine.step_results import ProtocolError, apply_step_result, result_rows
 from trunkline.controller.engine.validation import is_expectable, problem_of_request, problem_of_texts
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import GrammarReady, ModulesCall, MovesDone, Probed, StepResult
-from trunkline.controller.scheduling.module_calls import CallDone, TextsCall
-from trunkline.controller.scheduling.quarantine import DEADLY
+from trunkline.controller.scheduling.admission import DEADLY
+from trunkline.controller.scheduling.module_calls import TextsCall
 from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.plan_builder import InflightStep
 from trunkline.controller.sequences.sequence import Request, SequenceGroup
 from trunkline.controller.tiers.prefetch import Prefetcher
 from trunkline.controller.tiers.tier_orders import TierOrders
-from trunkline.router.messages import Finished, FinishReason
+from trunkline.controller.totals import Totals
+from trunkline.router.messages import Finished, FinishReason, Flushed, ModulesReply, Prefetched
 from trunkline.worker.messages import Probe, StepPlan, TierMoves
 
 
@@ -97,7 +99,7 @@ class Engine:
         """Begin with workers that hold nothing."""
         config.validate()
         self.config = config
-        self.scheduler = Scheduler(config, first_disk_generation, self._requests.quarantine)
+        self.scheduler = Scheduler(config, first_disk_generation, self._requests.quarantine, self.counters)
         tree, fetching = self.scheduler.kv.tree, self.scheduler.fetching
         self.traffic = TierOrders(tree, config.ranks)
         self.prefetcher = Prefetcher(tree, fetching, self.traffic)
@@ -168,7 +170,7 @@ class Engine:
             case DropCache(caller):
                 self._drops_cache |= self.is_away
                 freed = self.scheduler.kv.tree.flush()
-                self._requests.pending_outputs.dropped.append((caller, freed))
+                self._requests.pending_outputs.replies.append((caller[0], Flushed(0, caller[1], freed)))
             case EndWaiting(reason, detail):
                 self._end_waiting(reason, detail, now)
             case EndAll(detail, reason):
@@ -189,7 +191,7 @@ class Engine:
     # Questions
 
     @property
-    def counters(self) -> EngineCounters:
+    def counters(self) -> Totals:
         """Totals since the start."""
         return self._requests.counters
 
@@ -207,7 +209,7 @@ class Engine:
     def is_settled(self) -> bool:
         """Whether the engine is idle and all that belongs in lower tiers is there, or cannot be written."""
         tree = self.scheduler.kv.tree
-        return self.is_idle and not (tree.has_unsaved or self.traffic.in_flight or tree.tiers.mover.has_unwritten)
+        return self.is_idle and not (tree.has_unsaved or self.traffic.in_flight or tree.tiers.has_unwritten)
 
     @property
     def oldest_step(self) -> int:
@@ -320,7 +322,7 @@ class Engine:
         for group in self._requests.groups.values():
             self._requests.gone(Finished(group.id, reason, detail))
         calls = self.scheduler.encoding.calls
-        calls.done.extend(CallDone(call, "failed", detail) for call in calls.ids() if call >= 0)
+        calls.done.extend(ModulesReply(0, call, "failed", detail) for call in calls.ids() if call >= 0)
         self._requests.pending_outputs.modules += calls.done
         self._requests.groups.clear()
         self._renew(self.config)
@@ -372,10 +374,7 @@ class Engine:
     def _renew(self, config: EngineConfig) -> None:
         """Forget all that workers held; totals go on."""
         self._disk_changes += take_disk_changes(self.scheduler.kv.tree)
-        old, lost_chunks = self.scheduler, self.traffic.lost_chunks
-        self._install(config, old.kv.tree.highest_disk_generation)
-        carry_totals(old, self.scheduler)
-        self.traffic.lost_chunks = lost_chunks
+        self._install(config, self.scheduler.kv.tree.tiers.highest_disk_generation)
 
     # Texts of modules
 
@@ -387,10 +386,10 @@ class Engine:
             return
         if call.op == "unpin":
             calls.unpin(call.holder, now)
-            calls.done.append(CallDone(call_id, "ok"))
+            calls.done.append(ModulesReply(0, call_id, "ok"))
             return
         if problem := problem_of_texts(call.texts, self.config):
-            calls.done.append(CallDone(call_id, "failed", problem))
+            calls.done.append(ModulesReply(0, call_id, "failed", problem))
             return
         moves = moves_of(self.config, relocate=call.relocate)
         pins = (call.holder, call.ttl) if call.op == "encode" else ()
@@ -445,7 +444,7 @@ class Engine:
             tree = self.scheduler.kv.tree
             group = group_of(request, self._arrivals, 0, request.submit.sampling, tree, self.config)
             known, coming = self.prefetcher.announce(group, self._step + 1, now)
-        self._requests.pending_outputs.expected.append((caller, known, coming))
+        self._requests.pending_outputs.replies.append((caller[0], Prefetched(0, caller[1], known, coming)))
 
     # Steps
 
@@ -478,7 +477,6 @@ class Engine:
         for sequence in draft.sampling:
             self._requests.started(sequence.group, now)
         self.counters.steps += 1
-        self.counters.row_set_changes += draft.new_runs is not None
         return draft.message(self.epoch)
 
     def _step_done(self, result: StepResult, now: float) -> None:

@@ -1,44 +1,59 @@
 """What goes into an engine and what comes out of it: `Engine.step(events, now) -> Ready`. Pure.
 
 An event is a `Request`, a report of the workers as it came over the wire (`StepResult`, `GrammarReady`,
-`MovesDone`, `Probed`), or one of the classes below. A `Ready` says what the shell has to do next, field by field
+`MovesDone`, `Probed`), or one of the classes below. A `Ready` says what the service has to do next, field by field
 in the order in which it has to be done.
+
+Each request has a `RequestTimeline` from its arrival to its end; the log gets it when the request has ended. What
+costs something at every step is noted for traced requests only (`Request.trace`). Times are the engine's (`now`,
+seconds of any origin).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 
 from trunkline.controller.engine.disk_chunks import DiskChange, StoredChunks
-from trunkline.controller.engine.timeline import RequestTimeline
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import GrammarReady, ModulesCall, MovesDone, Probed, StepResult, TopLogprobs
-from trunkline.controller.scheduling.module_calls import CallDone
-from trunkline.controller.sequences.plan_builder import Int64Array
-from trunkline.controller.sequences.sequence import Request
+from trunkline.controller.sequences.plan_builder import Int64Array, PlanBuilder
+from trunkline.controller.sequences.sequence import Request, SequenceGroup
 from trunkline.kvstore.chunks import Int32Array
-from trunkline.router.messages import BeamsFound, Finished, FinishReason, PromptScored, Started
+from trunkline.router.messages import (
+    BeamsFound,
+    Finished,
+    FinishReason,
+    Flushed,
+    ModulesReply,
+    Prefetched,
+    PromptScored,
+    Started,
+)
 from trunkline.worker.messages import CompileGrammar, ForgetGrammar, Probe, StepPlan, TierMoves
 
 Caller = tuple[int, int]
-"""Where an answer goes: the router and its ticket. The engine only hands it back."""
+"""Where an answer goes: the router's index, and the ticket of its call. The engine only hands both back."""
+
+EVENTS_MAX: Final = 64
+"""Most parts of its prompt, and most losses of its workers, that a traced request's timeline lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class AbortRequest:
-    """End a request, or one of its samples. Its computed KV stays cached; an unknown request is fine."""
+    """End a request, or one of its samples. Its KV stays cached. An unknown request changes nothing."""
 
     request: int
     sample: int = -1
-    """-1: the whole request. Nothing is reported of a sample that ends so while others go on."""
+    """-1: the whole request. The end of a sample whose request goes on is not reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndWaiting:
-    """End the requests that have not begun and hold nothing."""
+    """End the requests that have not begun, and therefore hold nothing."""
 
     reason: FinishReason
     detail: str
@@ -54,15 +69,15 @@ class EndAll:
 
 @dataclass(frozen=True, slots=True)
 class DropCache:
-    """Drop every chunk that no running sequence holds. Answered in `EngineOutputs.dropped`."""
+    """Drop every chunk that no running sequence holds. Answered in `EngineOutputs.replies`."""
 
     caller: Caller = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectRequest:
-    """A request like this one is expected: fetch its known chunks into host memory. Answered in
-    `EngineOutputs.expected`."""
+    """Fetch the known chunks of a request that will probably come into host memory. Answered in
+    `EngineOutputs.replies`."""
 
     caller: Caller
     request: Request
@@ -70,7 +85,8 @@ class ExpectRequest:
 
 @dataclass(frozen=True, slots=True)
 class CallTexts:
-    """A router's call about the texts of a schema. Answered in `EngineOutputs.modules`, perhaps steps later."""
+    """Do what a router asks about the texts of a schema. Answered in `EngineOutputs.modules`, perhaps steps
+    later."""
 
     id: int
     """Unique among the calls that have no answer yet."""
@@ -79,7 +95,7 @@ class CallTexts:
 
 @dataclass(frozen=True, slots=True)
 class UnpinTexts:
-    """Undo what was pinned under a name. An unknown name is fine."""
+    """Undo what was pinned under a name. An unknown name changes nothing."""
 
     holder: str
 
@@ -87,10 +103,10 @@ class UnpinTexts:
 @dataclass(frozen=True, slots=True)
 class WorkersLost:
     """The workers are gone with all that was in their memory. Requests wait for the next workers, with the tokens
-    known so far; only those that probably kill workers end (`scheduling/quarantine.py`)."""
+    known so far; only those that probably kill workers end (`scheduling/admission.py`)."""
 
     epoch: int
-    """The next workers'. Reports of any other epoch are ignored from now on."""
+    """The epoch of the next workers. Reports of any other epoch are ignored from now on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +114,7 @@ class WorkersBack:
     """New workers are ready: all requests go on."""
 
     config: EngineConfig
-    """Valid (`EngineConfig.validate`), with what these workers hold."""
+    """A valid configuration (`EngineConfig.validate`), with what these workers hold."""
     stored: StoredChunks | None = None
     """The chunks on their disks; None: there is no disk tier."""
 
@@ -121,30 +137,146 @@ Event = (
 
 @dataclass(slots=True)
 class EngineOutputs:
-    """What routers have to be told: first what has started, then tokens and beams, then what has finished."""
+    """What routers are told, as the messages that they get: starts first, then tokens and beams, then ends.
+
+    Requests and calls have the engine's ids, and messages are not numbered yet.
+    """
 
     started: list[Started] = field(default_factory=list)
     requests: list[Int64Array] = field(default_factory=list)
-    """Per result of a step: the request of each token, …"""
+    """By result of a step: the request of each token, …"""
     samples: list[Int64Array] = field(default_factory=list)
     """… the sample of that request, …"""
     tokens: list[Int32Array] = field(default_factory=list)
     """… and the token."""
     logprobs: list[dict[int, TopLogprobs] | None] = field(default_factory=list)
-    """Per result, by index into its tokens."""
+    """By result of a step, and then by index into its tokens."""
     prompt_logprobs: list[PromptScored] = field(default_factory=list)
     beams: list[BeamsFound] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
-    modules: list[CallDone] = field(default_factory=list)
-    """Answers to `CallTexts`."""
-    dropped: list[tuple[Caller, int]] = field(default_factory=list)
-    """Answers to `DropCache`: the blocks that were freed."""
-    expected: list[tuple[Caller, int, int]] = field(default_factory=list)
-    """Answers to `ExpectRequest`: the tokens that are known, and those of them that have to be fetched."""
+    modules: list[ModulesReply] = field(default_factory=list)
+    """Answers to `CallTexts`; each one's `ticket` is the id of the call."""
+    replies: list[tuple[int, Flushed | Prefetched]] = field(default_factory=list)
+    """Answers to `DropCache` and `ExpectRequest`, each with the index of its router."""
 
     def __bool__(self) -> bool:
         streams = self.started or self.tokens or self.prompt_logprobs or self.beams or self.finished
-        return bool(streams or self.modules or self.dropped or self.expected)
+        return bool(streams or self.modules or self.replies)
+
+
+@dataclass(slots=True)
+class RequestTimeline:
+    """At which times one request reached each stage of its life, and how much was computed for it."""
+
+    request: Request
+    came: float
+    admitted: float = -1.0
+    """When it first entered the batch; -1: not yet."""
+    planned: float = -1.0
+    """When the step that computes the last part of its prompt was planned."""
+    first_token: float = -1.0
+    cached_tokens: int = 0
+    tier_tokens: list[int] = field(default_factory=list)
+    """`cached_tokens` by the tier that had them (`TierKind`)."""
+    computed_tokens: int = 0
+    chunks: list[tuple[float, int, int]] = field(default_factory=list)
+    """Of a traced request: the time, step and tokens of each part of its prompt that was planned, …"""
+    chunk_count: int = 0
+    """… and the number of those parts."""
+    batch_seq_ids: set[int] = field(default_factory=set)
+    """Of a traced request: the ids that its sequences had in the batch of the present workers. Each return after a
+    preemption adds one."""
+    past_batch_seq_ids: int = 0
+    """How many such ids it had with workers that were lost."""
+    losses: list[float] = field(default_factory=list)
+    """When its workers were lost."""
+    output_tokens: int = 0
+    reason: str = ""
+    """Why it ended."""
+
+    @property
+    def returns(self) -> int:
+        """How often a traced request came back to the batch, after a preemption or with other workers."""
+        return max(0, self.past_batch_seq_ids + len(self.batch_seq_ids) - 1)
+
+    def chunk(self, now: float, step: int, batch_seq_id: int, tokens: int) -> None:
+        """Note a part of the prompt that a step computes."""
+        self.batch_seq_ids.add(batch_seq_id)
+        self.computed_tokens += tokens
+        self.chunk_count += 1
+        if len(self.chunks) < EVENTS_MAX:
+            self.chunks.append((now, step, tokens))
+
+
+class Timelines:
+    """The timelines of all requests that have not ended, and of those that ended since the last `take_done`."""
+
+    def __init__(self) -> None:
+        self._going: dict[int, RequestTimeline] = {}
+        self._done: list[RequestTimeline] = []
+
+    def came(self, request: Request, now: float) -> None:
+        """Begin the timeline of a request that was accepted."""
+        self._going[request.id] = RequestTimeline(request, now)
+
+    def of(self, request: int) -> RequestTimeline | None:
+        """Return the timeline of a request that has not ended."""
+        return self._going.get(request)
+
+    def started(self, group: SequenceGroup, now: float) -> None:
+        """Note that the step which computes the end of a prompt is planned; set `Started.queued_s` once."""
+        timeline, found = self._going.get(group.id), group.found
+        if timeline is None or found is None or timeline.planned >= 0:
+            return
+        timeline.admitted, timeline.planned = found.at, now
+        timeline.cached_tokens, timeline.tier_tokens = found.started.cached_tokens, found.started.tier_tokens
+        found.started = msgspec.structs.replace(found.started, queued_s=found.at - timeline.came)
+
+    def planned(self, draft: PlanBuilder) -> tuple[int, ...]:
+        """Note the parts of traced prompts that a step computes; return those that get their first token."""
+        first = []
+        sampling = {sequence.group.id for sequence in draft.sampling}
+        for group, batch_seq_id, tokens in draft.traced:
+            timeline = self._going.get(group.id)
+            if timeline is None:
+                continue
+            if timeline.admitted < 0:
+                timeline.admitted = draft.now
+            timeline.chunk(draft.now, draft.step, batch_seq_id, tokens)
+            if group.id in sampling and timeline.first_token < 0:
+                first.append(group.id)
+        return tuple(first)
+
+    def got_token(self, request: int, now: float) -> None:
+        """Note the first token of a traced request."""
+        if (timeline := self._going.get(request)) is not None and timeline.first_token < 0:
+            timeline.first_token = now
+
+    def lost(self, now: float) -> None:
+        """Note that the workers are gone."""
+        for timeline in self._going.values():
+            timeline.past_batch_seq_ids += len(timeline.batch_seq_ids)
+            timeline.batch_seq_ids.clear()
+            if len(timeline.losses) < EVENTS_MAX:
+                timeline.losses.append(now)
+
+    def sampled(self, request: int, tokens: int) -> None:
+        """Add the output tokens of a sample that is over."""
+        if (timeline := self._going.get(request)) is not None:
+            timeline.output_tokens += tokens
+
+    def ended(self, finished: Finished) -> None:
+        """Close the timeline of a request that has ended."""
+        if (timeline := self._going.pop(finished.request, None)) is not None:
+            timeline.reason = finished.reason
+            self._done.append(timeline)
+
+    def take_done(self) -> list[RequestTimeline]:
+        """Return the timelines of the requests that have ended since the last call."""
+        if not self._done:
+            return []
+        done, self._done = self._done, []
+        return done
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,17 +285,17 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     grammars: Sequence[CompileGrammar | ForgetGrammar]
     """Send to all workers before `plan`, which may name these grammars."""
     plan: StepPlan | None
-    """Send to all workers before anything that follows: they must never wait for routers, disks or logs. None:
-    there is nothing to compute, or two steps are unanswered."""
+    """Send to all workers before doing anything that follows: workers must never wait for routers, disks or logs.
+    None: there is nothing to compute, or two steps are unanswered."""
     disk_changes: Sequence[DiskChange]
     """Note in the disk tier's index before `orders` are sent: a slot that is about to be overwritten must not be
-    listed with what it held."""
+    listed with the chunk that it held."""
     orders: Sequence[TierMoves | Probe]
     """Send to all workers after `plan`, whose saves and loads they follow."""
     outputs: EngineOutputs | None
-    """Send to the routers, each its part. The next `Ready` continues it: none may be left out."""
+    """Send each router its part. The next `Ready` continues these outputs, so none may be left out."""
     ended: Sequence[RequestTimeline]
-    """Log, and emit as spans: the requests that have ended. Any time later will do."""
+    """Log the requests that have ended, and emit their spans. This may be done at any later time."""
     problem: str = ""
     """Why the workers cannot be trusted any more; "" if they can. If they cannot, nothing was planned, and a
     `WorkersLost` has to follow."""

@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 
 from trunkline.controller.scheduling.forks import restore_output
-from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.beam_search import BeamHistory, sample_seed
 from trunkline.controller.sequences.plan_builder import DecodeRows
 from trunkline.controller.sequences.sequence import (
@@ -106,22 +105,3 @@ def restore(survivor: RequestSnapshot, group: SequenceGroup, sampling: Sampling)
             own = msgspec.structs.replace(own, prompt_logprobs=-1)
         group.members.append(Sequence(group, sample, TokenBuffer(np.concatenate([prompt, output])), own))
     return all(member.tokens.count < group.limit for member in group.members)
-
-
-def carry_totals(old: Scheduler, new: Scheduler) -> None:
-    """Let the totals since the start go on where the old scheduler's ended."""
-    new.counters = old.counters
-    new.forks.count = old.forks.count
-    jobs, old_jobs = new.encoding.jobs, old.encoding.jobs
-    jobs.started_texts, jobs.encoded_texts = old_jobs.started_texts, old_jobs.encoded_texts
-    jobs.encoded_tokens = old_jobs.encoded_tokens
-    tree, old_tree = new.kv.tree, old.kv.tree
-    tree.evicted_blocks = old_tree.evicted_blocks
-    tree.saved_blocks, tree.loaded_blocks = old_tree.saved_blocks, old_tree.loaded_blocks
-    tiers, old_tiers = tree.tiers, old_tree.tiers
-    tiers.saves, tiers.loads = old_tiers.saves, old_tiers.loads
-    tiers.hit_tokens.update(old_tiers.hit_tokens)
-    tiers.copies.evictions.update(old_tiers.copies.evictions)
-    for tier, health in tiers.health.items():
-        if (before := old_tiers.health.get(tier)) is not None:
-            health.reads, health.writes, health.failures = before.reads, before.writes, before.failures

@@ -1,52 +1,42 @@
-"""Requests from their arrival to their end: how they become groups, and what routers are told of them. Pure."""
+"""Requests from their arrival to their end: their groups, the grammars that they wait for, the tokens that each
+step's result brings them. Pure.
+
+    Request ──► group_of ──► queue, batch ──► StepResult ──► apply_step_result ──► tokens, ends ──► EngineOutputs
+                  └─ waits for its grammar: GrammarBook
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field, replace
+from typing import Final
+
+import msgspec
+import numpy as np
 
 from trunkline.controller.allocation.modules import lay_out, prompt_of
 from trunkline.controller.allocation.prefix_match import cut_group
 from trunkline.controller.cache.radix_cache import RadixCache
-from trunkline.controller.engine.events import EngineOutputs
-from trunkline.controller.engine.grammars import GrammarBook
-from trunkline.controller.engine.timeline import Timelines
+from trunkline.controller.engine.events import EngineOutputs, Timelines
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import PromptLogprobs
-from trunkline.controller.scheduling.quarantine import Quarantine
+from trunkline.controller.messages import BeamStep, Grammar, GrammarReady, PromptLogprobs, StepResult, TopLogprobs
+from trunkline.controller.scheduling.admission import Quarantine
 from trunkline.controller.scheduling.scheduler import Scheduler
-from trunkline.controller.sequences.sequence import CacheReport, Request, Sequence, SequenceGroup
+from trunkline.controller.sequences.plan_builder import BEAM, DecodeRows, InflightStep, PlanBuilder, RowSet
+from trunkline.controller.sequences.sequence import Request, Sequence, SequenceGroup
+from trunkline.controller.totals import Totals
+from trunkline.kvstore.chunks import Int32Array, unpack_int32
 from trunkline.kvstore.module_names import RelocationRule
-from trunkline.kvstore.tier import TierKind
-from trunkline.router.messages import Finished, FinishReason, Started
-from trunkline.worker.messages import Sampling
+from trunkline.router.messages import BeamsFound, Finished, FinishReason, PromptScored
+from trunkline.worker.messages import CompileGrammar, ForgetGrammar, Sampling
 
-
-@dataclass(slots=True)
-class EngineCounters:
-    """Totals since the start."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    steps: int = 0
-    row_set_changes: int = 0
-    """Steps that carried a new row set; all others copy no plan (ChunkAttention §3.3)."""
-    plan_copies: int = 0
-    """Steps for which the workers rebuilt their decode plan: new rows, or a row that filled its block."""
-    kv_bytes_read: int = 0
-    """By decode attention on rank 0."""
-    tier_tokens: list[int] = field(default_factory=lambda: [0] * len(TierKind))
-    """`cached_tokens` by tier."""
-    misses: dict[str, int] = field(default_factory=dict)
-    """Requests by reason."""
-
-    def found(self, found: CacheReport) -> None:
-        """Add what was found in the cache for a request that starts."""
-        self.cached_tokens += found.tokens
-        for tier, tokens in enumerate(found.tier_tokens):
-            self.tier_tokens[tier] += tokens
-        if found.miss:
-            self.misses[found.miss] = self.misses.get(found.miss, 0) + 1
+IDLE_MAX: Final = 64
+"""Most compiled grammars that are kept without a request that uses them: clients send the same schema again and
+again."""
+PLAIN_STEPS_PER_OBSERVATION: Final = 8
+"""Of the steps that only decode, one in this many is used to learn what steps cost: they are alike, and learning
+takes time."""
+_INT32_BYTES: Final = 4
 
 
 class RequestTable:
@@ -54,14 +44,14 @@ class RequestTable:
 
     def __init__(self) -> None:
         self.groups: dict[int, SequenceGroup] = {}
-        """By request, in the order of arrival."""
+        """By request id, in the order of arrival."""
         self.grammars = GrammarBook()
         self.scores = ScoreLedger()
         self.quarantine = Quarantine()
         self.timelines = Timelines()
-        self.counters = EngineCounters()
+        self.counters = Totals()
         self.pending_outputs = EngineOutputs()
-        """Since the last `take_outputs`."""
+        """The outputs since the last `take_outputs`."""
 
     def started(self, group: SequenceGroup, now: float) -> None:
         """Report a request whose prompt is computed with the step that is being planned."""
@@ -72,23 +62,15 @@ class RequestTable:
         if not group.started:
             group.started = True
             self.counters.prompt_tokens += group.prompt_len - group.holes
-            self.counters.found(found)
-        elif cut == found.cut or not cut:
+            self.counters.cached_tokens += found.started.cached_tokens
+            for tier, tokens in enumerate(found.started.tier_tokens):
+                self.counters.tier_tokens[tier] += tokens
+            if miss := found.started.miss:
+                self.counters.misses[miss] = self.counters.misses.get(miss, 0) + 1
+        elif cut == found.started.cut or not cut:
             return  # it comes back from a preemption, or from workers that are gone
-        found.cut = cut
-        self.pending_outputs.started.append(
-            Started(
-                group.id,
-                found.tokens,
-                found.tier_tokens,
-                found.miss,
-                found.miss_token,
-                found.exact,
-                cut,
-                found.module_tokens,
-                found.queued_s,
-            )
-        )
+        found.started = msgspec.structs.replace(found.started, cut=cut)
+        self.pending_outputs.started.append(found.started)
 
     def end_sequence(self, scheduler: Scheduler, sequence: Sequence, reason: FinishReason, now: float) -> None:
         """End a sample that has come to its own end; the request ends with its last one."""
@@ -132,19 +114,18 @@ def _output_tokens(scheduler: Scheduler, sequence: Sequence) -> int:
     return max(0, known - sequence.prompt_len)
 
 
-_INT32_BYTES = 4
-
-
 class ScoreLedger:
-    """How far the scores of each prompt have been reported. They come in the order of positions; a prompt that is
-    computed again begins again at its start."""
+    """Tells which log-probabilities of each prompt have been reported already.
+
+    They come in the order of positions. A prompt that is computed again begins again at its start.
+    """
 
     def __init__(self) -> None:
         self._next: dict[int, int] = {}
-        """By request: the first position that has not been reported."""
+        """The first position that has not been reported, by request."""
 
     def news(self, request: int, scores: PromptLogprobs) -> PromptLogprobs | None:
-        """What has not been reported of these, which is taken for reported from now on."""
+        """Return the part of these scores that is new, and count it as reported."""
         count = len(scores.token_logprobs) // _INT32_BYTES
         known = min(max(0, self._next.get(request, 0) - scores.start), count)
         if known == count:
@@ -162,13 +143,15 @@ class ScoreLedger:
         )
 
     def ended(self, request: int) -> None:
-        """Nothing more comes of it."""
+        """Forget a request that has ended."""
         self._next.pop(request, None)
 
 
 def from_its_start(request: Request) -> Request:
-    """The request as it can be begun here. A search that comes from elsewhere starts again: only its own beams
-    could say what came of it."""
+    """Return a request as it can begin here.
+
+    A beam search that another controller began starts again, without its output: the state of its beams is lost.
+    """
     prompt_len = request.submit.prompt_len
     if request.submit.beam is not None and len(request.tokens) > prompt_len:
         return replace(request, tokens=request.tokens[:prompt_len])
@@ -176,23 +159,23 @@ def from_its_start(request: Request) -> Request:
 
 
 def limit_of(request: Request, config: EngineConfig) -> int:
-    """Tokens, of those that it sees, at which each of its sequences ends."""
+    """Return the length, in tokens that it sees, at which each sequence of a request ends."""
     dropped = sum(stop - start for start, stop in request.drops)
     return min(request.submit.prompt_len - dropped + request.submit.max_tokens, config.longest_sequence)
 
 
 def moves_of(config: EngineConfig, *, relocate: bool) -> RelocationRule:
-    """Where texts of modules may act, if their client lets them `relocate`."""
+    """Return at which other positions the KV of modules' texts may serve, if the client lets them `relocate`."""
     return RelocationRule.of(config.positions_shift, relocate)
 
 
 def group_of(
     request: Request, arrival: int, limit: int, sampling: Sampling, tree: RadixCache, config: EngineConfig
 ) -> SequenceGroup:
-    """A new group of one sequence; what it does not see and texts of modules are in its table.
+    """Return a new group of one sequence. Dropped parts and texts of modules are in its block table.
 
     Args:
-        limit: `limit_of` it; 0: it is only announced.
+        limit: the result of `limit_of`; 0 for a request that is only announced.
         sampling: the request's, with what the engine added to it.
     """
     group = SequenceGroup(request, arrival, limit, sampling)
@@ -202,3 +185,221 @@ def group_of(
         moves = moves_of(config, relocate=request.submit.layout.relocate)
         lay_out(group, prompt_of(tree, request.submit.salt, request.submit.layout, moves), config.max_context)
     return group
+
+
+# Grammars
+
+
+@dataclass(slots=True)
+class GrammarEntry:
+    """A grammar that the workers know or are about to compile."""
+
+    id: int
+    grammar: Grammar
+    ready: bool = False
+    """Whether the workers have compiled it, or have failed to."""
+    problem: str = ""
+    """Why it cannot be compiled."""
+    users: set[int] = field(default_factory=set)
+    """The live requests that ask for it."""
+    tenants: set[bytes] = field(default_factory=set)
+    """The tenants on whose behalf the workers were asked to compile it."""
+
+
+class GrammarBook:
+    """The grammars that requests ask for: each is compiled once, and kept while a request may need it again.
+
+    A request with a grammar waits in the queue, holding nothing, until the workers have compiled the grammar. They
+    do that beside their steps, so running requests do not wait for it. Ids are never used twice.
+    """
+
+    def __init__(self, first_id: int = 1) -> None:
+        """
+        Args:
+            first_id: id of the first grammar.
+        """
+        self._by_content: OrderedDict[tuple[str, str, bool], GrammarEntry] = OrderedDict()
+        """The least recently asked for first."""
+        self._by_id: dict[int, GrammarEntry] = {}
+        self.next_id = first_id
+        """Id of the next grammar. A report on a smaller id that is not known is ignored."""
+        self._messages: list[CompileGrammar | ForgetGrammar] = []
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def use(self, grammar: Grammar, request: int) -> GrammarEntry:
+        """Return the entry of a grammar, with the request among its users."""
+        key = grammar.kind, grammar.text, grammar.spaced
+        entry = self._by_content.get(key)
+        if entry is None:
+            entry = GrammarEntry(self.next_id, grammar)
+            self.next_id += 1
+            self._by_content[key] = self._by_id[entry.id] = entry
+        if not entry.ready and grammar.tenant not in entry.tenants:
+            # Also if it is being compiled for another tenant: this tenant's turn may come earlier.
+            entry.tenants.add(grammar.tenant)
+            self._messages.append(
+                CompileGrammar(entry.id, grammar.kind, grammar.text, grammar.spaced, grammar.tenant)
+            )
+        self._by_content.move_to_end(key)
+        entry.users.add(request)
+        return entry
+
+    def leave(self, grammar: Grammar, request: int) -> None:
+        """Note that a request with this grammar has ended."""
+        entry = self._by_content.get((grammar.kind, grammar.text, grammar.spaced))
+        if entry is None:
+            return
+        entry.users.discard(request)
+        if not entry.users and (entry.problem or not entry.ready):
+            # A problem: nothing was kept of the grammar, and a corrected worker may succeed. Not ready: no request
+            # waits for it any more, so it must not be compiled before grammars that requests wait for.
+            self._forget(entry)
+        idle = [other for other in self._by_content.values() if not other.users and other.ready]
+        for other in idle[: max(0, len(idle) - IDLE_MAX)]:
+            self._forget(other)
+
+    def ready(self, message: GrammarReady) -> GrammarEntry | None:
+        """Note that the workers have compiled a grammar, or cannot; return its entry, None if it is forgotten."""
+        entry = self._by_id.get(message.grammar)
+        if entry is not None:
+            entry.ready, entry.problem = True, message.problem
+        return entry
+
+    def _forget(self, entry: GrammarEntry) -> None:
+        del self._by_id[entry.id]
+        del self._by_content[entry.grammar.kind, entry.grammar.text, entry.grammar.spaced]
+        self._messages.append(ForgetGrammar(entry.id))
+
+    def messages(self) -> list[CompileGrammar | ForgetGrammar]:
+        """Return what the workers must be told before the next plan: all since the last call."""
+        messages, self._messages = self._messages, []
+        return messages
+
+
+# Results of steps
+
+
+class ProtocolError(RuntimeError):
+    """The workers sent a result that no correct worker sends: they cannot be trusted any more."""
+
+
+def result_rows(plan: PlanBuilder, rows: DecodeRows) -> RowSet:
+    """Return the rows that a plan's result has a token for: those that decode, then those that begin to."""
+    if not plan.sampling:
+        return plan.rows
+    new = [sequence.slot for sequence in plan.sampling + plan.forked]
+    added, old = rows.row_set(np.array(new, np.intp)), plan.rows
+    return RowSet(
+        np.append(old.slots, added.slots),
+        np.append(old.batch_seq_ids, added.batch_seq_ids),
+        np.append(old.requests, added.requests),
+        np.append(old.samples, added.samples),
+    )
+
+
+def apply_step_result(
+    requests: RequestTable, scheduler: Scheduler, step: InflightStep, result: StepResult, now: float
+) -> None:
+    """Apply the workers' answer to the oldest step: append tokens, end rows and advance searches.
+
+    Raises:
+        ProtocolError: the result does not fit the step. What was applied before that is sound.
+    """
+    rows = step.rows
+    requests.counters.plan_copies += result.plan_copies
+    requests.counters.kv_bytes_read += result.kv_bytes_read
+    costs = scheduler.costs
+    if step.prefill_tokens or result.waited_us or step.step % PLAIN_STEPS_PER_OBSERVATION == 0:
+        elapsed_us = result.elapsed_us - result.waited_us
+        costs.observe(rows=step.decode_rows, prefill_tokens=step.prefill_tokens, elapsed_us=elapsed_us)
+    if result.moved_blocks:
+        costs.observe_moves(result.moved_blocks, result.moved_us)
+    if len(result.tokens) != 4 * len(rows):
+        raise ProtocolError(
+            f"step {result.step} samples {len(rows)} int32 tokens; {len(result.tokens)} bytes came back"
+        )
+    if result.logprobs and not all(0 <= index < len(rows) for index in result.logprobs):
+        raise ProtocolError(f"step {result.step} has log-probabilities beyond its {len(rows)} tokens")
+    _score(requests, step, result.prompt_logprobs or {})
+    if len(rows):
+        _accept(requests, scheduler, rows, unpack_int32(result.tokens), result.logprobs, now)
+    if result.beams:
+        _advance_searches(requests, scheduler, result.beams, now)
+
+
+def _score(requests: RequestTable, step: InflightStep, scores: dict[int, PromptLogprobs]) -> None:
+    for batch_seq_id, logprobs in scores.items():
+        request = step.scored.get(batch_seq_id)
+        if request is None:
+            raise ProtocolError(
+                f"step {step.step} scores a prompt of sequence {batch_seq_id}, which asked for nothing"
+            )
+        if request not in requests.groups:
+            continue
+        if (news := requests.scores.news(request, logprobs)) is not None:
+            requests.pending_outputs.prompt_logprobs.append(PromptScored(request, news))
+
+
+def _accept(
+    requests: RequestTable,
+    scheduler: Scheduler,
+    rows: RowSet,
+    tokens: Int32Array,
+    logprobs: dict[int, TopLogprobs] | None,
+    now: float,
+) -> None:
+    state = scheduler.rows
+    valid, slots, stopped = state.accept(rows, tokens)
+    counts = valid
+    if (rows.samples == BEAM).any():
+        counts = valid & (rows.samples != BEAM)
+        own = rows.samples[valid] != BEAM
+        slots, stopped = slots[own], stopped[own]
+    owners, samples = rows.requests, rows.samples
+    if len(slots) != len(rows):
+        if logprobs:
+            position = np.cumsum(counts) - 1
+            logprobs = {int(position[i]): value for i, value in logprobs.items() if counts[i]}
+        owners, samples, tokens = owners[counts], samples[counts], tokens[counts]
+    if not len(slots):
+        return
+    requests.quarantine.got_tokens(owners)
+    requests.pending_outputs.requests.append(owners)
+    requests.pending_outputs.samples.append(samples)
+    requests.pending_outputs.tokens.append(tokens)
+    requests.pending_outputs.logprobs.append(logprobs)
+    requests.counters.output_tokens += len(slots)
+    known = state.known[slots]
+    ended = stopped | (known >= state.limit[slots])
+    for index in np.flatnonzero(((known - 1) % scheduler.config.chunk_size == 0) & ~ended).tolist():
+        scheduler.seal(int(slots[index]), int(known[index]) - 1, now)
+    for index in np.flatnonzero(ended).tolist():
+        sequence = state.sequences[slots[index]]
+        assert sequence is not None
+        requests.end_sequence(
+            scheduler, sequence, FinishReason.STOP if stopped[index] else FinishReason.LENGTH, now
+        )
+
+
+def _advance_searches(
+    requests: RequestTable, scheduler: Scheduler, steps: dict[int, BeamStep], now: float
+) -> None:
+    for search_id, step in steps.items():
+        group = scheduler.forks.searches.get(search_id)
+        if group is None or group.search is None:
+            continue  # the search has left the batch meanwhile
+        try:
+            parents = group.search.advance(step)
+        except ValueError as error:
+            raise ProtocolError(f"search {search_id}: {error}") from error
+        requests.counters.output_tokens += group.search.width
+        requests.quarantine.ended(group.id)
+        if parents:
+            scheduler.move_beams(group, parents, now)
+        if not group.search.done:
+            continue
+        hypotheses = group.search.hypotheses()
+        requests.pending_outputs.beams.append(BeamsFound(group.id, hypotheses))
+        requests.end(scheduler, group, Finished(group.id, hypotheses[0].reason), now)

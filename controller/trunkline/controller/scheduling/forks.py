@@ -26,8 +26,6 @@ class Forks:
     def __init__(self) -> None:
         self.searches: dict[int, SequenceGroup] = {}
         """By the id that a search has during its time in the batch."""
-        self.count = 0
-        """Sequences forked since the start."""
         self._next_search = 1
         self._children: list[Sequence] = []
         """Children whose tails the next plan copies."""
@@ -80,7 +78,7 @@ class Forks:
             plan.forks.append(Fork(parent.batch_seq_id, child.batch_seq_id, table, seed, child.beam_position))
             plan.forked.append(child)
             group.members.append(child)
-            self.count += 1
+            kv.tree.totals.forks += 1
         group.forked = True
         if group.search is not None:
             rows.read_alike(parent, group.members[1:], parent.tokens.count // chunk_size)

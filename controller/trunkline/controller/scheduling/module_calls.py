@@ -10,14 +10,15 @@ from trunkline.controller.allocation.kv_manager import KVCacheManager
 from trunkline.controller.allocation.modules import find_text, name_texts
 from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.messages import ModuleText
+from trunkline.controller.scheduling.admission import RequestQueue
 from trunkline.controller.scheduling.module_jobs import ModuleJobs, Wish
-from trunkline.controller.scheduling.queue import RequestQueue
 from trunkline.controller.sequences.module_prompt import CachedText
 from trunkline.controller.sequences.sequence import Sequence as TokenSequence
 from trunkline.controller.sequences.sequence import SequenceGroup
 from trunkline.controller.tiers.prefetch import Fetching
 from trunkline.kvstore.chunks import blocks_for, pack_int32
 from trunkline.kvstore.module_names import RelocationRule
+from trunkline.router.messages import ModulesReply
 
 JOBS_AT_ONCE: Final = 32
 """Texts of all calls that are encoded at the same time (at least one of each call): enough to fill steps, few
@@ -46,21 +47,9 @@ class TextsCall:
     texts: list[CachedText] = field(default_factory=list)
     """Texts that have been named. If the call encodes, each was present, is being encoded, or has been encoded."""
     tiers: list[int] = field(default_factory=list)
-    """Tiers of the texts that were searched for after that, as in `CallDone`."""
+    """Tiers of the texts that were searched for after that, as in `ModulesReply`."""
     chunks: dict[Node, None] = field(default_factory=dict)
     """Their chunks, to be pinned, each once: texts that begin alike share some."""
-    computed_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class CallDone:
-    """The answer to a call; fields as in `trunkline.router.messages.ModulesReply`."""
-
-    call: int
-    status: str
-    detail: str = ""
-    tiers: bytes = b""
-    blocks: bytes = b""
     computed_tokens: int = 0
 
 
@@ -78,7 +67,7 @@ class ModuleCalls:
         """Pinned chunks by holder."""
         self._pinned_by: dict[str, TextsCall] = {}
         """The call that pinned them, by holder."""
-        self.done: list[CallDone] = []
+        self.done: list[ModulesReply] = []
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -105,7 +94,8 @@ class ModuleCalls:
     def begin(self, call: TextsCall, step: int, now: float) -> None:
         """Begin a call; `done` gets its answer when all texts are encoded, if wanted, and searched for."""
         if call.id in self._calls:
-            self.done.append(CallDone(call.id, "failed", "a call with this ticket has not been answered yet"))
+            detail = "a call with this ticket has not been answered yet"
+            self.done.append(ModulesReply(0, call.id, "failed", detail))
             return
         if call.holder:
             self._pin_no_more(call.holder)
@@ -142,11 +132,11 @@ class ModuleCalls:
         """Forget a call, whose jobs the caller must leave (`ModuleJobs.left`). An unknown id does nothing."""
         call = self._calls.pop(call_id, None)
         if call is not None:
-            self._answer(CallDone(call_id, "cancelled"))
+            self._answer(ModulesReply(0, call_id, "cancelled"))
         return call
 
-    def _answer(self, done: CallDone) -> None:
-        if done.call >= 0:
+    def _answer(self, done: ModulesReply) -> None:
+        if done.ticket >= 0:
             self.done.append(done)
 
     def ids(self) -> list[int]:
@@ -216,10 +206,9 @@ class ModuleCalls:
             else:
                 status = "quota"
                 detail = f"{len(nodes)} chunks would be pinned; this group pins {self._room()} more at most"
-        counts = [blocks_for(text.token_count, self._tree.chunk_size) for text in call.texts]
-        self._answer(
-            CallDone(call.id, status, detail, pack_int32(call.tiers), pack_int32(counts), call.computed_tokens)
-        )
+        blocks = pack_int32([blocks_for(text.token_count, self._tree.chunk_size) for text in call.texts])
+        tiers = pack_int32(call.tiers)
+        self._answer(ModulesReply(0, call.id, status, detail, tiers, blocks, call.computed_tokens))
 
     def _room(self) -> int:
         if self._on_device:

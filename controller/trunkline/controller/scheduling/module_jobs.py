@@ -21,7 +21,7 @@ from trunkline.controller.allocation.modules import encoding_of, find_text, lay_
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.messages import Submit
-from trunkline.controller.scheduling.queue import RequestQueue
+from trunkline.controller.scheduling.admission import RequestQueue
 from trunkline.controller.sequences.module_prompt import CachedText, ModulePrompt
 from trunkline.controller.sequences.sequence import Request, SequenceGroup
 from trunkline.controller.tiers.prefetch import Fetching
@@ -79,10 +79,6 @@ class ModuleJobs:
         self._new: list[SequenceGroup] = []
         self.started_texts = 0
         """Jobs since the start."""
-        self.encoded_texts = 0
-        """Jobs that have encoded their text."""
-        self.encoded_tokens = 0
-        """Tokens of those texts."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -224,8 +220,8 @@ class ModuleJobs:
             self._unwait(waiter, text.content)
             if not computed and isinstance(waiter, SequenceGroup) and waiter.modules is not None:
                 waiter.modules.not_encoded(text)
-        self.encoded_texts += computed
-        self.encoded_tokens += text.token_count * computed
+        self._tree.totals.encoded_texts += computed
+        self._tree.totals.encoded_tokens += text.token_count * computed
         if self._holder in job.waiters:
             self._hold(text, text.token_count, step)
 

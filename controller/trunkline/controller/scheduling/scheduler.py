@@ -19,7 +19,6 @@ ends; then the next one is the oldest. Preempted groups resume before new groups
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -30,15 +29,14 @@ from trunkline.controller.allocation.prefix_match import keep_or_compact
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.scheduling.cache_report import explain
+from trunkline.controller.scheduling.admission import AdmissionOrder, Quarantine, RequestQueue, explain
 from trunkline.controller.scheduling.forks import Forks, move_beams, restore_output
 from trunkline.controller.scheduling.module_calls import ModuleEncoding
-from trunkline.controller.scheduling.quarantine import Quarantine
-from trunkline.controller.scheduling.queue import AdmissionOrder, RequestQueue
 from trunkline.controller.sequences.plan_builder import NO_ROWS, DecodeRows, PendingChanges, PlanBuilder
 from trunkline.controller.sequences.sequence import Phase, Sequence, SequenceGroup
 from trunkline.controller.tiers.costs import Preloads, StepCosts, load_entries, prefill_budget
 from trunkline.controller.tiers.prefetch import Fetching
+from trunkline.controller.totals import Totals
 from trunkline.kvstore.chunks import BlockId
 
 MATCHED_TOKENS_MAX: Final = 1 << 19
@@ -48,31 +46,26 @@ SCORED_TOKENS_MAX: Final = 256
 """Tokens of a scored prompt in one step: each needs a row of logits as wide as the vocabulary."""
 
 
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Totals since the start."""
-
-    preemptions: int = 0
-    """Preempted groups."""
-    swapped: int = 0
-    """Preempted groups with a claim on the host pool."""
-
-
 class Scheduler:
     """The queue and the running sequences of one group of workers. Pure: step numbers and time are arguments."""
 
     def __init__(
-        self, config: EngineConfig, first_disk_generation: int = 0, quarantine: Quarantine | None = None
+        self,
+        config: EngineConfig,
+        first_disk_generation: int = 0,
+        quarantine: Quarantine | None = None,
+        counters: Totals | None = None,
     ) -> None:
         """
         Args:
             first_disk_generation: generations of disk slots begin above it.
             quarantine: requests that may have killed earlier workers; it outlives the scheduler.
+            counters: totals to count on from; they outlive it, too.
         """
         self.config = config
         pool = BlockPool(config.num_blocks)
         tiers = config.tiers(first_disk_generation)
-        tree = RadixCache(pool, config.chunk_size, config.model_fingerprint, config.dtype, tiers)
+        tree = RadixCache(pool, config.chunk_size, config.model_fingerprint, config.dtype, tiers, counters)
         self.kv = KVCacheManager(pool, tree, prefix_cache=config.prefix_cache, ttl=config.session_ttl_s)
         self.costs = StepCosts(config.swap_us_per_block)
         self.preloads = Preloads()
@@ -86,7 +79,7 @@ class Scheduler:
         self.parked: list[Sequence] = []
         """Resumed sequences that wait for the others of their group."""
         self.forks = Forks()
-        self.counters = SchedulerCounters()
+        self.counters = tree.totals
         self.row_set = NO_ROWS
         self._pending = PendingChanges()
 
@@ -422,7 +415,6 @@ class Scheduler:
             self.leave_jobs(group, plan.now)
         if group.found is None:
             group.found = explain(self.kv, self.fetching, sequence, plan)
-            group.found.entries = sequence.resident // self.config.chunk_size
         self.fetching.done(group)
         self.preloads.ordered(loads, plan.now, self.costs.move_us)
         if step := self.kv.tree.fences.ready_after(sequence.block_table()):

@@ -14,7 +14,7 @@ and behind a cut the last chunk in each other tree: the tree keeps everything ab
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
@@ -27,7 +27,7 @@ from trunkline.controller.sequences.module_prompt import ModulePrompt
 from trunkline.controller.trace_ids import TraceIds
 from trunkline.kvstore.chunks import BlockId, ChunkName, Extent, Int32Array, blocks_for, unpack_int32
 from trunkline.kvstore.cuts import ContextCut
-from trunkline.kvstore.tier import TierKind
+from trunkline.router.messages import Started
 from trunkline.worker.messages import BeamPosition, Sampling
 
 ALL_ENTRIES: Final = 1 << 62
@@ -139,21 +139,13 @@ class CutPrompt:
 
 @dataclass(slots=True)
 class CacheReport:
-    """What was cached of a request's prompt at its first admission, for its `Started` message."""
+    """What was cached of a request's prompt at its first admission."""
 
-    tokens: int = 0
-    tier_tokens: list[int] = field(default_factory=lambda: [0] * len(TierKind))
-    miss: str = ""
-    miss_token: int = 0
-    exact: bool = True
-    module_tokens: int = 0
-    cut: str = ""
-    """What the client was told of its cut (`Started.cut`)."""
-    at: float = 0.0
+    started: Started
+    """The report to its router; `cut` and `queued_s` are filled in when the last part of the prompt is planned."""
+    at: float
     """The time of the admission."""
-    queued_s: float = 0.0
-    """Seconds that it had waited."""
-    entries: int = 0
+    entries: int
     """Block-table entries whose chunks were found whole; the request computed the later ones itself."""
 
 

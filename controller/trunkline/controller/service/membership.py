@@ -1,4 +1,4 @@
-"""Decide which process is which rank, and in which epoch of the group. Pure.
+"""Decide which process is which rank in which epoch of the group, and when a group hangs. Pure.
 
 A rank process lives for one epoch at most. When one of them is lost, the epoch is over for all: their memory is
 worth nothing without the lost shard. The old processes leave, the supervisor (or Kubernetes) starts new ones, and
@@ -274,35 +274,6 @@ def _parsed(topic: bytes, tp: int) -> tuple[int, bytes] | None:
     return (rank, incarnation) if is_sound and rank_topic(rank, incarnation) == topic else None
 
 
-class StepClock:
-    """Measures for how long a step has not been answered.
-
-    A time in which `waited_s` was not called does not count: then this process itself was stopped, and perhaps the
-    ranks with it."""
-
-    LOOKS_WITHIN_S: Final = 5.0
-    """The service looks once a second at least."""
-
-    def __init__(self) -> None:
-        self._step = 0
-        self._waited_s = 0.0
-        self._looked_at = -inf
-
-    def waited_s(self, step: int, now: float) -> float:
-        """Return for how long the oldest step has been unanswered; 0 if there is none (`step` 0).
-
-        Args:
-            step: Number of the oldest unanswered step. The same number as before: it is still unanswered.
-        """
-        passed = now - self._looked_at
-        self._looked_at = now
-        if step != self._step or not step:
-            self._step, self._waited_s = step, 0.0
-        elif passed <= self.LOOKS_WITHIN_S:
-            self._waited_s += passed
-        return self._waited_s
-
-
 def disagreement(terms: Mapping[str, str], hello: WorkerHello) -> str:
     """What differs, for people; "": nothing that both know of."""
     for name, mine in terms.items():
@@ -311,3 +282,64 @@ def disagreement(terms: Mapping[str, str], hello: WorkerHello) -> str:
             what = "another checkpoint or quantization" if name == "model" else f"another {name}"
             return f"rank {hello.rank} has {what} ({theirs[:80]}) than the group ({mine})"
     return ""
+
+
+PREDICTED_STEPS: Final = 20.0
+"""A step is taken to hang when it lasts this many times its predicted time, and longer than `step_timeout_s`."""
+LOOKS_WITHIN_S: Final = 5.0
+"""Longest time between two looks at the oldest step that counts as waiting; the service looks once a second."""
+
+
+class WorkerLoss:
+    """How long the group's workers have not answered a step, and since when, and why, they are lost."""
+
+    def __init__(self, step_timeout_s: float, resume_seconds_max: float) -> None:
+        """
+        Args:
+            step_timeout_s: A step that lasts less never hangs.
+            resume_seconds_max: How long requests wait for new workers.
+        """
+        self.reason = ""
+        """Why there are no workers; "" while there are some, or if there have been none yet."""
+        self._since = inf
+        self._step_timeout_s = step_timeout_s
+        self._resume_seconds_max = resume_seconds_max
+        self._step = 0
+        self._waited_s = 0.0
+        self._looked_at = -inf
+
+    def began(self, reason: str, now: float) -> None:
+        """Note that the workers are lost. If new workers are lost before they were ready, the outage goes on."""
+        self.reason = reason
+        self._since = min(self._since, now)
+
+    def ended(self) -> None:
+        """Note that new workers are ready: the outage is over."""
+        self.reason, self._since = "", inf
+
+    def look(self, step: int, now: float) -> None:
+        """Note the number of the oldest unanswered step (0: there is none) at this time.
+
+        A time between two looks that is longer than `LOOKS_WITHIN_S` does not count as waiting: then this process
+        itself was stopped, and perhaps the ranks with it.
+        """
+        passed = now - self._looked_at
+        self._looked_at = now
+        if step != self._step or not step:
+            self._step, self._waited_s = step, 0.0
+        elif passed <= LOOKS_WITHIN_S:
+            self._waited_s += passed
+
+    def why_hanging(self, predicted_step_s: float) -> str:
+        """Return why the oldest unanswered step is taken to hang; "" if it is not.
+
+        Args:
+            predicted_step_s: How long that step should take the workers.
+        """
+        if self._waited_s < max(self._step_timeout_s, PREDICTED_STEPS * predicted_step_s):
+            return ""
+        return f"the workers have not answered step {self._step} for {self._waited_s:.0f} s"
+
+    def is_too_long(self, now: float) -> bool:
+        """Return whether the outage has lasted so long that requests wait for its end no longer."""
+        return now >= self._since + self._resume_seconds_max

@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from trunkline.controller.messages import RecordCall
-from trunkline.controller.service.routers import Clients
+from trunkline.controller.service.routers import Routers
 from trunkline.controller.storage.persistence import Persistence
 from trunkline.controller.storage.records import Change
 from trunkline.router.messages import RecordReply
@@ -29,7 +29,7 @@ HELD_S_MAX: Final = 5.0
 class _Held:
     """An answer that waits for a commit."""
 
-    client: int
+    router: int
     reply: RecordReply
     change: Change
     until: float
@@ -40,32 +40,32 @@ class _Held:
 class RecordReplies:
     """Carries out record calls and answers them in time."""
 
-    def __init__(self, clients: Clients, persistence: Persistence) -> None:
-        self._clients = clients
+    def __init__(self, routers: Routers, persistence: Persistence) -> None:
+        self._routers = routers
         self._persistence = persistence
         self._held: dict[tuple[str, str], _Held] = {}
         """Answers that wait for their commits, by the record's kind and id; the oldest first."""
 
-    def handle(self, client: int, call: RecordCall, now: float) -> None:
+    def handle(self, router: int, call: RecordCall, now: float) -> None:
         """Carry out a call of the router with this index."""
         key = call.kind, call.id
         if call.op != "list" and key in self._held:
-            self._held[key].waiting.append((client, call))
+            self._held[key].waiting.append((router, call))
             return
         reply, change = self._persistence.records.handle(call, 0, self._persistence.wall(now))
         if change is None:
-            self._send(client, reply)
+            self._routers.send(router, reply)
         else:
-            self._held[key] = _Held(client, reply, change, now + HELD_S_MAX)
+            self._held[key] = _Held(router, reply, change, now + HELD_S_MAX)
 
     def turn(self, now: float) -> None:
         """Send the answers whose time has come."""
         over = [key for key, held in self._held.items() if held.change.outcome.is_known or now >= held.until]
         for key in over:
             held = self._held.pop(key)
-            self._send(held.client, self._decided(held))
-            for client, call in held.waiting:
-                self.handle(client, call, now)
+            self._routers.send(held.router, self._decided(held))
+            for router, call in held.waiting:
+                self.handle(router, call, now)
 
     @property
     def next_deadline(self) -> float:
@@ -81,8 +81,3 @@ class RecordReplies:
         records.undo(held.change)
         detail = f"{problem}; nothing was changed"
         return msgspec.structs.replace(held.reply, status="failed", records=[], detail=detail)
-
-    def _send(self, index: int, reply: RecordReply) -> None:
-        client = self._clients.find(index)
-        if client is not None:  # else the router has left
-            self._clients.send(client, msgspec.structs.replace(reply, seq=client.next_seq()))

@@ -18,7 +18,7 @@ from typing import Final
 import structlog
 
 from trunkline.controller.engine.engine import Engine
-from trunkline.controller.engine.timeline import RequestTimeline
+from trunkline.controller.engine.events import RequestTimeline
 from trunkline.controller.trace_ids import TraceIds
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import FinishReason
@@ -151,14 +151,14 @@ class TierWarnings:
 
     def look(self, engine: Engine) -> None:
         """Log the problems that are new."""
-        for tier, health in engine.scheduler.kv.tree.tiers.health.items():
-            before, self._problems[tier] = self._problems.get(tier, ""), health.problem
-            if health.problem and not before:
+        for tier, stats in engine.scheduler.kv.tree.tiers.stats().items():
+            before, self._problems[tier] = self._problems.get(tier, ""), stats.problem
+            if stats.problem and not before:
                 log.warning(
-                    "a tier fails; it is left alone for a while", tier=tier.name.lower(), problem=health.problem
+                    "a tier fails; it is left alone for a while", tier=tier.name.lower(), problem=stats.problem
                 )
-            elif before and not health.problem:
+            elif before and not stats.problem:
                 log.info("a tier works again", tier=tier.name.lower())
-        if engine.traffic.lost_chunks and not self._said_lost:
+        if engine.counters.lost_chunks and not self._said_lost:
             self._said_lost = True
             log.warning("a tier did not hold a chunk whole, which is computed again; from now on only counted")

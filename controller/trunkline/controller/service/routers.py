@@ -1,13 +1,14 @@
-"""The controller's side of its routers: requests in, one packed message per step and router out.
+"""The controller's socket to its routers: requests come in, one message per step and router goes out.
 
-A router's 32-bit request numbers become engine ids by putting the router's index above them, so the
-service keeps no table of requests. Each router has its own sequence of messages, numbered from 1.
+The id of a request in the engine is the router's index, followed by the 32 bits of the number that the router gave
+the request. So the service needs no table of requests. The messages to each router are numbered from 1: they are
+made with the number 0, and `Routers.send` puts in the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -17,67 +18,37 @@ from msgspec.structs import replace
 
 from trunkline.controller.engine.events import EngineOutputs
 from trunkline.controller.engine.validation import NUMBER_BITS
-from trunkline.controller.messages import RouterRequest, TopLogprobs
+from trunkline.controller.messages import RouterRequest
 from trunkline.kvstore.chunks import pack_int32
-from trunkline.router.messages import BeamsFound, Finished, Outputs, PromptScored, RouterMessage, Started
+from trunkline.router.messages import Outputs, RouterMessage
 from trunkline.runtime.process import RareLog
 from trunkline.runtime.wire_keys import Role
 from trunkline.runtime.wire_sockets import MESSAGE_BYTES_MAX, Gate
 
-CLIENT_SHIFT: Final = NUMBER_BITS
-NUMBER_MASK: Final = (1 << CLIENT_SHIFT) - 1
+ROUTER_SHIFT: Final = NUMBER_BITS
+"""Bits of an engine's id below the router's index."""
+NUMBER_MASK: Final = (1 << ROUTER_SHIFT) - 1
 MESSAGES_PER_TURN_MAX: Final = 1024
 """Most messages read in one turn, so that a router that sends too many cannot delay the workers' next plan."""
 
 
 @dataclass(slots=True)
-class Client:
-    """A connected router."""
+class _Router:
+    """A router that is connected to this controller, or was a moment ago."""
 
     index: int
     identity: bytes
     last_heard: float
     seq: int = 0
-    """Number of the last message sent."""
-
-    def next_seq(self) -> int:
-        self.seq += 1
-        return self.seq
+    """Number of the last message sent to it."""
 
 
-@dataclass(slots=True)
-class _Part:
-    """One router's part of the engine's outputs. Fields as in `Outputs`; requests have the router's numbers."""
+def _split(outputs: EngineOutputs) -> dict[int, Outputs]:
+    """Return the parts of the outputs that are for each router, by its index, still without tokens."""
+    parts: dict[int, Outputs] = {}
 
-    requests: bytes = b""
-    tokens: bytes = b""
-    samples: bytes = b""
-    logprobs: dict[int, TopLogprobs] | None = None
-    started: list[Started] = field(default_factory=list)
-    finished: list[Finished] = field(default_factory=list)
-    beams: list[BeamsFound] = field(default_factory=list)
-    prompt_logprobs: list[PromptScored] = field(default_factory=list)
-
-    def message(self, seq: int) -> Outputs:
-        return Outputs(
-            seq=seq,
-            requests=self.requests,
-            tokens=self.tokens,
-            started=self.started,
-            finished=self.finished,
-            logprobs=self.logprobs,
-            samples=self.samples,
-            beams=self.beams,
-            prompt_logprobs=self.prompt_logprobs,
-        )
-
-
-def _split(outputs: EngineOutputs) -> dict[int, _Part]:
-    """Return the routers' parts of the outputs, by router, still without tokens."""
-    parts: dict[int, _Part] = {}
-
-    def part(request: int) -> _Part:
-        return parts.setdefault(request >> CLIENT_SHIFT, _Part())
+    def part(request: int) -> Outputs:
+        return parts.setdefault(request >> ROUTER_SHIFT, Outputs(0))
 
     for started in outputs.started:
         part(started.request).started.append(replace(started, request=started.request & NUMBER_MASK))
@@ -90,7 +61,7 @@ def _split(outputs: EngineOutputs) -> dict[int, _Part]:
     return parts
 
 
-class Clients:
+class Routers:
     """The ROUTER socket and the routers that are connected to it."""
 
     def __init__(self, gate: Gate, endpoint: str, local_endpoint: str = "") -> None:
@@ -100,24 +71,27 @@ class Clients:
         """
         self.socket = gate.context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # Outputs must not be dropped. A router that hangs stops pinging as well: what can pile up for it
-        # is bounded by the silence limit, after which its requests are aborted.
+        # Outputs must not be dropped. A router that hangs stops pinging as well; after the silence limit its
+        # requests are aborted, which bounds what piles up for it.
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 1000)
         if local_endpoint:
-            self.socket.bind(local_endpoint)  # first: what guards the other one does not hold for it
+            self.socket.bind(local_endpoint)  # before `gate.bind`, whose checks hold for later addresses only
         gate.bind(self.socket, endpoint, Role.ROUTER, MESSAGE_BYTES_MAX)
         self.rare = RareLog("trunkline.controller.service.routers")
-        self._by_identity: dict[bytes, Client] = {}
-        self._by_index: dict[int, Client] = {}
+        self._by_identity: dict[bytes, _Router] = {}
+        self._by_index: dict[int, _Router] = {}
         self._next_index = 1
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[RouterRequest] = msgspec.msgpack.Decoder(RouterRequest)
 
-    def receive(self, now: float) -> Iterator[tuple[Client, RouterRequest]]:
-        """Return up to `MESSAGES_PER_TURN_MAX` waiting messages: if there are more, the next poll returns at once.
+    def receive(self, now: float) -> Iterator[tuple[int, RouterRequest]]:
+        """Read up to `MESSAGES_PER_TURN_MAX` waiting messages; if there are more, the next poll returns at once.
 
-        A message that cannot be decoded is reported and skipped.
+        A message that cannot be decoded is logged and skipped.
+
+        Returns:
+            the index of each message's router, and the message.
         """
         for _ in range(MESSAGES_PER_TURN_MAX):
             try:
@@ -132,83 +106,81 @@ class Clients:
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 self.rare.warning("router message cannot be decoded; ignored", now, error=str(error))
                 continue
-            yield self._client(identity, now), message
+            yield self._heard(identity, now), message
 
-    def _client(self, identity: bytes, now: float) -> Client:
-        client = self._by_identity.get(identity)
-        if client is None:
-            client = Client(self._next_index, identity, now)
+    def _heard(self, identity: bytes, now: float) -> int:
+        """Note that the router with this ZeroMQ identity is alive; return its index, the next one if it is new."""
+        router = self._by_identity.get(identity)
+        if router is None:
+            router = _Router(self._next_index, identity, now)
             self._next_index += 1
-            self._by_identity[identity] = client
-            self._by_index[client.index] = client
-        client.last_heard = now
-        return client
+            self._by_identity[identity] = self._by_index[router.index] = router
+        router.last_heard = now
+        return router.index
 
-    def send(self, client: Client, message: RouterMessage) -> None:
-        """Send, or forget a router that is no longer connected: `silent` reports it next."""
+    def send(self, index: int, message: RouterMessage) -> None:
+        """Send a message to the router with this index, under that router's next number.
+
+        Nothing is sent to a router that is no longer known. One that is no longer connected counts as silent.
+        """
+        router = self._by_index.get(index)
+        if router is None:
+            return
+        router.seq += 1
+        payload = self._encoder.encode(replace(message, seq=router.seq))
         try:
-            self.socket.send_multipart([client.identity, self._encoder.encode(message)], zmq.NOBLOCK)
+            self.socket.send_multipart([router.identity, payload], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            client.last_heard = float("-inf")
+            router.last_heard = float("-inf")
 
-    def answer(self, index: int, make: Callable[[int], RouterMessage]) -> None:
-        """Send the answer that `make` makes from the next number to the router with this index, if it is known."""
-        client = self.find(index)
-        if client is not None:
-            self.send(client, make(client.next_seq()))
+    def indices(self) -> list[int]:
+        """Return the indices of all routers that are known."""
+        return list(self._by_index)
 
-    def find(self, index: int) -> Client | None:
-        """Return the router with this index; None if it is no longer known."""
-        return self._by_index.get(index)
+    def silent(self, now: float, seconds_max: float) -> list[int]:
+        """Return the indices of the routers that have sent nothing for longer than this."""
+        return [index for index, router in self._by_index.items() if now - router.last_heard > seconds_max]
 
-    def all(self) -> list[Client]:
-        return list(self._by_index.values())
-
-    def silent(self, now: float, seconds_max: float) -> list[Client]:
-        """Forget and return the routers that have sent nothing for too long."""
-        gone = [client for client in self._by_index.values() if now - client.last_heard > seconds_max]
-        for client in gone:
-            del self._by_index[client.index]
-            del self._by_identity[client.identity]
-        return gone
+    def forget(self, index: int) -> None:
+        """Forget a router; if it sends again, it is a new one."""
+        router = self._by_index.pop(index)
+        del self._by_identity[router.identity]
 
     def publish(self, outputs: EngineOutputs) -> None:
-        """Send each router its part of the engine's outputs."""
+        """Send each router its part of the engine's outputs, one message per result of a step."""
         parts = _split(outputs)
-        # Tokens of older results are sent first, in messages of their own. Starts precede all tokens, ends follow.
+        # A router acts on starts before tokens, and on tokens before ends. So starts go out with the first result,
+        # and the rest of a router's part with the last one.
         for index, part in parts.items():
             if part.started and len(outputs.tokens) > 1:
-                self._send_outputs(index, _Part(started=part.started))
-                part.started = []
+                self.send(index, Outputs(0, started=part.started.copy()))
+                part.started.clear()
         last = len(outputs.tokens) - 1
         for at in range(len(outputs.tokens)):
             self._send_tokens(outputs, at, parts if at == last else {})
         for index, part in parts.items():
-            self._send_outputs(index, part)
+            self.send(index, part)
 
-    def _send_tokens(self, outputs: EngineOutputs, at: int, parts: dict[int, _Part]) -> None:
+    def _send_tokens(self, outputs: EngineOutputs, at: int, parts: dict[int, Outputs]) -> None:
         """Send one result's tokens to their routers, together with the routers' `parts`, which are removed."""
         requests, samples, tokens = outputs.requests[at], outputs.samples[at], outputs.tokens[at]
         logprobs = outputs.logprobs[at]
-        owners = requests >> CLIENT_SHIFT
+        owners = requests >> ROUTER_SHIFT
         for index in np.unique(owners).tolist():
-            mine = owners == index
-            part = parts.pop(index, None) or _Part()
-            part.requests = (requests[mine] & NUMBER_MASK).astype("<u4").tobytes()
-            part.tokens = pack_int32(tokens[mine])
-            if samples[mine].any():
-                part.samples = samples[mine].astype("<u2").tobytes()
+            mine, own = owners == index, None
             if logprobs:
                 position = np.cumsum(mine) - 1
-                part.logprobs = {int(position[i]): value for i, value in logprobs.items() if mine[i]} or None
-            self._send_outputs(index, part)
-
-    def _send_outputs(self, index: int, part: _Part) -> None:
-        client = self._by_index.get(index)
-        if client is not None:
-            self.send(client, part.message(client.next_seq()))
+                own = {int(position[i]): value for i, value in logprobs.items() if mine[i]} or None
+            message = replace(
+                parts.pop(index, Outputs(0)),
+                requests=(requests[mine] & NUMBER_MASK).astype("<u4").tobytes(),
+                tokens=pack_int32(tokens[mine]),
+                samples=samples[mine].astype("<u2").tobytes() if samples[mine].any() else b"",
+                logprobs=own,
+            )
+            self.send(index, message)
 
     def close(self) -> None:
         self.socket.close()

@@ -59,27 +59,22 @@ from trunkline.controller.messages import (
     RouterRequest,
     Submit,
 )
-from trunkline.controller.scheduling.module_calls import CallDone
 from trunkline.controller.sequences.sequence import Request
-from trunkline.controller.service.event_publisher import EventPublisher
-from trunkline.controller.service.membership import GroupLostError
+from trunkline.controller.service.membership import GroupLostError, WorkerLoss
 from trunkline.controller.service.record_replies import RecordReplies
 from trunkline.controller.service.request_log import RequestLog
-from trunkline.controller.service.routers import CLIENT_SHIFT, NUMBER_MASK, Client, Clients
-from trunkline.controller.service.status import NO_COUNTS, state_of
+from trunkline.controller.service.routers import NUMBER_MASK, ROUTER_SHIFT, Routers
+from trunkline.controller.service.status import Descriptions, EventPublisher, state_of
 from trunkline.controller.service.wakeup import WakeUps
-from trunkline.controller.service.worker_loss import WorkerLoss
 from trunkline.controller.service.workers import WorkerGroup
 from trunkline.controller.storage.persistence import Persistence
 from trunkline.router.messages import (
-    PROTOCOL,
     Finished,
     FinishReason,
     Flushed,
     ModulesReply,
     Outputs,
     Prefetched,
-    State,
 )
 from trunkline.runtime.process import report_status
 from trunkline.runtime.tracing import start as start_tracing
@@ -122,8 +117,8 @@ class _Pending:
 
     events: list[Event] = field(default_factory=list)
     """Events for the engine's next step."""
-    state_for: dict[int, Client] = field(default_factory=dict)
-    """Routers that are sent the state after that step, by index."""
+    state_for: set[int] = field(default_factory=set)
+    """Indices of the routers that are sent the state after that step."""
 
 
 class ControllerService:
@@ -138,8 +133,9 @@ class ControllerService:
         self.config = config
         self.gate = Gate(zmq.Context(), config.wire_keys)
         self.group = WorkerGroup(self.gate, config)
-        self.clients = Clients(self.gate, config.router_endpoint, config.local_endpoint)
+        self.routers = Routers(self.gate, config.router_endpoint, config.local_endpoint)
         self.events = EventPublisher(self.gate, config.events_endpoint)
+        self.descriptions = Descriptions()
         self.persistence = Persistence(
             config.index_path,
             bytes.fromhex(config.tier_fingerprint),
@@ -147,7 +143,7 @@ class ControllerService:
             time.monotonic(),
             config.records_path,
         )
-        self.record_replies = RecordReplies(self.clients, self.persistence)
+        self.record_replies = RecordReplies(self.routers, self.persistence)
         self.engine: Engine | None = None
         self._pending = _Pending()
         self._deadlines = _Deadlines()
@@ -167,7 +163,7 @@ class ControllerService:
         self.persistence.wake(self._wake_ups.wake)
         report_status(self.config.status_path, self.status, epoch=self.group.epoch)
         poller = zmq.Poller()
-        for readable in (self.group.plans, self.group.reports, self.clients.socket):
+        for readable in (self.group.plans, self.group.reports, self.routers.socket):
             poller.register(readable, zmq.POLLIN)
         poller.register(self._wake_ups.fileno(), zmq.POLLIN)
         self.gate.open()
@@ -184,7 +180,7 @@ class ControllerService:
         finally:
             self.gate.close()
             self.group.close()
-            self.clients.close()
+            self.routers.close()
             self.events.close()
             self.gate.context.term()
             self.persistence.close()
@@ -226,7 +222,7 @@ class ControllerService:
 
     def _poll_ms(self) -> int:
         now = time.monotonic()
-        if self.events.descriptions.is_busy:
+        if self.descriptions.is_busy:
             return 0
         until = min(self._deadlines.drain, self._deadlines.settle, self.events.next_deadline)
         until = min(until, now + self.group.patience_s, self.record_replies.next_deadline)
@@ -248,16 +244,18 @@ class ControllerService:
             self._lose(str(error), now)
         self.group.reform(now)
         self._try_start(now)
-        for client, message in self.clients.receive(now):
-            self._handle(client, message, now)
-        for client in self.clients.silent(now, self.config.router_silence_seconds_max):
-            self._forget(client)
+        for router, message in self.routers.receive(now):
+            self._handle(router, message, now)
+        for router in self.routers.silent(now, self.config.router_silence_seconds_max):
+            self.routers.forget(router)
+            self._abort_all(router)
         self._forget_pins(now)
         self._step(now)
         self._send_state()
         self.record_replies.turn(now)
         self.events.turn(self.engine, now)
-        self.events.descriptions.turn(self.engine, now, self.clients.answer)
+        for router, description in self.descriptions.turn(self.engine, now):
+            self.routers.send(router, description)
 
     def _step(self, now: float) -> None:
         """Give the engine the events of this turn, and do what it asks for until it can plan no more steps."""
@@ -266,7 +264,8 @@ class ControllerService:
             ready = self.engine.step(events, now)
             try:
                 self._act(self.engine, ready)
-                reason = ready.problem or self._worker_loss.hangs(self.engine, now)
+                self._worker_loss.look(self.engine.oldest_step, now)
+                reason = ready.problem or self._worker_loss.why_hanging(self.engine.predicted_step_s)
             except GroupLostError as error:
                 reason = str(error)
             if self.config.debug_checks:
@@ -306,7 +305,7 @@ class ControllerService:
     def _lose(self, reason: str, now: float) -> None:
         """Give up the workers: requests wait for new ones."""
         if not self.group.is_formed:
-            self.clients.rare.warning("nonsense from no worker of this group", now, reason=reason)
+            self.routers.rare.warning("nonsense from no worker of this group", now, reason=reason)
             return
         log.error("the workers are lost; others are waited for", reason=reason, epoch=self.group.epoch)
         self.group.lose(now)
@@ -319,7 +318,7 @@ class ControllerService:
     def _set_status(self, status: Status, detail: str) -> None:
         self.status, self.detail = status, detail
         report_status(self.config.status_path, status, detail, epoch=self.group.epoch)
-        self._pending.state_for |= {client.index: client for client in self.clients.all()}
+        self._pending.state_for.update(self.routers.indices())
 
     def _try_start(self, now: float) -> None:
         """Start or go on if all ranks are ready; end the requests if that takes too long.
@@ -353,74 +352,58 @@ class ControllerService:
 
     def _publish(self, outputs: EngineOutputs) -> None:
         """Send the routers their parts of the engine's outputs, and the answers to their calls."""
-        self.clients.publish(outputs)
+        self.routers.publish(outputs)
         for done in outputs.modules:
-            if (client := self.clients.find(done.call >> CLIENT_SHIFT)) is not None:
-                self.clients.send(client, self._modules_reply(client, done))
-        for (index, ticket), blocks in outputs.dropped:
-            if (client := self.clients.find(index)) is not None:
-                self.clients.send(client, Flushed(client.next_seq(), ticket, blocks))
-        for (index, ticket), known, coming in outputs.expected:
-            if (client := self.clients.find(index)) is not None:
-                self.clients.send(client, Prefetched(client.next_seq(), ticket, known, coming))
+            reply = msgspec.structs.replace(
+                done, ticket=done.ticket & NUMBER_MASK, block_bytes=self.group.block_bytes
+            )
+            self.routers.send(done.ticket >> ROUTER_SHIFT, reply)
+        for router, answer in outputs.replies:
+            self.routers.send(router, answer)
 
-    def _modules_reply(self, client: Client, done: CallDone) -> ModulesReply:
-        return ModulesReply(
-            client.next_seq(),
-            done.call & NUMBER_MASK,
-            done.status,
-            done.detail,
-            done.tiers,
-            done.blocks,
-            done.computed_tokens,
-            sum(rank.block_bytes for rank in self.group.ready.values()),
-        )
-
-    def _handle(self, client: Client, message: RouterRequest, now: float) -> None:
+    def _handle(self, router: int, message: RouterRequest, now: float) -> None:
         """Answer a router, or note what it wants for the engine's next step."""
         match message:
             case Submit():
-                self._submit(client, message)
+                self._submit(router, message)
             case Abort():
                 if self.engine is not None and is_request_number(message.request):
                     self._pending.events.append(
-                        AbortRequest(client.index << CLIENT_SHIFT | message.request, message.sample)
+                        AbortRequest(router << ROUTER_SHIFT | message.request, message.sample)
                     )
             case Ping():
-                self._pending.state_for[client.index] = client
+                self._pending.state_for.add(router)
             case FlushCache() if self.engine is None:
-                self.clients.send(client, Flushed(client.next_seq(), message.ticket, 0))
+                self.routers.send(router, Flushed(0, message.ticket, 0))
             case FlushCache():
-                self._pending.events.append(DropCache((client.index, message.ticket)))
+                self._pending.events.append(DropCache((router, message.ticket)))
             case RecordCall():
-                self.record_replies.handle(client.index, message, now)
+                self.record_replies.handle(router, message, now)
             case Prefetch():
-                self._prefetch(client, message)
+                self._prefetch(router, message)
             case ModulesCall():
-                self._modules_call(client, message)
+                self._modules_call(router, message)
             case EventsCall():
-                self.clients.send(client, self.events.answer(message, client.next_seq(), now))
+                self.routers.send(router, self.events.log.answer(message, 0, now))
             case DescribeTree():
-                self.events.descriptions.ask(client.index, message)
+                self.descriptions.ask(router, message)
 
-    def _submit(self, client: Client, message: Submit) -> None:
+    def _submit(self, router: int, message: Submit) -> None:
         refusal = self._refusal(message)
         if refusal is not None:
             self._request_log.refused(message.request_id, refusal.reason, refusal.detail)
-            self.clients.send(client, Outputs(client.next_seq(), finished=[refusal]))
+            self.routers.send(router, Outputs(0, finished=[refusal]))
             return
         trace = self._request_log.ids(message.trace)
-        self._pending.events.append(Request.of(client.index << CLIENT_SHIFT | message.request, message, trace))
+        self._pending.events.append(Request.of(router << ROUTER_SHIFT | message.request, message, trace))
 
-    def _prefetch(self, client: Client, message: Prefetch) -> None:
+    def _prefetch(self, router: int, message: Prefetch) -> None:
         if self.engine is None or problem_of_prefetch(message, self.config.vocab_size):
-            self.clients.send(client, Prefetched(client.next_seq(), message.ticket, 0, 0))
+            self.routers.send(router, Prefetched(0, message.ticket, 0, 0))
         else:
-            self._pending.events.append(
-                ExpectRequest((client.index, message.ticket), request_of_prefetch(message))
-            )
+            self._pending.events.append(ExpectRequest((router, message.ticket), request_of_prefetch(message)))
 
-    def _modules_call(self, client: Client, call: ModulesCall) -> None:
+    def _modules_call(self, router: int, call: ModulesCall) -> None:
         problem = problem_of_call(call, self.config.vocab_size)
         if not is_request_number(call.ticket):
             return
@@ -428,12 +411,12 @@ class ControllerService:
         if self.engine is None or not (is_less or self.status in (Status.READY, Status.STARTING)):
             problem = problem or f"the group is {self.status}: {self.detail}"
         if problem:
-            self.clients.send(client, ModulesReply(client.next_seq(), call.ticket, "failed", problem))
+            self.routers.send(router, ModulesReply(0, call.ticket, "failed", problem))
             return
         kind, slash, id_ = call.holder.partition("/")
         if call.op == "encode" and slash and not self.persistence.records.has(kind, id_):
             call = msgspec.structs.replace(call, holder="")  # what it was to be pinned for is gone already
-        self._pending.events.append(CallTexts(client.index << CLIENT_SHIFT | call.ticket, call))
+        self._pending.events.append(CallTexts(router << ROUTER_SHIFT | call.ticket, call))
 
     def _refusal(self, message: Submit) -> Finished | None:
         if self.status is Status.DRAINING:
@@ -446,7 +429,7 @@ class ControllerService:
             return Finished(message.request, FinishReason.INVALID, problem)
         return None
 
-    def _forget(self, client: Client) -> None:
+    def _abort_all(self, router: int) -> None:
         """Abort the requests and calls of a router that is gone."""
         if self.engine is None:
             return
@@ -458,10 +441,10 @@ class ControllerService:
             *self.engine.open_calls(),
             *(event.id for event in self._pending.events if isinstance(event, CallTexts)),
         ]
-        mine = [request for request in requests if request >> CLIENT_SHIFT == client.index]
+        mine = [request for request in requests if request >> ROUTER_SHIFT == router]
         self._pending.events += [AbortRequest(request) for request in mine]
         for call in calls:
-            if call >> CLIENT_SHIFT == client.index:
+            if call >> ROUTER_SHIFT == router:
                 self._cancel(call)
         if mine:
             log.warning("a router is gone; its requests were aborted", requests=len(mine))
@@ -469,22 +452,10 @@ class ControllerService:
     def _cancel(self, call: int) -> None:
         self._pending.events.append(CallTexts(call, ModulesCall(call & NUMBER_MASK, "cancel")))
 
-    def _state(self, client: Client) -> State:
-        counts = state_of(self.engine) if self.engine is not None else NO_COUNTS
-        size = sum(rank.block_bytes for rank in self.group.ready.values())
-        return State(
-            seq=client.next_seq(),
-            status=self.status,
-            detail=self.detail,
-            block_bytes=size,
-            protocol=PROTOCOL,
-            **counts,
-        )
-
     def _send_state(self) -> None:
         """Send the state to the routers that wait for it: after a ping, or a change of status."""
-        for client in self._pending.state_for.values():
-            self.clients.send(client, self._state(client))
+        for router in self._pending.state_for:
+            self.routers.send(router, state_of(self.engine, self.status, self.detail, self.group.block_bytes))
         self._pending.state_for.clear()
 
     def _fail(self, reason: str) -> None:
@@ -493,7 +464,7 @@ class ControllerService:
         self._set_status(Status.FAILED, reason)
         self._pending.events.append(EndAll(reason))
         now = time.monotonic()
-        for client, message in self.clients.receive(now):
-            self._handle(client, message, now)  # what had arrived unread gets its answer, too
+        for router, message in self.routers.receive(now):
+            self._handle(router, message, now)  # what had arrived unread gets its answer, too
         self._step(now)
         self._send_state()

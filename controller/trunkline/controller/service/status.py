@@ -1,16 +1,45 @@
-"""The state that a controller reports in answer to each ping: load, health and tiers."""
+"""What a controller tells its routers of itself: its state, where its chunks are, and what its tree looks like.
+
+- `state_of`: load, health and tiers, in answer to each ping.
+- `EventPublisher`: after each turn of the service, the changes of chunks (`trunkline.controller.cache.kv_events`)
+  and the load, on a PUB socket. If nothing changes for a while, the load is sent alone, as a heartbeat. The
+  controller never waits for a slow router: messages that do not fit its queue are dropped. The router sees the gap
+  in their numbers and asks (`EventsCall`).
+- `Descriptions`: the tree for the dashboard, made a little in each turn (`tree_view.py`).
+"""
 
 from __future__ import annotations
 
+import os
+from collections import deque
 from typing import Any, Final
 
 import msgspec
+import zmq
 
+from trunkline.controller.cache.kv_events import KvEventLog
 from trunkline.controller.engine.engine import Engine
+from trunkline.controller.messages import DescribeTree
+from trunkline.controller.service.tree_view import UNITS_PER_TURN, TreeWalk
+from trunkline.kvstore.directory import TierStats
 from trunkline.kvstore.tier import TierKind
-from trunkline.router.messages import State, TierState
+from trunkline.router.messages import PROTOCOL, KvEvents, State, TierState, TreeDescription
+from trunkline.runtime.wire_keys import Role
+from trunkline.runtime.wire_sockets import SUBSCRIPTION_BYTES_MAX, Gate
 
-NO_COUNTS: Final[dict[str, Any]] = {
+STREAM_BYTES: Final = 8
+IDLE_SECONDS: Final = 1.0
+"""Time between two heartbeats while there are no requests."""
+BUSY_SECONDS: Final = 0.25
+"""Time between two heartbeats while there are requests: the load changes even if no chunk does."""
+HIGH_WATER: Final = 1_000
+"""Most messages that wait for one router."""
+_PROBE_MS: Final = 1000
+"""Interval of ZeroMQ's heartbeats. A dead host's TCP connection stays open, and its queue would stay full."""
+ASKED_MAX: Final = 64
+"""Most questions that wait for the next description. If there are more, routers have forgotten what they asked:
+the oldest questions get no answer."""
+_NO_COUNTS: Final[dict[str, Any]] = {
     field.name: 0
     for field in msgspec.structs.fields(State)
     if field.required and field.type is int and field.name != "seq"
@@ -18,55 +47,61 @@ NO_COUNTS: Final[dict[str, Any]] = {
 """The counts of a `State` before there is an engine."""
 
 
-def state_of(engine: Engine) -> dict[str, Any]:
-    """The fields of `State` that come from a running engine."""
-    scheduler, kv, config, counters = (
-        engine.scheduler,
-        engine.scheduler.kv,
-        engine.config,
-        engine.counters,
-    )
+def state_of(engine: Engine | None, status: str = "", detail: str = "", block_bytes: int = 0) -> State:
+    """Return the state of a controller; without an engine, all counts are zero.
+
+    Args:
+        block_bytes: Bytes of a chunk on all ranks together.
+    """
+    if engine is None:
+        return State(0, status, detail, **_NO_COUNTS, block_bytes=block_bytes, protocol=PROTOCOL)
+    scheduler, kv, config, counters = engine.scheduler, engine.scheduler.kv, engine.config, engine.counters
     tree = kv.tree
     requests, queued_tokens = load_of(engine)
-    return {
-        "running": scheduler.running_count,
-        "waiting": scheduler.waiting_count,
-        "blocks_total": config.num_blocks,
-        "blocks_free": kv.pool.free_count,
-        "blocks_cached": tree.evictable,
-        "prompt_tokens": counters.prompt_tokens,
-        "cached_tokens": counters.cached_tokens,
-        "output_tokens": counters.output_tokens,
-        "preemptions": scheduler.counters.preemptions,
-        "steps": counters.steps,
-        "plan_copies": counters.plan_copies,
-        "kv_bytes_read": counters.kv_bytes_read,
-        "evicted_blocks": tree.evicted_blocks,
-        "max_context": config.longest_sequence,
-        "blocks_logical": sum(len(s.path) + len(s.private) for s in scheduler.running()),
-        "forks": scheduler.forks.count,
-        "swapped": scheduler.counters.swapped,
-        "blocks_saved": tree.saved_blocks,
-        "blocks_loaded": tree.loaded_blocks,
-        "host_slots": config.host_slots,
-        "host_slots_free": config.host_slots - tree.host_slots_used if config.prefix_cache else 0,
-        "max_rows": config.max_rows,
-        "tiers": _tiers(engine),
-        "misses": dict(counters.misses),
-        "positions_shift": config.positions_shift,
-        "texts_encoded": scheduler.encoding.jobs.encoded_texts,
-        "text_tokens_encoded": scheduler.encoding.jobs.encoded_tokens,
-        "texts_encoding": len(scheduler.encoding.jobs),
-        "chunks_pinned": scheduler.encoding.calls.pinned_count,
-        "epoch": engine.epoch,
-        "fingerprint": config.model_fingerprint,
-        "dtype": config.dtype,
-        "chunk_size": config.chunk_size,
-        "prefill_us": scheduler.costs.token_us,
-        "load_us": _load_us(engine),
-        "requests": requests,
-        "queued_tokens": queued_tokens,
-    }
+    return State(
+        seq=0,
+        status=status,
+        detail=detail,
+        block_bytes=block_bytes,
+        protocol=PROTOCOL,
+        running=scheduler.running_count,
+        waiting=scheduler.waiting_count,
+        blocks_total=config.num_blocks,
+        blocks_free=kv.pool.free_count,
+        blocks_cached=tree.evictable,
+        prompt_tokens=counters.prompt_tokens,
+        cached_tokens=counters.cached_tokens,
+        output_tokens=counters.output_tokens,
+        preemptions=counters.preemptions,
+        steps=counters.steps,
+        plan_copies=counters.plan_copies,
+        kv_bytes_read=counters.kv_bytes_read,
+        evicted_blocks=counters.tiers[TierKind.DEVICE].evictions,
+        max_context=config.longest_sequence,
+        blocks_logical=sum(len(s.path) + len(s.private) for s in scheduler.running()),
+        forks=counters.forks,
+        swapped=counters.swapped,
+        blocks_saved=counters.tiers[TierKind.DEVICE].reads,
+        blocks_loaded=counters.tiers[TierKind.DEVICE].writes,
+        host_slots=config.host_slots,
+        host_slots_free=host.slots - host.used if (host := tree.tiers.stats().get(TierKind.HOST)) else 0,
+        max_rows=config.max_rows,
+        tiers=_tiers(engine),
+        misses=dict(counters.misses),
+        positions_shift=config.positions_shift,
+        texts_encoded=counters.encoded_texts,
+        text_tokens_encoded=counters.encoded_tokens,
+        texts_encoding=len(scheduler.encoding.jobs),
+        chunks_pinned=scheduler.encoding.calls.pinned_count,
+        epoch=engine.epoch,
+        fingerprint=config.model_fingerprint,
+        dtype=config.dtype,
+        chunk_size=config.chunk_size,
+        prefill_us=scheduler.costs.token_us,
+        load_us=_load_us(engine),
+        requests=requests,
+        queued_tokens=queued_tokens,
+    )
 
 
 def load_of(engine: Engine) -> tuple[int, int]:
@@ -83,36 +118,129 @@ def _load_us(engine: Engine) -> list[float]:
     scheduler, size = engine.scheduler, engine.config.chunk_size
     move_us = scheduler.costs.move_us
     times = {TierKind.HOST: move_us}
-    for tier, health in scheduler.kv.tree.tiers.health.items():
-        times[tier] = health.read_us + move_us  # it comes by way of host memory
+    for tier, stats in scheduler.kv.tree.tiers.stats().items():
+        times[tier] = stats.read_us + move_us  # it comes by way of host memory
     return [times.get(tier, 0.0) / size for tier in TierKind]
 
 
 def _tiers(engine: Engine) -> list[TierState]:
-    config, kv, hits = engine.config, engine.scheduler.kv, engine.counters.tier_tokens
-    tree = kv.tree
-    device = TierState(
-        name="device",
-        slots=config.num_blocks,
-        used=config.num_blocks - kv.pool.free_count,
-        hit_tokens=hits[TierKind.DEVICE],
-        writes=tree.loaded_blocks,
-        reads=tree.saved_blocks,
-        evictions=tree.evicted_blocks,
-        failures=0,
-    )
-    below = [
+    blocks, kv = engine.config.num_blocks, engine.scheduler.kv
+    device = TierStats(blocks, blocks - kv.pool.free_count, engine.counters.tiers[TierKind.DEVICE])
+    return [
         TierState(
             name=kind.name.lower(),
             slots=stats.slots,
             used=stats.used,
-            hit_tokens=hits[kind],
-            writes=stats.writes,
-            reads=stats.reads,
-            evictions=stats.evictions,
-            failures=stats.failures,
+            hit_tokens=engine.counters.tier_tokens[kind],
+            writes=stats.totals.writes,
+            reads=stats.totals.reads,
+            evictions=stats.totals.evictions,
+            failures=stats.totals.failures,
             problem=stats.problem,
         )
-        for kind, stats in tree.tiers.stats().items()
+        for kind, stats in {TierKind.DEVICE: device, **kv.tree.tiers.stats()}.items()
     ]
-    return [device, *below]
+
+
+class EventPublisher:
+    """Publishes the events of a `KvEventLog` to the routers."""
+
+    def __init__(self, gate: Gate, endpoint: str) -> None:
+        """
+        Args:
+            endpoint: Address to bind; "" if no events are to be published.
+        """
+        self.log = KvEventLog(os.urandom(STREAM_BYTES))
+        self._encoder = msgspec.msgpack.Encoder()
+        self._next_beat = 0.0
+        self._epoch = 0
+        self._socket: zmq.Socket[bytes] | None = None
+        if endpoint:
+            self._socket = gate.context.socket(zmq.PUB)
+            self._socket.set(zmq.SNDHWM, HIGH_WATER)
+            if endpoint.startswith("tcp:"):
+                self._socket.set(zmq.HEARTBEAT_IVL, _PROBE_MS)
+                self._socket.set(zmq.HEARTBEAT_TIMEOUT, 10 * _PROBE_MS)
+            gate.bind(self._socket, endpoint, Role.ROUTER, SUBSCRIPTION_BYTES_MAX)
+
+    def turn(self, engine: Engine | None, now: float) -> None:
+        """Publish what this turn has changed; without an engine, that this controller has no chunks."""
+        if self._socket is None:
+            return
+        batches = []
+        if engine is not None:
+            # Not every chunk of workers that were lost may have been noted as changed.
+            regrouped = engine.epoch != self._epoch
+            self._epoch = engine.epoch
+            batches = self.log.follow(engine.scheduler.kv.tree, look_again=regrouped)
+        if not batches and now < self._next_beat:
+            return
+        self.log.forget_old(now)
+        requests, queued_tokens = load_of(engine) if engine is not None else (0, 0)
+        for batch in batches:
+            self._send(KvEvents(self.log.stream, *batch, requests, queued_tokens))
+        if not batches:
+            self._send(KvEvents(self.log.stream, self.log.seq, requests=requests, queued_tokens=queued_tokens))
+        self._next_beat = now + (BUSY_SECONDS if requests else IDLE_SECONDS)
+
+    def _send(self, message: KvEvents) -> None:
+        assert self._socket is not None
+        self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)  # a PUB socket drops, and never blocks
+
+    @property
+    def next_deadline(self) -> float:
+        """Return when the next heartbeat is due; may be infinite."""
+        return self._next_beat if self._socket is not None else float("inf")
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close(linger=0)
+
+
+class Descriptions:
+    """The routers that have asked for a description of the tree, and the walk that makes it."""
+
+    def __init__(self) -> None:
+        self._asked: deque[tuple[int, DescribeTree]] = deque(maxlen=ASKED_MAX)
+        self._served: list[tuple[int, DescribeTree]] = []
+        self._walk: TreeWalk | None = None
+
+    def ask(self, router: int, call: DescribeTree) -> None:
+        """Note that the router with this index asks for a description."""
+        self._asked.append((router, call))
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a walk is under way, so that `turn` should be called again at once."""
+        return bool(self._asked or self._served)
+
+    def turn(self, engine: Engine | None, now: float) -> list[tuple[int, TreeDescription]]:
+        """Do a share of the work, once in each turn of the loop; return the descriptions that are complete.
+
+        Returns:
+            the index of each router that asked, and the answer to it.
+        """
+        if not self.is_busy:
+            return []
+        tree = None if engine is None else engine.scheduler.kv.tree
+        if self._walk is None or self._walk.tree is not tree:  # new workers have a new tree
+            self._served += self._asked
+            self._asked.clear()
+            self._walk = None if engine is None else self._begin(engine, now)
+        walk = self._walk
+        if walk is None or walk.advance(UNITS_PER_TURN):
+            served, self._served, self._walk = self._served, [], None
+            if walk is None:  # there are no workers yet
+                return [(router, TreeDescription(seq=0, ticket=call.ticket)) for router, call in served]
+            return [(router, walk.description(call.ticket)) for router, call in served]
+        return []
+
+    def _begin(self, engine: Engine, now: float) -> TreeWalk:
+        scheduler = engine.scheduler
+        return TreeWalk(
+            scheduler.kv.tree,
+            scheduler.running(),
+            nodes_max=max(call.nodes_max for _, call in self._served),
+            head_tokens=max(call.head_tokens for _, call in self._served),
+            now=now,
+        )

@@ -1,6 +1,6 @@
-"""Describe the chunk tree for the dashboard. The tree is walked beside the steps, a little in each turn.
+"""Describe the radix tree for the dashboard. The tree is walked beside the steps, a little in each turn. Pure.
 
-    DescribeTree ──► asked ──turn──► TreeWalk.advance(UNITS_PER_TURN) … ──► TreeDescription, to all who asked
+    DescribeTree ──► Descriptions.ask ──► TreeWalk.advance(UNITS_PER_TURN), turn by turn ──► TreeDescription
 
 Chunks that follow each other without a branch, are in the same tiers and are used by the same sequences make one
 node, so a description has about as many nodes as the tree has branches. Chunks in use come first, then the most
@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 from trunkline.controller.cache.radix_cache import RadixCache
@@ -28,8 +27,6 @@ from trunkline.controller.cache.radix_tree import (
     TOKEN_BYTES,
     Node,
 )
-from trunkline.controller.engine.engine import Engine
-from trunkline.controller.messages import DescribeTree
 from trunkline.controller.sequences.sequence import Sequence
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import NodeFlag, TreeDescription
@@ -40,9 +37,6 @@ HEAD_TOKENS_MAX: Final = 64
 """Most tokens of each node that a description has: the first ones."""
 UNITS_PER_TURN: Final = 100
 """Units of work per turn. A unit takes a few microseconds, so a plan waits for less than half a millisecond."""
-ASKED_MAX: Final = 64
-"""Most questions that wait for the next description. If there are more, routers have forgotten what they asked:
-the oldest questions get no answer."""
 _FLAGS: Final = {
     SALT_ROOT: 0,
     CUT_ROOT: int(NodeFlag.CUT),
@@ -101,11 +95,11 @@ class TreeWalk:
         """Do this many units of the work; return whether all of it is done."""
         return any(next(self._work, _END) is _END for _ in range(units))
 
-    def description(self, ticket: int, seq: int) -> TreeDescription:
+    def description(self, ticket: int) -> TreeDescription:
         """Return the description, once `advance` has returned that all is done."""
         columns = self._columns
         return TreeDescription(
-            seq=seq,
+            seq=0,
             ticket=ticket,
             chunk_size=self.tree.chunk_size,
             total_chunks=self.tree.node_count,
@@ -246,60 +240,3 @@ class _Columns:
         self.heads.append(head)
         self.head_tokens.append(len(head) // TOKEN_BYTES)
         return len(self.parents) - 1
-
-
-Answer = Callable[[int], TreeDescription]
-"""Makes an answer, given its sequence number."""
-
-
-class Descriptions:
-    """The routers that have asked for a description, and the walk for them. Each turn of the loop calls `turn`."""
-
-    def __init__(self) -> None:
-        self._asked: deque[tuple[int, DescribeTree]] = deque(maxlen=ASKED_MAX)
-        self._served: list[tuple[int, DescribeTree]] = []
-        self._walk: TreeWalk | None = None
-
-    def ask(self, client: int, call: DescribeTree) -> None:
-        """Note that the router with this index asks for a description."""
-        self._asked.append((client, call))
-
-    @property
-    def is_busy(self) -> bool:
-        """Return whether a walk is under way, so that `turn` should be called again at once."""
-        return bool(self._asked or self._served)
-
-    def turn(self, engine: Engine | None, now: float, send: Callable[[int, Answer], None]) -> None:
-        """Do a share of the work; when a description is complete, send it to the routers that asked.
-
-        Args:
-            send: Sends the router with this index the answer that a function makes from its sequence number.
-        """
-        if not self.is_busy:
-            return
-        tree = None if engine is None else engine.scheduler.kv.tree
-        if self._walk is None or self._walk.tree is not tree:  # new workers: the old tree is worth nothing
-            self._served += self._asked
-            self._asked.clear()
-            self._walk = None if engine is None else self._begin(engine, now)
-        walk = self._walk
-        if walk is None or walk.advance(UNITS_PER_TURN):
-            served, self._served, self._walk = self._served, [], None
-            for client, call in served:
-                send(client, _answer(walk, call.ticket))
-
-    def _begin(self, engine: Engine, now: float) -> TreeWalk:
-        scheduler = engine.scheduler
-        return TreeWalk(
-            scheduler.kv.tree,
-            scheduler.running(),
-            nodes_max=max(call.nodes_max for _, call in self._served),
-            head_tokens=max(call.head_tokens for _, call in self._served),
-            now=now,
-        )
-
-
-def _answer(walk: TreeWalk | None, ticket: int) -> Answer:
-    if walk is None:  # there are no workers yet
-        return lambda seq: TreeDescription(seq=seq, ticket=ticket)
-    return lambda seq: walk.description(ticket, seq)

@@ -144,6 +144,11 @@ class WorkerGroup:
         return max(report.swap_us_per_block for report in self.ready.values())
 
     @property
+    def block_bytes(self) -> int:
+        """Return the bytes of a chunk on all ranks together; 0 before any rank has loaded."""
+        return sum(report.block_bytes for report in self.ready.values())
+
+    @property
     def disk_slots(self) -> int:
         """Return the number of blocks that every rank's disk tier can hold; 0 if a rank has no disk tier."""
         return min(report.disk_slots for report in self.ready.values())

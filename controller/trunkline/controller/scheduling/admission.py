@@ -1,0 +1,314 @@
+"""Admission: which waiting request may enter the batch next, and what of its prompt was cached when it did. Pure.
+
+- `RequestQueue`: the waiting groups in order, and how much must be computed for them.
+- `AdmissionOrder`: which of them may enter the batch with this plan.
+- `Quarantine`: requests that were running when workers died, until one of them is found to be the cause.
+- `explain`: the report to a client on how much of its prompt was cached, in which tiers, and why the rest was not.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+import numpy as np
+
+from trunkline.controller.allocation.kv_manager import KVCacheManager
+from trunkline.controller.cache.radix_tree import SALT_ROOT
+from trunkline.controller.sequences.plan_builder import Int64Array, PlanBuilder
+from trunkline.controller.sequences.sequence import CacheReport, Phase, Sequence, SequenceGroup
+from trunkline.controller.tiers.prefetch import Fetching
+from trunkline.kvstore.chunks import chunk_name
+from trunkline.kvstore.tier import TierKind
+from trunkline.router.messages import MissReason, Started
+
+LOSSES_ALONE: Final = 2
+"""After so many losses in a row a request is tried alone."""
+LOSSES_MAX: Final = 3
+"""After so many losses in a row a request ends."""
+DEADLY: Final = f"the workers were lost {LOSSES_MAX} times while they computed this, and no token came between"
+"""The error of a request that ends so."""
+
+
+def tokens_to_compute(group: SequenceGroup) -> int:
+    """Return how many tokens must be computed for a group if none of them is cached.
+
+    Dropped parts and texts of modules do not count; tokens that its samples share count once.
+    """
+    if not group.members:
+        return 0
+    tokens = group.members[0].tokens.count
+    if len(group.members) > 1:
+        tokens = group.prompt_len + sum(member.tokens.count - group.prompt_len for member in group.members)
+    if group.modules is not None:
+        return max(0, tokens - group.modules.entries * group.modules.chunk_size)
+    return max(0, tokens - group.holes)
+
+
+class RequestQueue:
+    """The waiting groups in order (`SequenceGroup.key`): by priority, preempted before new ones, by arrival.
+
+    Keys are unique and do not change while a group is in the queue.
+    """
+
+    def __init__(self) -> None:
+        self._groups: list[SequenceGroup] = []
+        self._tokens: dict[SequenceGroup, int] = {}
+        self.tokens = 0
+        """Tokens that must be computed for all groups in the queue, as far as is known."""
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[SequenceGroup]:
+        """Iterate over a copy: the queue may change during the loop."""
+        return iter(self._groups.copy())
+
+    def add(self, group: SequenceGroup) -> None:
+        assert not group.queued
+        group.queued = True
+        insort(self._groups, group, key=_key)
+        self._tokens[group] = tokens = tokens_to_compute(group)
+        self.tokens += tokens
+
+    def found(self, group: SequenceGroup, tokens: int) -> None:
+        """Note that so many tokens of a group are cached; nothing happens if it is not in the queue."""
+        known = self._tokens.get(group)
+        if known is not None and group.prompt_scored:  # a scored prompt is computed whole in any case
+            self._tokens[group] = rest = max(1, known - tokens)
+            self.tokens += rest - known
+
+    def tokens_of(self, group: SequenceGroup) -> int:
+        """Return how many tokens must be computed for a group in the queue."""
+        return self._tokens[group]
+
+    def remove(self, group: SequenceGroup) -> None:
+        assert group.queued
+        index = bisect_left(self._groups, group.key, key=_key)
+        assert self._groups[index] is group, "a group's key changed while it was in the queue"
+        del self._groups[index]
+        self.tokens -= self._tokens.pop(group)
+        group.queued = False
+
+
+def _key(group: SequenceGroup) -> tuple[int, bool, int, int]:
+    return group.key
+
+
+class AdmissionOrder:
+    """Which waiting group may enter the batch next."""
+
+    def __init__(self, queue: RequestQueue, quarantine: Quarantine) -> None:
+        self.quarantine = quarantine
+        self._queue = queue
+        self._entering: dict[int, SequenceGroup] = {}
+        """Resumed groups of which some sequences are in the batch and others still wait."""
+        self._blocked: tuple[int, int, int] | None = None
+        """(request, available blocks, running sequences) of the last admission that failed for lack of blocks."""
+
+    def candidates(self, available: int, running: int, *, going: bool) -> list[SequenceGroup]:
+        """Return the groups that may start now, in order; none while the first one still lacks blocks.
+
+        Resumed sequences hold blocks and compute nothing until their whole group is in the batch. So a group that
+        has begun to enter goes before all others, and alone: two such groups could wait for each other's blocks.
+
+        Args:
+            going: whether running sequences make progress.
+        """
+        waiting = list(self._queue)
+        for entering in self._entering.values():
+            waiting.remove(entering)
+            waiting.insert(0, entering)
+        if not waiting or (going and self._blocked == (waiting[0].id, available, running)):
+            return []
+        return waiting
+
+    def blocked(self, group: SequenceGroup, available: int, running: int) -> None:
+        """Note that a group lacks blocks; it will as long as these numbers do not change."""
+        self._blocked = (group.id, available, running)
+
+    def unblock(self) -> None:
+        """Try again with the next plan, because a sequence has entered the batch."""
+        self._blocked = None
+
+    def is_entering(self, group: SequenceGroup) -> bool:
+        """Return whether some sequences of a group are in the batch while others still wait."""
+        return group.id in self._entering
+
+    def entering(self) -> dict[int, SequenceGroup]:
+        """Return all such groups by request."""
+        return self._entering
+
+    def left(self, group: SequenceGroup) -> None:
+        """Note that a whole group has left the batch."""
+        self._entering.pop(group.id, None)
+        self.quarantine.left(group.id)
+
+    def note(self, group: SequenceGroup) -> None:
+        """Update a group of which a sequence has entered the batch or ended."""
+        is_in = group.in_batch
+        (self.quarantine.came if is_in else self.quarantine.left)(group.id)
+        waits = any(member.phase is Phase.WAITING for member in group.members)
+        if group.queued and not waits:
+            self._queue.remove(group)
+        if waits and is_in:
+            self._entering[group.id] = group
+        else:
+            self._entering.pop(group.id, None)
+
+
+class Quarantine:
+    """Finds the request that kills the workers, and ends it. It outlives workers and schedulers.
+
+    When workers die, it is not known which request was the cause. So all that were running are suspected, until
+    they get a token.
+
+        lost ──► 1: goes on like all ──lost again, no token between──► 2: tried alone ──lost──► 3: ends
+                  ▲                                                        │
+                  └──────────────── no suspect any more ◄─────a token──────┘
+
+    A request that was running at two losses is tried alone: it enters when all others in the batch have had a
+    token, and no other request enters before it has had one. So the third loss ends the culprit, and the other
+    requests go on.
+    """
+
+    def __init__(self) -> None:
+        self._losses: dict[int, int] = {}
+        """Losses in a row without a token between, by request."""
+        self._alone: int | None = None
+        """The request that is being tried alone."""
+        self._fresh: set[int] = set()
+        """Requests in the batch that have had no token yet; noted only while there are suspects."""
+
+    def __len__(self) -> int:
+        """Number of requests that have had no token since a loss."""
+        return len(self._losses)
+
+    def lost(self, running: Iterable[int]) -> list[int]:
+        """Note that the workers were lost.
+
+        Args:
+            running: the requests that they were computing.
+
+        Returns:
+            the running requests that must end.
+        """
+        self._alone = None
+        self._fresh.clear()
+        ending = []
+        for request in running:
+            losses = self._losses[request] = self._losses.get(request, 0) + 1
+            if losses >= LOSSES_MAX:
+                ending.append(request)
+        return ending
+
+    def must_wait(self, request: int) -> bool:
+        """Return whether a request, and all behind it, must not enter the batch now."""
+        if self._alone is not None:
+            return self._alone != request
+        return self._losses.get(request, 0) >= LOSSES_ALONE and bool(self._fresh - {request})
+
+    def came(self, request: int) -> None:
+        """Note that a request is in the batch; repeating this is harmless."""
+        if not self._losses:
+            return
+        self._fresh.add(request)
+        if self._losses.get(request, 0) >= LOSSES_ALONE:
+            self._alone = request
+
+    def left(self, request: int) -> None:
+        """Note that a request has left the batch."""
+        self._fresh.discard(request)
+        if self._alone == request:
+            self._alone = None
+
+    def got_tokens(self, requests: Int64Array) -> None:
+        """Clear requests that got tokens: the workers survived them."""
+        if self._losses or self._fresh:
+            for request in np.unique(requests).tolist():
+                self.ended(request)
+
+    def ended(self, request: int) -> None:
+        """Forget a request."""
+        self._losses.pop(request, None)
+        self.left(request)
+
+
+def explain(kv: KVCacheManager, fetching: Fetching, sequence: Sequence, plan: PlanBuilder) -> CacheReport:
+    """Return the cache report of a sequence that this plan admits for the first time."""
+    group, size, modules = sequence.group, kv.chunk_size, sequence.group.modules
+    entries = sequence.resident // size
+    seen = sequence.prompt_len - group.holes
+    by_tier = [0] * len(TierKind)
+    if sequence.recompute_from_start or not kv.prefix_cache:
+        miss = MissReason.OFF if seen > 1 else ""
+        return CacheReport(Started(group.id, 0, by_tier, miss), plan.now, entries)
+    cached = max(0, min(sequence.resident - group.holes, seen - 1))
+    # Only chunks that were cached: the path also has those that are still to be computed.
+    path = sequence.path[:entries]
+    loaded = {block for block, _, _ in plan.loads}
+    counts = [size] * len(path)
+    if modules is not None:
+        cached -= modules.encoded_tokens
+        in_texts = np.bincount(modules.seen_indices // size, minlength=modules.entries)
+        counts[: modules.entries] = in_texts.tolist()
+    for node, tokens in zip(path, counts, strict=True):
+        nearest = TierKind.HOST if node.block in loaded else TierKind.DEVICE
+        by_tier[fetching.origin(group, node, nearest)] += tokens
+    last = fetching.origin(group, path[-1], TierKind.DEVICE) if path else TierKind.DEVICE
+    _balance(by_tier, cached, last)
+    computed = modules.miss if modules is not None else ""
+    started = Started(
+        group.id,
+        cached,
+        by_tier,
+        miss=(computed or _reason(kv, fetching, sequence)) if cached < seen - 1 else "",
+        miss_token=cached if cached < seen - 1 else 0,
+        exact=group.cut is None and modules is None,
+        module_tokens=modules.seen_tokens if modules is not None else 0,
+    )
+    return CacheReport(started, plan.now, entries)
+
+
+def _balance(by_tier: list[int], cached: int, last: TierKind) -> None:
+    """Make the counts by tier add up to the tokens that were cached.
+
+    A partial chunk counts in the tier of the chunk before it. Holes and the last token are taken off the nearest
+    tiers.
+    """
+    difference = cached - sum(by_tier)
+    if difference > 0:
+        by_tier[last] += difference
+        return
+    for tier, tokens in enumerate(by_tier):
+        change = max(difference, -tokens)
+        by_tier[tier] += change
+        difference -= change
+
+
+def _reason(kv: KVCacheManager, fetching: Fetching, sequence: Sequence) -> MissReason:
+    """Return why the first token that was not cached is missing."""
+    tree, size = kv.tree, kv.chunk_size
+    index = sequence.resident // size
+    is_known = index < len(sequence.path) and sequence.path[index].is_stored
+    if fetching.gave_up(sequence.group) or is_known:
+        return MissReason.SLOW
+    above = sequence.path[index - 1] if index > sequence.stem.base else sequence.stem.root
+    key = sequence.tokens.to_bytes(index * size, min((index + 1) * size, sequence.tokens.count))
+    if tree.most_similar_child(above, key, 1 << 62)[1] > sequence.resident - index * size:
+        return MissReason.SLOW  # requests do not wait for a part of a chunk that is far away
+    departed = tree.departed(chunk_name(above.name, sequence.stem.marker + key))
+    if departed is not None:
+        return departed
+    # A tail that this prompt continues says nothing about other prompts.
+    others = [c for c in above.children.values() if c not in sequence.path and not key.startswith(c.key)]
+    if sequence.resident or any(_agrees(child.key, key) for child in others):
+        return MissReason.DIVERGED if others else MissReason.NEW
+    if sequence.salt and not others and (above.parent is not None or above.key.startswith(SALT_ROOT)):
+        return MissReason.SALT
+    return MissReason.NEW
+
+
+def _agrees(left: bytes, right: bytes) -> bool:
+    return left[:4] == right[:4]
