@@ -182,7 +182,7 @@ class Router:
         assert self.socket.poll(20_000), "the controller said nothing"
         reply = msgspec.msgpack.decode(self.socket.recv(), type=RouterMessage)
         self.seq += 1
-        assert (reply.seq, reply.ticket) == (self.seq, message.ticket)  # type: ignore[union-attr]
+        assert (reply.seq, reply.ticket) == (self.seq, message.ticket)
         return reply
 
     def receive(self, seconds: float = 10.0) -> None:
