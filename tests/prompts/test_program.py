@@ -237,6 +237,6 @@ def test_conditions_see_globals_as_they_are_when_called() -> None:
 def test_characters_that_xml_cannot_hold_go_as_json() -> None:
     call = programs.trip("a\x00b\nc\td", budget=True)
     assert call.to_json()["modules"][1]["args"] == {"city": "a\x00b\nc\td"}
-    with pytest.raises(ValueError, match="send the JSON form"):
+    with pytest.raises(ValueError, match="keep to the JSON form"):
         call.to_pml()
     assert 'city="a&#10;b&#9;c"' in programs.trip("a\nb\tc").to_pml()

@@ -38,8 +38,8 @@ from trunkline.prompts.items import (
     Role,
     Values,
 )
-from trunkline.prompts.markup import unwritable
 from trunkline.router.pml.tree import NAME, TAGS
+from trunkline.router.pml.xml_form import UNWRITABLE
 
 _STATEMENTS: Final[dict[type[ast.stmt], str]] = {
     ast.For: "a loop has no fixed layout; write its texts out, or join them into one argument",
@@ -128,9 +128,9 @@ class _FunctionCompiler:
                 self._fail(node, f"`{_short(node)}` cannot be compiled: {reason}")
 
     def _text(self, text: str, node: ast.AST) -> str:
-        wrong = unwritable(text)
+        wrong = UNWRITABLE.search(text)
         if wrong is not None:
-            self._fail(node, f"the text has the character {wrong!r}, which no PML document can hold")
+            self._fail(node, f"the text has the character {wrong[0]!r}, which no PML document can hold")
         return text
 
     def _part(self, part: ast.expr, slots: Namer) -> str | ArgumentSlot:

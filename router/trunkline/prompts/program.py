@@ -32,10 +32,8 @@ from typing import Any, Generic, ParamSpec, overload
 
 from trunkline.prompts.compiler import compile_function, is_pml_name, readable_name
 from trunkline.prompts.errors import PromptProgramError
-from trunkline.prompts.items import ModuleSelection, Program, Role, select
-from trunkline.prompts.markup import write_prompt, write_schema
-from trunkline.router.pml import parse_schema, schema_to_json
-from trunkline.router.pml.tree import TAGS
+from trunkline.prompts.items import ArgumentSlot, Branches, Item, ModuleSelection, Nested, Program, Role, select
+from trunkline.router.pml import prompt_to_xml, schema_to_json, schema_to_xml, tree
 
 P = ParamSpec("P")
 
@@ -61,11 +59,11 @@ class PromptProgram(Program, Generic[P]):
 
     def to_pml(self) -> str:
         """Return the schema in XML."""
-        return write_schema(self.schema_name, self)
+        return schema_to_xml(_schema(self.schema_name, self))
 
     def to_json(self) -> dict[str, Any]:
         """Return the schema in PML's JSON form."""
-        return schema_to_json(parse_schema(self.to_pml()))
+        return schema_to_json(_schema(self.schema_name, self))
 
 
 @dataclass(frozen=True)
@@ -89,9 +87,10 @@ class PromptCall:
         """Return the prompt in XML.
 
         Raises:
-            ValueError: an argument has a character that XML cannot hold.
+            PmlError: An argument has a character that XML cannot write. `to_json` can.
         """
-        return write_prompt(self.program.schema_name, self.selection, self.trailing)
+        text = (tree.Text(self.trailing),) if self.trailing else ()
+        return prompt_to_xml(tree.PromptDocument(self.program.schema_name, (_reference(self.selection), *text)))
 
     def to_json(self) -> dict[str, Any]:
         """Return the prompt as the HTTP API takes it (`prompt`)."""
@@ -143,7 +142,7 @@ def _compiled(function: Callable[P, None], name: str | None, role: Role | None) 
     if name is not None and not is_pml_name(name):
         raise PromptProgramError(
             f"{name!r} is no name for a schema: letters, digits, `_`, `.`, `-`, with a letter or `_` first, "
-            f"and none of {', '.join(sorted(TAGS))}",
+            f"and none of {', '.join(sorted(tree.TAGS))}",
             function.__code__.co_filename,
             line,
         )
@@ -161,4 +160,39 @@ def _compiled(function: Callable[P, None], name: str | None, role: Role | None) 
 
 def _digest(program: Program) -> str:
     """Return a digest of a program's text. Eight hexadecimal digits suffice for the versions of one function."""
-    return hashlib.sha256(write_schema("", program).encode()).hexdigest()[:8]
+    return hashlib.sha256(schema_to_xml(_schema("", program)).encode()).hexdigest()[:8]
+
+
+def _schema(name: str, program: Program) -> tree.SchemaDocument:
+    """Return the schema of a program: one module, which every call of the program selects.
+
+    The module is needed because parameters stand in modules only.
+    """
+    return tree.SchemaDocument(name, (_module(program.name, program),))
+
+
+def _module(name: str, program: Program) -> tree.Module:
+    items = _items(program.items)
+    return tree.Module(name, items if program.role is None else (tree.RoleItem(program.role, items),))
+
+
+def _items(items: tuple[Item, ...]) -> tuple[tree.Item, ...]:
+    written: list[tree.Item] = []
+    for item in items:
+        match item:
+            case str():
+                written.append(tree.Text(item))
+            case ArgumentSlot(limit=limit, default=default):
+                written.append(tree.Param(item.name, limit.count, default or None, limit.fill, default is None))
+            case Nested():
+                written.append(_module(item.name, item.program))
+            case Branches():
+                modules = tuple(tree.Module(module.name, _items(module.items)) for module in item.modules)
+                written.append(modules[0] if len(modules) == 1 else tree.Union(modules))
+    return tuple(written)
+
+
+def _reference(selection: ModuleSelection) -> tree.Ref:
+    """Return the import of a selected module, with the imports in it."""
+    children = tuple(_reference(child) for child in selection.children)
+    return tree.Ref(selection.name, tuple(selection.arguments.items()), children)

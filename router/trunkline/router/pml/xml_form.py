@@ -255,7 +255,7 @@ def _prompt_items(element: Element, preserve: bool, path: str) -> tuple[PromptIt
 _TEXT_ESCAPES: Final = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "\r": "&#13;"}
 _VALUE_ESCAPES: Final = {**_TEXT_ESCAPES, '"': "&quot;", "\n": "&#10;", "\t": "&#9;"}
 _ESCAPES: Final = (str.maketrans(_TEXT_ESCAPES), str.maketrans(_VALUE_ESCAPES))
-_UNWRITABLE: Final = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+UNWRITABLE: Final = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 cannot write."""
 
 
@@ -293,8 +293,9 @@ def _write_items(out: list[str], items: tuple[Item, ...]) -> None:
             case Text():
                 out.append(_escape(item.text, is_value=False))
             case Param():
-                values = {"name": item.name, "len": str(item.length), "default": item.default, "fill": item.fill}
-                _open(out, "param", {**values, "required": "true" if item.required else None}, empty=True)
+                values = {"name": item.name, "len": str(item.length), "fill": item.fill}
+                required = "true" if item.required else None
+                _open(out, "param", {**values, "required": required, "default": item.default}, empty=True)
             case Module():
                 _open(out, "module", {"name": item.name, "cache": None if item.cache else "false"})
                 _write_items(out, item.items)
@@ -332,7 +333,7 @@ def _open(out: list[str], tag: str, attributes: Mapping[str, str | None], *, emp
 
 
 def _escape(text: str, *, is_value: bool) -> str:
-    wrong = _UNWRITABLE.search(text)
+    wrong = UNWRITABLE.search(text)
     if wrong is not None:
         message = f"XML cannot write U+{ord(wrong[0]):04X}; remove it or keep to the JSON form"
         raise PmlError(ErrorCode.XML, message)
