@@ -27,8 +27,8 @@ from trunkline.kernels.reference import ReferenceKernels
 from trunkline.worker.errors import ParallelismError
 from trunkline.worker.messages import Sampling
 from trunkline.worker.model.checkpoint import ExpertWeights, MlpWeights, Weights, load_weights
-from trunkline.worker.model.families import check_model, check_parallelism
-from trunkline.worker.model.model_config import Shard
+from trunkline.worker.model.families import check_model
+from trunkline.worker.model.model_config import Shard, check_parallelism
 from trunkline.worker.model.tensor_index import read_tensor_index
 from trunkline.worker.runner import Runner
 

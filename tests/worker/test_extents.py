@@ -109,7 +109,7 @@ def test_forks_share_the_layout() -> None:
     parent = make_sequence(extents, 8, [4, 9, 2], first=5)
     child = BatchSequence.forked(Fork(7, 8, pack_int32([4, 9, 3]), seed=1), parent)
     assert child.layout is parent.layout
-    assert not child.is_plain
+    assert not child.layout.is_plain
     assert make_sequence(PLAIN_LAYOUT, 3, [1]).layout is PLAIN
 
 

@@ -16,8 +16,8 @@ from worker.driver import generate, run_config
 
 from trunkline.worker.errors import CheckpointError, ModelError, ParallelismError, UnsupportedModelError
 from trunkline.worker.model.config_fields import bloom_slopes, mpt_slopes
-from trunkline.worker.model.families import check_model, check_parallelism, read_model_config
-from trunkline.worker.model.model_config import LayerAttention, ModelConfig, RopeConfig
+from trunkline.worker.model.families import check_model, read_model_config
+from trunkline.worker.model.model_config import LayerAttention, ModelConfig, RopeConfig, check_parallelism
 from trunkline.worker.runner import Runner
 
 HUB: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "hub_configs.json").read_text())

@@ -177,7 +177,7 @@ def test_what_was_refused_is_refused_again_without_a_trial(grammars: Grammars) -
 
 def first_trial(grammars: Grammars) -> psutil.Process:
     """The process of the short trials."""
-    process = grammars.store._lines._compilers[Line.FIRST]._trial._process
+    process = grammars.store._threads._compilers[Line.FIRST]._trial._process
     assert process is not None
     return psutil.Process(process.pid)
 
@@ -191,7 +191,7 @@ def test_a_grammar_that_kills_its_process_harms_no_other(grammars: Grammars) -> 
     assert grammars.wait() == GrammarReady(grammar, "the grammar needs too much memory to compile")
     # The same text again needs no trial: the compiled grammar was kept.
     assert allowed(grammars, grammars.row(grammars.add("regex", "a+")))
-    assert grammars.store._lines._compilers[Line.FIRST]._trial._process is None
+    assert grammars.store._threads._compilers[Line.FIRST]._trial._process is None
     assert grammars.add("regex", "c+")
 
 

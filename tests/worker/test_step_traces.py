@@ -22,9 +22,9 @@ class Kept:
         pass
 
 
-def part(stay: int, tokens: int) -> bytes:
-    letter = bytes([stay])
-    return pack_steps([StepTrace(SpanContext(letter * 16, letter * 8), b"d" * 8, stay, tokens)])
+def part(batch_seq_id: int, tokens: int) -> bytes:
+    letter = bytes([batch_seq_id])
+    return pack_steps([StepTrace(SpanContext(letter * 16, letter * 8), b"d" * 8, batch_seq_id, tokens)])
 
 
 def plan(step: int, *, traces: bytes | None = None, leaves: tuple[int, ...] = ()) -> StepPlan:

@@ -31,7 +31,6 @@ from trunkline.kernels.cuda_library import (
     NormCall,
     WriteCall,
     block_bytes,
-    check_copies,
     check_heads,
     check_items,
     check_moved,
@@ -65,6 +64,7 @@ from trunkline.kernels.ops import (
     PackedLinear,
     QkNorm,
     Quantisation,
+    check_copies,
 )
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, WorkOptions, WritePlan, plan_decode_work
 from trunkline.kernels.quantisation import QuantisedWeight, linear_int8, quantise, stored_bytes

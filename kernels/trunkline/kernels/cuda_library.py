@@ -234,15 +234,6 @@ def check_written(plan: WritePlan, qkv: Tensor, pool: KvPool, spec: AttentionSpe
         raise ValueError(f"{len(plan.slots)} slots for {len(qkv)} tokens")
 
 
-def check_copies(pool: KvPool, copies: Int32Array) -> None:
-    blocks, chunk_size = pool.blocks, pool.chunk_size
-    for source, destination, first, count in copies.tolist():
-        if not (0 <= source < blocks and 0 <= destination < blocks):
-            raise ValueError(f"copy of block {source} to {destination}: the pool has {blocks} blocks")
-        if not (first >= 0 and count > 0 and first + count <= chunk_size):
-            raise ValueError(f"copy of tokens [{first}, {first + count}): a block has {chunk_size}")
-
-
 def check_moved(pool: KvPool, blocks: Int32Array, layers: range, moved: Tensor) -> None:
     """Check a gather or a scatter of some layers of some blocks."""
     check_pool(pool, pool.chunk_size)

@@ -1,4 +1,4 @@
-"""Choosing an implementation of the ops by name."""
+"""Choose an implementation of the ops by name: CPU, CUDA or the PyTorch reference."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def load_kernels(name: str, device: str, threads: int = 1) -> Kernels:
         name: one of `KERNEL_NAMES`. On a CPU "auto" falls back to the reference, with one warning, where the
             compiled kernels were not installed; on a GPU the reference runs only when it is asked for.
         device: "cpu" or "cuda".
-        threads: of this rank, for kernels that have their own.
+        threads: Compute threads, for kernels that have threads of their own.
 
     Raises:
         KernelsUnavailableError: an unknown name, kernels of another device, kernels that were asked for by name
-            but not built, or ones that were built and cannot be used: nobody shall take the slow ones for them.
+            but not built, or ones that were built and cannot be used. (The slow ones must not pass for them.)
     """
     if name not in KERNEL_NAMES:
         raise KernelsUnavailableError(f"no kernels {name!r}; there are: {', '.join(KERNEL_NAMES)}")

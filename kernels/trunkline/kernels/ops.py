@@ -148,7 +148,7 @@ class Kernels(Protocol):
         """Split, rotate and store keys and values in one op (PagedAttention §4.3 and §5.1: fused block write).
 
         Args:
-            plan: where each token's key and value go.
+            plan: Where each token's key and value go.
             qkv: `[tokens, (heads + 2 * kv_heads) * head_dim]`, contiguous; queries and keys
                 are normalised and rotated in place.
             angles: rotary factors, None: nothing is rotated.
@@ -262,6 +262,16 @@ class Kernels(Protocol):
     def gated_linear(self, x: Tensor, layer: PackedLinear) -> Tensor:
         """Apply a gated layer to `x` `[tokens, in]`; return `[tokens, n]`."""
         ...
+
+
+def check_copies(pool: KvPool, copies: Int32Array) -> None:
+    """Refuse copies (`Kernels.copy_blocks`) of blocks or tokens that the pool does not have."""
+    blocks, chunk_size = pool.blocks, pool.chunk_size
+    for source, destination, first, count in copies.tolist():
+        if not (0 <= source < blocks and 0 <= destination < blocks):
+            raise ValueError(f"copy of block {source} to {destination}: the pool has {blocks} blocks")
+        if not (first >= 0 and count > 0 and first + count <= chunk_size):
+            raise ValueError(f"copy of tokens [{first}, {first + count}): a block has {chunk_size}")
 
 
 def swap_halves(x: Tensor) -> Tensor:

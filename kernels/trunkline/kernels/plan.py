@@ -79,7 +79,7 @@ class DecodePlan:
     """Largest `steps` for which every tail still fits its block."""
     steps: int = 0
     state: object = None
-    """Private to the kernels that execute the plan (index tensors, device copies)."""
+    """What the kernels that execute the plan derive from it (index tensors, device copies); private to them."""
 
     @property
     def num_rows(self) -> int:

@@ -24,6 +24,7 @@ from trunkline.kernels.ops import (
     PackedLinear,
     QkNorm,
     Quantisation,
+    check_copies,
     swap_halves,
 )
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan
@@ -111,12 +112,8 @@ class ReferenceKernels:
 
     def copy_blocks(self, pool: KvPool, copies: Int32Array) -> None:
         self.counters.called("copy_blocks")
-        data, blocks, chunk_size = pool.data, pool.blocks, pool.chunk_size
-        for source, destination, first, count in copies.tolist():
-            if not (0 <= source < blocks and 0 <= destination < blocks):
-                raise ValueError(f"copy of block {source} to {destination}: the pool has {blocks} blocks")
-            if not (first >= 0 and count > 0 and first + count <= chunk_size):
-                raise ValueError(f"copy of tokens [{first}, {first + count}): a block has {chunk_size}")
+        data = pool.data
+        check_copies(pool, copies)
         check_plain(pool, copies[:, :2].reshape(-1))
         for source, destination, first, count in copies.tolist():
             chosen = slice(first, first + count)

@@ -12,8 +12,8 @@ copy (0 * NaN would be NaN).
 Layers share a plan's state but not always a spec (sliding windows on some layers): the state holds what follows
 from the plan and the pool's shape, a spec comes with each call.
 
-Floating point: a row's result depends on how its context is cut into partials, so on who shares it; equal up
-to rounding, not bit by bit.
+Floating point: a row's result depends on how its context is cut into partials, so on the rows that share it.
+Results are equal up to rounding, not bit by bit.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def _split(plan: DecodePlan) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]
 
 
 def _merge_slots(rows: list[NDArray[np.int64]], num_rows: int, device: torch.device) -> Tensor | None:
-    """`[rows, most partials of a row]`: each row's partials; None if partial i is all of row i.
+    """Return each row's partials, `[rows, most partials of a row]`; None if partial i is all of row i.
 
     Rows with fewer partials are filled up with the index after the last, which holds an empty state.
     """

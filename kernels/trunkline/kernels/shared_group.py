@@ -20,11 +20,11 @@ FOLDER: Final = Path("/dev/shm")
 """A file system in memory on every Linux; containers that are to share it need the same IPC namespace."""
 
 SLOT_BYTES: Final = 256 * 1024
-"""Per round; two slots per rank. Larger messages go in several rounds; what is written is then read while it is
-still in the second-level cache (benchmarks/allreduce.py)."""
+"""Bytes of a message that go in one round; each rank has two slots. Larger messages take several rounds, so that
+they are read while they are still in the second-level cache (benchmarks/allreduce.py)."""
 
 TIMEOUT_S: Final = 300.0
-"""For a rank that lives but does not come: long enough for one that is slow in loading or compiling."""
+"""How long a call waits for a rank that lives but does not come: it may be loading or compiling."""
 
 
 @tvm_ffi.error.register_error
@@ -76,10 +76,10 @@ class SharedGroup:
     def __init__(
         self, path: Path, rank: int, size: int, *, isa: str | None = None, timeout_s: float = TIMEOUT_S
     ) -> None:
-        """Join; no collective may be called before all ranks have.
+        """Join the group. No collective may be called before all ranks have joined.
 
         Args:
-            path: from `create_file`.
+            path: The result of `create_file`.
             isa: Instruction-set level of the sums, one of `native.isa_levels()`; the results do not depend on it.
 
         Raises:

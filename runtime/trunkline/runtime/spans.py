@@ -92,7 +92,7 @@ class StepTrace(NamedTuple):
     """The parent of the prefill spans."""
     decode: bytes
     """Id of the parent of the decode spans, in the same trace."""
-    stay: int
+    batch_seq_id: int
     """The sequence's id in the workers' batch."""
     tokens: int
     """Tokens of the prompt that this step computes."""
@@ -100,11 +100,11 @@ class StepTrace(NamedTuple):
 
 def pack_steps(steps: Iterable[StepTrace]) -> bytes:
     """Return the bytes that travel to the workers."""
-    return b"".join(_STEP.pack(*step.prefill, step.decode, step.stay, step.tokens) for step in steps)
+    return b"".join(_STEP.pack(*step.prefill, step.decode, step.batch_seq_id, step.tokens) for step in steps)
 
 
 def unpack_steps(packed: bytes) -> Iterator[StepTrace]:
     """Yield what `pack_steps` packed; of damaged bytes, the whole entries at the beginning."""
     whole = len(packed) - len(packed) % _STEP.size
-    for trace, prefill, decode, stay, tokens in _STEP.iter_unpack(packed[:whole]):
-        yield StepTrace(SpanContext(trace, prefill), decode, stay, tokens)
+    for trace, prefill, decode, batch_seq_id, tokens in _STEP.iter_unpack(packed[:whole]):
+        yield StepTrace(SpanContext(trace, prefill), decode, batch_seq_id, tokens)

@@ -22,15 +22,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 import structlog
 import torch
 
-from trunkline.controller.messages import StepResult
 from trunkline.kernels.load import KernelsUnavailableError, load_kernels
-from trunkline.kernels.ops import Kernels, KvPool
+from trunkline.kernels.ops import Kernels
 from trunkline.kvstore.chunks import blocks_for, pack_int32
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.errors import WorkerConfigError, WorkerError
@@ -80,16 +79,16 @@ class MemoryMeter(Protocol):
     """What a device says of its memory. Numbers are bytes."""
 
     def total_and_free(self) -> tuple[int, int]:
-        """Of the whole device, all its processes together."""
+        """Return total and free memory of the whole device, all its processes together."""
 
     def held(self) -> int:
-        """Taken from the device by torch in this process, after all that it does not need was given back."""
+        """Return what torch has taken from the device here, after it gave back all that it does not need."""
 
     def begin_peak(self) -> None:
         """Let the next `peak` count from now on."""
 
     def peak(self) -> int:
-        """The most that torch has taken from the device since `begin_peak`; waits for the device."""
+        """Return the most that torch has taken since `begin_peak`; wait for the device."""
 
 
 class CudaMemory:
@@ -131,12 +130,12 @@ class MemoryUse:
     """What this rank has taken besides, while it loaded: NCCL, loaded kernels."""
 
     def left(self, fraction: float) -> int:
-        """For KV, within a fraction of the total; negative if there is not enough for the rest."""
+        """Return what is left for KV within a fraction of the total; negative if weights and step exceed it."""
         return int(self.total * fraction) - self.weights - self.step - self.outside
 
     @property
     def available(self) -> int:
-        """For KV, as far as other processes have left it free."""
+        """What other processes have left free for KV."""
         return self.free - (self.step - self.kept)
 
 
@@ -155,7 +154,7 @@ def measured(meter: MemoryMeter, free_at_start: int, weights: int, peak: int) ->
 
 
 def blocks_that_fit(use: MemoryUse, config: WorkerConfig, block_bytes: int) -> int:
-    """Blocks of the KV pool: as many as the configuration asks for, or as many as fit.
+    """Return the blocks of the KV pool: as many as the configuration asks for, or as many as fit.
 
     Raises:
         WorkerConfigError: too few fit this GPU, so there will never be enough memory.
@@ -194,9 +193,12 @@ def _too_little(use: MemoryUse, config: WorkerConfig, block_bytes: int, asked: i
 
 
 def gib(count: int) -> str:
-    """Bytes as GiB, for people."""
+    """Return bytes as GiB, for messages."""
     return f"{count / (1 << 30):.2f}"
 
+
+if TYPE_CHECKING:
+    from trunkline.worker.runner import Runner
 
 log = structlog.get_logger()
 
@@ -238,8 +240,8 @@ class StepLimits:
 
 
 def rehearsal(limits: StepLimits, epoch: int) -> Iterator[StepPlan]:
-    """Step plans in order, from step 1 on: a full batch that decodes beside a prefill that uses the whole budget,
-    every prompt token of which is scored; the next step of the same rows; then rows of other kinds."""
+    """Yield step plans in order, from step 1 on: a full batch that decodes beside a prefill that uses the whole
+    budget, every prompt token of which is scored; the next step of the same rows; then rows of other kinds."""
     size = limits.chunk_size
     rows = max(1, min(limits.max_rows, limits.token_budget - 1))
     # Decoding goes on for two tokens behind the context.
@@ -269,13 +271,14 @@ def rehearsal(limits: StepLimits, epoch: int) -> Iterator[StepPlan]:
 
 
 def _decoding(number: int, context: int, chunk_size: int, sampling: Sampling) -> Join:
-    """A sequence whose first output token has been drawn already; its input is that token, behind a context."""
+    """Return a sequence whose first output token has been drawn already; its input is that token, behind a
+    context."""
     table = [0] * (context // chunk_size) + [1] * blocks_for(2, chunk_size)
     return Join(number, pack_int32([0]), context, context, pack_int32(table), sampling)
 
 
 def _prompts(first: int, tokens: int, context: int, limits: StepLimits) -> Iterator[tuple[Join, int]]:
-    """Sequences whose prompts have so many tokens to compute in all, none stored; with the number of each."""
+    """Yield sequences with so many prompt tokens to compute in all, none stored; with the number of each."""
     while tokens > 0:
         count = min(tokens, max(1, limits.longest - 1 - context))
         length = context + count
@@ -285,17 +288,8 @@ def _prompts(first: int, tokens: int, context: int, limits: StepLimits) -> Itera
         first, tokens = first + 1, tokens - count
 
 
-class Executor(Protocol):
-    """What a rehearsal needs of a runner."""
-
-    @property
-    def pool(self) -> KvPool: ...
-
-    def execute(self, plan: StepPlan) -> StepResult | None: ...
-
-
 def measure_largest_step(
-    make: Callable[[int], Executor],
+    make: Callable[[int], Runner],
     config: WorkerConfig,
     max_positions: int,
     block_bytes: int,

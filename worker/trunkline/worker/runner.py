@@ -18,8 +18,8 @@ from torch import Tensor
 from trunkline.controller.messages import GrammarReady, StepResult
 from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kernels.plan import PrefillPlan, WritePlan
-from trunkline.kvstore.chunks import Int32Array, pack_int32, unpack_int32
-from trunkline.worker.batch.batch import Batch, BatchBuilder
+from trunkline.kvstore.chunks import pack_int32, unpack_int32
+from trunkline.worker.batch.batch import BatchBuilder, ForwardBatch
 from trunkline.worker.batch.sequences import SequenceTable
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.device import (
@@ -33,9 +33,10 @@ from trunkline.worker.device import (
 from trunkline.worker.errors import PlanError, WorkerConfigError
 from trunkline.worker.grammar.compiler import GrammarStore
 from trunkline.worker.messages import CompileGrammar, StepPlan
-from trunkline.worker.model.checkpoint import Progress, Shard, load_weights
+from trunkline.worker.model.checkpoint import Progress, load_weights
 from trunkline.worker.model.decoder import Decoder, make_kv_pool
 from trunkline.worker.model.families import check_model
+from trunkline.worker.model.model_config import Shard
 from trunkline.worker.sampling.beams import BeamSearches
 from trunkline.worker.sampling.sampler import Sampler
 from trunkline.worker.sampling.selection import Selection, Selector
@@ -67,11 +68,12 @@ class Runner:
         self._sequences = SequenceTable(self.num_blocks)
         self._batches = BatchBuilder(self._sequences, config.chunk_size, device)
         self._searches = BeamSearches()
-        vocab_size = decoder.shard.config.vocab_size
+        shard = decoder.shard
+        vocab_size = shard.config.vocab_size
         # Rank 0 alone samples, so it alone needs grammars.
         self._grammars = GrammarStore(Path(config.model), vocab_size) if group.rank == 0 else None
         self._sampler = Sampler(vocab_size, device, self._grammars)
-        self._selector = Selector(group, self._sampler, self._searches, vocab_size, config.chunk_size)
+        self._selector = Selector(group, self._sampler, self._searches, shard, config.chunk_size)
         self.copier = copier
         """Copies between device and host pool; None without a host pool."""
         self.swap_us_per_block = 0.0
@@ -170,11 +172,6 @@ class Runner:
         return self._decoder.pool
 
     @property
-    def weight_bytes_read(self) -> int:
-        """Bytes that this rank read from the checkpoint's files."""
-        return self._decoder.weights.bytes_read
-
-    @property
     def model_path(self) -> str:
         return self._config.model
 
@@ -236,7 +233,7 @@ class Runner:
         """Pay one-time costs of torch and of the collectives before the first request, and measure what moving a
         block costs."""
         zero, two = np.zeros(1, dtype=np.int32), np.array([0, 1], dtype=np.int32)
-        batch = Batch(
+        batch = ForwardBatch(
             ids=torch.zeros(1, dtype=torch.int64, device=self.pool.data.device),
             positions=torch.zeros(1, dtype=torch.int64, device=self.pool.data.device),
             num_rows=0,
@@ -329,16 +326,13 @@ class Runner:
                 continue
             if self.copier is not None and gate is not None:
                 self.copier.before_copies(copies, gate)
-            self._copy(copies)
+            try:
+                self.kernels.copy_blocks(self.pool, copies)
+            except ValueError as error:
+                raise PlanError(str(error)) from error
         return gate
 
-    def _copy(self, copies: Int32Array) -> None:
-        try:
-            self.kernels.copy_blocks(self.pool, copies)
-        except ValueError as error:
-            raise PlanError(str(error)) from error
-
-    def _forward(self, batch: Batch, gate: StepGate | None) -> Tensor | None:
+    def _forward(self, batch: ForwardBatch, gate: StepGate | None) -> Tensor | None:
         """Compute the batch; return this rank's columns of the logits that are asked for."""
         logits = None
         if len(batch.ids):  # a plan may only let sequences leave, or only copy blocks
@@ -347,11 +341,11 @@ class Runner:
             self.copier.finish(gate)
         return logits
 
-    def _select(self, batch: Batch, logits: Tensor | None) -> Selection:
+    def _select(self, batch: ForwardBatch, logits: Tensor | None) -> Selection:
         """Choose the next tokens, the same on every rank, and append them to the sequences."""
         for child in batch.children:
             self._searches.add(child)
-        selection = self._selector.select(batch, logits, self._decoder.shard.vocab_start)
+        selection = self._selector.select(batch, logits)
         if selection.tables_changed:
             self._batches.forget_plan()
         return selection

@@ -457,7 +457,8 @@ def _loop(
             result = runner.execute(message)
             if result is not None:
                 link.report(result)
-            traces.step(message, began, time.monotonic())
+            if traces.is_on:
+                traces.step(message, began, time.monotonic())
         elif isinstance(message, TierMoves):
             tiers.move(message)
         elif isinstance(message, Probe):

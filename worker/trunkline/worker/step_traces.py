@@ -16,7 +16,7 @@ from trunkline.worker.messages import StepPlan
 
 @dataclass(slots=True)
 class _Decoding:
-    """A traced sequence whose prompt is computed: totals when that step ended."""
+    """A traced sequence that decodes: the totals when its prompt had been computed."""
 
     parent: SpanContext
     since: float
@@ -25,10 +25,12 @@ class _Decoding:
 
 
 class StepTraces:
-    """Makes the spans. Times are in seconds of the monotonic clock."""
+    """Makes the spans of one rank. Times are in seconds of the monotonic clock."""
 
     def __init__(self, tracer: Tracer, rank: int, group: str | int, epoch: int) -> None:
         self._tracer = tracer
+        self.is_on = tracer.is_on
+        """Whether any span is kept; if not, `step` need not be called."""
         self._about: dict[str, Value] = {
             "trunkline.group": group,
             "trunkline.rank": rank,
@@ -38,24 +40,24 @@ class StepTraces:
         self._busy_s = 0.0
         self._last_end = 0.0
         self._decoding: dict[int, _Decoding] = {}
-        """By stay."""
+        """By the sequence's id in the batch."""
 
     def step(self, plan: StepPlan, began: float, ended: float) -> None:
         """Note a step that was computed."""
         if self._decoding and plan.leaves:
-            for stay in unpack_int32(plan.leaves).tolist():
-                self._left(stay)
+            for batch_seq_id in unpack_int32(plan.leaves).tolist():
+                self._left(batch_seq_id)
         self._steps += 1
         self._busy_s += ended - began
         self._last_end = ended
-        if plan.traces and self._tracer.is_on:
+        if plan.traces and self.is_on:
             for trace in unpack_steps(plan.traces):
                 self._computed(trace, plan.step, began, ended)
 
     def idle(self) -> None:
         """End the spans of all sequences that decode: no step has come for a while."""
-        for stay in list(self._decoding):
-            self._left(stay)
+        for batch_seq_id in list(self._decoding):
+            self._left(batch_seq_id)
 
     def close(self) -> None:
         """End all spans and send them."""
@@ -68,10 +70,10 @@ class StepTraces:
             Span("forward", child_of(trace.prefill), trace.prefill.span_id, began, ended, attributes)
         )
         parent = SpanContext(trace.prefill.trace_id, trace.decode)
-        self._decoding[trace.stay] = _Decoding(parent, ended, self._steps, self._busy_s)
+        self._decoding[trace.batch_seq_id] = _Decoding(parent, ended, self._steps, self._busy_s)
 
-    def _left(self, stay: int) -> None:
-        decoding = self._decoding.pop(stay, None)
+    def _left(self, batch_seq_id: int) -> None:
+        decoding = self._decoding.pop(batch_seq_id, None)
         if decoding is None or self._steps == decoding.steps:
             return
         attributes = {

@@ -7,7 +7,7 @@ move the numbers, chosen when the group meets, the same on every rank:
 - gloo for CPU ranks of several hosts or without the compiled kernels; also the rendezvous of all CPU ranks,
 - NCCL for GPUs.
 
-A group of one costs nothing.
+A group of one needs none of them.
 
 Ranks of several hosts meet at the address of `WorkerConfig.rendezvous`, where rank 0 listens, anew in every epoch.
 What they write there has the epoch's number as prefix, so that a process of an earlier epoch never meets ranks of
@@ -214,12 +214,12 @@ class TensorParallel:
             self.backend = "none"
 
     def _operand(self, tensor: Tensor) -> Tensor:
-        """`tensor` contiguous, where the backend takes it."""
+        """Return the tensor, contiguous and in memory that the backend takes."""
         return tensor.cpu().contiguous() if self._staged else tensor.contiguous()
 
     @contextmanager
     def _in_place(self, tensor: Tensor) -> Iterator[Tensor]:
-        """What the backend may overwrite instead of `tensor`, which gets the result."""
+        """Yield a tensor that the backend may overwrite; `tensor` gets the result."""
         if not self._staged:
             yield tensor
             return
@@ -229,7 +229,8 @@ class TensorParallel:
 
 
 def _join_shared_group(rank: int, size: int) -> tuple[SharedGroup | None, str]:
-    """Set up shared memory over the process group; the group, or None and why not. The same on every rank."""
+    """Set up shared memory over the process group. Return the group, or None and why not; the same on every
+    rank."""
     facts = _exchange((_BOOT_ID.read_text() if _BOOT_ID.exists() else None, _native_problem()), size)
     if None in (boot for boot, _ in facts) or len({boot for boot, _ in facts}) > 1:
         return None, "the ranks are not on one host"
@@ -261,7 +262,7 @@ def _join_shared_group(rank: int, size: int) -> tuple[SharedGroup | None, str]:
 
 
 def _exchange(value: _T, size: int) -> list[_T]:
-    """Every rank's value, by rank."""
+    """Return every rank's value, by rank."""
     values: list[_T] = [value] * size
     with _peers("gloo"):
         dist.all_gather_object(values, value)
@@ -269,7 +270,7 @@ def _exchange(value: _T, size: int) -> list[_T]:
 
 
 def _native_problem() -> str:
-    """Why this rank cannot use the compiled kernels, empty if it can."""
+    """Return why this rank cannot use the compiled kernels; empty if it can."""
     try:
         chosen_level(None)
     except NativeLibraryError as error:
@@ -283,7 +284,7 @@ def _first_problem(problems: list[str]) -> str:
 
 _ANY: Final = "0.0.0.0"
 _ELSEWHERE: Final = "192.0.2.1"
-"""Of a range reserved for documentation: the route there is that to any other host. Nothing is sent."""
+"""An address reserved for documentation: the route to it is that to any other host. Nothing is sent."""
 _INTERFACE_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -319,7 +320,7 @@ def choose_interface(config: WorkerConfig) -> None:
     host, port = _address(config.rendezvous)
     address = _own_address(_ELSEWHERE if host == _ANY else host, port)
     name = interface_of(address) if address else ""
-    if not name and host == _ANY:  # there is no way to everywhere: whatever leads to somewhere
+    if not name and host == _ANY:  # no default route
         name = next((other for other in sorted(psutil.net_if_addrs()) if other != "lo"), "")
     if name:
         for variable in _INTERFACE_VARIABLES:
@@ -338,7 +339,7 @@ def _own_address(host: str, port: int) -> str:
     """Return this host's own address on the route to another host; "" if there is no route."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial:
-            trial.connect((host, port))  # only looks the way up
+            trial.connect((host, port))  # looks up the route, sends nothing
             address, _ = trial.getsockname()
             return str(address)
     except OSError:
@@ -417,7 +418,7 @@ def of_collective(error: RuntimeError, backend: str) -> Exception:
 
 
 def of_loading(error: RuntimeError) -> WorkerError | None:
-    """The worker's exception for what CUDA or torch raised while a rank was loading; None if it is another kind.
+    """Return the worker's exception for an error of CUDA or torch while a rank was loading; None for other errors.
 
     Memory that is missing may be there the next time: another process may just be ending.
     """

@@ -42,7 +42,7 @@ class ScoredPrompt(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Batch:
+class ForwardBatch:
     """One forward pass: the decode rows' tokens, then the prefill entries' tokens."""
 
     ids: Tensor
@@ -95,7 +95,7 @@ class BatchBuilder:
         self._slots = np.zeros(0, dtype=np.int32)
         self._had_prefill_samples = False
 
-    def build(self, plan: StepPlan) -> Batch:
+    def build(self, plan: StepPlan) -> ForwardBatch:
         """Return the batch of a plan whose leaves, joins and blocks have been applied.
 
         Raises:
@@ -126,7 +126,7 @@ class BatchBuilder:
             raise PlanError(f"sequence {plan.forks[0].parent} forks in a step without prefill")
         changed = rebuilt or prefill_samples or self._had_prefill_samples
         self._had_prefill_samples = prefill_samples
-        return Batch(
+        return ForwardBatch(
             ids=self._tensor(ids),
             positions=self._tensor(positions),
             num_rows=num_rows,
@@ -163,7 +163,7 @@ class BatchBuilder:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
 
     def _update_rows(self, plan: StepPlan) -> bool:
-        """Move the decode rows on by one token; returns whether they are other rows than before."""
+        """Move the decode rows on by one token; return whether they are other rows than before."""
         if plan.rows is not None:
             self._rows = [self._sequences[sequence] for sequence in unpack_int32(plan.rows).tolist()]
             self._runs = _NO_RUNS
@@ -195,7 +195,7 @@ class BatchBuilder:
         rows, chunk_size = self._rows, self._chunk_size
         known = np.array([row.known for row in rows], dtype=np.int32)
         segments = segments_of(rows, known, chunk_size)
-        if all(row.is_plain for row in rows):
+        if all(row.layout.is_plain for row in rows):
             frame = known - np.int32(1)
         else:
             frame = np.concatenate([row.layout.frame_positions(row.known - 1, row.known) for row in rows])
@@ -248,7 +248,7 @@ class _Prefill:
                 self.last_tokens.append(total - 1)
 
     def _score(self, sequence: BatchSequence, start: int, stop: int, first_token: int) -> None:
-        """Note what the entry `[start, stop)`, whose tokens begin at index `first_token`, says of the prompt."""
+        """Note which prompt tokens the entry `[start, stop)` scores; its own begin at index `first_token`."""
         count = min(stop, sequence.prompt_len - 1) - start
         if count <= 0:
             return

@@ -36,7 +36,7 @@ from trunkline.worker.messages import BeamPosition, Fork, Join, Sampling, StepPl
 
 
 class BatchSequence:
-    """One stay of a sequence in the batch: from its `Join` or `Fork` until it leaves."""
+    """A sequence in the batch, from its `Join` or `Fork` until it leaves."""
 
     __slots__ = (
         "beam_position",
@@ -75,7 +75,8 @@ class BatchSequence:
 
     @classmethod
     def forked(cls, fork: Fork, parent: BatchSequence) -> BatchSequence:
-        """A sequence with the parent's tokens and parameters, but its own seed, beam position and block table.
+        """Return a sequence with the parent's tokens and parameters, but its own seed, beam position and block
+        table.
 
         Raises:
             PlanError: output of the parent is known already, so it does not fork at the end of its prompt.
@@ -99,10 +100,6 @@ class BatchSequence:
         child = cls(join)
         child.layout = parent.layout
         return child
-
-    @property
-    def is_plain(self) -> bool:
-        return self.layout.is_plain
 
     @property
     def output_index(self) -> int:
@@ -229,13 +226,13 @@ def segments_of(sequences: list[BatchSequence], lengths: Int32Array, chunk_size:
     Raises:
         PlanError: a block table is too short.
     """
-    if all(sequence.is_plain for sequence in sequences):
+    if all(sequence.layout.is_plain for sequence in sequences):
         return _plain_segments(sequences, lengths - 1, chunk_size)
     return _laid_out_segments(sequences, lengths, chunk_size)
 
 
 def _plain_segments(sequences: list[BatchSequence], positions: Int32Array, chunk_size: int) -> Segments:
-    """`segments_of` plain sequences, of which the last token read has this position (no loop over blocks)."""
+    """As `segments_of`, of plain sequences up to these positions (no loop over blocks)."""
     used = positions // chunk_size + 1
     for sequence, entries in zip(sequences, used.tolist(), strict=True):
         if entries > len(sequence.blocks):
@@ -254,7 +251,7 @@ def _plain_segments(sequences: list[BatchSequence], positions: Int32Array, chunk
 
 
 def _laid_out_segments(sequences: list[BatchSequence], lengths: Int32Array, chunk_size: int) -> Segments:
-    """`segments_of` sequences with any layouts (no loop over extents or blocks)."""
+    """As `segments_of`, of sequences with any layouts (no loop over extents or blocks)."""
     spans = [sequence.layout.spans for sequence in sequences]
     row = np.repeat(np.arange(len(sequences), dtype=np.int32), [part.shape[1] for part in spans])
     table_start, first, base, shift, count, start = np.concatenate(spans, axis=1)
@@ -291,7 +288,7 @@ _UNBOUNDED: Final = np.iinfo(np.int32).max
 """Token count of an extent that grows."""
 
 _Numbers = NDArray[np.int64] | int
-"""The extent of each of some tokens, or of all of them."""
+"""Numbers of extents: one for each token, or one for all of them."""
 
 
 class ContextLayout:
@@ -326,7 +323,8 @@ class ContextLayout:
         self.is_plain = extents == PLAIN_LAYOUT
 
     def frame_positions(self, start: int, stop: int) -> Int32Array:
-        """Positions at which the queries and keys of new tokens with indices `[start, stop)` are rotated.
+        """Return the positions at which the queries and keys of new tokens with indices `[start, stop)` are
+        rotated.
 
         Raises:
             PlanError: some of them can only be read.
@@ -336,7 +334,8 @@ class ContextLayout:
         return positions
 
     def cells(self, start: int, stop: int, chunk_size: int) -> tuple[Int32Array, Int32Array]:
-        """Entries of the block table, and offsets in their blocks, of new tokens with indices `[start, stop)`.
+        """Return entries of the block table, and offsets in their blocks, of new tokens with indices `[start,
+        stop)`.
 
         Raises:
             PlanError: as `frame_positions`.
@@ -346,7 +345,7 @@ class ContextLayout:
         return self.spans[0][number] + token // chunk_size, token % chunk_size
 
     def _cells(self, start: int, stop: int) -> tuple[_Numbers, Int32Array]:
-        """Which extents tokens lie in, and their places there."""
+        """Return which extents tokens lie in, and their places there."""
         if start < self._own_start:
             raise PlanError(
                 f"tokens with indices [{start}, {stop}) are to be computed; those before index {self._own_start} "
@@ -383,7 +382,8 @@ def _check_extents(extents: tuple[Extent, ...]) -> None:
 
 
 def _first_own(extents: tuple[Extent, ...]) -> int:
-    """Number of the first extent from which on all have the open one's shift and ascending positions."""
+    """Return the number of the first extent from which on all have the open one's shift and ascending
+    positions."""
     number = len(extents) - 1
     while number:
         before, after = extents[number - 1], extents[number]
@@ -394,4 +394,4 @@ def _first_own(extents: tuple[Extent, ...]) -> int:
 
 
 PLAIN: Final = ContextLayout(PLAIN_LAYOUT)
-"""Of an ordinary sequence."""
+"""The layout of an ordinary sequence."""

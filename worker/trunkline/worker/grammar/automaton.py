@@ -119,7 +119,7 @@ class Vocabulary:
 
 
 def _with_whitespace(tag: str, *, spaced: bool) -> str:
-    """A structural tag that says how much white space its JSON has, unless it does so itself.
+    """Return a structural tag that says how much white space its JSON has, unless it does so itself.
 
     xgrammar has no word for "none" in tags: such a schema's place takes the grammar that it comes to.
     """
@@ -145,7 +145,8 @@ def _with_whitespace(tag: str, *, spaced: bool) -> str:
 
 
 def _compact(schema: str) -> str:
-    """EBNF of a JSON schema's documents as `json.dumps` writes them: a blank behind each comma and colon."""
+    """Return the EBNF of a JSON schema's documents as `json.dumps` writes them: a blank behind each comma and
+    colon."""
     # By way of text, which xgrammar compiles several times faster than what it makes of the schema directly.
     text = str(xgrammar.Grammar.from_json_schema(schema, any_whitespace=False))
     # It writes \xdf for "ß", but reads all hexadecimal digits that follow: "ße" would become U+0DFE.
@@ -153,8 +154,8 @@ def _compact(schema: str) -> str:
 
 
 def _is_wide(schema: Any) -> bool:
-    """Whether an object in it has so many properties that compact JSON would take too long to compile (the time
-    grows with their square, and without white space between them much faster)."""
+    """Return whether an object in a schema has so many properties that compact JSON would take too long to compile
+    (the time grows with their square, and without white space between them much faster)."""
     stack = [schema]
     while stack:
         node = stack.pop()
@@ -177,11 +178,11 @@ class TokenGrammar:
 
     @property
     def bytes(self) -> int:
-        """Memory that it takes, about."""
+        """Memory that the grammar takes, about."""
         return int(self.compiled.memory_size_bytes)
 
     def matcher(self, stop_ids: Iterable[int]) -> Matcher:
-        """The beginning of an output that one of `stop_ids` ends."""
+        """Return the state at the beginning of an output that one of `stop_ids` ends."""
         return Matcher(self, stop_ids)
 
     def matches_something(self) -> bool:

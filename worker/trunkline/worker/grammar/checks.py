@@ -55,7 +55,7 @@ class GrammarError(ValueError):
 
 
 def prepare(kind: str, text: str) -> tuple[str, str]:
-    """The kind ("json_schema", "regex", "ebnf" or "structural_tag") and the text to compile.
+    """Return the kind ("json_schema", "regex", "ebnf" or "structural_tag") and the text to compile.
 
     A choice becomes EBNF; "json_object" becomes a schema; in schemas, objects without any named property and
     arrays without item schemas are opened, as JSON Schema means them (xgrammar would leave them empty), and
@@ -139,7 +139,8 @@ def _check_counts(text: str) -> None:
 
 
 def _check_values(value: Any) -> None:
-    """Counts and regular expressions wherever they stand, also where they turn out to be a property's name."""
+    """Check counts and regular expressions wherever they stand, also where they turn out to be a property's
+    name."""
     stack = [value]
     while stack:
         node = stack.pop()

@@ -71,7 +71,7 @@ class GrammarStore:
             seconds_max: the longest that a compilation may take on trial.
             slice_s: how long it may take before it has to wait for a long trial.
         """
-        self._lines = _Lines(model, vocab_size, {Line.FIRST: slice_s, Line.LONG: seconds_max})
+        self._threads = _CompileThreads(model, vocab_size, {Line.FIRST: slice_s, Line.LONG: seconds_max})
         self._done: list[tuple[int, TokenGrammar | str]] = []
         """Grammars whose result is known without a trial."""
         self._pending: set[int] = set()
@@ -101,7 +101,7 @@ class GrammarStore:
         is_new = grammar not in self._pending
         self._pending.add(grammar)
         if known is None:
-            self._lines.add(grammar, wanted, tenant, is_new=is_new)
+            self._threads.add(grammar, wanted, tenant, is_new=is_new)
         elif is_new:
             self._done.append((grammar, known))
 
@@ -109,7 +109,7 @@ class GrammarStore:
         """Return the grammars that became ready or were refused since the last call."""
         ready = []
         done, self._done = self._done, []
-        for grammar, wanted, result, lasts in self._lines.results():
+        for grammar, wanted, result, lasts in self._threads.results():
             done.append((grammar, result))
             if not isinstance(result, str):
                 self._cache.keep(wanted, result)
@@ -131,7 +131,7 @@ class GrammarStore:
         self._grammars.pop(grammar, None)
         if grammar in self._pending:
             self._pending.remove(grammar)
-            self._lines.remove(grammar)
+            self._threads.remove(grammar)
 
     def forget_sequences(self, sequences: Iterable[int]) -> None:
         """Forget sequences that left the batch."""
@@ -176,14 +176,16 @@ class GrammarStore:
 
     def close(self) -> None:
         """End threads and processes; a compilation that is under way is abandoned."""
-        self._lines.close()
+        self._threads.close()
 
 
-class _Lines:
+class _CompileThreads:
     """The compile threads: one for each line of the queue, started with its first grammar."""
 
     def __init__(self, model: Path, vocab_size: int, seconds_max: dict[Line, float]) -> None:
-        self._compilers = {line: _Compiler(model, vocab_size, seconds) for line, seconds in seconds_max.items()}
+        self._compilers = {
+            line: _LineCompiler(model, vocab_size, seconds) for line, seconds in seconds_max.items()
+        }
         self._queue = GrammarQueue()
         """Like the next two, used under `_changed`."""
         self._wanted: dict[int, Wanted] = {}
@@ -257,7 +259,7 @@ class _Lines:
         return None
 
 
-class _Compiler:
+class _LineCompiler:
     """A trial process and a vocabulary: what one compile thread owns."""
 
     def __init__(self, model: Path, vocab_size: int, seconds_max: float) -> None:

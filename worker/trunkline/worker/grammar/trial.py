@@ -45,7 +45,7 @@ def main() -> None:
     model, vocab_size, parent_pid = sys.argv[1:]
     die_with_parent(int(parent_pid))
     os.nice(_NICENESS)
-    # Libraries may print: the answers' channel is theirs no more.
+    # Libraries may print: their stdout is stderr from here on, so that only answers go to the parent.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     vocabulary = Vocabulary(Path(model), int(vocab_size))
@@ -66,7 +66,7 @@ def _in_child(vocabulary: Vocabulary, trial: TrialRequest) -> TrialVerdict:
             die_with_parent(parent)
             os.write(childs, _try(vocabulary, trial.grammar).encode()[:PIPE_BUF] or b"\0")
         finally:
-            os._exit(0)  # nothing of the parent's is the child's to clean up
+            os._exit(0)  # without any clean-up, which is the parent's
     os.close(childs)
     try:
         if not select.select([own], [], [], trial.seconds_max)[0]:
@@ -90,7 +90,7 @@ def _limit_memory() -> None:
 
 
 def _try(vocabulary: Vocabulary, wanted: Wanted) -> str:
-    """What is wrong with a grammar; "": nothing."""
+    """Return what is wrong with a grammar; "": nothing."""
     try:
         with _messages() as file:
             grammar = vocabulary.compile(wanted.kind, wanted.text, spaced=wanted.spaced)
@@ -105,7 +105,7 @@ def _try(vocabulary: Vocabulary, wanted: Wanted) -> str:
 
 @contextmanager
 def _messages() -> Iterator[BinaryIO]:
-    """A file with what is written to stderr meanwhile."""
+    """Yield a file with what is written to stderr meanwhile."""
     kept = os.dup(2)
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)
@@ -117,7 +117,7 @@ def _messages() -> Iterator[BinaryIO]:
 
 
 def _walk(grammar: TokenGrammar) -> str:
-    """A random output, to find out what its tokens cost: in an ambiguous grammar more and more."""
+    """Follow a random output, to find out what its tokens cost: in an ambiguous grammar more and more."""
     size, rng = grammar.vocabulary.size, random.Random(0)
     matcher = grammar.matcher([grammar.vocabulary.end])
     words = np.zeros(-(-size // 32), dtype=np.int32)

@@ -57,8 +57,8 @@ class Residual(StrEnum):
 class WeightNames:
     """Tensor names in a checkpoint, without the ending `.weight` or `.bias`; "": there is none.
 
-    All but `head` are meant behind the prefix of `Architecture.prefixes` that the checkpoint uses, and those
-    from `attention_norm` on behind `layer`.
+    Every name but `head` stands behind the prefix of `Architecture.prefixes` that the checkpoint uses; the names
+    of a layer's tensors also stand behind `layer`.
     """
 
     embedding: str
@@ -67,7 +67,7 @@ class WeightNames:
     attention_norm: str
     attention_out: str
     mlp_norm: str
-    """Under `PARALLEL`, none: the MLP reads what attention reads."""
+    """Empty under `PARALLEL` if the MLP reads what attention reads."""
     up: str
     down: str
     final_norm: str
@@ -82,10 +82,10 @@ class WeightNames:
     key_norm: str = ""
     gate: str = ""
     attention_post_norm: str = ""
-    """Of the output of attention, before it is added; under `POST_NORM`, of the sum."""
+    """Norm of attention's output before it is added; under `POST_NORM`, of the sum."""
     mlp_post_norm: str = ""
     router: str = ""
-    """Of experts, whose names (`gate`, `up`, `down`) have `{}` for their index."""
+    """Router of a mixture of experts; their names (`gate`, `up`, `down`) have `{}` for the expert's index."""
     positions: str = ""
     embedding_in: str = ""
     """Projection from the embeddings' width to the hidden size."""
@@ -105,7 +105,7 @@ class Architecture:
     residual: Residual
     names: WeightNames
     prefixes: tuple[str, ...]
-    """Of tensor names; a checkpoint uses one of them."""
+    """Prefixes of tensor names; a checkpoint uses one of them."""
     transposed: bool = False
     """Layers' matrices are stored as `[in, out]`."""
     position_rows_skipped: int = 0

@@ -23,23 +23,12 @@ from trunkline.worker.model.architecture import Mlp, NormKind
 from trunkline.worker.model.model_config import Piece, Shard
 from trunkline.worker.model.tensor_index import find_prefix, read_tensor_index
 
-__all__ = [
-    "ExpertWeights",
-    "LayerWeights",
-    "MlpWeights",
-    "NormWeights",
-    "Progress",
-    "Shard",
-    "Weights",
-    "load_weights",
-]
-
 Progress = Callable[[str, float], None]
 """Called with a stage's name and the fraction done."""
 
 
 class NormWeights(NamedTuple):
-    """Of a norm over the hidden size."""
+    """The weights of a norm over the hidden size."""
 
     weight: Tensor
     bias: Tensor | None
@@ -95,7 +84,7 @@ class Weights:
     head: PackedLinear
     """`[padded vocabulary / tp, embedding size]`; of the embedding if they are tied."""
     bytes_read: int
-    """From the files, for this shard."""
+    """Bytes read from the files for this shard."""
 
 
 def load_weights(
@@ -119,7 +108,7 @@ def load_weights(
     try:
         with ExitStack() as stack:
             files = _Files(folder, dtype, device, stack)
-            return _Reader(files, shard, kernels, quantisation).read(progress)
+            return _ShardReader(files, shard, kernels, quantisation).read(progress)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: {error}") from error
 
@@ -135,7 +124,7 @@ class _Files:
         self._dtype, self._device = dtype, device
 
     def slice(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        """A part of a tensor, contiguous; `columns` are of a matrix, without `rows`."""
+        """Return a part of a tensor, contiguous; `columns` are of a matrix, without `rows`."""
         file = self.index[name].file
         if file not in self._opened:
             self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt"))
@@ -146,7 +135,7 @@ class _Files:
         return part.to(device=self._device, dtype=self._dtype, copy=True).contiguous()
 
 
-class _Reader:
+class _ShardReader:
     """Reads the weights of a shard from where its family keeps them."""
 
     def __init__(self, files: _Files, shard: Shard, kernels: Kernels, quantisation: Quantisation) -> None:
@@ -231,7 +220,7 @@ class _Reader:
         return weight, torch.cat([self._files.slice(f"{prefix}{name}.bias", rows) for name, rows in pieces])
 
     def _row_parallel(self, name: str, columns: slice, has_bias: bool) -> PackedLinear:
-        """`has_bias` on one rank only: the ranks' results are summed."""
+        """Return a matrix split by input columns. One rank only has the bias: the ranks' results are summed."""
         weight = self._matrix(f"{name}.weight", columns=columns)
         return self._pack(weight, self._files.slice(f"{name}.bias") if has_bias else None)
 
@@ -239,7 +228,7 @@ class _Reader:
         return self._kernels.pack_linear(self._files.slice(f"{prefix}{name}.weight"), None) if name else None
 
     def _matrix(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        """Output rows or input columns of a layer's matrix, `[out, in]` however it is stored."""
+        """Return output rows or input columns of a layer's matrix, `[out, in]` however it is stored."""
         if self._architecture.transposed:
             return self._files.slice(name, columns, rows).T.contiguous()
         return self._files.slice(name, rows, columns)

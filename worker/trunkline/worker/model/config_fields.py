@@ -41,7 +41,7 @@ class Fields:
         self._spelling = spelling
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A field as it is; absent and null are the same."""
+        """Return a field as it is; absent and null are the same."""
         value = self._raw.get(self._spelling.get(name, name))
         if value is None:
             value = self._raw.get(name)
@@ -57,7 +57,7 @@ class Fields:
         return float(self.get(name, default))
 
     def nullable(self, name: str, default: float) -> float:
-        """A number of which null means that there is none: then 0."""
+        """Return a number; 0 if it is null."""
         return float(self._raw.get(name, default) or 0.0)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -74,7 +74,7 @@ class Fields:
             raise UnsupportedModelError(f"{name} is {value!r}; supported for this architecture: {only}")
 
     def activation(self, name: str, default: str, allowed: tuple[str, ...]) -> str:
-        """In `ModelConfig`'s words."""
+        """Return the activation in `ModelConfig`'s words."""
         given = str(self.get(name, default))
         found = ACTIVATIONS.get(given)
         if found not in allowed:
@@ -86,7 +86,8 @@ class Fields:
 
 
 def read_rope(fields: Fields, head_dim: int, theta: float = 10000.0, fraction: float = 1.0) -> RopeConfig:
-    """Both forms: `rope_parameters` (with the theta inside) and `rope_theta` beside `rope_scaling`.
+    """Return the rotary positions, from either form: `rope_parameters` (with the theta inside) and `rope_theta`
+    beside `rope_scaling`.
 
     Args:
         theta: where the file does not say.
@@ -100,7 +101,7 @@ def read_rope(fields: Fields, head_dim: int, theta: float = 10000.0, fraction: f
 
 
 def make_rope(given: Mapping[str, Any], rotary_dim: int, theta: float, max_positions: int) -> RopeConfig:
-    """One rope from its parameters, whose own theta does not count."""
+    """Return the rotary positions with these parameters, whose own theta does not count."""
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in ROPE_KINDS:
         raise UnsupportedModelError(f"rope scaling {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
@@ -141,9 +142,9 @@ def make_rope(given: Mapping[str, Any], rotary_dim: int, theta: float, max_posit
 
 
 def bloom_slopes(heads: int) -> tuple[float, ...]:
-    """Bloom's and Falcon's: the largest power of two below, then every other slope of the next one.
+    """Return the slopes of Bloom and Falcon: the largest power of two below, then every other slope of the next.
 
-    Falcon rounds slopes to bfloat16, so these are. It also rounds their products with positions, an error that
+    Slopes are rounded to bfloat16, as Falcon does. It also rounds their products with positions, an error that
     depends on absolute positions and is not imitated; there is none below position 256 with 1, 2, 4 or 8 heads.
     """
     whole = 2 ** floor(log2(heads))
@@ -154,7 +155,7 @@ def bloom_slopes(heads: int) -> tuple[float, ...]:
 
 
 def mpt_slopes(heads: int) -> tuple[float, ...]:
-    """MPT's: the power of two above, every other slope first, cut off."""
+    """Return the slopes of MPT: those of the power of two above, every other slope first, cut off."""
     whole = 2 ** ceil(log2(heads))
     slopes = [2.0 ** -(8 * power / whole) for power in range(1, whole + 1)]
     if whole != heads:
@@ -163,7 +164,7 @@ def mpt_slopes(heads: int) -> tuple[float, ...]:
 
 
 def _bfloat16(value: float) -> float:
-    """Rounded to nearest, ties to even; `value` is finite."""
+    """Round to bfloat16: to nearest, ties to even; `value` is finite."""
     (bits,) = struct.unpack("<I", struct.pack("<f", value))
     bits += 0x7FFF + (bits >> 16 & 1)
     (rounded,) = struct.unpack("<f", struct.pack("<I", bits & 0xFFFF0000))

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from trunkline.kernels.large_pages import advise_large_pages
 from trunkline.kernels.ops import Angles, AttentionSpec, Kernels, KvPool, PackedLinear, QkNorm, make_angles
-from trunkline.worker.batch.batch import Batch
+from trunkline.worker.batch.batch import ForwardBatch
 from trunkline.worker.model.architecture import Mlp, NormKind, Residual
 from trunkline.worker.model.checkpoint import ExpertWeights, MlpWeights, NormWeights, Weights
 from trunkline.worker.model.model_config import LayerAttention, RopeConfig, Shard
@@ -48,8 +48,12 @@ class Decoder:
             pool: with the rank's KV heads, in the weights' dtype.
         """
         config = shard.config
-        self.shard = shard
         self.weights = weights
+        self.shard = shard
+        self._vocab = range(shard.vocab_start, shard.vocab_start + shard.vocab_size)
+        """The token ids of this rank, padding included."""
+        self._vocab_present = shard.vocab_rows.stop - shard.vocab_rows.start
+        self._logit_cap = config.logit_soft_cap
         self._kernels = kernels
         self._group = group
         self.pool = pool
@@ -66,7 +70,7 @@ class Decoder:
         # Rounded like the embeddings that it multiplies.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=pool.data.dtype))
 
-    def forward(self, batch: Batch, gate: StepGate | None = None) -> Tensor | None:
+    def forward(self, batch: ForwardBatch, gate: StepGate | None = None) -> Tensor | None:
         """Compute a step: store the new tokens' KV and return the logits that are asked for.
 
         Args:
@@ -94,14 +98,14 @@ class Decoder:
         norm = self._final_norm
         return self._logits(norm.plain(residual) if delta is None else norm.add(delta, residual))
 
-    def _embed(self, batch: Batch) -> Tensor:
-        """Vocabulary-parallel: each rank looks up the ids it holds, the sum has them all."""
-        shard, weights, ids = self.shard, self.weights, batch.ids
-        if shard.tp == 1:
+    def _embed(self, batch: ForwardBatch) -> Tensor:
+        """Return the embeddings: each rank looks up the ids that it holds, and the sum over ranks has them all."""
+        weights, ids = self.weights, batch.ids
+        if self._group.size == 1:
             x = F.embedding(ids, weights.embedding)
         else:
-            local = ids - shard.vocab_start
-            foreign = (local < 0) | (local >= shard.vocab_size)
+            local = ids - self._vocab.start
+            foreign = (local < 0) | (local >= len(self._vocab))
             x = F.embedding(local.masked_fill(foreign, 0), weights.embedding).masked_fill_(foreign[:, None], 0.0)
         if weights.embedding_in is not None:
             x = self._kernels.linear(x, weights.embedding_in)
@@ -111,9 +115,9 @@ class Decoder:
         return x.mul_(self._embedding_scale) if self._embedding_scale != 1.0 else x
 
     def _attention(
-        self, x: Tensor, layer: Layer, batch: Batch, angles: Angles | None, gate: StepGate | None
+        self, x: Tensor, layer: Layer, batch: ForwardBatch, angles: Angles | None, gate: StepGate | None
     ) -> Tensor:
-        """This rank's part of the sum over heads."""
+        """Return this rank's part of attention's output: the sum over its heads."""
         kernels, spec, pool = self._kernels, layer.spec, self.pool
         qkv = kernels.linear(x, layer.qkv)
         if self._clip:
@@ -134,7 +138,7 @@ class Decoder:
     def _finish_sequential(
         self, layer: Layer, x: Tensor, part: Tensor, residual: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """A layer from behind its attention on.
+        """Compute the rest of a layer, behind its attention.
 
         Args:
             x: attention's input.
@@ -156,7 +160,7 @@ class Decoder:
     def _finish_parallel(
         self, layer: Layer, x: Tensor, part: Tensor, residual: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """See `_finish_sequential`."""
+        """Compute the rest of a layer whose MLP does not wait for attention (see `_finish_sequential`)."""
         if not self._one_norm:
             x = layer.mlp_norm.plain(residual)
         return residual, self._group.all_reduce(part.add_(layer.mlp(x)))
@@ -164,7 +168,7 @@ class Decoder:
     def _finish_post_norm(
         self, layer: Layer, x: Tensor, part: Tensor, residual: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """See `_finish_sequential`. The norms' results are what is added to."""
+        """Compute the rest of a layer whose norms follow the sums (see `_finish_sequential`)."""
         x = layer.attention_post_norm.add(self._group.all_reduce(part), residual)
         return layer.mlp_post_norm.add(self._group.all_reduce(layer.mlp(x)), x), None
 
@@ -172,18 +176,15 @@ class Decoder:
         if self.weights.embedding_out is not None:
             x = self._kernels.linear(x, self.weights.embedding_out)
         logits = self._kernels.linear(x, self.weights.head, torch.float32)
-        cap = self.shard.config.logit_soft_cap
-        if cap:
+        if cap := self._logit_cap:
             logits.div_(cap).tanh_().mul_(cap)
-        rows = self.shard.vocab_rows
-        present = rows.stop - rows.start
-        if present < self.shard.vocab_size:
-            logits[:, present:] = float("-inf")
+        if self._vocab_present < len(self._vocab):
+            logits[:, self._vocab_present :] = float("-inf")
         return logits
 
 
 def make_kv_pool(shard: Shard, blocks: int, chunk_size: int, dtype: torch.dtype, device: torch.device) -> KvPool:
-    """The KV pool of a rank, uninitialised: ops ignore slots that nothing was written to."""
+    """Return the KV pool of a rank, uninitialised: ops ignore slots that nothing was written to."""
     config = shard.config
     shape = (blocks, config.layers, 2, shard.kv_heads, chunk_size, config.head_dim)
     data = torch.empty(shape, dtype=dtype, device=device)
@@ -195,7 +196,7 @@ class Norm(Protocol):
     """A norm over the last dimension, with its weights."""
 
     def plain(self, x: Tensor) -> Tensor:
-        """Of `x` `[tokens, hidden]`, which is not changed."""
+        """Return the norm of `x` `[tokens, hidden]`, which is not changed."""
         ...
 
     def add(self, delta: Tensor, residual: Tensor) -> Tensor:
@@ -204,7 +205,7 @@ class Norm(Protocol):
 
 
 class NoNorm:
-    """Where a family has none: what comes in goes out."""
+    """Stands where a family has no norm: returns its input."""
 
     def plain(self, x: Tensor) -> Tensor:
         return x
@@ -214,7 +215,7 @@ class NoNorm:
 
 
 class RmsNorm:
-    """By the kernels."""
+    """RMS norm, an op of the kernels."""
 
     __slots__ = ("_eps", "_kernels", "_weight")
 
@@ -229,7 +230,7 @@ class RmsNorm:
 
 
 class LayerNorm:
-    """By torch; statistics of half types are in float32."""
+    """Layer norm by torch; statistics of half types are in float32."""
 
     def __init__(self, weights: NormWeights, eps: float) -> None:
         self._weights, self._eps = weights, eps
@@ -250,11 +251,11 @@ PLAIN_ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": lambda x: F.silu(x, inplace=True),
 }
-"""By `ModelConfig.activation`; the argument may be overwritten."""
+"""The functions by `ModelConfig.activation`; they may overwrite their argument."""
 
 
 class GatedMlp:
-    """`[tokens, hidden]` to this rank's part of the output, which the ranks sum; so are the other two."""
+    """A gated MLP: takes `[tokens, hidden]` and returns this rank's part of the output, which the ranks sum."""
 
     __slots__ = ("_down", "_kernels", "_up")
 
@@ -338,11 +339,11 @@ class Ropes:
         self.exact = {rope: inverse_frequencies(rope).to(device).double() for rope in distinct}
 
     def index(self, rope: RopeConfig | None) -> int:
-        """Into what `angles` returns."""
+        """Return the index of a rope in the result of `angles`."""
         return -1 if rope is None else list(self.exact).index(rope)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> list[Angles | None]:
-        """Of a step's tokens, for each rope; behind them None, for layers that rotate nothing."""
+        """Return the angles of a step's tokens for each rope, then None, for layers that rotate nothing."""
         made: list[Angles | None] = [
             make_angles(positions, frequencies, rope.attention_factor, dtype)
             for rope, frequencies in self.exact.items()
@@ -353,7 +354,7 @@ class Ropes:
 def make_layers(
     shard: Shard, weights: Weights, kernels: Kernels, ropes: Ropes, device: torch.device
 ) -> list[Layer]:
-    """What layers have in common, they share."""
+    """Return this rank's layers; they share what they have in common."""
     config = shard.config
     specs = _specs(shard, ropes, device)
     return [
@@ -375,7 +376,7 @@ def make_layers(
 
 
 def make_norm(shard: Shard, kernels: Kernels, weights: NormWeights | None) -> Norm:
-    """For weights as `checkpoint` loads them: nothing is stored minus one any more."""
+    """Return the norm with these weights, to which `checkpoint` has added 1 if they are stored minus one."""
     kind, eps = shard.config.architecture.norm, shard.config.norm_eps
     if weights is None:
         return NO_NORM

@@ -23,8 +23,6 @@ from trunkline.worker.model.config_fields import Fields, bloom_slopes, make_rope
 from trunkline.worker.model.model_config import LayerAttention, ModelConfig, check_parallelism
 from trunkline.worker.model.tensor_index import check_weights
 
-__all__ = ["ModelConfig", "check_model", "check_parallelism", "read_model_config"]
-
 
 def check_model(folder: Path, tp: int, dtype: str) -> ModelConfig:
     """Read config.json and the headers of the weight files, and check that `tp` ranks can serve them.
@@ -154,7 +152,7 @@ def _gemma3(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _gemma(fields: Fields, architecture: Architecture, period: int) -> ModelConfig:
-    """Every `period`-th layer sees all before it, the others a window."""
+    """Read what Gemmas have in common: every `period`-th layer sees all before it, the others a window."""
     fields.refuse("use_bidirectional_attention", False)
     config = _llama_like(fields, architecture, activation="gelu_pytorch_tanh", tied=True, head_dim=256)
     scale = fields.number("query_pre_attn_scalar", 256) ** -0.5
@@ -173,7 +171,7 @@ def _llama_like(
     tied: bool = False,
     head_dim: int = 0,
 ) -> ModelConfig:
-    """What LLaMA and those that followed have in common; the keywords are defaults."""
+    """Read what LLaMA and its followers have in common; the keywords are defaults."""
     config = _base(
         fields,
         architecture,
@@ -331,7 +329,7 @@ def _base(
     kv_heads: int = 0,
     max_positions: int = 2048,
 ) -> ModelConfig:
-    """What all families have.
+    """Read the fields that all families have.
 
     Args:
         tied: whether embedding and head are one, where the file does not say.
@@ -366,7 +364,7 @@ def _base(
 
 
 def _with_attention(config: ModelConfig, change: Callable[[int, LayerAttention], LayerAttention]) -> ModelConfig:
-    """With each layer's attention changed; equal ones stay one object."""
+    """Return the configuration with each layer's attention changed; equal ones stay one object."""
     made: dict[LayerAttention, LayerAttention] = {}
     changed = (change(layer, own) for layer, own in enumerate(config.attention))
     return replace(config, attention=tuple(made.setdefault(own, own) for own in changed))
@@ -378,7 +376,7 @@ def _with_attention_bias(config: ModelConfig, fields: Fields, default: bool = Fa
 
 
 def _windowed(config: ModelConfig, fields: Fields, is_sliding: Callable[[int], bool]) -> ModelConfig:
-    """With a window in layers that `layer_types` names, or those that `is_sliding` says if it is not there."""
+    """Add a window to the layers that `layer_types` names, or, without that field, `is_sliding`."""
     window = int(fields.nullable("sliding_window", 4096))
     kinds = fields.get("layer_types")
     if kinds is None:

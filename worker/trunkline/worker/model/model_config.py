@@ -69,7 +69,7 @@ class ModelConfig:
     """By layer; equal ones are one object."""
     tied_embeddings: bool
     stored_dtype: str
-    """Of the checkpoint's weights, as config.json says; "" if it does not."""
+    """Type of the checkpoint's weights, as config.json says; "" if it does not."""
     attention_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
@@ -101,13 +101,13 @@ class Piece(NamedTuple):
     """Consecutive output rows of a linear layer in the checkpoint."""
 
     name: str
-    """Of the tensor, without the ending."""
+    """Name of the tensor, without the ending."""
     rows: slice
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part."""
+    """The part of a model that one rank holds."""
 
     config: ModelConfig
     rank: int
@@ -131,13 +131,13 @@ class Shard:
 
     @property
     def query_rows(self) -> slice:
-        """Of a matrix of all queries; also the columns that attention's output matrix has of this rank's heads."""
+        """This rank's rows in a matrix of all queries, and its columns in attention's output matrix."""
         width = self.config.head_dim
         return slice(self.first_head * width, (self.first_head + self.heads) * width)
 
     @property
     def key_rows(self) -> slice:
-        """Of a matrix of all keys or all values."""
+        """This rank's rows in a matrix of all keys or all values."""
         width = self.config.head_dim
         return slice(self.first_kv_head * width, (self.first_kv_head + self.kv_heads) * width)
 
@@ -148,7 +148,7 @@ class Shard:
 
     @property
     def experts(self) -> range:
-        """Spread as evenly as their number allows."""
+        """The experts of this rank; they are spread as evenly as their number allows."""
         count = self.config.experts
         return range(self.rank * count // self.tp, (self.rank + 1) * count // self.tp)
 
@@ -188,7 +188,7 @@ class Shard:
         return [Piece(names.qkv, rows) for rows in _joined(found)]
 
     def _grouped_rows(self) -> list[slice]:
-        """Of a matrix that has for each KV head its queries, its key and its value."""
+        """Return this rank's rows in a matrix that has, for each KV head, its queries, its key and its value."""
         group, width = self.config.heads // self.config.kv_heads, self.config.head_dim
         kv_heads = range(self.first_kv_head, self.first_kv_head + self.kv_heads)
         heads = range(self.first_head, self.first_head + self.heads)
@@ -203,7 +203,7 @@ def _moved(rows: slice, by: int) -> slice:
 
 
 def _joined(parts: list[slice]) -> list[slice]:
-    """With neighbours that follow each other as one."""
+    """Return the slices; those that follow each other are joined into one."""
     joined = parts[:1]
     for part in parts[1:]:
         if part.start == joined[-1].stop:
@@ -214,7 +214,7 @@ def _joined(parts: list[slice]) -> list[slice]:
 
 
 def check_parallelism(config: ModelConfig, tp: int) -> None:
-    """Whether `tp` ranks can share the model. The vocabulary is padded, so it may have any size.
+    """Check that `tp` ranks can share the model. The vocabulary is padded, so it may have any size.
 
     Raises:
         ParallelismError: naming what does not divide, and what would.

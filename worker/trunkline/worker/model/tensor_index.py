@@ -45,16 +45,16 @@ class TensorEntry(NamedTuple):
 
     @property
     def is_float(self) -> bool:
-        """Of a type that weights are read from."""
+        """Whether weights can be read from the tensor's type."""
         return self.dtype in _FLOAT_TYPES
 
 
 class _MalformedError(Exception):
-    """What is wrong with a file."""
+    """A file is not as the format says; the message says why."""
 
 
 def read_tensor_index(folder: Path) -> dict[str, TensorEntry]:
-    """All tensors of a checkpoint, sharded (with an index file) or in one file.
+    """Return all tensors of a checkpoint, sharded (with an index file) or in one file.
 
     Raises:
         CheckpointError: missing, cut-off, unreadable or malformed files.
@@ -93,7 +93,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _file_names(index: Any) -> list[str]:
-    """Files of an index, each once, all of them inside of the checkpoint's folder."""
+    """Return the files of an index, each once, all of them inside the checkpoint's folder."""
     if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
         raise _MalformedError("there is no object `weight_map`")
     names: set[str] = set()
@@ -129,7 +129,7 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _entry(file: Path, name: str, given: Any) -> tuple[TensorEntry, int]:
-    """A tensor, and where its bytes end behind the header."""
+    """Return a tensor, and where its bytes end behind the header."""
     if not isinstance(given, dict):
         raise _MalformedError(f"tensor {_shown(name)} is {_shown(given)}, not an object")
     dtype, shape, offsets = (given.get(key) for key in ("dtype", "shape", "data_offsets"))
@@ -165,7 +165,7 @@ def _parsed(data: bytes) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """For a message: short, in one line."""
+    """Return a value as text for a message: short, in one line."""
     text = ascii(value)
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
 
@@ -174,13 +174,13 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 def find_prefix(architecture: Architecture, tensors: Collection[str]) -> str:
-    """Which of the architecture's prefixes the names of a checkpoint have; the first if none fits."""
+    """Return which of the architecture's prefixes the names of a checkpoint have; the first if none fits."""
     name = f"{architecture.names.embedding}.weight"
     return next((x for x in architecture.prefixes if x + name in tensors), architecture.prefixes[0])
 
 
 def expected_shapes(config: ModelConfig, prefix: str) -> dict[str, tuple[int, ...]]:
-    """Every tensor the decoder needs, by its name behind `prefix`, with its whole (unsharded) shape."""
+    """Return the whole (unsharded) shape of every tensor that the decoder needs, by name behind `prefix`."""
     names, hidden = config.architecture.names, config.hidden_size
     width = config.embedding_size or hidden
     shapes: dict[str, tuple[int, ...]] = {f"{prefix}{names.embedding}.weight": (config.vocab_size, width)}
@@ -200,7 +200,7 @@ def expected_shapes(config: ModelConfig, prefix: str) -> dict[str, tuple[int, ..
 
 
 def _layer_shapes(config: ModelConfig) -> Shapes:
-    """Names without the layer's prefix."""
+    """Yield the tensors of a layer; names are without the layer's prefix."""
     names, hidden = config.architecture.names, config.hidden_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     for norm in (names.attention_norm, names.attention_post_norm, names.mlp_norm, names.mlp_post_norm):
@@ -235,7 +235,7 @@ def _linear(config: ModelConfig, name: str, rows: int, columns: int, bias: bool)
 
 
 def check_weights(config: ModelConfig, folder: Path) -> None:
-    """Whether the weight files hold every tensor, in its shape and in floating point.
+    """Check that the weight files hold every tensor, in its shape and in floating point.
 
     Raises:
         CheckpointError: missing or cut-off files, missing tensors, wrong shapes, quantised weights.

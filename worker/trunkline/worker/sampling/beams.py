@@ -1,10 +1,10 @@
 """Beam searches on the workers' side: which beams go on, and how their sequences change.
 
-Rank 0 chooses from the logits (`Seating.choose`), all ranks carry it out (`BeamGroup.advance`). The members of
-a search are ordinary sequences and rows; a step changes what they contain, never which they are: member i is the
-search's i-th best beam, and block tables move between the members (PagedAttention §4.4). Full blocks are referred
-to by as many members as go on from them; only a tail that several of them go on from is copied, at the start of
-the next step. See `trunkline.kvstore.beams` for the rules, which the controller replays.
+Rank 0 chooses from the logits (`BeamPositions.choose`), all ranks carry it out (`BeamGroup.advance`). The members
+of a search are ordinary sequences and rows; a step changes what they contain, never which they are: member i is
+the search's i-th best beam, and block tables move between the members (PagedAttention §4.4). Full blocks are
+referred to by as many members as go on from them; only a tail that several of them go on from is copied, at the
+start of the next step. See `trunkline.kvstore.beams` for the rules, which the controller replays.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from trunkline.controller.messages import BeamStep
 from trunkline.kvstore.beams import assign_tails, choose_beams
 from trunkline.kvstore.chunks import Int32Array, pack_int32, unpack_int32
-from trunkline.worker.batch.batch import Batch
+from trunkline.worker.batch.batch import ForwardBatch
 from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import BeamPosition
@@ -44,7 +44,7 @@ class Continuations(NamedTuple):
 
 
 class BeamGroup:
-    """One search during one stay in the batch."""
+    """One beam search, from the join of its members until they leave the batch."""
 
     def __init__(self, beam_position: BeamPosition) -> None:
         self.id = beam_position.group
@@ -55,24 +55,24 @@ class BeamGroup:
         """Of the members; kept up to date on rank 0 only, which alone needs them."""
         self.copies = _NO_COPIES
         """int32 `[n, 4]`: what `copy_blocks` must do before the next step."""
-        self._seats: dict[int, BatchSequence] = {}
+        self._by_index: dict[int, BatchSequence] = {}
 
     def add(self, sequence: BatchSequence, beam_position: BeamPosition) -> None:
-        """A sequence takes its beam_position.
+        """Add a member at its beam position.
 
         Raises:
-            PlanError: the beam_position is taken, or does not belong to this search.
+            PlanError: the position is taken, or does not belong to this search.
         """
         if (
             beam_position.width != self.width
             or not 0 <= beam_position.index < self.width
-            or beam_position.index in self._seats
+            or beam_position.index in self._by_index
         ):
             raise PlanError(
                 f"sequence {sequence.id} cannot be beam {beam_position.index} of {beam_position.width} in search "
-                f"{self.id} of width {self.width}, where beams {sorted(self._seats)} are taken"
+                f"{self.id} of width {self.width}, where beams {sorted(self._by_index)} are taken"
             )
-        self._seats[beam_position.index] = sequence
+        self._by_index[beam_position.index] = sequence
         self.scores[beam_position.index] = beam_position.score
 
     @property
@@ -82,12 +82,12 @@ class BeamGroup:
         Raises:
             PlanError: not all of them have joined.
         """
-        if len(self._seats) < self.width:
-            raise PlanError(f"search {self.id} has {len(self._seats)} of {self.width} beams")
-        return [self._seats[index] for index in range(self.width)]
+        if len(self._by_index) < self.width:
+            raise PlanError(f"search {self.id} has {len(self._by_index)} of {self.width} beams")
+        return [self._by_index[index] for index in range(self.width)]
 
-    def take(self, found: Continuations) -> tuple[Int32Array, Int32Array]:
-        """Choose the next beams and remember their scores: `[width]` parents and tokens.
+    def choose(self, found: Continuations) -> tuple[Int32Array, Int32Array]:
+        """Choose the next beams and remember their scores; return `[width]` parents and tokens.
 
         Raises:
             PlanError: too few continuations; the vocabulary is too small for the search.
@@ -100,7 +100,7 @@ class BeamGroup:
         return found.parents[chosen], found.tokens[chosen]
 
     def advance(self, parents: list[int], tokens: list[int], chunk_size: int) -> bool:
-        """Member i goes on from what member `parents[i]` was, with `tokens[i]`.
+        """Let member i go on from what member `parents[i]` was, with `tokens[i]`.
 
         Returns:
             Whether a block table changed. Copies that this leaves to do are in `copies`.
@@ -137,7 +137,7 @@ class BeamGroup:
 
 
 class _Placed(NamedTuple):
-    """A search in the batch."""
+    """Where the members of a search are in the batch."""
 
     group: BeamGroup
     places: IndexArray
@@ -147,10 +147,10 @@ class _Placed(NamedTuple):
     beams are still the same."""
 
 
-class Seating:
+class BeamPositions:
     """Which samples of a batch belong to searches; stays valid while the samples are the same."""
 
-    def __init__(self, batch: Batch, groups: dict[int, BeamGroup]) -> None:
+    def __init__(self, batch: ForwardBatch, groups: dict[int, BeamGroup]) -> None:
         """
         Raises:
             PlanError: a search of which some members are in the batch and some are not.
@@ -183,7 +183,7 @@ class Seating:
         """Their rows of logits."""
         self.members = sum(search.group.width for search in self.searches)
 
-    def _select_rows(self, beam_rows: list[int], batch: Batch) -> None:
+    def _select_rows(self, beam_rows: list[int], batch: ForwardBatch) -> None:
         first = min(beam_rows)
         if sorted(beam_rows) == list(range(first, first + len(beam_rows))):
             # Neighbours, in whatever order: no copy of their logits is needed, only other line numbers.
@@ -194,7 +194,7 @@ class Seating:
             self._rows = torch.tensor(beam_rows)
 
     def choose(self, logits: Tensor) -> list[Continuations]:
-        """The best continuations of each search, in the order of `searches`.
+        """Return the best continuations of each search, in the order of `searches`.
 
         Args:
             logits: float32 `[logits rows, vocabulary]`; not changed.
@@ -229,8 +229,8 @@ class Scores:
         self._largest = self._tiles.amax(dim=-1).cpu().numpy()
 
     def best(self, lines: IndexArray, count: int) -> Continuations:
-        """The `count` largest scores of the lines, in order; of equal ones, those of earlier lines and lower ids
-        first. Fewer if there are fewer."""
+        """Return the `count` largest scores of the lines, in order; of equal ones, those of earlier lines and
+        lower ids first. Fewer if there are fewer."""
         largest = self._largest[lines]
         line, within = np.divmod(_largest_indices(largest.reshape(-1), count), largest.shape[1])
         values = self._tiles_at(lines[line], within)
@@ -246,7 +246,7 @@ class Scores:
         return Continuations(parents, tokens, values[chosen[:count]])
 
     def _tiles_at(self, lines: IndexArray, within: IndexArray) -> NDArray[np.float32]:
-        """The scores of some tiles, one after the other."""
+        """Return the scores of some tiles, one after the other."""
         if self._tiles.is_cuda:
             device = self._tiles.device
             found = self._tiles[torch.from_numpy(lines).to(device), torch.from_numpy(within).to(device)]
@@ -257,7 +257,8 @@ class Scores:
 
 
 def _largest_indices(values: NDArray[np.float32], count: int) -> IndexArray:
-    """Ascending indices of all values not smaller than the `count`-th largest; of all, if NaN is in the way."""
+    """Return the ascending indices of all values not smaller than the `count`-th largest; of all, if NaN is in the
+    way."""
     if count < len(values):
         threshold = np.partition(values, len(values) - count)[len(values) - count]
         found: IndexArray = (values >= threshold).nonzero()[0]
@@ -272,13 +273,13 @@ class BeamSearches:
     def __init__(self) -> None:
         self._groups: dict[int, BeamGroup] = {}
         self._group_of: dict[int, BeamGroup] = {}
-        self._seating: Seating | None = None
+        self._positions: BeamPositions | None = None
 
     def add(self, sequence: BatchSequence) -> None:
-        """A sequence joined or was forked.
+        """Note a sequence that joined or was forked.
 
         Raises:
-            PlanError: its beam_position is taken.
+            PlanError: its position in a beam search is taken.
         """
         beam_position = sequence.beam_position
         if beam_position is None:
@@ -290,15 +291,15 @@ class BeamSearches:
         self._group_of[sequence.id] = group
 
     def remove(self, sequences: list[int]) -> None:
-        """Sequences left. A search ends with the first of its beams, and what it left to copy is not wanted any
-        more: the blocks may have other owners already."""
+        """Note sequences that left. A search ends with the first of its beams, and what it left to copy is not
+        wanted any more: the blocks may have other owners already."""
         for sequence in sequences:
             group = self._group_of.pop(sequence, None)
             if group is not None:
                 self._groups.pop(group.id, None)
 
     def take_copies(self) -> Int32Array:
-        """int32 `[n, 4]` for one call of `copy_blocks`, once."""
+        """Return the copies to make, int32 `[n, 4]` for one call of `copy_blocks`, and forget them."""
         waiting = [group for group in self._groups.values() if len(group.copies)]
         if not waiting:
             return _NO_COPIES
@@ -307,18 +308,18 @@ class BeamSearches:
             group.copies = _NO_COPIES
         return copies
 
-    def seating(self, batch: Batch) -> Seating | None:
-        """Where the searches are in a batch, None if there are none.
+    def positions(self, batch: ForwardBatch) -> BeamPositions | None:
+        """Return where the searches are in a batch; None if there are none.
 
         Raises:
-            PlanError: see `Seating`.
+            PlanError: see `BeamPositions`.
         """
         if batch.samples_changed:
             has_beams = bool(self._group_of) and any(sample.beam_position is not None for sample in batch.samples)
-            self._seating = Seating(batch, self._groups) if has_beams else None
-        return self._seating
+            self._positions = BeamPositions(batch, self._groups) if has_beams else None
+        return self._positions
 
 
 def report(found: Continuations) -> BeamStep:
-    """What the controller hears of a search's step."""
+    """Return what the controller is told of a search's step."""
     return BeamStep(pack_int32(found.parents), pack_int32(found.tokens), found.scores.astype("<f4").tobytes())

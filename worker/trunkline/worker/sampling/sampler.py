@@ -24,7 +24,7 @@ again.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from trunkline.controller.messages import TopLogprobs
 from trunkline.kvstore.chunks import Int32Array, pack_int32, unpack_int32
 from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.errors import PlanError
+from trunkline.worker.grammar.compiler import GrammarStore
 from trunkline.worker.messages import Sampling
 
 LOGPROB_MIN: Final = -9999.0
@@ -55,8 +56,8 @@ def is_plain_greedy(samples: list[BatchSequence]) -> bool:
 class Sampler:
     """Draws tokens; keeps between steps what depends on the set of rows only."""
 
-    def __init__(self, vocab_size: int, device: torch.device, grammars: Grammars | None = None) -> None:
-        """`grammars`: of this rank; without them no row may follow one."""
+    def __init__(self, vocab_size: int, device: torch.device, grammars: GrammarStore | None = None) -> None:
+        """`grammars`: those of this rank; if None, no row may follow a grammar."""
         self._vocab_size = vocab_size
         self._grammars = grammars
         self._device = device
@@ -132,7 +133,7 @@ class _Rows:
     """Sampling parameters of a fixed set of rows, as tensors."""
 
     def __init__(
-        self, samples: list[BatchSequence], vocab_size: int, device: torch.device, grammars: Grammars | None
+        self, samples: list[BatchSequence], vocab_size: int, device: torch.device, grammars: GrammarStore | None
     ) -> None:
         params = [s.sampling for s in samples]
 
@@ -227,7 +228,7 @@ class _Penalties:
 
 
 def first_argmax(values: Tensor) -> Tensor:
-    """int64 `[rows]`: index of the largest value of each row, the lowest one on a tie.
+    """Return the index of the largest value of each row, int64 `[rows]`; on a tie the lowest one.
 
     A row with NaN gives some index that exists.
     """
@@ -240,8 +241,8 @@ def first_argmax(values: Tensor) -> Tensor:
 
 
 def _limit(logits: Tensor, limits: _Limits) -> tuple[Tensor, Tensor]:
-    """top-k, top-p, min-p: the candidates' logits and ids `[rows, n]`, most likely first, -inf beyond each
-    row's last candidate; n is the largest number of candidates of any row."""
+    """Apply top-k, top-p, min-p; return the candidates' logits and ids `[rows, n]`, most likely first, -inf beyond
+    each row's last candidate; n is the largest number of candidates of any row."""
     scores, candidates = logits.sort(dim=-1, descending=True, stable=True)
     keep = torch.arange(scores.shape[1], device=scores.device) < limits.top_k[:, None]
     if limits.top_p is not None:
@@ -270,16 +271,6 @@ _FINITE_MAX: Final = 1e20
 penalties and temperature, whatever the model or a bias made of it (NaN and -inf included)."""
 
 
-class Grammars(Protocol):
-    """What masks need of `grammar.compiler.GrammarStore`."""
-
-    def fill(self, sequence: BatchSequence, words: Int32Array) -> None:
-        """Write the ids that the grammar allows next; at least one."""
-
-    def forget_sequences(self, sequences: Iterable[int]) -> None:
-        """Forget sequences that left the batch."""
-
-
 def needs_mask(sampling: Sampling, output_index: int) -> bool:
     """Return whether a row may be forbidden any token, now or later."""
     return bool(
@@ -294,7 +285,7 @@ class TokenMasks:
     """The masks of a fixed set of rows."""
 
     def __init__(
-        self, samples: list[BatchSequence], vocab_size: int, device: torch.device, grammars: Grammars | None
+        self, samples: list[BatchSequence], vocab_size: int, device: torch.device, grammars: GrammarStore | None
     ) -> None:
         """`samples`: of all rows; those that ask for nothing are left alone.
 
@@ -330,7 +321,7 @@ class TokenMasks:
 class _RowMask:
     """The mask of one row, whose sequence grows from step to step."""
 
-    def __init__(self, sequence: BatchSequence, vocab_size: int, grammars: Grammars | None) -> None:
+    def __init__(self, sequence: BatchSequence, vocab_size: int, grammars: GrammarStore | None) -> None:
         self._sequence = sequence
         self._size = vocab_size
         self._grammars = grammars
@@ -391,24 +382,24 @@ _MULTIPLY_2: Final = 0x94D049BB133111EB - (1 << 64)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of int64 (wrapping) in which every input bit changes half of the output bits."""
+    """Mix int64 numbers (wrapping) by a bijection in which every input bit changes half of the output bits."""
     x = (x ^ _shift_right(x, 30)) * _MULTIPLY_1
     x = (x ^ _shift_right(x, 27)) * _MULTIPLY_2
     return x ^ _shift_right(x, 31)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shift of an unsigned number: torch shifts int64 with its sign."""
+    """Shift an unsigned number: torch shifts int64 with its sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def token_keys(tokens: Tensor) -> Tensor:
-    """The hash of token ids, int64 of the same shape; for a whole vocabulary, computed once."""
+    """Return the hash of token ids, int64 of the same shape; for a whole vocabulary, computed once."""
     return _mix((tokens + 1) * _GOLDEN)
 
 
 def gumbel(seeds: Tensor, output_index: Tensor, keys: Tensor) -> Tensor:
-    """Standard Gumbel noise, float64 `[rows, n]`.
+    """Return standard Gumbel noise, float64 `[rows, n]`.
 
     Args:
         seeds: int64 `[rows]`; an unsigned seed's bits.

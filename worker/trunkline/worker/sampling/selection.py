@@ -15,8 +15,9 @@ from torch import Tensor
 
 from trunkline.controller.messages import BeamStep, PromptLogprobs, TopLogprobs
 from trunkline.kvstore.chunks import Int32Array
-from trunkline.worker.batch.batch import Batch
-from trunkline.worker.sampling.beams import BeamSearches, Seating, report
+from trunkline.worker.batch.batch import ForwardBatch
+from trunkline.worker.model.model_config import Shard
+from trunkline.worker.sampling.beams import BeamPositions, BeamSearches, report
 from trunkline.worker.sampling.sampler import LOGPROB_MIN, Sampler, first_argmax, is_plain_greedy
 from trunkline.worker.tensor_parallel import TensorParallel
 
@@ -41,114 +42,113 @@ class Selector:
     """Chooses the next token of every sample of a batch, and appends it to its sequence."""
 
     def __init__(
-        self, group: TensorParallel, sampler: Sampler, searches: BeamSearches, vocab_size: int, chunk_size: int
+        self, group: TensorParallel, sampler: Sampler, searches: BeamSearches, shard: Shard, chunk_size: int
     ) -> None:
-        """
-        Args:
-            vocab_size: tokens of the model; the ranks' columns of logits together are a few more.
-        """
         self._group = group
         self._sampler = sampler
         self._searches = searches
-        self._vocab_size = vocab_size
+        self._vocab_size = shard.config.vocab_size
+        """Tokens of the model; the ranks' columns of logits together are a few more."""
+        self._vocab_start = shard.vocab_start
         self._chunk_size = chunk_size
         self._plain_greedy = False
         self._sampler_is_current = False
 
-    def select(self, batch: Batch, logits: Tensor | None, vocab_start: int) -> Selection:
+    def select(self, batch: ForwardBatch, logits: Tensor | None) -> Selection:
         """Choose the tokens, the same on every rank, and append them.
 
         Args:
             logits: float32 `[logits rows, padded vocabulary / tp]`, this rank's columns, overwritten; None: none
                 are needed.
-            vocab_start: id of the first column.
 
         Raises:
             PlanError: a beam search that is not whole.
         """
-        seating = self._searches.seating(batch)
+        positions = self._searches.positions(batch)
         if batch.samples_changed:
             self._sampler_is_current = False
-            self._plain_greedy = seating is None and is_plain_greedy(batch.samples)
+            self._plain_greedy = positions is None and is_plain_greedy(batch.samples)
         if logits is None:
             self._sampler_is_current = False
             return Selection(np.zeros(0, dtype=np.int32))
         if self._plain_greedy and not batch.scored:
             self._sampler_is_current = False
-            selection = Selection(_numbers(self._agree_on_largest(logits, batch, vocab_start)))
+            selection = Selection(_numbers(self._agree_on_largest(logits, batch)))
         else:
-            selection = self._select_on_rank_0(batch, seating, logits)
+            selection = self._select_on_rank_0(batch, positions, logits)
         tokens = selection.tokens.tolist()
-        if seating is None:
+        if positions is None:
             for sequence, token in zip(batch.samples, tokens, strict=True):
                 sequence.append(token)
         else:
-            for index, sequence in zip(seating.others.tolist(), seating.other_samples, strict=True):
+            for index, sequence in zip(positions.others.tolist(), positions.other_samples, strict=True):
                 sequence.append(tokens[index])
         return selection
 
-    def _select_on_rank_0(self, batch: Batch, seating: Seating | None, logits: Tensor) -> Selection:
+    def _select_on_rank_0(self, batch: ForwardBatch, positions: BeamPositions | None, logits: Tensor) -> Selection:
         """Gather the logits on rank 0, which chooses and tells all ranks; advance the beams."""
         selection = Selection(np.zeros(0, dtype=np.int32))
         count = len(batch.samples)
         whole = self._group.gather_columns(logits)
         if whole is None:
-            members = 0 if seating is None else seating.members
+            members = 0 if positions is None else positions.members
             decision = torch.empty(count + members, dtype=torch.int64, device=logits.device)
         else:
             whole = whole[:, : self._vocab_size]
             if batch.scored:
                 selection.prompt_logprobs = _score_prompts(whole, batch)
             # Before the sampler, which overwrites its rows.
-            beams = None if seating is None else self._choose_beams(whole, seating, selection)
-            decision = self._sample(whole, batch, seating, selection)
-            if seating is not None and beams is not None:
-                decision = _merge(decision, beams, seating, count)
+            beams = None if positions is None else self._choose_beams(whole, positions, selection)
+            decision = self._sample(whole, batch, positions, selection)
+            if positions is not None and beams is not None:
+                decision = _merge(decision, beams, positions, count)
         if len(decision):
             self._group.broadcast(decision)
         numbers = _numbers(decision)
         selection.tokens = numbers[:count]
-        if seating is not None:
-            selection.tables_changed = self._advance_beams(numbers, seating, count)
+        if positions is not None:
+            selection.tables_changed = self._advance_beams(numbers, positions, count)
         return selection
 
-    def _choose_beams(self, logits: Tensor, seating: Seating, selection: Selection) -> Int32Array:
-        """int32 `[2, members]`: parents and tokens, search by search."""
-        found = seating.choose(logits)
+    def _choose_beams(self, logits: Tensor, positions: BeamPositions, selection: Selection) -> Int32Array:
+        """Return parents and tokens of the next beams, int32 `[2, members]`, search by search."""
+        found = positions.choose(logits)
         selection.beams = {
-            search.group.id: report(best) for search, best in zip(seating.searches, found, strict=True)
+            search.group.id: report(best) for search, best in zip(positions.searches, found, strict=True)
         }
-        chosen = [search.group.take(best) for search, best in zip(seating.searches, found, strict=True)]
+        chosen = [search.group.choose(best) for search, best in zip(positions.searches, found, strict=True)]
         return np.concatenate([np.stack(pair) for pair in chosen], axis=1)
 
-    def _sample(self, logits: Tensor, batch: Batch, seating: Seating | None, selection: Selection) -> Tensor:
-        """int64 ids `[samples that are no beams]`."""
-        samples = batch.samples if seating is None else seating.other_samples
+    def _sample(
+        self, logits: Tensor, batch: ForwardBatch, positions: BeamPositions | None, selection: Selection
+    ) -> Tensor:
+        """Draw a token for each sample that is no beam; return int64 ids."""
+        samples = batch.samples if positions is None else positions.other_samples
         if not samples:
             self._sampler_is_current = False
             return torch.empty(0, dtype=torch.int64, device=logits.device)
-        if seating is not None:
-            rows = logits[torch.from_numpy(seating.other_rows).to(logits.device)]
+        if positions is not None:
+            rows = logits[torch.from_numpy(positions.other_rows).to(logits.device)]
         else:
             rows = _with_forks(logits[: batch.sampled_rows], batch)
         ids, reports = self._sampler.sample(rows, samples, changed=not self._sampler_is_current)
         self._sampler_is_current = True
-        if seating is not None and reports is not None:
-            reports = {int(seating.others[index]): found for index, found in reports.items()}
+        if positions is not None and reports is not None:
+            reports = {int(positions.others[index]): found for index, found in reports.items()}
         selection.logprobs = reports
         return ids
 
-    def _advance_beams(self, decision: Int32Array, seating: Seating, count: int) -> bool:
+    def _advance_beams(self, decision: Int32Array, positions: BeamPositions, count: int) -> bool:
         changed = False
-        for search in seating.searches:
+        for search in positions.searches:
             parents = decision[count : count + search.group.width].tolist()
             tokens = decision[search.places].tolist()
             changed |= search.group.advance(parents, tokens, self._chunk_size)
             count += search.group.width
         return changed
 
-    def _agree_on_largest(self, logits: Tensor, batch: Batch, vocab_start: int) -> Tensor:
-        """Greedy ids from each rank's largest logits: one small collective instead of gather and broadcast.
+    def _agree_on_largest(self, logits: Tensor, batch: ForwardBatch) -> Tensor:
+        """Return greedy ids from each rank's largest logits: one small collective instead of gather and broadcast.
 
         Every rank sees the same numbers, so all take the same id: the lowest on a tie, as ranks hold
         ascending parts of the vocabulary.
@@ -156,7 +156,7 @@ class Selector:
         best = first_argmax(logits)
         if self._group.size == 1:
             return _with_forks(best, batch)
-        ids = best + vocab_start
+        ids = best + self._vocab_start
         values = logits.gather(1, best[:, None]).squeeze(1)
         # float64 holds both a float32 logit and an id exactly.
         every = self._group.all_gather(torch.stack([values.double(), ids.double()]))
@@ -168,25 +168,25 @@ def _numbers(ids: Tensor) -> Int32Array:
     return ids.cpu().numpy().astype(np.int32)
 
 
-def _with_forks(rows: Tensor, batch: Batch) -> Tensor:
-    """Values by logits row that is sampled from, as values by sample: forks get their parents'."""
+def _with_forks(rows: Tensor, batch: ForwardBatch) -> Tensor:
+    """Return values by sample, given those by logits row: a fork gets its parent's."""
     if not batch.fork_rows:
         return rows
     index = torch.tensor([*range(batch.sampled_rows), *batch.fork_rows], device=rows.device)
     return rows[index]
 
 
-def _merge(ids: Tensor, beams: Int32Array, seating: Seating, count: int) -> Tensor:
-    """int64 `[samples + members]`: tokens in the samples' order, then parents, search by search."""
-    decision = np.empty(count + seating.members, dtype=np.int64)
-    decision[seating.others] = ids.cpu().numpy()
-    decision[np.concatenate([search.places for search in seating.searches])] = beams[1]
+def _merge(ids: Tensor, beams: Int32Array, positions: BeamPositions, count: int) -> Tensor:
+    """Return int64 `[samples + members]`: tokens in the samples' order, then parents, search by search."""
+    decision = np.empty(count + positions.members, dtype=np.int64)
+    decision[positions.others] = ids.cpu().numpy()
+    decision[np.concatenate([search.places for search in positions.searches])] = beams[1]
     decision[count:] = beams[0]
     return torch.from_numpy(decision).to(ids.device)
 
 
-def _score_prompts(logits: Tensor, batch: Batch) -> dict[int, PromptLogprobs]:
-    """Reports by sequence.
+def _score_prompts(logits: Tensor, batch: ForwardBatch) -> dict[int, PromptLogprobs]:
+    """Return the reports of scored prompts, by sequence.
 
     Args:
         logits: float32 `[logits rows, vocabulary]`.

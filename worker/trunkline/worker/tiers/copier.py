@@ -87,9 +87,9 @@ class Copier:
     ) -> None:
         """
         Args:
-            device: of the device pool.
-            blocks: of the device pool.
-            make_kernels: a new instance for each copy thread.
+            device: Where the device pool is.
+            blocks: How many the device pool has.
+            make_kernels: Makes an instance for each copy thread.
         """
         self.host = host
         self._device = device
@@ -117,7 +117,7 @@ class Copier:
         gate = StepGate(plan.step, layers, self.loads.gate, self._computed)
         mark = mark_of(self._device) if plan.saves or plan.loads or plan.late_saves else None
         if plan.saves:
-            self._save(plan.step, unpack_int32(plan.saves, columns=3), mark)
+            self._save(SAVE, gate, unpack_int32(plan.saves, columns=3), mark)
         fence = self.saves.last_until(plan.save_fence)
         if plan.saves and not self._options.saves_beside:
             fence = self.saves.submitted
@@ -126,7 +126,7 @@ class Copier:
         if plan.late_saves:
             gate.tells_layers = True
             gate.record_layer = lambda: mark_of(self._device)
-            self._late_save(gate, unpack_int32(plan.late_saves, columns=3), mark)
+            self._save(LATE_SAVE, gate, unpack_int32(plan.late_saves, columns=3), mark)
         if fence:
             gate.waited_ns += self.saves.wait_for(fence)
         last = self.loads.last_until(plan.load_fence)
@@ -148,7 +148,7 @@ class Copier:
             gate.waited_ns += self.loads.wait_for(int(self._touched.block_loads[blocks].max()))
 
     def finish(self, gate: StepGate) -> None:
-        """Note that the step has been computed. Whatever its result, its fences are done for all later plans."""
+        """Note that the step has been computed: its fences are done for all later plans."""
         gate.finish()
         if gate.tells_layers and not self._options.saves_beside:
             gate.waited_ns += self.saves.wait_for(self.saves.submitted)
@@ -161,22 +161,16 @@ class Copier:
         self._reported = total
         return spent_ns // 1000, blocks
 
-    def _save(self, step: int, moves: Int32Array, mark: object) -> None:
+    def _save(self, kind: str, gate: StepGate, moves: Int32Array, mark: object) -> None:
+        """Submit a job behind earlier loads, whose slots it may overwrite and whose blocks it may read."""
+        touched = self._touched
         blocks, slots = self.host.begin_saves(moves)
-        job = CopyJob(SAVE, step, blocks, slots, self._behind_loads(blocks, slots), mark)
-        self._submit_save(job)
-
-    def _late_save(self, gate: StepGate, moves: Int32Array, mark: object) -> None:
-        blocks, slots = self.host.begin_saves(moves)
-        waits = self._behind_loads(blocks, slots)
-        computed = (self._computed, gate.behind)
-        job = CopyJob(LATE_SAVE, gate.step, blocks, slots, waits, mark, computed, gate.marks)
-        self._submit_save(job)
-
-    def _submit_save(self, job: CopyJob) -> None:
-        number = self.saves.submit(job)
-        self._touched.slot_saves[job.slots] = number
-        self._touched.block_saves[job.blocks] = number
+        behind = max(int(touched.slot_loads[slots].max()), int(touched.block_loads[blocks].max()))
+        waits = ((self.loads.gate, behind * self.host.layers),)
+        computed = (self._computed, gate.behind) if kind == LATE_SAVE else None
+        number = self.saves.submit(CopyJob(kind, gate.step, blocks, slots, waits, mark, computed, gate.marks))
+        touched.slot_saves[slots] = number
+        touched.block_saves[blocks] = number
 
     def _load(self, step: int, moves: Int32Array, mark: object, fence: int) -> None:
         blocks, slots = self.host.begin_loads(moves)
@@ -186,12 +180,6 @@ class Copier:
         number = self.loads.submit(CopyJob(LOAD, step, blocks, slots, waits, mark))
         touched.slot_loads[slots] = number
         touched.block_loads[blocks] = number
-
-    def _behind_loads(self, blocks: Int32Array, slots: Int32Array) -> tuple[tuple[LayerGate, int], ...]:
-        """A save overwrites slots that earlier loads read, and reads blocks that they write."""
-        touched = self._touched
-        behind = max(int(touched.slot_loads[slots].max()), int(touched.block_loads[blocks].max()))
-        return ((self.loads.gate, behind * self.host.layers),)
 
     # --- the tiers below
 
@@ -206,10 +194,10 @@ class Copier:
         return Ticket(int(self._touched.slot_saves[slot]), int(self._touched.slot_loads[slot]))
 
     def wait_ticket(self, ticket: Ticket) -> None:
-        """Until the copies are done. For any thread.
+        """Wait until the copies of a ticket are done. May be called from any thread.
 
         Raises:
-            CopyError: they never will be.
+            CopyError: copies have failed.
         """
         self.saves.wait_for(ticket.save)
         self.loads.wait_for(ticket.load)
@@ -217,8 +205,7 @@ class Copier:
     # --- otherwise
 
     def measure(self) -> float:
-        """Microseconds that one save and one load of a block take, found out with real blocks, without any
-        computation beside.
+        """Measure the microseconds that one save and one load of a block take, without any computation beside.
 
         What the device pool holds stays; the host pool must be empty.
         """
@@ -228,14 +215,15 @@ class Copier:
         index = np.arange(count, dtype=np.int32)
         moves = np.stack([index, index, np.zeros_like(index)], axis=1)
         best, begun = float("inf"), time.perf_counter_ns()
+        gate = StepGate(0, self.host.layers, self.loads.gate, self._computed)
         for attempt in range(_MEASURED_ROUNDS + 1):
             started = time.perf_counter_ns()
-            self._save(0, moves, mark_of(self._device))
+            self._save(SAVE, gate, moves, mark_of(self._device))
             self._load(0, moves, None, 0)
             self.loads.wait_for(self.loads.submitted)
             now = time.perf_counter_ns()
             if not attempt:
-                continue  # it takes the pages
+                continue  # the first round makes the system provide the pages
             best = min(best, (now - started) / 1000)
             if now - begun > _MEASURED_NS:
                 break
@@ -252,7 +240,8 @@ class Copier:
         return self._trace
 
     def check(self) -> None:
-        """
+        """Raise what ended the copies, if anything did.
+
         Raises:
             CopyError: copies have failed, so the rank cannot go on.
         """

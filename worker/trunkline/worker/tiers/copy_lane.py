@@ -98,7 +98,7 @@ class CopyLane:
     # --- for the thread that takes plans
 
     def submit(self, job: CopyJob) -> int:
-        """Returns the job's number."""
+        """Queue a job; return its number."""
         self.submitted += 1
         self._steps.append((job.step, self.submitted))
         self._queue.put(job)
@@ -119,10 +119,10 @@ class CopyLane:
         return number
 
     def wait_for(self, number: int) -> int:
-        """Until a job is done whole; returns nanoseconds waited.
+        """Wait until a whole job is done; return the nanoseconds waited.
 
         Raises:
-            CopyError: it never will be.
+            CopyError: copies have failed.
         """
         return self.gate.wait(number * self._host.layers)
 
@@ -223,13 +223,13 @@ class LayerGate:
             self._condition.notify_all()
 
     def wait(self, until: int) -> int:
-        """Until the count is at least `until`.
+        """Wait until the count is at least `until`.
 
         Returns:
             Nanoseconds waited.
 
         Raises:
-            CopyError: it never will be.
+            CopyError: copies have failed.
         """
         if self.passed >= until:
             return 0
@@ -241,7 +241,8 @@ class LayerGate:
         return time.perf_counter_ns() - started
 
     def check(self) -> None:
-        """
+        """Raise what ended the counting, if anything did.
+
         Raises:
             CopyError: the count grows no more.
         """
@@ -273,11 +274,11 @@ class LayerTrace:
         self._spans: deque[LayerSpan] = deque(maxlen=length)
 
     def add(self, span: LayerSpan) -> None:
-        """Called from any thread."""
+        """Add a span. May be called from any thread."""
         self._spans.append(span)
 
     def spans(self) -> list[LayerSpan]:
-        """In the order in which they ended."""
+        """Return the spans in the order in which they ended."""
         return list(self._spans)
 
 
@@ -295,7 +296,7 @@ class StepGate:
         """What `loads` counts before layer 0 of the last load that the step needs; None: it needs none."""
         self.tells_layers = False
         """Whether late saves wait for single layers of this step."""
-        self.record_layer: Callable[[], object] = _no_mark
+        self.record_layer: Callable[[], object] = lambda: None
         self.marks: list[object] = []
         """By layer: what `record_layer` gave when it was stored."""
         self.trace: LayerTrace | None = None
@@ -304,7 +305,7 @@ class StepGate:
         self._entered_ns = 0
 
     def enter(self, layer: int) -> None:
-        """Before the layer's KV is written and read.
+        """Wait for a layer's KV, before it is written and read.
 
         Raises:
             CopyError: its KV will not come.
@@ -317,13 +318,13 @@ class StepGate:
             self._entered_ns = time.perf_counter_ns()
 
     def stored(self, layer: int) -> None:
-        """The layer's new KV is in the pool."""
+        """Note that the layer's new KV is in the pool."""
         if self.tells_layers:
             self.marks.append(self.record_layer())
             self._computed.advance(self.behind + layer + 1)
 
     def finish(self) -> None:
-        """The step is computed, perhaps without any layer.
+        """Note that the step is computed, perhaps without any layer.
 
         Raises:
             CopyError: a load that the step needed will not come.
@@ -343,32 +344,28 @@ class StepGate:
         return self.loads_from is None and not self.tells_layers and self.trace is None
 
     def _note(self, next_layer: int) -> None:
-        """One layer ends where the next begins; the first begins behind its wait."""
+        """Trace the layer that ends; the next one begins here."""
         if self.trace is not None and self._layer >= 0:
             layers = range(self._layer, self._layer + 1)
             self.trace.add(LayerSpan(COMPUTE, self.step, layers, self._entered_ns, time.perf_counter_ns()))
         self._layer = next_layer
 
 
-def _no_mark() -> object:
-    return None
-
-
 class CopyStream(Protocol):
     """One copy thread's side of a device."""
 
     def use(self) -> Any:
-        """A context in which the thread's ops go to this stream."""
+        """Return a context in which the thread's ops go to this stream."""
 
     def after(self, mark: object) -> None:
-        """What is enqueued from now on begins when everything before the mark (see `mark_of`) is done."""
+        """Let later work begin only when everything before the mark (see `mark_of`) is done."""
 
     def finish(self) -> None:
-        """Until everything enqueued is done."""
+        """Wait until everything enqueued is done."""
 
 
 class HostStream:
-    """Of a CPU."""
+    """The stream of a CPU, where nothing is to be ordered."""
 
     @contextmanager
     def use(self) -> Iterator[None]:
@@ -403,12 +400,12 @@ class CudaStream:
 
 
 def make_stream(device: torch.device) -> CopyStream:
-    """For one copy thread."""
+    """Return the stream of one copy thread."""
     return CudaStream(device) if device.type == "cuda" else HostStream()
 
 
 def mark_of(device: torch.device) -> object:
-    """A mark behind everything that the calling thread has given the device; None on a CPU, where that is done."""
+    """Return a mark behind everything that the calling thread has enqueued; None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -35,7 +35,7 @@ _MAGIC: Final = b"TLSLAB01"
 _HEADER: Final = struct.Struct("<8sIIQQ64s")
 """Magic, rank, ranks, bytes of a slot, slots, fingerprint; behind it a checksum of 8 bytes."""
 _LOCK_WITHIN_S: Final = 3.0
-"""For the file's last user, who may be about to leave, to let it go."""
+"""Time for the file's last user, which may be about to leave, to close it."""
 _LOCK_EVERY_S: Final = 0.05
 
 log = structlog.get_logger()
@@ -122,7 +122,7 @@ class DiskTier:
         """Nothing to do: the slot's next use has another generation."""
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -146,7 +146,7 @@ class DiskTier:
         return not self.is_direct or int(np.frombuffer(data, dtype=np.uint8).ctypes.data) % PAGE_BYTES == 0
 
     def _drop_cache(self, offset: int) -> None:
-        """Where the system's cache is in the way it shall not take memory for what the host pool holds."""
+        """Drop the slot from the system's cache, unless that is bypassed: the host pool has the bytes."""
         if not self.is_direct:
             os.posix_fadvise(self._file, offset, self._stride, os.POSIX_FADV_DONTNEED)
 
@@ -201,7 +201,7 @@ class DiskTier:
         return ""
 
     def _try_direct(self) -> bool:
-        """Pass the file system's cache by, where it lets us."""
+        """Bypass the file system's cache, if that is possible; return whether it is."""
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
         try:
             fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -213,7 +213,7 @@ class DiskTier:
 
 
 def _open_locked(path: Path) -> int:
-    """A file that no other process uses until we close it or die.
+    """Open a file that no other process uses until this one closes it or dies.
 
     Raises:
         OSError: it is in use, or cannot be made.
@@ -253,19 +253,19 @@ class RecordKeeper(NamedTuple):
     tp: int
 
     def record(self, name: bytes, generation: int, payload: memoryview) -> bytes:
-        """Of `RECORD_BYTES` bytes, to be kept with the payload."""
+        """Return the record to keep with the payload, of `RECORD_BYTES` bytes."""
         head = _RECORD_HEAD.pack(_RECORD_MAGIC, self.rank, self.tp, name, generation, len(payload))
         return head + self._checksum(head, payload)
 
     def holds(self, record: bytes, name: bytes, generation: int, payload: memoryview) -> bool:
-        """Whether payload and record are what was written under this name and generation."""
+        """Return whether payload and record are what was written under this name and generation."""
         head = _RECORD_HEAD.pack(_RECORD_MAGIC, self.rank, self.tp, name, generation, len(payload))
         if record[: _RECORD_HEAD.size] != head:
             return False
         return record[_RECORD_HEAD.size :] == self._checksum(head, payload)
 
     def _checksum(self, head: bytes, payload: memoryview) -> bytes:
-        """Streaming, for which xxhash lets other threads run: the step thread is one."""
+        """Return the checksum. xxhash lets other threads run only while it updates a state."""
         state = xxhash.xxh3_128(self.fingerprint)
         state.update(head)
         state.update(payload)

@@ -30,8 +30,8 @@ class HostPool:
     """A `Tier` over one area of memory, and the copies between it and the device pool.
 
     Two sides: what a slot holds by the order of the plans (`begin_saves`, `begin_loads`: the thread that takes
-    plans), and the bytes (`gather`, `scatter`: the copy threads; `view`: the threads of the tiers below). Who
-    orders the two is the `Copier`.
+    plans), and the bytes (`gather`, `scatter`: the copy threads; `view`: the threads of the tiers below). The
+    `Copier` orders the two.
     """
 
     kind = TierKind.HOST
@@ -104,7 +104,7 @@ class HostPool:
         return blocks, slots
 
     def _check(self, moves: Int32Array, *, distinct: int) -> tuple[Int32Array, Int32Array, Int32Array]:
-        """Blocks, slots and generations, in the order of the slots."""
+        """Return blocks, slots and generations, checked, in the order of the slots."""
         for what, column, limit in (("block", 0, self._pool.blocks), ("slot", 1, self.capacity_slots)):
             values = moves[:, column]
             if len(values) and not 0 <= values.min() <= values.max() < limit:
@@ -167,7 +167,7 @@ class HostPool:
 
 
 def _reserve(size: int) -> Tensor:
-    """uint8 `[size]`, page-aligned, zero, and not there until it is written to."""
+    """Return zeros, uint8 `[size]`, page-aligned; the system gives a page when it is first written."""
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:

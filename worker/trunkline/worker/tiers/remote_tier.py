@@ -96,7 +96,7 @@ class RedisTier:
         return True
 
     def present(self, names: Sequence[ChunkName]) -> int:
-        """How many of the first of these chunks are there (see `SharedTier.present`)."""
+        """Return how many of the first of these chunks are there (see `SharedTier.present`)."""
         if not names:
             return 0
 
@@ -124,7 +124,8 @@ class RedisTier:
     # --- outages
 
     def _call(self, ask: Callable[[Any], Any]) -> Any:
-        """
+        """Ask the store, unless it is known to be away.
+
         Raises:
             OSError: the store is away or refuses.
         """
@@ -156,7 +157,7 @@ class RedisTier:
 
 
 def open_remote_tier(url: str, slot_bytes: int, keeper: RecordKeeper, ttl_s: float) -> SharedTier:
-    """The tier that a URL names (`trunkline.kvstore.remote_stores`). It need not be reachable yet.
+    """Return the tier that a URL names (`trunkline.kvstore.remote_stores`). It need not be reachable yet.
 
     Raises:
         WorkerConfigError: an unknown scheme, or a URL that cannot be read.

@@ -164,7 +164,7 @@ class TierService:
 
 
 def _carry_out(tier: Tier, move: TierMove, copier: Copier) -> tuple[int, str]:
-    """Status and detail of a move.
+    """Carry out a move; return its status and detail.
 
     Raises:
         OSError: the tier failed.
