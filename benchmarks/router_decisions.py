@@ -96,7 +96,7 @@ class Cluster:
         """The controller tells of what it has computed, and how much it has to do."""
         names = b"".join(decision.names)
         self.core.index.apply(decision.controller, names, b"\1" * len(decision.names))
-        self.core.report(decision.controller, requests=40, queued_tokens=9000, kv_used=0.5, running=20, now=now)
+        self.core.loads.report(decision.controller, requests=40, queued_tokens=9000, kv_used=0.5, running=20)
 
 
 def measure(case: Case, decisions: int, report: Report) -> None:

@@ -299,25 +299,23 @@ class Simulation:
         for core in self._cores:
             if names:
                 core.index.apply(index, names, tiers)
-            core.report(
+            core.loads.report(
                 index,
                 requests=requests,
                 queued_tokens=queued,
                 kv_used=kv_used,
                 running=running,
-                now=self._now,
             )
 
     def _tell_loads(self, core: RoutingCore) -> None:
         for index, place in enumerate(self.places):
             server = place.server
-            core.report(
+            core.loads.report(
                 index,
                 requests=server.requests,
                 queued_tokens=server.queued_tokens,
                 kv_used=server.kv_used,
                 running=len(server.rows),
-                now=self._now,
             )
 
     # Controllers that come and go

@@ -22,7 +22,7 @@ from trunkline.controller.messages import EventsCall
 from trunkline.controller.service.status import load_of, state_of
 from trunkline.kvstore.chunks import NO_BLOCK, ChunkName, pack_int32
 from trunkline.router.messages import EventsReply
-from trunkline.router.routing.names import Identity, names_of
+from trunkline.router.routing.names import Identity, prompt_names
 from trunkline.router.routing.request import RouteRequest
 
 CHUNK = 4
@@ -82,7 +82,7 @@ def test_a_router_finds_what_requests_with_modules_leave() -> None:
         salt = rng.choice([b"", b"tenant"])
         simulation.submit(own, 1, layout=layout, salt=salt, seed=number)
         simulation.run()
-        chains = names_of(RouteRequest(pack_int32(own), salt=salt, layout=layout), IDENTITY)
+        chains = prompt_names(RouteRequest(pack_int32(own), salt=salt, layout=layout), IDENTITY).chains
         for i, names in enumerate(text.names for text in chains):
             there = [name in known_of(simulation) for name in names]
             assert all(there[:-1])
@@ -100,7 +100,7 @@ def test_a_router_finds_what_is_kept_behind_a_cut() -> None:
         simulation.run()
         start = rng.randrange(10)
         drops = ((start, start + rng.randrange(1, 15)),)
-        first, *_ = names_of(RouteRequest(pack_int32(history), drops=drops), IDENTITY)
+        first, *_ = prompt_names(RouteRequest(pack_int32(history), drops=drops), IDENTITY).chains
         assert set(first.names) <= known_of(simulation).keys()
         simulation.submit(history, 1, drops=drops)
         simulation.run()

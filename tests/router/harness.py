@@ -19,7 +19,7 @@ from router.in_process import InProcess
 
 from trunkline.controller.messages import Submit
 from trunkline.router.config import RouterConfig
-from trunkline.router.routing.breaker import Breaker
+from trunkline.router.routing.controllers import Breaker
 from trunkline.router.server import listen, make_server
 from trunkline.router.service import RouterService
 from trunkline.router.tenancy.auth import hash_key

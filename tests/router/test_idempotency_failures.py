@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -15,9 +14,8 @@ import httpx
 import msgspec
 import pytest
 from router.fake_controller import FakeController
-from router.harness import DEMO_MODEL, JSON, RunningRouter, running, wait_until
-from router.idempotency_calls import CHAT, PATH, REPLAYED, ask, essence, name_of, one_router, record, seeds
-from router.process_calls import router_process
+from router.harness import DEMO_MODEL, RunningRouter, running, wait_until
+from router.idempotency_calls import PATH, REPLAYED, ask, essence, name_of, one_router, record, seeds
 from router.session_calls import create, error_of, get
 
 from trunkline.controller.messages import RecordCall
@@ -25,7 +23,7 @@ from trunkline.router.config import RouterConfig
 from trunkline.router.http import idempotency
 from trunkline.router.http.idempotency import IdempotencyStore, RequestName, Result
 from trunkline.router.request_context import RequestRandom
-from trunkline.router.routing.rendezvous import rendezvous
+from trunkline.router.routing.policies import rendezvous
 from trunkline.router.text.tokenizer import Tokenizer
 
 # -- routers that die
@@ -48,43 +46,6 @@ def test_a_dead_routers_request_is_taken_over(http: httpx.Client, fake: FakeCont
     assert len({answer.content for answer in answers}) == 1
     assert '"created":1234567890' in answers[0].text, "the first try's"
     assert sum(REPLAYED not in answer.headers for answer in answers) == 1
-
-
-def until_it_breaks(url: str, body: str, headers: dict[str, str], kill: Callable[[], None]) -> Iterator[bytes]:
-    """What comes of a stream whose router is killed when its second piece of text has come."""
-    pieces = 0
-    try:
-        with httpx.stream("POST", url + PATH, content=body, headers=headers, timeout=20) as stream:
-            for part in stream.iter_raw():
-                yield part
-                pieces += part.count(b'"content":"')
-                if pieces > 2:
-                    kill()
-    except httpx.TransportError:
-        pass
-
-
-@pytest.mark.processes
-def test_a_killed_routers_clients_get_their_stream(place: Path, tokenizer: Tokenizer) -> None:
-    """kill -9 in mid-stream; the same request to another router."""
-    body = json.dumps(CHAT | {"stream": True, "temperature": 1.0})
-    headers = JSON | {"Idempotency-Key": "killed"}
-    with one_router(place, tokenizer) as (_, http, fake), router_process(place, fake) as (process, url):
-        fake.behaviour.seconds_per_token = 0.02
-        seen = b"".join(until_it_breaks(url, body, headers, process.kill))
-        assert b"[DONE]" not in seen
-        answer = http.post(PATH, content=body, headers=headers, timeout=30)
-        assert answer.status_code == 200
-        assert REPLAYED not in answer.headers
-        assert answer.text.endswith("data: [DONE]\n\n")
-        (ids, text), (all_ids, whole) = essence(httpx.Response(200, content=seen)), essence(answer)
-        assert text
-        assert whole.startswith(text)
-        assert ids == all_ids
-        assert len(set(seeds(fake)[-2:])) == 1
-        again = http.post(PATH, content=body, headers=headers)
-        assert again.headers[REPLAYED] == "true"
-        assert again.content == answer.content
 
 
 def test_nobody_waits_for_ever(place: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

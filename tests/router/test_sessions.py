@@ -21,7 +21,7 @@ from router.session_calls import chat, create, error_of, get, record_of
 from trunkline.controller.messages import RecordCall
 from trunkline.controller.storage.records import Limits
 from trunkline.router.messages import FinishReason, Started
-from trunkline.router.routing.rendezvous import rendezvous
+from trunkline.router.routing.policies import rendezvous
 from trunkline.router.text.tokenizer import Tokenizer
 
 FIRST = "<|bos|><|user|>What does os.path.join do?<|end|><|assistant|>"
@@ -192,17 +192,6 @@ def test_a_lease_is_renewed_while_an_answer_is_made(
     acquired = [call.lease for call in fake.behaviour.calls if call.op == "acquire"]
     assert acquired.count(acquired[0]) > 3
     assert get(http, session)["turns"] == 1
-
-
-def test_a_lease_of_a_router_that_died_runs_out(http: httpx.Client, fake: FakeController) -> None:
-    session = create(http)["id"]
-    now = time.time()
-    call = RecordCall(1, "acquire", "session", session, lease="another router's", lease_s=30)
-    assert fake.behaviour.records.handle(call, 1, now)[0].status == "ok"
-    assert error_of(chat(http, session))[1] == "session_busy"
-    call = RecordCall(1, "acquire", "session", session, lease="another router's", lease_s=0.001)
-    assert fake.behaviour.records.handle(call, 1, now)[0].status == "ok"
-    assert chat(http, session).status_code == 200
 
 
 def test_what_cannot_be_stored_is_an_error(http: httpx.Client, fake: FakeController) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from trunkline.router.routing.breaker import PAUSE_SECONDS_MAX, TOLERATED, Breaker
+from trunkline.router.routing.controllers import PAUSE_SECONDS_MAX, TOLERATED, Breaker
 
 
 def open_breaker(now: float) -> Breaker:

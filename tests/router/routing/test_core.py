@@ -12,7 +12,7 @@ from seeds import seeds
 
 from trunkline.router.routing.core import Decision, NoControllerError, RouteRequest, RoutingCore, RoutingSettings
 from trunkline.router.routing.names import Identity
-from trunkline.router.routing.rendezvous import rendezvous_among
+from trunkline.router.routing.policies import rendezvous_among
 
 CHUNK = 4
 IDENTITY = Identity(b"model", "float32", CHUNK)
@@ -99,7 +99,7 @@ class Machine:
             own = [live for live in self.live.values() if live[0].controller == controller]
             waiting = sum(decision.new_tokens for decision, started in own if not started)
             self.others[controller] = max(0, requests - len(own)), max(0, queued - waiting)
-            core.report(controller, requests=requests, queued_tokens=queued, kv_used=0.5, running=3, now=self.now)
+            core.loads.report(controller, requests=requests, queued_tokens=queued, kv_used=0.5, running=3)
         elif draw < 0.66:
             is_there = self.rng.random() < 0.8
             core.set_available(controller, is_there, self.now)
@@ -214,13 +214,13 @@ def test_a_session_stays_unless_that_is_much_dearer() -> None:
     core.ended(0, 0.1)
     other = next(c for c in range(3) if c != place.controller)
     again = RouteRequest(packed([2] * 200), session="s")
-    core.report(place.controller, requests=1, queued_tokens=900, kv_used=0.0, running=1, now=0.2)
-    core.report(other, requests=1, queued_tokens=0, kv_used=0.0, running=1, now=0.2)
-    core.report(3 - place.controller - other, requests=1, queued_tokens=0, kv_used=0.0, running=1, now=0.2)
+    core.loads.report(place.controller, requests=1, queued_tokens=900, kv_used=0.0, running=1)
+    core.loads.report(other, requests=1, queued_tokens=0, kv_used=0.0, running=1)
+    core.loads.report(3 - place.controller - other, requests=1, queued_tokens=0, kv_used=0.0, running=1)
     stays = core.route(again, 0.3)
     assert (stays.controller, stays.reason) == (place.controller, "session"), "2.44 is not 1.5 times 2"
     assert stays.best_cost < stays.cost <= 1.5 * stays.best_cost
-    core.report(place.controller, requests=2, queued_tokens=900, kv_used=0.0, running=1, now=0.4)
+    core.loads.report(place.controller, requests=2, queued_tokens=900, kv_used=0.0, running=1)
     moves = core.route(again, 0.5)
     assert (moves.controller != place.controller, moves.reason) == (True, "load"), "3.44 is"
 
@@ -247,7 +247,7 @@ def test_routers_agree_on_new_sessions() -> None:
         wanted = rendezvous_among(request.session, [c for c in range(8) if c != 5])
         assert {core.route(request, 1.0).controller for core in cores} == {wanted}
     for core in cores[:1]:
-        core.report(wanted, requests=9, queued_tokens=0, kv_used=0.0, running=9, now=1.0)
+        core.loads.report(wanted, requests=9, queued_tokens=0, kv_used=0.0, running=9)
         assert core.route(request, 1.0).controller != wanted, "but not to one that is busy"
 
 
@@ -269,16 +269,6 @@ def test_slower_tiers_are_worth_less() -> None:
     assert core.route(request, 0.0).controller == 1
     core.set_costs(1, 10.0, [0.0, 0.0])
     assert core.route(request, 0.0).cost == pytest.approx(81)
-
-
-def test_full_hits_still_look_at_the_load() -> None:
-    core = ready(2)
-    request = RouteRequest(packed(list(range(80))))
-    names = core.route(request, 0.0).names
-    for controller in range(2):
-        core.index.apply(controller, b"".join(names), b"\1" * 20)
-    core.report(0, requests=5, queued_tokens=0, kv_used=0.0, running=5, now=0.0)
-    assert {core.route(request, 0.0).controller for _ in range(9)} == {1}
 
 
 def test_controllers_of_two_identities_have_names_of_their_own() -> None:

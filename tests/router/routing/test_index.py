@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from seeds import seeds
 
-from trunkline.router.routing.index import EXPECT_SECONDS, EXPECTED, SHARDS, TIERS, ChunkIndex
+from trunkline.router.routing.index import DEVICE, DISK, EXPECT_SECONDS, EXPECTED, SHARDS, TIERS, ChunkIndex
 
 TOLD = 0b111
 
@@ -151,7 +151,7 @@ def test_it_knows_exactly_what_was_told(seed: int) -> None:
     for step in range(800):
         machine.step()
         chain = machine.rng.choice(machine.chains)
-        found = machine.index.match(chain, machine.now).tiers.tolist()
+        found = machine.index.match(chain, machine.now).tolist()
         assert found == machine.oracle.match(chain, machine.now), (seed, step)
     assert machine.index.evicted == 0
     assert machine.index.expecting <= len(machine.oracle.tickets)
@@ -171,7 +171,7 @@ def test_a_full_index_misses_things_but_tells_nothing_wrong(seed: int) -> None:
     for step in range(800):
         machine.step()
         name = machine.rng.choice(names)
-        for controller, tiers in enumerate(machine.index.match([name], machine.now).tiers.tolist()):
+        for controller, tiers in enumerate(machine.index.match([name], machine.now).tolist()):
             bits = machine.oracle.bits(controller, name, machine.now)
             assert not any(count and not bits >> tier & 1 for tier, count in enumerate(tiers)), (seed, step)
             hits += sum(tiers)
@@ -192,7 +192,7 @@ def test_what_is_looked_for_stays() -> None:
         for name in used:
             index.match([name], 0.0)
     assert index.evicted > 15_000
-    assert index.match(used, 0.0).device.tolist() == [100, 0]
+    assert index.match(used, 0.0)[:, DEVICE].tolist() == [100, 0]
 
 
 def test_an_overlap_counts_each_chunk_in_its_fastest_tier() -> None:
@@ -202,12 +202,12 @@ def test_an_overlap_counts_each_chunk_in_its_fastest_tier() -> None:
     index.apply(2, b"".join(names), bytes([0, 1, 1, 1, 1, 1]))
     index.expect(7, 0, names, 0.0)
     overlap = index.match(names, 0.0)
-    assert overlap.device.tolist() == [2, 0, 0], "behind a gap nothing counts"
-    assert (overlap.host[0], overlap.disk[0], overlap.expected[0]) == (2, 1, 1)
-    assert overlap.total.tolist() == [6, 0, 0]
+    assert overlap[:, DEVICE].tolist() == [2, 0, 0], "behind a gap nothing counts"
+    assert overlap[0, 1:].tolist() == [2, 1, 1]
+    assert overlap.sum(axis=1).tolist() == [6, 0, 0]
     index.settle(7, 1.0)
-    assert index.match(names, 1.0 + EXPECT_SECONDS - 0.001).expected[0] == 1
-    assert index.match(names, 1.0 + EXPECT_SECONDS).expected[0] == 0
+    assert index.match(names, 1.0 + EXPECT_SECONDS - 0.001)[0, EXPECTED] == 1
+    assert index.match(names, 1.0 + EXPECT_SECONDS)[0, EXPECTED] == 0
 
 
 def test_long_prompts_are_counted_right() -> None:
@@ -217,9 +217,9 @@ def test_long_prompts_are_counted_right() -> None:
     index.apply(64, b"".join(names), b"\1" * 3000)
     index.apply(3, b"".join(names[:700]), b"\4" * 700)
     overlap = index.match(names, 0.0)
-    assert np.flatnonzero(overlap.total).tolist() == [3, 64]
-    assert overlap.device[64] == 3000
-    assert overlap.disk[3] == 700
+    assert np.flatnonzero(overlap.sum(axis=1)).tolist() == [3, 64]
+    assert overlap[64, DEVICE] == 3000
+    assert overlap[3, DISK] == 700
 
 
 def test_memory_is_what_is_estimated() -> None:

@@ -14,7 +14,7 @@ from simulation.told import truth
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.routing.core import Decision, RouteRequest, RoutingCore
-from trunkline.router.routing.names import Identity, names_of
+from trunkline.router.routing.names import Identity, prompt_names
 
 CHUNK = 8
 FINGERPRINT = b"some model"
@@ -120,17 +120,19 @@ def test_prompts_of_which_something_is_dropped(seed: int) -> None:
 
 def test_names_depend_on_all_that_kv_depends_on() -> None:
     tokens = pack_int32(range(20))
-    first = names_of(RouteRequest(tokens), Identity(b"m", "float32", 4))[0].names
+    first = prompt_names(RouteRequest(tokens), Identity(b"m", "float32", 4)).chains[0].names
     assert len(first) == 5
     others = [
-        names_of(RouteRequest(tokens, salt=b"x"), Identity(b"m", "float32", 4))[0].names,
-        names_of(RouteRequest(tokens), Identity(b"n", "float32", 4))[0].names,
-        names_of(RouteRequest(tokens), Identity(b"m", "bfloat16", 4))[0].names,
-        names_of(RouteRequest(tokens), Identity(b"m", "float32", 5))[0].names,
-        names_of(RouteRequest(pack_int32([7, *range(1, 20)])), Identity(b"m", "float32", 4))[0].names,
+        prompt_names(RouteRequest(tokens, salt=b"x"), Identity(b"m", "float32", 4)).chains[0].names,
+        prompt_names(RouteRequest(tokens), Identity(b"n", "float32", 4)).chains[0].names,
+        prompt_names(RouteRequest(tokens), Identity(b"m", "bfloat16", 4)).chains[0].names,
+        prompt_names(RouteRequest(tokens), Identity(b"m", "float32", 5)).chains[0].names,
+        prompt_names(RouteRequest(pack_int32([7, *range(1, 20)])), Identity(b"m", "float32", 4)).chains[0].names,
     ]
     assert all(not set(first) & set(other) for other in others)
-    longer = names_of(RouteRequest(tokens + pack_int32([1, 2, 3])), Identity(b"m", "float32", 4))[0].names
+    longer = (
+        prompt_names(RouteRequest(tokens + pack_int32([1, 2, 3])), Identity(b"m", "float32", 4)).chains[0].names
+    )
     assert longer == first
 
 
@@ -141,9 +143,9 @@ def test_a_text_counts_only_as_a_whole() -> None:
     core.set_available(0, True, 0.0)
     made = layout([text(range(10), 0), text(range(6), 10, 0)], [(16, 5)])
     request = RouteRequest(pack_int32(range(5)), layout=made)
-    first, second, own = names_of(request, identity)
-    assert (len(first.names), first.last_tokens, first.whole) == (3, 2, True)
-    assert (len(second.names), second.last_tokens, second.whole) == (2, 2, True)
+    first, second, own = prompt_names(request, identity).chains
+    assert (len(first.names), first.last_tokens, first.least) == (3, 2, 3)
+    assert (len(second.names), second.last_tokens, second.least) == (2, 2, 2)
     assert len(own.names) == 1
     core.index.apply(0, b"".join(first.names[:2]), b"\1\1")
     assert core.route(request, 0.0).cached_tokens == 0
@@ -157,4 +159,4 @@ def test_a_text_counts_only_as_a_whole() -> None:
 def test_layouts_without_sense_are_refused() -> None:
     made = layout([text(range(3), 0, parent=0)], [(3, 1)])
     with pytest.raises(ValueError, match="text 0 has text 0 above it"):
-        names_of(RouteRequest(pack_int32([1]), layout=made), Identity(b"", "", 4))
+        prompt_names(RouteRequest(pack_int32([1]), layout=made), Identity(b"", "", 4))

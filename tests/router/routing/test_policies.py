@@ -9,8 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from trunkline.router.routing.policies import POLICIES, RoutingSettings, Turns, View
-from trunkline.router.routing.rendezvous import rendezvous, rendezvous_among
+from trunkline.router.routing.policies import POLICIES, RoutingSettings, Turns, View, rendezvous, rendezvous_among
 
 
 def view(controllers: int, **known: Any) -> View:

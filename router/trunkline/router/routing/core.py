@@ -4,31 +4,89 @@
                              load, expected     no queued          no load
                              chunks, session    tokens any more
 
-A *ticket* is one dispatch of one request to one controller. `route` changes nothing but whose turn it is among
+A *ticket* is one sending of one request to one controller. `route` changes nothing but whose turn it is among
 equals, so a decision that is not carried out leaves nothing behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from trunkline.kvstore.chunks import blocks_for
 from trunkline.router.errors import RouterError
-from trunkline.router.routing.breaker import Breaker
-from trunkline.router.routing.decision_log import DecisionLog
+from trunkline.router.routing.controllers import Breaker, FloatArray, Live, Loads, SessionPlaces
 from trunkline.router.routing.index import TIERS, ChunkIndex, IntArray
-from trunkline.router.routing.loads import FloatArray, Live, Loads, SessionPlaces
 from trunkline.router.routing.names import Chain, Identity, Names, prompt_names
 from trunkline.router.routing.policies import POLICIES, Policy, RoutingSettings, Turns, View
-from trunkline.router.routing.request import Decision, RouteRequest, Weighed
+from trunkline.router.routing.request import Decision, Origin, RouteRequest, Weighed
+
+DECISIONS_MAX: Final = 1000
+
+
+class Logged(NamedTuple):
+    """A decision that was carried out."""
+
+    number: int
+    """Counts from 1 on, without gaps."""
+    at: float
+    """The router's loop time, in seconds."""
+    origin: Origin
+    controller: int
+    reason: str
+    """As in `Decision`."""
+    prompt_tokens: int
+    is_again: bool
+    """Whether the request was at another controller before, which refused it, lost it or handed it over."""
+    weighed: Weighed | None
+
+
+class DecisionLog:
+    """The last decisions with what was known of each controller, for the dashboard.
+
+    The log keeps references to arrays that each decision makes anew, which costs next to nothing. They are made
+    readable only when the dashboard asks for them.
+    """
+
+    def __init__(self, size: int = DECISIONS_MAX) -> None:
+        self.count = 0
+        """Decisions since the start."""
+        self._ring: deque[Logged] = deque(maxlen=size)
+
+    def add(self, decision: Decision, request: RouteRequest, now: float) -> None:
+        """Note that a request was sent as decided."""
+        self.count += 1
+        self._ring.append(
+            Logged(
+                self.count,
+                now,
+                request.origin,
+                decision.controller,
+                decision.reason,
+                decision.new_tokens + decision.cached_tokens,
+                bool(request.exclude),
+                decision.weighed,
+            )
+        )
+
+    def after(self, number: int, limit: int) -> list[Logged]:
+        """Return the decisions with higher numbers, the oldest first; of more than `limit` the last ones."""
+        wanted = min(max(0, self.count - number), limit, len(self._ring))
+        return list(islice(self._ring, len(self._ring) - wanted, None))
+
+    def newest(self) -> Iterator[Logged]:
+        """Yield all decisions that are kept, the last one first."""
+        return reversed(self._ring)
+
 
 __all__ = ["Decision", "NoControllerError", "RouteRequest", "RoutingCore", "RoutingSettings"]
 
 _UNKNOWN_CHUNK: Final = 64
-"""Tokens of a chunk of a controller that has not said it."""
+"""Tokens of a chunk, until a controller has reported its own size."""
 
 
 class NoControllerError(RouterError):
@@ -37,20 +95,19 @@ class NoControllerError(RouterError):
     def __init__(self, message: str, wait_seconds: float) -> None:
         super().__init__(message)
         self.wait_seconds = wait_seconds
-        """How long until one that has failed may be tried again, at least; infinity: something else must
-        happen."""
+        """Seconds until a controller that has failed may be tried again; infinity: waiting alone does not help."""
 
 
 class _Found(NamedTuple):
-    """A request's chunks, for the controllers of one identity."""
+    """A request's chunks under the names of one identity."""
 
     names: Names
     overlaps: list[tuple[Chain, IntArray]]
-    """Chunks that each controller has of each chain, `[controllers, 4]`."""
+    """Each chain, with how many of its chunks each controller has in each tier, `[controllers, 4]`."""
 
 
 class RoutingCore:
-    """See the module. Controllers are numbers from 0 on; times are seconds of any clock that does not go back."""
+    """Chooses controllers. They are numbers from 0 on; times are seconds of any clock that does not go back."""
 
     def __init__(
         self,
@@ -62,9 +119,11 @@ class RoutingCore:
     ) -> None:
         """
         Args:
-            policy: one of `POLICIES`.
+            controllers: how many there are.
+            policy: name of a rule in `POLICIES`.
             settings: None: the defaults.
-            replica_seed: another one for each router, so that equals do not all get the same turn.
+            replica_seed: differs between routers, so that they do not all choose the same one of equal
+                controllers.
 
         Raises:
             ValueError: there is no such policy, or a setting is wrong.
@@ -92,7 +151,7 @@ class RoutingCore:
     # What is known of controllers
 
     def set_identity(self, controller: int, identity: Identity) -> None:
-        """Set what the names of a controller's chunks begin with; until then nothing is found there."""
+        """Set by which identity a controller names its chunks; until then nothing is found cached there."""
         if self._identities[controller] == identity:
             return
         self._identities[controller] = identity
@@ -103,10 +162,11 @@ class RoutingCore:
         }
 
     def set_costs(self, controller: int, prefill_us: float, load_us: Sequence[float]) -> None:
-        """
+        """Set what a controller has measured of the time per prompt token.
+
         Args:
-            prefill_us: computing a prompt token takes; 0: not measured.
-            load_us: loading one takes, by `TierKind`; 0: not measured, as is what is left out.
+            prefill_us: time to compute a token; 0: not measured.
+            load_us: time to load a token, by `TierKind`; 0 or left out: not measured.
         """
         settings = self.settings
         for tier, default in ((1, settings.host_worth), (2, settings.disk_worth)):
@@ -114,24 +174,9 @@ class RoutingCore:
             is_measured = prefill_us > 0 and load > 0
             self._worth[controller, tier] = 1.0 - min(1.0, load / prefill_us) if is_measured else default
 
-    def report(
-        self, controller: int, *, requests: int, queued_tokens: int, kv_used: float, running: int, now: float
-    ) -> None:
-        """Take a controller's report about the requests of all routers.
-
-        Args:
-            requests: that have not ended.
-            queued_tokens: prompt tokens of them that have still to be computed.
-            kv_used: part of its blocks that running requests hold, 0 to 1.
-            running: how many run.
-        """
-        self.loads.report(
-            controller, requests=requests, queued_tokens=queued_tokens, kv_used=kv_used, running=running
-        )
-
     def set_available(self, controller: int, available: bool, now: float) -> None:
-        """Set whether a controller can take requests. Only a change has an effect: a controller that is
-        back after failures is tried with one request first."""
+        """Set whether a controller can take requests. Only a change has an effect: a controller that comes back
+        after failures gets a single request first."""
         if not available:
             self.loads.lost(controller)
         elif not self._available[controller]:
@@ -152,7 +197,7 @@ class RoutingCore:
         """Return which controller should get a request.
 
         Raises:
-            NoControllerError: none, at present.
+            NoControllerError: no controller can take it now.
             ValueError: see `prompt_names`.
         """
         candidates = self._candidates(request, now)
@@ -229,8 +274,9 @@ class RoutingCore:
         """Note that a request has ended in any way. Unknown tickets, and ones that have ended, are fine.
 
         Args:
-            failed: the controller failed it (it was lost, its workers were, it did not answer); not: the request
-                was wrong or refused, its client left.
+            failed: whether the controller is at fault: it or its workers were lost, or it did not answer. False if
+                the
+                request was wrong or refused, or its client left.
         """
         live = self.loads.ended(ticket)
         if live is None:
@@ -271,14 +317,15 @@ class RoutingCore:
         return candidates
 
     def _look_up(self, request: RouteRequest, now: float) -> tuple[dict[Identity, _Found], IntArray, FloatArray]:
-        """Return each identity's names; cached tokens, `[controllers, 4]`; and what these save, in tokens."""
+        """Return the names by identity; cached tokens, `[controllers, 4]`; and what these save, in computed
+        tokens."""
         count = len(self._available)
         tiers = np.zeros((count, TIERS), np.int64)
         effective = np.zeros(count)
         found: dict[Identity, _Found] = {}
         for identity, members in self._members.items():
             names = prompt_names(request, identity)
-            overlaps = [(chain, self.index.match(chain.names, now).tiers) for chain in names.chains]
+            overlaps = [(chain, self.index.match(chain.names, now)) for chain in names.chains]
             found[identity] = _Found(names, overlaps)
             cached = _best_way(overlaps)[members]
             tiers[members] = cached
@@ -287,7 +334,7 @@ class RoutingCore:
 
 
 def _best_way(overlaps: Sequence[tuple[Chain, IntArray]]) -> IntArray:
-    """Return cached tokens by tier, of each controller's best way."""
+    """Return the cached tokens of each controller by tier, in the way (see `Chain.way`) that has most of them."""
     ways: dict[int, IntArray] = {}
     for chain, chunks in overlaps:
         tokens = _tokens(chain, chunks)
@@ -299,7 +346,7 @@ def _best_way(overlaps: Sequence[tuple[Chain, IntArray]]) -> IntArray:
 
 
 def _tokens(chain: Chain, chunks: IntArray) -> IntArray:
-    """Return how many tokens are seen of the chunks that each controller has, by tier."""
+    """Return how many tokens the prompt sees of the chunks that each controller has, by tier."""
     tokens = chunks * chain.tokens
     if chain.least <= 1 and chain.last_tokens == chain.tokens and not chain.unseen_tokens:
         return tokens
@@ -307,7 +354,7 @@ def _tokens(chain: Chain, chunks: IntArray) -> IntArray:
     slowest = TIERS - 1 - np.argmax(chunks[:, ::-1] > 0, axis=1)
     everyone = np.arange(len(chunks))
     tokens[everyone, slowest] -= np.where(counts == len(chain.names), chain.tokens - chain.last_tokens, 0)
-    # Tokens that are not seen are taken from where most of the chunks are: exact as a sum, which is what counts.
+    # Tokens that the prompt does not see are taken off the tier with most chunks: the sum, which counts, is exact.
     unseen = np.minimum(chain.unseen_tokens, tokens.sum(axis=1))
     for _ in range(TIERS):
         fullest = tokens.argmax(axis=1)
@@ -318,17 +365,17 @@ def _tokens(chain: Chain, chunks: IntArray) -> IntArray:
 
 
 def _missing(found: _Found, controller: int) -> list[bytes]:
-    """Return the chunks of each chain that the controller has yet to compute."""
+    """Return the names of the chunks that the controller has yet to compute."""
     names: list[bytes] = []
     for chain, chunks in found.overlaps:
         if chain.way:
-            continue  # of the ways to go on after a cut, the controller will keep what it has if it can
+            continue  # after a cut the controller goes on in the first way if it can
         *told, expected = chunks[controller].tolist()
-        # What is only expected is expected of this request, too: the other one may fail.
+        # Chunks that another request is expected to compute are expected of this one, too: the other may fail.
         names += chain.names if expected else chain.names[sum(told) :]
     return names
 
 
 def _prompt_tokens(request: RouteRequest) -> int:
-    """Return the tokens of a prompt whose chunks no controller could name."""
+    """Return the length of a prompt while no controller has an identity yet."""
     return request.token_count if request.names is not None else len(request.tokens) // 4

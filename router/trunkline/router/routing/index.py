@@ -5,14 +5,15 @@ One dictionary entry per name, however many controllers have it: an integer with
 
       name ─► … |column 2: expected disk host device|column 1: expected disk host device|column 0: used|
 
-A lookup of a whole prompt packs its integers into a matrix and goes on in numpy, so it costs the same whoever has
-what. Each controller owns a column. A snapshot is written to another column while the old one serves, and
-forgetting a controller only takes its column away: a column that nobody owns is wiped little by little, a shard
-of the dictionary at each call, before it is given away again. So no call takes long, however much is known.
+A lookup of a whole prompt packs its integers into a matrix and goes on in numpy, so its cost does not depend on
+which controllers have the chunks. Each controller owns a column. A snapshot is written to a free column while the
+old one serves. Forgetting a controller only takes its column away: a column without an owner is wiped little by
+little, a shard of the dictionary at each call, before another controller gets it. So no call takes long, however
+large the index is.
 
-The index is bounded by bytes. What leaves it is missing until its controller tells of it again: a match may say
-too little, never too much. Which names leave is decided by second chance: column 0 notes that a name was looked
-for.
+The index is bounded by bytes. A name that was removed is missing until its controller publishes it again: a match
+may find too little, never too much. Names are removed by second chance: bit 0 of column 0 notes that a name was
+looked for.
 """
 
 from __future__ import annotations
@@ -30,61 +31,26 @@ from trunkline.kvstore.chunks import NAME_BYTES
 IntArray = NDArray[np.int64]
 
 EXPECT_SECONDS: Final = 2.0
-"""What a request was expected to compute is taken for granted so long after it has started; by then its controller
-has told of it."""
+"""Expected chunks count for so long after their request has started; by then its controller has published them."""
 DEVICE, HOST, DISK, EXPECTED = range(4)
 TIERS: Final = 4
-"""Bits of a column. The first three are told by controllers (`1 << TierKind`)."""
+"""Bits of a column. The first three are what controllers publish (`1 << TierKind`)."""
 _TOLD: Final = 0b0111
 _EXPECTED_BIT: Final = 1 << EXPECTED
 _USED: Final = 1
-"""Bit 0 of column 0, which no controller owns."""
+"""Bit 0 of column 0, which no controller owns: the name was looked for."""
 SHARDS: Final = 256
-"""Dictionaries that share the names, by first byte: so none is so large that growing or wiping it takes long."""
+"""Dictionaries among which the names are divided by first byte, so that none takes long to grow or to wipe."""
 _NAME_OVERHEAD_BYTES: Final = 64 + 56
-"""Of a name: the object, and its place in a dictionary that is half full."""
+"""Memory of a name: the object, and its place in a dictionary that is half full."""
 _EVICTED_AT_ONCE: Final = 64
 
 _HAS: Final = np.array([(0xF if x & 0xF else 0) | (0xF0 if x & 0xF0 else 0) for x in range(256)], np.uint8)
-"""Of two columns: all bits of those that have any."""
+"""For a byte with two columns: all bits of each column that has any."""
 _FASTEST: Final = np.array([(x & 0xF & -(x & 0xF)) | ((x >> 4) & -(x >> 4)) << 4 for x in range(256)], np.uint8)
-"""Of two columns: the lowest bit of each."""
+"""For a byte with two columns: the lowest bit of each column."""
 _COUNTED_AT_ONCE: Final = 255
-"""So many bits add up in a byte."""
-
-
-class Overlap(NamedTuple):
-    """How much of a chain each controller has."""
-
-    tiers: IntArray
-    """Chunks of the prefix that it has without a gap, `[controllers, 4]`: those whose fastest tier is the
-    device, host memory, the disk, and those that are only expected."""
-
-    @property
-    def device(self) -> IntArray:
-        """Per controller, as are the following."""
-        return self.tiers[:, DEVICE]
-
-    @property
-    def host(self) -> IntArray:
-        """See `tiers`."""
-        return self.tiers[:, HOST]
-
-    @property
-    def disk(self) -> IntArray:
-        """See `tiers`."""
-        return self.tiers[:, DISK]
-
-    @property
-    def expected(self) -> IntArray:
-        """See `tiers`."""
-        return self.tiers[:, EXPECTED]
-
-    @property
-    def total(self) -> IntArray:
-        """Chunks of the prefix."""
-        total: IntArray = self.tiers.sum(axis=1)
-        return total
+"""Most rows whose bits can be added up in a byte."""
 
 
 class _Ticket(NamedTuple):
@@ -93,37 +59,39 @@ class _Ticket(NamedTuple):
 
 
 class ChunkIndex:
-    """See the module. Names are of 16 bytes; times are seconds of any clock that does not go back."""
+    """Which chunks each controller has. Names have 16 bytes; times are seconds of any clock that does not go
+    back."""
 
     def __init__(self, controllers: int, bytes_max: int = 256 << 20) -> None:
         """
         Args:
-            bytes_max: about how much memory it may take.
+            controllers: how many there are.
+            bytes_max: about how much memory the index may take.
 
         Raises:
-            ValueError: that is less than one name takes.
+            ValueError: `bytes_max` is less than one name takes.
         """
         self._row_bytes = _row_bytes(1 + controllers)
         self._shards: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
         self._names = _Bound(self._row_bytes, bytes_max)
         self._columns = np.arange(1, controllers + 1)
-        """By controller."""
+        """The column of each controller."""
         self._shadows: dict[int, int] = {}
-        """Columns of snapshots that are not complete, by controller."""
+        """By controller: the column of a snapshot that is not complete."""
         self._clean: list[int] = []
-        """Columns without a bit that nobody owns, the lowest last."""
+        """Wiped columns without an owner, the lowest last."""
         self._dirty: dict[int, int] = {}
-        """Columns that are being wiped: the next shard."""
+        """By column that is being wiped: the next shard to wipe."""
         self._tickets: dict[int, _Ticket] = {}
-        """What is expected, by whom."""
+        """Names that each ticket expects."""
         self._shared: list[dict[bytes, int]] = [{} for _ in range(1 + controllers)]
-        """By column: names that several tickets expect there, and how many."""
+        """By column: names that several tickets expect there, with the number of tickets."""
         self._settled: deque[tuple[float, int]] = deque()
-        """(end, ticket), in order."""
+        """(time at which the expectation ends, ticket), in order of time."""
 
     @property
     def size(self) -> int:
-        """Names."""
+        """Number of names."""
         return self._names.count
 
     @property
@@ -136,18 +104,18 @@ class ChunkIndex:
         """How many names were removed for lack of room since the start."""
         return self._names.evicted
 
-    # What controllers tell
+    # Events and snapshots of controllers
 
     def apply(self, controller: int, names: bytes, tiers: bytes) -> None:
-        """Take a controller's event: the tiers in which chunks now are.
+        """Apply an event of a controller: the tiers in which chunks are now.
 
         Args:
-            names: 16 bytes each.
-            tiers: for each, a byte with the tiers in which it is now; 0: in none. Bits that are not known here
-                (the remote tier) do not count.
+            names: 16 bytes per chunk.
+            tiers: one byte per chunk with a bit for each tier in which it is now; 0: in none. Bits of other tiers
+                (the remote one) are ignored.
 
         Raises:
-            ValueError: names and tiers are not of one number.
+            ValueError: the numbers of names and tiers differ.
         """
         self._wipe()
         self._write(int(self._columns[controller]), names, tiers)
@@ -156,13 +124,13 @@ class ChunkIndex:
             self._write(shadow, names, tiers)
 
     def begin_snapshot(self, controller: int) -> None:
-        """All that a controller has will be told. Until `end_snapshot` what is known serves, and `apply` adds to
-        both."""
+        """Begin a snapshot of all chunks of a controller. Until `end_snapshot` the index serves what it knew
+        before, and `apply` writes to both."""
         self._drop_shadow(controller)
         self._shadows[controller] = self._take_column()
 
     def add_snapshot(self, controller: int, names: bytes, tiers: bytes) -> None:
-        """A part of a snapshot; see `apply`.
+        """Add chunks to a snapshot. Arguments are those of `apply`.
 
         Raises:
             ValueError: see `apply`, or no snapshot has begun.
@@ -172,10 +140,10 @@ class ChunkIndex:
         self._write(self._shadows[controller], names, tiers)
 
     def end_snapshot(self, controller: int) -> None:
-        """Replace what is known of a controller by the snapshot.
+        """Replace all that is known of a controller by its snapshot.
 
         Raises:
-            ValueError: none has begun.
+            ValueError: no snapshot has begun.
         """
         if controller not in self._shadows:
             raise ValueError(f"no snapshot of controller {controller} has begun")
@@ -192,7 +160,7 @@ class ChunkIndex:
         self._make_room()
 
     def forget(self, controller: int) -> None:
-        """Forget all chunks and expectations of a controller that has gone, or begins anew."""
+        """Forget all chunks and expectations of a controller that has ended or was started again."""
         self._drop_shadow(controller)
         old = int(self._columns[controller])
         self._columns[controller] = self._take_column()
@@ -200,16 +168,16 @@ class ChunkIndex:
         self._tickets = {ticket: entry for ticket, entry in self._tickets.items() if entry.column != old}
         self._dirty[old] = 0
 
-    # What is expected
+    # Expectations
 
     def expect(self, ticket: int, controller: int, names: Sequence[bytes], now: float) -> None:
-        """Expect that a controller computes these chunks, because a request was sent to it, unless it has them.
+        """Expect that a controller computes the chunks of a request that was sent to it, except those that it has.
 
-        Chunks that are there are not noted: if they leave before the request starts, they are missed until it has
-        computed them again.
+        If a chunk that it has is evicted before the request starts, it is not found until it was computed again.
 
         Args:
-            ticket: of this request; `settle` and `drop` name it. One that is in use is dropped first.
+            ticket: of the request, for `settle` and `drop`. The expectation of a ticket that is in use is
+                replaced.
         """
         self.drop(ticket)
         self._expire(now)
@@ -235,7 +203,7 @@ class ChunkIndex:
         self._make_room()
 
     def settle(self, ticket: int, now: float) -> None:
-        """Let the expectation of a started request end in `EXPECT_SECONDS`: by then its chunks are published."""
+        """End the expectation of a started request in `EXPECT_SECONDS`; by then its chunks are published."""
         if ticket in self._tickets:
             self._settled.append((now + EXPECT_SECONDS, ticket))
         self._expire(now)
@@ -266,20 +234,25 @@ class ChunkIndex:
 
     @property
     def expecting(self) -> int:
-        """How many requests' chunks are expected."""
+        """Number of requests whose chunks are expected."""
         return len(self._tickets)
 
     # Looking up
 
-    def match(self, names: Sequence[bytes], now: float) -> Overlap:
-        """Return how much of a chain each controller has, without a gap from its beginning."""
+    def match(self, names: Sequence[bytes], now: float) -> IntArray:
+        """Return how many chunks of a chain each controller has, without a gap from its beginning.
+
+        Returns:
+            `[controllers, 4]`: chunks by the fastest tier in which they are: device, host memory, disk, and chunks
+            that are only expected.
+        """
         self._expire(now)
         self._wipe()
         shards = self._shards
         found = [shards[name[0]].get(name) for name in names]
         known = found[: found.index(None)] if None in found else found
         if not known:
-            return Overlap(np.zeros((len(self._columns), TIERS), np.int64))
+            return np.zeros((len(self._columns), TIERS), np.int64)
         packed = b"".join([mask.to_bytes(self._row_bytes, "little") for mask in known if mask is not None])
         masks = np.frombuffer(packed, np.uint8).reshape(len(known), -1)
         for at in ((masks[:, 0] & _USED) == 0).nonzero()[0].tolist():
@@ -289,7 +262,8 @@ class ChunkIndex:
         counts = np.zeros(bits.shape[1], np.int64)
         for start in range(0, len(bits), _COUNTED_AT_ONCE):
             counts += np.add.reduce(bits[start : start + _COUNTED_AT_ONCE], axis=0, dtype=np.uint8)
-        return Overlap(counts.reshape(-1, TIERS)[self._columns])
+        overlap: IntArray = counts.reshape(-1, TIERS)[self._columns]
+        return overlap
 
     # Inside
 
@@ -334,7 +308,7 @@ class ChunkIndex:
             self._dirty[shadow] = 0
 
     def _take_column(self) -> int:
-        # Of each controller's two columns one may be a snapshot's; what is beyond that waits to be wiped.
+        # Each controller may have two columns, one of them for a snapshot; all others wait to be wiped.
         while not self._clean and len(self._shared) > 8 + 3 * len(self._columns):
             self._wipe()
         if self._clean:
@@ -346,7 +320,7 @@ class ChunkIndex:
         return len(self._shared) - 1
 
     def _wipe(self) -> None:
-        """Take a column that nobody owns out of one more shard."""
+        """Clear the bits of a column without an owner in one more shard."""
         if not self._dirty:
             return
         column, at = next(iter(self._dirty.items()))

@@ -1,16 +1,16 @@
 """The names under which controllers publish the KV of a prompt (`trunkline.kvstore.chunks`). Pure.
 
-A plain prompt is one chain of whole chunks. Others are looked for in several places:
+A plain prompt is one chain of whole chunks. Other prompts have several chains:
 
-- A prompt with *modules*: each text that it sees is a chain of its own, which counts only if all of it is there,
-  for otherwise it is computed again from its beginning; then the prompt's own tokens.
+- A prompt with *modules*: each text that it sees is a chain of its own. It counts only if all of it is cached,
+  for otherwise it is computed again from its beginning. The prompt's own tokens follow as the last chain.
 - A prompt of which something is *dropped* (`trunkline.kvstore.cuts`) goes one of two ways, and the better one
   counts: the controller goes on with the KV that it kept, which has the names of the whole history, dropped
   chunks left out, and which must reach the last dropped token; or it computes what is left as a plain prompt.
 
-What was computed behind a cut hangs from chunks whose names say how much had been computed before, which only
-their controller knows; so of a session that is cut for the second time, the turns since are not seen here. It
-stays where it is all the same, because its cost is still lowest there, and because it is a session.
+The names of chunks that were computed behind a cut depend on how much had been computed before it, which only
+their controller knows. So when a session is cut for the second time, its turns since the first cut are not found.
+It stays at its controller all the same, because its cost is still lowest there, and because it is a session.
 """
 
 from __future__ import annotations
@@ -32,77 +32,68 @@ _TOKEN_BYTES: Final = 4
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """What all names of a controller begin with; controllers with equal ones have equal names for equal KV."""
+    """Model and format of a controller's KV, which all its names depend on. Controllers with equal identities have
+    equal names for equal KV."""
 
     fingerprint: bytes
     dtype: str
     chunk_size: int
     positions_shift: bool = True
-    """Whether KV can be kept when the tokens before it are cut off, and texts can act elsewhere."""
+    """Whether KV can be used at other positions: behind a cut, and for texts of modules that were moved."""
 
 
 class Chain(msgspec.Struct, frozen=True):
-    """Chunks that count as far as they are there without a gap from the first one on."""
+    """Successive chunks. Those count that are cached without a gap from the first one on."""
 
     names: Sequence[bytes]
     tokens: int
-    """Of each chunk that are seen …"""
+    """Tokens of each chunk but the last one."""
     last_tokens: int
-    """… but of the last one, which may be partial."""
+    """Tokens of the last chunk, which may be partial."""
     least: int = 1
-    """If fewer chunks are there, none counts."""
+    """If fewer chunks are cached, none counts."""
     unseen_tokens: int = 0
-    """Of the first `least` chunks, together, not seen."""
+    """Tokens of the first `least` chunks, together, that the prompt does not see."""
     way: int = 0
-    """Chains of different ways are alternatives."""
-
-    @property
-    def whole(self) -> bool:
-        """Whether the chain counts only if all of it is cached."""
-        return self.least >= len(self.names)
+    """Chains with different numbers are alternatives; those with equal numbers add up."""
 
 
 class Names(NamedTuple):
-    """A prompt, for controllers of one identity."""
+    """A prompt's chains for controllers of one identity."""
 
     chains: list[Chain]
     prompt_tokens: int
-    """Tokens that it sees."""
-    chunk_size: int
-
-
-def names_of(request: RouteRequest, identity: Identity) -> list[Chain]:
-    """Return under which names a prompt's KV may be; see `prompt_names`."""
-    return prompt_names(request, identity).chains
+    """Tokens that the prompt sees."""
 
 
 def prompt_names(request: RouteRequest, identity: Identity) -> Names:
-    """Return under which names the KV of a prompt may be, and how long the prompt is.
+    """Return the names under which the KV of a prompt may be cached, and the prompt's length.
 
     Raises:
-        ValueError: its tokens are no int32, or its drops or its layout make no sense.
+        ValueError: the prompt's tokens are no int32, or its drops or its layout are malformed.
     """
     size = identity.chunk_size
     if request.names is not None:
-        return Names([Chain(request.names, size, size)], request.token_count, size)
+        return Names([Chain(request.names, size, size)], request.token_count)
     if len(request.tokens) % _TOKEN_BYTES:
         raise ValueError(f"a prompt of {len(request.tokens)} bytes; tokens have {_TOKEN_BYTES} each")
     count = len(request.tokens) // _TOKEN_BYTES
     root = root_name(identity.fingerprint, identity.dtype, size, request.salt)
     if request.layout is not None:
         chains, seen = _module_chains(request.layout, request.tokens, root, identity)
-        return Names(chains, seen, size)
+        return Names(chains, seen)
     if request.drops:
         seen = count - sum(stop - start for start, stop in request.drops)
-        return Names(_cut_chains(request, root, identity), seen, size)
-    return Names([Chain(whole_chunks(root, request.tokens, size), size, size)], count, size)
+        return Names(_cut_chains(request, root, identity), seen)
+    return Names([Chain(whole_chunks(root, request.tokens, size), size, size)], count)
 
 
 def whole_chunks(root: bytes, tokens: bytes, chunk_size: int, marker: bytes = b"") -> list[bytes]:
     """Return the names of the full chunks of a plain prompt. Most of a decision's time is spent here.
 
     Args:
-        marker: name of a root behind which these tokens see other ones; empty: they are all that is in sight.
+        marker: name of a prompt's root behind modules, whose texts these tokens also see; empty: they see only
+            themselves.
     """
     size, name = chunk_size * _TOKEN_BYTES, bytes(root)
     names: list[bytes] = []
@@ -131,7 +122,8 @@ def _cut_chains(request: RouteRequest, root: ChunkName, identity: Identity) -> l
     kept: list[bytes] = []
     for segment in cut.segments:
         kept += all_names[segment.start : segment.stop if segment.stop >= 0 else len(all_names)]
-    # The chunk in which the last dropped range ends may be a tail that is not full yet; then the others will do.
+    # The chunk in which the last dropped range ends may be a tail without a name; then the chunks before it
+    # suffice.
     least = max(1, min(len(kept), -(-cut.closed_end // size)))
     return [Chain(kept, size, size, least, unseen_tokens=cut.holes), plain]
 
@@ -139,7 +131,7 @@ def _cut_chains(request: RouteRequest, root: ChunkName, identity: Identity) -> l
 def _module_chains(
     layout: PromptLayout, own: bytes, root: ChunkName, identity: Identity
 ) -> tuple[list[Chain], int]:
-    """Return the chains, and how many tokens the prompt sees."""
+    """Return the chains of a prompt with modules, and how many tokens the prompt sees."""
     size = identity.chunk_size
     base = modules_root(root)
     moves = RelocationRule.of(identity.positions_shift, layout.relocate)
@@ -165,7 +157,7 @@ def _module_chains(
 
 
 def _text_chain(place: ChunkName, tokens: bytes, seen: Sequence[tuple[int, int]], size: int) -> Chain:
-    """Return the chain of a text's chunks up to the last one that is seen."""
+    """Return the chain of a text's chunks up to the last one that the prompt sees."""
     chunks = blocks_for(seen[-1][1], size)
     held = tokens[: chunks * size * _TOKEN_BYTES]
     names = chain(place, held, size)

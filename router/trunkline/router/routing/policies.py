@@ -1,7 +1,7 @@
-"""Routing rules. Pure: a rule sees what is known of all controllers and names one that can take the request.
+"""The rules by which a controller is chosen. Pure.
 
-`PrefixAware` is Trunkline's. The others are what it is compared with: simple ones, and the rules of other systems,
-which here look at the same exact index, so that a comparison shows the rule and not the index:
+The prefix-aware rule is Trunkline's. The others are what it is compared with: simple ones, and the rules of other
+systems. Here all rules look at the same exact index, so that a comparison shows the rule and not the index:
 
       rule          value of a controller                                             chosen
       prefix        (new prefill + floor) · (1 + requests / 2 + queued tokens / T)    lowest, but a session stays
@@ -10,21 +10,21 @@ which here look at the same exact index, so that a comparison shows the rule and
       lmetric       new prefill · (requests + 1)                                      lowest
       llm-d         3 · cached part + 2 · relative queue + 2 · free KV                highest
 
-Of equal values none is preferred: they take turns.
+Controllers with equal values take turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from trunkline.router.routing.controllers import FloatArray
 from trunkline.router.routing.index import IntArray
-from trunkline.router.routing.loads import FloatArray
-from trunkline.router.routing.rendezvous import rendezvous_among
 
 _EQUAL: Final = 1.0 + 1e-9
 """Values that differ by no more than rounding are equal."""
@@ -34,34 +34,36 @@ _SGLANG_MATCHED: Final = 0.5
 
 
 class RoutingSettings(msgspec.Struct, frozen=True):
-    """Of the prefix-aware rule; what they are worth is measured in `benchmarks/routing.py`."""
+    """Settings of the prefix-aware rule; `benchmarks/routing.py` measures their effect."""
 
     chunk_tokens: int = 2048
-    """T: prompt tokens waiting that double what a request costs: about what a step computes."""
+    """T: so many waiting prompt tokens double a request's cost. About what a step computes."""
     request_tokens: int = 1024
-    """What each request weighs, in prompt tokens that wait: its decode steps, and the memory that it holds. Less
+    """Weight of each request, in waiting prompt tokens, for its decode steps and the memory that it holds. Less
     than T: a queue of prompts delays a first token more than rows that decode."""
     floor_tokens: int = 512
-    """Added to what a request has to compute, so that the load counts even where all of its prompt is cached."""
+    """Added to the tokens that a request has to compute, so that load counts even where its whole prompt is
+    cached."""
     stay_ratio: float = 1.5
-    """A session stays where it is unless the cost there exceeds the best one by this."""
+    """A session stays at its controller unless its cost there is more than the lowest cost times this."""
     near_ratio: float = 1.25
-    """Of a new session, if nothing of it is cached anywhere, all controllers whose cost is within this of the best
-    are equal, and it goes where all routers would send it."""
+    """For a new session of which nothing is cached, all controllers count as equal whose cost is at most the
+    lowest cost times this. It goes to the one of them that all routers would choose."""
     host_worth: float = 0.9
-    """What a cached token saves that has to come from host memory, of what one on the device saves, while neither
-    loading nor computing has been measured; …"""
+    """What a cached token in host memory saves, as a part of what one on the device saves. Used until loading and
+    computing have been measured."""
     disk_worth: float = 0.5
-    """… the same from disk."""
+    """The same for a cached token on disk."""
     sessions_max: int = 100_000
-    """Sessions whose places are remembered."""
+    """Most sessions whose controllers are remembered."""
     index_bytes_max: int = 256 << 20
     """See `ChunkIndex`."""
 
     def validate(self) -> None:
-        """
+        """Check each setting by itself.
+
         Raises:
-            ValueError: what is wrong.
+            ValueError: naming the setting that is wrong.
         """
         for name in ("chunk_tokens", "floor_tokens", "sessions_max"):
             if getattr(self, name) < 1:
@@ -77,16 +79,16 @@ class RoutingSettings(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True):
-    """What a rule sees of a request and of all controllers (arrays by controller)."""
+    """What a rule sees of a request and of all controllers. Arrays are by controller."""
 
     candidates: IntArray
-    """The controllers that can take it, ascending; at least one."""
+    """The controllers that can take the request, ascending; at least one."""
     prompt_tokens: int
     chunk_size: IntArray
     new_tokens: FloatArray
-    """Prompt tokens to compute; those that are loaded count in part."""
+    """Prompt tokens that the controller has to compute; cached tokens that it has to load count in part."""
     matched_tokens: IntArray
-    """Prompt tokens that are cached, in whichever tier."""
+    """Prompt tokens that are cached there, in any tier."""
     inflight: FloatArray
     own_inflight: FloatArray
     queued: FloatArray
@@ -95,21 +97,22 @@ class View(msgspec.Struct, frozen=True):
     running: FloatArray
     kv_used: FloatArray
     costs: FloatArray
-    """By the prefix-aware rule."""
+    """Costs by the prefix-aware rule."""
     session: str
     place: int
-    """Where this router sent its session's last request; -1: not known."""
+    """The controller to which this router sent the session's last request; -1: not known."""
     home: int
+    """As in `RouteRequest`."""
 
 
 class Turns:
-    """Whose turn it is among equals. Routers that begin with different seeds do not all favour the same."""
+    """Chooses among equal controllers in turn. Routers with different seeds begin with different controllers."""
 
     def __init__(self, seed: int) -> None:
         self._turn = seed * 7919
 
     def pick(self, equals: IntArray) -> int:
-        """Return the one of `equals` whose turn it is; there is at least one."""
+        """Return the controller of `equals` (at least one) whose turn it is."""
         if len(equals) == 1:
             return int(equals[0])
         self._turn += 1
@@ -126,7 +129,7 @@ class Turns:
 
 
 class Policy(Protocol):
-    """A rule."""
+    """A rule by which a controller is chosen."""
 
     def __init__(self, settings: RoutingSettings, turns: Turns) -> None: ...
 
@@ -141,10 +144,10 @@ class _Rule:
 
 
 class PrefixAware(_Rule):
-    """The lowest cost, but a session stays where it is unless that is much dearer.
+    """The lowest cost, but a session stays at its controller unless that costs much more.
 
-    Where it is: where more of its prompt is than anywhere else, or else where this router sent it last. So routers
-    agree about sessions whose turns reach now one, now the other.
+    A session's controller is the one that has more of its prompt than any other; if there is none, the one to
+    which this router sent its last request. So routers agree about sessions whose turns reach different routers.
     """
 
     def choose(self, view: View) -> tuple[int, str]:
@@ -165,19 +168,19 @@ class PrefixAware(_Rule):
                 chosen = rendezvous_among(view.session, near.tolist())
                 return chosen, "prefix" if view.matched_tokens[chosen] else "load"
         if view.home in candidates and costs[view.home] <= self.settings.stay_ratio * best:
-            return view.home, "home"  # of its schema, whose modules are computed there
+            return view.home, "home"  # the home of its schema, where the modules' KV was computed
         chosen = self.turns.pick(candidates[among <= best * _EQUAL])
         return chosen, "prefix" if view.matched_tokens[chosen] else "load"
 
     def _place(self, view: View) -> int:
-        """-1: not known."""
+        """Return the session's controller; -1: not known."""
         matched = view.matched_tokens[view.candidates]
         deepest = np.flatnonzero(matched == matched.max())
         return int(view.candidates[deepest[0]]) if len(deepest) == 1 else view.place
 
 
 class RoundRobin(_Rule):
-    """One after the other."""
+    """The controllers in turn."""
 
     def choose(self, view: View) -> tuple[int, str]:
         """See `Policy`."""
@@ -185,7 +188,7 @@ class RoundRobin(_Rule):
 
 
 class LeastLoaded(_Rule):
-    """Fewest requests."""
+    """The controller with the fewest requests."""
 
     def choose(self, view: View) -> tuple[int, str]:
         """See `Policy`."""
@@ -193,7 +196,7 @@ class LeastLoaded(_Rule):
 
 
 class SessionHash(_Rule):
-    """A session always goes to the same controller; what has none, to the least loaded."""
+    """A session always goes to the same controller; a request without a session goes to the least loaded one."""
 
     def choose(self, view: View) -> tuple[int, str]:
         """See `Policy`."""
@@ -203,8 +206,8 @@ class SessionHash(_Rule):
 
 
 class Sglang(_Rule):
-    """Shortest queue if the queues are out of balance; else the one that has most of the prompt, if that is more
-    than half of it; else the least loaded. Knows the router's own requests only."""
+    """If the queues are out of balance, the shortest queue. Else the controller that has most of the prompt, if
+    that is more than half of it. Else the least loaded. Only the router's own requests count as load."""
 
     def choose(self, view: View) -> tuple[int, str]:
         """See `Policy`."""
@@ -217,9 +220,9 @@ class Sglang(_Rule):
 
 
 class Dynamo(_Rule):
-    """Least work: prompt tokens still to be computed, this request's included, and blocks in use, all in blocks.
+    """Least work: prompt tokens still to be computed, with this request's, plus blocks in use, all in blocks.
 
-    Blocks in use are those of the prompts of the router's own live requests, each counted for itself.
+    Blocks in use are those of the prompts of the router's own live requests. Shared blocks count once per request.
     """
 
     def choose(self, view: View) -> tuple[int, str]:
@@ -229,7 +232,7 @@ class Dynamo(_Rule):
 
 
 class LMetric(_Rule):
-    """New prefill times requests."""
+    """Lowest product of new prefill and requests."""
 
     def choose(self, view: View) -> tuple[int, str]:
         """See `Policy`."""
@@ -238,8 +241,8 @@ class LMetric(_Rule):
 
 
 class LlmD(_Rule):
-    """A weighted sum of what is cached, of how short the queue is among all, and of free KV. The queue is what
-    does not run: all requests that are known of, less those that were last reported to run."""
+    """Highest weighted sum of the cached part of the prompt, of how short the queue is compared to the others, and
+    of free KV. The queue is the number of known requests less those that were last reported to run."""
 
     def choose(self, view: View) -> tuple[int, str]:
         """See `Policy`."""
@@ -262,4 +265,22 @@ POLICIES: Final[dict[str, Callable[[RoutingSettings, Turns], Policy]]] = {
     "lmetric": LMetric,
     "llm-d": LlmD,
 }
-"""By the name that `--policy` takes."""
+"""The rules by their names for `--policy`."""
+
+
+def rendezvous(key: str, count: int) -> int:
+    """Return which of `count` controllers keeps the records of `key` (rendezvous hashing).
+
+    It is the controller with the highest hash of `key` and its index, so that processes agree without talking, and
+    only a new controller's share moves when one is added. Indices are used since addresses change at each start.
+    """
+    return rendezvous_among(key, range(count))
+
+
+def rendezvous_among(key: str, controllers: Iterable[int]) -> int:
+    """Return which of some controllers `key` belongs to. When one goes, only the keys that belonged to it move.
+
+    Raises:
+        ValueError: `controllers` is empty.
+    """
+    return max(controllers, key=lambda index: hashlib.blake2b(f"{index} {key}".encode(), digest_size=8).digest())

@@ -1,4 +1,4 @@
-"""What a choice of a controller depends on, and what it says."""
+"""The request of which routing chooses the controller, and the decision."""
 
 from __future__ import annotations
 
@@ -13,76 +13,76 @@ from trunkline.controller.messages import PromptLayout
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """Whose request it is, as people know it; no choice depends on this."""
+    """Where a request comes from, for the dashboard and logs; no choice depends on it."""
 
     request: str = ""
-    """The HTTP request's id."""
+    """Id of the HTTP request."""
     tenant: str = ""
     session: str = ""
-    """As its client named it."""
+    """The session's name, as its client gave it."""
 
 
 class RouteRequest(msgspec.Struct, frozen=True):
-    """A request that is to be sent to a controller."""
+    """A request for which a controller is to be chosen."""
 
     tokens: bytes
-    """int32, little-endian: the prompt, or of a prompt with modules its own tokens; of a stream that goes on
-    elsewhere with its output so far."""
+    """The prompt as int32, little-endian; of a prompt with modules only its own tokens. A stream that goes on at
+    another controller has its output so far behind them."""
     salt: bytes = b""
     session: str = ""
-    """Requests with the same one belong together; tenants must not share any. "": none."""
+    """Requests with the same name are turns of one session; names of different tenants must differ. "": none."""
     home: int = -1
-    """The controller that keeps the record of its session or schema, and most likely the KV; -1: none does."""
+    """The controller that keeps the record of the session or schema, and most likely its KV; -1: there is none."""
     drops: tuple[tuple[int, int], ...] = ()
     """As in `Submit`."""
     layout: PromptLayout | None = None
     """As in `Submit`."""
     exclude: frozenset[int] = frozenset()
-    """Controllers that have just failed it: used only if there is no other."""
+    """Controllers that have just failed the request or refused it: used only if there is no other."""
     pinned: int = -1
-    """It can run on this controller only; -1: on any."""
+    """The only controller on which the request can run; -1: it can run on any."""
     names: Sequence[bytes] | None = None
-    """The names of its whole chunks, if the caller knows them; then `token_count` counts, and `tokens`, `salt`,
-    `drops` and `layout` are not looked at. For controllers of one identity only. None: as computed from the
-    tokens."""
+    """Names of the prompt's whole chunks, if the caller knows them. Then `tokens`, `salt`, `drops` and `layout`
+    are ignored, and all controllers must have the same identity. None: the names are computed from the tokens."""
     token_count: int = 0
-    """Tokens of the prompt; with `names` only."""
+    """Tokens of the prompt; used only with `names`."""
     origin: Origin = Origin()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weighed:
-    """What was known of all controllers when a choice was made."""
+    """What was known of all controllers when one was chosen."""
 
     candidates: NDArray[np.int64]
-    """Those that could take it."""
+    """The controllers that could take the request."""
     tiers: NDArray[np.int64]
-    """Prompt tokens that each has, `[controllers, 4]`: device, host, disk, expected there."""
+    """Prompt tokens that each controller has, `[controllers, 4]`: on the device, in host memory, on disk,
+    expected."""
     costs: NDArray[np.float64]
-    """By the prefix-aware rule, of all."""
+    """Cost of each controller by the prefix-aware rule."""
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Where a request goes, and why."""
+    """The controller to which a request goes, and why."""
 
     controller: int
     reason: str
-    """"prefix": it is cheapest there, and some of it is cached there; "load": it is cheapest there; "session": its
-    session's last request went there; "home": its session's record is there; "only": no other can take it;
-    "pinned"; or the name of a policy other than the prefix-aware one."""
+    """"prefix": lowest cost, and part of the prompt is cached there; "load": lowest cost; "session": the session's
+    last request went there; "home": the session's record is there; "only": no other controller can take the
+    request; "pinned"; or the name of a policy other than "prefix"."""
     new_tokens: int
-    """Prompt tokens that will have to be computed there, as far as is known, …"""
+    """Prompt tokens that the controller will have to compute, as far as is known."""
     cached_tokens: int
-    """… those that are found there in some tier, …"""
+    """Prompt tokens that it has in some tier."""
     tier_tokens: list[int]
-    """… by where they are: device, host, disk, expected to be computed by other requests."""
+    """`cached_tokens` by tier: device, host, disk, expected to be computed by other requests."""
     cost: float
-    """Of this controller, by the prefix-aware rule, whatever the policy …"""
+    """Cost of the controller by the prefix-aware rule, whatever the policy."""
     best_cost: float
-    """… and of the cheapest one."""
+    """Lowest cost of all candidates."""
     names: list[bytes]
-    """Of those of its chunks that the controller has not told of, for `ChunkIndex.expect`."""
+    """Names of the prompt's chunks that the controller has not published, for `ChunkIndex.expect`."""
     blocks: int = 0
-    """Chunks that its prompt takes there."""
+    """Chunks of the prompt."""
     weighed: Weighed | None = None
-    """For people."""
+    """All costs, for the dashboard and traces."""

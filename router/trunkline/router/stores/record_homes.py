@@ -17,7 +17,7 @@ import msgspec
 from trunkline.controller.messages import RecordCall
 from trunkline.router.errors import ApiError, unavailable
 from trunkline.router.messages import Record, RecordReply
-from trunkline.router.routing.rendezvous import rendezvous
+from trunkline.router.routing.policies import rendezvous
 from trunkline.router.streams.link import Answer, Call, ControllerLink
 
 VALUE_BYTES_MAX: Final = 15 << 20

@@ -171,13 +171,12 @@ class Dispatcher:
         state = self._links[controller].state
         if state is None:
             return
-        self.core.report(
+        self.core.loads.report(
             controller,
             requests=requests,
             queued_tokens=queued_tokens,
             kv_used=1.0 - (state.blocks_free + state.blocks_cached) / max(1, state.blocks_total),
             running=state.running,
-            now=self.now(),
         )
 
     def _move_from(self, link: ControllerLink, now: float) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import Any, Final
 
-from trunkline.router.routing.decision_log import Logged
+from trunkline.router.routing.core import Logged
 from trunkline.router.service import LiveRequest, RouterService
 from trunkline.router.streams.generation import Generation
 

@@ -222,7 +222,7 @@ class StoredSessions:
         if not known.names:
             return {}
         now = asyncio.get_running_loop().time()
-        counts = self._service.dispatcher.core.index.match(known.names, now).tiers
+        counts = self._service.dispatcher.core.index.match(known.names, now)
         found = counts.sum(axis=1)
         group = int(found.argmax())
         if not found[group]:

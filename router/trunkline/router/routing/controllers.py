@@ -1,0 +1,223 @@
+"""What routing knows of each controller: how much it has to do, whether it has just failed, and its sessions.
+Pure.
+
+Load. A router knows its own requests exactly, and other routers' requests from the controllers' reports. A report
+also counts this router's requests. So the others have what was reported less this router's own at that moment;
+between two reports only its own load moves on. Its own load is the set of its live tickets; each is released
+exactly once, whatever happens to the request.
+
+Failures. A controller that fails gets a pause (circuit breaker):
+
+closed ──failures─► open for 1 s ──time, or it is back──► half open: one request may try
+  ▲                     ▲                                     │
+  └─────────────────────│───────────── it was admitted ───────┤
+                        └── it failed: twice as long as before┘
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class Live:
+    """A request of this router that was sent to a controller and has not ended."""
+
+    controller: int
+    new_tokens: int
+    """Prompt tokens that the controller was expected to compute for it."""
+    blocks: int
+    """Chunks of its prompt."""
+    sent_at: float
+    started: bool = False
+
+
+class Loads:
+    """The load of all controllers; arrays are by controller."""
+
+    def __init__(self, controllers: int) -> None:
+        self._live: dict[int, Live] = {}
+        self.own_inflight = np.zeros(controllers)
+        """Requests of this router that have not ended."""
+        self.own_queued = np.zeros(controllers)
+        """Prompt tokens to compute for those of them that have not started."""
+        self.own_blocks = np.zeros(controllers)
+        """Chunks of the prompts of this router's requests."""
+        self.other_inflight = np.zeros(controllers)
+        """Requests of other routers, as of the last report."""
+        self.other_queued = np.zeros(controllers)
+        """Prompt tokens to compute for requests of other routers, as of the last report."""
+        self.kv_used = np.zeros(controllers)
+        """Part of the blocks that running requests hold, as reported."""
+        self.running = np.zeros(controllers)
+        """Number of running requests, as reported."""
+
+    @property
+    def inflight(self) -> FloatArray:
+        """Requests of all routers."""
+        return self.own_inflight + self.other_inflight
+
+    @property
+    def queued(self) -> FloatArray:
+        """Prompt tokens of all routers' requests that have still to be computed."""
+        return self.own_queued + self.other_queued
+
+    def report(self, controller: int, *, requests: int, queued_tokens: int, kv_used: float, running: int) -> None:
+        """Note a controller's report about the requests of all routers.
+
+        Args:
+            requests: requests that have not ended.
+            queued_tokens: prompt tokens of them that have still to be computed.
+            kv_used: part of its blocks that running requests hold, 0 to 1.
+            running: requests that run.
+        """
+        self.other_inflight[controller] = max(0.0, requests - self.own_inflight[controller])
+        self.other_queued[controller] = max(0.0, queued_tokens - self.own_queued[controller])
+        self.kv_used[controller] = kv_used
+        self.running[controller] = running
+
+    def lost(self, controller: int) -> None:
+        """Forget a controller's report. Requests that were sent there end ticket by ticket."""
+        for reported in (self.other_inflight, self.other_queued, self.kv_used, self.running):
+            reported[controller] = 0.0
+
+    def sent(self, ticket: int, live: Live) -> None:
+        """Add a request that was sent.
+
+        Raises:
+            ValueError: its ticket is in use.
+        """
+        if ticket in self._live:
+            raise ValueError(f"ticket {ticket} is in use; a ticket is one sending of one request")
+        self._live[ticket] = live
+        self.own_inflight[live.controller] += 1
+        self.own_queued[live.controller] += live.new_tokens
+        self.own_blocks[live.controller] += live.blocks
+
+    def started(self, ticket: int) -> Live | None:
+        """Note that a request's prompt is computed; return the request, or None if it is not live or has started
+        before."""
+        live = self._live.get(ticket)
+        if live is None or live.started:
+            return None
+        live.started = True
+        self.own_queued[live.controller] -= live.new_tokens
+        return live
+
+    def ended(self, ticket: int) -> Live | None:
+        """Remove a request and return it; None: it was not live."""
+        live = self._live.pop(ticket, None)
+        if live is None:
+            return None
+        self.own_inflight[live.controller] -= 1
+        self.own_blocks[live.controller] -= live.blocks
+        if not live.started:
+            self.own_queued[live.controller] -= live.new_tokens
+        return live
+
+
+class SessionPlaces:
+    """The controller to which this router has sent each session last; a bounded number of sessions."""
+
+    def __init__(self, sessions_max: int) -> None:
+        self._places: OrderedDict[str, int] = OrderedDict()
+        self._sessions_max = sessions_max
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def find(self, session: str) -> int:
+        """Return the controller of a session; -1: not known."""
+        return self._places.get(session, -1)
+
+    def sent(self, session: str, controller: int) -> None:
+        """Note that a request of the session was sent to a controller."""
+        self._places[session] = controller
+        self._places.move_to_end(session)
+        if len(self._places) > self._sessions_max:
+            self._places.popitem(last=False)
+
+
+TOLERATED: Final = 2
+"""So many failures in a row may be the requests' own fault. Requests that fail together count as one failure."""
+PAUSE_SECONDS: Final = 1.0
+"""Pause after the first failure that is not tolerated. Each further failure without a success doubles it …"""
+PAUSE_SECONDS_MAX: Final = 30.0
+"""… up to this."""
+_NO_TRIAL: Final = -1
+
+
+class Breaker:
+    """The circuit breaker of one controller.
+
+    When a controller is lost, all its requests fail at once. So a request that was sent before the last failure
+    says nothing: it neither counts as another failure nor closes the breaker.
+    """
+
+    __slots__ = ("_failed_at", "_half_open", "_open_until", "_probe", "failures")
+
+    def __init__(self) -> None:
+        self.failures = 0
+        """Failures in a row; up to `TOLERATED` the breaker is closed."""
+        self._failed_at = float("-inf")
+        self._open_until = float("-inf")
+        self._half_open = False
+        self._probe = _NO_TRIAL
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether all requests are allowed."""
+        return self.failures <= TOLERATED
+
+    def allows(self, now: float) -> bool:
+        """Return whether a request may be sent."""
+        if self.is_closed:
+            return True
+        return self._probe == _NO_TRIAL and (self._half_open or now >= self._open_until)
+
+    def wait_seconds(self, now: float) -> float:
+        """Return the seconds until a request may be sent; infinity while a trial request has not ended."""
+        if self.allows(now):
+            return 0.0
+        return float("inf") if self._probe != _NO_TRIAL else self._open_until - now
+
+    def sent(self, ticket: int) -> None:
+        """Note that a request was sent, allowed or not; in a half-open breaker the first one is the trial."""
+        if not self.is_closed and self._probe == _NO_TRIAL:
+            self._half_open = True
+            self._probe = ticket
+
+    def succeeded(self, sent_at: float) -> None:
+        """Note that a request, sent at `sent_at`, has been admitted."""
+        if sent_at > self._failed_at:
+            self.failures = 0
+            self._half_open = False
+            self._probe = _NO_TRIAL
+
+    def failed(self, sent_at: float, now: float) -> None:
+        """Note that a request, sent at `sent_at`, has failed because of the controller."""
+        if self.failures and sent_at <= self._failed_at:
+            return
+        self.failures += 1
+        self._failed_at = now
+        self._half_open = False
+        self._probe = _NO_TRIAL
+        if not self.is_closed:
+            doublings = min(self.failures - TOLERATED - 1, 10)
+            self._open_until = now + min(PAUSE_SECONDS_MAX, PAUSE_SECONDS * 2.0**doublings)
+
+    def ended(self, ticket: int) -> None:
+        """Note that a request ended in any way: another one may be the trial."""
+        if ticket == self._probe:
+            self._probe = _NO_TRIAL
+
+    def back(self) -> None:
+        """Allow a trial without delay: the controller reports that it is ready again."""
+        self._half_open = not self.is_closed
