@@ -29,6 +29,7 @@ from small_model import VOCABULARY, small_model
 
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.kvstore.chunks import pack_int32
+from trunkline.kvstore.tier import TierKind
 from trunkline.worker.messages import StepPlan
 
 PARTS: Final = ("overhead", "pressure")
@@ -135,7 +136,7 @@ def under_pressure(arguments: argparse.Namespace, mode: str, chunk_size: int, co
         "output_rate": sum(d.tokens for d in done) / seconds,
         "preemptions": scheduler.counters.preemptions,
         "prefilled": loop.prefilled,
-        "loaded": scheduler.kv.tree.loaded_blocks,
+        "loaded": scheduler.kv.tree.totals.tiers[TierKind.DEVICE].writes,
     }
 
 

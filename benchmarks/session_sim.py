@@ -343,7 +343,7 @@ class Simulation:
             session.chunks.append(Chunk(parent, session, skipped, tokens))
             missing -= tokens
             skipped = 0
-        directory.used(session.chunks, self._now, hit=False)
+        directory.used(session.chunks, self._now)
         for at, chunk in enumerate(session.chunks):
             self._step += 1
             stored = (

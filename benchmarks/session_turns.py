@@ -299,7 +299,7 @@ def decode_beside_saves(arguments: argparse.Namespace, report: Report) -> None:
                 order = list(loops.items())
                 for name, loop in order[index % 3 :] + order[: index % 3]:
                     times.add(name, decode(loop, CHUNK))
-            saved = to_host.engine.scheduler.kv.tree.saved_blocks
+            saved = to_host.engine.scheduler.kv.tree.totals.tiers[TierKind.DEVICE].reads
             if saved < STREAMS * rounds:
                 raise SystemExit(f"only {saved} chunks were saved")
     for name in loops:

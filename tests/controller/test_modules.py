@@ -4,7 +4,7 @@ checked by the oracle throughout."""
 from __future__ import annotations
 
 import pytest
-from controller.module_harness import ROOMY, ask, jobs_of, submit, words
+from controller.module_harness import ROOMY, ask, submit, words
 from controller.tier_harness import miss_of, settle, simulate, sink, tiers_of
 from msgspec.structs import replace
 from simulation.driver import Simulation

@@ -10,7 +10,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from controller.module_harness import ROOMY, call, jobs_of, tiers_in, words
+from controller.module_harness import ROOMY, call, tiers_in, words
 from controller.tier_harness import TIERED, Session, settle, simulate
 from msgspec.structs import replace
 from seeds import seeds

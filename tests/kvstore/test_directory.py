@@ -137,7 +137,7 @@ def test_full_tiers_lose_what_is_worth_least() -> None:
         bench.settle()
     assert where(*chunks) == "-ddh"
     assert bench.directory.lost() == [chunks[0]]
-    assert [bench.directory.stats()[t].evictions for t in (TierKind.HOST, TierKind.DISK)] == [3, 1]
+    assert [bench.directory.stats()[t].totals.evictions for t in (TierKind.HOST, TierKind.DISK)] == [3, 1]
 
 
 @pytest.mark.parametrize(("older", "left"), [("settled", "b-d"), ("double", "hdd")])
@@ -253,7 +253,7 @@ def test_lru_and_fifo_do_not_look_at_the_queue() -> None:
         bench.directory.used([a], 50.0)
         bench.directory.want(1, (1.0,), [b])
         (d,) = bench.path("d")
-        bench.directory.used([d], 60.0, hit=False)
+        bench.directory.used([d], 60.0)
         assert bench.save(d)
         (left[policy],) = bench.directory.lost()
     assert [repr(left[p]) for p in (EvictionPolicy.LOOK_AHEAD, EvictionPolicy.LRU, EvictionPolicy.FIFO)] == [

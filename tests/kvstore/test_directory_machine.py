@@ -130,7 +130,7 @@ class Life:
     def compute(self) -> None:
         """A request is computed: its chunks are on the device, and saved or not."""
         path = self.path_to(bytes(self.rng.randrange(FANOUT) for _ in range(self.rng.randint(1, DEPTH))))
-        self.directory.used(path, self.now, hit=False)
+        self.directory.used(path, self.now)
         for chunk in path:
             chunk.placed = True
             self.save(chunk, forced=self.rng.random() < 0.1)
@@ -288,18 +288,6 @@ class Life:
         if (chunk := self.some()) is not None and chunk.name in self.world.remote:
             self.directory.add_remote(chunk)
 
-    def lose_workers(self) -> None:
-        self.end_step()
-        self.may_lose = True
-        self.directory.workers_lost()
-        for chunk in self.chunks.values():
-            if chunk.placed:
-                chunk.placed = False
-                self.directory.left_device(chunk)
-        self.world.host.clear()
-        self.ordered.clear()
-        self.executed.clear()
-
     def crash(self) -> None:
         """Everything but disk, index and remote tier is gone; the index may be a few events behind."""
         events = self.directory.index_events()
@@ -342,7 +330,7 @@ COMMON = (
 )
 RARE = (
     *(Life.pin, Life.unpin, Life.unpin, Life.keep, Life.expire, Life.forget, Life.remote_evicts, Life.probe),
-    *(Life.lose_workers, Life.crash),
+    Life.crash,
 )
 
 

@@ -74,8 +74,8 @@ def test_what_is_fetched_is_used() -> None:
     setting = replace(BASE, host_tokens=0.4 * tokens, disk_tokens=0.6 * tokens)
     simulation = Simulation(setting)
     simulation.run(workload(1.0))
-    reads = simulation.directory.stats()[TierKind.DISK].reads
-    assert 0 < reads <= 1.1 * simulation.directory.loads
+    reads = simulation.directory.stats()[TierKind.DISK].totals.reads
+    assert 0 < reads <= 1.1 * simulation.directory.totals[TierKind.DEVICE].writes
 
 
 def test_a_cut_by_shift_keeps_what_a_cut_of_embedded_positions_loses() -> None:

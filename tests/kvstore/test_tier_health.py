@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trunkline.kvstore.tier import TierTotals
 from trunkline.kvstore.tier_moves import FAILURES_IN_A_ROW, FIRST_PAUSE_S, LONGEST_PAUSE_S, TierHealth
 
 
@@ -21,9 +22,9 @@ def pauses(health: TierHealth, count: int) -> list[float]:
 
 
 def test_pauses_double_up_to_a_minute_and_begin_anew_after_a_success() -> None:
-    health = TierHealth(100.0, 4, 4)
+    health = TierHealth(100.0, 4, 4, TierTotals())
     assert pauses(health, 9) == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
-    assert health.failures == FAILURES_IN_A_ROW + 8, "one move on trial after each pause"
+    assert health.totals.failures == FAILURES_IN_A_ROW + 8, "one move on trial after each pause"
     health.ordered(is_write=True)
     health.succeeded(is_write=True, ordered=0.0, now=1.0, elapsed_us=10.0)
     assert health.problem == ""

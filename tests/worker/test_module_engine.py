@@ -176,11 +176,11 @@ def test_a_text_that_many_wait_for_is_computed_once(bench: Bench) -> None:
     group.run()
     for answer in answers:
         bench.judge.check(answer)
-    jobs = group.engine.scheduler.encoding.jobs
+    totals = group.engine.counters
     texts = {(text.tokens, text.position) for prompt in prompts for text in prompt.layout.texts if text.seen}
-    assert jobs.encoded_texts == len(texts)
+    assert totals.encoded_texts == len(texts)
     own = sum(len(prompt.own) for prompt in prompts)
-    assert group.engine.computed_tokens <= jobs.encoded_tokens + own
+    assert group.engine.computed_tokens <= totals.encoded_tokens + own
 
 
 SCHEMA = """<schema name="guide">
@@ -307,13 +307,13 @@ def check_from(group: ModuleGroup, tier: TierKind, expected: list[Answer]) -> No
         prompt = answer.prompt
         assert isinstance(prompt, Prompt)
         computed = group.engine.computed_tokens
-        encoded = group.engine.scheduler.encoding.jobs.encoded_texts
+        encoded = group.engine.counters.encoded_texts
         again = group.ask(prompt)
         same(again, answer)
         module_tokens = again.started[0].module_tokens
         assert again.found[tier] >= module_tokens, "the texts came from elsewhere"
         assert group.engine.computed_tokens - computed <= len(prompt.own)
-        assert group.engine.scheduler.encoding.jobs.encoded_texts == encoded
+        assert group.engine.counters.encoded_texts == encoded
 
 
 def two_places(rng: np.random.Generator, parent: int) -> tuple[Prompt, Prompt]:
@@ -368,7 +368,7 @@ def test_with_learned_positions_a_text_is_computed_for_each_place(make_bench: Ma
     group = bench.serve()
     for prompt in two_places(np.random.default_rng(4), -1):
         bench.judge.check(group.ask(prompt))
-    assert group.engine.scheduler.encoding.jobs.encoded_tokens == 19 + 37 + 19 * 0 + 23 + 37
+    assert group.engine.counters.encoded_tokens == 19 + 37 + 19 * 0 + 23 + 37
 
 
 def test_rows_read_a_module_once_wherever_it_stands(bench: Bench) -> None:
@@ -400,11 +400,11 @@ def test_pinned_texts_stay_while_others_need_the_room(bench: Bench) -> None:
     group = bench.serve({"num_blocks": 40})
     schema = compile_schema(SCHEMA.format(appended="", scaffold=""))
     assert group.call("encode", pml.texts_message(schema), holder="guide").status == "ok"
-    encoded = group.engine.scheduler.encoding.jobs.encoded_texts
+    encoded = group.engine.counters.encoded_texts
     rng = np.random.default_rng(5)
     for _ in range(6):
         group.ask(draw(rng, 230))
     answers = [group.ask(compile_prompt(schema, source)) for source in PROMPTS]
     for answer in answers:
         bench.judge.check(answer)
-    assert group.engine.scheduler.encoding.jobs.encoded_texts == encoded
+    assert group.engine.counters.encoded_texts == encoded

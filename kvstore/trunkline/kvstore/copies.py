@@ -31,8 +31,8 @@ from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar, cast
 
 from trunkline.kvstore.chunks import NO_SLOT, ChangeLog, ChunkT, SlotId, TieredChunk
-from trunkline.kvstore.tier import TierKind
-from trunkline.kvstore.tier_policy import HeapVerdict, LazyHeap, VictimKey
+from trunkline.kvstore.tier import TierKind, TierTotals
+from trunkline.kvstore.tier_policy import DirectoryConfig, HeapVerdict, LazyHeap, VictimKey, victim_key
 
 OwnerT = TypeVar("OwnerT")
 
@@ -163,15 +163,6 @@ def host_state(chunk: TieredChunk, *, may_sink: bool) -> HostState:
     return HostState.DIRTY
 
 
-class CopyRules(NamedTuple):
-    """Rules for the order in which copies are evicted."""
-
-    exclusive: bool
-    """See `DirectoryConfig`."""
-    may_sink: bool
-    """See `host_state`."""
-
-
 class CopyChanges(Generic[ChunkT]):
     """Changes that the directory's owner has not asked for yet."""
 
@@ -186,18 +177,14 @@ class CopyChanges(Generic[ChunkT]):
 class Copies(Generic[ChunkT]):
     """The slots of host memory and disk, and the order in which their copies are evicted."""
 
-    def __init__(
-        self,
-        host_slots: int,
-        disk_slots: int,
-        first_generation: int,
-        key: Callable[[TieredChunk], VictimKey],
-        rules: CopyRules,
-    ) -> None:
-        self.host: SlotPool[ChunkT] = SlotPool(host_slots)
-        self.disk: SlotPool[ChunkT] = SlotPool(disk_slots, first_generation)
-        self.key = key
-        self.rules = rules
+    def __init__(self, config: DirectoryConfig, totals: Mapping[TierKind, TierTotals]) -> None:
+        self.host: SlotPool[ChunkT] = SlotPool(config.host_slots)
+        self.disk: SlotPool[ChunkT] = SlotPool(config.disk_slots, config.first_generation)
+        self.key = key = victim_key(config.policy)
+        self.may_sink = bool(config.disk_slots or config.remote)
+        """See `host_state`."""
+        self._is_exclusive = config.is_exclusive
+        self._totals = totals
         self.clean: LazyHeap[ChunkT] = LazyHeap(key)
         self.dirty: LazyHeap[ChunkT] = LazyHeap(key)
         self.doubles: LazyHeap[ChunkT] = LazyHeap(key)
@@ -205,7 +192,6 @@ class Copies(Generic[ChunkT]):
         self.distant: LazyHeap[ChunkT] = LazyHeap(key)
         self.expiring: LazyHeap[ChunkT] = LazyHeap(lambda chunk: (chunk.expires, -chunk.depth))
         self.changes: CopyChanges[ChunkT] = CopyChanges()
-        self.evictions = {TierKind.HOST: 0, TierKind.DISK: 0, TierKind.REMOTE: 0}
         self.unsaved_claims = 0
         """Claimed chunks without a host slot. Each of them may be saved at any moment."""
         self._arrivals = count(1)
@@ -278,6 +264,11 @@ class Copies(Generic[ChunkT]):
             self.changes.events.append(IndexEvent(slot, None))
             self._gone(chunk)
 
+    def evict_disk(self, chunk: ChunkT) -> None:
+        """Give up the disk copy, and count an eviction."""
+        self._totals[TierKind.DISK].evictions += 1
+        self.drop_disk(chunk)
+
     def remote_arrived(self, chunk: ChunkT) -> None:
         """Note that the remote tier has a copy."""
         self._arriving(chunk)
@@ -290,6 +281,11 @@ class Copies(Generic[ChunkT]):
         if chunk.remote:
             chunk.remote = False
             self._gone(chunk)
+
+    def evict_remote(self, chunk: ChunkT) -> None:
+        """Do not count on the remote tier's copy any more, and count an eviction."""
+        self._totals[TierKind.REMOTE].evictions += 1
+        self.drop_remote(chunk)
 
     def forget(self, chunk: ChunkT) -> None:
         """Forget a chunk that its owner removes. Slots that moves still use stay reserved (see
@@ -326,7 +322,7 @@ class Copies(Generic[ChunkT]):
         if chunk.busy:
             return
         if chunk.host_ready:
-            state = host_state(chunk, may_sink=self.rules.may_sink)
+            state = host_state(chunk, may_sink=self.may_sink)
             if state is HostState.CLEAN:
                 self.clean.push(chunk)
             elif state is HostState.DIRTY:
@@ -347,7 +343,7 @@ class Copies(Generic[ChunkT]):
     def _check_host(
         self, chunk: ChunkT, wanted: HostState, other: LazyHeap[ChunkT], judge: Callable[[ChunkT], HeapVerdict]
     ) -> HeapVerdict:
-        state = host_state(chunk, may_sink=self.rules.may_sink)
+        state = host_state(chunk, may_sink=self.may_sink)
         if state is wanted:
             return judge(chunk)
         if state is not HostState.HELD:
@@ -368,14 +364,13 @@ class Copies(Generic[ChunkT]):
             return True
         floor = None if chunk.pins else self.key(chunk)
         victim = self.doubles.search(lambda double: self._judge_double(double, floor))
-        if not (self.rules.exclusive and (victim is not None or lossless)):
+        if not (self._is_exclusive and (victim is not None or lossless)):
             settled = self.settled.search(lambda settled: self._judge_settled(settled, floor))
             if victim is None or (settled is not None and self.key(settled) < self.key(victim)):
                 victim = settled
         if victim is None:
             return False
-        self.evictions[TierKind.DISK] += 1
-        self.drop_disk(victim)
+        self.evict_disk(victim)
         self.offer(victim)
         gone(victim)
         return True
@@ -386,7 +381,7 @@ class Copies(Generic[ChunkT]):
         if not chunk.host_ready:
             self.settled.push(chunk)
             return HeapVerdict.PARK
-        if not self.rules.exclusive and floor is not None and self.key(chunk) >= floor:
+        if not self._is_exclusive and floor is not None and self.key(chunk) >= floor:
             return HeapVerdict.STOP
         return HeapVerdict.TAKE
 
@@ -406,8 +401,7 @@ class Copies(Generic[ChunkT]):
             victim = self.distant.search(self._judge_distant)
             if victim is None:
                 return
-            self.evictions[TierKind.REMOTE] += 1
-            self.drop_remote(victim)
+            self.evict_remote(victim)
 
     def _judge_distant(self, chunk: ChunkT) -> HeapVerdict:
         if chunk.host_ready or chunk.disk_ready:

@@ -23,16 +23,16 @@ A copy is given up only when another one is verified, or when its chunk leaves t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from trunkline.kvstore.chunks import NO_SLOT, ChunkT, QueueKey, SlotId, TieredChunk
-from trunkline.kvstore.copies import Copies, CopyRules, IndexEvent, may_leave
+from trunkline.kvstore.chunks import NO_SLOT, ChangeLog, ChunkT, QueueKey, SlotId, TieredChunk
+from trunkline.kvstore.copies import Copies, IndexEvent, may_leave
 from trunkline.kvstore.directory_check import DirectoryIntegrityError, check_directory
-from trunkline.kvstore.tier import TierKind
+from trunkline.kvstore.tier import TierKind, TierTotals
 from trunkline.kvstore.tier_moves import Move, MoveStatus, TierHealth, TierMover
-from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy, HeapVerdict, WaitingJobs, victim_key
+from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy, HeapVerdict, WaitingJobs
 
 __all__ = [
     "Directory",
@@ -50,26 +50,28 @@ READ_US: dict[TierKind, float] = {TierKind.DISK: 500.0, TierKind.REMOTE: 1000.0}
 """The assumed cost of a read until one was measured."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TierStats:
-    """A tier's size, and its totals since the start."""
+    """A tier's size, its totals, and how well it works at present."""
 
     slots: int
     """0: not known (remote)."""
     used: int
-    writes: int
-    reads: int
-    evictions: int
-    failures: int
-    hit_tokens: int
+    totals: TierTotals
+    read_us: float = 0.0
+    """The cost of one read of many; 0 for host memory, which step plans read."""
     problem: str = ""
+    """Why moves fail; "" if they do not."""
 
 
 class Directory(Generic[ChunkT]):
     """The bookkeeping of all tiers below the device."""
 
-    def __init__(self, config: DirectoryConfig) -> None:
+    def __init__(self, config: DirectoryConfig, totals: Mapping[TierKind, TierTotals] | None = None) -> None:
         """
+        Args:
+            totals: Of each `TierKind`, to count on from; None: from zero.
+
         Raises:
             ValueError: The configuration makes no sense.
         """
@@ -77,24 +79,13 @@ class Directory(Generic[ChunkT]):
         self.config = config
         limits = config.reads_in_flight, config.writes_in_flight
         tiers = [TierKind.DISK] * (config.disk_slots > 0) + [TierKind.REMOTE] * config.remote
-        self.health = {tier: TierHealth(READ_US[tier], *limits) for tier in tiers}
-        self.copies: Copies[ChunkT] = Copies(
-            config.host_slots,
-            config.disk_slots,
-            config.first_generation,
-            victim_key(config.policy),
-            CopyRules(config.is_exclusive, may_sink=bool(tiers)),
-        )
+        self.totals = totals or {tier: TierTotals() for tier in TierKind}
+        self.health = {tier: TierHealth(READ_US[tier], *limits, self.totals[tier]) for tier in tiers}
+        self.copies: Copies[ChunkT] = Copies(config, self.totals)
         self.jobs: WaitingJobs[ChunkT] = WaitingJobs()
-        self.mover: TierMover[ChunkT] = TierMover(self.copies, self.jobs, self.health, config)
-        self.saves = 0
-        """Chunks saved to host memory from the device since the start."""
-        self.loads = 0
-        """Chunks loaded from host memory to the device since the start."""
+        self.mover: TierMover[ChunkT] = TierMover(self.copies, self.jobs, self.health, config, self.totals)
         self.claimed_count = 0
         self.pinned_count = 0
-        self.hit_tokens = dict.fromkeys(TierKind, 0)
-        """Tokens of used chunks by the fastest tier in which they were found."""
 
     # Device side: synchronous with step plans.
 
@@ -123,7 +114,8 @@ class Directory(Generic[ChunkT]):
             slot = self.copies.reserve_host(chunk, step)
             if slot is None:
                 return None
-        self.saves += 1
+        self.totals[TierKind.DEVICE].reads += 1
+        self.totals[TierKind.HOST].writes += 1
         self.copies.host_arrived(chunk)
         self.mover.saved(chunk)
         return slot, self.copies.host.generation(slot)
@@ -158,7 +150,8 @@ class Directory(Generic[ChunkT]):
         """Return (host slot, generation) of the host copy, which the plan of `step` is to read."""
         assert chunk.host_ready, "a chunk is loaded that has no host copy"
         self.copies.host.touch(chunk.host, step)
-        self.loads += 1
+        self.totals[TierKind.DEVICE].writes += 1
+        self.totals[TierKind.HOST].reads += 1
         self.copies.offer(chunk)
         return chunk.host, self.copies.host.generation(chunk.host)
 
@@ -169,19 +162,10 @@ class Directory(Generic[ChunkT]):
 
     # What requests use and want.
 
-    def used(self, path: Sequence[ChunkT], now: float, *, hit: bool = True) -> None:
-        """Note that a request uses the chunks of a path, from its beginning on.
-
-        Args:
-            hit: The chunks were found in the cache. Their tokens are counted for the fastest tier that has them,
-                so call this before they are loaded.
-        """
+    def used(self, path: Sequence[ChunkT], now: float) -> None:
+        """Note that a request uses the chunks of a path, from its beginning on."""
         for chunk in path:
             chunk.last_use = max(chunk.last_use, now)
-            if hit:
-                tier = self.tier_of(chunk)
-                if tier is not None:
-                    self.hit_tokens[tier] += chunk.token_count
 
     @staticmethod
     def tier_of(chunk: TieredChunk) -> TierKind | None:
@@ -289,11 +273,9 @@ class Directory(Generic[ChunkT]):
         if chunk.host != NO_SLOT:
             self.mover.drop_host(chunk)
         if chunk.disk != NO_SLOT:
-            self.copies.evictions[TierKind.DISK] += 1
-            self.copies.drop_disk(chunk)
+            self.copies.evict_disk(chunk)
         if chunk.remote:
-            self.copies.evictions[TierKind.REMOTE] += 1
-            self.copies.drop_remote(chunk)
+            self.copies.evict_remote(chunk)
 
     # Background.
 
@@ -362,10 +344,6 @@ class Directory(Generic[ChunkT]):
             self.copies.remote_arrived(chunk)
             self.jobs.note(chunk)
 
-    def workers_lost(self) -> None:
-        """Note that the workers are gone, and host memory with them. The moves in flight will not be answered."""
-        self.mover.abandon()
-
     # What to expect.
 
     def is_coming(self, chunk: ChunkT) -> bool:
@@ -407,27 +385,35 @@ class Directory(Generic[ChunkT]):
             health.doubt(READ_US[tier])
 
     def stats(self) -> dict[TierKind, TierStats]:
-        """Return the statistics of each tier that exists."""
+        """Return the state of each tier that exists."""
         found = {}
         if self.config.host_slots:
-            fetched = sum(health.reads for health in self.health.values())
-            found[TierKind.HOST] = self._stats(TierKind.HOST, self.saves + fetched, self.loads, 0, "")
+            host = self.copies.host
+            found[TierKind.HOST] = TierStats(host.capacity, host.used_count, self.totals[TierKind.HOST])
         for tier, health in self.health.items():
-            found[tier] = self._stats(tier, health.writes, health.reads, health.failures, health.problem)
+            disk = self.copies.disk
+            size = (disk.capacity, disk.used_count) if tier is TierKind.DISK else (0, len(self.copies.distant))
+            found[tier] = TierStats(*size, health.totals, health.read_us, health.problem)
         return found
 
-    def _stats(self, tier: TierKind, writes: int, reads: int, failures: int, problem: str) -> TierStats:
-        pool = {TierKind.HOST: self.copies.host, TierKind.DISK: self.copies.disk}.get(tier)
-        return TierStats(
-            slots=pool.capacity if pool else 0,
-            used=pool.used_count if pool else len(self.copies.distant),
-            writes=writes,
-            reads=reads,
-            evictions=self.copies.evictions[tier],
-            failures=failures,
-            hit_tokens=self.hit_tokens[tier],
-            problem=problem,
-        )
+    @property
+    def changed(self) -> ChangeLog[ChunkT]:
+        """Chunks that may be in other tiers than before. The owner notes changes on the device in it as well."""
+        return self.copies.changes.log
+
+    @property
+    def highest_disk_generation(self) -> int:
+        """The highest generation that a slot of the disk tier has had."""
+        return self.copies.disk.highest_generation
+
+    @property
+    def has_unwritten(self) -> bool:
+        """Whether write-behind has a chunk to write, and a tier that can take it."""
+        return self.mover.has_unwritten
+
+    def can_sink(self) -> bool:
+        """Return whether some tier below host memory works."""
+        return self.mover.can_sink()
 
     def stored(self) -> Iterator[ChunkT]:
         """Return all chunks that have a slot in host memory or on disk."""

@@ -82,7 +82,7 @@ def _check_chunk(copies: Copies[ChunkT], chunk: ChunkT) -> None:
     _require((chunk.arrived > 0) == chunk.is_stored, "arrival does not agree with copies", chunk)
     if chunk.busy:
         return
-    state = host_state(chunk, may_sink=copies.rules.may_sink)
+    state = host_state(chunk, may_sink=copies.may_sink)
     if chunk.host_ready and state is not HostState.HELD:
         # Either heap will do: which one is right depends on the device, and is seen when the chunk comes to the
         # top.

@@ -11,6 +11,7 @@ is chosen by the scheme of its URL (`trunkline.kvstore.remote_stores`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -24,6 +25,18 @@ class TierKind(IntEnum):
     HOST = 1
     DISK = 2
     REMOTE = 3
+
+
+@dataclass(slots=True)
+class TierTotals:
+    """What a tier has done since the start of its controller. The totals go on when workers are replaced."""
+
+    writes: int = 0
+    """Chunks that came into the tier. Of the device: loads from host memory."""
+    reads: int = 0
+    """Chunks that were copied out of it. Of the device: saves to host memory."""
+    evictions: int = 0
+    failures: int = 0
 
 
 class SlotKey(NamedTuple):

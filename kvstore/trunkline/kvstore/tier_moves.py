@@ -21,6 +21,7 @@ Pure: time is an argument.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from itertools import count
@@ -28,7 +29,7 @@ from typing import Final, Generic
 
 from trunkline.kvstore.chunks import NO_SLOT, ChunkT, SlotId
 from trunkline.kvstore.copies import Copies, may_leave
-from trunkline.kvstore.tier import TierKind
+from trunkline.kvstore.tier import TierKind, TierTotals
 from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy, HeapVerdict, WaitingJobs, wanted_later
 
 FAILURES_IN_A_ROW: Final = 3
@@ -50,15 +51,12 @@ REFUSALS_MAX: Final = 4
 class TierHealth:
     """The speed and the state of one tier below host memory."""
 
-    def __init__(self, read_us: float, reads_in_flight: int, writes_in_flight: int) -> None:
+    def __init__(self, read_us: float, reads_in_flight: int, writes_in_flight: int, totals: TierTotals) -> None:
         """
         Args:
             read_us: The assumed cost of one read of many before any was measured.
         """
-        self.reads = 0
-        """Reads done since the start; likewise writes."""
-        self.writes = 0
-        self.failures = 0
+        self.totals = totals
         self.reading = 0
         """Reads in flight; likewise writes."""
         self.writing = 0
@@ -99,8 +97,7 @@ class TierHealth:
         else:
             self.reading += 1
 
-    def withdrawn(self, is_write: bool) -> None:
-        """Take back a move that will not be answered."""
+    def _ended(self, is_write: bool) -> None:
         if is_write:
             self.writing -= 1
         else:
@@ -108,11 +105,11 @@ class TierHealth:
 
     def succeeded(self, is_write: bool, ordered: float, now: float, elapsed_us: float) -> None:
         """Note that the tier carried out a move, even if a read found nothing: the tier works."""
-        self.withdrawn(is_write)
+        self._ended(is_write)
         if is_write:
-            self.writes += 1
+            self.totals.writes += 1
         else:
-            self.reads += 1
+            self.totals.reads += 1
             # With several reads in flight the time between two ends is the cost of one.
             sample = max(0.0, now - max(ordered, self._last_read)) * 1e6
             sample = min(sample, SURPRISE_MAX * self.read_us)  # a stall or a busy machine, not the usual cost
@@ -138,8 +135,8 @@ class TierHealth:
 
     def failed(self, is_write: bool, now: float, detail: str) -> None:
         """Note that the tier could not carry out a move."""
-        self.withdrawn(is_write)
-        self.failures += 1
+        self._ended(is_write)
+        self.totals.failures += 1
         self._streak += 1
         if self.is_paused or (self._streak < FAILURES_IN_A_ROW and not self._on_trial):
             return
@@ -203,6 +200,7 @@ class TierMover(Generic[ChunkT]):
         jobs: WaitingJobs[ChunkT],
         health: dict[TierKind, TierHealth],
         config: DirectoryConfig,
+        totals: Mapping[TierKind, TierTotals],
     ) -> None:
         """
         Args:
@@ -212,6 +210,7 @@ class TierMover(Generic[ChunkT]):
         self._jobs = jobs
         self._health = health
         self._config = config
+        self._host_totals = totals[TierKind.HOST]
         self.in_flight: dict[int, Move[ChunkT]] = {}
         self.unsaved: dict[TierKind, OrderedDict[ChunkT, None]] = {tier: OrderedDict() for tier in health}
         """The write-behind queues: chunks in host memory that are not in that tier yet, oldest first."""
@@ -247,7 +246,7 @@ class TierMover(Generic[ChunkT]):
 
     def drop_host(self, chunk: ChunkT) -> None:
         """Give up the host copy of a chunk that no move uses."""
-        self._copies.evictions[TierKind.HOST] += 1
+        self._host_totals.evictions += 1
         self.release_host(chunk)
 
     def release_host(self, chunk: ChunkT) -> None:
@@ -430,7 +429,8 @@ class TierMover(Generic[ChunkT]):
             health.failed(move.is_write, now, detail)
         else:
             health.succeeded(move.is_write, move.ordered, now, elapsed_us)
-            health.failures += status is MoveStatus.MISS
+            self._host_totals.writes += not move.is_write
+            health.totals.failures += status is MoveStatus.MISS
         self._freeing -= move.evicts
         self._borrowed -= move.borrows
         chunk = move.chunk
@@ -476,21 +476,3 @@ class TierMover(Generic[ChunkT]):
                 self._copies.drop_disk(chunk)
             else:
                 self._copies.drop_remote(chunk)
-
-    def abandon(self) -> None:
-        """Give up all moves in flight and all host copies: the workers are gone, and host memory with them."""
-        moves, self.in_flight = self.in_flight, {}
-        for move in moves.values():
-            self._health[move.tier].withdrawn(move.is_write)
-            move.chunk.busy -= 1
-        self._freeing = self._borrowed = 0
-        for move in moves.values():
-            chunk = move.chunk
-            if chunk.is_forgotten:
-                if not chunk.busy:
-                    self._copies.free_slots_of(chunk)
-            elif move.is_write and move.tier is TierKind.DISK:
-                self._copies.drop_disk(chunk)
-        for chunk in list(self._copies.host.owners.values()):
-            self.release_host(chunk)
-            self._copies.offer(chunk)

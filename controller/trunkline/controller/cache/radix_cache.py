@@ -29,8 +29,10 @@ from typing import Final, Protocol
 
 from trunkline.controller.cache.block_pool import BlockPool, Fences
 from trunkline.controller.cache.radix_tree import Node, RadixTree
+from trunkline.controller.totals import Totals
 from trunkline.kvstore.chunks import NO_BLOCK, BlockId, ChunkName, SlotId
 from trunkline.kvstore.directory import Directory, DirectoryConfig
+from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import MissReason
 
 DEPARTED_MAX: Final = 1 << 15
@@ -61,14 +63,17 @@ class RadixCache(RadixTree):
         fingerprint: bytes = b"",
         dtype: str = "",
         tiers: DirectoryConfig | None = None,
+        totals: Totals | None = None,
     ) -> None:
         """
         Args:
             tiers: the tiers below the device; None: there are none.
+            totals: to count on from; None: from zero.
         """
         super().__init__(chunk_size, fingerprint, dtype)
         tiers = tiers or DirectoryConfig()
-        self.tiers: Directory[Node] = Directory(tiers)
+        self.totals = totals or Totals()
+        self.tiers: Directory[Node] = Directory(tiers, self.totals.tiers)
         self.fences = Fences(pool.num_blocks, tiers.host_slots)
         self._pool = pool
         self._idle_leaves: list[tuple[float, int, Node]] = []
@@ -79,14 +84,9 @@ class RadixCache(RadixTree):
         self._departed: OrderedDict[ChunkName, MissReason] = OrderedDict()
         self.evictable = 0
         """Blocks that eviction could free now: those of idle chunks."""
-        self.evicted_blocks = 0
-        self.saved_blocks = 0
-        """Blocks copied to the host pool since the start."""
-        self.loaded_blocks = 0
-        """Blocks copied back to the device since the start."""
         self.grafted: list[Node] = []
         """Chunks that have moved to another parent since this list was emptied."""
-        self.changed = self.tiers.copies.changes.log
+        self.changed = self.tiers.changed
         """Chunks that may have changed tiers, the device included."""
         self.touched: dict[Node, None] = {}
         """Chunks on disk whose last use or end of life the index has to learn."""
@@ -123,7 +123,6 @@ class RadixCache(RadixTree):
         slot, generation = read
         self.fences.loaded(block, slot, plan.step)
         plan.loads.append((block, slot, generation))
-        self.loaded_blocks += 1
 
     def add_remote(self, parent: Node, key: bytes, now: float, marker: bytes = b"") -> Node:
         """Add a chunk that was found in the remote tier; `marker` as in `attach`."""
@@ -163,7 +162,7 @@ class RadixCache(RadixTree):
             if node.ready_step >= plan.step and node.parent is not None:
                 return  # this very plan computes it
             if self._wants_copy(node) and not self._reserve(node, plan, plan.saves):
-                if not self.tiers.mover.can_sink():
+                if not self.tiers.can_sink():
                     self._unsaved.popleft()  # it gets another chance when its block is needed
                 return  # writes under way will make room; without this chunk, none below it would be saved
             self._unsaved.popleft()
@@ -185,7 +184,6 @@ class RadixCache(RadixTree):
         self.drop_lost()
         self.fences.saved(node.block, slot, plan.step)
         saves.append((node.block, slot, generation))
-        self.saved_blocks += 1
         return True
 
     # Changing place in the forest
@@ -212,26 +210,16 @@ class RadixCache(RadixTree):
                 return
             self._drop(sibling)
 
-    @property
-    def host_slots_used(self) -> int:
-        """Slots of the host pool that are taken."""
-        return self.tiers.copies.host.used_count
-
-    @property
-    def highest_disk_generation(self) -> int:
-        """The highest generation that a slot of the disk tier has had."""
-        return self.tiers.copies.disk.highest_generation
-
     # Use
 
     def keep(self, path: list[Node], now: float, ttl: float) -> None:
-        """Keep the chunks of a path for `ttl` seconds from now on, because a sequence leaves; 0: no limit (C10)."""
+        """Keep the chunks of a path for `ttl` seconds from now on, because a sequence leaves; 0: no limit."""
         on_disk = [node for node in path if node.disk_ready]
-        # In the index a chunk without an end of life lives forever. A chunk that was written while its request ran
-        # has none there yet. Otherwise the deepest chunk is enough: after a restart those above live as long as it.
+        # In the index a chunk without an end of life lives forever, and a chunk that was written while its request
+        # ran has none there yet. Otherwise the deepest chunk is enough: after a restart those above live as long.
         endless = [node for node in on_disk if not node.expires] if ttl else []
         self.touched |= dict.fromkeys([*endless, *on_disk[-1:]])
-        self.tiers.used(path, now, hit=False)
+        self.tiers.used(path, now)
         self.tiers.keep(path, now + ttl if ttl else inf)
         for node in path:
             self._note_idle(node)  # idle chunks have just become younger
@@ -330,7 +318,7 @@ class RadixCache(RadixTree):
             if self._is_current(entry):
                 self._evict_chunk(entry[2], plan)
             freed = self._pool.free_count - free
-        self.evicted_blocks += freed
+        self.totals.tiers[TierKind.DEVICE].evictions += freed
         return freed
 
     def _evict_chunk(self, node: Node, plan: TierCopyPlan | None) -> None:
@@ -382,5 +370,5 @@ class RadixCache(RadixTree):
             if not node.active and node.parent is not None and (node.parent.active or node.parent.parent is None):
                 self._drop(node)
         freed = self._pool.free_count - free
-        self.evicted_blocks += freed
+        self.totals.tiers[TierKind.DEVICE].evictions += freed
         return freed

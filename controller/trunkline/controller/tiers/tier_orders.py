@@ -46,8 +46,6 @@ class TierOrders:
         self._probes: dict[int, _Answers] = {}
         self._asked: list[Probe] = []
         self._next_probe = 1
-        self.lost_chunks = 0
-        """Reads that did not find the whole chunk in its tier."""
 
     @property
     def in_flight(self) -> int:
@@ -97,7 +95,7 @@ class TierOrders:
                 status = MoveStatus(min(answers.worst, int(MoveStatus.FAILED)))
                 node = self._tree.tiers.done(outcome.id, status, now, answers.elapsed_us, answers.detail)
                 if status is MoveStatus.MISS:
-                    self.lost_chunks += 1
+                    self._tree.totals.lost_chunks += 1
                     if node is not None:
                         self._tree.remember(node, MissReason.LOST)
 

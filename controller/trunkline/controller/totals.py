@@ -1,0 +1,38 @@
+"""What a controller counts since its start: one object, which is handed on whole when its workers are replaced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trunkline.kvstore.tier import TierKind, TierTotals
+
+
+@dataclass(slots=True)
+class Totals:
+    """Totals since the start of the controller. Each room counts what it does; `service/status.py` reports all."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    steps: int = 0
+    plan_copies: int = 0
+    """Steps for which the workers rebuilt their decode plan: new rows, or a row that filled its block."""
+    kv_bytes_read: int = 0
+    """By decode attention on rank 0."""
+    tier_tokens: list[int] = field(default_factory=lambda: [0] * len(TierKind))
+    """`cached_tokens` by tier."""
+    misses: dict[str, int] = field(default_factory=dict)
+    """Requests that missed a part of their prompt in the cache, by reason."""
+    preemptions: int = 0
+    """Preempted groups."""
+    swapped: int = 0
+    """Preempted groups with a claim on the host pool."""
+    forks: int = 0
+    """Samples and beams that were forked from a prompt."""
+    encoded_texts: int = 0
+    """Texts of modules that were encoded."""
+    encoded_tokens: int = 0
+    """Tokens of those texts."""
+    lost_chunks: int = 0
+    """Reads that did not find the whole chunk in its tier."""
+    tiers: dict[TierKind, TierTotals] = field(default_factory=lambda: {tier: TierTotals() for tier in TierKind})
