@@ -1,9 +1,9 @@
-"""Chunks on disk: what the index has to note of a tree's changes, and how a tree is built again from it. Pure.
+"""Chunks on disk: the changes of a tree that the disk index notes, and the tree built again from the index. Pure.
 
     tree ── take_disk_changes ──► [DiskChange, …] ──► index file (`storage/tier_index.py`)
     tree ◄── restore_chunks ───── StoredChunks ◄───── index file
 
-What a slot really holds is known when it is read; anything else than what the index says is a miss.
+What a slot really holds is known only when it is read. If that is not what the index says, it is a cache miss.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trunkline.controller.cache.radix_tree import SALT_ROOT, Node
 from trunkline.kvstore.chunks import NO_BLOCK, ChunkName, SlotId, chunk_name
 
 _LONG_AGO: Final = 1e-9
-"""A time, in seconds, that is over on any controller's clock."""
+"""A time, in seconds, that has passed on any controller's clock."""
 
 
 class DiskChunk(NamedTuple):
@@ -35,11 +35,11 @@ class DiskChunk(NamedTuple):
     """Little-endian int32 token ids."""
     last_use: float
     expires: float = 0.0
-    """When it is to be forgotten; 0: never."""
+    """When it is forgotten; 0: never."""
 
     @property
     def digest(self) -> bytes:
-        """Digest of the fields that must be right together.
+        """Digest of the slot, generation, name and tokens, which belong together.
 
         SQLite notices a torn page, but not a flipped bit inside of a row: other tokens beside this name would be
         another prompt's KV. (A wrong parent is one that does not exist.)
@@ -49,11 +49,11 @@ class DiskChunk(NamedTuple):
 
 
 class RootNoted(NamedTuple):
-    """A root that chunks stand below. To note it again does no harm; without chunks it is gone after a restart."""
+    """A root above chunks. To note it again changes nothing; without chunks it is gone after a restart."""
 
     name: bytes
     key: bytes
-    """Makes the root again (`RadixCache.restore_root`)."""
+    """What the root is made of again (`RadixCache.restore_root`)."""
 
 
 class SlotFreed(NamedTuple):
@@ -91,8 +91,8 @@ class StoredChunks:
     chunks: list[DiskChunk]
     """Parents first. Some may have expired; `last_use` is never in the future."""
     dropped: int
-    """Chunks that cannot be reached (what stood above them is gone), that are in slots which the tier no longer
-    has, or whose row is damaged. They are out of the file, too."""
+    """Number of chunks that were deleted from the file: they could not be reached any more, were in slots that the
+    tier no longer has, or had a damaged row."""
 
 
 def take_disk_changes(tree: RadixCache) -> Sequence[DiskChange]:
@@ -145,7 +145,7 @@ def restore_chunks(tree: RadixCache, stored: StoredChunks, now: float) -> list[S
     nodes: dict[bytes, Node] = {}
     for name, key in stored.roots.items():
         above = tree.restore_root(key)
-        if above is not None and above.name == name:  # else the file is wrong: nothing would match
+        if above is not None and above.name == name:  # else the file is wrong, and no prompt would match
             nodes[name] = above
     freed: list[SlotFreed] = []
     for chunk in stored.chunks:
@@ -158,7 +158,7 @@ def restore_chunks(tree: RadixCache, stored: StoredChunks, now: float) -> list[S
             tree.remove(node)
         else:
             nodes[chunk.name] = node
-            # What was over before this machine started is over: 0 would say never.
+            # A time before this machine started is negative or 0 by its clock, but 0 means never.
             tree.tiers.keep([node], max(chunk.expires, _LONG_AGO) if chunk.expires else math.inf)
     _keep_above(tree, list(nodes.values()))
     for root in list(tree.roots()):
@@ -167,10 +167,10 @@ def restore_chunks(tree: RadixCache, stored: StoredChunks, now: float) -> list[S
 
 
 def _keep_above(tree: RadixCache, nodes: list[Node]) -> None:
-    """Let each chunk count as used no less recently, and as wanted no shorter, than those below it.
+    """Make each chunk as recently used, and kept for at least as long, as the chunks below it.
 
     Args:
-        nodes: all there are, parents before their children.
+        nodes: all restored chunks and roots, parents before their children.
     """
     for node in reversed(nodes):
         parent = node.parent
@@ -185,7 +185,7 @@ def _restored(tree: RadixCache, parent: Node | None, chunk: DiskChunk) -> Node |
         return None
     exact = chunk.name == chunk_name(parent.name, chunk.tokens)
     if not exact and _sees_all(parent):
-        return None  # a prompt that sees everything must not find it
+        return None  # a prompt that sees all of its tokens must not find it
     node = tree.attach(parent, chunk.tokens, NO_BLOCK, 0)
     node.name, node.exact = ChunkName(chunk.name), exact
     return node

@@ -4,10 +4,12 @@
     [event, …], now ─►  │ Engine │          tokens, starts, ends     ─► routers
                         └────────┘          disk changes, timelines  ─► files, log
 
-`step` is the whole interface: events go in with the time (`events.py`), and the `Ready` that comes out says what
-to do in which order. No sockets, clocks, threads or randomness: times are seconds of any origin, so tests drive
-thousands of steps from a seed. Up to two steps are in flight: step k + 1 is planned as if every row went on, and
-what it computed for rows that ended in step k is discarded when its result arrives.
+`step` is the whole interface: events go in with the time (`events.py`), and a `Ready` comes out, which says what
+the service has to do, and in which order. The engine has no sockets, clocks, threads or randomness. Times are
+seconds of any origin, so tests drive thousands of steps from a seed.
+
+Up to two steps are in flight. Step k + 1 is planned as if every row of step k went on. What it computes for rows
+that end in step k is discarded when its result arrives.
 """
 
 from __future__ import annotations
@@ -75,28 +77,28 @@ class Engine:
     ) -> None:
         """
         Args:
-            epoch: the first workers'.
+            epoch: the epoch of the first workers.
             first_disk_generation: generations of disk slots begin above it (`TierIndex.first_generation`).
-            stored: the chunks on the workers' disks.
+            stored: the chunks that earlier workers left on the disks.
 
         Raises:
             ConfigError: the configuration cannot work.
         """
         self.epoch = epoch
         self.is_away = False
-        """The workers are lost and no new ones are ready: nothing is planned."""
+        """Whether the workers are lost and no new ones are ready; then nothing is planned."""
         self._requests = RequestTable()
         self._inflight: deque[InflightStep] = deque()
         self._arrivals = 0
         self._drops_cache = False
-        """The cache is to be dropped when workers are back."""
+        """Whether to drop the cache when workers are back."""
         self._disk_changes: list[DiskChange] = []
-        """Of trees that are gone, not yet in a `Ready`."""
+        """Changes of trees that are gone; the next `Ready` has them."""
         self._install(config, first_disk_generation)
         self._restore(stored, now)
 
     def _install(self, config: EngineConfig, first_disk_generation: int) -> None:
-        """Begin with workers that hold nothing."""
+        """Make the parts of the engine anew, for workers that hold nothing."""
         config.validate()
         self.config = config
         self.scheduler = Scheduler(config, first_disk_generation, self._requests.quarantine, self.counters)
@@ -112,9 +114,9 @@ class Engine:
             self._disk_changes += restore_chunks(self.scheduler.kv.tree, stored, now)
 
     def step(self, events: Iterable[Event], now: float) -> Ready:
-        """Take in what has happened, plan the next step if one can be planned, and return all there is to do.
+        """Take in what has happened, plan the next step if that is possible, and return what has to be done.
 
-        Reports of workers that have shown to be wrong (`Ready.problem`) are left out from there on.
+        If a report shows that the workers cannot be trusted (`Ready.problem`), their later reports are ignored.
         """
         problem = ""
         for event in events:
@@ -145,10 +147,10 @@ class Engine:
         )
 
     def receive(self, event: Event, now: float) -> None:
-        """Take in one event and plan nothing: `step` does the rest.
+        """Take in one event, without planning; `step` does the rest.
 
         Raises:
-            ProtocolError: the workers answered something that no correct worker answers.
+            ProtocolError: the workers sent a result that no correct worker sends.
         """
         match event:
             case StepResult():
@@ -181,7 +183,7 @@ class Engine:
                 self._workers_back(config, stored, now)
 
     def take_outputs(self) -> EngineOutputs | None:
-        """Return what routers have to be told and no `Ready` has said yet."""
+        """Return the outputs that no `Ready` has had yet; None if there are none."""
         done = self.scheduler.encoding.calls.done
         if done:
             self._requests.pending_outputs.modules += done
@@ -197,39 +199,40 @@ class Engine:
 
     @property
     def grammars(self) -> GrammarBook:
-        """The grammars that the workers know, or will know."""
+        """The grammars that the workers know, or are about to compile."""
         return self._requests.grammars
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing runs, waits or is in flight."""
+        """Whether no request runs or waits, and no step is in flight."""
         return not (self._inflight or self._requests.groups or self.scheduler.encoding.is_working)
 
     @property
     def is_settled(self) -> bool:
-        """Whether the engine is idle and all that belongs in lower tiers is there, or cannot be written."""
+        """Whether the engine is idle, and every chunk that belongs in a lower tier is there or cannot be
+        written."""
         tree = self.scheduler.kv.tree
         return self.is_idle and not (tree.has_unsaved or self.traffic.in_flight or tree.tiers.has_unwritten)
 
     @property
     def oldest_step(self) -> int:
-        """The step that the workers must answer next; 0: none."""
+        """The number of the step that the workers must answer next; 0: none is in flight."""
         return self._inflight[0].step if self._inflight else 0
 
     @property
     def predicted_step_s(self) -> float:
-        """How long the oldest step should take the workers."""
+        """How long the oldest step in flight should take the workers."""
         if not self._inflight:
             return 0.0
         step = self._inflight[0]
         return self.scheduler.costs.step_us(step.decode_rows, step.prefill_tokens) / 1e6
 
     def request_ids(self) -> list[int]:
-        """Return the requests that have not ended."""
+        """Return the ids of the requests that have not ended."""
         return list(self._requests.groups)
 
     def open_calls(self) -> list[int]:
-        """Return the calls about texts that have not been answered."""
+        """Return the ids of the calls about texts that have not been answered."""
         return self.scheduler.encoding.calls.ids()
 
     def _wake_at(self, now: float) -> float:
@@ -242,7 +245,7 @@ class Engine:
     # Requests
 
     def _submit(self, request: Request, now: float) -> None:
-        """Queue a request. One that cannot run gets its `Finished` at once, with the reason."""
+        """Queue a new request, or end it at once if it cannot run here."""
         refusal = self._refusal(request)
         if refusal is not None:
             self._requests.pending_outputs.finished.append(refusal)
@@ -253,10 +256,10 @@ class Engine:
         self._queue(request, self._arrivals, now, None)
 
     def _queue(self, request: Request, arrival: int, now: float, survivor: RequestSnapshot | None) -> None:
-        """Let a request wait for its turn.
+        """Make a group of a request, and let it wait for its turn.
 
         Args:
-            survivor: it has been computed by other workers before.
+            survivor: what earlier workers have computed for the request; None for a new request.
         """
         sampling, entry = request.submit.sampling, None
         if request.submit.grammar is not None:
@@ -274,7 +277,7 @@ class Engine:
         if self.config.prefix_cache and self.config.host_slots:
             known = self.prefetcher.arrived(group, self._step + 1, now)
             self.scheduler.queue.found(group, known)
-        elif self.config.prefix_cache:  # there is nothing to fetch from, or to keep
+        elif self.config.prefix_cache:  # without a tier below the device, nothing is fetched
             self.scheduler.queue.found(group, self.prefetcher.known_tokens(group, self._step + 1))
         self._expect_texts(now)
         if entry is not None:
@@ -283,7 +286,8 @@ class Engine:
                 self._refuse_grammar(group, entry.problem, now)
 
     def _expect_texts(self, now: float) -> None:
-        """Look for texts that are to be encoded: other controllers may have put them into the remote tier."""
+        """Look in the remote tier for texts that are about to be encoded: other controllers may have put them
+        there."""
         for job in self.scheduler.encoding.jobs.take_new():
             if self.config.host_slots and job.members:
                 self.prefetcher.arrived(job, self._step + 1, now)
@@ -372,7 +376,7 @@ class Engine:
             self.scheduler.encoding.calls.postpone(call)
 
     def _renew(self, config: EngineConfig) -> None:
-        """Forget all that workers held; totals go on."""
+        """Forget everything that the workers held. Totals go on."""
         self._disk_changes += take_disk_changes(self.scheduler.kv.tree)
         self._install(config, self.scheduler.kv.tree.tiers.highest_disk_generation)
 
@@ -395,14 +399,14 @@ class Engine:
         pins = (call.holder, call.ttl) if call.op == "encode" else ()
         wanted = TextsCall(call_id, call.texts, call.salt, moves, call.op == "encode", *pins)
         if self.is_away and not wanted.encodes:
-            calls.postpone(wanted)  # what is on disk is not known now
+            calls.postpone(wanted)  # until new workers are ready, it is not known what is on disk
         else:
             calls.begin(wanted, self._step + 1, now)
 
     # Grammars
 
     def _grammar_ready(self, message: GrammarReady, now: float) -> None:
-        """Let the requests that waited for a grammar go on, or end if it cannot be compiled."""
+        """Let the requests that wait for a grammar go on, or end them if it cannot be compiled."""
         entry = self.grammars.ready(message)
         if entry is None:
             return
@@ -420,7 +424,7 @@ class Engine:
     # Tiers
 
     def _tier_orders(self, now: float) -> list[TierMoves | Probe]:
-        """Return what the workers' tiers have to do after the plans made so far."""
+        """Return the orders to the workers' tiers, which follow the plans made so far."""
         tree = self.scheduler.kv.tree
         tree.expire(now)
         self.prefetcher.forget_old(now)
@@ -449,7 +453,7 @@ class Engine:
     # Steps
 
     def _next_plan(self, now: float) -> StepPlan | None:
-        """Return the next plan to broadcast; None: nothing to do, or two steps are unanswered."""
+        """Return the next plan; None if there is nothing to compute, or two steps are unanswered."""
         scheduler = self.scheduler
         if len(self._inflight) >= self.config.max_inflight_steps:
             return None
@@ -460,7 +464,7 @@ class Engine:
         draft = scheduler.plan(self._step + 1, now)
         while draft is None and scheduler.encoding.calls.advance(self._step + 1, self._arrivals + 1, now):
             self._expect_texts(now)
-            draft = scheduler.plan(self._step + 1, now)  # texts that have just ended let others begin
+            draft = scheduler.plan(self._step + 1, now)  # encoding jobs that have just ended let others begin
         if draft is None:
             return None
         self._step += 1
@@ -480,17 +484,17 @@ class Engine:
         return draft.message(self.epoch)
 
     def _step_done(self, result: StepResult, now: float) -> None:
-        """Take in the tokens of the oldest unanswered step.
+        """Take in the result of the oldest unanswered step.
 
         Raises:
             ProtocolError: the result is another step's, or does not fit the step.
         """
         if result.epoch != self.epoch:
-            return  # from a group that was given up
+            return  # a result of workers that are lost
         if not self._inflight or self._inflight[0].step != result.step:
             expected = self._inflight[0].step if self._inflight else "none"
             raise ProtocolError(f"the workers answered step {result.step}; expected was {expected}")
-        for request in self._inflight[0].traced_first:  # it may be the last one, too
+        for request in self._inflight[0].traced_first:  # before the result is applied, which may end the request
             self._requests.timelines.got_token(request, now)
         apply_step_result(self._requests, self.scheduler, self._inflight[0], result, now)
         self._inflight.popleft()

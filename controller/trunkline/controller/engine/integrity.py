@@ -1,22 +1,21 @@
 """The engine's invariants, checked whole: after every step in tests, and in debug mode in production.
 
-1. A block is held as often as there are holders of it: the chunk of the tree that has it, each sequence that has
-   it in its table or among its tails; and it is free exactly if there is none.
-2. A chunk's `holders` equal the sequences whose path ends there, and whoever else holds it; `active` follows
-   from them. What eviction could
-   free is counted right: inactive chunks on the device, whose blocks nobody else holds.
-3. A pending chunk is on the device, those below it that are there are pending, too, and a running sequence ends
-   there or below.
-4. A child list is sorted and complete; full chunks have `chunk_size` tokens, shorter ones no children. Names are
-   chain hashes; behind a cut they say which.
-5. Above a chunk on the device all are on the device. A chunk that is not has a copy in a lower tier, is ready, and
-   not in use.
-6. The directory's own invariants (`Directory.check`). Claims are those of waiting sequences, they cover paths from
-   the root on, and there are no more than host slots.
-7. Routers were told where each chunk is, if they are told at all, but for those that are noted as changed.
-8. What of the queue is to be computed is counted right.
-9. A row's block table equals its sequence's path and private blocks (a beam's: has as many), and covers what it
-   knows. Of a group, all sequences have a row, or none.
+1. Each block has as many holders as are counted: the chunk of the tree that has it, and each sequence that has it
+   in its table or among its tails. It is free exactly if it has none.
+2. A chunk's `holders` are the sequences whose path ends there, and the texts that are held or pinned; its `active`
+   count follows from them. The evictable blocks are counted right: those of inactive chunks on the device.
+3. A pending chunk is on the device, its children on the device are pending, too, and the path of a running
+   sequence ends there or below.
+4. A child list is sorted and complete. Full chunks have `chunk_size` tokens; shorter ones have no children. Names
+   are chain hashes; behind a cut they say which cut.
+5. All chunks above a chunk on the device are on the device. A chunk that is not on the device has a copy in a
+   lower tier, is ready, and is not in use.
+6. The directory's own invariants hold (`Directory.check`). Claims are those of waiting sequences, they cover paths
+   from the root on, and there are no more claimed chunks than host slots.
+7. If routers are told where chunks are, they were told of every chunk that is not noted as changed.
+8. The tokens that must be computed for the queue are counted right.
+9. A row's block table equals its sequence's path and private blocks (of a beam only in number), and covers the
+   tokens that the row knows. Either all sequences of a group have a row, or none.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ def _check(condition: object, message: str) -> None:
 
 
 def running_sequences(scheduler: Scheduler) -> list[Sequence]:
-    """Everyone who owns blocks."""
+    """Return all sequences that own blocks."""
     return scheduler.running()
 
 
 def waiting_sequences(scheduler: Scheduler) -> list[Sequence]:
-    """Everyone who may have a claim."""
+    """Return all sequences that may have a claim."""
     return [member for group in scheduler.queue for member in group.members if member.phase is Phase.WAITING]
 
 
@@ -68,10 +67,10 @@ def check_integrity(scheduler: Scheduler) -> None:
 def check_kv_cache(
     kv: KVCacheManager, running: list[Sequence], waiting: list[Sequence], held: Iterable[Node] = ()
 ) -> None:
-    """Check what concerns blocks, chunks and slots (1 to 7).
+    """Check blocks, chunks and slots (invariants 1 to 7).
 
     Args:
-        held: chunks that are held by others than running sequences.
+        held: chunks that are held, but not by running sequences.
 
     Raises:
         IntegrityError: with the first one that is broken.
@@ -109,7 +108,7 @@ def _check_tree(tree: RadixCache, running: list[Sequence], held: Iterable[Node])
     nodes = active = 0
     for root in tree.roots():
         _check(root.holders == holders[id(root)], f"a root has {root.holders} holders")
-        _check(root.children or root.holders, "an empty tree that nobody holds was kept")
+        _check(root.children or root.holders, "an empty tree without holders was kept")
     for node in tree.nodes():
         nodes += 1
         active += node.active > 0
@@ -121,7 +120,7 @@ def _check_tree(tree: RadixCache, running: list[Sequence], held: Iterable[Node])
 
 
 def _check_path(sequence: Sequence) -> None:
-    """Connected in each of its trees."""
+    """Check that a sequence's path is connected in each of its trees."""
     stem, ends = sequence.stem, list(sequence.stem.pins)
     parent: Node | None = None
     for index, node in enumerate(sequence.path):
@@ -174,7 +173,7 @@ def _check_device(pool: BlockPool, tree: RadixCache) -> None:
             _check(node.ready_step != PENDING and not node.active, "a chunk that is not on the device is in use")
         elif not node.active:
             evictable += 1
-            _check(pool.holders(node.block) == 1, "an idle chunk's block is held by somebody else, too")
+            _check(pool.holders(node.block) == 1, "an idle chunk's block has another holder, too")
     _check(evictable == tree.evictable, f"the tree counts {tree.evictable} evictable blocks and has {evictable}")
 
 
@@ -204,18 +203,18 @@ def _check_rows(scheduler: Scheduler) -> None:
     rows = scheduler.rows
     for slot, sequence in enumerate(rows.sequences):
         if sequence is None:
-            _check(rows.batch_seq_ids[slot] == 0, f"free slot {slot} has a stay")
+            _check(rows.batch_seq_ids[slot] == 0, f"free slot {slot} has a sequence id")
             continue
         table = sequence.block_table()
         count = int(rows.block_counts[slot])
         _check(sequence.slot == slot, f"slot {slot} and its sequence disagree")
         if sequence.beam_position is None:
             _check(rows.tables[slot, :count].tolist() == table, f"the table of slot {slot} is not its sequence's")
-        else:  # where beams are, the workers know first: the rows have a hint
+        else:  # the workers move beams first: the table of a beam's row is a hint
             _check(count == len(table), f"slot {slot} has {count} blocks and its beam {len(table)}")
         needed = int(max(rows.planned[slot], rows.known[slot] - 1))
         _check(count * rows.chunk_size >= needed, f"slot {slot} has too few blocks")
-        _check(rows.known[slot] <= rows.planned[slot] + 1, f"slot {slot} knows tokens nobody computed")
+        _check(rows.known[slot] <= rows.planned[slot] + 1, f"slot {slot} knows tokens that were not computed")
         members = sequence.group.members
         decoding = sum(member.slot >= 0 for member in members)
         _check(decoding == len(members), f"{decoding} of {len(members)} of request {sequence.request} decode")

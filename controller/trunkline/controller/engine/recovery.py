@@ -1,8 +1,8 @@
-"""Requests that outlive the workers which computed them (design.md §3 "Worker lost"). Pure.
+"""Keep requests when the workers that compute them are lost (design.md §3 "Worker lost"). Pure.
 
-What a request has said so far is all that counts: its tokens are drawn from (seed, index), so whoever computes
-them again gets the same ones. All else (blocks, chunks, places in a batch, steps that nobody will answer) is
-forgotten with the old scheduler, and each request begins again in a new one, as if it had been preempted:
+All that counts of a request is its output so far: tokens are drawn from (seed, index), so other workers draw the
+same ones. All else (blocks, chunks, places in the batch, steps that will not be answered) is forgotten with the
+old scheduler, and each request begins again in a new one, as if it had been preempted:
 
     snapshot(group) ──► RequestSnapshot (no references into the old tree) ──► restore(snapshot, new group)
 """
@@ -31,29 +31,30 @@ from trunkline.worker.messages import Sampling
 
 @dataclass(frozen=True, slots=True)
 class RequestSnapshot:
-    """What is kept of a request that has not ended."""
+    """What is kept of a request that has not ended when its workers are lost."""
 
     request: Request
     arrival: int
     preempted: bool
-    """It goes before those that have never run."""
+    """Whether it goes before requests that have never run."""
     started: bool
+    """Whether its router has been told that it started."""
     found: CacheReport | None
-    """As it was reported, if it has started."""
+    """What its router was told of the cache; None if it has not started."""
     scored: bool
-    """The log-probabilities of its whole prompt have been reported, or were not asked for."""
+    """Whether the log-probabilities of its whole prompt have been reported, or were not asked for."""
     forked: bool
     outputs: list[tuple[int, Int32Array]]
-    """(sample or beam, its output so far) of each sequence that has not ended; one without output of a group that
-    has not forked."""
+    """(sample or beam, its output so far) of each sequence that has not ended. A group that has not forked has one
+    sequence, without output."""
     search: BeamHistory | None
 
 
 def snapshot(group: SequenceGroup, rows: DecodeRows, *, scores_lost: bool) -> RequestSnapshot:
-    """Return what is left of a group when its workers are gone.
+    """Return what is left of a group when its workers are lost.
 
     Args:
-        scores_lost: log-probabilities of its prompt were to come with a step that will not be answered.
+        scores_lost: whether log-probabilities of its prompt were to come with a step that will not be answered.
     """
     outputs = []
     for member in group.members:
@@ -63,11 +64,11 @@ def snapshot(group: SequenceGroup, rows: DecodeRows, *, scores_lost: bool) -> Re
             restore_output(member)
         outputs.append((member.sample, member.tokens.view(group.prompt_len).copy()))
     if group.found is not None:
-        group.found.entries = ALL_ENTRIES  # copies in lower tiers are all that is left: they are loaded
+        group.found.entries = ALL_ENTRIES  # all copies in lower tiers are loaded: nothing else is left
     whole = len(outputs) == group.request.width
     forked, search = group.forked, group.search
     if group.request.width > 1 and whole and not len(outputs[0][1]):
-        # Nothing tells the sequences apart yet: they fork again.
+        # The sequences do not differ yet, so they fork again.
         forked, search, outputs = False, None, outputs[:1]
     return RequestSnapshot(
         request=group.request,
@@ -83,19 +84,19 @@ def snapshot(group: SequenceGroup, rows: DecodeRows, *, scores_lost: bool) -> Re
 
 
 def restore(survivor: RequestSnapshot, group: SequenceGroup, sampling: Sampling) -> bool:
-    """Give a new group of one sequence what its request has been given before.
+    """Give a new group what its request had with the workers that were lost.
 
-    Return False if the request is longer than what the workers hold now.
+    Return False if the request is longer than what the new workers can hold.
 
     Args:
-        group: made of the survivor's request.
-        sampling: of the group.
+        group: a new group of one sequence, made of the survivor's request.
+        sampling: the group's sampling parameters.
     """
     group.preempted, group.started, group.found = survivor.preempted, survivor.started, survivor.found
     group.prompt_scored, group.forked, group.search = survivor.scored, survivor.forked, survivor.search
     outputs = survivor.outputs
     if group.search is not None and group.search.output_limit != group.limit - group.prompt_len:
-        # A search is decided by the length that it may reach: to go on would mix two searches.
+        # The result of a search depends on the length that it may reach. That has changed, so it starts again.
         group.search, group.forked, outputs = None, False, [(0, outputs[0][1][:0])]
     prompt = group.members[0].tokens.view(0, group.prompt_len)
     group.members.clear()
