@@ -7,12 +7,10 @@ statistics that the paper gives: 5.75 turns in the mean, 47 % of sessions over 2
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 SINGLE_TURN: Final = 0.27
 MORE_TURNS_MEAN: Final = 5.507
@@ -22,20 +20,6 @@ SESSION_SIGMA: Final = 0.7
 TURN_SIGMA: Final = 0.9
 TOKENS_MIN: Final = 8
 USER_SHARE: Final = 0.32
-
-Seconds = NDArray[np.float64]
-ThinkTime = Callable[[np.random.Generator, int], Seconds]
-"""Seconds from an answer to the next question, for a number of turns."""
-
-
-def exponential_think(rng: np.random.Generator, count: int) -> Seconds:
-    """A minute in the mean."""
-    return rng.exponential(60.0, count)
-
-
-def lognormal_think(rng: np.random.Generator, count: int) -> Seconds:
-    """200 s in the median, with a long tail: what people do."""
-    return rng.lognormal(np.log(200.0), 1.3, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +33,8 @@ class Conversation:
     """After the turn's answer; the last is not used."""
 
 
-def conversations(
-    count: int, rate: float, think: ThinkTime = exponential_think, seed: int = 0
-) -> list[Conversation]:
-    """`count` sessions that begin at `rate` per second."""
+def conversations(count: int, rate: float, seed: int = 0) -> list[Conversation]:
+    """Return `count` sessions that begin at `rate` per second, whose users think a minute on average."""
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(1.0 / rate, count))
     many = rng.random(count) >= SINGLE_TURN
@@ -63,5 +45,5 @@ def conversations(
         tokens = np.maximum(np.exp(mean + TURN_SIGMA * rng.standard_normal(n)), TOKENS_MIN)
         user = np.maximum(np.rint(USER_SHARE * tokens), 1).astype(int)
         answer = np.maximum(np.rint(tokens) - user, 1).astype(int)
-        made.append(Conversation(arrival, user.tolist(), answer.tolist(), think(rng, n).tolist()))
+        made.append(Conversation(arrival, user.tolist(), answer.tolist(), rng.exponential(60.0, n).tolist()))
     return made

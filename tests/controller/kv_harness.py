@@ -53,9 +53,9 @@ class Bench:
         self.step += 1
         return PlanBuilder(self.step, CHUNK, float(self.step))
 
-    def admit(self, sequence: Sequence, draft: PlanBuilder | None = None, *, tails: int = 0) -> PlanBuilder:
-        draft = draft or self.plan()
-        assert self.kv.admit(sequence, 0, draft, tails=tails) is Admission.ADMITTED
+    def admit(self, sequence: Sequence) -> PlanBuilder:
+        draft = self.plan()
+        assert self.kv.admit(sequence, 0, draft) is Admission.ADMITTED
         sequence.computed = sequence.tokens.count
         self.kv.mark_ready(sequence, draft)
         for source in draft.copy_sources:
@@ -66,10 +66,10 @@ class Bench:
     def leave(self, sequence: Sequence, *, claim: bool = False) -> None:
         self.kv.leave(sequence, sequence.computed, self.step, claim=claim)
 
-    def cache(self, tokens: list[int], *, claim: bool = False, draft: PlanBuilder | None = None) -> Sequence:
+    def cache(self, tokens: list[int], *, claim: bool = False) -> Sequence:
         """A sequence that has come and gone."""
         sequence = make_sequence(tokens, request=self.step + 100)
-        self.admit(sequence, draft)
+        self.admit(sequence)
         self.leave(sequence, claim=claim)
         return sequence
 

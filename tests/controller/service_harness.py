@@ -46,10 +46,10 @@ class Failure(NamedTuple):
 class Ranks(threading.Thread):
     """Both ranks of a group in one thread; rank 0 answers with what the simulated workers compute."""
 
-    def __init__(self, config: ControllerConfig, *, answer: bool = True, blocks: int = BLOCKS) -> None:
+    def __init__(self, config: ControllerConfig, *, blocks: int = BLOCKS) -> None:
         super().__init__(daemon=True)
         self.config = config
-        self.steps_max = NO_LIMIT if answer else 0
+        self.steps_max = NO_LIMIT
         """The last step that is answered."""
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.plans = [self.context.socket(zmq.SUB) for _ in range(config.tp)]

@@ -26,9 +26,9 @@ CHUNK = 4
 class Desk:
     """A directory with chunks of one path in disk and remote tiers, and what fetching makes of them."""
 
-    def __init__(self, disk: int, remote: int = 0, *, token_us: float = 1000.0, host_slots: int = 16) -> None:
+    def __init__(self, disk: int, remote: int = 0, *, token_us: float = 1000.0) -> None:
         self.tiers: Directory[Node] = Directory(
-            DirectoryConfig(host_slots=host_slots, disk_slots=32, remote=True, host_free=0)
+            DirectoryConfig(host_slots=16, disk_slots=32, remote=True, host_free=0)
         )
         self.costs = StepCosts(0.0)
         self.costs._costs[2] = token_us

@@ -16,11 +16,11 @@ from trunkline.kvstore.tier import TierKind
 MOVE_US = 1000.0
 
 
-def loading(*blocks: int, now: float = 0.0) -> Preloads:
-    """One sequence after the other, by stay from 1 on, whose loads plan 7 orders."""
+def loading(*blocks: int) -> Preloads:
+    """One sequence after the other, numbered from 1 on, whose loads plan 7 orders."""
     loads = Preloads()
     for batch_seq_id, count in enumerate(blocks, 1):
-        loads.ordered(count, now, MOVE_US)
+        loads.ordered(count, 0.0, MOVE_US)
         loads.wait(batch_seq_id, 7)
     return loads
 

@@ -20,11 +20,10 @@ one prompt, without sampling and logits processors. With k beams, prompt length 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from simulation.model import Float32Array, extend_hash, log_probabilities, next_token, prefix_hash
+from simulation.model import extend_hash, log_probabilities, next_token, prefix_hash
 
 from trunkline.controller.messages import BeamSearch
 
@@ -68,16 +67,12 @@ class _Beam:
     score: np.float32
 
 
-Model = Callable[[bytes], Float32Array]
-
-
 def beam_search(
     prompt: list[int],
     beam: BeamSearch,
     max_tokens: int,
     stop_ids: tuple[int, ...] = (),
     n: int = 1,
-    model: Model = log_probabilities,
 ) -> ExpectedSearch:
     """The rules above over the simulated model."""
     width, stops = beam.width, set(stop_ids)
@@ -86,7 +81,7 @@ def beam_search(
     result = ExpectedSearch()
     for length in range(1, max_tokens + 1):
         penalty = np.float32(length**beam.length_penalty)
-        candidates = _candidates(beams, max(2, 1 + len(stops)) * width, model)
+        candidates = _candidates(beams, max(2, 1 + len(stops)) * width)
         hits = [length == max_tokens or c.tokens[-1] in stops for _, c in candidates]
         ended = [c for (_, c), hit in list(zip(candidates, hits, strict=True))[:width] if hit]
         found = sorted([*found, *((c.score / penalty, c) for c in ended)], key=lambda entry: -entry[0])[:width]
@@ -107,12 +102,12 @@ def beam_search(
     return result
 
 
-def _candidates(beams: list[_Beam], count: int, model: Model) -> list[tuple[int, _Beam]]:
+def _candidates(beams: list[_Beam], count: int) -> list[tuple[int, _Beam]]:
     """(parent, continuation) best first; equal ones by parent, then by token."""
     scored = [
         (-(value + beam.score), parent, token)
         for parent, beam in enumerate(beams)
-        for token, value in enumerate(model(beam.prefix))
+        for token, value in enumerate(log_probabilities(beam.prefix))
     ]
     best = sorted(scored)[:count]
     return [

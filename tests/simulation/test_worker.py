@@ -60,9 +60,9 @@ def test_two_sequences_that_write_to_one_block_are_noticed() -> None:
         group.execute(StepPlan(2, 1, joins=[other], prefill=pack_int32([2, 5, 1, 5, 1])))
 
 
-def saved_pool(seed: int = 0) -> SimulatedPool:
+def saved_pool() -> SimulatedPool:
     """A prompt is computed, and its first block saved to slot 3 some time."""
-    group = SimulatedWorkers(8, CHUNK, 4, seed)
+    group = SimulatedWorkers(8, CHUNK, 4, 0)
     group.execute(prompt_step(join([0, 1]), []))
     group.pool.order(2, [(0, 3, 1)], [], 0, 0)
     return group.pool
