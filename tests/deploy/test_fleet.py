@@ -253,7 +253,7 @@ class Walk:
         stopped."""
         self.open: set[int] = set()
         self.tickets = 0
-        self.do(self.life.healthy(0.0))
+        self.life.healthy()
 
     def group_of(self, name: str) -> int:
         return next((m.group for m in self.members if m.name == name), -1)

@@ -31,7 +31,7 @@ LIMITS = Limits(drain_s=30, margin_s=5, settle_s=5, grace_s=3, orphan_s=1, quick
 
 def serving(groups: int = 1, *, restart: bool = False) -> Lifecycle:
     life = Lifecycle(members(groups), LIMITS, now=0.0, restart=restart)
-    assert life.healthy(1.0) == []
+    life.healthy()
     return life
 
 
@@ -159,7 +159,7 @@ def test_a_worker_that_left_is_not_blamed_for_what_another_one_says() -> None:
     """Ranks notice each other's end before the supervisor does."""
     life = Lifecycle(members(), LIMITS, now=0.0)
     assert life.exited("w0.1", 3, 1.0, "rank 0 is gone") == []
-    assert life.healthy(1.1) == []  # another group's token changes nothing
+    life.healthy()  # another group's token changes nothing
     assert life.phase is Phase.STARTING
     assert texts(life.exited("w0.0", 2, 1.5, "Duplicate GPU detected")) == (
         "w0.0 exited with code 2: Duplicate GPU detected."
@@ -279,7 +279,7 @@ def test_what_survives_sigkill_does_not_keep_the_supervisor() -> None:
 
 def life_of(*found: Member) -> Lifecycle:
     life = Lifecycle(found, LIMITS, 0.0)
-    life.healthy(0.0)
+    life.healthy()
     return life
 
 
@@ -337,7 +337,7 @@ def check_a_life(seed: int) -> None:
         event = rng.random()
         actions: list[Action] = []
         if event < 0.1:
-            actions = life.healthy(now)
+            life.healthy()
         elif event < 0.13:
             actions = life.stop_requested(now)
         elif event < 0.16 and life.alive:

@@ -10,7 +10,7 @@ from kubernetes.kustomizing import OVERLAYS, build, needs_kustomize
 from kubernetes.rendering import Object, containers, pod_templates, render
 
 from trunkline.deploy.cli.app import app
-from trunkline.deploy.config.node_addresses import parse_addresses
+from trunkline.deploy.config.node_settings import parse_addresses
 
 EVERYTHING: Object = {
     "groups": {

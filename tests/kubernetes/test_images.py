@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import http.server
+import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+import threading
 import tomllib
 from fnmatch import fnmatch
 from itertools import chain
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import pytest
 import yaml
 from kubernetes.rendering import ROOT, containers, only, pod_templates, render
+
+from trunkline.deploy.supervisor.run_folder import Running, run_folder
 
 pytestmark = [pytest.mark.processes, pytest.mark.area("kubernetes")]
 DOCKER: Final = ROOT / "deploy" / "docker"
@@ -71,6 +78,43 @@ def test_what_runs_is_nobody_in_particular(path: Path) -> None:
     assert home
     for container in containers(only(render(), "Deployment")["spec"]["template"])[1:]:
         assert {"name": "HOME", "value": home[1]} in container["env"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.suffix))
+def test_the_health_check_asks_the_port_that_is_served(path: Path, tmp_path: Path) -> None:
+    """By the code in the file, against a server on a port of its own."""
+    (command,) = re.findall(r"(?m)^HEALTHCHECK .* CMD (\[.*\])$", _stages(path)[-1])
+    answers = iter((200, 503))
+
+    class Router(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(next(answers) if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    def is_healthy() -> bool:
+        environment = {**os.environ, "TMPDIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        words = [sys.executable, *json.loads(command)[1:]]
+        return subprocess.run(words, env=environment, capture_output=True, check=False).returncode == 0
+
+    assert not is_healthy(), "nothing runs"
+    with http.server.HTTPServer(("127.0.0.1", 0), Router) as server, run_folder(tmp_path) as folder:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        (folder / "cluster.json").write_bytes(
+            msgspec.json.encode(Running(server.server_port, f"http://127.0.0.1:{server.server_port}", "", 1))
+        )
+        assert [is_healthy(), is_healthy()] == [True, False]
+        server.shutdown()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.suffix))
+def test_what_a_server_keeps_is_in_a_volume_of_its_user(path: Path) -> None:
+    last = _stages(path)[-1]
+    (volume,) = re.findall(r"(?m)^VOLUME (\S+)$", last)
+    assert re.search(rf"install --directory --owner=10001 --group=10001 --mode=0700 {volume}\n", last)
+    assert f"--home-dir {volume.removesuffix('/.cache')} " in last
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.suffix))

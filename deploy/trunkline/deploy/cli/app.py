@@ -87,7 +87,7 @@ def root(
 
 
 @app.command(rich_help_panel=START, cls=HintingCommand)
-@command(SERVE_OPTIONS)
+@command(SERVE_OPTIONS, has_config=True)
 def serve(given: dict[str, Any]) -> None:
     """Serve a model over an OpenAI-compatible HTTP API.
 

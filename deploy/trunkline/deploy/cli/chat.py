@@ -38,7 +38,7 @@ class ChatOptions:
     max_tokens: int | None = None
     temperature: float | None = None
     api_key_file: str = ""
-    """File with a key; "" for the one that `client_keys.client_key` finds, if any."""
+    """File with a key; "" for the one that `run_folder.client_key` finds, if any."""
 
 
 @dataclass

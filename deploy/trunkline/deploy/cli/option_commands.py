@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
 import typer
@@ -13,8 +15,11 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
-from trunkline.deploy.config.options import FIELD_DEFAULTS, FIELD_TYPES, CliOption
+from trunkline.deploy.config.options import FIELD_DEFAULTS, FIELD_TYPES, OPERATION, CliOption
 from trunkline.deploy.errors import DeployError
+from trunkline.deploy.launch.document import load
+from trunkline.deploy.launch.fileformat import nearest
+from trunkline.deploy.launch.unit_options import plain
 
 _MODEL: Final = "Give the model as the first argument, as in `trunkline serve MODEL`."
 _ON_BY_DEFAULT: Final = "Prefixes are always cached, unless --no-prefix-cache is given."
@@ -60,10 +65,54 @@ class HintingCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-def command(options: Sequence[CliOption]) -> Callable[[Callable[[dict[str, Any]], None]], Callable[..., None]]:
+def _set_defaults(options: Sequence[CliOption], ctx: typer.Context, path: Path | None) -> None:
+    """Let a file, and after it environment variables, give the options that the command line does not give."""
+    found: dict[str, Any] = {}
+    for option in options:
+        value = os.environ.get(f"TRUNKLINE_{option.parameter.upper()}", "")
+        # Kubernetes sets TRUNKLINE_PORT=tcp://… in all pods beside a Service named trunkline.
+        if value and not value.startswith("tcp://"):
+            found[option.parameter] = value
+    if path is not None:
+        found |= run(lambda: file_values(options, path))
+    ctx.default_map = found
+
+
+def file_values(options: Sequence[CliOption], path: Path) -> dict[str, Any]:
+    """Return the values that a YAML file gives, by the parameters of their options; null: not given.
+
+    Raises:
+        FileError: The file cannot be read, names an unknown option, or gives an impossible value.
+    """
+    document = load(path)
+    if not isinstance(document.value, dict):
+        raise document.error((), "the file is a mapping of options, such as `port: 9000`")
+    known = {plain(option.parameter): option for option in options}
+    found = {}
+    for key, value in document.value.items():
+        option = known.get(plain(key))
+        if option is None:
+            raise document.error((key,), f"is unknown; {nearest(plain(key), list(known))}")
+        if isinstance(value, dict | list):
+            raise document.error((key,), "takes one value")
+        if value is not None:
+            try:
+                option.words(value)
+            except ValueError as error:
+                raise document.error((key,), str(error)) from error
+            found[option.parameter] = value
+    return found
+
+
+def command(
+    options: Sequence[CliOption], *, has_config: bool = False
+) -> Callable[[Callable[[dict[str, Any]], None]], Callable[..., None]]:
     """Return a decorator that makes a function a command with these options.
 
     The function gets the values of the settings' fields by name, and its docstring is the command's help.
+
+    Args:
+        has_config: Whether the options can also stand in a file (`--config`), or in environment variables.
     """
 
     def make(action: Callable[[dict[str, Any]], None]) -> Callable[..., None]:
@@ -79,7 +128,13 @@ def command(options: Sequence[CliOption]) -> Callable[[Callable[[dict[str, Any]]
                     option.parameter,
                     inspect.Parameter.POSITIONAL_OR_KEYWORD,
                     default=inspect.Parameter.empty if default is MISSING else default,
-                    annotation=_annotation(option),
+                    annotation=_annotation(option, None if has_config else option.variable),
+                )
+            )
+        if has_config:
+            parameters.append(
+                inspect.Parameter(
+                    "config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_config(options)
                 )
             )
         # What Typer looks at: without it, it would see the parameters of `action`.
@@ -90,7 +145,26 @@ def command(options: Sequence[CliOption]) -> Callable[[Callable[[dict[str, Any]]
     return make
 
 
-def _annotation(option: CliOption) -> Any:
+def _config(options: Sequence[CliOption]) -> Any:
+    """Return what Typer needs to know of `--config`."""
+
+    def callback(ctx: typer.Context, path: Path | None) -> None:
+        _set_defaults(options, ctx, path)
+
+    return Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="YAML file with options, such as `tp: 4`. The command line goes first, the environment "
+            "(TRUNKLINE_TP=4) last.",
+            rich_help_panel=OPERATION,
+            callback=callback,
+            is_eager=True,
+        ),
+    ]
+
+
+def _annotation(option: CliOption, variable: str | None) -> Any:
     """Return what Typer needs to know of an option."""
     if option.is_argument:
         return Annotated[str, typer.Argument(help=option.help, metavar=option.metavar)]
@@ -102,7 +176,7 @@ def _annotation(option: CliOption) -> Any:
             help=option.help,
             metavar=option.metavar,
             rich_help_panel=option.panel,
-            envvar=option.variable,
+            envvar=variable,
         ),
     ]
 

@@ -107,7 +107,7 @@ def fingerprint(folder: Path, quantization: str = "none", tell: Callable[[int], 
     Args:
         folder: The checkpoint.
         quantization: How the weights are stored.
-        tell: Called with the number of bytes if weights must be read for it (the first time, see `digests`).
+        tell: Called with the number of bytes if weights must be read for it (the first time, see `digest_files`).
 
     Raises:
         UserError: A file cannot be read.

@@ -18,6 +18,7 @@ from trunkline.router.config import NO_LIMITS, TenantLimits
 from trunkline.router.tenancy.auth import hash_key, is_loopback
 from trunkline.router.tenancy.tenant_file import read_rules
 
+# Not pydantic's ByteSize: there a bare letter is a decimal unit (1g is 10^9 bytes), and bits are sizes, too.
 _UNITS: Final = {
     "": 1,
     "b": 1,

@@ -25,6 +25,9 @@ TUNING: Final = "Rarely needed: scheduling"
 OPERATION: Final = "Rarely needed: operation"
 SWITCHES: Final = "Rarely needed: switches"
 
+Scalar = str | int | float | bool
+"""The value of an option, as a file gives it."""
+
 
 @dataclass(frozen=True)
 class CliOption:
@@ -63,6 +66,28 @@ class CliOption:
         if isinstance(found, types.UnionType):
             found = next(each for each in typing.get_args(found) if each is not type(None))
         return found if isinstance(found, type) else str
+
+    def words(self, value: Scalar) -> list[str]:
+        """Return the words of a command line that give the option this value.
+
+        Raises:
+            ValueError: The option cannot have this value.
+        """
+        flag, _, off = self.flag.partition("/")
+        if self.kind is bool:
+            if not isinstance(value, bool):
+                raise ValueError(f"is {value!r}; allowed are true and false")
+            return [flag] if value else [off] if off else []
+        if isinstance(value, bool):
+            raise ValueError(f"is {str(value).lower()}, but takes a value")
+        if self.kind is int and not isinstance(value, int):
+            raise ValueError(f"is {value!r}; it takes a whole number")
+        if self.kind is float and isinstance(value, str):
+            raise ValueError(f"is {value!r}; it takes a number")
+        text = str(value)
+        if "\0" in text:
+            raise ValueError("has a zero byte in it")
+        return [f"{flag}={text}"]
 
 
 FIELD_TYPES: Final = {**get_type_hints(ServeSettings), **get_type_hints(NodeSettings)}

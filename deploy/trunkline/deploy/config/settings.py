@@ -59,7 +59,7 @@ class ServeSettings:
     """How long a stream that lost its group waits for it, or for another one."""
     tp: int | None = None
     """Tensor-parallel workers per group. None: by the model and the GPUs that each group can have
-    (`placement.settle`)."""
+    (`plans.settle`)."""
     dtype: str = "auto"
     device: str = "auto"
     kernels: str = "auto"

@@ -24,8 +24,8 @@ import msgspec
 
 from trunkline.deploy.config.option_values import check_tenants
 from trunkline.deploy.errors import DeployError, UserError
-from trunkline.deploy.launch.document import Document, parse
-from trunkline.deploy.launch.fileformat import NAME, Cluster, Host, Security, read
+from trunkline.deploy.launch.document import load
+from trunkline.deploy.launch.fileformat import NAME, Host, Security, read
 from trunkline.deploy.launch.folders import private_folder, state_base, write_private
 from trunkline.deploy.launch.plan import API_KEYS, WIRE_KEYS, Plan, make_plan
 from trunkline.deploy.launch.resources import Facts
@@ -36,7 +36,6 @@ from trunkline.runtime import wire_keys
 
 DEFAULT_FILE: Final = Path("cluster.yaml")
 _SUFFIXES: Final = (".yaml", ".yml")
-_FILE_BYTES_MAX: Final = 4 << 20
 
 
 class Loaded:
@@ -49,17 +48,8 @@ class Loaded:
             UserError: It cannot be read, or is wrong.
         """
         self.path = path.absolute()
-        try:
-            with path.open("rb") as file:
-                text = file.read(_FILE_BYTES_MAX + 1).decode()
-        except OSError as error:
-            raise UserError(
-                f"{path}: {error.strerror or error}; docs/launch.md says what a file may say"
-            ) from error
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}: is no UTF-8 text") from error
-        self.document: Document = parse(text, str(path))
-        self.cluster: Cluster = read(self.document)
+        self.document = load(path)
+        self.cluster = read(self.document)
         self.name = self.cluster.name or _name_from(path)
 
     def plan(self, facts: Mapping[str, Facts] | None = None) -> Plan:

@@ -1,4 +1,4 @@
-"""Parse YAML strictly, and keep the line of each value, so that messages can name it. Pure.
+"""Parse YAML strictly, and keep the line of each value, so that messages can name it.
 
 Plain words are strings, but for `true`, `false`, `null` and numbers as JSON writes them: `on`, `no` and `22:30`
 mean what they say. Keys are strings, and none comes twice. Tags and merge keys are refused; aliases are allowed.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path as FilePath
 from typing import Any, Final
 
 import yaml
@@ -17,6 +18,7 @@ from trunkline.deploy.errors import UserError
 _NODES_MAX: Final = 100_000
 """With aliases a small file can be a large tree."""
 _DEPTH_MAX: Final = 20
+_FILE_BYTES_MAX: Final = 4 << 20
 _INTEGER: Final = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 _NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]{1,3})?")
 _WORDS: Final = {"true": True, "false": False, "null": None, "~": None, "": None}
@@ -27,7 +29,7 @@ Path = tuple[str | int, ...]
 
 
 class FileError(UserError):
-    """The file that describes the cluster is wrong."""
+    """A file of settings cannot be read, or is wrong."""
 
 
 @dataclass
@@ -54,6 +56,22 @@ def shown(path: Path) -> str:
     return f"{text.removeprefix('.')}: " if text else ""
 
 
+def load(path: FilePath) -> Document:
+    """Return the document in a file.
+
+    Raises:
+        FileError: The file cannot be read, or its text is wrong.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(_FILE_BYTES_MAX + 1).decode()
+    except OSError as error:
+        raise FileError(f"{path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path}: is no UTF-8 text") from error
+    return parse(text, str(path))
+
+
 def parse(text: str, source: str) -> Document:
     """Return the document in a text.
 
@@ -74,7 +92,7 @@ def parse(text: str, source: str) -> Document:
     except RecursionError as error:
         raise FileError(f"{source}: is nested too deeply") from error
     if node is None:
-        raise FileError(f"{source}: is empty; docs/launch.md says what it may say")
+        raise FileError(f"{source}: is empty")
     document.value = _Builder(document).build(node, ())
     return document
 

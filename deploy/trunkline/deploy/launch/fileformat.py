@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from trunkline.deploy.config.option_values import parse_bytes
+from trunkline.deploy.config.options import Scalar
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.launch.document import Document, Path
 
@@ -28,7 +29,6 @@ _ADDRESS: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252})")
 _IPV6: Final = re.compile(r"[0-9A-Fa-f:.]{2,45}")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
-Scalar = str | int | float | bool
 Options = dict[str, Scalar]
 Environment = dict[str, str | int | float]
 Port = Annotated[int, Meta(ge=1, le=65535)]

@@ -6,12 +6,11 @@ The options are those of `trunkline group`, `workers` and `router`, by their own
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
-from trunkline.deploy.config.options import OPTIONS_OF, CliOption
+from trunkline.deploy.config.options import OPTIONS_OF, CliOption, Scalar
 from trunkline.deploy.launch.document import Document, Path
-from trunkline.deploy.launch.fileformat import Cluster, Options, Scalar, Tiers, nearest
+from trunkline.deploy.launch.fileformat import Cluster, Options, Tiers, nearest
 
 _FIELDS: Final = {
     "tp": "a group's tp",
@@ -36,42 +35,7 @@ _FIELDS: Final = {
 """Options that the plan sets, and where the file gives them."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """How an option is written on a command line."""
-
-    flag: str
-    off: str = ""
-    """The flag that turns a switch off."""
-    is_switch: bool = False
-    variable: str = ""
-    """An environment variable that means the same, for a value that must not be on a command line."""
-    kind: type = str
-
-    def words(self, value: Scalar) -> list[str]:
-        """Return the words for a value.
-
-        Raises:
-            ValueError: The option cannot have this value.
-        """
-        if self.is_switch:
-            if not isinstance(value, bool):
-                raise ValueError(f"is {value!r}; allowed are true and false")
-            chosen = self.flag if value else self.off
-            return [chosen] if chosen else []
-        if isinstance(value, bool):
-            raise ValueError(f"is {str(value).lower()}, but takes a value")
-        if self.kind is int and not isinstance(value, int):
-            raise ValueError(f"is {value!r}; it takes a whole number")
-        if self.kind is float and isinstance(value, str):
-            raise ValueError(f"is {value!r}; it takes a number")
-        text = str(value)
-        if "\0" in text:
-            raise ValueError("has a zero byte in it")
-        return [f"{self.flag}={text}"]
-
-
-Rules = Mapping[str, Mapping[str, Rule]]
+Rules = Mapping[str, Mapping[str, CliOption]]
 """By command, then by the option's name without dashes in front."""
 
 
@@ -85,17 +49,12 @@ def reserved(name: str) -> str:
     return _FIELDS.get(plain(name), "")
 
 
-def command_rules() -> dict[str, dict[str, Rule]]:
-    """Return the rules of each command, as it is installed here."""
+def command_rules() -> dict[str, dict[str, CliOption]]:
+    """Return the options of each command, as it is installed here."""
     return {
-        kind.value: {plain(option.parameter): _rule(option) for option in options if not option.is_argument}
+        kind.value: {plain(option.parameter): option for option in options if not option.is_argument}
         for kind, options in OPTIONS_OF.items()
     }
-
-
-def _rule(option: CliOption) -> Rule:
-    flag, _, off = option.flag.partition("/")
-    return Rule(flag, off, option.kind is bool, option.variable or "", option.kind)
 
 
 _TIER_OPTIONS: Final = {
@@ -159,7 +118,7 @@ class OptionWords:
         return self._written(rules, values)
 
     def _written(
-        self, rules: Mapping[str, Rule], values: Mapping[str, tuple[Scalar, Path]]
+        self, rules: Mapping[str, CliOption], values: Mapping[str, tuple[Scalar, Path]]
     ) -> tuple[list[str], dict[str, str]]:
         words: list[str] = []
         variables: dict[str, str] = {}
@@ -168,8 +127,8 @@ class OptionWords:
                 written = rules[name].words(value)
             except ValueError as error:
                 raise self._document.error(where, str(error)) from error
-            if rules[name].variable:
-                variables[rules[name].variable] = str(value)
+            if variable := rules[name].variable:
+                variables[variable] = str(value)
             else:
                 words += written
         return words, variables

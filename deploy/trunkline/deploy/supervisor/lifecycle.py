@@ -110,13 +110,11 @@ class Lifecycle:
         """Names of the children that have not exited."""
         return tuple(self._alive)
 
-    def healthy(self, now: float) -> list[Action]:
+    def healthy(self) -> None:
         """Take the news that the cluster generated a token."""
-        del now
         if self.phase is Phase.STARTING and self._left is None:
             self.phase = Phase.SERVING
             self._deadline = NEVER
-        return []
 
     def exited(self, name: str, status: int, now: float, words: str = "") -> list[Action]:
         """Take the end of a child.

@@ -152,7 +152,7 @@ class Supervisor:
                 if self._is_asked:
                     health.start()
                 else:
-                    self._do(self._life.healthy(time.monotonic()))
+                    self._serve()
                 try:
                     while self._life.phase is not Phase.STOPPED:
                         self._wait_and_handle()
@@ -161,6 +161,10 @@ class Supervisor:
             finally:
                 self._kill_rest()
         return self._life.exit_code
+
+    def _serve(self) -> None:
+        self._life.healthy()
+        self._do(())
 
     def _open_sockets(self, folder: Path, stack: ExitStack) -> None:
         self._statuses = stack.enter_context(closing(StatusSocket(folder)))
@@ -233,7 +237,7 @@ class Supervisor:
         if byte == NEWS and self._life.phase is Phase.STARTING:
             self._reporter.health(health.answer)
             if health.healthy:
-                self._do(self._life.healthy(now))
+                self._serve()
         elif byte in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if self._life.phase in (Phase.STARTING, Phase.SERVING):
                 self._reporter.say(f"Stopping ({signal.Signals(byte).name}).", "info")

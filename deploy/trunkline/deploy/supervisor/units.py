@@ -173,10 +173,9 @@ class Group:
             return [*stumbled, *self._advance(now)]
         return []  # it had survived SIGKILL for a while
 
-    def reported(self, name: str, status: str, now: float) -> list[Action]:
+    def reported(self, name: str, status: str, _now: float) -> list[Action]:
         """Take a status that a process reported. A controller's is the group's; where the controller runs
         elsewhere, the group is ready when all workers are."""
-        del now
         slot = self.slots[name]
         if not slot.running or (self._is_led_here and slot.member.role is not Role.CONTROLLER):
             return []
