@@ -23,9 +23,9 @@ def places(bench: Bench) -> dict[int, int]:
 def test_full_chunks_are_saved_as_they_fill_and_tails_when_their_blocks_are_needed() -> None:
     bench = Bench(8, 8)
     waiting = make_sequence(list(range(11)))
-    draft = bench.admit(waiting)
-    assert [block for block, _, _ in draft.late_saves] == waiting.block_table()[:2]
-    assert not draft.saves, "nothing of it is computed before this plan"
+    plan = bench.admit(waiting)
+    assert [block for block, _, _ in plan.late_saves] == waiting.block_table()[:2]
+    assert not plan.saves, "nothing of it is computed before this plan"
     bench.leave(waiting, claim=True)
     blocks = {node.key: node.block for node in bench.tree.nodes()}
     squeezed = bench.squeeze(8)
@@ -104,9 +104,9 @@ def test_a_chunk_that_found_no_slot_is_saved_later() -> None:
     row.computed = 8
     bench.kv.seal(row, 8, 1.0)
     assert bench.tree.has_unsaved, "a row filled it: the next plan saves it"
-    draft = bench.plan()
-    bench.tree.save_waiting(draft)
-    assert [block for block, _, _ in draft.saves] == [row.path[1].block]
+    plan = bench.plan()
+    bench.tree.save_waiting(plan)
+    assert [block for block, _, _ in plan.saves] == [row.path[1].block]
     assert not bench.tree.has_unsaved
     bench.check([row], [])
 
@@ -114,13 +114,13 @@ def test_a_chunk_that_found_no_slot_is_saved_later() -> None:
 def test_a_chunk_is_not_saved_before_the_plan_that_computes_it_has_run() -> None:
     bench = Bench(8, 4)
     sequence = make_sequence(list(range(4)))
-    draft = bench.plan()
-    bench.kv.admit(sequence, 0, draft)
+    plan = bench.plan()
+    bench.kv.admit(sequence, 0, plan)
     sequence.computed = 4
-    sequence.path[0].ready_step = draft.step
+    sequence.path[0].ready_step = plan.step
     bench.tree.save_later(sequence.path[0])
-    bench.tree.save_waiting(draft)
-    assert not draft.saves
+    bench.tree.save_waiting(plan)
+    assert not plan.saves
     bench.tree.save_waiting(later := bench.plan())
     assert len(later.saves) == 1
 
@@ -131,9 +131,9 @@ def test_a_saved_tail_is_loaded_into_a_block_of_its_own_and_its_head_suffices() 
     waiting = bench.cache(tokens, claim=True)
     bench.squeeze(8)
     other = make_sequence([*range(6), 60, 61], request=5)
-    draft = bench.admit(other)
-    assert len(draft.loads) == 2
-    assert not draft.copies
+    plan = bench.admit(other)
+    assert len(plan.loads) == 2
+    assert not plan.copies
     assert other.resident == 6
     bench.check([other], [waiting])
     bench.admit(waiting)

@@ -71,8 +71,8 @@ def test_a_beam_or_sample_that_comes_back_stores_its_last_token_in_its_own_block
     bench.cache(list(range(8)))
     sequence = make_sequence(list(range(8)), request=2, output=2, **kind)
     sequence.group.forked = True
-    draft = bench.admit(sequence)
-    assert (len(sequence.path), sequence.resident, len(draft.copies)) == (1, 7, 1)
+    plan = bench.admit(sequence)
+    assert (len(sequence.path), sequence.resident, len(plan.copies)) == (1, 7, 1)
     idle = next(node for node in bench.tree.nodes() if not node.children)
     assert sequence.private != [idle.block]
     bench.check([sequence], [])
@@ -83,22 +83,22 @@ def test_a_scored_prompt_is_computed_from_its_start_and_stored_once() -> None:
     bench.cache(list(range(10)))
     submit = Submit(3, pack_int32(range(10)), 10, 4, Sampling(prompt_logprobs=0))
     scored = SequenceGroup(Request.of(3, submit), 3, 100, submit.sampling).members[0]
-    draft = bench.plan()
-    assert bench.kv.admit(scored, 0, draft) is Admission.ADMITTED
+    plan = bench.plan()
+    assert bench.kv.admit(scored, 0, plan) is Admission.ADMITTED
     assert (scored.computed, scored.resident) == (0, 10)
-    assert (draft.joins[0].first, len(draft.joins[0].tokens)) == (0, 40)
+    assert (plan.joins[0].first, len(plan.joins[0].tokens)) == (0, 40)
 
 
 def admit_all(kv: KVCacheManager, members: list[Sequence], step: int) -> None:
     """One after the other, each computed before the next: nothing else runs."""
     for sequence in members:
         step += 1
-        draft = PlanBuilder(step, CHUNK, float(step))
-        assert kv.admit(sequence, 0, draft) is Admission.ADMITTED
-        for source in draft.copy_sources:
+        plan = PlanBuilder(step, CHUNK, float(step))
+        assert kv.admit(sequence, 0, plan) is Admission.ADMITTED
+        for source in plan.copy_sources:
             kv.tree.release(source, float(step))
         sequence.computed = sequence.prefill_stop
-        kv.mark_ready(sequence, draft)
+        kv.mark_ready(sequence, plan)
 
 
 @pytest.mark.parametrize("seed", seeds(1))

@@ -58,7 +58,7 @@ def tiers_of(node: Node, chunk_bytes: int) -> int:
     return on_device | (_HOST if node.host_ready else 0) | (_DISK if node.disk_ready else 0)
 
 
-class Batch(NamedTuple):
+class EventBatch(NamedTuple):
     """Changes of one turn; fields as in `KvEvents`."""
 
     seq: int
@@ -129,7 +129,7 @@ class KvEventLog:
         """Number of the last batch."""
         self.announced = Announced()
         self._tree: RadixCache | None = None
-        self._ring: deque[Batch] = deque()
+        self._ring: deque[EventBatch] = deque()
         """The last batches, without a gap."""
         self._ring_bytes = 0
         self._ring_bytes_max = ring_bytes
@@ -139,7 +139,7 @@ class KvEventLog:
 
     # Announcing
 
-    def follow(self, tree: RadixCache, *, look_again: bool = False) -> list[Batch]:
+    def follow(self, tree: RadixCache, *, look_again: bool = False) -> list[EventBatch]:
         """Return what has changed since the last call, in as many batches as needed; often none.
 
         Args:
@@ -171,10 +171,10 @@ class KvEventLog:
             node.announced = 0
         _note_all(tree)
 
-    def _emit(self, names: list[ChunkName]) -> Batch:
+    def _emit(self, names: list[ChunkName]) -> EventBatch:
         self.seq += 1
         known = self.announced.tiers
-        batch = Batch(self.seq, b"".join(names), bytes([known.get(name, 0) for name in names]))
+        batch = EventBatch(self.seq, b"".join(names), bytes([known.get(name, 0) for name in names]))
         self._ring.append(batch)
         self._ring_bytes += _size(batch)
         while self._ring_bytes > self._ring_bytes_max:
@@ -259,7 +259,7 @@ def _note_all(tree: RadixCache) -> None:
         tree.changed.note(node)
 
 
-def _size(batch: Batch) -> int:
+def _size(batch: EventBatch) -> int:
     return len(batch.names) + len(batch.tiers) + BATCH_BYTES
 
 
