@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 import zmq
-from controller.service_harness import BLOCKS, CHUNK
+from controller.service_harness import BLOCKS, CHUNK, group_config
+from msgspec.structs import replace
 from simulation.layout import Layout
 from simulation.worker import SimulatedWorkers
 
-from trunkline.controller.config import ControllerConfig
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.messages import (
     Abort,
@@ -92,22 +92,13 @@ class Group:
     """The service, its simulated ranks and a router that does everything right. Nothing runs by itself."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        self.config = ControllerConfig(
-            tp=2,
-            plan_endpoint=f"ipc://{folder}/plan",
-            report_endpoint=f"ipc://{folder}/report",
-            router_endpoint=f"ipc://{folder}/router",
+        self.config = replace(
+            group_config(folder),
             events_endpoint=f"ipc://{folder}/events",
             index_path=str(folder / "index.sqlite"),
             records_path=str(folder / "records.sqlite"),
             tier_fingerprint="00",
-            chunk_size=CHUNK,
-            max_context=96,
-            token_budget=24,
-            max_rows=8,
-            max_waiting=16,
             vocab_size=VOCAB,
-            debug_checks=True,
             router_silence_seconds_max=1e9,
             epoch=7,
         )
@@ -215,7 +206,7 @@ class Group:
         assert service.engine is not None
         for router in service.routers._by_index.values():
             router.last_heard = float("-inf")
-        service.config = msgspec.structs.replace(service.config, router_silence_seconds_max=1e8)
+        service.config = replace(service.config, router_silence_seconds_max=1e8)
         for _ in range(1000):
             self.turn(wait_ms=1)
             if service.engine.is_idle and not service.engine.open_calls():

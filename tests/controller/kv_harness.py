@@ -18,10 +18,10 @@ from trunkline.worker.messages import Sampling
 CHUNK = 4
 
 
-def make_kv_manager(num_blocks: int, host_slots: int, *, prefix_cache: bool = True) -> KVCacheManager:
+def make_kv_manager(num_blocks: int, host_slots: int) -> KVCacheManager:
     pool = BlockPool(num_blocks)
-    tiers = DirectoryConfig(host_slots=host_slots if prefix_cache else 0)
-    return KVCacheManager(pool, RadixCache(pool, CHUNK, tiers=tiers), prefix_cache=prefix_cache)
+    tiers = DirectoryConfig(host_slots=host_slots)
+    return KVCacheManager(pool, RadixCache(pool, CHUNK, tiers=tiers), prefix_cache=True)
 
 
 def make_sequence(
@@ -54,14 +54,14 @@ class Bench:
         return PlanBuilder(self.step, CHUNK, float(self.step))
 
     def admit(self, sequence: Sequence) -> PlanBuilder:
-        draft = self.plan()
-        assert self.kv.admit(sequence, 0, draft) is Admission.ADMITTED
+        plan = self.plan()
+        assert self.kv.admit(sequence, 0, plan) is Admission.ADMITTED
         sequence.computed = sequence.tokens.count
-        self.kv.mark_ready(sequence, draft)
-        for source in draft.copy_sources:
+        self.kv.mark_ready(sequence, plan)
+        for source in plan.copy_sources:
             self.tree.release(source, self.step)
-        draft.copy_sources = []
-        return draft
+        plan.copy_sources = []
+        return plan
 
     def leave(self, sequence: Sequence, *, claim: bool = False) -> None:
         self.kv.leave(sequence, sequence.computed, self.step, claim=claim)
@@ -75,9 +75,9 @@ class Bench:
 
     def squeeze(self, blocks: int) -> PlanBuilder:
         """A plan that needs so many blocks, and gives them back."""
-        draft = self.plan()
-        assert self.kv.make_room(blocks, draft)
-        return draft
+        plan = self.plan()
+        assert self.kv.make_room(blocks, plan)
+        return plan
 
     def check(self, running: list[Sequence], waiting: list[Sequence]) -> None:
         check_kv_cache(self.kv, running, waiting)

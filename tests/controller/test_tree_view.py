@@ -6,10 +6,9 @@ import random
 from collections import Counter
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
-from controller.service_harness import Router, group_config, run_controller
+from controller.service_harness import group_config, run_controller
 from msgspec.structs import replace
 from simulation.traffic import Mix, Traffic
 
@@ -20,7 +19,7 @@ from trunkline.controller.messages import DescribeTree, Ping
 from trunkline.controller.service.status import ASKED_MAX, Descriptions, state_of
 from trunkline.controller.service.tree_view import TreeWalk, tier_bits
 from trunkline.kvstore.chunks import NAME_BYTES
-from trunkline.router.messages import NodeFlag, RouterMessage, TreeDescription
+from trunkline.router.messages import NodeFlag, TreeDescription
 
 CHUNK = 4
 TINY = EngineConfig(num_blocks=40, chunk_size=CHUNK, max_context=80, token_budget=24, max_rows=8)
@@ -60,10 +59,10 @@ class Shown:
         assert min([*self.ages, 0.0]) == 0.0
 
 
-def describe(engine: Engine, now: float, *, nodes_max: int = ALL, units: int = ALL, heads: int = 8) -> Shown:
+def describe(engine: Engine, now: float, *, nodes_max: int = ALL, units: int = ALL) -> Shown:
     scheduler = engine.scheduler
     tree, running = scheduler.kv.tree, scheduler.running()
-    walk = TreeWalk(tree, running, nodes_max=nodes_max, head_tokens=heads, now=now)
+    walk = TreeWalk(tree, running, nodes_max=nodes_max, head_tokens=8, now=now)
     while not walk.advance(units):
         pass
     shown = Shown(walk.description(7))
@@ -250,20 +249,10 @@ def test_who_floods_gets_the_last_answers_only() -> None:
     assert [description.ticket for _, description in said] == list(range(20, ASKED_MAX + 20))
 
 
-def ask(router: Router, call: DescribeTree) -> TreeDescription:
-    router.send(call)
-    assert router.socket.poll(20_000), "the controller said nothing"
-    reply = msgspec.msgpack.decode(router.socket.recv(), type=RouterMessage)
-    router.seq += 1
-    assert isinstance(reply, TreeDescription)
-    assert (reply.seq, reply.ticket) == (router.seq, call.ticket)
-    return reply
-
-
 @pytest.mark.processes
 def test_a_controller_without_workers_describes_nothing(tmp_path: Path) -> None:
     with run_controller(group_config(tmp_path), tmp_path) as (_, router):
-        assert ask(router, DescribeTree(4)).tiers == b""
+        assert router.call(DescribeTree(4)).tiers == b""
         router.send(Ping(1))  # it goes on
         assert router.socket.poll(20_000)
 
