@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 
 from trunkline.router.app import create_app
 from trunkline.router.errors import ApiError
-from trunkline.router.http.access import host_name, is_allowed_host, is_local_name
+from trunkline.router.http.middleware import host_name, is_allowed_host, is_local_name
 from trunkline.router.request_context import known
 from trunkline.router.stores.schema_store import kind_of
 from trunkline.router.tenancy.auth import (

@@ -33,8 +33,7 @@ from trunkline.controller.messages import RecordCall
 from trunkline.controller.storage.records import SHARES, Limits, RecordStore
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.errors import ApiError
-from trunkline.router.http.idempotency import Result, name_request
-from trunkline.router.http.replay import takes_key
+from trunkline.router.http.idempotency import Result, name_request, takes_key
 from trunkline.router.request_context import RequestRandom, created_at, draw_hex, draw_seed, known, request_name
 from trunkline.router.stores.session_history import KnownPrompt, SessionState, pack_session, unpack_session
 from trunkline.router.text.tokenizer import Tokenizer
@@ -292,7 +291,7 @@ def test_who_waits_may_leave(http: httpx.Client, fake: FakeController) -> None:
 def test_what_is_too_long_is_made_again(
     http: httpx.Client, fake: FakeController, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr("trunkline.router.http.replay.BODY_BYTES_MAX", 200)
+    monkeypatch.setattr("trunkline.router.http.idempotency.BODY_BYTES_MAX", 200)
     first, second = (ask(http, f"long {stream}", stream=stream) for _ in range(2))
     assert first.status_code == second.status_code == 200
     assert essence(first) == essence(second)
@@ -304,7 +303,7 @@ def test_what_is_too_long_is_made_again(
 
 
 def test_copies_share_a_bounded_room(place: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trunkline.router.http.replay.COPIES_BYTES_MAX", 3000)
+    monkeypatch.setattr("trunkline.router.http.idempotency.COPIES_BYTES_MAX", 3000)
     with one_router(place, tokenizer) as (_, http, fake):
         for number in range(10):  # each gives its room back …
             assert ask(http, f"short {number}").status_code == 200

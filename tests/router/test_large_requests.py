@@ -17,8 +17,8 @@ from router.hostile_bodies import HOSTILE
 from router.process_calls import router_process
 
 from trunkline.router.errors import ApiError
+from trunkline.router.http.body import BODIES_AT_ONCE, SMALL_BYTES, LargeRequests
 from trunkline.router.http.json_slices import PIECE_BYTES, VALUES_MAX
-from trunkline.router.http.large_requests import BODIES_AT_ONCE, SMALL_BYTES, LargeRequests
 from trunkline.router.jobs.request_models import MESSAGES_MAX
 from trunkline.router.text.tokenizer import TEXT_BYTES_MAX, TOKENS_MAX, Tokenizer
 

@@ -25,12 +25,9 @@ from trunkline.router.api.openai_items import ResponsesRequest
 from trunkline.router.api.schema_types import SchemaRequest, SchemaUpdate
 from trunkline.router.api.session_types import DiscardRequest, ForkRequest, SessionRequest, SessionUpdate
 from trunkline.router.errors import ApiError
-from trunkline.router.http.access import AccessMiddleware, AdmissionMiddleware
-from trunkline.router.http.answers import JsonResponse
-from trunkline.router.http.error_forms import SCHEMAS, error_body, schema_of
-from trunkline.router.http.idempotency import IdempotencyStore
-from trunkline.router.http.middleware import RequestMiddleware
-from trunkline.router.http.replay import ReplayMiddleware
+from trunkline.router.http.answers import SCHEMAS, error_response, schema_of
+from trunkline.router.http.idempotency import IdempotencyStore, ReplayMiddleware
+from trunkline.router.http.middleware import AccessMiddleware, AdmissionMiddleware, RequestMiddleware
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from trunkline.router.service import RouterService
 from trunkline.router.stores.record_homes import RecordHomes
@@ -140,7 +137,7 @@ def _answer_pages_of(app: FastAPI, origins: list[str]) -> None:
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return JsonResponse(error_body(request.url.path, error), error.status, error.headers())
+    return error_response(request.url.path, error)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -148,7 +145,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
     answer = ApiError(error.status_code, f"{error.detail}: {request.method} {path[:200]}")
-    return JsonResponse(error_body(path, answer), error.status_code, error.headers)
+    return error_response(path, answer, error.headers)
 
 
 def _schema(app: FastAPI) -> dict[str, Any]:

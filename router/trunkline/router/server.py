@@ -28,8 +28,8 @@ import uvicorn
 from trunkline.router.app import create_app
 from trunkline.router.config import RouterConfig
 from trunkline.router.http.answers import BODY_SEND
+from trunkline.router.http.body import bound_heap
 from trunkline.router.http.connections import BoundedProtocol, ConnectionLimits, ConnectionState, connections_max
-from trunkline.router.http.large_requests import bound_heap
 from trunkline.router.service import RouterService
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.runtime.process import report_status

@@ -19,7 +19,7 @@ import zmq
 from trunkline.controller.messages import Prefetch
 from trunkline.router.config import RouterConfig
 from trunkline.router.errors import draining, overloaded, unavailable
-from trunkline.router.http.large_requests import LargeRequests
+from trunkline.router.http.body import LargeRequests
 from trunkline.router.jobs.job import Job, Limits, Modules
 from trunkline.router.messages import FinishReason
 from trunkline.router.routing.core import RouteRequest, RoutingCore

@@ -1,7 +1,7 @@
 """`POST /v1/messages` and `POST /v1/messages/count_tokens`: Anthropic's form of a chat completion.
 
 A request is translated into a chat completion and runs as one (`blocks.py`). Errors also have Anthropic's form
-(`error_forms.py`).
+(`http/answers.py`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from trunkline.router.api.blocks import (
 )
 from trunkline.router.api.prompting import Rendering, chat_job, encode_text, start
 from trunkline.router.api.requests import MESSAGES_REFUSALS, check_length, check_model, service_of
-from trunkline.router.http.answers import EventStream, JsonResponse, while_connected
+from trunkline.router.http.answers import EventStream, JsonResponse, anthropic_error, while_connected
 from trunkline.router.http.body import beside_loop, read_request
-from trunkline.router.http.error_forms import anthropic_error
 from trunkline.router.jobs.parameters import Count, Stops, Whitespace
 from trunkline.router.jobs.request_models import ChatRequest, Message
 from trunkline.router.request_context import draw_hex

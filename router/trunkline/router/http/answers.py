@@ -1,7 +1,10 @@
-"""Answers on their way to a client: JSON, streams of events, and the end of the work when the client leaves.
+"""Answers on their way to a client: JSON, errors, streams of events, and the end of the work when the client
+leaves.
 
-A client may leave at any moment. Reading from a connection whose request is complete waits for the connection's
-end. So a watcher reads while the answer is made, and cancels the work when the read returns.
+A client may close its connection at any moment. Reading from a connection whose request is complete waits until
+the connection ends. So a watcher reads while the answer is made, and cancels the work when the read returns.
+
+Errors have OpenAI's form everywhere but under `/v1/messages`, where clients expect Anthropic's.
 """
 
 from __future__ import annotations
@@ -19,27 +22,27 @@ from starlette.types import Receive, Scope, Send
 from trunkline.router.errors import ApiError, RouterError
 
 CLIENT_LEFT_STATUS: Final = 499
-"""nginx's status for a client that has left; seen in metrics and logs only."""
+"""nginx's status for a client that has left; it appears in metrics and logs only."""
 BODY_SEND: Final = "trunkline.body_send"
-"""Key in a request's scope: the `send` that takes the parts of the answer's body. Most middleware looks only at
-the beginning of an answer, and would cost each token a few calls."""
+"""Key in a request's scope: the `send` for the parts of the answer's body. Most middleware looks only at the
+beginning of an answer; passing each token through it would cost a few calls."""
 
 EVENT_STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-"""They make proxies pass events on as they come."""
+"""These headers make proxies pass each event on at once."""
 
 _T = TypeVar("_T")
 _log = structlog.get_logger("trunkline.router.api")
 
 
 class Closable(Protocol):
-    """Work that must be closed, such as a `Generation`."""
+    """Work for an answer that must be closed in the end, such as a `Generation`."""
 
     def close(self) -> None:
         """Abort the work if it still runs. May be called again."""
 
 
 class ClientLeftError(RouterError):
-    """The client closed its connection; nobody reads an answer."""
+    """The client has closed its connection before the end of the answer."""
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -51,7 +54,7 @@ async def _race(work: Coroutine[Any, Any, _T], receive: Receive) -> _T:
     """Run `work` while the client is connected, and return its result.
 
     Raises:
-        ClientLeftError: the client has left; `work` was cancelled.
+        ClientLeftError: the client has left, and `work` was cancelled.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(receive))
@@ -67,16 +70,16 @@ async def _race(work: Coroutine[Any, Any, _T], receive: Receive) -> _T:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of `work`, while the client of `request` (whose body was read) waits for it.
+    """Return the result of `work`. Cancel it if the client of `request`, whose body was read, leaves.
 
     Raises:
-        ClientLeftError: the client has left; `work` was cancelled.
+        ClientLeftError: the client has left, and `work` was cancelled.
     """
     return await _race(work, request.receive)
 
 
 class EventStream(Response):
-    """An answer that is a stream of server-sent events."""
+    """An answer in the form of a stream of server-sent events."""
 
     media_type = "text/event-stream"
 
@@ -86,8 +89,12 @@ class EventStream(Response):
         events: AsyncIterator[bytes],
         last_words: Callable[[ApiError], bytes] = lambda error: event(error.body()),
     ) -> None:
-        """`events` may raise `ApiError`, of which `last_words` makes the last event; `work` is closed in the
-        end."""
+        """
+        Args:
+            work: closed in the end, however the stream ends.
+            events: the encoded events; may raise `ApiError`.
+            last_words: makes the last event of that error.
+        """
         super().__init__(headers=EVENT_STREAM_HEADERS, media_type=self.media_type)
         del self.headers["content-length"]
         self._work = work
@@ -112,7 +119,7 @@ class EventStream(Response):
         except ApiError as error:
             scope.setdefault("state", {})["stream_failed"] = True
             _log.warning("stream_failed", code=error.code, detail=error.message)
-            self._work.close()  # before the client hears of it: its next try must not find its session in use
+            self._work.close()  # before the client gets the error: its next try must not find its session in use
             await send({"type": "http.response.body", "body": self._last_words(error), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -121,7 +128,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class JsonResponse(Response):
-    """An answer whose body is a Struct, dict or list as JSON."""
+    """An answer with a JSON body, made of a `msgspec.Struct`, dict or list."""
 
     media_type = "application/json"
 
@@ -130,8 +137,8 @@ class JsonResponse(Response):
 
 
 def encoded(content: Any) -> msgspec.Raw:
-    """Return a part of an answer as JSON. An answer of many large parts is encoded part by part: while one call
-    encodes, no other thread of the process runs."""
+    """Return a part of an answer as JSON. Answers with many large parts are encoded part by part, since no other
+    thread of the process runs during a call of the encoder."""
     return msgspec.Raw(_encode(content))
 
 
@@ -141,10 +148,11 @@ def event(content: Any) -> bytes:
 
 
 class TextEvents:
-    """Events that differ in their text only, as nearly all of a stream do: all else is encoded once."""
+    """Encodes events that differ only in their text, as nearly all events of a stream do: all else is encoded
+    once."""
 
     def __init__(self, encode: Callable[[int, str], bytes]) -> None:
-        """`encode`: the whole event of a choice, by its index, with a text."""
+        """`encode`: returns the whole event of a choice, given by its index, with a text."""
         self._encode = encode
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
@@ -159,6 +167,79 @@ class TextEvents:
 
 _MARK: Final = "\ue000the text goes here\ue000"
 _MARK_JSON: Final = _encode(_MARK)
-"""The text is the last of an event's fields that can hold anything a client or a model says."""
+"""Found from the right: behind the text an event has no field that a client or a model could fill with
+anything."""
 
 DONE_EVENT = b"data: [DONE]\n\n"
+
+
+_ANTHROPIC_PATH: Final = "/v1/messages"
+_ANTHROPIC_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_NULLABLE_STRING: Final = {"type": ["string", "null"]}
+SCHEMAS: Final[dict[str, dict[str, Any]]] = {
+    "Error": {
+        "type": "object",
+        "properties": {
+            "error": {
+                "type": "object",
+                "properties": {
+                    "message": {"type": "string"},
+                    "type": {"type": "string"},
+                    "param": _NULLABLE_STRING,
+                    "code": _NULLABLE_STRING,
+                    "line": {"type": ["integer", "null"], "description": "Of PML, where the error is; from 1."},
+                    "column": {"type": ["integer", "null"]},
+                    "path": {"type": "string", "description": "Of the module that the error is in."},
+                },
+                "required": ["message", "type", "param", "code"],
+            }
+        },
+        "required": ["error"],
+    },
+    "AnthropicError": {
+        "type": "object",
+        "properties": {
+            "type": {"const": "error"},
+            "error": {
+                "type": "object",
+                "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+                "required": ["type", "message"],
+            },
+        },
+        "required": ["type", "error"],
+    },
+}
+"""Schemas of the two forms of errors, for the OpenAPI document."""
+
+
+def schema_of(path: str) -> str:
+    """Return the name in `SCHEMAS` of the form that a path's errors have."""
+    return "AnthropicError" if _is_anthropic(path) else "Error"
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    """Return an error in Anthropic's form: the JSON body, or the payload of an error event in a stream."""
+    kind, message = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error"), error.message
+    if error.param is not None and f"`{error.param}`" not in message:  # the form has no field for it
+        message += f" (parameter `{error.param}`)"
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def error_response(path: str, error: ApiError, headers: Mapping[str, str] | None = None) -> JsonResponse:
+    """Return the answer to a request to `path` that has failed. `headers`: None: those of the error."""
+    body = anthropic_error(error) if _is_anthropic(path) else error.body()
+    return JsonResponse(body, error.status, error.headers() if headers is None else headers)
+
+
+def _is_anthropic(path: str) -> bool:
+    return path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")

@@ -1,14 +1,17 @@
 """Requests that come again with the same `Idempotency-Key`: one of them is answered, the others get its answer.
 
-    claim ──► nobody has this key: a record is made, and leased ──► Claim ──► finish: the answer is in the record
-      ├─────► it is answered: the record's answer                     └─────► close: the next one may try
-      ├─────► it is being answered: wait ──► its answer, or its router died and the lease ran out: Claim
+    claim ──► the key is new: a record is made and leased ───► Claim ──► finish: the answer is in the record
+      ├─────► its request was answered: the record's answer      └─────► close: the next request may try
+      ├─────► its request is being answered: wait ──► its answer; or Claim, if its router died and the lease ended
       └─────► it was used for another request: 422
 
-The records are the controllers' (`record_homes.py`), so it does not matter which router a request comes to, nor
-whether the first one is still there. What is answered anew is answered the same: all that is drawn at random
-follows from the tenant, the key and the request (`request_context.py`). That is why a request goes on without its
-record where there is none to be had.
+The records are kept by the controllers (`record_homes.py`), so it does not matter which router a request comes to,
+nor whether the first router still runs. A repeated request that is generated again gets the same answer:
+everything drawn at random follows from the tenant, the key and the request (`request_context.py`). So a request
+whose record cannot be had is answered without one.
+
+`ReplayMiddleware` copies an answer while it is sent, streams included. The copy is stored before the client gets
+the end of the answer. Errors are not kept, nor streams that end with one: the next request tries again.
 """
 
 from __future__ import annotations
@@ -23,59 +26,67 @@ from typing import Any, Final
 
 import msgspec
 import structlog
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trunkline.controller.messages import RecordCall
 from trunkline.router.errors import ApiError, in_conflict, unavailable
+from trunkline.router.http.answers import BODY_SEND, EVENT_STREAM_HEADERS, error_response, while_connected
+from trunkline.router.http.body import SESSION_HEADER, read_body
 from trunkline.router.messages import Record, RecordReply
+from trunkline.router.request_context import RequestRandom, created_at, known
 from trunkline.router.stores.record_homes import RecordHomes, record_call, record_reply
 from trunkline.router.streams.link import ControllerLink
+from trunkline.router.tenancy.tenants import current_meter
 
 BODY_BYTES_MAX: Final = 4 << 20
-"""Of an answer. A longer one is not kept: a repeated request is generated again."""
+"""Longest answer that is kept. A request whose answer was longer is generated again when it is repeated."""
 WAIT_SECONDS: Final = 60.0
-"""How long a request waits for an answer that another request is getting."""
+"""How long a request waits for the answer to an earlier one with the same key."""
 LEASE_SECONDS: Final = 5.0
-"""After this a lease ends that is not renewed: its router has died."""
+"""A lease ends when it was not renewed for so long: its router has died."""
 _RENEW_SECONDS: Final = 1.5
 _CALL_SECONDS: Final = 2.0
-"""Shorter than other calls' limit: without the controller's answer the request goes on."""
+"""Limit of a call about a record. It is short: without the controller's answer the request goes on."""
 _PAUSES: Final = (0.02, 0.5)
-"""Between two looks at a record that another request holds: the first pause, and the longest."""
+"""Pauses between two looks at a record that another request holds: the first, and the longest."""
 _KIND: Final = "idem"
 _KEY: Final = re.compile(r"[\x20-\x7e]{1,255}")
 _log = structlog.get_logger("trunkline.router.http.idempotency")
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True):
-    """A request and its answer: the value of its record, in MessagePack. Fields may be added, with defaults."""
+    """The value of a record: digest of a request, and its answer. MessagePack; new fields need defaults."""
 
     request: bytes
-    """Digest of what was asked for."""
+    """Digest of the request."""
     created: int
     """Unix time in seconds of the first try."""
     status: int = 0
-    """Of the answer; 0: there is none yet."""
+    """Status of the answer; 0: there is no answer yet."""
     content_type: str = ""
     body: bytes = b""
-    """Of a stream all its events."""
+    """The answer's body; of a stream all its events."""
 
 
 class RequestName(msgspec.Struct, frozen=True):
-    """What makes two requests the same one."""
+    """Identifies a request: two requests with equal names are the same one."""
 
     record: str
-    """Id of the record: says which tenant and key."""
+    """Id of the record: a digest of tenant and key, in hexadecimal."""
     request: bytes
-    """Digest of what is asked for."""
+    """Digest of all that the answer depends on."""
 
     @property
     def bytes(self) -> bytes:
-        """The whole name."""
+        """Both digests."""
         return bytes.fromhex(self.record) + self.request
 
 
 def name_request(tenant: str, key: str, *asked: bytes) -> RequestName:
-    """Return the name of a request. `asked`: all that the answer depends on.
+    """Return the name of a request. `asked`: everything that its answer depends on.
 
     Raises:
         ApiError: 400, the key is not valid.
@@ -99,12 +110,13 @@ def _digest(*parts: bytes) -> bytes:
 
 
 class IdempotencyStore:
-    """The records of all keys."""
+    """The records of all idempotency keys."""
 
     def __init__(self, homes: RecordHomes, ttl_seconds: float, wait_seconds: float = WAIT_SECONDS) -> None:
         """
         Args:
-            ttl_seconds: how long an answer is kept after it was last asked for.
+            homes: finds the controller that keeps a record.
+            ttl_seconds: how long an answer is kept after it was last used.
             wait_seconds: see `WAIT_SECONDS`.
         """
         self._homes = homes
@@ -112,11 +124,11 @@ class IdempotencyStore:
         self._wait_seconds = wait_seconds
 
     async def claim(self, name: RequestName) -> Claim | Result:
-        """Return the right to answer a request, or the answer that it has had.
+        """Return the right to answer a request, or the answer to an earlier request with the same name.
 
         Raises:
-            ApiError: 422, the key was used for another request; 409, another router has worked on it for too long;
-            503, the record cannot be had.
+            ApiError: 422, the key was used for another request; 409, the earlier request still runs after
+                `wait_seconds`; 503, the record is not available.
         """
         home = self._homes.home_of(name.record)
         token = secrets.token_hex(8)
@@ -129,10 +141,10 @@ class IdempotencyStore:
             if reply.status == "ok":
                 record = reply.records[0]
                 break
-            if reply.status == "missing":  # it was forgotten, or its controller was started anew
+            if reply.status == "missing":  # it has expired, or its controller was started again
                 record = await self._make(home, name)
                 continue
-            if not record.value:  # somebody else's: at least look whether it is the same request
+            if not record.value:  # another request made it: check that it is the same request
                 seen = await _ask(home, "get", name.record)
                 if seen.status == "ok":
                     record = seen.records[0]
@@ -155,7 +167,7 @@ class IdempotencyStore:
         return claim
 
     async def _make(self, home: ControllerLink, name: RequestName) -> Record:
-        """Return the key's record, without its value; make it if there is none."""
+        """Make the key's record, and return it. If there was one already, return that one without its value."""
         value = msgspec.msgpack.encode(Result(name.request, int(time.time())))
         reply = await _ask(home, "create", name.record, value=value, ttl=self._ttl)
         if reply.status not in ("ok", "exists"):
@@ -165,7 +177,7 @@ class IdempotencyStore:
     async def _acquire(self, home: ControllerLink, name: RequestName, token: str) -> RecordReply:
         try:
             reply = await _ask(home, "acquire", name.record, lease=token, lease_s=LEASE_SECONDS)
-        except BaseException:  # cancellation included: the client left
+        except BaseException:  # also a cancellation, when the client leaves
             home.tell(_call("release", name.record, lease=token))
             raise
         if reply.status not in ("ok", "missing", "busy"):
@@ -174,7 +186,8 @@ class IdempotencyStore:
 
 
 class Claim:
-    """The lease of a key for the request at hand. Call `close` in the end, whatever happened."""
+    """The right of a request to answer for its key, as a lease of the key's record. Always call `close` in the
+    end."""
 
     def __init__(self, home: ControllerLink, record: Record, token: str, ttl_seconds: float) -> None:
         self._home = home
@@ -188,11 +201,11 @@ class Claim:
 
     @property
     def created(self) -> int:
-        """When the request first came, Unix time in seconds."""
+        """Unix time in seconds at which the request first came."""
         return self._asked.created
 
     def begin(self, asked: Result) -> None:
-        """Renew the lease until the answer is there. `asked`: the record, so far without an answer."""
+        """Begin to renew the lease until the answer is stored. `asked`: the record's value, without an answer."""
         self._asked = asked
         self._renew_later()
 
@@ -205,19 +218,19 @@ class Claim:
         version, token = record.version, self._token
         try:
             reply = await _ask(self._home, "put", record.id, version=version, lease=token, release=True, **fields)
-            if reply.status == "missing":  # its controller was started anew meanwhile
+            if reply.status == "missing":  # the controller was started again meanwhile
                 reply = await _ask(self._home, "create", record.id, **fields)
         except ApiError as error:
             _log.warning("answer_not_kept", detail=error.message)
             return False
         if reply.status == "ok":
             self._open = False
-        elif reply.status not in ("busy", "conflict", "exists"):  # those: somebody has taken it over
+        elif reply.status not in ("busy", "conflict", "exists"):  # in these cases another router has the key now
             _log.warning("answer_not_kept", detail=reply.detail)
         return reply.status == "ok"
 
     def close(self) -> None:
-        """Release the key; without an answer the next request may try. May be called again."""
+        """Release the key. If no answer was stored, the next request may try. May be called again."""
         self._stop()
         if self._open:
             self._open = False
@@ -269,3 +282,196 @@ def _in_use(seconds: float) -> ApiError:
     )
     error.retry_after = 5
     return error
+
+
+_PATHS: Final = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/sessions",
+        "/v1/schemas",
+    }
+)
+_SESSION_VERBS: Final = ("/fork", "/discard")
+_HEADER: Final = "Idempotency-Key"
+_UNAVAILABLE: Final = 503
+_OFF_LOOP_BYTES: Final = 1 << 20
+"""A longer body is hashed in a thread."""
+COPIES_BYTES_MAX: Final = 256 << 20
+"""Largest size of all copies of answers together. An answer that does not fit is not kept."""
+
+
+def takes_key(method: str, path: str) -> bool:
+    """Return whether `Idempotency-Key` counts for requests of this method to this path."""
+    if method != "POST":
+        return False
+    return path in _PATHS or (path.startswith("/v1/sessions/") and path.endswith(_SESSION_VERBS))
+
+
+class ReplayMiddleware:
+    """Answers each `Idempotency-Key` once. It stands inside of `AdmissionMiddleware`, which sets the tenant. Plain
+    ASGI."""
+
+    def __init__(
+        self, app: ASGIApp, store: IdempotencyStore, bytes_max: int, on_result: Callable[[str], Any]
+    ) -> None:
+        """
+        Args:
+            bytes_max: largest size of a request's body.
+            on_result: called for each request with a key, with "new", "replayed", "refused" or "unavailable".
+        """
+        self._app = app
+        self._store = store
+        self._bytes_max = bytes_max
+        self._room = _Room(COPIES_BYTES_MAX)
+        self._on_result = on_result
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry point."""
+        key = None
+        if scope["type"] == "http" and takes_key(scope["method"], scope["path"]):
+            key = Headers(scope=scope).get(_HEADER)
+        if key is None:
+            await self._app(scope, receive, send)
+            return
+        try:
+            await self._answer(key, scope, receive, send)
+        except ApiError as error:
+            self._on_result("refused")
+            await error_response(scope["path"], error)(scope, receive, send)
+
+    async def _answer(self, key: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """
+        Raises:
+            ApiError: before anything was sent.
+        """
+        request = Request(scope, receive)
+        name, receive_again = await self._read(key, request)
+        claim: Claim | Result | None
+        try:
+            claim = await while_connected(request, self._store.claim(name))
+        except ApiError as error:
+            if error.status != _UNAVAILABLE:
+                raise
+            claim = None
+        if isinstance(claim, Result):
+            self._on_result("replayed")
+            await _replay(claim)(scope, receive, send)
+            return
+        self._on_result("new" if claim is not None else "unavailable")
+        await self._run(name, claim, scope, receive_again, send)
+
+    async def _read(self, key: str, request: Request) -> tuple[RequestName, Receive]:
+        """Return a request's name, and a `receive` that gives its body again."""
+        body = await read_body(request, self._bytes_max)
+        scope = request.scope
+        session = request.headers.get(SESSION_HEADER, "").encode()
+        asked = (scope["method"].encode(), scope["path"].encode(), scope.get("query_string", b""), session, body)
+        tenant = current_meter().tenant
+        if len(body) > _OFF_LOOP_BYTES:
+            name = await asyncio.to_thread(name_request, tenant, key, *asked)
+        else:
+            name = name_request(tenant, key, *asked)
+        return name, _with_body(body, request.receive)
+
+    async def _run(
+        self, name: RequestName, claim: Claim | None, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        copy = _Copy(scope, claim, send, self._room)
+        scope[BODY_SEND] = copy.send
+        try:
+            with known(random=RequestRandom(name.bytes, created_at() if claim is None else claim.created)):
+                await self._app(scope, receive, copy.send)
+        finally:
+            copy.close()
+            if claim is not None:
+                claim.close()
+
+
+def _with_body(body: bytes, receive: Receive) -> Receive:
+    unread: bytes | None = body
+
+    async def again() -> Message:
+        nonlocal unread
+        if unread is None:
+            return await receive()
+        message = {"type": "http.request", "body": unread, "more_body": False}
+        unread = None  # free its memory while the answer is made
+        return message
+
+    return again
+
+
+def _replay(result: Result) -> Response:
+    headers = {"Content-Type": result.content_type, "Idempotent-Replayed": "true"}
+    if result.content_type.startswith("text/event-stream"):
+        headers |= EVENT_STREAM_HEADERS
+    return Response(result.body, result.status, headers)
+
+
+class _Room:
+    """A number of bytes that all copies share."""
+
+    def __init__(self, size: int) -> None:
+        self._free = size
+
+    def take(self, size: int) -> bool:
+        """Take `size` bytes if so many are free, and return whether they were."""
+        if size > self._free:
+            return False
+        self._free -= size
+        return True
+
+    def give_back(self, size: int) -> None:
+        """Give `size` bytes back."""
+        self._free += size
+
+
+class _Copy:
+    """Passes an answer on to the client, and stores a copy of it once it is complete."""
+
+    def __init__(self, scope: Scope, claim: Claim | None, send: Send, room: _Room) -> None:
+        self._scope = scope
+        self._room = room
+        self._claim = claim
+        self._send = send
+        self._status = 0
+        self._content_type = ""
+        self._body: bytearray | None = None
+        """The copy so far; None: this answer is not kept."""
+
+    async def send(self, message: Message) -> None:
+        """Pass a message of ASGI on, and copy its part of the answer."""
+        if message["type"] == "http.response.start":
+            self._start(message)
+        elif message["type"] == "http.response.body" and self._body is not None:
+            part = message.get("body", b"")
+            if len(self._body) + len(part) > BODY_BYTES_MAX or not self._room.take(len(part)):
+                self.close()
+            else:
+                self._body += part
+                if not message.get("more_body", False):
+                    await self._keep(bytes(self._body))
+        await self._send(message)
+
+    def close(self) -> None:
+        """Forget the copy. May be called again."""
+        if self._body is not None:
+            self._room.give_back(len(self._body))
+            self._body = None
+
+    def _start(self, message: Message) -> None:
+        headers = MutableHeaders(scope=message)
+        self._status = message["status"]
+        self._content_type = headers.get("content-type", "")
+        if self._claim is None:
+            headers["Idempotency-Status"] = "unavailable"
+        elif 200 <= self._status < 300:
+            self._body = bytearray()
+
+    async def _keep(self, body: bytes) -> None:
+        self.close()
+        if self._claim is not None and not self._scope.get("state", {}).get("stream_failed"):
+            await self._claim.finish(self._status, self._content_type, body)

@@ -1,35 +1,54 @@
-"""Around every HTTP request: its id, its record, its count, and a 500 for errors that should never happen."""
+"""The layers around every endpoint: a request's id and record, who sends it, and the limits of its tenant.
+
+    RequestMiddleware ─► AccessMiddleware ─► AdmissionMiddleware ─► ReplayMiddleware (idempotency.py) ─► endpoint
+
+With keys, the key decides who gets in. Without keys (a laptop), every user of the machine may ask for text. The
+danger left is a web page in a browser of this machine, which reaches local addresses, too. Such requests are
+recognised by what browsers send: a `Host` that is not this machine's (DNS rebinding), the `Origin` of another
+page, or the content type of a form.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import secrets
 import time
 import traceback
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
+from urllib.parse import parse_qs
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trunkline.router.errors import ApiError
-from trunkline.router.http.answers import BODY_SEND, CLIENT_LEFT_STATUS, ClientLeftError, JsonResponse
-from trunkline.router.http.error_forms import error_body
+from trunkline.router.http.answers import BODY_SEND, CLIENT_LEFT_STATUS, ClientLeftError, error_response
 from trunkline.router.request_context import known
 from trunkline.router.telemetry.metrics import Metrics
 from trunkline.router.telemetry.request_record import PROVIDER, RequestRecord, RequestTrace, operation_of
+from trunkline.router.tenancy.auth import (
+    Access,
+    Identity,
+    access_needed,
+    check_once,
+    current_identity,
+    is_loopback,
+)
+from trunkline.router.tenancy.tenants import Tenants, metered
 from trunkline.runtime.spans import Value
 
 SESSION_VERBS: Final = ("fork", "prefetch", "discard")
 _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-"""Others are whatever a client writes."""
+"""Names of methods in logs and spans; any other method, which may be any text, counts as "_OTHER"."""
 _GOOD_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 _log = structlog.get_logger("trunkline.router.http")
 
 
 class RequestMiddleware:
-    """Plain ASGI (Starlette's `BaseHTTPMiddleware` buffers streams and hides disconnects)."""
+    """Gives each request its id and its record, counts and logs it, and answers 500 for errors that should never
+    happen. Plain ASGI: Starlette's `BaseHTTPMiddleware` buffers streams and hides disconnects."""
 
     def __init__(
         self,
@@ -42,9 +61,10 @@ class RequestMiddleware:
         """
         Args:
             metrics: counts requests, and has the tracer.
-            paths: labels for metrics; everything else counts as "other", or scanners would make series.
-            model: the name that spans say.
-            on_over: called with each request whose answer was sent, or whose client has left.
+            paths: paths with a label of their own in metrics. All others count as "other": a scanner must not make
+                series.
+            model: name of the served model, for spans.
+            on_over: called with the scope of each request that is over.
         """
         self._app = app
         self._metrics = metrics
@@ -74,7 +94,7 @@ class RequestMiddleware:
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
-        scope.setdefault(BODY_SEND, send)  # unless somebody further out knows a shorter way
+        scope.setdefault(BODY_SEND, send)  # unless an outer layer has set a shorter way
         with structlog.contextvars.bound_contextvars(**ids), known(record=record):
             try:
                 await self._app(scope, receive, send_with_id)
@@ -86,13 +106,13 @@ class RequestMiddleware:
                 _log_failure(error)
                 if not status:
                     response = ApiError(500, "internal error", kind="internal_error", code="internal_error")
-                    await JsonResponse(error_body(scope["path"], response), 500)(scope, receive, send_with_id)
+                    await error_response(scope["path"], response)(scope, receive, send_with_id)
             finally:
                 self._on_over(scope)
             self._over(scope, path, status, record, began)
 
     def _record(self, request_id: str, path: str, headers: Headers) -> RequestRecord:
-        """Begin the record of a request, and its trace if it is traced."""
+        """Return the record of a new request, with its trace if the request is traced."""
         record = RequestRecord(request_id)
         if self._tracer.is_on and not is_routine(path):
             begun = self._tracer.begin(headers.get("traceparent", ""))
@@ -126,12 +146,13 @@ class RequestMiddleware:
 
 
 def is_routine(path: str) -> bool:
-    """Return whether machines ask for a path again and again: it is not traced, and logged at level debug only."""
+    """Return whether probes, scrapers or pages poll a path. Such requests are not traced, and logged as debug
+    only."""
     return path in ("/health", "/metrics", "/version") or path.startswith("/ui")
 
 
 def span_attributes(record: RequestRecord, path: str, model: str) -> dict[str, Value]:
-    """Return the attributes of a request's span besides HTTP's; never what was asked or answered."""
+    """Return the attributes of a request's span besides HTTP's. They never hold a prompt's or an answer's text."""
     found: dict[str, Value] = {"trunkline.request_id": record.id}
     if record.tenant:
         found["trunkline.tenant"] = record.tenant
@@ -160,8 +181,210 @@ def span_attributes(record: RequestRecord, path: str, model: str) -> dict[str, V
 
 
 def _log_failure(error: Exception) -> None:
-    # The message of an exception may quote a prompt; its type and place do not.
+    # An exception's message may quote a prompt, so only its type and place are logged.
     frames = [
         f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)
     ]
     _log.error("request_failed", error=type(error).__name__, frames=frames[-8:])
+
+
+_SAFE: Final = ("GET", "HEAD", "OPTIONS")
+_TENANT: Final = b"tenant="
+PORT_MAX: Final = 65535
+_HOST_HEADER: Final = re.compile(
+    r"(?:\[(?P<address>[0-9A-Fa-f:.]{2,45})\]|(?P<name>[A-Za-z0-9._-]{1,253}))(?::(?P<port>[0-9]{1,5}))?", re.ASCII
+)
+
+
+class AccessMiddleware:
+    """Finds out who sends a request. Inside of it `current_identity()` returns the sender, and `scope["state"]`
+    has "tenant" and "role"."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        tenants: Tenants,
+        on_refusal: Callable[[int], object],
+        hosts: tuple[str, ...] = (),
+        origins: tuple[str, ...] = (),
+    ) -> None:
+        """
+        Args:
+            tenants: knows the keys.
+            on_refusal: called with the status of each refusal.
+            hosts: names of this machine that clients without keys may use, besides its addresses.
+            origins: origins of web pages that may send requests.
+        """
+        self._app = app
+        self._tenants = tenants
+        self._on_refusal = on_refusal
+        self._hosts = frozenset(host.lower() for host in hosts)
+        self._origins = frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry point."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            identity = self._enter(scope)
+        except ApiError as error:
+            self._on_refusal(error.status)
+            await error_response(scope["path"], error)(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        state["tenant"], state["role"] = identity.tenant, identity.role
+        with known(identity=identity), structlog.contextvars.bound_contextvars(**_for_logs(identity)):
+            await self._app(scope, receive, send)
+
+    def _enter(self, scope: Scope) -> Identity:
+        """Return who sends the request.
+
+        Raises:
+            ApiError: the request is refused.
+        """
+        headers = Headers(scope=scope)
+        check_once(headers)
+        access = access_needed(scope["path"])
+        if not self._tenants.needs_keys:
+            self._check_page(scope["method"], headers)
+        if access is Access.OPEN:
+            return Identity()
+        if access is Access.UNKNOWN:
+            if self._tenants.needs_keys:
+                self._tenants.identify(headers, Access.USER)
+            raise ApiError(404, f"Not Found: {scope['method']} {scope['path'][:200]}")
+        identity = self._tenants.identify(headers, access)
+        query: bytes = scope.get("query_string", b"")
+        if _TENANT in query:
+            for name in parse_qs(query.decode("latin-1")).get("tenant", [])[:1]:
+                identity = self._tenants.acting_for(identity, name)
+        return identity
+
+    def _check_page(self, method: str, headers: Headers) -> None:
+        """Refuse a request that a foreign web page has sent. For servers without keys.
+
+        Raises:
+            ApiError: 403 or 415.
+        """
+        host = headers.get("host", "")
+        if not is_allowed_host(host, self._hosts):
+            raise ApiError(
+                403,
+                f"the server has no keys, and answers to its addresses, to localhost and to names given with "
+                f"--allowed-host (each with a port or without), not to the Host {host[:100]!r}",
+                kind="permission_error",
+                code="host_not_allowed",
+            )
+        if method in _SAFE:
+            return
+        origin = headers.get("origin")
+        if origin is not None and origin not in self._origins and not is_own(origin, host):
+            raise ApiError(
+                403,
+                f"the server has no keys, and pages of {origin[:100]!r} may not use it; see --cors-origin",
+                kind="permission_error",
+                code="origin_not_allowed",
+            )
+        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if has_body and kind != "application/json":
+            raise ApiError(
+                415,
+                f"the body's Content-Type is {kind[:80]!r}; please send `Content-Type: application/json`",
+                code="unsupported_media_type",
+            )
+
+
+def is_own(origin: str, host: str) -> bool:
+    """Return whether a page with this `Origin` was loaded from the server that the request's `Host` names."""
+    scheme, slashes, rest = origin.lower().partition("://")
+    return scheme in ("http", "https") and bool(slashes and rest) and rest == host.lower()
+
+
+def is_allowed_host(host: str, names: frozenset[str]) -> bool:
+    """Return whether a `Host` header names this machine: by an address, as localhost, or by one of `names` (in
+    lower case)."""
+    name = host_name(host)
+    return bool(name) and (is_local_name(name) or name in names)
+
+
+def host_name(host: str) -> str:
+    """Return the name (in lower case) or address in a `Host` header, without the port; "": the header does not
+    have exactly the form `host[:port]` (RFC 9110 §7.2).
+
+    A header that only begins or ends like a valid one must not pass: a server that takes `[::1].evil.example` for
+    an address lets in a page of that host.
+    """
+    found = _HOST_HEADER.fullmatch(host)
+    if found is None or int(found["port"] or 0) > PORT_MAX:
+        return ""
+    if found["address"] is None:
+        name = found["name"].lower()
+        return "" if re.search(r"[0-9]\.$", name) else name.removesuffix(".")  # an address has no dot behind it
+    try:
+        return str(ipaddress.IPv6Address(found["address"]))
+    except ValueError:
+        return ""
+
+
+def is_local_name(name: str) -> bool:
+    """Return whether a host name is an address or `localhost`, so that no foreign page can be loaded under it."""
+    if is_loopback(name):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _for_logs(identity: Identity) -> dict[str, str]:
+    named = {"tenant": identity.tenant, "key": identity.key}
+    return {name: value for name, value in named.items() if value}
+
+
+_TOKENIZING: Final = ("/tokenize", "/detokenize")
+
+
+def is_metered(path: str) -> bool:
+    """Return whether requests to a path count against the tenant's limits. Those of operators and load balancers
+    do not."""
+    if path in _TOKENIZING:
+        return True
+    return path.startswith("/v1/") and path != "/v1/models" and not path.startswith("/v1/models/")
+
+
+class AdmissionMiddleware:
+    """Keeps each tenant within its limits, and tells clients in headers how much is left. It stands inside of
+    `AccessMiddleware`, which finds the tenant. A request is admitted before its body is read. It is over when its
+    answer has been sent or its client has left."""
+
+    def __init__(self, app: ASGIApp, tenants: Tenants, on_refusal: Callable[[str], Any]) -> None:
+        """`on_refusal`: called with the name of the limit because of which a request is refused."""
+        self._app = app
+        self._tenants = tenants
+        self._on_refusal = on_refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry point."""
+        if scope["type"] != "http" or not is_metered(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        try:
+            meter = self._tenants.enter(current_identity().tenant)
+        except ApiError as error:
+            if "limit" in error.details:
+                self._on_refusal(error.details["limit"])
+            await error_response(scope["path"], error)(scope, receive, send)
+            return
+
+        async def send_with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in meter.headers().items():
+                    headers[name] = value
+            await send(message)
+
+        with metered(meter):
+            await self._app(scope, receive, send_with_limits)

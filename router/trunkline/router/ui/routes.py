@@ -15,7 +15,6 @@ from starlette.responses import RedirectResponse, Response
 
 from trunkline.router.api.requests import service_of
 from trunkline.router.errors import bad_value, not_found
-from trunkline.router.http.access import UI_HEADERS
 from trunkline.router.http.answers import JsonResponse
 from trunkline.router.http.body import read_body
 from trunkline.router.routing.core import DECISIONS_MAX
@@ -34,6 +33,18 @@ _READ: Final = ["GET", "HEAD"]
 _API: Final = ("overview", "history", "tree", "requests", "sessions", "decisions", "prompt")
 PATHS: Final = frozenset({"/ui", *(f"/ui/api/{name}" for name in _API)})
 """Labels of metrics."""
+_PAGE_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+"""Headers of the page and of all files that it loads: it may reach only this server, and no other page may frame
+it."""
 _DATA_HEADERS: Final = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
@@ -49,7 +60,7 @@ async def page(request: Request) -> Response:
 @routes.api_route("/ui/", methods=_READ)
 async def page_with_slash(request: Request) -> Response:
     """Likewise; one address, so that relative ones mean the same."""
-    return RedirectResponse("../ui", status_code=308, headers=UI_HEADERS)
+    return RedirectResponse("../ui", status_code=308, headers=_PAGE_HEADERS)
 
 
 @routes.api_route("/ui/static/{name:path}", methods=_READ)
@@ -66,7 +77,7 @@ def _send(request: Request, asset: Asset) -> Response:
         "ETag": asset.etag,
         "Cache-Control": asset.cache_control,
         "Vary": "Accept-Encoding",
-        **UI_HEADERS,
+        **_PAGE_HEADERS,
     }
     if is_current(asset, request.headers.get("if-none-match", "")):
         return Response(status_code=304, headers=headers)
