@@ -1,6 +1,6 @@
-"""Prompts with modules in Python: prompt programs, and a client for servers that keep their KV.
+"""Prompts made of modules, in Python: prompt programs, and a client for servers that keep the KV of modules.
 
-`program.py` says what a prompt program is, `client.py` how it is sent.
+`program.py` explains prompt programs, and `client.py` how to send them.
 """
 
 from trunkline.prompts.client import Client, Completion, PromptSource, extra_body

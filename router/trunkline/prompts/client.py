@@ -1,12 +1,12 @@
-"""A client for prompts with modules, to be used beside OpenAI's client, which does everything else.
+"""A client that sends prompts made of modules. Use OpenAI's client for everything else.
 
     client = Client("http://127.0.0.1:8000")
     answer = client.chat(trip("Lisbon", budget=True), "Plan a Sunday.")
 
     openai.chat.completions.create(messages=[...], extra_body=client.extra_body(trip("Lisbon")), ...)
 
-The schema of a prompt program is sent to the server when the program is used first, and again if the server has
-forgotten it meanwhile.
+The client sends the schema of a prompt program to the server when the program is first used, and again if the
+server has deleted it since.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Completion:
 def extra_body(prompt: PromptSource) -> dict[str, Any]:
     """Return the fields of a prompt for OpenAI's client: `create(…, extra_body=extra_body(call))`.
 
-    The server has to know the schema; `Client.extra_body` sees to that. What OpenAI's client wants as `prompt` of
-    a completion is not looked at: give "".
+    The server must have the schema already; `Client.extra_body` sends it. OpenAI's client demands a `prompt` for
+    plain completions, which these fields replace: pass "".
     """
     if isinstance(prompt, PromptCall):
         return {"prompt": prompt.to_json()}
@@ -66,9 +66,10 @@ again."""
 
 
 class Client:
-    """A client of one server, for several threads. It closes its connections at the end of `with`.
+    """A client of one server. Several threads may use it; the end of `with` closes its connections.
 
-    All requests may raise `RequestError` (`PmlRequestError` if PML is wrong) or `UnreachableError`.
+    All methods that send requests may raise `RequestError` (`PmlRequestError` if PML is wrong) and
+    `UnreachableError`.
     """
 
     def __init__(
@@ -82,11 +83,11 @@ class Client:
     ) -> None:
         """
         Args:
-            base_url: of the server, with or without `/v1`.
-            model: a served name; None: the first that is served.
-            api_key: sent as a bearer token, for a gateway in front of the server.
-            timeout_s: of silence: a queue may be long.
-            transport: of httpx.
+            base_url: Address of the server, with or without `/v1`.
+            model: A name under which the server serves its model; None: its first one.
+            api_key: Key that is sent as a bearer token.
+            timeout_s: Seconds without any data after which a request fails. Requests may wait in a long queue.
+            transport: A transport of httpx, for tests.
         """
         self._connection = HttpConnection(base_url, api_key, timeout_s, transport)
         self._model = model
@@ -113,9 +114,9 @@ class Client:
         """Continue a prompt (`/v1/completions`).
 
         Args:
-            prompt: what is to be continued.
-            on_text: called with each piece of the answer as it comes.
-            **parameters: `max_tokens`, `temperature`, …, as the server takes them.
+            prompt: The prompt to continue.
+            on_text: Is called with each piece of the answer as it arrives.
+            **parameters: Further fields of the request: `max_tokens`, `temperature`, …
         """
         return self._run("/v1/completions", prompt, parameters, on_text)
 
@@ -130,10 +131,10 @@ class Client:
         """Answer a conversation that begins with a prompt (`/v1/chat/completions`).
 
         Args:
-            prompt: what stands before the messages; None: nothing.
-            messages: a user's message, or messages in OpenAI's form.
-            on_text: called with each piece of the answer as it comes.
-            **parameters: `max_tokens`, `temperature`, …, as the server takes them.
+            prompt: The prompt in front of the messages; None: there is none.
+            messages: The text of a user's message, or messages in OpenAI's form.
+            on_text: Is called with each piece of the answer as it arrives.
+            **parameters: Further fields of the request: `max_tokens`, `temperature`, …
         """
         turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         return self._run("/v1/chat/completions", prompt, {"messages": turns, **parameters}, on_text)
@@ -151,7 +152,7 @@ class Client:
         with self._lock:
             if key in self._known:
                 return
-            # A name with a digest stands for what it says: another process may have sent it.
+            # A name with a digest always means the same text, so a schema that another process sent will do.
             if not (program.named_by_digest and self._has(program, cache_salt)):
                 ttl = PROGRAM_TTL_S if program.named_by_digest else None
                 self.schemas.create(program, cache_salt=cache_salt, ttl=ttl)
@@ -186,7 +187,7 @@ class Client:
         except RequestError as error:
             if error.code != _SCHEMA_UNKNOWN:
                 raise
-        with self._lock:  # its time was over, or the server is another one
+        with self._lock:  # the server deleted the schema, or another server answers now
             self._known.discard(f"{salt or ''}/{prompt.program.schema_name}")
         self.register(prompt.program, cache_salt=salt)
         return self._collect(path, body, on_text)
@@ -208,7 +209,7 @@ def _take(answer: Completion, events: Iterator[dict[str, Any]]) -> Iterator[str]
     """Collect an event stream in `answer`; yield each piece of its text.
 
     Raises:
-        UnreachableError: the events are no completion's.
+        UnreachableError: The events are not those of a completion.
     """
     try:
         for event in events:

@@ -3,10 +3,10 @@
     function ─► definition: its syntax tree ─► _FunctionCompiler: items ─► Program
                                                      └─ Scope: conditions and arguments, as small functions
 
-Statements are text, branches, or calls of other programs. Everything else is refused with its line, because what
-were skipped silently would be missing in the prompt. Conditions and the arguments of calls are the only parts of
-the function that ever run. They are compiled to functions of the program's parameters with its global names, and
-keep their lines of the file, so that an error in a condition shows the condition.
+Statements are text, branches, or calls of other programs. Every other statement is refused with its line: if it
+were skipped, the prompt would lack it without a warning. Only conditions and the arguments of calls ever run. They
+are compiled to small functions of the program's parameters. These functions keep the line numbers of the file, so
+that the traceback of an error shows the condition.
 
 Names of modules and parameters depend on the program's text only, never on addresses or seeded hashes. Every
 process that decorates the same function makes the same schema, so the KV of its modules is found again by other
@@ -69,7 +69,7 @@ def compile_function(function: FunctionType, name: str, role: Role | None) -> Pr
     """Compile a function to the program `name`.
 
     Raises:
-        PromptProgramError: it says something that PML cannot express.
+        PromptProgramError: The function has a part that PML cannot express.
     """
     tree = definition(function)
     compiler = _FunctionCompiler(function, tree, role)
@@ -332,13 +332,13 @@ def _returned(index: int, near: ast.AST) -> ast.Return:
 
 
 def definition(function: FunctionType) -> ast.FunctionDef:
-    """Return the `def` statement of `function`.
+    """Return the `def` statement of a function.
 
-    The whole file is parsed, since a method's text alone may not be Python (strings that end left of it) and since
-    error messages and tracebacks then have the file's own lines.
+    The whole file is parsed, so that error messages and tracebacks have its line numbers. A method's text alone
+    may not be valid Python: a string in it may be indented less than the method.
 
     Raises:
-        PromptProgramError: its source is not there or has changed, or it is a lambda or asynchronous.
+        PromptProgramError: The source is missing or has changed, or the function is a lambda or asynchronous.
     """
     code = function.__code__
     try:
@@ -379,14 +379,14 @@ def _parse(source: str) -> ast.Module:
 
 
 def _first_line(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> int:
-    """As code objects count it: a function begins at its first decorator."""
+    """Return the first line of a function as code objects count it: that of its first decorator."""
     if isinstance(node, ast.Lambda) or not node.decorator_list:
         return node.lineno
     return node.decorator_list[0].lineno
 
 
 NAME_CHARS_MAX: Final = 48
-# What would be left out of a name although it makes a difference.
+# Signs that cannot stand in a name are replaced by words, so that conditions that differ in them get other names.
 _WORDS: Final = ((" != ", " ne "), (" <= ", " le "), (" >= ", " ge "), (" < ", " lt "), (" > ", " gt "))
 
 

@@ -2,9 +2,9 @@
 
 TrunklineError
   PromptProgramError       a function cannot be compiled; has file and line
-  UnreachableError        no answer, or not one of a Trunkline server
-  RequestError             the server refused; has status and code
-    PmlRequestError        … because of a schema or prompt; has line, column and path
+  UnreachableError         no answer, or an answer that is not a Trunkline server's
+  RequestError             the server refused a request; has status and code
+    PmlRequestError        the schema or prompt in it is wrong; has line, column and path
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class TrunklineError(Exception):
 
 
 class PromptProgramError(TrunklineError):
-    """A prompt program says something that PML cannot express. Raised where it is decorated."""
+    """A prompt program has a part that PML cannot express. Raised where the function is decorated."""
 
     def __init__(self, message: str, filename: str, line: int) -> None:
         """`line` counts from 1."""

@@ -26,8 +26,8 @@ Values: TypeAlias = Mapping[str, Any]
 class MaxTokens:
     """Makes an argument a parameter of the schema: `city: Annotated[str, MaxTokens(8)]`.
 
-    Its place in the layout is that long whatever is given, so that what stands behind it keeps its position
-    (Prompt Cache §3.3); a longer argument is refused by the server.
+    The parameter always has `count` positions, so that the text after it keeps its position however long the
+    argument is (Prompt Cache §3.3). The server refuses a longer argument.
     """
 
     count: int
@@ -168,7 +168,7 @@ def select(name: str, program: Program, values: Values) -> ModuleSelection:
     """Return what a call of `program` with these values selects.
 
     Raises:
-        Exception: whatever a condition or an argument raises.
+        Exception: A condition or an argument of a nested program failed with this exception.
     """
     return _module(name, program.items, values)
 

@@ -12,14 +12,16 @@
 
     client.complete(trip("Lisbon", budget=True).followed_by("Plan a Sunday."))
 
-The body is read, never run; of it only conditions and the arguments of nested programs are evaluated, when the
-program is called: any expression over the function's parameters and the global names of its file that assigns
-nothing. Text is said as written, blanks and line ends included, and nothing is put between two texts. A name in
-the braces of an f-string is a parameter annotated with `MaxTokens`, or a text that the file defined before, which
-becomes part of the schema. The first string is text, too: there is no docstring. Formatters take it for one and
-trim its ends, so let no blank there matter: begin the next string with it.
+The body is compiled, never run. Only its conditions and the arguments of nested programs are evaluated, each time
+the program is called. They may be any expressions over the function's parameters and the global names of its file
+that assign nothing.
 
-All texts of a program are one module of the schema with its name; programs that it calls are modules within it.
+The prompt has the texts exactly as they are written, with blanks and line ends, and nothing between two texts. A
+name in the braces of an f-string is either a parameter annotated with `MaxTokens`, or a string that the file
+defined before, which becomes part of the schema. The first string is text too, not a docstring. Formatters take it
+for a docstring and trim its ends, so begin the next string with a blank that is needed there.
+
+A program is one module of its schema. Programs that it calls are modules within that module.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True, eq=False)
 class PromptProgram(Program, Generic[P]):
-    """A compiled function. Calling it makes a prompt."""
+    """A function that was compiled to a schema. Calling it makes a prompt of that schema."""
 
     schema_name: str
     """Name of the schema on servers: the name given to `prompt`, or one with a digest of the program's text, so
@@ -52,8 +54,8 @@ class PromptProgram(Program, Generic[P]):
         """Make the prompt for these arguments.
 
         Raises:
-            TypeError: they do not fit.
-            Exception: whatever a condition raises.
+            TypeError: The arguments do not fit the function.
+            Exception: A condition of the program failed with this exception.
         """
         return PromptCall(self, select(self.name, self, self.values(*args, **kwargs)))
 
@@ -68,7 +70,7 @@ class PromptProgram(Program, Generic[P]):
 
 @dataclass(frozen=True)
 class PromptCall:
-    """A prompt: modules of a program's schema, arguments, and the text that follows them."""
+    """The prompt that a call of a program makes: modules of its schema, arguments, and text that follows them."""
 
     program: PromptProgram[Any]
     selection: ModuleSelection
@@ -119,14 +121,14 @@ def prompt(
     """Compile a function to a prompt program.
 
     Args:
-        function: a plain function; see this module.
-        name: of the schema, and of its module. Without one it is called as the function is, and the schema's name
-            has a digest of what it says; a name that is given is the schema's as it is, and changing the program
-            changes what others get under it.
-        role: all its text is one message of this role in the model's chat template.
+        function: A plain function; the docstring of `program.py` says what it may contain.
+        name: Name of the schema and of its module. None: the module has the function's name, and the schema has
+            that name with a digest of the program's text. With a given name, other clients that use the name get
+            the changed text when the program changes.
+        role: Makes all text of the program one message of this role in the model's chat template.
 
     Raises:
-        PromptProgramError: the function cannot be compiled; with file and line.
+        PromptProgramError: The function cannot be compiled. The error has file and line.
     """
     if function is None:
         return lambda decorated: _compiled(decorated, name, role)

@@ -95,14 +95,14 @@ class Schemas:
         """Store a schema, replacing the one of this name. None: the server's default.
 
         Args:
-            source: a prompt program, PML, or its JSON form.
-            ttl: seconds without use after which it is forgotten; 0: never.
-            pin: its KV stays in some tier as long as the schema does.
-            warm: compute its KV now; the answer comes when that is done.
-            encode_scope: what a module sees while it is computed: what stands before it in its ancestors, too, or
+            source: A prompt program, PML, or the JSON form of PML.
+            ttl: Seconds without use after which the server deletes the schema; 0: never.
+            pin: Whether the KV of its modules stays in some tier as long as the schema exists.
+            warm: Whether the KV is computed now, before the server answers.
+            encode_scope: What a module sees while its KV is computed: the text before it in its ancestors too, or
                 only itself.
-            relocate: KV of the same text at another distance from its ancestors serves, too.
-            cache_salt: it is found with this salt only.
+            relocate: Whether KV of the same text at another distance from its ancestors is reused.
+            cache_salt: Only requests with this salt find the schema.
         """
         body = {
             **source_fields(source),

@@ -1,4 +1,4 @@
-"""HTTP with a server: requests, streams, and the one seam at which foreign errors become this package's."""
+"""Send HTTP requests to a server and read its streams. Errors of httpx become errors of this package here."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ _CONNECT_SECONDS: Final = 10.0
 
 
 class HttpConnection:
-    """To one server."""
+    """Connections to one server."""
 
     def __init__(
         self, base_url: str, api_key: str | None, timeout_s: float, transport: httpx.BaseTransport | None
     ) -> None:
-        """`base_url` with or without the `/v1` that OpenAI's clients want; `timeout_s`: of silence."""
+        """
+        Args:
+            base_url: Address of the server, with or without the `/v1` that OpenAI's clients want.
+            timeout_s: Seconds without any data after which a request fails.
+        """
         self._url = base_url.rstrip("/").removesuffix("/v1")
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_SECONDS))
@@ -40,11 +44,11 @@ class HttpConnection:
         body: Mapping[str, Any] | None = None,
         query: Mapping[str, str | int | None] | None = None,
     ) -> dict[str, Any]:
-        """The JSON object that answers a request. What is None in `query` is left out.
+        """Send a request and return the JSON object of the answer. Entries of `query` that are None are left out.
 
         Raises:
-            RequestError: it was refused.
-            UnreachableError: there was no answer.
+            RequestError: The server refused the request.
+            UnreachableError: There was no answer.
         """
         params = {name: value for name, value in (query or {}).items() if value is not None}
         with self._errors():

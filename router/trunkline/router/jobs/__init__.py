@@ -1,1 +1,1 @@
-"""From a checked request to a job of the controller: sampling, decoding and structured output."""
+"""Make jobs for controllers from checked requests: limits, sampling, decoding, structured output."""

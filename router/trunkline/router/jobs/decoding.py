@@ -31,13 +31,13 @@ from trunkline.router.jobs.parameters import (
 from trunkline.router.jobs.request_models import CompletionRequest, GenerationRequest
 
 CANDIDATES_MAX: Final = 4096
-"""Continuations that a search may look at in a step; they travel to the controller each time."""
+"""Most continuations that a search considers in a step. They are sent to the controller in each step."""
 _BEAM_ONLY: Final[dict[str, tuple[Any, ...]]] = {
     "beam_width": (1,),
     "length_penalty": (1.0, 0.0),
     "early_stopping": (False,),
 }
-"""Parameters that mean nothing without a beam search, with the values that ask for nothing."""
+"""Parameters that have a meaning only in a beam search, with the values that ask for nothing."""
 _NOT_WITH_BEAMS: Final[dict[str, tuple[Any, ...]]] = {
     "temperature": (0.0,),
     "top_p": (1.0,),
@@ -54,24 +54,24 @@ _NOT_WITH_BEAMS: Final[dict[str, tuple[Any, ...]]] = {
     "logprobs": (False,),
     "prompt_logprobs": (),
 }
-"""What a beam search cannot take into account, with the values that ask for nothing. (`seed` may be given: a
-search draws nothing.)"""
+"""Parameters that a beam search ignores, with the values that ask for nothing. (`seed` is allowed: a search draws
+no random numbers.)"""
 
 
 class Decoding(msgspec.Struct, frozen=True):
     """A decoding method."""
 
     choices: int = 1
-    """Texts returned."""
+    """Number of texts that are returned."""
     samples: int = 1
-    """Samples drawn; of a beam search, results wanted."""
+    """Number of samples that are drawn; in a beam search, of results."""
     beam: BeamSearch | None = None
     rows_param: str = "n"
-    """The parameter that said how many `rows` there are."""
+    """Parameter of the request that gives the number of `rows`."""
 
     @property
     def rows(self) -> int:
-        """Sequences that decode at once."""
+        """Number of sequences that decode at once."""
         return self.samples if self.beam is None else self.beam.width
 
     @property
@@ -82,7 +82,8 @@ class Decoding(msgspec.Struct, frozen=True):
         return "sampling" if self.samples == 1 else "parallel_sampling"
 
     def in_clients_words(self, error: ApiError) -> ApiError:
-        """Return an engine's error with `rows_param` as the name of what the engine calls `n` or `beam_width`."""
+        """Return an engine's error with the client's parameter `rows_param` instead of the engine's `n` or
+        `beam_width`."""
         if error.param != ("n" if self.beam is None else "beam_width") or error.param == self.rows_param:
             return error
         message = re.sub(rf"\b{error.param}\b", self.rows_param, error.message)
@@ -93,10 +94,10 @@ def decoding_of(request: GenerationRequest, rows_max: int) -> Decoding:
     """Return the method a request asks for.
 
     Args:
-        rows_max: sequences that the engine can decode at once; 0: not known yet.
+        rows_max: Sequences that the engine can decode at once; 0: not known yet.
 
     Raises:
-        ApiError: 400 naming the parameter that contradicts another or is too large.
+        ApiError: 400, naming the parameter that contradicts another or is too large.
     """
     decoding = _beam_search(request) if request.use_beam_search else _sampling(request)
     param = decoding.rows_param
@@ -108,10 +109,10 @@ def decoding_of(request: GenerationRequest, rows_max: int) -> Decoding:
 
 
 def check_candidates(beam: BeamSearch, stop_ids: int, vocab_size: int) -> None:
-    """Refuse a search that has too many ways to go on: with so many end tokens, or in so small a vocabulary.
+    """Refuse a search with more continuations in a step than it may consider, or than the vocabulary has tokens.
 
     Args:
-        stop_ids: number of tokens that end a result.
+        stop_ids: Number of tokens that end a result.
 
     Raises:
         ApiError: 400.
@@ -126,7 +127,7 @@ def check_candidates(beam: BeamSearch, stop_ids: int, vocab_size: int) -> None:
 
 
 def check_choices(prompts: int, decoding: Decoding) -> None:
-    """Refuse a request that starts more sequences, over all its prompts, than one may.
+    """Refuse a request whose prompts together start more sequences than one request may.
 
     Raises:
         ApiError: 400.

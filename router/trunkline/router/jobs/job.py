@@ -1,4 +1,4 @@
-"""From a checked request to what the engine is asked: sampling, limits, end tokens. Pure."""
+"""Make a `Job` from a checked request: all that the engine needs, such as sampling and end tokens. Pure."""
 
 from __future__ import annotations
 
@@ -22,53 +22,51 @@ from trunkline.worker.messages import Sampling
 _Value = TypeVar("_Value", int, float)
 
 GREEDY_BELOW = 1e-5
-"""Lower temperatures mean "always the likeliest token": divided by them, logits would leave float32."""
+"""A lower temperature means "always the likeliest token": divided by it, logits would leave float32's range."""
 COMPLETION_TOKENS_DEFAULT = 16
-"""`max_tokens` of `/v1/completions` where none is given: OpenAI's and vLLM's."""
-
-
+"""`max_tokens` of `/v1/completions` if the request gives none, as in OpenAI's API and vLLM."""
 REPEATED_BYTES_MAX = 16 << 20
-"""What a request's many prompts may repeat of its other parameters on their way to the engine."""
+"""Most bytes of other parameters that are sent to the engine again for each of a request's prompts, in all."""
 _SEED_MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 
 class Modules(msgspec.Struct, frozen=True):
-    """What of a prompt is taken from a schema."""
+    """The part of a prompt that is taken from a schema."""
 
     layout: PromptLayout
-    """Of the whole prompt."""
+    """Layout of the whole prompt."""
     tokens: int
-    """Of modules, that the model sees."""
+    """Number of tokens of modules that the model sees."""
     end: int
-    """Positions that the prompt spans."""
+    """Number of positions that the whole prompt spans."""
     schema: str
-    """Key of the schema's record (`Schema.key`)."""
+    """Key of the schema's record (`StoredSchema.key`)."""
     hint: PromptLayout | None = None
-    """Texts that other requests of the schema will likely want soon."""
+    """Texts that other requests of the schema will probably need soon."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
     """A request's prompt, ready for the engine."""
 
     tokens: list[int]
-    """Of one with modules: the request's own."""
+    """All tokens; in a prompt of modules only those that the request adds itself."""
     param: str = ""
-    """Where it comes from; "": `messages` or `prompt`."""
+    """Parameter that gives the prompt, for errors; "": `messages` or `prompt`."""
     cut: PromptCut = PromptCut()
-    """What of it is not to be seen."""
+    """The tokens that the model does not see."""
     modules: Modules | None = None
 
     @property
     def span(self) -> int:
-        """How many tokens of the context the prompt takes."""
+        """Number of positions of the context that the prompt takes."""
         return len(self.tokens) - self.cut.dropped_tokens if self.modules is None else self.modules.end
 
 
 class Job(msgspec.Struct, frozen=True):
-    """Everything about one generation that does not depend on where it runs."""
+    """All properties of a generation that do not depend on the group that runs it."""
 
     prompt: list[int]
-    """Of one with modules: the request's own tokens."""
+    """All tokens; in a prompt of modules only those that the request adds itself."""
     max_tokens: int
     sampling: Sampling
     eos_ids: frozenset[int]
@@ -77,29 +75,29 @@ class Job(msgspec.Struct, frozen=True):
     include_stop: bool = False
     skip_special_tokens: bool = True
     at_start: bool = True
-    """Whether the output is a text of its own (an answer), not the continuation of one."""
+    """Whether the output is a text of its own (an answer) and does not continue the prompt's text."""
     salt: bytes = b""
     decoding: Decoding = Decoding()
     grammar: Grammar | None = None
     priority: int = 0
     cut: PromptCut = PromptCut()
-    """What of `prompt` is not to be seen."""
+    """The tokens of `prompt` that the model does not see."""
     session: str = ""
-    """The client's id for the conversation that it belongs to."""
+    """The client's id for the conversation that the request belongs to."""
     session_tokens: int = 0
-    """First tokens of `prompt` that are a stored session's."""
+    """Number of first tokens of `prompt` that come from a stored session's history."""
     ttl: float = 0.0
-    """Seconds for which its KV is kept; 0: as the engine is set."""
+    """Seconds for which the KV is kept; 0: as the engine is configured."""
     modules: Modules | None = None
 
     @property
     def module_tokens(self) -> int:
-        """How many prompt tokens belong to modules."""
+        """Number of prompt tokens that belong to modules."""
         return 0 if self.modules is None else self.modules.tokens
 
     @property
     def seen_tokens(self) -> int:
-        """How many prompt tokens the model sees."""
+        """Number of prompt tokens that the model sees."""
         return len(self.prompt) - self.cut.dropped_tokens + self.module_tokens
 
     def packed_prompt(self) -> bytes:
@@ -112,21 +110,21 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What the model and the cluster allow."""
+    """Limits and defaults of the model and the cluster, for all requests."""
 
     max_context: int
     vocab_size: int
     eos_ids: frozenset[int]
     defaults: SamplingDefaults
     max_rows: int = 0
-    """Sequences that an engine decodes at once; 0: not known."""
+    """Sequences that an engine can decode at once; 0: not known yet."""
 
 
 def check_prompt(prompt: Prompt, limits: Limits, param: str) -> None:
-    """Refuse prompts that cannot run.
+    """Refuse a prompt that cannot run.
 
     Raises:
-        ApiError: 400: empty, ids outside the vocabulary, or no room left for a single output token.
+        ApiError: 400, the prompt is empty, has ids outside the vocabulary, or leaves no room for an output token.
     """
     if not prompt.tokens:
         raise bad_value(param, f"`{param}` comes to no tokens at all")
@@ -175,11 +173,11 @@ def make_job(
     """Return the job of a checked request.
 
     Args:
-        bad_words: the request's, as token ids.
-        tools: the request's, made ready.
+        bad_words: Token sequences of the request's `bad_words`.
+        tools: Plan for the request's tools.
 
     Raises:
-        ApiError: 400 naming the parameter.
+        ApiError: 400, naming the parameter that is wrong.
     """
     chat = isinstance(request, ChatRequest)
     max_tokens = _fit(request, prompt, limits)
@@ -233,7 +231,7 @@ def another_job(
 
 
 def check_repeated(job: Job, prompts: int) -> None:
-    """Refuse what would be sent to the engine with each of many prompts and is too large for that.
+    """Refuse parameters that are too large to be sent to the engine again with each of many prompts.
 
     Raises:
         ApiError: 400.
@@ -256,7 +254,7 @@ def _fit(request: ChatRequest | CompletionRequest, prompt: Prompt, limits: Limit
         raise bad_value(
             "min_tokens", f"`min_tokens` is {request.min_tokens}, but the answer has {max_tokens} tokens at most"
         )
-    return max(max_tokens, 1)  # with `echo` alone: a token that nobody gets to see
+    return max(max_tokens, 1)  # with only `echo` wanted, the engine draws a token that the client does not get
 
 
 def _one_grammar(request: GenerationRequest, of_tools: Grammar | None, eos_ids: frozenset[int]) -> Grammar | None:
@@ -279,7 +277,7 @@ def _one_grammar(request: GenerationRequest, of_tools: Grammar | None, eos_ids: 
 
 
 def wanted_tokens(request: GenerationRequest) -> tuple[str, int | None]:
-    """Return how long the client wants the answer to be (None: any), and the parameter that says so."""
+    """Return the parameter that limits the answer's length, and its value in tokens; None: no limit was given."""
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         return "max_completion_tokens", request.max_completion_tokens
     return "max_tokens", request.max_tokens
@@ -313,7 +311,7 @@ def _sampling(
 
     seed = (draw_seed() if request.seed is None else request.seed) & _SEED_MASK
     if decoding.beam is not None:
-        # The model's sampling defaults say nothing about a search: it goes by the likelihoods alone.
+        # The model's sampling defaults do not apply to a search, which ranks by likelihoods alone.
         return Sampling(temperature=0.0, seed=seed)
     temperature = given(request.temperature, defaults.temperature)
     top_k = given(request.top_k, defaults.top_k)
@@ -338,7 +336,7 @@ def _sampling(
 
 
 def _prompt_logprobs(request: GenerationRequest) -> int:
-    """Return how many alternatives are wanted at each position of the prompt; -1: no log-probabilities of it."""
+    """Return the number of alternatives wanted at each position of the prompt; -1: no log-probabilities."""
     count = -1 if request.prompt_logprobs is None else request.prompt_logprobs
     if isinstance(request, CompletionRequest) and request.echo:
         count = max(count, request.alternatives)

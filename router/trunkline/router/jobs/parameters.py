@@ -1,7 +1,7 @@
 """Types of request parameters, for `request_models.py`, with the checks that need no other parameter.
 
-Types are strict (`"temperature": "0.5"` is an error). What they bound is bounded because somebody pays for it:
-the text held back, the work per token, the size of a message to the engine.
+Types are strict (`"temperature": "0.5"` is an error). Each limit bounds a cost: the text that a stream holds back,
+the work for each token, or the size of a message to the engine.
 """
 
 from __future__ import annotations
@@ -17,32 +17,30 @@ from trunkline.router.text.truncation import RetentionPolicy
 
 STOPS_MAX: Final = 16
 STOP_CHARACTERS_MAX: Final = 1024
-"""Bounds the text held back, and the work per token."""
+"""Bounds the text that is held back, and the work for each token."""
 LOGPROBS_MAX: Final = 20
 STOP_IDS_MAX: Final = 256
 LOGIT_BIAS_MAX: Final = 4096
 ALLOWED_IDS_MAX: Final = 1 << 18
 BAD_WORDS_MAX: Final = 128
 BAD_WORD_CHARACTERS_MAX: Final = 256
-"""Every one is tokenised twice and looked for at every token."""
+"""Each is tokenised twice, and each step looks for its tokens."""
 CHOICES_MAX: Final = 1024
 """Sequences that one HTTP request may start, over all its prompts."""
 BEAM_WIDTH_MAX: Final = 64
 REPETITION_PENALTY_MIN: Final = 0.01
-"""Logits are divided by it; much less would take them out of float32's range."""
+"""Logits are divided by it; a much smaller one would take them out of float32's range."""
 LENGTH_PENALTY_MAX: Final = 10.0
 GRAMMAR_CHARACTERS_MAX: Final = 256 << 10
 REGEX_CHARACTERS_MAX: Final = 64 << 10
 GRAMMAR_CHOICES_MAX: Final = 1024
-
-
 SINK_TOKENS_MAX: Final = 4096
 SESSION_ID_CHARACTERS_MAX: Final = 128
 TTL_MAX_S: Final = 366 * 24 * 3600
 METADATA_MAX: Final = 16
 METADATA_KEY_CHARACTERS_MAX: Final = 64
 METADATA_VALUE_CHARACTERS_MAX: Final = 512
-"""OpenAI's."""
+"""These limits of metadata are OpenAI's."""
 
 
 def _texts(value: Any, what: str, *, count_max: int, characters_max: int) -> list[str]:
@@ -106,8 +104,10 @@ def _one_prompt(value: Any) -> str | list[int]:
 
 
 def _prompts(value: Any) -> list[str] | list[list[int]] | dict[str, Any]:
-    """Return every prompt: one is a text or a list of token ids; several of one kind stand in a list. A prompt of
-    modules stays as it is; none at all is fine here.
+    """Return the prompts of `prompt` as a list; a prompt of modules, an object, is returned as it is.
+
+    A prompt is a text or a list of token ids. Several prompts of one kind are given as a list. The result is empty
+    if the field is missing.
     """
     if value is None:
         return []
@@ -131,17 +131,11 @@ def _prompts(value: Any) -> list[str] | list[list[int]] | dict[str, Any]:
 
 
 def _modules(value: Any) -> Any:
-    """Check the form of a prompt of a schema's modules; the compiler checks the rest."""
+    """Check the form of a prompt of modules. The compiler of prompts checks everything else."""
     if not isinstance(value, dict):
         raise PydanticCustomError("prompt", "must be an object with a `schema` and, mostly, `modules`")
     if not isinstance(value.get("schema"), str) or not value["schema"]:
         raise PydanticCustomError("prompt", "needs the name of a schema in `schema`")
-    return value
-
-
-def _no_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise PydanticCustomError("int_type", "must be an integer")
     return value
 
 
@@ -340,13 +334,12 @@ def _early_stopping(value: Any) -> Any:
     return value
 
 
-_NoBool = BeforeValidator(_no_bool)
-Count = Annotated[StrictInt, Field(ge=1, le=_INT32_MAX), _NoBool]
-CountOrZero = Annotated[StrictInt, Field(ge=0, le=_INT32_MAX), _NoBool]
-Choices = Annotated[StrictInt, Field(ge=1, le=CHOICES_MAX), _NoBool]
-BeamWidth = Annotated[StrictInt, Field(ge=1, le=BEAM_WIDTH_MAX), _NoBool]
-Priority = Annotated[StrictInt, Field(ge=-_INT32_MAX - 1, le=_INT32_MAX), _NoBool]
-LogprobCount = Annotated[StrictInt, Field(ge=0, le=LOGPROBS_MAX), _NoBool]
+Count = Annotated[StrictInt, Field(ge=1, le=_INT32_MAX)]
+CountOrZero = Annotated[StrictInt, Field(ge=0, le=_INT32_MAX)]
+Choices = Annotated[StrictInt, Field(ge=1, le=CHOICES_MAX)]
+BeamWidth = Annotated[StrictInt, Field(ge=1, le=BEAM_WIDTH_MAX)]
+Priority = Annotated[StrictInt, Field(ge=-_INT32_MAX - 1, le=_INT32_MAX)]
+LogprobCount = Annotated[StrictInt, Field(ge=0, le=LOGPROBS_MAX)]
 PromptLogprobCount = Annotated[
     Annotated[StrictInt, Field(ge=0, le=LOGPROBS_MAX)] | None, BeforeValidator(_false_is_none)
 ]
@@ -366,17 +359,15 @@ StructuralTag = Annotated[Any, BeforeValidator(_object), WithJsonSchema(_OBJECT_
 GrammarChoices = Annotated[Any, BeforeValidator(_grammar_choices), WithJsonSchema(_TEXTS)]
 Regex = Annotated[str, Field(min_length=1, max_length=REGEX_CHARACTERS_MAX)]
 Tools = Annotated[Any, WithJsonSchema(_TOOLS)]
-"""Checked by `trunkline.router.tools.plan`, like the next."""
+"""`trunkline.router.tools.plan` checks tools and the choice."""
 ToolChoice = Annotated[Any, WithJsonSchema(_TOOL_CHOICE)]
 Ebnf = Annotated[str, Field(min_length=1, max_length=GRAMMAR_CHARACTERS_MAX)]
-
-
 Whitespace = Literal["compact", "any"]
-"""Between the parts of JSON that a grammar holds the model to."""
+"""White space that a grammar allows between the parts of JSON."""
 
 
 class NamedSchema(BaseModel):
-    """`response_format.json_schema`. `strict` changes nothing: the schema is always kept to."""
+    """The field `response_format.json_schema`. `strict` changes nothing: answers always follow the schema."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -387,7 +378,7 @@ class NamedSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """`response_format`: free text, any JSON object, JSON of a schema, or marked parts that follow schemas."""
+    """The field `response_format`: free text, any JSON object, JSON of a schema, or marked parts with schemas."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -396,12 +387,12 @@ class ResponseFormat(BaseModel):
 
     @property
     def rest(self) -> dict[str, Any]:
-        """What a structural tag says besides its type, as it was sent."""
+        """The fields of a structural tag besides its type, as they were sent."""
         return self.model_extra or {}
 
 
 class StructuredOutputs(BaseModel):
-    """`structured_outputs`, vLLM's form: exactly one of its fields."""
+    """The field `structured_outputs`, in vLLM's form: exactly one of its fields is given."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -414,16 +405,17 @@ class StructuredOutputs(BaseModel):
 
 
 class Keep(BaseModel):
-    """`truncation.keep`: what a cut leaves at the beginning."""
+    """The field `truncation.keep`: what a cut leaves at the beginning of the prompt."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     instructions: bool = True
-    sink_tokens: Annotated[StrictInt, Field(ge=0, le=SINK_TOKENS_MAX), _NoBool] = 4
+    sink_tokens: Annotated[StrictInt, Field(ge=0, le=SINK_TOKENS_MAX)] = 4
 
 
 class TruncationChoice(BaseModel):
-    """`truncation`: what happens to a prompt that does not fit. A string stands for an object with that type."""
+    """The field `truncation`: what happens to a prompt that does not fit. A string stands for an object
+    with that type."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -443,7 +435,7 @@ class TruncationChoice(BaseModel):
         return self
 
     def policy(self) -> RetentionPolicy | None:
-        """Return how to cut; None: not at all."""
+        """Return how to cut a prompt that does not fit; None: refuse it."""
         if self.type == "disabled":
             return None
         return RetentionPolicy(self.retention_ratio, self.keep.instructions, self.keep.sink_tokens)
@@ -451,6 +443,6 @@ class TruncationChoice(BaseModel):
 
 Truncation = Annotated[TruncationChoice, BeforeValidator(_policy), WithJsonSchema(_TRUNCATION)]
 Metadata = Annotated[Any, BeforeValidator(_metadata), WithJsonSchema(_METADATA)]
-SessionTtl = Annotated[StrictInt, Field(ge=1, le=TTL_MAX_S), _NoBool]
-SchemaTtl = Annotated[StrictInt, Field(ge=0, le=TTL_MAX_S), _NoBool]
+SessionTtl = Annotated[StrictInt, Field(ge=1, le=TTL_MAX_S)]
+SchemaTtl = Annotated[StrictInt, Field(ge=0, le=TTL_MAX_S)]
 SessionId = Annotated[str, Field(min_length=1, max_length=SESSION_ID_CHARACTERS_MAX)]

@@ -1,8 +1,8 @@
 """Requests in OpenAI's form, as pydantic models.
 
-Fields that are not declared are ignored, as other OpenAI-compatible servers do; those that are known to change
+Fields that are not declared are ignored, as by other OpenAI-compatible servers. Fields that are known to change
 the answer and are not supported are listed in `api/requests.py` and refused. Contradictions between sampling
-parameters are `job.py`'s and `decoding.py`'s business: they depend on the model's defaults.
+parameters are found in `job.py` and `decoding.py`, because they depend on the model's defaults.
 """
 
 from __future__ import annotations
@@ -81,15 +81,15 @@ _CONTENT: Final[dict[str, Any]] = {
 
 
 MESSAGES_MAX: Final = 16_384
-"""Of a conversation. Each is checked, translated and rendered, which takes 10 to 20 microseconds."""
+"""Most messages of a conversation. Each is checked, translated and rendered, which takes 10 to 20 microseconds."""
 TOOL_CALLS_MAX: Final = MESSAGES_MAX
-"""Of a message."""
+"""Most calls of a message."""
 DETOKENIZE_IDS_MAX: Final = 1 << 20
 _SLICE_IDS: Final = 1 << 16
 
 
 def _token_ids(value: Any) -> list[int]:
-    """Check a long list of token ids, here because pydantic's own check would hold Python's lock to its end."""
+    """Check a long list of token ids in slices. Pydantic's own check would hold Python's lock to its end."""
     if not isinstance(value, list):
         raise PydanticCustomError("tokens", "must be a list of token ids")
     if len(value) > DETOKENIZE_IDS_MAX:
@@ -117,7 +117,7 @@ class _Request(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells besides its text."""
+    """The field `stream_options`: what a stream contains besides its text."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -160,15 +160,15 @@ class GenerationRequest(_Request):
     return_token_ids: bool | None = None
     priority: Priority | None = None
     session_id: SessionId | None = None
-    """Of a stored session, or any label for the conversation that it belongs to."""
+    """Id of a stored session, or any label for the conversation that the request belongs to."""
     cache_salt: SessionId | None = None
-    """KV, and schemas, are shared only between requests of the same salt."""
+    """Only requests with the same salt share KV and schemas."""
     prompt_cache_key: str | None = None
     """A label for requests that begin alike."""
     pml: str | None = None
     """A prompt of a schema's modules, in PML."""
     trailing: Trailing | None = None
-    """Where text behind all modules goes: behind the whole schema, or right behind the last one imported."""
+    """Where text after all modules goes: after the whole schema, or right after the last imported module."""
     truncation: Truncation | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -177,7 +177,7 @@ class GenerationRequest(_Request):
 
     @property
     def modules(self) -> str | dict[str, Any] | None:
-        """The prompt if it is one of modules: PML, or an object that says the same."""
+        """The prompt if it consists of modules, in PML or as an object; else None."""
         prompt = getattr(self, "prompt", None)
         return self.pml if self.pml is not None else prompt if isinstance(prompt, dict) else None
 
@@ -188,7 +188,7 @@ class GenerationRequest(_Request):
 
     @property
     def alternatives(self) -> int:
-        """Likeliest tokens to show beside each sampled one's log-probability; -1: no log-probabilities."""
+        """Number of likeliest tokens in each token's log-probabilities; -1: no log-probabilities are wanted."""
         raise NotImplementedError
 
     @model_validator(mode="after")
@@ -231,11 +231,11 @@ class Message(BaseModel):
 
     role: str
     content: Annotated[Any, BeforeValidator(_content), WithJsonSchema(_CONTENT)]
-    """A text; null is taken beside `tool_calls` only."""
+    """A text; null is allowed only with `tool_calls`."""
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=TOOL_CALLS_MAX, fail_fast=True)] | None = None
     tool_call_id: str | None = None
-    """Of a message with role "tool": the call that it answers."""
+    """The call that a message with role "tool" answers."""
 
     @model_validator(mode="before")
     @classmethod
@@ -276,10 +276,10 @@ Messages = Annotated[list[Message], Field(max_length=MESSAGES_MAX, fail_fast=Tru
 
 
 class ChatRequest(GenerationRequest):
-    """`POST /v1/chat/completions`."""
+    """The request `POST /v1/chat/completions`."""
 
     messages: Messages = []
-    """May be left out beside modules, behind which they stand."""
+    """May be empty in a prompt of modules. The messages follow the modules."""
     prompt: ModulesPrompt | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
@@ -294,7 +294,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def alternatives(self) -> int:
-        """See `GenerationRequest`."""
+        """As in `GenerationRequest`."""
         return (self.top_logprobs or 0) if self.logprobs else -1
 
     @model_validator(mode="after")
@@ -317,12 +317,12 @@ class ChatRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    """`POST /v1/completions`."""
+    """The request `POST /v1/completions`."""
 
     prompt: Prompts = []
-    """A list, of texts or of lists of token ids; or an object, a prompt of modules."""
+    """A list of texts or of lists of token ids; or an object, which is a prompt of modules."""
     max_tokens: CountOrZero | None = None
-    """0 only with `echo`: nothing but the prompt is wanted."""
+    """0 is allowed only with `echo`: the answer repeats the prompt and adds nothing."""
     logprobs: LogprobCount | None = None
     best_of: Choices | None = None
     echo: bool | None = None
@@ -330,12 +330,12 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def alternatives(self) -> int:
-        """See `GenerationRequest`."""
+        """As in `GenerationRequest`."""
         return -1 if self.logprobs is None else self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts that are none of modules."""
+        """All prompts; empty for a prompt of modules."""
         return [] if isinstance(self.prompt, dict) else self.prompt
 
     @model_validator(mode="after")
@@ -362,7 +362,7 @@ def _check_one_of(request: ChatRequest | CompletionRequest) -> None:
 
 
 class TokenizeRequest(_Request):
-    """`POST /tokenize`: either `prompt` or `messages`."""
+    """The request `POST /tokenize`, with either `prompt` or `messages`."""
 
     prompt: str | None = None
     messages: Annotated[Messages, Field(min_length=1)] | None = None
@@ -380,6 +380,6 @@ class TokenizeRequest(_Request):
 
 
 class DetokenizeRequest(_Request):
-    """`POST /detokenize`."""
+    """The request `POST /detokenize`."""
 
     tokens: DetokenizeIds

@@ -1,6 +1,6 @@
 """Compiled schemas and prompts as plain data: tokens, their positions, and which texts see which.
 
-At the end, messages for controllers are made of them (`trunkline.controller.messages`).
+The functions at the end turn them into messages for controllers (`trunkline.controller.messages`).
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from trunkline.router.pml.tree import PromptDocument, Turn
 
 
 class _Own(NamedTuple):
-    """Own tokens of a request at one place."""
+    """Tokens at one place that the request computes itself."""
 
     position: int
     ids: Sequence[int]
@@ -68,8 +68,7 @@ def compile_prompt(
         tokenizer: The tokenizer of the schema; extra variables of its template may differ.
         context: Positions of the model.
         trailing: Where text after the last import goes. "fixed": to the schema's extent; "compact": right after
-        the
-            last selected token.
+            the last selected token.
         messages: Further messages (`role`, `content`) after everything else.
         add_generation_prompt: Whether the prompt ends where an answer begins.
 

@@ -12,9 +12,8 @@ cached module becomes a *text* whose KV is computed once. It sees its parent, an
     scope "ancestors"   The parent is the previous segment of the module. The parent of the first segment is the
                         previous segment of the modules around it or of the schema. So a text sees earlier text of
                         its own module and of all ancestors, but neither siblings nor children.
-    scope "self"        The parent is the previous segment of the module; the first segment sees nothing (the
-    paper's
-                        literal rule). The schema's anonymous texts together count as one module.
+    scope "self"        The parent is the previous segment of the module; the first segment sees nothing (this is
+                        the paper's literal rule). The schema's anonymous texts together count as one module.
 
 Scaffolds. The members of a scaffold and their ancestors, including the schema, form one chain in document order:
 the parent of each text is the previous one in the chain. Where a text has that parent anyway, no version is made.

@@ -53,10 +53,10 @@ def check_name(name: str, what: str, mark: Mark | None, path: str) -> None:
 
 
 def _inner_path(outer: str, item: Module | Ref) -> str:
-    """Path of a module, whose name has been checked, or of its import.
+    """Return the path of a module, whose name has been checked, or of its import.
 
     Raises:
-        PmlError: E_NAME, it is too long.
+        PmlError: E_NAME, the path is too long.
     """
     path = join_path(outer, item.name)
     if len(path) > MODULE_PATH_CHARACTERS_MAX:

@@ -10,9 +10,9 @@
     prompt   = <prompt schema> (TEXT | ref | role)* </prompt>
     ref      = <NAME arg="value"*> (TEXT | ref | role)* </NAME>
 
-Every element may carry `xml:space`, which holds for what is in it, too. White space that is nothing but layout is
-dropped (`whitespace`); between a union's modules and behind scaffolds any white space is. A role's place is open
-in a prompt, too, if it is the prompt's last part: the answer goes on in it.
+Every element may have `xml:space`, which also applies to the elements in it. White space that is only layout is
+dropped (`normalise`); between a union's modules and after scaffolds all white space is. In a prompt, the last role
+may be open, too: the answer continues it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from trunkline.router.pml.validation import check_name, check_prompt, check_sche
 _SPACE: Final = "xml:space"
 _LENGTH: Final = re.compile(r"0*([0-9]{1,12})", re.ASCII)
 _LENGTH_TOO_LONG: Final = 10**12
-"""Stands for every longer number."""
+"""Replaces every longer number."""
 _TRUTH: Final = {"true": True, "false": False}
 
 
@@ -54,7 +54,8 @@ def parse_schema(source: str | bytes) -> SchemaDocument:
     """Read a schema.
 
     Raises:
-        PmlError: it is none; every code of `ErrorCode` down to E_ROLE_ORDER but E_TEMPLATE.
+        PmlError: The document is not a schema, or a rule is broken. The code is one of `ErrorCode`'s from E_XML to
+            E_ROLE_ORDER, but not E_TEMPLATE.
     """
     root = parse_markup(source)
     if root.tag != "schema":
@@ -67,7 +68,7 @@ def parse_prompt(source: str | bytes) -> PromptDocument:
     """Read a prompt.
 
     Raises:
-        PmlError: it is none: E_XML, E_TAG, E_NAME, E_ROLE_ORDER.
+        PmlError: The document is not a prompt, or a rule is broken: E_XML, E_TAG, E_NAME, E_ROLE_ORDER.
     """
     root = parse_markup(source)
     if root.tag != "prompt":
@@ -82,7 +83,7 @@ def _refuse_tag(element: Element, message: str, path: str = "") -> NoReturn:
 
 
 def _attributes(element: Element, allowed: set[str], path: str = "") -> None:
-    """Refuse attributes other than these."""
+    """Refuse an element that has other attributes than the allowed ones."""
     for name in element.attributes:
         if name not in allowed and name != _SPACE:
             which = f"allowed are {listed(sorted(allowed))}" if allowed else "it has none"
@@ -115,8 +116,10 @@ def _text(chars: Chars, preserve: bool) -> Text | None:
 
 
 class _SchemaReader:
-    """Turns elements into a schema's tree. `path`: path of the module around; `preserve`: whether white space
-    stays."""
+    """Turns elements into a schema's tree.
+
+    In all methods `path` is the path of the module around, and `preserve` tells whether white space is kept.
+    """
 
     def schema(self, root: Element) -> SchemaDocument:
         """Read the whole schema."""
@@ -263,7 +266,7 @@ def schema_to_xml(document: SchemaDocument) -> str:
     """Return a schema as a document from which `parse_schema` reads the same schema.
 
     Raises:
-        PmlError: E_XML: it has a character that XML cannot write (the JSON form can).
+        PmlError: E_XML, a text has a character that XML cannot write. The JSON form can.
     """
     out: list[str] = []
     _open(out, "schema", {"name": document.name, _SPACE: "preserve"})
@@ -278,7 +281,7 @@ def prompt_to_xml(document: PromptDocument) -> str:
     """Return a prompt as a document from which `parse_prompt` reads the same prompt.
 
     Raises:
-        PmlError: E_XML: it has a character that XML cannot write (the JSON form can).
+        PmlError: E_XML, a text has a character that XML cannot write. The JSON form can.
     """
     out: list[str] = []
     _open(out, "prompt", {"schema": document.schema, _SPACE: "preserve"})
