@@ -24,7 +24,7 @@ from kernels.attention_cases import (
 from kernels.cuda_emulated import ADA, CXX, H200, configure, emulated_library, make_emulated
 from kernels.dense_cases import check_norms
 from kernels.forests import Forest, Shape, no_runs, one_row, pool_data, random_forest
-from kernels.implementations import CUDA, DTYPES, GPU, make_kernels
+from kernels.implementations import CUDA, DTYPES, make_kernels
 from kernels.module_forest import KINDS, module_case
 from kernels.oracle import HEAD_DIMS, attention_oracle, make_spec
 from kernels.pairwise import pairwise
@@ -350,9 +350,3 @@ def test_arrays_may_be_read_only(kernels: Kernels) -> None:
         if isinstance(value, np.ndarray):
             value.flags.writeable = False
     case.assert_result(decode(kernels, case, plan=plan))
-
-
-@pytest.mark.skipif(GPU in CUDA, reason="there is a GPU")
-def test_without_a_gpu_the_error_says_so() -> None:
-    with pytest.raises(CudaBuildError, match="no CUDA device"):
-        CudaKernels()

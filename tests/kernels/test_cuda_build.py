@@ -175,11 +175,6 @@ def test_what_is_compiled_for_every_device(toolchain: Toolchain) -> None:
     assert "compute_90a," not in " ".join(code for code in cuda_build.EVERY_DEVICE.codes if "code=[" in code)
 
 
-def test_a_device_without_a_prebuilt_library_is_compiled_for_alone(toolchain: Toolchain) -> None:
-    cuda_build.library_path((12, 0))
-    assert all("-gencode=arch=compute_120,code=sm_120" in line for line in toolchain.lines[1:])
-
-
 @pytest.mark.parametrize(
     ("version", "sentence"),
     [
@@ -307,13 +302,6 @@ def test_only_the_check_turns_warnings_into_errors(toolchain: Toolchain) -> None
     cuda_build.check()
     strict = [line for line in toolchain.log.read_text().splitlines() if "-Werror all-warnings" in line]
     assert len(strict) == 2  # the sources; the link warns of nothing
-
-
-def test_a_cached_library_outlives_its_compiler(toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = cuda_build.library_path(HOPPER)
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    monkeypatch.setattr(cuda_build, "find_compiler", lambda: None)
-    assert cuda_build.library_path(HOPPER) == built
 
 
 def test_without_a_compiler_the_remedies_are_named(toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kernels.attention_cases import CHUNKS, Case, check_decode, decode, make_case, random_decode_case
 from kernels.forests import (
     Filling,
@@ -27,7 +25,7 @@ from kernels.forests import (
     random_forest,
 )
 from kernels.implementations import CPU, CUDA, DTYPES, NATIVE, REFERENCE, make_kernels
-from kernels.oracle import HEAD_DIMS, HEADS, alibi_slopes, has_positions, make_spec, random_spec
+from kernels.oracle import HEAD_DIMS, alibi_slopes, has_positions, make_spec, random_spec
 from kernels.pairwise import pairwise
 from seeds import seeds
 
@@ -59,33 +57,6 @@ def test_every_chunk_size(chunk_size: int, kernels: Kernels) -> None:
     dtype = DTYPES[chunk_size // 3 % len(DTYPES)]
     case = random_decode_case(1000 + chunk_size, chunk_size, HEAD_DIMS[chunk_size % len(HEAD_DIMS)], dtype)
     check_decode(kernels, case, chunk_size)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    implementation=st.sampled_from(CPU),
-    seed=st.integers(0, 2**32 - 1),
-    rows=st.integers(1, 9),
-    chunk_size=st.integers(1, 40),
-    spread=st.fixed_dictionaries({"shifts": st.booleans(), "holes": st.booleans(), "modules": st.integers(0, 2)}),
-    heads=st.sampled_from(HEADS),
-    window=st.integers(0, 60),
-    dtype=st.sampled_from(DTYPES),
-)
-def test_any_forest(
-    implementation: str,
-    seed: int,
-    rows: int,
-    chunk_size: int,
-    spread: dict[str, Any],
-    heads: tuple[int, int],
-    window: int,
-    dtype: torch.dtype,
-) -> None:
-    """Small batches that shrink to the smallest wrong one."""
-    forest = random_forest(np.random.default_rng(seed), Shape(rows, chunk_size, depth_max=4, **spread))
-    case = make_case(forest, make_spec(*heads, 64, window=window), dtype, seed)
-    check_decode(make_kernels(implementation), case, seed)
 
 
 @pairwise(seeded=True, implementation=CPU, head_dim=(16, 64, 80, 128), chunk_size=(4, 16, 64), dtype=DTYPES)

@@ -97,17 +97,6 @@ def test_activations_over_their_range(activation: Activation, kernels: Kernels) 
     assert kernels.gated_linear(torch.tensor([[float("nan")]]), layer).isnan().all()
 
 
-@pairwise(implementation=CPU, dtype=DTYPES, threads=(1, 2, 3))
-def test_a_token_does_not_depend_on_the_others(implementation: str, dtype: torch.dtype, threads: int) -> None:
-    """Beyond rounding, whatever the batch and the number of workers."""
-    x, weight, bias = operands(37, 200, 96, dtype)
-    exact, plain = product(x, weight, bias, torch.float64), product(x, weight, bias, dtype)
-    kernels = make_kernels(implementation, threads)
-    layer = kernels.pack_linear(weight, bias)
-    for chosen in (slice(0, 37), slice(5, 6), slice(1, 30)):
-        assert_as_exact_as(kernels.linear(x[chosen], layer), exact[chosen], plain[chosen], sum_terms=96)
-
-
 @pairwise(level=NATIVE, dtype=DTYPES, quantisation=FORMS)
 def test_a_row_is_the_same_bits_in_any_batch(level: str, dtype: torch.dtype, quantisation: Quantisation) -> None:
     """Though a few rows convert int8 weights in another place than many; any number of threads."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import io
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +20,13 @@ import pytest
 import torch
 from gpu_attention import Cells, by_phase, measure_decode
 from gpu_baselines import compare_all, compile_flashinfer
-from gpu_cases import TABLE_3, Cell
+from gpu_cases import Cell
 from gpu_device import Gpu, Output, Visit, measure_ceilings, times_by_kernel
 from gpu_model import ModelShape, measure_model
 from gpu_part import RUNS
 from gpu_prefill import Prompt, measure_prefill
 from gpu_tiers import Copies, measure_copies
-from gpu_tokens import Engine, Trial, equal_tokens
+from gpu_tokens import Engine, Trial
 from gpu_visit import PARTS, Findings
 from kernels.cuda_emulated import CXX
 from kernels.emulated_gpu import EmulatedGpu
@@ -85,11 +83,6 @@ def test_start_ends_at_the_first_wrong_op(monkeypatch: pytest.MonkeyPatch) -> No
     assert '"op": "c"' not in stream.getvalue()
 
 
-def test_all_that_parts_import_is_imported_at_the_start() -> None:
-    for module in gpu_start.MODULES:
-        importlib.import_module(module)
-
-
 def test_checks_name_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """One round itself is executed by the part `start`."""
     monkeypatch.setattr(gpu_checks, "one_round", lambda *_: iter([("an op", 1e-6), ("an op", 1e-5)]))
@@ -99,10 +92,6 @@ def test_checks_name_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.problems == []
     monkeypatch.setattr(gpu_checks, "one_round", lambda *_: iter([("an op", float("inf"))]))
     assert "an op in float16 is off by inf" in " ".join(found_by(gpu_checks.check_all, (64,), 1).problems)
-
-
-def test_checks_end_when_their_time_is_used() -> None:
-    assert found_by(gpu_checks.check_all, visit=Visit(0.0)).results == []
 
 
 @pytest.mark.area("gpu-kit")
@@ -146,26 +135,6 @@ def test_decode_measures_tables_batches_and_cuts(monkeypatch: pytest.MonkeyPatch
     assert found_by(measure_decode, Cells((SMALL,)), visit=Visit(0.0)).results == []
 
 
-def test_the_table_shows_what_is_to_be_reached() -> None:
-    stream = io.StringIO()
-    gpu = EmulatedGpu()
-    cell = TABLE_3[3]
-    gpu.free_bytes = 0
-    gpu_attention.measure_cell(gpu, Output(stream), cell, 1e12)
-    assert "GB of memory" in stream.getvalue(), "too large for this device: a note, no crash"
-
-
-@pytest.mark.area("gpu-kit")
-def test_a_wrong_cut_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_attention, "replay_error", lambda *_: float("inf"))
-    monkeypatch.setattr(gpu_attention, "PIECES", (1,))
-    monkeypatch.setattr(gpu_attention, "PIECE_TOKENS", (64,))
-    found = found_by(measure_decode, Cells((SMALL,), (), SMALL, (SMALL,)))
-    words = " ".join(found.problems)
-    assert "(ours)" in words
-    assert "1 pieces of 64" in words
-
-
 def test_kernels_are_told_apart_by_name() -> None:
     events = [SimpleNamespace(key=k, self_device_time_total=v) for k, v in (("a", 20), ("b", 40), ("none", 0))]
     assert times_by_kernel(events, 10) == {"b": 4.0, "a": 2.0}
@@ -179,20 +148,6 @@ def test_peers_run_on_the_same_buffers() -> None:
     assert found.problems == []
 
 
-def test_a_peer_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
-
-    def broken(*_: object) -> Any:
-        tried.append(1)
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(gpu_baselines, "BASELINES", {"broken": broken})
-    found = found_by(compare_all, (SMALL, SMALL))
-    assert len(tried) == 1
-    assert "no such kernel" in " ".join(found.notes)
-    assert metrics(found) == {"ours"}
-
-
 def test_a_peer_that_is_wrong_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(cell: Cell, sets: list[Any]) -> list[Any]:
         return [lambda each=each: each.out.fill_(1.0) for each in sets]
@@ -201,11 +156,6 @@ def test_a_peer_that_is_wrong_is_not_measured(monkeypatch: pytest.MonkeyPatch) -
     found = found_by(compare_all, (SMALL,))
     assert "wrong" not in metrics(found)
     assert "is off by" in " ".join(found.notes)
-
-
-def test_flashinfer_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_baselines, "has_flashinfer", lambda: False)
-    assert found_by(compile_flashinfer).notes == ["flashinfer is not installed"]
 
 
 def test_flashinfer_is_given_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,16 +217,6 @@ def test_a_random_model_in_the_runner() -> None:
     assert {"more than greedy", "time in a step"} <= metrics(found)
 
 
-def test_the_model_is_what_it_says() -> None:
-    """About 8 billion parameters, and a pool that an 80 GB device holds beside them."""
-    shape = ModelShape()
-    layer = shape.hidden * (2 * shape.hidden + 2 * shape.kv_heads * 128 + 3 * shape.mlp)
-    parameters = shape.layers * layer + 2 * shape.vocabulary * shape.hidden
-    assert 7.9e9 < parameters < 8.2e9
-    pool = shape.pool_blocks * 64 * shape.layers * 2 * shape.kv_heads * 128 * 2
-    assert 2 * parameters + pool < 64e9
-
-
 def test_copies_alone_and_beside_decoding() -> None:
     stream = io.StringIO()
     measure_copies(EmulatedGpu(), Output(stream), Copies(3, 2, 2, 64, SMALL))
@@ -287,10 +227,6 @@ def test_copies_alone_and_beside_decoding() -> None:
     assert {(copy, beside) for copy in ("save", "load") for beside in ("nothing", "decode attention")} == set(
         cases
     )
-
-
-def test_tokens_are_compared_up_to_the_first_difference() -> None:
-    assert equal_tokens([[1, 2, 3], [4, 5]], [[1, 9, 3], [4, 5]]) == 3
 
 
 def test_an_engine_that_differs_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +254,7 @@ def test_the_engine_gives_the_kits_tokens(tmp_path: Path) -> None:
 
 
 SANITIZER = """#!/bin/sh
-case "$2" in memcheck) exit {memcheck};; *) echo "a race in $8" ; exit {racecheck};; esac
+case "$2" in memcheck) exit 0;; *) echo "a race in $8" ; exit {racecheck};; esac
 """
 
 
@@ -328,44 +264,12 @@ def test_what_a_sanitizer_finds_is_a_problem(
     racecheck: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "compute-sanitizer"
-    tool.write_text(SANITIZER.format(memcheck=0, racecheck=racecheck))
+    tool.write_text(SANITIZER.format(racecheck=racecheck))
     tool.chmod(0o755)
     monkeypatch.setattr(gpu_start, "find_sanitizer", lambda: str(tool))
     found = found_by(gpu_start.sanitize, visit=Visit(60))
     assert "memcheck: nothing found" in found.notes[0]
     assert "racecheck" in getattr(found, kind)[-1]
-
-
-@pytest.mark.processes
-def test_a_sanitizer_gets_its_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text("#!/bin/sh\nexec sleep 100\n")
-    tool.chmod(0o755)
-    monkeypatch.setattr(gpu_start, "find_sanitizer", lambda: str(tool))
-    found = found_by(gpu_start.sanitize, visit=Visit(1.0))
-    assert [note for note in found.notes if "was stopped" in note] == found.notes
-    assert len(found.notes) == 2
-    monkeypatch.setattr(gpu_start, "find_sanitizer", lambda: None)
-    assert "not installed" in found_by(gpu_start.sanitize).notes[0]
-
-
-def test_the_small_round_finds_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the sanitizer is given."""
-    monkeypatch.setattr(gpu_checks, "one_round", lambda *_: iter([("an op", 0.0)]))
-    assert gpu_checks.small_round(EmulatedGpu()) == []
-    monkeypatch.setattr(gpu_checks, "one_round", lambda *_: iter([("an op", 1.0)]))
-    assert "an op in torch.float32 is off" in gpu_checks.small_round(EmulatedGpu())[0]
-
-
-@pytest.mark.area("gpu-kit")
-@pytest.mark.processes
-def test_without_a_device_a_part_says_so() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    script = Path(gpu_start.__file__).with_name("gpu_part.py")
-    done = subprocess.run([sys.executable, script, "ceilings", "10"], capture_output=True, text=True, check=False)
-    assert done.returncode == 3
-    assert "finds no CUDA device here" in json.loads(done.stdout)["problem"]
 
 
 def test_the_real_device_is_not_used_here() -> None:

@@ -198,12 +198,6 @@ def run_command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_wrong_part_is_refused_at_once() -> None:
-    done = run_command("--only", "speed")
-    assert done.returncode == 2
-    assert "there is no part 'speed'; there are: start" in done.stderr
-
-
 @pytest.mark.skipif(bool(os.environ.get("CUDA_VISIBLE_DEVICES")), reason="there may be a GPU")
 def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
     done = run_command("--out", tmp_path / "out", "--only", "start,ceilings")

@@ -11,8 +11,6 @@ from typing import Final
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kernels.forests import Forest, Range, Row, contents, no_runs, same_bits
 from kernels.implementations import CPU, CUDA, DTYPES, REFERENCE, make_kernels
 from kernels.oracle import assert_as_exact_as, attention_oracle, make_spec
@@ -178,20 +176,6 @@ def check(name: str, seed: int, chunk_size: int, dtype: torch.dtype, operations:
 def test_operations_in_any_order(chunk_size: int, implementation: str, dtype: torch.dtype, seed: int) -> None:
     rng = np.random.default_rng([chunk_size, seed])
     check(implementation, seed, chunk_size, dtype, rng.choice(OPERATIONS, size=14).tolist())
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    implementation=st.sampled_from(CPU),
-    seed=st.integers(0, 2**32 - 1),
-    chunk_size=st.integers(1, 65),
-    dtype=st.sampled_from(DTYPES),
-    operations=st.lists(st.sampled_from(OPERATIONS), min_size=1, max_size=12),
-)
-def test_any_operations(
-    implementation: str, seed: int, chunk_size: int, dtype: torch.dtype, operations: list[str]
-) -> None:
-    check(implementation, seed, chunk_size, dtype, operations)
 
 
 @pairwise(implementation=(*CPU, *CUDA), dtype=DTYPES, chunk_size=(1, 16, 64))

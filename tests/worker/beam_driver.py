@@ -52,7 +52,7 @@ class Search:
         self._chunk_size = chunk_size
         self._case = case
         self._rng = np.random.default_rng(len(case.prompt))
-        self.history = BeamHistory(case.spec, case.spec.width, case.stop_ids, case.limit)
+        self.history = BeamHistory(case.spec, case.spec.width, list(case.stop_ids), case.limit)
         self.stops_met = 0
         """Steps in which a continuation ended a hypothesis."""
         self.closest = float("inf")

@@ -66,7 +66,7 @@ class ModulePrompt:
         return [token for _, tokens in self.runs for token in tokens]
 
 
-class Stay:
+class SentSequence:
     """One sequence in the batch: a prompt, or a text that is computed."""
 
     def __init__(self, modules: Modules, prompt: ModulePrompt, skip: int = 0) -> None:
@@ -129,23 +129,19 @@ class Modules:
             for seen in self.chain(index)
         ]
         prompt = ModulePrompt(parts, [(text.position, text.tokens)], text.blocks)
-        self._run([Stay(self, prompt)], 1)
+        self._run([SentSequence(self, prompt)], 1)
         return np.array(prompt.rows, dtype=np.float32)
 
     def run(self, prompts: list[ModulePrompt], count: int) -> None:
         """Compute the prompts' own tokens side by side and generate `count` for each."""
         for prompt in prompts:
             prompt.blocks = self.driver.take_blocks(blocks_for(len(prompt.own) + count, CHUNK))
-        self._run([Stay(self, prompt) for prompt in prompts], count)
+        self._run([SentSequence(self, prompt) for prompt in prompts], count)
 
     def resume(self, prompt: ModulePrompt, skip: int, count: int) -> None:
         """As after a preemption: compute a prompt again, but for `skip` own tokens, whose KV is there."""
         prompt.output, prompt.rows = [], []
-        self._run([Stay(self, prompt, skip)], count)
-
-    def stay(self, prompt: ModulePrompt) -> Stay:
-        """Return a prompt that was run, to be sent to the rank by the test itself."""
-        return Stay(self, prompt)
+        self._run([SentSequence(self, prompt, skip)], count)
 
     def read_extents(self, parts: list[Part]) -> tuple[list[int], list[tuple[int, int, int, int, int]]]:
         """Table and extents of what is only read."""
@@ -166,18 +162,18 @@ class Modules:
             table += text.blocks
         return table, extents
 
-    def _run(self, stays: list[Stay], count: int) -> None:
-        joins = [stay.join for stay in stays]
-        waiting = list(stays)
-        rows: list[Stay] = []
+    def _run(self, sequences: list[SentSequence], count: int) -> None:
+        joins = [sequence.join for sequence in sequences]
+        waiting = list(sequences)
+        rows: list[SentSequence] = []
         known = b""
-        while waiting or any(len(stay.prompt.output) < count for stay in stays):
-            working = [stay for stay in rows if len(stay.prompt.output) < count]
-            entries = [stay.entry(self._piece) for stay in waiting]
-            ids = pack_int32([stay.id for stay in working])
+        while waiting or any(len(sequence.prompt.output) < count for sequence in sequences):
+            working = [sequence for sequence in rows if len(sequence.prompt.output) < count]
+            entries = [sequence.entry(self._piece) for sequence in waiting]
+            ids = pack_int32([sequence.id for sequence in working])
             changed = ids != known
             known = ids
-            sampled = [stay for stay in waiting if stay.done == stay.stop]
+            sampled = [sequence for sequence in waiting if sequence.done == sequence.stop]
             prefill = pack_int32(np.array(entries, dtype=np.int32))
             result = self.driver.send(
                 joins=joins,
@@ -188,21 +184,22 @@ class Modules:
             joins = []
             # Ranks other than 0 report nothing; here only the number of tokens matters then.
             tokens = unpack_int32(result.tokens).tolist() if result else [0] * len(working + sampled)
-            for stay in waiting:
-                scored = (result.prompt_logprobs or {}).get(stay.id) if result else None
-                stay.prompt.rows += dense_scores(scored) if scored else []
-            for index, (stay, token) in enumerate(zip(working + sampled, tokens, strict=True)):
-                stay.prompt.output.append(token)
+            for sequence in waiting:
+                scored = (result.prompt_logprobs or {}).get(sequence.id) if result else None
+                sequence.prompt.rows += dense_scores(scored) if scored else []
+            for index, (sequence, token) in enumerate(zip(working + sampled, tokens, strict=True)):
+                sequence.prompt.output.append(token)
                 if result and result.logprobs:
-                    stay.prompt.rows.append(dense_logprobs(result.logprobs[index], VOCAB_SIZE))
-            waiting = [stay for stay in waiting if stay.done < stay.stop]
+                    sequence.prompt.rows.append(dense_logprobs(result.logprobs[index], VOCAB_SIZE))
+            waiting = [sequence for sequence in waiting if sequence.done < sequence.stop]
             rows = working + sampled
-        self.driver.send(leaves=pack_int32([stay.id for stay in stays]), rows=b"", runs=b"")
+        self.driver.send(leaves=pack_int32([sequence.id for sequence in sequences]), rows=b"", runs=b"")
 
 
-def _runs(rows: list[Stay]) -> bytes:
+def _runs(rows: list[SentSequence]) -> bytes:
     """Of each row alone: its modules' blocks may be shared, whoever else has them."""
     runs: Int32Array = np.array(
-        [(row, row + 1, 0, stay.entries) for row, stay in enumerate(rows) if stay.entries], dtype=np.int32
+        [(row, row + 1, 0, sequence.entries) for row, sequence in enumerate(rows) if sequence.entries],
+        dtype=np.int32,
     )
     return pack_int32(runs)

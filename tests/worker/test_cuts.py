@@ -36,9 +36,7 @@ from worker.ranks import run_ranks
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.errors import UnsupportedModelError
 from trunkline.worker.messages import Fork, Join
-from trunkline.worker.model.decoder import Ropes
 from trunkline.worker.model.families import read_model_config
-from trunkline.worker.model.model_config import Shard
 
 TOLERANCE = 1e-4
 FAR = 2_000_000
@@ -222,16 +220,6 @@ def test_ranks_cut_their_shards_alike(folder: Path) -> None:
     for turn in run_ranks(cut_on_rank, 2, folder)[0]:
         check(judge, turn)
         judge.cut((4, 25))
-
-
-def test_angles_are_exact_at_any_position(folder: Path) -> None:
-    """Two rotations far out are as far apart as the same two at the start."""
-    ropes = Ropes(Shard(read_model_config(folder), 0, 1), torch.device("cpu"))
-    near, far = (ropes.angles(torch.tensor([at, at + 7]), torch.float32)[0] for at in (0, 2**31 - 9))
-    assert near is not None
-    assert far is not None
-    between = [x.cos[0] * x.cos[1] + x.sin[0] * x.sin[1] for x in (near, far)]
-    torch.testing.assert_close(between[0], between[1], rtol=0, atol=1e-6)
 
 
 def test_what_depends_on_the_length_or_is_learned_does_not_shift(models: Models, tmp_path: Path) -> None:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from worker.driver import VOCAB_SIZE, Driver, run_config
+from worker.driver import Driver, run_config
 
 from trunkline.kernels.load import load_kernels
 from trunkline.kernels.ops import KvPool
-from trunkline.kvstore.chunks import ChunkName, Int32Array, SlotId, pack_int32, unpack_int32
+from trunkline.kvstore.chunks import ChunkName, Int32Array, SlotId, pack_int32
 from trunkline.kvstore.tier import SlotKey, Tier
 from trunkline.worker.errors import PlanError, WorkerConfigError
-from trunkline.worker.messages import Join, Sampling, StepPlan
+from trunkline.worker.messages import StepPlan
 from trunkline.worker.runner import Runner
 from trunkline.worker.tiers.copier import Copier
 from trunkline.worker.tiers.host_pool import HostPool
@@ -203,51 +202,6 @@ def test_measuring_changes_nothing(make_pool: MakePool) -> None:
 
 
 # --- in a runner
-
-
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
-def test_a_sequence_goes_on_from_what_was_swapped(folder: Path, kernels: str) -> None:
-    """Out with its blocks overwritten, in again to others: the same numbers, bit by bit, as without."""
-    results = []
-    for swapped in (False, True):
-        config = run_config(folder, kernels=kernels, host_memory_bytes=1 << 16)
-        runner = Runner.load(config, lambda *_: None)
-        assert runner.host_slots == (1 << 16) // runner.block_bytes
-        assert runner.swap_us_per_block > 0
-        driver = Driver(runner.execute, num_blocks=64, chunk_size=8)
-        tokens = np.random.default_rng(4).integers(VOCAB_SIZE, size=21).tolist()
-        sampling = Sampling(temperature=0, logprobs=VOCAB_SIZE)
-        blocks = [3, 4, 9]
-        joins = [Join(1, pack_int32(tokens), 0, 21, pack_int32(blocks), sampling)]
-        first = driver.send(joins=joins, prefill=pack_int32([1, 0, 21, 0, 1]))
-        assert first is not None
-        tokens.append(unpack_int32(first.tokens)[0])
-        fields: dict[str, Any] = {"leaves": pack_int32([1])}
-        if swapped:
-            saves = pack_int32([3, 7, 1, 4, 8, 1, 9, 2, 1])
-            saved = driver.send(**fields, saves=saves, save_fence=driver.step + 1)
-            assert saved is not None
-            assert saved.moved_us > 0
-            assert saved.moved_blocks == 3
-            assert 0 <= saved.waited_us <= saved.elapsed_us
-            runner.pool.data.fill_(float("nan"))
-            runner.pool.packed.zero_()
-            blocks = [10, 11, 12]
-            fields = {"loads": pack_int32([10, 7, 1, 11, 8, 1, 12, 2, 1]), "load_fence": driver.step + 1}
-        else:
-            driver.send()
-        joins = [Join(2, pack_int32(tokens), 0, 21, pack_int32(blocks), sampling)]
-        found = [first.tokens]
-        fields |= {"joins": joins, "rows": pack_int32([2]), "runs": b""}
-        for _ in range(3):
-            result = driver.send(**fields)
-            assert result is not None
-            assert result.logprobs is not None
-            found += [result.tokens, result.logprobs[0].top_ids, result.logprobs[0].top_logprobs]
-            fields = {}
-        results.append(found)
-        runner.close()
-    assert results[0] == results[1]
 
 
 def test_a_runner_without_a_host_pool_moves_nothing(folder: Path) -> None:

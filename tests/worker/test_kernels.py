@@ -1,4 +1,4 @@
-"""The engine on native kernels: that they run, that they say what the reference says, and what they read."""
+"""The runner on native kernels: they are used, pack full chunks, and say what the reference says."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from worker.checkpoints import make_checkpoint
-from worker.driver import VOCAB_SIZE, Driver, Stream, dense_logprobs, run_config
+from worker.driver import VOCAB_SIZE, Driver, Stream, run_config
 
 from trunkline.kernels.native import isa_levels
 from trunkline.worker.messages import Sampling
 from trunkline.worker.runner import Runner
 
 CHUNK = 16
-LAYERS = 2
-KV_HEADS = 2
 HEAD_DIM = 16
 GREEDY = Sampling(temperature=0, logprobs=VOCAB_SIZE)
 
@@ -68,36 +66,5 @@ def test_they_are_the_default_and_pack_full_chunks(folder: Path) -> None:
         *("write_kv", "decode_attention", "prefill_attention"),
         *("linear", "gated_linear", "rms_norm", "add_rms_norm"),
     }
-
-
-@pytest.mark.skipif(not isa_levels(), reason="the compiled kernels are not installed")
-def test_greedy_tokens_equal_the_reference(folder: Path) -> None:
-    native = shared_prefix(load(folder, kernels="cpu"), 40)
-    reference = shared_prefix(load(folder, kernels="reference"), 40)
-    for mine, theirs in zip(native, reference, strict=True):
-        different = [
-            i for i, pair in enumerate(zip(mine.output, theirs.output, strict=True)) if len(set(pair)) > 1
-        ]
-        if different:
-            top = np.sort(dense_logprobs(theirs.logprobs[different[0]], VOCAB_SIZE))[-2:]
-            pytest.fail(f"token {different[0]} differs; the reference's two best are {top[1] - top[0]:.2e} apart")
-        for a, b in zip(mine.logprobs, theirs.logprobs, strict=True):
-            np.testing.assert_allclose(dense_logprobs(a, VOCAB_SIZE), dense_logprobs(b, VOCAB_SIZE), atol=1e-4)
-
-
-@pytest.mark.parametrize("kernels", ["reference", *(["cpu"] if isa_levels() else [])])
-def test_bytes_read_and_plans_copied(kernels: str, folder: Path) -> None:
-    """The shared prefix once per step for all rows; a plan for each change of rows and each filled chunk."""
-    runner = load(folder, kernels=kernels)
-    streams = shared_prefix(runner, 33)
-    counters = runner.kernels.counters
-    assert counters.decode_bytes_read == counters.decode_tokens_read * 2 * KV_HEADS * HEAD_DIM * 4
-    alone = sum(LAYERS * sum(len(s.prompt) + n for n in range(1, 33)) for s in streams[1:])
-    # While all three decode, two of three copies of 64 prefix tokens are saved. Fewer steps than 32: they join one
-    # after the other, and whoever is done decodes on until all are.
-    saved = LAYERS * 2 * 4 * CHUNK * 26
-    assert counters.decode_tokens_read <= alone - saved
-    steps = counters.calls["decode_attention"] // LAYERS
-    assert steps < 45
-    # Rows fill a chunk every 16 steps; rows join in three steps and leave in three.
-    assert counters.decode_plans <= 3 * -(-steps // CHUNK) + 6
+    reference = shared_prefix(load(folder, kernels="reference"), 30)
+    assert [stream.output for stream in streams] == [stream.output for stream in reference]

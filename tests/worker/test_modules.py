@@ -7,7 +7,6 @@ theorems are those of the specification of prompts with modules.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from worker.block_masks import BlockMaskedModel, TextJudge
 from worker.checkpoints import ALIKE, MODELS, RELATIVE, Models, transformers_logits, with_kernels
 from worker.cuts import CHUNK, Logprobs, draw, load, make_driver, reported, sampled_token
 from worker.driver import Driver
-from worker.module_driver import ModulePrompt, Modules, Part, Text
+from worker.module_driver import ModulePrompt, Modules, Part, SentSequence, Text
 from worker.module_prompts import (
     chain_prompt,
     chain_texts,
@@ -144,28 +143,6 @@ def test_a_prompt_goes_on_from_any_own_token(name: str, kernels: str, models: Mo
         np.testing.assert_allclose(prompt.rows, rows[skip:], rtol=0, atol=1e-5)
 
 
-def test_rows_read_a_shared_module_once(folder: Path) -> None:
-    """Whatever its place in each row's table, and wherever it acts."""
-    runner = load(folder, kernels="reference")
-    rng = np.random.default_rng(9)
-    texts = [Text(draw(rng, count), position) for position, count in ((0, 20), (30, 40), (80, 7), (90, 33))]
-    modules, _ = make_modules(runner, texts)
-    prompts = []
-    for order in ([0, 1, 2], [2, 1], [3, 0], [1, 3, 2, 0]):
-        at = [0, *itertools.accumulate(len(texts[index].tokens) for index in order)]
-        parts = [
-            Part(index, [(0, len(texts[index].tokens))], place) for index, place in zip(order, at, strict=False)
-        ]
-        prompts.append(ModulePrompt(parts, [(at[-1], draw(rng, 5))]))
-    runner.kernels.counters.reset()
-    generated = 7
-    modules.run(prompts, generated)
-    shared = sum(len(text.tokens) for text in texts)
-    own = [sum(len(prompt.own) + step for prompt in prompts) for step in range(1, generated)]
-    layers = 2
-    assert runner.kernels.counters.decode_tokens_read == layers * (shared * (generated - 1) + sum(own))
-
-
 @with_kernels(["gqa"])
 def test_samples_of_a_prompt_keep_its_layout(name: str, kernels: str, folder: Path) -> None:
     """A fork reads the modules and the full own blocks of its parent; its tail is a copy."""
@@ -175,20 +152,20 @@ def test_samples_of_a_prompt_keep_its_layout(name: str, kernels: str, folder: Pa
     prompt.runs[-1] = (prompt.runs[-1][0], draw(rng, 2 * CHUNK + 3))
     modules.run([prompt], 5)
     rows, output, driver = np.array(prompt.rows), prompt.output, modules.driver
-    stay, child, own = modules.stay(prompt), driver.take_id(), len(prompt.own)
-    table = stay.table[: len(stay.table) - blocks_for(own + 5, CHUNK) + own // CHUNK]
+    sequence, child, own = SentSequence(modules, prompt), driver.take_id(), len(prompt.own)
+    table = sequence.table[: len(sequence.table) - blocks_for(own + 5, CHUNK) + own // CHUNK]
     tail, copy = prompt.blocks[own // CHUNK], driver.take_blocks(1)[0]
     assert own % CHUNK + 5 <= CHUNK, "the tail is begun, and holds all that is generated"
-    fork = Fork(stay.id, child, pack_int32([*table, copy]), seed=1)
-    entries = pack_int32(np.array([stay.entry(1000)], dtype=np.int32))
-    results = [driver.send(joins=[stay.join], prefill=entries, forks=[fork], rows=b"", runs=b"")]
+    fork = Fork(sequence.id, child, pack_int32([*table, copy]), seed=1)
+    entries = pack_int32(np.array([sequence.entry(1000)], dtype=np.int32))
+    results = [driver.send(joins=[sequence.join], prefill=entries, forks=[fork], rows=b"", runs=b"")]
     copies = pack_int32(np.array([[tail, copy, 0, own % CHUNK]], dtype=np.int32))
     runs = pack_int32(np.array([[0, 2, 0, len(table)]], dtype=np.int32))
-    results.append(driver.send(copies=copies, rows=pack_int32([stay.id, child]), runs=runs))
+    results.append(driver.send(copies=copies, rows=pack_int32([sequence.id, child]), runs=runs))
     results += [driver.send() for _ in range(3)]
     assert [sampled_token(result) for result in results] == output
     for sample in (0, 1):
-        said = np.array([reported(result, stay.id)[sample - 2] for result in results])
+        said = np.array([reported(result, sequence.id)[sample - 2] for result in results])
         np.testing.assert_allclose(said, rows[own - 1 :], rtol=0, atol=1e-5)
 
 

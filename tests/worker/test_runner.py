@@ -90,21 +90,6 @@ def test_plans_are_copied_lazily(folder: Path) -> None:
     assert counters.decode_tokens_read == 2 * sum(range(9, 41))
 
 
-def test_shared_prefix_is_read_once(folder: Path) -> None:
-    runner = Runner.load(run_config(folder), lambda *_: None)
-    driver = Driver(runner.execute, num_blocks=64, chunk_size=8)
-    first = driver.add(prompt(32), GREEDY)
-    driver.run([first], 1)
-    runner.kernels.counters.reset()
-    joins = []
-    for i in range(4):
-        blocks = first.blocks[:4] + driver.take_blocks(1)
-        joins.append(join(10 + i, [*first.prompt, i], blocks))
-    driver.send(joins=joins, rows=pack_int32([10, 11, 12, 13]), runs=pack_int32([0, 4, 0, 4]))
-    # Two layers; 32 shared tokens once, one own token for each of four rows.
-    assert runner.kernels.counters.decode_tokens_read == 2 * (32 + 4)
-
-
 def gathered(runner: Runner, block: int) -> torch.Tensor:
     """A block's contents in plain order: kernels may hold it in another."""
     data = runner.pool.data
@@ -167,7 +152,7 @@ def test_relocated_chunks_act_where_the_layout_says(rope: dict[str, Any], tmp_pa
         Extent(5, 0, OPEN_COUNT, 40, -23),
     ]
     kept = tokens[:4] + tokens[25:27] + tokens[29:]
-    stay = Join(
+    joined = Join(
         2,
         pack_int32(new),
         len(kept),
@@ -177,7 +162,7 @@ def test_relocated_chunks_act_where_the_layout_says(rope: dict[str, Any], tmp_pa
         pack_int32(np.array(layout, dtype=np.int32)),
     )
     stream = Stream(2, kept + new, ALL_LOGPROBS, [])
-    result = step(runner, joins=[stay], prefill=pack_int32([2, len(kept), len(new), 0, 1]))
+    result = step(runner, joins=[joined], prefill=pack_int32([2, len(kept), len(new), 0, 1]))
     for index in range(10):
         assert result.logprobs is not None
         stream.output += unpack_int32(result.tokens).tolist()
@@ -191,18 +176,6 @@ def test_relocated_chunks_act_where_the_layout_says(rope: dict[str, Any], tmp_pa
     actual = np.stack([dense_logprobs(report, VOCAB_SIZE) for report in stream.logprobs])
     torch.testing.assert_close(torch.from_numpy(actual), expected, rtol=0, atol=1e-4)
     assert runner.kernels.counters.decode_plans == 2
-
-
-def test_sampled_streams_do_not_depend_on_the_batch(runner: Runner) -> None:
-    """The same seeds alone and beside others, in other steps: the same tokens (float32)."""
-    driver = Driver(runner.execute, num_blocks=64, chunk_size=8)
-    params = [Sampling(temperature=1.0, seed=seed, top_p=0.95) for seed in range(3)]
-    together = [driver.add(prompt(9 + i, seed=i), p) for i, p in enumerate(params)]
-    driver.run(together, 10)
-    for i, p in enumerate(params):
-        alone = driver.add(prompt(9 + i, seed=i), p)
-        driver.run([alone], 10, piece=3)
-        assert alone.output[:10] == together[i].output[:10]
 
 
 def test_pool_size_from_memory(folder: Path) -> None:

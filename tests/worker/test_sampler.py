@@ -200,17 +200,6 @@ def test_logprobs_zero_reports_only_the_sampled_token() -> None:
     assert reports[0].token_logprob == pytest.approx(float(logits[0].log_softmax(-1)[ids[0]]), abs=1e-5)
 
 
-def test_allowed_ids_are_the_only_ones_drawn() -> None:
-    allowed = [3, 49, 17]
-    rows = [
-        sequence([1], [], temperature=1.0, seed=s, allowed_ids=pack_int32([*allowed, 999])) for s in range(500)
-    ]
-    free = sequence([1], [], temperature=1.0, seed=77)
-    drawn = draw(torch.zeros(501, V), [*rows, free])
-    assert set(drawn[:500]) == set(allowed)
-    assert drawn[500:] == draw(torch.zeros(1, V), [free])
-
-
 def test_stop_ids_are_not_drawn_before_min_tokens() -> None:
     row = sequence([7, 7], [], temperature=0, min_tokens=3, stop_ids=pack_int32([4, 5]))
     logits = torch.zeros(1, V)

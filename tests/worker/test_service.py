@@ -320,12 +320,6 @@ def test_bad_plan_is_reported_and_ends_the_rank(plan: StepPlan | bytes, reason: 
     assert process.wait() == 1
 
 
-def test_controller_death_ends_idle_rank(setup: Setup) -> None:
-    controller, (process,) = setup.serve()
-    controller.close()
-    assert process.wait() == EXIT_LEFT
-
-
 def test_peer_death_is_reported(setup: Setup) -> None:
     controller, ranks = setup.serve(tp=2)
     ranks[1].kill()

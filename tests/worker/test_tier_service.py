@@ -191,23 +191,6 @@ def test_probes_count_the_first_chunks(bench: MakeBench, redis_server: RedisServ
     assert one.statuses((TierKind.REMOTE, True, 0, 1), (TierKind.REMOTE, False, 5, 1)) == [2, 2]
 
 
-def test_the_disk_is_found_again(bench: MakeBench, expected: list[Any]) -> None:
-    """A new process goes on with the old one's chunks."""
-    one = bench()
-    one.traveller.prefill()
-    one.traveller.leave(saves=SAVED, save_fence=2)
-    assert one.statuses(*((TierKind.DISK, True, slot, slot) for slot in range(3))) == [0, 0, 0]
-    tokens, results = one.traveller.tokens, one.traveller.results
-    one.close()
-    two = bench()
-    two.traveller.tokens, two.traveller.results = tokens, results
-    assert two.statuses(*((TierKind.DISK, False, slot, slot) for slot in range(3))) == [0, 0, 0]
-    loads = moves((10, 0, 1), (11, 1, 1), (12, 2, 1))
-    two.traveller.come_back([10, 11, 12], loads=loads, load_fence=1)
-    two.traveller.decode()
-    assert two.traveller.results == expected[:-1]
-
-
 def test_a_disk_that_cannot_be_used_is_a_problem_not_an_end(bench: MakeBench, tmp_path: Path) -> None:
     one = bench(disk_path=str(tmp_path))
     assert one.tiers.disk_slots == 0
