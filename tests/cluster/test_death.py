@@ -125,12 +125,3 @@ def test_a_drain_is_bounded() -> None:
         assert time.monotonic() - asked_at < 15  # the stream alone would take much longer
         assert "while stopping" not in cluster.log  # nobody stumbles, even with a step under way
         assert reader.finish_reason is None
-
-
-def test_a_second_interrupt_does_not_wait_for_anybody() -> None:
-    with Cluster("--tp", "1") as cluster, reading(cluster, 2000):
-        cluster.process.send_signal(signal.SIGINT)
-        wait_for(lambda: "Stopping (SIGINT)" in cluster.log, 2)
-        cluster.process.send_signal(signal.SIGINT)
-        assert cluster.wait(6) == 0
-        assert cluster.alive() == []

@@ -118,18 +118,3 @@ def test_a_killed_cluster_finds_its_schemas_and_modules(
         assert cluster.metric("tier_failures_total") == 0
         assert post(cluster, schema_source(other, repeats=REPEATS))["usage"]["computed_tokens"] == 0
         assert cluster.stop() == 0
-
-
-@pytest.mark.soak
-def test_pinned_modules_stay_when_the_disk_is_too_small(expected: list[dict[str, Any]], tmp_path: Path) -> None:
-    """Everything else has to go; what is pinned is never computed again."""
-    with Cluster(*OPTIONS, "--disk-tier", f"{tmp_path}:{32 << 20}") as cluster:
-        pinned, other = NAMES
-        assert not post(cluster, schema_source(pinned, repeats=REPEATS), pin=True)["warnings"]
-        post(cluster, schema_source(other, repeats=REPEATS))
-        push_out(cluster)
-        assert None not in tiers_of(cluster, pinned)
-        answers = ask_all(cluster)
-        assert all(map(same, answers, expected))
-        assert details_of(answers[0])[0] >= details_of(answers[0])[1]
-        assert cluster.stop() == 0

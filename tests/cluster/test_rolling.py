@@ -226,28 +226,3 @@ def test_a_routers_death_breaks_its_own_connections_only(served: Served) -> None
     wait_for(served.view.is_healthy, 30)
     # The first try's request has been given up by the controller, who has not heard of that router since.
     served.view.wait_for_no_leaks(30)
-
-
-async def one_router_hangs(cluster: Cluster, view: View) -> None:
-    """Who is connected to it sees a pause. Others do not come to it."""
-    hung, other = view.pid("router-0"), view.pid("router-1")
-    os.kill(other, signal.SIGSTOP)
-    async with streaming(cluster, "hangs") as waiting:
-        await waiting.read(10)
-        os.kill(hung, signal.SIGSTOP)
-        os.kill(other, signal.SIGCONT)
-        try:
-            async with streaming(cluster, "does not") as served:
-                await served.read(10)
-                assert served.is_served_by(other)
-                await served.read()
-        finally:
-            os.kill(hung, signal.SIGCONT)
-        await waiting.read()
-    for stream in (waiting, served):
-        check_whole(stream)
-
-
-@pytest.mark.soak
-def test_a_frozen_router_holds_up_its_own_clients_only(served: Served) -> None:
-    asyncio.run(one_router_hangs(served.cluster, served.view))

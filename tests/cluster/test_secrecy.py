@@ -78,16 +78,3 @@ def test_keys_of_a_whole_cluster(careless: Cluster) -> None:
 def test_its_log_has_no_secrets(careless: Cluster) -> None:
     for secret in (KEY, careless.admin_key, PROMPT, hash_key(KEY)):
         assert secret not in careless.log
-
-
-def test_what_cannot_be_served_safely_is_refused() -> None:
-    command = [sys.executable, "-m", "trunkline.deploy.cli.app", "serve", "--port", "0", "--host", "0.0.0.0"]
-    environment = {name: value for name, value in os.environ.items() if name != "TRUNKLINE_API_KEY"}
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert told.returncode == 2
-    assert "--allow-anonymous" in told.stderr
-    environment["TRUNKLINE_API_KEY"] = "short"
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert told.returncode == 2
-    assert "TRUNKLINE_API_KEY is no key" in told.stderr.replace("\n", " ")
-    assert "short" not in told.stderr

@@ -36,25 +36,6 @@ def test_chat(client: openai.OpenAI, fake: FakeController, tokenizer: Tokenizer)
     assert submit.stop_token_ids == [1]
 
 
-def test_chat_stream(client: openai.OpenAI, fake: FakeController) -> None:
-    fake.behaviour.seconds_per_token = 0.002
-    options: Any = {"include_usage": True}
-    stream = client.chat.completions.create(model="demo", messages=MESSAGES, stream=True, stream_options=options)
-    chunks = list(stream)
-    assert chunks[0].choices[0].delta.role == "assistant"
-    texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
-    assert "".join(texts) == ANSWER
-    assert sum(bool(text) for text in texts) > 3, "it came in pieces"
-    assert all("\ufffd" not in text for text in texts)
-    assert chunks[-2].choices[0].finish_reason == "stop"
-    assert chunks[-1].choices == []
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens > 3
-    assert chunks[-1].usage.prompt_tokens_details is not None
-    assert chunks[-1].usage.prompt_tokens_details.cached_tokens == 0
-    assert len({chunk.id for chunk in chunks}) == 1
-
-
 def test_stream_form_on_the_wire(http: httpx.Client) -> None:
     body: dict[str, Any] = {"messages": MESSAGES, "stream": True}
     parts = payloads(http.post("/v1/chat/completions", json=body))

@@ -49,23 +49,6 @@ def by_index(chunks: Sequence[Any], text_of: Callable[[Any], str]) -> dict[int, 
     return dict(found)
 
 
-def test_samples(client: openai.OpenAI, fake: FakeController, texts: list[list[int]]) -> None:
-    answer = client.chat.completions.create(model="demo", messages=MESSAGES, n=4)
-    assert [choice.message.content for choice in answer.choices] == list(TEXTS)
-    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    assert {choice.finish_reason for choice in answer.choices} == {"stop"}
-    [submit] = fake.behaviour.submits
-    assert (submit.n, submit.beam) == (4, None)
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens == submit.prompt_len
-    assert answer.usage.completion_tokens == sum(map(len, texts))
-    plain = client.completions.create(model="demo", prompt="x", n=4, max_tokens=3, logprobs=1)
-    assert [choice.finish_reason for choice in plain.choices] == ["length", "length", "stop", "length"]
-    for choice, ids in zip(plain.choices, texts, strict=True):
-        assert choice.logprobs is not None
-        assert len(choice.logprobs.tokens or []) == len(ids[:3])
-
-
 def test_samples_in_a_stream(
     client: openai.OpenAI, http: httpx.Client, fake: FakeController, texts: list[list[int]]
 ) -> None:

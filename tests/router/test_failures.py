@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from router.fake_controller import FakeController
-from router.harness import ADMIN, ANSWER, MESSAGES, RunningRouter, make_answer, running, wait_until
+from router.harness import ADMIN, MESSAGES, RunningRouter, running, wait_until
 
 from trunkline.router.messages import FinishReason
 from trunkline.router.streams import health
@@ -124,39 +124,6 @@ def test_a_failed_or_starting_engine(router: RunningRouter, http: httpx.Client, 
         wait_until(lambda: router.ready == 1)
 
 
-def test_death_and_return_of_a_controller(place: Path, tokenizer: Tokenizer) -> None:
-    with running(place, tokenizer) as (router, [fake]), httpx.Client(base_url=router.url, timeout=20) as http:
-        fake.behaviour.seconds_per_token = 0.005
-        results: list[httpx.Response] = []
-
-        def request(stream: bool) -> None:
-            results.append(http.post("/v1/completions", json=LONG | {"stream": stream}))
-
-        threads = [threading.Thread(target=request, args=(stream,)) for stream in (True, False)]
-        for thread in threads:
-            thread.start()
-        wait_until(lambda: fake.live == 2)
-        died_at = time.monotonic()
-        fake.stop()
-        for thread in threads:
-            thread.join()
-        assert time.monotonic() - died_at < 1.0
-        assert sorted(response.status_code for response in results) == [200, 503]
-        streamed = next(response for response in results if response.status_code == 200)
-        assert "connection" in last_event(streamed.text)["error"]["message"]
-        assert router.inflight == 0
-        assert http.get("/health").status_code == 503
-        assert http.post("/v1/chat/completions", json=CHAT).headers["retry-after"]
-        again = FakeController(fake.endpoint, make_answer(tokenizer)).start()
-        try:
-            wait_until(lambda: router.ready == 1)
-            assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
-            assert http.get("/health").status_code == 200
-            assert len(again.behaviour.submits) == 1, "nothing of the past arrives at the new one"
-        finally:
-            again.stop()
-
-
 def test_a_late_and_then_frozen_controller(place: Path, tokenizer: Tokenizer) -> None:
     with running(place, tokenizer, wait=False) as (router, [fake]), httpx.Client(base_url=router.url) as http:
         router.service.links[0]._silence_seconds = 0.5
@@ -216,29 +183,6 @@ def test_limits_of_the_router_itself(place: Path, tokenizer: Tokenizer) -> None:
         assert first[0].json()["error"]["code"] == "timeout"
         wait_until(lambda: fake.live == 0)
         assert http.post("/v1/completions", json={"prompt": [5] * 100}).status_code == 400
-
-
-def test_drain(place: Path, tokenizer: Tokenizer) -> None:
-    with running(place, tokenizer) as (router, [fake]), httpx.Client(base_url=router.url, timeout=20) as http:
-        fake.behaviour.seconds_per_token = 0.03
-        results: list[httpx.Response] = []
-        thread = threading.Thread(target=lambda: results.append(http.post("/v1/chat/completions", json=CHAT)))
-        thread.start()
-        wait_until(lambda: fake.live == 1)
-        outcome: list[bool] = []
-
-        async def drain() -> None:
-            outcome.append(await router.service.drain(10))
-
-        router.spawn(drain())
-        wait_until(lambda: router.service.draining)
-        refused = http.post("/v1/chat/completions", json=CHAT)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
-        assert http.get("/health").status_code == 503
-        assert not outcome
-        thread.join()
-        wait_until(lambda: outcome == [True])
-        assert results[0].json()["choices"][0]["message"]["content"] == ANSWER
 
 
 @pytest.mark.processes

@@ -14,7 +14,7 @@ import pytest
 from router import api_calls
 from router.api_calls import BROKEN_CALL, CITY, TWO_CALLS, Say, last_prompt, named_events, without_repeats
 from router.fake_controller import FakeController, prompt_of
-from router.harness import ANSWER, RunningRouter, wait_until
+from router.harness import ANSWER, RunningRouter
 
 from trunkline.controller.messages import Submit
 from trunkline.router.messages import FinishReason
@@ -223,14 +223,6 @@ def test_a_failure_on_the_way(http: httpx.Client, claude: anthropic.Anthropic, f
         claude.messages.stream(model="demo", max_tokens=50, messages=HI) as stream,
     ):
         stream.get_final_message()
-
-
-def test_a_client_that_leaves(router: RunningRouter, http: httpx.Client, fake: FakeController) -> None:
-    fake.behaviour.seconds_per_token = 0.02
-    with http.stream("POST", "/v1/messages", json={"max_tokens": 50, "messages": HI, "stream": True}) as answer:
-        next(answer.iter_lines())
-    wait_until(lambda: bool(fake.behaviour.aborts))
-    assert router.inflight == 0
 
 
 def test_errors_have_anthropics_form(

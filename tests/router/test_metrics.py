@@ -219,14 +219,3 @@ def test_a_process_that_is_replaced_answers_no_more(tmp_path: Path) -> None:
             assert requests_of(values_of(await asker.scrape())) == {"0": 1.0, "1": 2.0}
 
     run(work())
-
-
-def test_a_single_router_needs_no_label(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with pages(tmp_path, 1) as made:
-            values = values_of(await made[0][0].scrape())
-            assert values["trunkline_requests_total", (("endpoint", "/v1/models"), ("status", "200"))] == 10.0
-            assert up_of(values) == {"0": 1.0}
-            assert list(tmp_path.iterdir()) == []
-
-    run(work())

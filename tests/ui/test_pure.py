@@ -60,25 +60,25 @@ def random_tree(draw: random.Random, size: int) -> list[dict[str, Any]]:
     return nodes
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_layout_keeps_all_tokens_and_overlaps_nothing(page: Page, seed: int) -> None:
-    draw = random.Random(seed)
-    nodes = random_tree(draw, draw.randint(1, 200))
-    parts = run(
-        page,
-        "tree",
-        """m.layOut(x, window.d3).parts.map(
-            ({key, x0, x1, y0, y1, tokens}) => ({key, x0, x1, y0, y1, tokens}))""",
-        nodes,
-    )
-    assert sum(part["tokens"] for part in parts) == sum(node["tokens"] for node in nodes)
-    assert len({part["key"] for part in parts}) == len(parts)
-    for at, a in enumerate(parts):
-        assert a["x1"] - a["x0"] == a["tokens"]
-        for b in parts[at + 1 :]:
-            beside = a["x1"] <= b["x0"] or b["x1"] <= a["x0"]
-            apart = a["y1"] <= b["y0"] + 1e-9 or b["y1"] <= a["y0"] + 1e-9
-            assert beside or apart, (seed, a, b)
+def test_a_layout_keeps_all_tokens_and_overlaps_nothing(page: Page) -> None:
+    for seed in range(6):
+        draw = random.Random(seed)
+        nodes = random_tree(draw, draw.randint(1, 200))
+        parts = run(
+            page,
+            "tree",
+            """m.layOut(x, window.d3).parts.map(
+                ({key, x0, x1, y0, y1, tokens}) => ({key, x0, x1, y0, y1, tokens}))""",
+            nodes,
+        )
+        assert sum(part["tokens"] for part in parts) == sum(node["tokens"] for node in nodes)
+        assert len({part["key"] for part in parts}) == len(parts)
+        for at, a in enumerate(parts):
+            assert a["x1"] - a["x0"] == a["tokens"]
+            for b in parts[at + 1 :]:
+                beside = a["x1"] <= b["x0"] or b["x1"] <= a["x0"]
+                apart = a["y1"] <= b["y0"] + 1e-9 or b["y1"] <= a["y0"] + 1e-9
+                assert beside or apart, (seed, a, b)
 
 
 def test_a_layout_stays_when_the_order_changes(page: Page) -> None:
@@ -95,31 +95,31 @@ def test_a_layout_stays_when_the_order_changes(page: Page) -> None:
     assert rows[0] == rows[1]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_colours_give_each_token_once(page: Page, seed: int) -> None:
-    draw = random.Random(seed)
-    pieces: list[dict[str, Any]] = [
-        {
-            "text": "x" * draw.randint(0, 30),
-            "tokens": draw.randint(1, 20),
-            "kind": "text",
-            "module": draw.choice(["a", "b"]),
-            "cached": draw.random() < 0.4,
-            "dropped": draw.random() < 0.1,
-        }
-        for _ in range(draw.randint(1, 12))
-    ]
-    seen = [piece for piece in pieces if not piece["dropped"]]
-    left = sum(piece["tokens"] for piece in seen)
-    tiers = {}
-    for name in TIERS:
-        tiers[name] = draw.randint(0, left)
-        left -= tiers[name]
-    found = run(page, "pieces", 'm.coloured(x[0], {tiers: x[1]}, (name) => name === "a")', [pieces, tiers])
-    for name in TIERS:
-        assert sum(piece["tokens"] for piece in found if piece["source"] == name) == tiers[name], seed
-    assert sum(piece["tokens"] for piece in found if piece["source"] == "new") == left
-    assert "".join(piece["text"] for piece in found) == "".join(str(piece["text"]) for piece in pieces)
+def test_colours_give_each_token_once(page: Page) -> None:
+    for seed in range(6):
+        draw = random.Random(seed)
+        pieces: list[dict[str, Any]] = [
+            {
+                "text": "x" * draw.randint(0, 30),
+                "tokens": draw.randint(1, 20),
+                "kind": "text",
+                "module": draw.choice(["a", "b"]),
+                "cached": draw.random() < 0.4,
+                "dropped": draw.random() < 0.1,
+            }
+            for _ in range(draw.randint(1, 12))
+        ]
+        seen = [piece for piece in pieces if not piece["dropped"]]
+        left = sum(piece["tokens"] for piece in seen)
+        tiers = {}
+        for name in TIERS:
+            tiers[name] = draw.randint(0, left)
+            left -= tiers[name]
+        found = run(page, "pieces", 'm.coloured(x[0], {tiers: x[1]}, (name) => name === "a")', [pieces, tiers])
+        for name in TIERS:
+            assert sum(piece["tokens"] for piece in found if piece["source"] == name) == tiers[name], seed
+        assert sum(piece["tokens"] for piece in found if piece["source"] == "new") == left
+        assert "".join(piece["text"] for piece in found) == "".join(str(piece["text"]) for piece in pieces)
 
 
 def test_events_come_whole_however_they_are_cut(page: Page) -> None:
@@ -128,12 +128,18 @@ def test_events_come_whole_however_they_are_cut(page: Page) -> None:
     assert events == ['{"a": 1}', "one\ntwo", "[DONE]"]
 
 
-@pytest.mark.parametrize(
-    "source",
-    ['<schema name="a">x</schema>', "<a b='1' c", "</", "a < b > c", "<!-- x", "<a><![CDATA[ <b> ]]></a>", ""],
-)
-def test_colours_of_a_source_change_nothing(page: Page, source: str) -> None:
-    assert run(page, "pml", 'm.highlight(x).map((t) => t.text).join("")', source) == source
+def test_colours_of_a_source_change_nothing(page: Page) -> None:
+    sources = (
+        '<schema name="a">x</schema>',
+        "<a b='1' c",
+        "</",
+        "a < b > c",
+        "<!-- x",
+        "<a><![CDATA[ <b> ]]></a>",
+        "",
+    )
+    for source in sources:
+        assert run(page, "pml", 'm.highlight(x).map((t) => t.text).join("")', source) == source
 
 
 OUTLINE = """<schema name="s"><system>a <!-- <module name="no"> --> <module name="m"> x <param name="p" len="3"

@@ -19,8 +19,6 @@ from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.router.ui.assets import PAGE, Assets
 from trunkline.router.ui.stored import FRESH_SECONDS
 
-API = ("overview", "history", "requests", "sessions", "decisions", "tree")
-
 
 @pytest.fixture
 def admin(router: RunningRouter, fake: FakeController) -> Iterator[httpx.Client]:
@@ -90,17 +88,6 @@ def test_no_other_files(http: httpx.Client, path: str) -> None:
     answer = http.get(f"/ui/static/{path}")
     assert answer.status_code == 404
     assert answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("name", API)
-def test_data_is_for_admins(http: httpx.Client, admin: httpx.Client, fake: FakeController, name: str) -> None:
-    fake.behaviour.tree = tree_of([5])
-    assert http.get(f"/ui/api/{name}").status_code == 401
-    wrong = http.get(f"/ui/api/{name}", headers={"Authorization": "Bearer tl-wrong"})
-    assert wrong.status_code == 401
-    assert wrong.json()["error"]["code"] == "invalid_api_key"
-    get(admin, name)
-    assert http.post("/ui/api/prompt", json={"messages": MESSAGES}).status_code == 401
 
 
 @pytest.mark.parametrize(
