@@ -27,7 +27,7 @@ from report import Report, argument_parser
 from session_model import Conversation, conversations
 from session_sim import Figures, Overflow, Setting, Simulation
 
-from trunkline.kvstore.directory import EvictionPolicy
+from trunkline.kvstore.tier_policy import EvictionPolicy
 
 PARTS: Final = ("policies", "unsaturated", "overflow", "capacity", "rates")
 DRAM_TOKENS: Final = 164_000

@@ -22,8 +22,10 @@ from typing import Final
 
 from session_model import Conversation
 
-from trunkline.kvstore.chunks import ChunkName
-from trunkline.kvstore.directory import Directory, DirectoryConfig, EvictionPolicy, Move, MoveStatus, TieredChunk
+from trunkline.kvstore.chunks import ChunkName, TieredChunk
+from trunkline.kvstore.directory import Directory
+from trunkline.kvstore.tier_moves import Move, MoveStatus
+from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy
 
 NAMELESS: Final = ChunkName(b"")
 

@@ -12,7 +12,7 @@ from trunkline.controller.messages import BeamSearch, Submit
 from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import Request, Sequence, SequenceGroup, TokenBuffer
 from trunkline.kvstore.chunks import pack_int32
-from trunkline.kvstore.directory import DirectoryConfig
+from trunkline.kvstore.tier_policy import DirectoryConfig
 from trunkline.worker.messages import Sampling
 
 CHUNK = 4

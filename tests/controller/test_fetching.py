@@ -16,8 +16,10 @@ from trunkline.controller.tiers.prefetch import (
     Fetching,
 )
 from trunkline.kvstore.chunks import NO_BLOCK, SlotId, chunk_name, pack_int32, root_name
-from trunkline.kvstore.directory import READ_US, Directory, DirectoryConfig, MoveStatus
+from trunkline.kvstore.directory import READ_US, Directory
 from trunkline.kvstore.tier import TierKind
+from trunkline.kvstore.tier_moves import MoveStatus
+from trunkline.kvstore.tier_policy import DirectoryConfig
 from trunkline.worker.messages import Sampling
 
 CHUNK = 4

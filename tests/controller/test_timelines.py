@@ -16,9 +16,8 @@ from trunkline.controller.engine.events import EndAll, Event, RequestTimeline
 from trunkline.controller.engine.validation import problem_of_submit
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch, Submit
-from trunkline.controller.sequences.sequence import Request
+from trunkline.controller.sequences.sequence import Request, TraceIds
 from trunkline.controller.service.request_log import draw_ids, spans_of
-from trunkline.controller.trace_ids import TraceIds
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.messages import FinishReason
 from trunkline.runtime.spans import Span, SpanContext, unpack_steps

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from simulation.directory_bench import Bench, where
 
-from trunkline.kvstore.directory import EvictionPolicy
 from trunkline.kvstore.tier import TierKind
+from trunkline.kvstore.tier_policy import EvictionPolicy
 
 
 def test_a_save_takes_a_free_slot_and_counts_as_ready_at_once() -> None:

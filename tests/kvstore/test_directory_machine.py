@@ -13,17 +13,12 @@ from dataclasses import dataclass, field
 import pytest
 from seeds import seeds
 
-from trunkline.kvstore.chunks import ChunkName, SlotId
-from trunkline.kvstore.directory import (
-    Directory,
-    DirectoryConfig,
-    EvictionPolicy,
-    IndexEvent,
-    Move,
-    MoveStatus,
-    TieredChunk,
-)
+from trunkline.kvstore.chunks import ChunkName, SlotId, TieredChunk
+from trunkline.kvstore.copies import IndexEvent
+from trunkline.kvstore.directory import Directory
 from trunkline.kvstore.tier import TierKind
+from trunkline.kvstore.tier_moves import Move, MoveStatus
+from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy
 
 Content = tuple[bytes, int]
 """What a slot holds: a chunk's name (its bytes are a function of it) and the generation it was written with."""

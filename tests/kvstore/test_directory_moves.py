@@ -8,8 +8,10 @@ import pytest
 from simulation.directory_bench import Bench, where
 
 from trunkline.kvstore.chunks import NO_SLOT, SlotId
-from trunkline.kvstore.directory import Directory, DirectoryConfig, MoveStatus
+from trunkline.kvstore.directory import Directory
 from trunkline.kvstore.tier import TierKind
+from trunkline.kvstore.tier_moves import MoveStatus
+from trunkline.kvstore.tier_policy import DirectoryConfig
 
 
 def test_write_behind_fills_free_disk_slots_only() -> None:

@@ -10,8 +10,8 @@ import pytest
 from session_model import Conversation, conversations
 from session_sim import Figures, Overflow, Setting, Simulation
 
-from trunkline.kvstore.directory import EvictionPolicy
 from trunkline.kvstore.tier import TierKind
+from trunkline.kvstore.tier_policy import EvictionPolicy
 
 SESSIONS = 150
 CHUNK = 1024

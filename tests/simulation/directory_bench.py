@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from trunkline.kvstore.chunks import ChunkName
-from trunkline.kvstore.directory import Directory, DirectoryConfig, Move, MoveStatus, TieredChunk
+from trunkline.kvstore.chunks import ChunkName, TieredChunk
+from trunkline.kvstore.directory import Directory
+from trunkline.kvstore.tier_moves import Move, MoveStatus
+from trunkline.kvstore.tier_policy import DirectoryConfig
 
 
 class Chunk(TieredChunk):

@@ -29,22 +29,10 @@ from typing import Generic
 
 from trunkline.kvstore.chunks import NO_SLOT, ChangeLog, ChunkT, QueueKey, SlotId, TieredChunk
 from trunkline.kvstore.copies import Copies, IndexEvent, may_leave
-from trunkline.kvstore.directory_check import DirectoryIntegrityError, check_directory
+from trunkline.kvstore.directory_check import check_directory
 from trunkline.kvstore.tier import TierKind, TierTotals
 from trunkline.kvstore.tier_moves import Move, MoveStatus, TierHealth, TierMover
 from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy, HeapVerdict, WaitingJobs
-
-__all__ = [
-    "Directory",
-    "DirectoryConfig",
-    "DirectoryIntegrityError",
-    "EvictionPolicy",
-    "IndexEvent",
-    "Move",
-    "MoveStatus",
-    "TierStats",
-    "TieredChunk",
-]
 
 READ_US: dict[TierKind, float] = {TierKind.DISK: 500.0, TierKind.REMOTE: 1000.0}
 """The assumed cost of a read until one was measured."""

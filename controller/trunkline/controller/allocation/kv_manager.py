@@ -92,10 +92,11 @@ class KVCacheManager:
         """(number of the prefix before it, chunk) → number of the prefix, consecutive from 1."""
         active = private = 0
         for sequence in sequences:
-            full = self._shareable_tokens(sequence) // self.chunk_size if self.prefix_cache else 0
+            full = sequence.prefill_stop // self.chunk_size if self.prefix_cache else 0
             private += sequence.blocks_needed(self.chunk_size) - full
             tokens = sequence.tokens.to_bytes(0, full * self.chunk_size)
-            node = self.tree.find_root(sequence.salt) if self._is_plain(sequence) else None
+            is_plain = sequence.group.cut is None and sequence.group.modules is None
+            node = self.tree.find_root(sequence.salt) if is_plain else None
             prefix = 0
             for at in range(0, len(tokens), size):
                 key = tokens[at : at + size]
@@ -108,16 +109,6 @@ class KVCacheManager:
                     active += node is not None and node.on_device and node.active > 0
                 prefix = known
         return len(prefixes) - active + private
-
-    @staticmethod
-    def _is_plain(sequence: Sequence) -> bool:
-        """Return whether all chunks of a sequence are in its salt's tree."""
-        return sequence.group.cut is None and sequence.group.modules is None
-
-    def _shareable_tokens(self, sequence: Sequence) -> int:
-        """Return how many tokens may be stored in shared blocks. A sequence that resumes with others of its group
-        stores its last token when it decodes, in a block of its own."""
-        return sequence.prefill_stop
 
     def admit(
         self,
@@ -168,7 +159,7 @@ class KVCacheManager:
     def _match(self, sequence: Sequence, step: int) -> PrefixMatch | None:
         if not self.prefix_cache:
             return PrefixMatch(Stem(self.tree.root(sequence.salt)), Match([], None, None, 0))
-        return match_prefix(self.tree, sequence, self._shareable_tokens(sequence), step)
+        return match_prefix(self.tree, sequence, sequence.prefill_stop, step)
 
     def _has_fixed_part(self, sequence: Sequence, match: Match) -> bool:
         """Return whether a match has what a sequence cannot compute itself: all texts of its modules, or
@@ -268,7 +259,7 @@ class KVCacheManager:
     def _insert_pending(self, sequence: Sequence, blocks: list[BlockId], now: float) -> None:
         """Insert the full chunks that this sequence will compute as pending, so that other sequences wait for
         them; the other blocks stay private."""
-        full = self._shareable_tokens(sequence) // self.chunk_size if self.prefix_cache else 0
+        full = sequence.prefill_stop // self.chunk_size if self.prefix_cache else 0
         new = list(blocks)
         while len(sequence.path) < full:
             at = len(sequence.path) * self.chunk_size

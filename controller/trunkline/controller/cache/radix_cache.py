@@ -23,16 +23,18 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections import OrderedDict, deque
+from dataclasses import dataclass, field
 from itertools import count
 from math import inf
-from typing import Final, Protocol
+from typing import Final
 
 from trunkline.controller.cache.block_pool import BlockPool, Fences
 from trunkline.controller.cache.radix_tree import Node, RadixTree
 from trunkline.controller.totals import Totals
 from trunkline.kvstore.chunks import NO_BLOCK, BlockId, ChunkName, SlotId
-from trunkline.kvstore.directory import Directory, DirectoryConfig
+from trunkline.kvstore.directory import Directory
 from trunkline.kvstore.tier import TierKind
+from trunkline.kvstore.tier_policy import DirectoryConfig
 from trunkline.router.messages import MissReason
 
 DEPARTED_MAX: Final = 1 << 15
@@ -43,14 +45,15 @@ SAVES_PER_PLAN: Final = 64
 """Optional saves in one plan, at most: a burst must not fill the queue of the copy thread."""
 
 
-class TierCopyPlan(Protocol):
-    """The part of a plan that copies chunks between device and host."""
+@dataclass(slots=True)
+class TierCopyPlan:
+    """The part of a step plan that copies chunks between device and host: (block, slot, generation) of each."""
 
     step: int
-    saves: list[tuple[int, int, int]]
-    """(block, slot, generation), as in `StepPlan`."""
-    late_saves: list[tuple[int, int, int]]
-    loads: list[tuple[int, int, int]]
+    saves: list[tuple[int, int, int]] = field(default_factory=list, kw_only=True)
+    late_saves: list[tuple[int, int, int]] = field(default_factory=list, kw_only=True)
+    """Saves of what this very step computes."""
+    loads: list[tuple[int, int, int]] = field(default_factory=list, kw_only=True)
 
 
 class RadixCache(RadixTree):

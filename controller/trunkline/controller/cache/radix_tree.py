@@ -36,9 +36,8 @@ from typing import Final
 
 import numpy as np
 
-from trunkline.kvstore.chunks import NAME_BYTES, NO_BLOCK, BlockId, ChunkName, chunk_name, root_name
+from trunkline.kvstore.chunks import NAME_BYTES, NO_BLOCK, BlockId, ChunkName, TieredChunk, chunk_name, root_name
 from trunkline.kvstore.cuts import cut_name
-from trunkline.kvstore.directory import TieredChunk
 
 TOKEN_BYTES: Final = 4
 PENDING: Final = 1 << 62

@@ -21,6 +21,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from trunkline.controller.cache.radix_cache import TierCopyPlan
 from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.sequences.sequence import Sequence, SequenceGroup
 from trunkline.kvstore.chunks import NO_BLOCK, BlockId, Int32Array, pack_int32
@@ -249,18 +250,14 @@ def text_runs(text_blocks: Int32Array) -> Int32Array:
 
 
 @dataclass(slots=True)
-class PlanBuilder:
+class PlanBuilder(TierCopyPlan):
     """The plan of one step while it is being made. See `StepPlan` for the meaning and order of the fields."""
 
-    step: int
     chunk_size: int
     now: float = 0.0
     """The time at which it is made, in seconds."""
     leaves: list[int] = field(default_factory=list)
     joins: list[Join] = field(default_factory=list)
-    saves: list[tuple[int, int, int]] = field(default_factory=list)
-    late_saves: list[tuple[int, int, int]] = field(default_factory=list)
-    loads: list[tuple[int, int, int]] = field(default_factory=list)
     save_fence: int = 0
     load_fence: int = 0
     copies: list[tuple[int, int, int, int]] = field(default_factory=list)

@@ -24,14 +24,36 @@ from trunkline.controller.cache.radix_tree import Match, Node
 from trunkline.controller.messages import Submit
 from trunkline.controller.sequences.beam_search import BeamHistory
 from trunkline.controller.sequences.module_prompt import ModulePrompt
-from trunkline.controller.trace_ids import TraceIds
 from trunkline.kvstore.chunks import BlockId, ChunkName, Extent, Int32Array, blocks_for, unpack_int32
 from trunkline.kvstore.cuts import ContextCut
 from trunkline.router.messages import Started
+from trunkline.runtime.spans import SpanContext
 from trunkline.worker.messages import BeamPosition, Sampling
 
 ALL_ENTRIES: Final = 1 << 62
 """More entries than any block table has."""
+
+
+class TraceIds(NamedTuple):
+    """The span ids of a traced request, drawn when it comes: workers' spans are children of some that still grow.
+
+    dispatch (the router's)
+    └─ generate         from its arrival to its end
+       ├─ queue         until its admission
+       ├─ prefill       until its first token    ─► `forward` of each rank, per step that computes a part of it
+       └─ decode        until its last           ─► `decode_steps` of each rank
+    """
+
+    router: SpanContext
+    """The router's dispatch span, the parent of `generate`."""
+    generate: bytes
+    queue: bytes
+    prefill: bytes
+    decode: bytes
+
+    def context(self, span: bytes) -> SpanContext:
+        """Return the context of one of these spans."""
+        return SpanContext(self.router.trace_id, span)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +215,7 @@ class SequenceGroup:
         """Set if parts of the prompt are cut off and KV of the rest is kept. Then `prompt_len`, `limit` and tokens
         count in the block table (`trunkline.kvstore.cuts`)."""
         self.modules: ModulePrompt | None = None
-        """Set if the prompt has modules; the same holds then."""
+        """Set if the prompt has modules. Then `prompt_len`, `limit` and tokens count in the block table, too."""
         self.prompt_scored = request.submit.sampling.prompt_logprobs < 0
         """Whether the log-probabilities of the prompt are computed, or were not asked for."""
         self.waits_for_grammar = False

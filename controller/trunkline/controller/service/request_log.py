@@ -6,7 +6,7 @@
          ├─ prefill    until its first token; an event for each step that computes a part of it
          └─ decode     until its last
 
-Times of the engine are the monotonic clock's.
+The engine's times are those of the monotonic clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import structlog
 
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import RequestTimeline
-from trunkline.controller.trace_ids import TraceIds
+from trunkline.controller.sequences.sequence import TraceIds
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import FinishReason
 from trunkline.runtime.spans import SPAN_BYTES, Kind, Span, Value, unpack_context
@@ -51,7 +51,7 @@ class RequestLog:
         return draw_ids(packed) if packed and self._tracer.is_on else None
 
     def look(self, engine: Engine, ended: Iterable[RequestTimeline], now: float) -> None:
-        """Log what a step of the engine has brought: tiers that fail, requests that have ended."""
+        """Log the tiers that fail and the requests that have ended since the last step of the engine."""
         self._tier_warnings.look(engine)
         for timeline in ended:
             self._log(timeline, now)
