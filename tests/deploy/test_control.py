@@ -17,7 +17,6 @@ from trunkline.deploy.supervisor.members import (
     CommandError,
     Lines,
     Reply,
-    encode_reply,
     parse_command,
 )
 from trunkline.deploy.supervisor.run_folder import CONTROL_SOCKET
@@ -47,7 +46,6 @@ def test_what_is_no_command(line: bytes, message: str) -> None:
 def test_commands() -> None:
     assert parse_command(b'{"command": "restart"}') == Command("restart")
     assert parse_command(b'{"command": "drain", "units": ["c0"]}') == Command("drain", ["c0"])
-    assert json.loads(encode_reply(Reply("x"))) == {"text": "x"}
 
 
 def test_lines_come_as_they_like() -> None:

@@ -216,7 +216,7 @@ class FakeController:
 def test_tokens_for_others_prove_only_as_much_as_they_are_young(
     fresh_s: float, verdict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(health, "FRESH_S", fresh_s)
+    monkeypatch.setattr(health, "TOKEN_FRESH_S", fresh_s)
     monkeypatch.setattr(health, "_TOKEN_S_MAX", 0.2)
     with tempfile.TemporaryDirectory(prefix="tl-") as folder:
         controller = FakeController(Path(folder))

@@ -9,11 +9,11 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
+from generate.launch_table import table
 
 from trunkline.deploy.launch.document import FileError, parse
 from trunkline.deploy.launch.fileformat import Cluster, Host, Ssh, read, schema
 from trunkline.deploy.launch.plan import make_plan
-from trunkline.deploy.launch.reference import table
 from trunkline.deploy.launch.unit_options import command_rules
 
 PAGE = (Path(__file__).parents[3] / "docs/launch.md").read_text()
@@ -127,7 +127,7 @@ def test_there_are_examples() -> None:
 
 
 def test_the_table_of_fields_is_up_to_date() -> None:
-    """`python -m trunkline.deploy.launch.reference` prints it."""
+    """`python docs/generate/launch_table.py` prints it."""
     assert table() in PAGE
 
 

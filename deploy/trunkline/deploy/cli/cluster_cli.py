@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trunkline.deploy.cli.option_commands import run
+from trunkline.deploy.config.option_values import format_duration
 from trunkline.deploy.errors import DeployError, UserError
 from trunkline.deploy.supervisor.control import ControlError, ask
 from trunkline.deploy.supervisor.members import Command, Reply
@@ -144,17 +145,9 @@ def status_table(answer: Mapping[str, Any]) -> Table:
             str(row["pid"] or ""),
             Text(state, style=_STYLES.get(state, "")),
             str(row["restarts"]),
-            _age(row["up_s"]) if row["pid"] and row["up_s"] is not None else "",
+            format_duration(row["up_s"]) if row["pid"] and row["up_s"] is not None else "",
         )
     return table
-
-
-def _age(seconds: float) -> str:
-    """Return a duration in one unit."""
-    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def _status(port: int | None) -> tuple[Running, dict[str, Any]]:

@@ -66,6 +66,14 @@ def format_bytes(count: int) -> str:
     return f"{value:.0f} {unit}" if value == int(value) else f"{value:.1f} {unit}"
 
 
+def format_duration(seconds: float) -> str:
+    """Return a duration in one unit, such as `5 min`, with two of it at least."""
+    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
 @dataclass(frozen=True)
 class DiskOption:
     """The value of `--disk-tier`: `PATH:SIZE`, `SIZE` or `0`."""

@@ -8,13 +8,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import typer
+from msgspec import structs
 from rich.console import Console
 
 from trunkline.deploy.errors import DeployError, UserError
@@ -118,7 +119,7 @@ def _facts_of(found: Mapping[str, HostFacts]) -> dict[str, Facts]:
 def _apply(launcher: Launcher, options: UpOptions, console: Console) -> None:
     decision = launcher.decision()
     if options.restart is not None:
-        for name in _chosen(launcher.plan, options.restart):
+        for name in _named(launched_from(launcher.plan, Path(launcher.plan.source)), options.restart):
             if name in decision.keep:
                 decision.keep.remove(name)
                 decision.change[name] = "asked for"
@@ -180,9 +181,7 @@ def _stop_started(launcher: Launcher, reporter: ConsoleReporter) -> None:
 def _mark_stopped(name: str) -> None:
     known = cluster_files.load_record(name)
     if known is not None:
-        cluster_files.save_record(
-            Launched(**{**{f: getattr(known, f) for f in known.__struct_fields__}, "stopped": True})
-        )
+        cluster_files.save_record(structs.replace(known, stopped=True))
 
 
 def _announce(plan: Plan, console: Console, path: Path, *, detached: bool) -> None:
@@ -235,25 +234,6 @@ def _is_over(plan: Plan, states: dict[Place, UnitState]) -> str:
     if all(any(has_ended(name) for name in units) for units in plan.groups.values()):
         return "no group is left"
     return ""
-
-
-def _chosen(plan: Plan, words: tuple[str, ...]) -> list[str]:
-    """Return units by their names, by their group, or all routers as `routers`; without words all units.
-
-    Raises:
-        UserError: There is no such unit.
-    """
-    found: list[str] = []
-    for word in words or [unit.name for unit in plan.units]:
-        if word == "routers":
-            found += [unit.name for unit in plan.units if unit.kind == "router"]
-        elif word in plan.groups:
-            found += plan.groups[word]
-        elif word in plan.by_name:
-            found.append(word)
-        else:
-            raise UserError(f"there is no unit {word!r}; there are {', '.join(plan.by_name)}")
-    return found
 
 
 def check(path: Path, *, with_hosts: bool, as_json: bool) -> int:
@@ -328,7 +308,7 @@ def stop(path: Path | None, words: list[str], seconds: float | None) -> int:
             reporter.say(str(error), "warning")
         states, _ = hosts.states(probe=False)
         known = {name: (label, name) for label, name in states}
-        names = _named(cluster, list(known), words)
+        names = _named(cluster, words, list(known))
         running = [known[name] for name in names if name in known and states[known[name]].state not in ENDED]
         if not running and not failed:
             reporter.say("Nothing runs.")
@@ -349,7 +329,7 @@ def logs(path: Path | None, words: list[str], lines: int, *, follow: bool) -> in
         DeployError: There is no such unit, or no host answers.
     """
     cluster = launched(path)
-    names = _named(cluster, list(cluster.units), words)
+    names = _named(cluster, words)
     with Hosts(
         cluster.name, {label: cluster.hosts[label] for label in {cluster.units[n] for n in names}}
     ) as hosts:
@@ -385,10 +365,18 @@ def _read_logs(connection: Connection, request: Logs, found: queue.Queue[LogLine
         found.put(error)
 
 
-def _named(cluster: Launched, known: list[str], words: list[str]) -> list[str]:
-    """Return the launched units that the words mean, as `_chosen` does for a plan."""
+def _named(cluster: Launched, words: Sequence[str], known: Sequence[str] = ()) -> list[str]:
+    """Return the units that words name: by their own name, by their group, or all routers as `routers`.
+
+    Args:
+        words: The words; none: all units.
+        known: Units that hosts know, of which some may not be in the cluster's record any more.
+
+    Raises:
+        UserError: There is no such unit.
+    """
     found: list[str] = []
-    for word in words or known:
+    for word in words or known or cluster.units:
         if word == "routers":
             found += cluster.routers
         elif word in cluster.groups:

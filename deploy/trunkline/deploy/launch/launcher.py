@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 from trunkline.deploy.errors import DeployError
 from trunkline.deploy.launch.hosts import HostError, Hosts
@@ -25,6 +25,7 @@ from trunkline.deploy.launch.protocol import (
     UnitRecord,
     UnitState,
 )
+from trunkline.deploy.launch.view import ConsoleReporter
 from trunkline.deploy.supervisor.members import EXIT_IMPOSSIBLE
 
 POLL_S: Final = 0.5
@@ -45,26 +46,13 @@ class ImpossibleError(LaunchError):
     exit_code = EXIT_IMPOSSIBLE
 
 
-class Reporter(Protocol):
-    """Show a person what happens."""
-
-    def say(self, text: str, style: str = "") -> None:
-        """Show a sentence."""
-
-    def unit(self, place: Place, state: UnitState) -> None:
-        """Take the state of a unit, also if it has not changed."""
-
-    def lines(self, unit: str, lines: Iterable[str]) -> None:
-        """Show the end of a unit's log."""
-
-
 @dataclass
 class Launcher:
     """A plan, its hosts, and what shows the progress."""
 
     plan: Plan
     hosts: Hosts
-    reporter: Reporter
+    reporter: ConsoleReporter
     contents: Mapping[str, bytes]
     """Contents of the files that units need, by name."""
     start_s: float
@@ -221,7 +209,7 @@ class Launcher:
         raise kind(f"{name} on {label} {text}")
 
 
-def end_units(hosts: Hosts, reporter: Reporter, places: Iterable[Place], stop_s: float) -> None:
+def end_units(hosts: Hosts, reporter: ConsoleReporter, places: Iterable[Place], stop_s: float) -> None:
     """Stop units, and kill those that have not ended in time.
 
     Raises:
@@ -239,7 +227,7 @@ def end_units(hosts: Hosts, reporter: Reporter, places: Iterable[Place], stop_s:
         raise LaunchError(f"{', '.join(name for _, name in left)} cannot be killed; look at the machine")
 
 
-def _wait_for_ends(hosts: Hosts, reporter: Reporter, places: list[Place], seconds: float) -> list[Place]:
+def _wait_for_ends(hosts: Hosts, reporter: ConsoleReporter, places: list[Place], seconds: float) -> list[Place]:
     deadline = time.monotonic() + seconds
     while True:
         states, failed = hosts.states(probe=False)
@@ -255,7 +243,7 @@ def _wait_for_ends(hosts: Hosts, reporter: Reporter, places: list[Place], second
 
 
 def stop_all(
-    hosts: Hosts, reporter: Reporter, places: Iterable[Place], routers: Iterable[str], stop_s: float
+    hosts: Hosts, reporter: ConsoleReporter, places: Iterable[Place], routers: Iterable[str], stop_s: float
 ) -> None:
     """Stop units, routers first.
 

@@ -269,8 +269,7 @@ def _routers(document: Document, cluster: Cluster, hosts_by_name: Mapping[str, H
         host = host_named(document, router.host, hosts, (*path, "host"))
         name = router.name or ("router" if len(cluster.routers) == 1 else f"router-{host}")
         _check_exposure(document, cluster, hosts_by_name[host], router, path)
-        record = {field: getattr(router, field) for field in Router.__struct_fields__}
-        found.append((Router(**{**record, "name": name, "host": host}), path))
+        found.append((structs.replace(router, name=name, host=host), path))
     return found
 
 

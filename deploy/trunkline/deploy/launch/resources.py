@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from msgspec import structs
+
 from trunkline.deploy.config.node_settings import GROUP_PORTS
 from trunkline.deploy.config.option_values import format_bytes, parse_bytes
 from trunkline.deploy.errors import UserError
@@ -218,8 +220,8 @@ def merged(over: Tiers | None, under: Tiers) -> Tiers:
     """Return the fields of `over` that are set, and those of `under` for the rest."""
     if over is None:
         return under
-    fields = {name: getattr(over, name) for name in Tiers.__struct_fields__}
-    return Tiers(**{name: getattr(under, name) if value == "" else value for name, value in fields.items()})
+    given = {name: value for name, value in structs.asdict(over).items() if value != ""}
+    return structs.replace(under, **given)
 
 
 def share(

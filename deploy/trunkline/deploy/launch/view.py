@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trunkline.deploy.config.option_values import format_duration
 from trunkline.deploy.launch.hosts import describe
 from trunkline.deploy.launch.plan import Decision, Plan
 from trunkline.deploy.launch.protocol import Place, UnitState
@@ -30,7 +31,7 @@ _DETAIL_S: Final = 10.0
 
 
 class ConsoleReporter:
-    """A `launcher.Reporter` on a console."""
+    """Shows on a console what a launcher does."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -42,7 +43,7 @@ class ConsoleReporter:
         self._console.print(Text(text, style="yellow" if style == "warning" else style), soft_wrap=True)
 
     def unit(self, place: Place, state: UnitState) -> None:
-        """Print a line if a unit is in another state than before."""
+        """Take the state of a unit, and print a line if it is another one than before."""
         old, new = self._shown.get(place), (state.state, state.detail, state.restarts)
         now = time.monotonic()
         if old == new:
@@ -83,7 +84,7 @@ def states_table(states: Mapping[Place, UnitState], missing: Mapping[Place, str]
             Text(state.state, style=_STYLES.get(state.state, "")),
             str(state.pid or ""),
             str(state.restarts),
-            _age(state.up_s) if state.up_s is not None else "",
+            format_duration(state.up_s) if state.up_s is not None else "",
             Text(state.detail or exit_text, style="dim"),
         )
     for (label, name), word in missing.items():
@@ -144,11 +145,3 @@ def decision_lines(decision: Decision) -> Iterable[str]:
         yield f"  {name}: {text}"
     for label, name in decision.extra:
         yield f"  {name} on {label}: not in the file any more; it is stopped"
-
-
-def _age(seconds: float) -> str:
-    """Return a duration in one unit."""
-    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"

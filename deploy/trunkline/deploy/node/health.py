@@ -34,7 +34,6 @@ import numpy as np
 import zmq
 
 from trunkline.controller.messages import Abort, Ping, RouterRequest, Submit
-from trunkline.deploy.config.machine import open_listener
 from trunkline.deploy.config.node_settings import Kind
 from trunkline.deploy.config.plans import local_endpoint
 from trunkline.deploy.supervisor.control import ControlError, ask
@@ -43,12 +42,23 @@ from trunkline.deploy.supervisor.run_folder import CONTROL_SOCKET
 from trunkline.router.messages import Outputs, RouterMessage, State
 from trunkline.worker.messages import Sampling
 
-FRESH_S: Final = 10.0
+TOKEN_FRESH_S: Final = 10.0
 """A token generated in this time proves that the group works."""
 _STATE_S_MAX: Final = 2.0
 _TOKEN_S_MAX: Final = 5.0
 _PROMPT: Final = np.array([1], "<i4").tobytes()
 """A prompt of one token that every vocabulary has."""
+_REQUEST_S_MAX: Final = 5.0
+"""Seconds in which a request must have come whole, and its answer must have been taken."""
+_HEAD_BYTES_MAX: Final = 16 << 10
+_REQUESTS_MAX: Final = 16
+"""Requests that are answered at the same time; more wait until they are accepted."""
+_LOOP_S_MAX: Final = 5.0
+"""The supervisor's loop never waits for anything: if it does not answer in this time, it hangs."""
+_ROUTER_S_MAX: Final = 4.0
+_VERDICT_S: Final = 1.0
+"""Seconds for which an answer is given again, however many ask."""
+_PREPARES: Final = "it reads the model"
 
 
 class Verdict(NamedTuple):
@@ -109,7 +119,7 @@ class TokenProbe:
         elif state.output_tokens < self._tokens:  # another controller
             self._token_at = float("-inf")
         self._tokens, self._seen_at = state.output_tokens, now
-        if now - self._token_at < FRESH_S:
+        if now - self._token_at < TOKEN_FRESH_S:
             return Verdict(True, "a token was generated lately")
         return self._generate(socket)
 
@@ -146,13 +156,6 @@ class TokenProbe:
         message: RouterMessage = self._decoder.decode(socket.recv_multipart()[-1])
         return message
 
-
-_LOOP_S_MAX: Final = 5.0
-"""The supervisor's loop never waits for anything: if it does not answer in this time, it hangs."""
-_ROUTER_S_MAX: Final = 4.0
-_FRESH_S: Final = 1.0
-"""An answer is given again for this time, however many ask."""
-_PREPARES: Final = "it reads the model"
 
 Probe = Callable[[], tuple[Verdict, Verdict]]
 """Asks a part itself whether it has started, and whether it is ready."""
@@ -209,7 +212,7 @@ class NodeHealth:
             if problem is not None:  # at once, whatever was true a moment ago
                 self._last = None
                 return problem, problem
-            if self._last is None or time.monotonic() - self._last_at >= _FRESH_S:
+            if self._last is None or time.monotonic() - self._last_at >= _VERDICT_S:
                 self._last = probe()
                 self._last_at = time.monotonic()
             self._has_started = self._has_started or self._last[0].ok
@@ -246,38 +249,17 @@ def unready(status: Mapping[str, Any]) -> Verdict | None:
     return None
 
 
-def group_probe(probe: TokenProbe) -> Probe:
-    """Return the probe of a group, which asks for a token."""
-
-    def check() -> tuple[Verdict, Verdict]:
-        verdict = probe.check()
-        return verdict, verdict
-
-    return check
-
-
-def workers_probe() -> tuple[Verdict, Verdict]:
-    """Probe workers, about whom the supervisor's status says everything."""
-    verdict = Verdict(True, "the ranks here are in the group's epoch")
-    return verdict, verdict
-
-
-def router_probe(host: str, port: int) -> Probe:
-    """Return the probe of routers, which asks one of them for `/health`."""
-
-    def check() -> tuple[Verdict, Verdict]:
-        with closing(http.client.HTTPConnection(host, port, timeout=_ROUTER_S_MAX)) as connection:
-            try:
-                connection.request("GET", "/health")
-                response = connection.getresponse()
-                body = json.loads(response.read() or b"{}")
-            except (OSError, ValueError, http.client.HTTPException) as error:
-                verdict = Verdict(False, f"no router answers: {error}")
-                return verdict, verdict
-        reason = str(body.get("reason", "")) if isinstance(body, dict) else ""
-        return Verdict(True, "a router answers"), Verdict(response.status == 200, reason or "ready")
-
-    return check
+def router_probe(host: str, port: int) -> tuple[Verdict, Verdict]:
+    """Ask one of the routers here for `/health`; return whether it has started, and whether it is ready."""
+    with closing(http.client.HTTPConnection(host, port, timeout=_ROUTER_S_MAX)) as connection:
+        try:
+            connection.request("GET", "/health")
+            response = connection.getresponse()
+            body = json.loads(response.read() or b"{}")
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            return (verdict := Verdict(False, f"no router answers: {error}")), verdict
+    reason = str(body.get("reason", "")) if isinstance(body, dict) else ""
+    return Verdict(True, "a router answers"), Verdict(response.status == 200, reason or "ready")
 
 
 def probe_of(kind: Kind, folder: Path, host: str, port: int) -> Probe:
@@ -287,20 +269,13 @@ def probe_of(kind: Kind, folder: Path, host: str, port: int) -> Probe:
         folder: The run folder.
         host, port: The address of its routers, if it has any.
     """
-    match kind:
-        case Kind.GROUP:
-            return group_probe(TokenProbe(local_endpoint(folder)))
-        case Kind.WORKERS:
-            return workers_probe
-        case Kind.ROUTER:
-            return router_probe(host, port)
-
-
-_REQUEST_S_MAX: Final = 5.0
-"""Until a request has come whole, in however small parts; likewise for its answer to be taken."""
-_HEAD_BYTES_MAX: Final = 16 << 10
-_REQUESTS_MAX: Final = 16
-"""At once; more wait until they are accepted."""
+    if kind is Kind.ROUTER:
+        return lambda: router_probe(host, port)
+    if kind is Kind.WORKERS:  # the supervisor's status has said everything about them
+        verdict = Verdict(True, "the ranks here are in the group's epoch")
+        return lambda: (verdict, verdict)
+    token = TokenProbe(local_endpoint(folder))
+    return lambda: ((found := token.check()), found)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -310,13 +285,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     server: _Server
 
     def setup(self) -> None:
-        """Take the whole request first: who sends it byte by byte has no more time than others."""
+        """Take the whole request first, so that one that comes byte by byte has no more time than others."""
         super().setup()
         self.rfile.close()
         self.rfile = io.BytesIO(_head_of(self.connection))
 
     def do_GET(self) -> None:
-        """The answer of a check."""
+        """Answer with the verdict of a check."""
         check = self.server.checks.get(self.path.partition("?")[0])
         if check is None:
             self._send(404, f"there are {', '.join(self.server.checks)}")
@@ -325,7 +300,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._send(200 if verdict.ok else 503, verdict.reason)
 
     def do_HEAD(self) -> None:
-        """As GET, without the reason."""
+        """Answer as to GET, without the reason."""
         self.do_GET()
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -343,10 +318,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def _head_of(connection: socket.socket) -> bytes:
-    """A request's line and headers, and perhaps some of what follows them.
+    """Return a request's line and headers, and perhaps some bytes that follow them.
 
     Raises:
-        OSError: they are too long, or have not come in time.
+        OSError: They are too long, or have not come in time.
     """
     head, deadline = b"", time.monotonic() + _REQUEST_S_MAX
     while b"\r\n\r\n" not in head and b"\n\n" not in head:
@@ -374,12 +349,12 @@ class _Server(http.server.ThreadingHTTPServer):
         self._free = threading.BoundedSemaphore(_REQUESTS_MAX)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread of its own, when there are not too many."""
+        """Answer a request in a thread of its own, as soon as there are not too many threads."""
         self._free.acquire()
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """As the base class does, and make room."""
+        """Answer a request as the base class does, then let the next one in."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -387,15 +362,6 @@ class _Server(http.server.ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore a client that has gone or sent nonsense."""
-
-
-def open_health_port(host: str, port: int) -> socket.socket:
-    """Open the socket on which `serving` answers health checks.
-
-    Raises:
-        UserError: The address cannot be listened on.
-    """
-    return open_listener(host, port, option="--health-port")
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from trunkline.deploy.config.node_settings import GROUP_PORTS, Address, Kind, No
 from trunkline.deploy.config.plans import TP_ON_CPUS, ClusterPlan, Placement, settle
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.node.health import NodeHealth, open_health_port, probe_of, serving
+from trunkline.deploy.node.health import NodeHealth, probe_of, serving
 from trunkline.deploy.supervisor.members import Limits
 from trunkline.deploy.supervisor.run_folder import Running, announced, run_folder
 from trunkline.deploy.supervisor.serve import announce, check_configs, children, plan_cluster, reporter_of
@@ -44,7 +44,7 @@ def run_node(kind: Kind, settings: ServeSettings, node_settings: NodeSettings) -
         listener = None
         health = NodeHealth()
         if node_settings.health_port:  # at once: to read a large model takes minutes
-            health_port = open_health_port(node_settings.health_host, node_settings.health_port)
+            health_port = open_listener(node_settings.health_host, node_settings.health_port, "--health-port")
             stack.enter_context(health_port)
             stack.enter_context(serving(health_port, health))
         settings, node = node_settings.plan(kind, _with_tp(kind, settings, node_settings))

@@ -24,7 +24,6 @@ from trunkline.deploy.supervisor.members import (
     CommandError,
     Lines,
     Reply,
-    encode_reply,
     parse_command,
 )
 from trunkline.deploy.supervisor.run_folder import CONTROL_SOCKET, STATUS_SOCKET
@@ -144,7 +143,7 @@ class ControlServer:
 
     def _send(self, client: _Client, reply: Reply) -> None:
         if len(client.unsent) <= _WAITING_BYTES_MAX:
-            client.unsent += encode_reply(reply)
+            client.unsent += msgspec.json.encode(reply) + b"\n"
             self._flush(client)
         else:
             self._drop(client)  # it does not read

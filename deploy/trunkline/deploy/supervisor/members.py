@@ -227,8 +227,3 @@ class Lines:
         if max(map(len, [*lines, self._rest])) > self._bytes_max:
             raise CommandError(f"a line is longer than {self._bytes_max} bytes")
         return [line for line in lines if line.strip()]
-
-
-def encode_reply(reply: Reply) -> bytes:
-    """Return a reply as a line."""
-    return msgspec.json.encode(reply) + b"\n"

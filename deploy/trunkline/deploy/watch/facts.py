@@ -125,11 +125,6 @@ class Source:
                 f"{self.url} does not answer ({error or type(error).__name__}); is the cluster running?"
             ) from error
 
-    def timed(self, path: str, body: Mapping[str, Any]) -> tuple[httpx.Response, float]:
-        """Return the answer as `fetch`, with the seconds that it took."""
-        begun = time.monotonic()
-        return self.fetch(path, body), time.monotonic() - begun
-
 
 def _message(answer: httpx.Response) -> str:
     try:
@@ -314,11 +309,12 @@ def _probe(source: Source) -> Probe:
     seconds: list[float] = []
     try:
         for _ in range(2):
-            answer, taken = source.timed("/v1/completions", body)
+            begun = time.monotonic()
+            answer = source.fetch("/v1/completions", body)
             if answer.status_code != 200:
                 said = _json(answer).get("error", {}).get("message", answer.text[:200])
                 return Probe(answer.status_code, str(said), tuple(seconds))
-            seconds.append(taken)
+            seconds.append(time.monotonic() - begun)
     except DeployError as error:
         return Probe(0, str(error), tuple(seconds))
     usage = _json(answer).get("usage", {})

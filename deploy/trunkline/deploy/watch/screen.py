@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from trunkline.deploy.config.option_values import format_duration
 from trunkline.deploy.watch.facts import Look
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
@@ -34,9 +35,9 @@ def head(look: Look) -> RenderableType:
     """Return three lines about the cluster."""
     overview, router = look.overview, look.overview["router"]
     series = look.history.get("series", {})
+    up = format_duration(overview["now"] - router["started"])
     first = Text.assemble(
-        (str(overview["model"]), "bold"),
-        f" · Trunkline {overview['version']} · {router['name']}, up {age(overview['now'] - router['started'])}",
+        (str(overview["model"]), "bold"), f" · Trunkline {overview['version']} · {router['name']}, up {up}"
     )
     if router.get("routers", 1) > 1:
         first.append(f" (one of {router['routers']}: rates and requests are its own)", style="dim")
@@ -142,7 +143,7 @@ def sessions(look: Look) -> Table | None:
             number(session.get("tokens")),
             str(session.get("tier") or _UNKNOWN),
             number(session.get("group")),
-            f"{age(now - used)} ago" if used else _UNKNOWN,
+            f"{format_duration(now - used)} ago" if used else _UNKNOWN,
         )
     return table
 
@@ -177,14 +178,6 @@ def number(value: float | None) -> str:
         if abs(value) >= size:
             return f"{value / (1e3 if unit == 'k' else size):.1f}{unit}"
     return f"{value:.0f}"
-
-
-def age(seconds: float) -> str:
-    """Return a duration in few characters."""
-    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
 
 
 def _table(titles: str) -> Table:

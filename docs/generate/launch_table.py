@@ -1,4 +1,4 @@
-"""`python -m trunkline.deploy.launch.reference`: the table of the file's fields in docs/launch.md."""
+"""Print the table of fields in docs/launch.md: `python docs/generate/launch_table.py`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PARTS: Final[tuple[tuple[str, type[Record]], ...]] = (
 
 
 def table() -> str:
-    """Rows in Markdown, without the head."""
+    """Return the rows in Markdown, without the head."""
     return "".join(row for prefix, record in _PARTS for row in _rows(prefix, record))
 
 
@@ -36,7 +36,7 @@ def _rows(prefix: str, record: type[Record]) -> Iterator[str]:
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
-    """What a reader needs to know of it: a number or a word; the rest is in the text."""
+    """Return a default that is a number or a word; the text says the others."""
     if field.required:
         return "needed"
     value: Any = field.default
