@@ -20,7 +20,6 @@ from trunkline.router.api.turn import SessionTurn
 from trunkline.router.errors import ApiError, PromptError, bad_value
 from trunkline.router.jobs.decoding import owned
 from trunkline.router.jobs.job import (
-    COMPLETION_TOKENS_DEFAULT,
     Job,
     Limits,
     Prompt,
@@ -38,15 +37,18 @@ from trunkline.router.tenancy.tenants import current_meter
 from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
 from trunkline.router.text.truncation import (
     CutError,
-    PromptCut,
     RetentionPolicy,
-    TokenSpan,
     plan_cut,
     room_for,
     span_tokens,
 )
 from trunkline.router.tools.plan import ToolPlan
 
+RENDER_CHARACTERS_MAX: Final = 8 << 20
+"""Longest conversation: a template joins its texts in single calls, during which no other thread runs."""
+LOGPROBS_OF_PROMPTS_MAX: Final = 1 << 18
+"""Log-probabilities of prompt tokens in one request. Each takes about a hundred bytes until the answer is
+written."""
 _INSTRUCTION_ROLES: Final = ("system", "developer")
 
 
@@ -69,6 +71,76 @@ def prompt_errors(param: str) -> Iterator[None]:
 def has_modules(body: ChatRequest | CompletionRequest, turn: SessionTurn | None) -> bool:
     """Return whether a prompt has modules, given by the request or by its stored session."""
     return body.modules is not None or (turn is not None and turn.session.modules is not None)
+
+
+class Rendering(NamedTuple):
+    """How a conversation is written for the model: the options of its chat template."""
+
+    add_generation_prompt: bool = False
+    add_special_tokens: bool = False
+    extra: dict[str, Any] | None = None
+    """Extra variables of the template (`chat_template_kwargs`)."""
+    tools: list[dict[str, Any]] | None = None
+    """Functions to show (`ToolPlan.template_tools`)."""
+
+    @classmethod
+    def of(cls, body: ChatRequest, plan: ToolPlan) -> Rendering:
+        """Return the rendering that a chat completion asks for."""
+        extra = body.chat_template_kwargs
+        return cls(body.add_generation_prompt, body.add_special_tokens, extra, plan.template_tools)
+
+    async def text(self, service: RouterService, messages: list[Message]) -> str:
+        """Return the text of a conversation, in the model's chat template.
+
+        Raises:
+            ApiError: 400, the template refuses the messages or they are too long.
+        """
+
+        def render() -> str:
+            turns = [message.for_template() for message in messages]
+            return service.tokenizer.render_chat(
+                turns, add_generation_prompt=self.add_generation_prompt, extra=self.extra, tools=self.tools
+            )
+
+        size = sum(len(message.content) for message in messages) + 64 * len(messages)
+        if size > RENDER_CHARACTERS_MAX:
+            raise bad_value(
+                "messages",
+                f"`messages` have {size} characters; at most {RENDER_CHARACTERS_MAX} are allowed.",
+                code="string_above_max_length",
+            )
+        with prompt_errors("messages"):
+            return await service.large_requests.run(render) if size > OFF_LOOP_CHARACTERS else render()
+
+
+async def encode_text(
+    tokenizer: Tokenizer,
+    text: str,
+    limits: Limits | None,
+    *,
+    add_special_tokens: bool,
+    param: str,
+    keep: int | None = None,
+) -> list[int]:
+    """Return the token ids of a text; with `keep`, only the last `keep` of them.
+
+    Raises:
+        ApiError: 400, the text is so long that it certainly does not fit `limits`; it was not tokenised.
+    """
+    if keep is not None:
+        check_length(len(text), param)
+        ids = await tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+        return ids[-keep:]
+    if limits is not None:
+        fewest = tokenizer.fewest_tokens(text)
+        if fewest >= limits.max_context:
+            raise bad_value(
+                param,
+                f"this model's context is {limits.max_context} tokens, prompt and output together; "
+                f"`{param}` has {len(text)} characters, more than {fewest} tokens. Please shorten it.",
+                code="context_length_exceeded",
+            )
+    return await tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
 
 
 def policy_of(body: ChatRequest | CompletionRequest, turn: SessionTurn | None) -> RetentionPolicy | None:
@@ -103,17 +175,18 @@ async def chat_job(
     """
     policy = policy_of(body, turn)
     messages = body.messages if turn is None else await turn.messages(body.messages)
-    rendering = Rendering(
-        body.add_generation_prompt, body.add_special_tokens, body.chat_template_kwargs, plan.template_tools
-    )
+    rendering = Rendering.of(body, plan)
     text = await rendering.text(service, messages)
     if turn is not None:
         tokens = await turn.tokens_of(text, "messages", add_special_tokens=body.add_special_tokens)
     else:
         tokens = await _tokens(service, body, text, policy, "messages")
     head = 0
-    if policy is not None and policy.keep_instructions and _overflows(service, body, len(tokens), turn):
-        head = await instruction_tokens(service, rendering, messages, text, tokens)
+    if policy is not None and policy.keep_instructions:
+        context = service.limits.max_context
+        seen = len(tokens) - (0 if turn is None else span_tokens(turn.discards))
+        if seen + room_for(wanted_tokens(body)[1], context) > context:
+            head = await instruction_tokens(service, rendering, messages, text, tokens)
     return _job(service, body, tokens, policy, turn, plan=plan, head=head)
 
 
@@ -154,25 +227,6 @@ async def _tokens(
     )
 
 
-def _discards(turn: SessionTurn | None) -> tuple[TokenSpan, ...]:
-    return () if turn is None else turn.discards
-
-
-def _overflows(
-    service: RouterService, body: ChatRequest | CompletionRequest, tokens: int, turn: SessionTurn | None
-) -> bool:
-    context = service.limits.max_context
-    room = room_for(_wanted(body)[1], context)
-    return tokens - span_tokens(_discards(turn)) + room > context
-
-
-def _wanted(body: ChatRequest | CompletionRequest) -> tuple[str, int | None]:
-    param, wanted = wanted_tokens(body)
-    if wanted is None and isinstance(body, CompletionRequest):
-        wanted = COMPLETION_TOKENS_DEFAULT
-    return param, wanted
-
-
 def _job(
     service: RouterService,
     body: ChatRequest | CompletionRequest,
@@ -183,31 +237,10 @@ def _job(
     plan: ToolPlan | None = None,
     head: int = 0,
 ) -> Job:
-    prompt = "prompt" if isinstance(body, CompletionRequest) else "messages"
-    cut = _cut(service, body, len(tokens), policy, turn, head, prompt)
-    if cut.drops:
-        for param in ("prompt_logprobs", "echo"):
-            wanted = getattr(body, param, None)
-            if wanted is not None and wanted is not False:
-                raise bad_value(param, f"`{param}` is not available for a prompt of which a part was left out")
-    job = job_for(service, body, Prompt(tokens, cut=cut), tools=plan)
-    if turn is None:
-        return job
-    turn.check_size(prompt)
-    return replace(job, session_tokens=turn.reused_tokens, ttl=turn.session.ttl)
-
-
-def _cut(
-    service: RouterService,
-    body: ChatRequest | CompletionRequest,
-    tokens: int,
-    policy: RetentionPolicy | None,
-    turn: SessionTurn | None,
-    head: int,
-    prompt: str,
-) -> PromptCut:
+    """Make the job of an encoded prompt, cut if it does not fit. `head`: number of first tokens that a cut keeps."""
+    source = "prompt" if isinstance(body, CompletionRequest) else "messages"
     context = service.limits.max_context
-    param, wanted = _wanted(body)
+    param, wanted = wanted_tokens(body)
     if policy is not None and wanted is not None and wanted >= context:
         raise bad_value(
             param,
@@ -215,8 +248,81 @@ def _cut(
             "together, and truncation leaves the prompt at least one.",
             code="context_length_exceeded",
         )
-    with prompt_errors(prompt):
-        return plan_cut(tokens, context, room_for(wanted, context), policy, head=head, discards=_discards(turn))
+    discards = () if turn is None else turn.discards
+    with prompt_errors(source):
+        cut = plan_cut(len(tokens), context, room_for(wanted, context), policy, head=head, discards=discards)
+    if cut.drops:
+        for name in ("prompt_logprobs", "echo"):
+            value = getattr(body, name, None)
+            if value is not None and value is not False:
+                raise bad_value(name, f"`{name}` is not available for a prompt of which a part was left out")
+    job = job_for(service, body, Prompt(tokens, cut=cut), tools=plan)
+    if turn is None:
+        return job
+    turn.check_size(source)
+    return replace(job, session_tokens=turn.reused_tokens, ttl=turn.session.ttl)
+
+
+def job_for(
+    service: RouterService,
+    body: ChatRequest | CompletionRequest,
+    prompt: Prompt,
+    *,
+    tools: ToolPlan | None = None,
+) -> Job:
+    """Make the job for a prompt of a request (see `make_job`), with the tenant's salt, priority and grammar owner.
+
+    Raises:
+        ApiError: 400, naming the parameter that is wrong.
+    """
+    job = make_job(
+        body,
+        prompt,
+        service.limits,
+        draw_seed,
+        bad_words=bad_word_ids(
+            body.bad_words, lambda text: service.tokenizer.encode(text, add_special_tokens=False)
+        ),
+        tools=tools,
+    )
+    check_scores(job, len(prompt.tokens))
+    meter = current_meter()
+    return replace(
+        job,
+        salt=cache_salt(body.cache_salt),
+        priority=meter.priority(body.priority),
+        grammar=owned(job.grammar, meter.tenant),
+    )
+
+
+def check_scores(job: Job, tokens: int) -> None:
+    """Refuse a request for too many log-probabilities of prompts that have `tokens` tokens together.
+
+    Raises:
+        ApiError: 400.
+    """
+    count = job.sampling.prompt_logprobs + 1
+    if count * tokens > LOGPROBS_OF_PROMPTS_MAX:
+        raise bad_value(
+            "prompt_logprobs",
+            f"`prompt_logprobs` (or `logprobs` with `echo`) asks for {count * tokens} log-probabilities of prompt "
+            f"tokens; {LOGPROBS_OF_PROMPTS_MAX} are possible at once. Please ask for fewer, or for fewer prompts.",
+        )
+
+
+async def start(service: RouterService, job: Job, arrived_at: float) -> Generation:
+    """Submit a job and wait until an engine accepts it. `arrived_at`: loop time of the request, in seconds.
+
+    Raises:
+        ApiError: No engine accepted it.
+    """
+    generation = service.generate(job, arrived_at)
+    try:
+        await generation.begin()
+    except BaseException:  # cancellation included: the client left
+        generation.close()
+        raise
+    return generation
 
 
 async def instruction_tokens(
@@ -256,138 +362,3 @@ async def _instruction_characters(
     first = messages[count]
     changed = first.model_copy(update={"content": "1" if first.content.startswith("0") else "0"})
     return common_length(await rendering.text(service, [*messages[:count], changed, *messages[count + 1 :]]), text)
-
-
-RENDER_CHARACTERS_MAX: Final = 8 << 20
-"""Longest conversation: a template joins its texts in single calls, during which no other thread runs."""
-
-
-LOGPROBS_OF_PROMPTS_MAX: Final = 1 << 18
-"""Log-probabilities of prompt tokens in one request. Each takes about a hundred bytes until the answer is
-written."""
-
-
-async def encode_text(
-    tokenizer: Tokenizer,
-    text: str,
-    limits: Limits | None,
-    *,
-    add_special_tokens: bool,
-    param: str,
-    keep: int | None = None,
-) -> list[int]:
-    """Return the token ids of a text; with `keep`, only the last `keep` of them.
-
-    Raises:
-        ApiError: 400, the text is so long that it certainly does not fit `limits`; it was not tokenised.
-    """
-    if keep is not None:
-        check_length(len(text), param)
-        ids = await tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
-        return ids[-keep:]
-    if limits is not None:
-        fewest = tokenizer.fewest_tokens(text)
-        if fewest >= limits.max_context:
-            raise bad_value(
-                param,
-                f"this model's context is {limits.max_context} tokens, prompt and output together; "
-                f"`{param}` has {len(text)} characters, more than {fewest} tokens. Please shorten it.",
-                code="context_length_exceeded",
-            )
-    return await tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
-
-
-class Rendering(NamedTuple):
-    """How a conversation is written for the model: the options of its chat template."""
-
-    add_generation_prompt: bool = False
-    add_special_tokens: bool = False
-    extra: dict[str, Any] | None = None
-    """Extra variables of the template (`chat_template_kwargs`)."""
-    tools: list[dict[str, Any]] | None = None
-    """Functions to show (`ToolPlan.template_tools`)."""
-
-    async def text(self, service: RouterService, messages: list[Message]) -> str:
-        """Return the text of a conversation, in the model's chat template.
-
-        Raises:
-            ApiError: 400, the template refuses the messages or they are too long.
-        """
-
-        def render() -> str:
-            turns = [message.for_template() for message in messages]
-            return service.tokenizer.render_chat(
-                turns, add_generation_prompt=self.add_generation_prompt, extra=self.extra, tools=self.tools
-            )
-
-        size = sum(len(message.content) for message in messages) + 64 * len(messages)
-        if size > RENDER_CHARACTERS_MAX:
-            raise bad_value(
-                "messages",
-                f"`messages` have {size} characters; at most {RENDER_CHARACTERS_MAX} are allowed.",
-                code="string_above_max_length",
-            )
-        with prompt_errors("messages"):
-            return await service.large_requests.run(render) if size > OFF_LOOP_CHARACTERS else render()
-
-
-def check_scores(job: Job, tokens: int) -> None:
-    """Refuse a request for too many log-probabilities of prompts that have `tokens` tokens together.
-
-    Raises:
-        ApiError: 400.
-    """
-    count = job.sampling.prompt_logprobs + 1
-    if count * tokens > LOGPROBS_OF_PROMPTS_MAX:
-        raise bad_value(
-            "prompt_logprobs",
-            f"`prompt_logprobs` (or `logprobs` with `echo`) asks for {count * tokens} log-probabilities of prompt "
-            f"tokens; {LOGPROBS_OF_PROMPTS_MAX} are possible at once. Please ask for fewer, or for fewer prompts.",
-        )
-
-
-def job_for(
-    service: RouterService,
-    body: ChatRequest | CompletionRequest,
-    prompt: Prompt,
-    *,
-    tools: ToolPlan | None = None,
-) -> Job:
-    """Make the job for a prompt of a request (see `make_job`), with the tenant's salt, priority and grammar owner.
-
-    Raises:
-        ApiError: 400, naming the parameter that is wrong.
-    """
-    job = make_job(
-        body,
-        prompt,
-        service.limits,
-        draw_seed,
-        bad_words=bad_word_ids(
-            body.bad_words, lambda text: service.tokenizer.encode(text, add_special_tokens=False)
-        ),
-        tools=tools,
-    )
-    check_scores(job, len(prompt.tokens))
-    meter = current_meter()
-    return replace(
-        job,
-        salt=cache_salt(body.cache_salt),
-        priority=meter.priority(body.priority),
-        grammar=owned(job.grammar, meter.tenant),
-    )
-
-
-async def start(service: RouterService, job: Job, arrived_at: float) -> Generation:
-    """Submit a job and wait until an engine accepts it. `arrived_at`: loop time of the request, in seconds.
-
-    Raises:
-        ApiError: No engine accepted it.
-    """
-    generation = service.generate(job, arrived_at)
-    try:
-        await generation.begin()
-    except BaseException:  # cancellation included: the client left
-        generation.close()
-        raise
-    return generation

@@ -277,9 +277,11 @@ def _one_grammar(request: GenerationRequest, of_tools: Grammar | None, eos_ids: 
 
 
 def wanted_tokens(request: GenerationRequest) -> tuple[str, int | None]:
-    """Return the parameter that limits the answer's length, and its value in tokens; None: no limit was given."""
+    """Return the parameter that limits the answer's length, and the limit in tokens; None: there is no limit."""
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         return "max_completion_tokens", request.max_completion_tokens
+    if isinstance(request, CompletionRequest) and request.max_tokens is None:
+        return "max_tokens", COMPLETION_TOKENS_DEFAULT
     return "max_tokens", request.max_tokens
 
 
@@ -287,8 +289,10 @@ def _max_tokens(request: GenerationRequest, prompt_len: int, max_context: int) -
     param, wanted = wanted_tokens(request)
     room = max_context - prompt_len
     if wanted is None:
-        return room if isinstance(request, ChatRequest) else min(COMPLETION_TOKENS_DEFAULT, room)
+        return room
     if wanted > room:
+        if getattr(request, param) is None:  # the default may be cut, but not what the client asks for
+            return room
         raise bad_value(
             param,
             f"`{param}` is too large: {wanted}. This model's context is {max_context} tokens and the prompt "

@@ -100,10 +100,7 @@ async def _chat(service: RouterService, body: ChatRequest, turn: SessionTurn | N
         return await _of_modules(service, placed, await modules_job(service, body, plan, turn))
     job = await chat_job(service, body, plan, turn)
     messages = body.messages if turn is None else await turn.messages(body.messages)
-    rendering = Rendering(
-        body.add_generation_prompt, body.add_special_tokens, body.chat_template_kwargs, plan.template_tools
-    )
-    frame = await _frame(service, rendering, messages)
+    frame = await _frame(service, Rendering.of(body, plan), messages)
     vocabulary = service.tokenizer.vocabulary
     labels = await _beside(len(job.prompt), lambda: chat_labels(job.prompt, messages, frame, vocabulary))
     return await _answer(service, job, labels)
