@@ -204,10 +204,10 @@ class Group:
         """The hostile router goes, and nothing of it is left."""
         service = self.service
         assert service.engine is not None
-        for router in service.routers._by_index.values():
-            router.last_heard = float("-inf")
         service.config = replace(service.config, router_silence_seconds_max=1e8)
         for _ in range(1000):
+            for router in service.routers._by_index.values():  # again: messages may still be on their way
+                router.last_heard = float("-inf")
             self.turn(wait_ms=1)
             if service.engine.is_idle and not service.engine.open_calls():
                 break

@@ -461,27 +461,27 @@ class Engine:
             return None
         scheduler.encoding.calls.advance(self._step + 1, self._arrivals + 1, now)
         self._expect_texts(now)
-        draft = scheduler.plan(self._step + 1, now)
-        while draft is None and scheduler.encoding.calls.advance(self._step + 1, self._arrivals + 1, now):
+        plan = scheduler.plan(self._step + 1, now)
+        while plan is None and scheduler.encoding.calls.advance(self._step + 1, self._arrivals + 1, now):
             self._expect_texts(now)
-            draft = scheduler.plan(self._step + 1, now)  # encoding jobs that have just ended let others begin
-        if draft is None:
+            plan = scheduler.plan(self._step + 1, now)  # encoding jobs that have just ended let others begin
+        if plan is None:
             return None
         self._step += 1
         self._inflight.append(
             InflightStep(
-                step=draft.step,
-                rows=result_rows(draft, scheduler.rows),
-                decode_rows=len(draft.rows),
-                prefill_tokens=draft.prefill_tokens,
-                scored=draft.scored,
-                traced_first=self._requests.timelines.planned(draft) if draft.traced else (),
+                step=plan.step,
+                rows=result_rows(plan, scheduler.rows),
+                decode_rows=len(plan.rows),
+                prefill_tokens=plan.prefill_tokens,
+                scored=plan.scored,
+                traced_first=self._requests.timelines.planned(plan) if plan.traced else (),
             )
         )
-        for sequence in draft.sampling:
+        for sequence in plan.sampling:
             self._requests.started(sequence.group, now)
         self.counters.steps += 1
-        return draft.message(self.epoch)
+        return plan.message(self.epoch)
 
     def _step_done(self, result: StepResult, now: float) -> None:
         """Take in the result of the oldest unanswered step.

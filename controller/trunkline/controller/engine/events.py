@@ -232,17 +232,17 @@ class Timelines:
         timeline.cached_tokens, timeline.tier_tokens = found.started.cached_tokens, found.started.tier_tokens
         found.started = msgspec.structs.replace(found.started, queued_s=found.at - timeline.came)
 
-    def planned(self, draft: PlanBuilder) -> tuple[int, ...]:
+    def planned(self, plan: PlanBuilder) -> tuple[int, ...]:
         """Note the parts of traced prompts that a step computes; return those that get their first token."""
         first = []
-        sampling = {sequence.group.id for sequence in draft.sampling}
-        for group, batch_seq_id, tokens in draft.traced:
+        sampling = {sequence.group.id for sequence in plan.sampling}
+        for group, batch_seq_id, tokens in plan.traced:
             timeline = self._going.get(group.id)
             if timeline is None:
                 continue
             if timeline.admitted < 0:
-                timeline.admitted = draft.now
-            timeline.chunk(draft.now, draft.step, batch_seq_id, tokens)
+                timeline.admitted = plan.now
+            timeline.chunk(plan.now, plan.step, batch_seq_id, tokens)
             if group.id in sampling and timeline.first_token < 0:
                 first.append(group.id)
         return tuple(first)

@@ -1,10 +1,10 @@
-"""Forks: make the samples and beams of one prompt, and move beams.
+"""Fork the samples and beams of a request from its prompt, and move beams from step to step. Pure.
 
-`fork` (here), `append` (`Scheduler._append_block`) and `free` (`KVCacheManager.leave`) are all that parallel
-sampling, beam search and prefix sharing need of memory (PagedAttention §4.4, §5.2):
+Parallel sampling, beam search and prefix sharing need three operations on memory (PagedAttention §4.4, §5.2):
+`fork` (here), `append` (`Scheduler._append_block`) and `free` (`KVCacheManager.leave`).
 
       prompt   [c0][c1][tail]          fork: c0, c1 shared; each child owns a tail, copied before it is written
-                 └──┴──[tail'] …       beams: after each step new tables out of old ones, blocks counted
+                 └──┴──[tail'] …       beams: after each step, new tables are made of the old ones
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Forks:
 
     def __init__(self) -> None:
         self.searches: dict[int, SequenceGroup] = {}
-        """By the id that a search has during its time in the batch."""
+        """The running beam searches, by the id that each has while it is in the batch."""
         self._next_search = 1
         self._children: list[Sequence] = []
-        """Children whose tails the next plan copies."""
+        """Forked sequences whose tails the next plan copies."""
 
     def place_beams(self, group: SequenceGroup) -> None:
-        """Give the members of a search that enters the batch their positions, under a new id."""
+        """Give a beam search that enters the batch a new id, and its sequences their positions."""
         if group.search is None:
             submit = group.request.submit
             assert submit.beam is not None
@@ -55,7 +55,7 @@ class Forks:
             sequence.beam_position = None
 
     def fork(self, parent: Sequence, plan: PlanBuilder, kv: KVCacheManager, rows: DecodeRows) -> None:
-        """Fork the other sequences of a group from its prompt, which will have been computed after this step."""
+        """Fork the other sequences of a group from the one whose prompt this step computes to the end."""
         group, chunk_size = parent.group, kv.chunk_size
         partial = parent.tokens.count % chunk_size > 0
         for index in range(1, group.request.width):
@@ -69,7 +69,7 @@ class Forks:
             child.batch_seq_id = kv.next_batch_seq_id
             kv.next_batch_seq_id += 1
             if partial and child.beam_position is None:
-                # Held until the copy is planned: the parent may end with its first token.
+                # The parent may end with its first token, so its tail is held until the copy is planned.
                 kv.pool.share(parent.private[-1])
                 child.tails = [parent.private[-1]]
                 self._children.append(child)

@@ -1,4 +1,4 @@
-"""Calls of routers about the texts of a schema: encode them, pin them, say where they are. Pure."""
+"""Calls of routers about the texts of a schema: encode them, pin them, tell in which tiers they are. Pure."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ from trunkline.kvstore.module_names import RelocationRule
 from trunkline.router.messages import ModulesReply
 
 JOBS_AT_ONCE: Final = 32
-"""Texts of all calls that are encoded at the same time (at least one of each call): enough to fill steps, few
-enough
-that new requests soon have their turn."""
+"""Texts of all calls that are encoded at the same time (at least one of each call): enough to fill steps, and few
+enough that new requests soon have their turn."""
 TEXTS_PER_STEP: Final = 256
 """Texts of all calls that are named, or searched for, before one plan. Each takes some 20 µs: the 20,000 texts of
-a
-large schema would stop every stream for a second."""
+a large schema would stop every stream for half a second."""
 PINNED_DEVICE_SHARE: Final = 0.5
 """Share of the device blocks that pins may take where there is no tier below."""
 
@@ -54,14 +52,14 @@ class TextsCall:
 
 
 class ModuleCalls:
-    """Open calls, and what is pinned."""
+    """The calls that have no answer yet, and the chunks that calls have pinned."""
 
     def __init__(self, kv: KVCacheManager, jobs: ModuleJobs) -> None:
-        self._residence = kv
+        self._kv = kv
         self._tree = kv.tree
         self._jobs = jobs
         self._left = 0
-        """Texts that may still be named or searched for before the next plan."""
+        """How many texts may still be named or searched for before the next plan."""
         self._calls: dict[int, TextsCall] = {}
         self._pinned: dict[str, list[Node]] = {}
         """Pinned chunks by holder."""
@@ -74,12 +72,12 @@ class ModuleCalls:
 
     @property
     def held(self) -> list[Node]:
-        """Chunks that are held on the device because they are pinned and there is no tier below."""
+        """The pinned chunks that are held on the device, because there is no tier below."""
         return [node for nodes in self._pinned.values() for node in nodes] if self._on_device else []
 
     @property
     def pinned_count(self) -> int:
-        """Chunks that are pinned, each counted once."""
+        """Number of chunks that are pinned, each counted once."""
         return len({id(node) for nodes in self._pinned.values() for node in nodes})
 
     @property
@@ -92,7 +90,7 @@ class ModuleCalls:
         return bool(self._calls) and not self._left
 
     def begin(self, call: TextsCall, step: int, now: float) -> None:
-        """Begin a call; `done` gets its answer when all texts are encoded, if wanted, and searched for."""
+        """Begin a call. Its answer comes to `done` when all texts have been searched for, and encoded if asked."""
         if call.id in self._calls:
             detail = "a call with this ticket has not been answered yet"
             self.done.append(ModulesReply(0, call.id, "failed", detail))
@@ -109,7 +107,7 @@ class ModuleCalls:
         """Do not pin texts again for a holder, because it was unpinned or another call replaces it."""
         for call in [call for call in self._calls.values() if call.id < 0 and call.holder == holder]:
             call.holder = ""
-            if not call.texts:  # else its jobs end by themselves
+            if not call.texts:  # otherwise it ends with its jobs
                 del self._calls[call.id]
 
     def postpone(self, call: TextsCall) -> None:
@@ -117,9 +115,9 @@ class ModuleCalls:
         self._calls[call.id] = call
 
     def begin_again(self) -> list[TextsCall]:
-        """Return the calls to repeat after the workers were lost: pin everything again, and all open calls.
+        """Return the calls to repeat after the workers were lost: one for each pin, and all open calls.
 
-        They keep nothing of the old tree.
+        They refer to nothing of the old tree.
         """
         replaced = {call.holder for call in self._calls.values()}
         wanted = [call for holder, call in self._pinned_by.items() if holder not in replaced]
@@ -176,7 +174,7 @@ class ModuleCalls:
                 self._jobs.encode(call.texts, index, wish)
 
     def _look(self, call: TextsCall, step: int, now: float) -> None:
-        """Search for a call's texts; finish the call with the last one."""
+        """Search for a call's named texts; answer the call after the last one."""
         while self._left and len(call.tiers) < len(call.texts):
             self._left -= 1
             text = call.texts[len(call.tiers)]
@@ -192,7 +190,7 @@ class ModuleCalls:
             self._finish(call, now)
 
     def _ttl(self, call: TextsCall) -> float:
-        return call.ttl or self._residence.ttl
+        return call.ttl or self._kv.ttl
 
     def _finish(self, call: TextsCall, now: float) -> None:
         status, detail = "ok", ""
@@ -212,7 +210,7 @@ class ModuleCalls:
 
     def _room(self) -> int:
         if self._on_device:
-            share = int(PINNED_DEVICE_SHARE * self._residence.pool.num_blocks)
+            share = int(PINNED_DEVICE_SHARE * self._kv.pool.num_blocks)
             return share - len({id(node) for node in self.held})
         return self._tree.tiers.config.pins_max - self._tree.tiers.pinned_count
 
@@ -252,8 +250,7 @@ class ModuleCalls:
             self._tree.release(node, now)
 
     def make_way(self, now: float) -> bool:
-        """Undo one pin that takes device blocks, because nothing runs for lack of blocks; return whether there was
-        one."""
+        """Undo one pin that takes device blocks, because no request can run; return whether there was one."""
         if not (self._on_device and self._pinned):
             return False
         self._release(next(iter(self._pinned)), now)
@@ -265,14 +262,14 @@ def _unbegun(call: TextsCall, call_id: int) -> TextsCall:
 
 
 class ModuleEncoding:
-    """The scheduler's part for modules: encoding jobs, calls of routers, and what is held for both."""
+    """What the scheduler needs for modules of prompts: encoding jobs, calls, and the chunks held for both."""
 
     def __init__(self, kv: KVCacheManager, queue: RequestQueue, fetching: Fetching) -> None:
         self.jobs = ModuleJobs(kv.tree, queue, fetching)
         self.calls = ModuleCalls(kv, self.jobs)
         self._queue = queue
         self.finishing: list[TokenSequence] = []
-        """Texts whose last part is computed by the last plan; they end with the next one."""
+        """The jobs whose text is computed to its end by the last plan; they end with the next plan."""
 
     @property
     def is_working(self) -> bool:
@@ -292,8 +289,9 @@ class ModuleEncoding:
         return first
 
     def make_way(self, blocked: SequenceGroup, now: float, *, going: bool) -> bool:
-        """Release something that is held for others, because a group lacks blocks; return whether there was
-        anything.
+        """Release something that is held for other requests, because a group lacks blocks.
+
+        Return whether there was anything to release.
 
         Args:
             going: whether running sequences make progress; if not, even pinned chunks are released.

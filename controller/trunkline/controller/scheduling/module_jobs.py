@@ -1,12 +1,12 @@
 """Jobs that encode texts of modules which no tier has: each text once, however many requests wait. Pure.
 
-A job is a group that samples nothing (`SequenceGroup.encodes`). It is queued before the requests that wait for it,
-and admitted, computed in chunks, preempted and resumed like any group. When it ends, its text is in the radix
-tree.
+A job is a group that samples nothing (`SequenceGroup.encodes`). It stands in the queue before the requests that
+wait for it, and is admitted, computed in chunks, preempted and resumed like any group. When it ends, its text is
+in the radix tree.
 
-The first request in the queue *holds* those of its texts that are complete while the others are encoded; else the
-first could be evicted before the last is done. Only one request holds texts, only while it is the first, and it
-releases them if a job before it needs the blocks. So no requests wait for each other's blocks.
+The first request in the queue *holds* the complete ones of its texts while the others are encoded. Otherwise the
+first text could be evicted before the last one is encoded. Only one request holds texts, only while it is the
+first, and it releases them if a job before it needs the blocks. So requests never wait for each other's blocks.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ from trunkline.router.messages import MissReason
 from trunkline.worker.messages import Sampling
 
 FIRST_JOB_ID: Final = -(1 << 40)
-"""Ids of jobs count down from here, apart from those of requests and announcements."""
+"""Ids of jobs count down from here, so that they differ from the ids of requests and announcements."""
 _NO_LIMIT: Final = 1 << 40
 TEXTS_AT_ONCE: Final = 64
-"""Texts that one request waits for at the same time. A job's table has all that its text sees: a thousand texts in
-a
-chain, all at once, would take seconds and gigabytes."""
+"""Texts that one request waits for at the same time. A job's block table has all that its text sees: a chain of a
+thousand texts, all at once, would take seconds and gigabytes."""
 JOBS_MAX: Final = 256
-"""With so many jobs, only the first request in the queue (and jobs, for the texts above their own) may add
-more."""
+"""At this number of jobs, only the first request in the queue may add more, and jobs for the texts above their
+own."""
 
 
 @dataclass(slots=True)
@@ -49,7 +48,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What texts are encoded for: a request (its group), or a call."""
+    """A request (its group) or a call that needs texts, and how urgent they are."""
 
     waiter: Hashable
     salt: bytes
@@ -60,7 +59,7 @@ class Wish:
 
     @property
     def key(self) -> tuple[int, bool, int]:
-        """Order of its jobs in the queue: right before it."""
+        """The order of its jobs in the queue: right before the request."""
         return self.priority, not self.preempted, self.arrival
 
 
@@ -89,7 +88,7 @@ class ModuleJobs:
         return self._held
 
     def groups(self) -> Iterator[SequenceGroup]:
-        """The jobs."""
+        """Return the groups of all jobs."""
         return (job.group for job in self._jobs.values())
 
     def take_new(self) -> list[SequenceGroup]:
@@ -100,10 +99,10 @@ class ModuleJobs:
     # Waiting
 
     def encode_missing_texts(self, group: SequenceGroup, step: int, *, is_first: bool = False) -> bool:
-        """Have the missing texts of a group encoded, as many at once as allowed; return whether none is missing.
+        """Start jobs for the missing texts of a group, as many as allowed; return whether none is missing.
 
         Args:
-            is_first: no request is before it in the queue.
+            is_first: whether the group is the first request in the queue.
         """
         prompt = group.modules
         if prompt is None:
@@ -111,7 +110,7 @@ class ModuleJobs:
         if self._waits.get(group):
             return False
         if len(self._jobs) >= JOBS_MAX and not (is_first or group.encodes):
-            return False  # do not even search: many groups may wait
+            return False  # searching for the texts of many waiting groups would take too long
         found = {
             part.text: find_text(self._tree, prompt.texts[part.text], part.tokens(prompt), step).nodes
             for part in prompt.parts
@@ -121,14 +120,14 @@ class ModuleJobs:
         far = {text: sum(not node.is_loadable for node in nodes) for text, nodes in found.items()}
         crowd = sum(far.values()) > self._tree.tiers.config.host_slots // 2
         if crowd:
-            # Host memory cannot hold all these texts at once: bring each to the device by itself.
+            # Host memory cannot hold all these texts at once, so a job for each brings it to the device by itself.
             wish = _wish_of(group, prompt)
             for text in list(filter(far.__getitem__, far))[:TEXTS_AT_ONCE]:
                 self.encode(prompt.texts, text, wish)
         return not (lacking or crowd)
 
     def encode_far_texts(self, group: SequenceGroup, step: int) -> None:
-        """Have those texts of a group encoded again that are in far tiers, from which they would come too late."""
+        """Start jobs for those texts of a group that are in far tiers, from which they would come too late."""
         prompt = group.modules
         assert prompt is not None
         far = []
@@ -148,15 +147,15 @@ class ModuleJobs:
             self.encode(prompt.texts, index, wish, far=far)
 
     def _why(self, text: CachedText) -> MissReason:
-        """Return why a text is missing, as far as its first chunk tells."""
+        """Return why a text is missing: the reason for its first chunk."""
         name = self._tree.first_chunk_name(text.place, text.position, text.tokens[: self._tree.chunk_bytes])
         return self._tree.departed(name) or MissReason.NEW
 
     def encode(self, texts: list[CachedText], index: int, wish: Wish, *, far: bool = False) -> None:
-        """Have a text encoded for a request or call, unless it is being encoded already.
+        """Note that a request or call waits for a text; start a job for the text, unless there is one.
 
         Args:
-            far: encode it even if it is in a far tier.
+            far: whether to compute the text even if it is in a far tier.
         """
         text = texts[index]
         job = self._jobs.get(text.content)
@@ -173,7 +172,7 @@ class ModuleJobs:
         self._waits.setdefault(wish.waiter, {})[text.content] = None
 
     def _hurry(self, group: SequenceGroup, wish: Wish) -> None:
-        """Make a job as urgent as a new wish; for a running job that counts at preemptions."""
+        """Make a job as urgent as a new wish. For a running job, that matters when groups are preempted."""
         queued = group.queued
         if queued:
             self._queue.remove(group)
@@ -226,9 +225,11 @@ class ModuleJobs:
             self._hold(text, text.token_count, step)
 
     def left(self, waiter: Hashable) -> list[SequenceGroup]:
-        """Note that a request or call no longer waits; return the jobs for which nothing waits now, directly or
-        through
-        other such jobs. They must be ended."""
+        """Note that a request or call no longer waits for texts.
+
+        Returns:
+            the jobs for which no request or call waits now, directly or through other jobs. They must be ended.
+        """
         if waiter is self._holder:
             self.let_go()
         orphans: list[SequenceGroup] = []
@@ -252,7 +253,11 @@ class ModuleJobs:
     # Holding
 
     def hold_for(self, first: SequenceGroup | None, step: int) -> None:
-        """Hold the present texts of the first request in the queue, if it waits for others; None: no request."""
+        """Hold the complete texts of the first request in the queue, if it waits for other texts.
+
+        Args:
+            first: that request; None if no request waits.
+        """
         if first is self._holder:
             return
         self.let_go()
@@ -275,9 +280,10 @@ class ModuleJobs:
         self._held, self._holder = [], None
 
     def make_way(self, blocked: SequenceGroup, *, going: bool) -> bool:
-        """Release what is held for a request behind a group that lacks blocks; return whether there was anything.
+        """Release the texts that are held for a request behind a group that lacks blocks; return whether any were.
 
-        A group behind the holder must wait: else requests could evict each other's texts for ever.
+        A group behind the request that holds texts must wait. Otherwise requests could evict each other's texts
+        for ever.
 
         Args:
             going: whether running sequences make progress.

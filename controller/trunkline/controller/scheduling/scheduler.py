@@ -1,18 +1,18 @@
 """Decide what the next step computes: first come first served, decode first, prefill in chunks.
 
-      plan ─► _grow            a block for each row that begins a new chunk; if none is free, preempt the newest
-      group
-           ─► _unpark          resumed groups that are complete begin to decode
-           ─► _prefill         the rest of the token budget: admitted prompts, then ─► _start_waiting: admit groups
-           ─► _close           fences, and what the workers do not know yet
+      plan ─► _grow            give a block to each row that begins a new chunk; preempt the newest groups if
+                               there are too few blocks
+           ─► _unpark          let resumed groups decode that are complete in the batch again
+           ─► _prefill         spend the rest of the token budget on admitted prompts, then admit waiting groups
+           ─► _close           add fences, and the changes that the workers do not know yet
 
 This is PagedAttention §4.5 with iteration-level batching: every running row decodes one token, and what is left of
 the token budget goes to prompts, in order of priority, then arrival. Admission reserves all blocks of a prompt at
-once, so no sequence that holds blocks waits for blocks. When a growing row finds no free block, idle cache is
-evicted first; then the newest group is preempted whole: it gives up its blocks and later matches its own prefix
-again.
+once, so no prompt holds blocks while it waits for blocks. When a row needs a block and none is free, idle cache is
+evicted first. Then the newest group is preempted as a whole: it gives up its blocks, and later matches its own
+prefix again.
 
-Progress: the oldest group (of the best priority) is never preempted and always fits (checked at submission), so it
+Progress: the oldest group (of the best priority) is never preempted and always fits (checked when it comes), so it
 ends; then the next one is the oldest. Preempted groups resume before new groups of their priority start.
 """
 
@@ -47,7 +47,7 @@ SCORED_TOKENS_MAX: Final = 256
 
 
 class Scheduler:
-    """The queue and the running sequences of one group of workers. Pure: step numbers and time are arguments."""
+    """Decides which sequences compute what in each step. Pure: step numbers and times are arguments."""
 
     def __init__(
         self,
@@ -85,13 +85,13 @@ class Scheduler:
 
     @property
     def running_count(self) -> int:
-        """Sequences that hold blocks."""
+        """Number of sequences that hold blocks."""
         decoding = self.config.max_rows - self.rows.free_count
         return decoding + len(self.prefilling) + len(self.parked) + len(self.encoding.finishing)
 
     @property
     def waiting_count(self) -> int:
-        """Requests in the queue; encoding jobs do not count."""
+        """Number of requests in the queue; encoding jobs do not count."""
         return len(self.queue) - sum(group.queued for group in self.encoding.jobs.groups())
 
     def plan(self, step: int, now: float) -> PlanBuilder | None:
@@ -112,7 +112,7 @@ class Scheduler:
         for block in copied:
             self.kv.pool.release(block)
         if plan.is_empty:
-            # The workers have not heard of the empty row set: the next plan will tell them.
+            # The workers do not know yet that no row decodes: the next plan says so.
             return None
         self._close(plan)
         return plan
@@ -139,7 +139,7 @@ class Scheduler:
         """End the encoding jobs whose texts have turned up in the remote tier."""
         for group in self.encoding.jobs.found(step):
             if not group.members:
-                continue  # it was needed only by another of these jobs, and has ended with it
+                continue  # only another of these jobs needed it, and it has ended with that job
             for member in group.members.copy():
                 self.end(member, now)
             self.encoding.jobs.done(group, step, computed=False)
@@ -161,7 +161,7 @@ class Scheduler:
         for members in groups.values():
             self._preempt_until_room(members, plan)
             if members[0].slot < 0:
-                continue  # this group was the newest itself
+                continue  # this group was the newest, so it is preempted itself
             for sequence in members:
                 self._append_block(sequence, plan)
             if members[0].group.search is not None:
@@ -198,7 +198,8 @@ class Scheduler:
         self.admission.left(group)
         whole = len(group.members) == group.request.width > 1
         if whole and group.members[0].tokens.count == group.prompt_len:
-            # The samples do not differ yet, so they fork again; but not if one was aborted: it would return.
+            # The samples do not differ yet, so they fork again; but not if one was aborted: a fork would make it
+            # anew.
             for sequence in group.members[1:]:
                 self.kv.drop_claim(sequence)
             del group.members[1:]
@@ -220,12 +221,12 @@ class Scheduler:
         """Take a running sequence out of the batch; what it computed stays cached.
 
         Args:
-            claim: it will resume; its chunks are saved to the host when their blocks are needed.
-            ends: it does not resume.
+            claim: whether its chunks are saved to the host when their blocks are needed, because it will resume.
+            ends: whether it ends, and does not resume.
 
         Its tail is cached only if the content is known. A child's tail is empty until the plan after its fork. A
-        beam's tail is known only while exactly the step after its last result is planned: that step copies tails,
-        and the one after it may be in flight when a search is aborted.
+        beam's tail is known only while exactly one step after its last result is planned: that step copies tails,
+        and the step after it may be in flight when a search is aborted.
         """
         if sequence.slot >= 0:
             planned, known = int(self.rows.planned[sequence.slot]), int(self.rows.known[sequence.slot])
@@ -252,7 +253,7 @@ class Scheduler:
         self.forks.leave_batch(sequence)
 
     def end(self, sequence: Sequence, now: float) -> None:
-        """End a sequence, wherever it is, and the group with its last one."""
+        """End a sequence, whether it runs or waits; the group ends with its last sequence."""
         group = sequence.group
         if sequence.batch_seq_id:
             self.release(sequence, now, ends=True)
@@ -279,13 +280,13 @@ class Scheduler:
             return
         fences = self.kv.tree.fences
         for index, block in self.kv.seal(sequence, kv_tokens, now):
-            fences.reads(fences.ready_after([block]))  # the equal chunk may still be loading from the host
+            fences.reads(fences.ready_after([block]))  # this block's chunk may still be loading from the host
             self.rows.set_block(slot, index, block)
             self._pending.merged.append((sequence.batch_seq_id, index, block))
             self._pending.rows_changed = True
 
     def move_beams(self, group: SequenceGroup, parents: list[int], now: float) -> None:
-        """Follow the workers, which moved a search's beams at the end of the step whose result came last."""
+        """Move a search's beams as the workers did at the end of the step whose result came last."""
         stored = int(self.rows.known[group.members[0].slot]) - 1
         move_beams(group.members, parents, stored, self.kv, now)
 
@@ -305,7 +306,7 @@ class Scheduler:
                 return
             budget -= self._prefill_chunk(sequence, budget, plan)
         started = -1
-        while started < self.encoding.jobs.started_texts:  # a text found missing is encoded, perhaps at once
+        while started < self.encoding.jobs.started_texts:  # a job for a missing text may begin in this plan
             started = self.encoding.jobs.started_texts
             budget = self._start_waiting(budget, plan)
 
@@ -323,7 +324,7 @@ class Scheduler:
                 continue
             while not self._may_start(group, plan.step):
                 if not self._make_way(group, plan.now):
-                    return 0  # no group overtakes: that would starve large requests
+                    return 0  # later groups must not overtake this one: that would starve large requests
             for sequence in list(group.members):
                 if sequence.phase is not Phase.WAITING or sequence.is_pending(plan.step):
                     continue
@@ -342,7 +343,7 @@ class Scheduler:
         return budget
 
     def _admit_or_make_way(self, sequence: Sequence, plan: PlanBuilder) -> Admission:
-        """Admit a sequence, if need be by giving up held texts."""
+        """Admit a sequence; if it lacks blocks, release held texts first."""
         outcome = self._admit(sequence, plan)
         while outcome is Admission.NO_BLOCKS and self._make_way(sequence.group, plan.now):
             outcome = self._admit(sequence, plan)
@@ -351,7 +352,8 @@ class Scheduler:
         return outcome
 
     def _make_way(self, group: SequenceGroup, now: float) -> bool:
-        """Give up something that is held for other requests, so that a group can start; return whether it was."""
+        """Release something that is held for other requests, so that a group can start; return whether there was
+        anything."""
         return self.encoding.make_way(group, now, going=self._is_going)
 
     @property
@@ -363,7 +365,7 @@ class Scheduler:
         """Return whether a whole group fits into the rows and, if several sequences resume at once, into the
         pool."""
         if group.in_batch:
-            return True  # it was let in as a whole
+            return True  # the whole group was checked when its first sequence entered
         if self.rows.free_count - self._rows_promised() < group.rows_needed:
             return False
         spare = self._spare_blocks(group)
@@ -376,10 +378,10 @@ class Scheduler:
         return sum(g.rows_needed - sum(s.slot >= 0 for s in g.members) for g in groups.values())
 
     def _spare_blocks(self, group: SequenceGroup) -> int:
-        """Return how many blocks to leave free, so that running rows do not preempt the newcomer at once.
+        """Return how many blocks to leave free, so that running rows do not preempt a new group at once.
 
-        One for every fourth running sequence: with chunks of 64 tokens, a row needs a block every 64 steps. Its
-        own group does not count: the group fits at its longest, but perhaps with nothing to spare.
+        One for every fourth running sequence: with chunks of 64 tokens, a row needs a block every 64 steps. The
+        group's own sequences do not count: it fits at its full length, but perhaps with nothing to spare.
         """
         others = self.running_count - sum(sequence.batch_seq_id > 0 for sequence in group.members)
         return -(-others // 4)
@@ -405,11 +407,11 @@ class Scheduler:
             self._admitted(sequence, len(plan.loads) - loads, plan)
         elif not group.in_batch:
             for member in group.members:
-                self.forks.leave_batch(member)  # its search has not entered the batch after all
+                self.forks.leave_batch(member)  # undo `place_beams`: the search has not entered the batch
         return outcome
 
     def _admitted(self, sequence: Sequence, loads: int, plan: PlanBuilder) -> None:
-        """Account for a sequence that has its blocks; `loads` of them are loaded from the host."""
+        """Note that a sequence has its blocks, of which `loads` are loaded from the host."""
         group = sequence.group
         if group.modules is not None:
             self.leave_jobs(group, plan.now)
@@ -447,12 +449,12 @@ class Scheduler:
         return tokens
 
     def _end_prefill(self, sequence: Sequence, plan: PlanBuilder, *, samples: bool, scored: bool) -> None:
-        """Move a sequence whose whole prompt is planned on: to the decoding rows, or to those that wait."""
+        """Take a sequence whose whole prompt is planned to the decoding rows, or to the parked sequences."""
         group = sequence.group
         self.prefilling.remove(sequence)
         group.prompt_scored = True
         if scored:
-            # Not again after a preemption: the workers score whatever they compute of such a prompt.
+            # After a preemption the prompt must not be scored again: workers score all that they compute of it.
             sequence.sampling = msgspec.structs.replace(sequence.sampling, prompt_logprobs=-1)
         if group.encodes:
             self.encoding.finishing.append(sequence)
@@ -467,7 +469,7 @@ class Scheduler:
                 self.forks.fork(sequence, plan, self.kv, self.rows)
 
     def _unpark(self, plan: PlanBuilder) -> None:
-        """Let resumed groups decode whose sequences are all in the batch again."""
+        """Let those resumed groups decode whose sequences are all in the batch again."""
         if not self.parked:
             return
         for group in {s.group.id: s.group for s in self.parked}.values():

@@ -1,12 +1,12 @@
 """Decide which process is which rank in which epoch of the group, and when a group hangs. Pure.
 
-A rank process lives for one epoch at most. When one of them is lost, the epoch is over for all: their memory is
-worth nothing without the lost shard. The old processes leave, the supervisor (or Kubernetes) starts new ones, and
-when each rank has a process that was in no old epoch, these processes form the next epoch:
+The process of a rank lives for one epoch at most. When one of them is lost, the epoch is over for all: the memory
+of the others is worth nothing without the lost shard. The old processes leave, the supervisor (or Kubernetes)
+starts new ones, and when each rank has a process that was in no old epoch, these processes form the next epoch:
 
     subscribed, hello ──► candidates ──form──► members ──subscribed (plans), ready──► complete
                               ▲                   │ gone, failed, hung
-                              └── next epoch ◄──lose (Leave; who stays is killed)
+                              └── next epoch ◄──lose (Leave; processes that stay are killed)
 
 A process is identified by its incarnation. It is present from its first subscription until that ends, which ZeroMQ
 reports as soon as the process dies or its connection breaks.
@@ -27,10 +27,11 @@ LEAVE_WITHIN_S: Final = 2.0
 OLD_WAIT_S: Final = 10.0
 """A new epoch waits this long for the ranks of the old one to leave, because they hold files and memory."""
 REASON_WITHIN_S: Final = 0.2
-"""How long to wait for a better reason when a member is gone without a message, or leaves because of another one:
-the member that failed may be about to report, and its report says what to do."""
+"""How long to wait for a better reason when a member is gone without a message, or leaves because of another
+member: the report of the member that failed may be on its way, and says what to do."""
 EARLY_MAX: Final = 1024
-"""Hellos of processes whose subscription has not been seen yet; they are repeated, so some may be forgotten."""
+"""Most hellos that are kept of processes whose subscription has not been seen yet. Processes repeat their hellos,
+so some may be forgotten."""
 INCARNATION_BYTES: Final = 16
 
 
@@ -94,7 +95,7 @@ class Membership:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether every rank reads plans, has loaded, and is still connected."""
+        """Return whether every rank has subscribed to plans, has loaded, and is still connected."""
         entered = all(member.entered for member in self._members.values())
         return self.is_formed and entered and len(self.ready) == self.tp and not self.is_ending
 
@@ -108,7 +109,7 @@ class Membership:
         """Return (rank, incarnation) of all connected processes."""
         return [(process.rank, process.incarnation) for process in self._processes.values()]
 
-    # What processes do
+    # What processes have done
 
     def subscribed(self, topic: bytes) -> None:
         """Note that a subscription has begun."""
@@ -125,7 +126,7 @@ class Membership:
         self._topics[member_topic(incarnation)] = incarnation
 
     def unsubscribed(self, topic: bytes, now: float) -> None:
-        """Note that a subscription has ended. If it was a member's, `check_loss` raises soon."""
+        """Note that a process has ended its subscription. If it was a member, `check_loss` raises soon."""
         found = _parsed(topic, self.tp)
         process = self._processes.pop(found[1], None) if found is not None else None
         if process is None:
@@ -136,7 +137,7 @@ class Membership:
             self._note_loss(reason, now, names_cause=not process.leaves)
 
     def hello(self, hello: WorkerHello) -> bool:
-        """Note that a process reports to be in no epoch; return whether to tell it again that it is in one."""
+        """Note that a process reports to be in no epoch; return whether to tell it again that it is a member."""
         if not 0 <= hello.rank < self.tp or len(hello.incarnation) != INCARNATION_BYTES:
             return False
         process = self._processes.get(hello.incarnation)
@@ -149,7 +150,7 @@ class Membership:
         return process.epoch == self.epoch and not process.entered
 
     def says_ready(self, report: WorkerReady) -> bool:
-        """Note that a rank has loaded; return whether it must be told that its epoch is over."""
+        """Note that a rank has loaded; return whether to tell it that its epoch is over."""
         if report.epoch == self.epoch and report.rank in self._members:
             self.ready[report.rank] = report
         return report.epoch < self.epoch
@@ -184,7 +185,7 @@ class Membership:
         elif names_cause and not self._loss.names_cause:
             self._loss.reason, self._loss.names_cause = reason, True
 
-    # What follows from it
+    # What follows from that
 
     def check_loss(self, now: float) -> None:
         """Raise if the epoch is lost.
@@ -196,11 +197,11 @@ class Membership:
             raise GroupLostError(self._loss.reason)
 
     def form(self, now: float) -> list[WorkerHello]:
-        """Form the epoch from the candidates, if there is one for each rank; return them, to be told of it."""
+        """Form the epoch if each rank has a candidate; return the hellos of the new members, to welcome them."""
         if self.is_formed or (self._has_old and now < self._lost_at + OLD_WAIT_S):
             return []
         newest: dict[int, _Process] = {}
-        for process in self._processes.values():  # in the order of their coming: who came last replaces the others
+        for process in self._processes.values():  # in order of arrival: the newest process of a rank is chosen
             if process.hello is not None and not process.epoch:
                 newest[process.rank] = process
         if len(newest) < self.tp:
@@ -275,7 +276,7 @@ def _parsed(topic: bytes, tp: int) -> tuple[int, bytes] | None:
 
 
 def disagreement(terms: Mapping[str, str], hello: WorkerHello) -> str:
-    """What differs, for people; "": nothing that both know of."""
+    """Return in which of the group's terms a rank differs, as text for operators; "" if in none that both know."""
     for name, mine in terms.items():
         theirs = hello.terms.get(name, "")
         if mine and theirs and theirs != mine:

@@ -1,4 +1,4 @@
-"""Answer routers' calls on records: a change is answered only when it is in the file, so that a controller that is
+"""Answer routers' calls on records. A change is answered only when it is in the file: so a controller that is
 killed loses no change that a router has been told of. A change that cannot be written is undone.
 
     call ──► RecordStore ──► changed? ──no──► reply

@@ -5,7 +5,7 @@
     signals, deadlines ┘                          └─► outputs (ROUTER), log
 
 A turn of the loop collects what has arrived as events, gives them to `Engine.step`, and does what its `Ready` says
-in the order of its fields: when a result arrives, the next plan goes out before the outputs do. Idle, the loop
+in the order of its fields: when a result arrives, the next plan goes out before the outputs do. An idle loop
 sleeps in `poll`; it wakes once a second to look for silent routers.
 """
 
@@ -81,11 +81,11 @@ from trunkline.runtime.tracing import start as start_tracing
 from trunkline.runtime.wire_sockets import Gate
 
 EXIT_CONFIG: Final = 2
-"""Exit code of a controller whose configuration can never work: to start it again would be of no use."""
-POLL_MS_MAX = 1000
+"""Exit code of a controller whose configuration can never work, so that it is not started again."""
+POLL_MS_MAX: Final = 1000
 _STOPPING = "the controller is stopping"
 SETTLE_SECONDS_MAX = 2.0
-"""Longest wait of a controller that stops for chunks to be written to disk."""
+"""Longest time for which a controller that stops waits for chunks to be written to disk."""
 
 log = structlog.get_logger()
 
@@ -104,9 +104,9 @@ class _Deadlines:
     """When the loop has to turn even if nothing arrives."""
 
     drain: float = math.inf
-    """Until when a drain waits for running requests."""
+    """When a drain stops waiting for running requests."""
     settle: float = math.inf
-    """Until when it waits, after that, for chunks to be written to disk."""
+    """When a drain without requests stops waiting for chunks to be written to disk."""
     engine: float = math.inf
     """When the engine wants its next step (`Ready.wake_at`)."""
 
@@ -127,7 +127,7 @@ class ControllerService:
     def __init__(self, config: ControllerConfig) -> None:
         """
         Raises:
-            DatabaseUnavailableError: there is an index, but it cannot be used.
+            DatabaseUnavailableError: the disk tier's index, or the file of records, cannot be used.
             WireKeysError: the file of wire keys cannot be used.
         """
         self.config = config
@@ -156,9 +156,11 @@ class ControllerService:
         self._wake_ups = WakeUps()
 
     def run(self) -> int:
-        """Serve until drained (0), or until it shows that the configuration can never work (`EXIT_CONFIG`). Lost
-        workers are waited for."""
-        # Ctrl-C in a terminal reaches all processes; the supervisor alone decides what it means.
+        """Serve until the controller is drained; return 0.
+
+        If workers are lost, wait for new ones. If the configuration can never work, return `EXIT_CONFIG`.
+        """
+        # Ctrl-C in a terminal reaches all processes; the supervisor alone decides what follows from it.
         self._wake_ups.install(ignore_interrupts=bool(self.config.parent_pid))
         self.persistence.wake(self._wake_ups.wake)
         report_status(self.config.status_path, self.status, epoch=self.group.epoch)
@@ -168,13 +170,13 @@ class ControllerService:
         poller.register(self._wake_ups.fileno(), zmq.POLLIN)
         self.gate.open()
         try:
-            while not self._is_drained():
+            while not self._drain():
                 poller.poll(self._poll_ms())
                 self._turn()
             self.group.shut_down()
             log.info("stopped")
             return 0
-        except ConfigError as error:  # too few blocks to work with
+        except ConfigError as error:  # the ranks have too few blocks
             self._fail(str(error))
             return EXIT_CONFIG
         finally:
@@ -193,23 +195,24 @@ class ControllerService:
             now = time.monotonic()
             self._deadlines.drain = now + self.config.drain_seconds
             if self.engine is not None:
-                for call in self.engine.open_calls():  # no request's answer depends on them
+                for call in self.engine.open_calls():  # requests do not depend on them
                     self._cancel(call)
-                # Other controllers can begin with the waiting requests at once.
+                # Routers send the waiting requests to other controllers, which can begin at once.
                 self._pending.events.append(EndWaiting(FinishReason.DRAINING, _STOPPING))
             self._set_status(Status.DRAINING, _STOPPING)
         else:
             self._deadlines.drain = 0.0
 
-    def _is_drained(self) -> bool:
+    def _drain(self) -> bool:
+        """Bring a drain one step further, if there is one; return whether it is over."""
         if self.status is not Status.DRAINING:
             return False
         if self.engine is None or self.engine.is_settled:
             return True
         if self.engine.is_away:
-            self._deadlines.drain = 0.0  # who will not be computed here any more may go on elsewhere
+            self._deadlines.drain = 0.0  # no new workers are waited for: routers continue the requests elsewhere
         if self.engine.is_idle and not self.engine.is_away:
-            # No client waits for an answer any more: only what is not on disk yet, and that not for long.
+            # No client waits any more. Wait a moment for chunks that are not on disk yet.
             self._deadlines.settle = min(self._deadlines.settle, time.monotonic() + SETTLE_SECONDS_MAX)
             if time.monotonic() >= self._deadlines.settle:
                 return True
@@ -221,6 +224,7 @@ class ControllerService:
         return True
 
     def _poll_ms(self) -> int:
+        """Return for how many milliseconds the loop may sleep if nothing arrives."""
         now = time.monotonic()
         if self.descriptions.is_busy:
             return 0
@@ -230,7 +234,7 @@ class ControllerService:
         return int(max(0, min(POLL_MS_MAX, math.ceil((until - now) * 1000) if until < math.inf else POLL_MS_MAX)))
 
     def _turn(self) -> None:
-        """Collect everything that has arrived, let the engine take a step, and do what follows from it."""
+        """Collect what has arrived, let the engine take a step, and do what follows from it."""
         for number in self._wake_ups.read():
             if number in (signal.SIGTERM, signal.SIGINT):
                 self._stop_requested()
@@ -277,10 +281,10 @@ class ControllerService:
                 return
 
     def _act(self, engine: Engine, ready: Ready) -> None:
-        """Do what a step of the engine asks for, in its order.
+        """Do what a step of the engine asks for, in the order of the fields of `Ready`.
 
         Raises:
-            GroupLostError: A rank takes no more messages; everything else has been done.
+            GroupLostError: A rank takes no more messages. Outputs and log lines are out all the same.
         """
         try:
             for grammar in ready.grammars:
@@ -305,7 +309,7 @@ class ControllerService:
     def _lose(self, reason: str, now: float) -> None:
         """Give up the workers: requests wait for new ones."""
         if not self.group.is_formed:
-            self.routers.rare.warning("nonsense from no worker of this group", now, reason=reason)
+            self.routers.rare.warning("a process that is no member sent nonsense", now, reason=reason)
             return
         log.error("the workers are lost; others are waited for", reason=reason, epoch=self.group.epoch)
         self.group.lose(now)
@@ -316,15 +320,16 @@ class ControllerService:
             self._set_status(Status.STARTING, reason)
 
     def _set_status(self, status: Status, detail: str) -> None:
+        """Change the status; tell the supervisor now, and the routers after the engine's next step."""
         self.status, self.detail = status, detail
         report_status(self.config.status_path, status, detail, epoch=self.group.epoch)
         self._pending.state_for.update(self.routers.indices())
 
     def _try_start(self, now: float) -> None:
-        """Start or go on if all ranks are ready; end the requests if that takes too long.
+        """Start, or go on with new workers, if all ranks are ready; end the requests if that takes too long.
 
         Raises:
-            ConfigError: the ranks hold too little to work with.
+            ConfigError: the ranks have too few blocks.
         """
         has_waiting = self.engine is not None and self.engine.is_away and not self.engine.is_idle
         if has_waiting and self._worker_loss.is_too_long(now):
@@ -337,9 +342,7 @@ class ControllerService:
         group = self.group
         for problem in group.tier_problems:
             log.warning("a tier is not used", problem=problem)
-        limits = self.config.engine(
-            group.num_blocks, group.host_slots, group.swap_us_per_block, group.disk_slots, group.has_remote
-        )
+        limits = group.engine_config(self.config)
         limits.validate()
         stored = self.persistence.load(limits.disk_slots if limits.prefix_cache else 0, now)
         if self.engine is None:
@@ -347,7 +350,7 @@ class ControllerService:
         else:
             self._pending.events.append(WorkersBack(limits, stored))
         self._worker_loss.ended()
-        log.info("ready", epoch=group.epoch, blocks=group.num_blocks, max_context=limits.longest_sequence)
+        log.info("ready", epoch=group.epoch, blocks=limits.num_blocks, max_context=limits.longest_sequence)
         self._set_status(Status.READY, "")
 
     def _publish(self, outputs: EngineOutputs) -> None:
@@ -407,18 +410,19 @@ class ControllerService:
         problem = problem_of_call(call, self.config.vocab_size)
         if not is_request_number(call.ticket):
             return
-        is_less = call.op in ("cancel", "unpin")  # welcome while it stops, too
-        if self.engine is None or not (is_less or self.status in (Status.READY, Status.STARTING)):
+        frees = call.op in ("cancel", "unpin")  # allowed while the controller stops, too
+        if self.engine is None or not (frees or self.status in (Status.READY, Status.STARTING)):
             problem = problem or f"the group is {self.status}: {self.detail}"
         if problem:
             self.routers.send(router, ModulesReply(0, call.ticket, "failed", problem))
             return
         kind, slash, id_ = call.holder.partition("/")
         if call.op == "encode" and slash and not self.persistence.records.has(kind, id_):
-            call = msgspec.structs.replace(call, holder="")  # what it was to be pinned for is gone already
+            call = msgspec.structs.replace(call, holder="")  # the record that it was pinned for is gone already
         self._pending.events.append(CallTexts(router << ROUTER_SHIFT | call.ticket, call))
 
     def _refusal(self, message: Submit) -> Finished | None:
+        """Return the answer to a request that must be refused; None if the engine may have it."""
         if self.status is Status.DRAINING:
             return Finished(message.request, FinishReason.DRAINING, self.detail)
         if self.status is Status.FAILED:
@@ -433,14 +437,9 @@ class ControllerService:
         """Abort the requests and calls of a router that is gone."""
         if self.engine is None:
             return
-        requests = [
-            *self.engine.request_ids(),
-            *(event.id for event in self._pending.events if isinstance(event, Request)),
-        ]
-        calls = [
-            *self.engine.open_calls(),
-            *(event.id for event in self._pending.events if isinstance(event, CallTexts)),
-        ]
+        events = self._pending.events
+        requests = [*self.engine.request_ids(), *(event.id for event in events if isinstance(event, Request))]
+        calls = [*self.engine.open_calls(), *(event.id for event in events if isinstance(event, CallTexts))]
         mine = [request for request in requests if request >> ROUTER_SHIFT == router]
         self._pending.events += [AbortRequest(request) for request in mine]
         for call in calls:
@@ -465,6 +464,6 @@ class ControllerService:
         self._pending.events.append(EndAll(reason))
         now = time.monotonic()
         for router, message in self.routers.receive(now):
-            self._handle(router, message, now)  # what had arrived unread gets its answer, too
+            self._handle(router, message, now)  # messages that have not been read yet get an answer, too
         self._step(now)
         self._send_state()

@@ -3,10 +3,10 @@
     DescribeTree ──► Descriptions.ask ──► TreeWalk.advance(UNITS_PER_TURN), turn by turn ──► TreeDescription
 
 Chunks that follow each other without a branch, are in the same tiers and are used by the same sequences make one
-node, so a description has about as many nodes as the tree has branches. Chunks in use come first, then the most
-recently used ones, until there are as many nodes as were asked for; so no node is listed without those above it.
+node. So a description has about as many nodes as the tree has branches. Chunks in use come first, then the most
+recently used ones, until there are as many nodes as were asked for. A node comes after the node above it.
 
-The tree changes while it is walked: each node is described as it was when the walk reached it, and chunks that are
+The tree changes while it is walked. Each node is described as it was when the walk reached it, and chunks that are
 gone by then are left out. If nothing changes, the description is exact (tests/controller/test_tree_view.py).
 """
 
@@ -74,8 +74,8 @@ class TreeWalk:
         """
         Args:
             running: sequences that hold chunks.
-            nodes_max: in the description.
-            head_tokens: of each node's tokens, the first ones, for its text.
+            nodes_max: most nodes of the description.
+            head_tokens: how many of each node's first tokens to include, for its text.
             now: time of `Node.last_use`, in seconds.
         """
         self.tree = tree
@@ -85,8 +85,10 @@ class TreeWalk:
         self._now = now
         self._users: dict[Node, int] = {}
         self._frontier: list[tuple[bool, float, int, Node, int, Node]] = []
-        """Heap of what to show next: not used now, time of last use (negative), a serial number, the chunk, the
-        index of the node above it (-1: none), and the chunk below which it was found."""
+        """Heap of the chunks to show next. An entry has: whether the chunk is idle, the time of its last use
+        (negative), a serial number, the chunk, the index of the node above it (-1: none), and the chunk below
+        which it was found.
+        """
         self._serial = 0
         self._columns = _Columns()
         self._work = self._walk()
@@ -125,14 +127,14 @@ class TreeWalk:
         while self._frontier and len(shown.parents) < self._nodes_max:
             yield
             *_, node, above, parent = heapq.heappop(self._frontier)
-            if node.parent is not parent:  # it has gone, or hangs from elsewhere now
+            if node.parent is not parent:  # the chunk is gone, or has another parent now
                 if above >= 0:
                     shown.hidden[above] -= 1
                 continue
             yield from self._show(node, above)
 
     def _count_users(self) -> Iterator[None]:
-        """Count how many running sequences hold each chunk: it itself, or a chunk below it."""
+        """Count how many running sequences hold each chunk, or a chunk below it."""
         users = self._users
         deepest: list[tuple[int, int, Node]] = []
 
@@ -148,7 +150,7 @@ class TreeWalk:
                     add(node, 1)
         while deepest:
             yield
-            node = heapq.heappop(deepest)[2]  # all below it have been counted: a chunk is deeper than its parent
+            node = heapq.heappop(deepest)[2]  # all chunks below it have been counted: they are deeper
             if node.parent is not None and node.parent.parent is not None:
                 add(node.parent, users[node])
 

@@ -19,6 +19,7 @@ import structlog
 import zmq
 
 from trunkline.controller.config import ControllerConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import (
     GrammarReady,
     LoadProgress,
@@ -128,35 +129,21 @@ class WorkerGroup:
         """Return the ranks that have loaded, with what they reported."""
         return self._membership.ready
 
-    @property
-    def num_blocks(self) -> int:
-        """Return the number of blocks that every rank can hold."""
-        return min(report.num_blocks for report in self.ready.values())
-
-    @property
-    def host_slots(self) -> int:
-        """Return the number of blocks that every rank's host pool can hold."""
-        return min(report.host_slots for report in self.ready.values())
-
-    @property
-    def swap_us_per_block(self) -> float:
-        """Return the microseconds that the slowest rank takes to swap a block."""
-        return max(report.swap_us_per_block for report in self.ready.values())
+    def engine_config(self, config: ControllerConfig) -> EngineConfig:
+        """Return what the engine has to know of ranks that are all ready: how much each of them can hold."""
+        reports = self.ready.values()
+        return config.engine(
+            num_blocks=min(report.num_blocks for report in reports),
+            host_slots=min(report.host_slots for report in reports),
+            swap_us_per_block=max(report.swap_us_per_block for report in reports),
+            disk_slots=min(report.disk_slots for report in reports),
+            remote=all(report.has_remote for report in reports),
+        )
 
     @property
     def block_bytes(self) -> int:
         """Return the bytes of a chunk on all ranks together; 0 before any rank has loaded."""
         return sum(report.block_bytes for report in self.ready.values())
-
-    @property
-    def disk_slots(self) -> int:
-        """Return the number of blocks that every rank's disk tier can hold; 0 if a rank has no disk tier."""
-        return min(report.disk_slots for report in self.ready.values())
-
-    @property
-    def has_remote(self) -> bool:
-        """Return whether every rank has been given a remote tier."""
-        return all(report.has_remote for report in self.ready.values())
 
     @property
     def tier_problems(self) -> list[str]:
@@ -183,7 +170,7 @@ class WorkerGroup:
         self.plans.send_multipart([topic, self._encoder.encode(message)], zmq.NOBLOCK)
 
     def _welcome(self, hello: WorkerHello) -> None:
-        with suppress(zmq.Again):  # it says hello again
+        with suppress(zmq.Again):  # the rank says hello again
             self._send(
                 rank_topic(hello.rank, hello.incarnation),
                 Welcome(hello.incarnation, self.epoch, *self._step_limits),
@@ -191,7 +178,7 @@ class WorkerGroup:
 
     def _refuse(self, hello: WorkerHello, reason: str) -> None:
         log.error("a rank is refused", reason=reason)
-        with suppress(zmq.Again):  # it says hello again
+        with suppress(zmq.Again):  # the rank says hello again
             self._send(rank_topic(hello.rank, hello.incarnation), Refused(hello.incarnation, reason))
 
     def reform(self, now: float) -> None:
@@ -233,7 +220,7 @@ class WorkerGroup:
         below the supervisor's limit.
         """
         for rank, incarnation in self._membership.present:
-            with suppress(zmq.Again):  # it reads no more: it will not leave by itself, the others may
+            with suppress(zmq.Again):  # a rank that reads no more messages cannot be asked
                 self._send(rank_topic(rank, incarnation), Shutdown())
         deadline = time.monotonic() + seconds_max
         while self._membership.present and (left := deadline - time.monotonic()) > 0:
@@ -277,7 +264,7 @@ class WorkerGroup:
             if nonsense := problem_of_report(report, self._membership.tp):
                 if not isinstance(report, WorkerHello | LoadProgress):
                     raise GroupLostError(f"a worker's report makes no sense: {nonsense}")
-                # Of a process that need not be a member: those who are go on.
+                # Such reports also come from processes that are no members: the members go on.
                 _rare.warning("a worker's report makes no sense; ignored", time.monotonic(), problem=nonsense)
                 continue
             match report:
@@ -302,7 +289,8 @@ class WorkerGroup:
 
 
 def _wall_ms() -> int:
-    """Greater than any that an earlier controller of this group has seen, as far as clocks can be trusted."""
+    """Return the wall clock's milliseconds: a number greater than all epochs of earlier controllers of this
+    group."""
     return time.time_ns() // 1_000_000
 
 
@@ -328,7 +316,7 @@ def problem_of_report(report: WorkerReport, ranks: int) -> str:
         case GrammarReady():
             return ""
         case WorkerFailed():
-            return ""  # its reason is all that people will know; whatever it is, its epoch ends
+            return ""  # its epoch ends in any case, and operators need to see its reason
 
 
 def _problem_of_rank(rank: int, ranks: int) -> str:
