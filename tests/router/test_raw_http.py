@@ -15,7 +15,7 @@ import pytest
 from router.harness import RunningRouter, running, wait_until
 from seeds import seeds
 
-from trunkline.router.http.connections import connections_max
+from trunkline.router.server import connections_max
 from trunkline.router.text.tokenizer import Tokenizer
 
 BODY = json.dumps({"prompt": "x", "max_tokens": 2}).encode()

@@ -1,13 +1,21 @@
-"""The process's life: listen, serve, drain on a signal, leave.
+"""The HTTP server of a router process: limits on connections, draining on a signal, handing over to a successor.
 
-SIGTERM (or SIGINT, unsupervised): new requests get 503, running ones finish, exit 0. What still runs
-after `drain_seconds` gets an error; the exit code stays 0, for that was agreed. A second signal cuts
-everything off at once: exit 1.
+uvicorn's parser does not limit what one connection may cost, so `BoundedProtocol` does:
 
-On an inherited socket, from which other routers accept as well, the process accepts nothing before it has met a
-controller that is ready (or waited for one a moment), and SIGUSR1 makes it hand over: it accepts nothing any more,
-closes each connection after its answer, and leaves when all is finished. So a router can be replaced without
-its clients noticing.
+    accepted ─► first byte ─► headers complete ─► body complete ─► answer ─► idle, or the next request
+       └ idle_s     └ headers_s        └ body_s (a little more than `read_body` waits, whose answer says why)
+
+A client that is slower, or sends more, gets an error and is disconnected. A connection costs a few kilobytes until
+its headers are complete, and the server keeps at most `connections` of them: unknown clients can cost no more
+memory.
+
+After SIGTERM (or SIGINT without a supervisor) new requests get 503, running ones finish, and the process exits
+with 0. Requests that still run after `drain_seconds` get an error; the exit code is 0 all the same, since the
+limit was agreed. A second signal cuts everything off at once: exit 1.
+
+On an inherited socket, from which other routers accept as well, the process accepts nothing before a controller is
+ready (or a short time has passed). SIGUSR1 makes it hand over: it accepts no more connections, closes each one
+after its answer, and exits when all are closed. So a router can be replaced without its clients noticing.
 """
 
 from __future__ import annotations
@@ -16,36 +24,212 @@ import asyncio
 import contextlib
 import gc
 import os
+import re
+import resource
 import signal
 import socket
 import stat
 from collections.abc import Coroutine, Iterator
+from http import HTTPStatus
 from typing import Any, Final
 
+import msgspec
 import structlog
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from trunkline.router.app import create_app
 from trunkline.router.config import RouterConfig
 from trunkline.router.http.answers import BODY_SEND
 from trunkline.router.http.body import bound_heap
-from trunkline.router.http.connections import BoundedProtocol, ConnectionLimits, ConnectionState, connections_max
 from trunkline.router.service import RouterService
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.runtime.process import report_status
 
+_FILES_FOR_OTHERS: Final = 256
+"""File descriptors that are reserved for other uses than clients' connections."""
+_BODY_MARGIN: Final = 1.1
+_AUTHORITY_END: Final = re.compile(rb"[/?#]")
 _ALLOCATIONS_PER_COLLECTION: Final = 20_000
 _BACKLOG: Final = 2048
 _KEEP_ALIVE_SECONDS: Final = 75
-"""More than proxies keep idle connections to a server, so that they are the ones that close."""
+"""Proxies keep idle connections for less than this, so that it is they who close them."""
 _CLOSE_SECONDS: Final = 2
-"""After the last generation, for responses still being written."""
+"""Time after the last generation for answers that are still being written."""
 _MEET_SECONDS_MAX: Final = 3.0
-"""A start of the whole cluster takes longer: then `/health` should say how far it is."""
+"""Longest wait for a controller before connections are accepted. When a whole cluster starts, which takes longer,
+`/health` should answer and show how far the start is."""
 _MEET_INTERVAL_S: Final = 0.02
 _IDLE_SECONDS: Final = 2.0
-"""How long a connection may still send another request after an answer, while a router hands over."""
+"""While a router hands over: time in which a connection may send another request after an answer."""
 _log = structlog.get_logger("trunkline.router")
+
+
+class ConnectionLimits(msgspec.Struct, frozen=True):
+    """Limits per connection: sizes in bytes, times in seconds. The fields of `RouterConfig` give the reasons."""
+
+    connections: int
+    header_bytes: int
+    headers: int
+    url_bytes: int
+    headers_s: float
+    body_s: float
+    idle_s: float
+
+
+class ConnectionState(ServerState):
+    """What all connections of a process share."""
+
+    limits: ConnectionLimits
+    hands_over = False
+    """Whether connections are closed after their next answer."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP protocol with limits."""
+
+    server_state: ConnectionState
+    _in_headers = False
+    _header_bytes = 0
+    _is_refused = False
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the client's first request, or refuse the connection if there are too many."""
+        super().connection_made(transport)
+        limits = self.server_state.limits
+        if len(self.connections) > limits.connections:
+            self._refuse(503, "too many connections; try again later", b"retry-after: 1\r\n")
+            return
+        self._wait(limits.idle_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer of a connection that has ended."""
+        self._wait(None)
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        """Begin to count the bytes and the time of a request's headers."""
+        self._in_headers = True
+        self._header_bytes = 0
+        self._wait(self.server_state.limits.headers_s)
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """Add a part of the request's address, up to the limit."""
+        super().on_url(url)
+        if len(self.url) > self.server_state.limits.url_bytes:
+            self._refuse(414, f"the address has more than {self.server_state.limits.url_bytes} bytes")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Add a header, up to the limit. Trailers behind a body arrive here, too, and are ignored."""
+        if self._in_headers and not self._is_refused:
+            super().on_header(name, value)
+            if len(self.headers) > self.server_state.limits.headers:
+                self._refuse(431, f"the request has more than {self.server_state.limits.headers} headers")
+
+    def on_headers_complete(self) -> None:
+        """Check the headers as a whole, and let the request begin."""
+        self._in_headers = False
+        # Headers that arrive in one piece of data, of up to 256 KiB, are counted nowhere else.
+        self._limit_headers(len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers))
+        if self._is_refused:
+            return
+        self._take_authority()
+        self._wait(self.server_state.limits.body_s * _BODY_MARGIN)
+        super().on_headers_complete()
+        if self.server_state.hands_over and self.cycle is not None:
+            self.cycle.keep_alive = False
+
+    def _take_authority(self) -> None:
+        """Replace the `Host` header by the host of a whole URL (`GET http://host/path`): that one counts (RFC 9112
+        §3.2.2), and later code reads the header only."""
+        _, is_whole, rest = self.url.partition(b"://")
+        if self.url.startswith(b"/") or not is_whole:
+            return
+        given = b"host", _AUTHORITY_END.split(rest, maxsplit=1)[0]
+        self.headers[:] = [given if name == b"host" else (name, value) for name, value in self.headers]
+        if given not in self.headers:
+            self.headers.append(given)
+
+    def on_body(self, body: bytes) -> None:
+        """Pass a part of the request's body on."""
+        if not self._is_refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Stop the timer: the request is complete."""
+        self._wait(None)
+        if not self._is_refused:
+            super().on_message_complete()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse bytes, and count those of headers."""
+        if self._is_refused:
+            return
+        super().data_received(data)
+        if self._in_headers and not self._is_refused:
+            self._header_bytes += len(data)
+            self._limit_headers(self._header_bytes)
+        if self._timer is None and not self._in_headers and (self.cycle is None or self.cycle.response_complete):
+            self._wait(self.server_state.limits.idle_s)  # empty lines, which begin no request
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse bytes that are not HTTP."""
+        self._refuse(400, msg)
+
+    def _limit_headers(self, size: int) -> None:
+        """Refuse the request if `size` bytes of headers are too many."""
+        limit = self.server_state.limits.header_bytes
+        if size > limit and not self._is_refused and not self.transport.is_closing():
+            self._refuse(431, f"the headers have more than {limit} bytes")
+
+    def _wait(self, seconds: float | None) -> None:
+        """Disconnect after `seconds`; None: stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self._too_slow)
+
+    def _too_slow(self) -> None:
+        self._timer = None
+        if self._in_headers:
+            self._refuse(408, f"the headers did not arrive within {self.server_state.limits.headers_s:g} s")
+        elif not self.transport.is_closing():
+            self.transport.close()
+
+    def _refuse(self, status: int, message: str, more: bytes = b"") -> None:
+        """Answer with an error and disconnect. Bytes that still arrive are ignored."""
+        if self._is_refused:
+            return
+        self._is_refused = True
+        if self.transport.is_closing():
+            return
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.close()  # the client would take the error for a part of the answer that it is reading
+            return
+        error: dict[str, Any] = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+        body = msgspec.json.encode({"error": error})
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n"
+        )
+        self.transport.write(head.encode() + more + b"\r\n" + body)
+        self.transport.close()
+
+
+def connections_max(wanted: int) -> int:
+    """Return how many connections this process can have: `wanted`, or fewer if the system limits open files.
+
+    Raise the process's limit of open files as far as the system allows.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        hard = max(soft, wanted + _FILES_FOR_OTHERS)
+    if soft < wanted + _FILES_FOR_OTHERS:
+        soft = min(hard, wanted + _FILES_FOR_OTHERS)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(1, min(wanted, soft - _FILES_FOR_OTHERS))
 
 
 class _Server(uvicorn.Server):
@@ -63,14 +247,14 @@ class _Server(uvicorn.Server):
             self._accept_no_more()
 
     async def hand_over(self) -> None:
-        """Accept no connections any more and close idle ones. Requests that are on their way are still
-        answered."""
+        """Stop accepting connections and close idle ones. Requests that are on their way are still answered."""
         self.server_state.hands_over = True
         self._accept_no_more()
         idle = []
-        for connection in self._connections():
-            # Whoever has seen headers without "Connection: close" may send the next request at once: such a
-            # connection gets the time that idle ones get, and is told with the answer to that request.
+        connections: list[Any] = list(self.server_state.connections)
+        for connection in connections:
+            # A client whose last answer had no "Connection: close" may be about to send its next request. Such a
+            # connection gets the same time as idle ones, and the answer to that request closes it.
             connection.timeout_keep_alive = _IDLE_SECONDS
             cycle = connection.cycle
             if cycle is None or cycle.response_complete:
@@ -83,11 +267,8 @@ class _Server(uvicorn.Server):
                 connection.shutdown()
 
     def _accept_no_more(self) -> None:
-        for server in getattr(self, "servers", []):  # there are none before `startup`
+        for server in getattr(self, "servers", []):  # not set before `startup`
             server.close()
-
-    def _connections(self) -> list[Any]:
-        return list(self.server_state.connections)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -99,7 +280,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket.
 
     Raises:
-        OSError: the address is taken, not this machine's or not allowed; the text says which.
+        OSError: the address is in use, not this machine's or not allowed; the text says which.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -188,8 +369,8 @@ def make_server(service: RouterService, meet_seconds_max: float = 0.0) -> _Serve
 
 
 def spare_the_collector() -> None:
-    """Spare the garbage collector work: objects of the start stay, so it need not look at them again. And streams
-    make many small objects that die at once, of which it need not hear so often."""
+    """Make the garbage collector work less. Objects of the start are never freed, so it need not visit them again.
+    Streams make many small objects that are freed at once, so it need not run so often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_ALLOCATIONS_PER_COLLECTION, *gc.get_threshold()[1:])
@@ -204,7 +385,7 @@ async def _meet(service: RouterService, seconds_max: float) -> None:
 
 
 class _Signals:
-    """Handles the process's signals."""
+    """Drains, hands over or cuts off on the process's signals (see the module)."""
 
     def __init__(
         self, config: RouterConfig, service: RouterService, server: _Server, drained: asyncio.Future[bool]
@@ -215,7 +396,7 @@ class _Signals:
         self._drained = drained
         self._tasks: list[asyncio.Task[None]] = []
         self._is_told = False
-        """To leave, and to refuse what comes."""
+        """Whether the process was told to exit and refuses new requests."""
 
     def handle(self) -> None:
         """Install the signal handlers."""
@@ -237,7 +418,7 @@ class _Signals:
         if not self._drained.done():
             self._drained.set_result(False)
         self._service.cut_all()
-        # Not `force_exit`: that leaves the service open and its lifespan in a traceback.
+        # `force_exit` would leave the service open, and end its lifespan with a traceback.
         self._server.should_exit = True
 
     def _hand_over(self) -> None:

@@ -32,6 +32,59 @@ EVENT_STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering":
 
 _T = TypeVar("_T")
 _log = structlog.get_logger("trunkline.router.api")
+_encode = msgspec.json.Encoder().encode
+_MARK: Final = "\ue000the text goes here\ue000"
+_MARK_JSON: Final = _encode(_MARK)
+"""Found from the right: behind the text an event has no field that a client or a model could fill with
+anything."""
+DONE_EVENT = b"data: [DONE]\n\n"
+_ANTHROPIC_PATH: Final = "/v1/messages"
+_ANTHROPIC_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_NULLABLE_STRING: Final = {"type": ["string", "null"]}
+SCHEMAS: Final[dict[str, dict[str, Any]]] = {
+    "Error": {
+        "type": "object",
+        "properties": {
+            "error": {
+                "type": "object",
+                "properties": {
+                    "message": {"type": "string"},
+                    "type": {"type": "string"},
+                    "param": _NULLABLE_STRING,
+                    "code": _NULLABLE_STRING,
+                    "line": {"type": ["integer", "null"], "description": "Of PML, where the error is; from 1."},
+                    "column": {"type": ["integer", "null"]},
+                    "path": {"type": "string", "description": "Of the module that the error is in."},
+                },
+                "required": ["message", "type", "param", "code"],
+            }
+        },
+        "required": ["error"],
+    },
+    "AnthropicError": {
+        "type": "object",
+        "properties": {
+            "type": {"const": "error"},
+            "error": {
+                "type": "object",
+                "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+                "required": ["type", "message"],
+            },
+        },
+        "required": ["type", "error"],
+    },
+}
+"""Schemas of the two forms of errors, for the OpenAPI document."""
 
 
 class Closable(Protocol):
@@ -124,9 +177,6 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-_encode = msgspec.json.Encoder().encode
-
-
 class JsonResponse(Response):
     """An answer with a JSON body, made of a `msgspec.Struct`, dict or list."""
 
@@ -163,63 +213,6 @@ class TextEvents:
             head, _, tail = self._encode(index, _MARK).rpartition(_MARK_JSON)
             around = self._around[index] = head, tail
         return around[0] + _encode(text) + around[1]
-
-
-_MARK: Final = "\ue000the text goes here\ue000"
-_MARK_JSON: Final = _encode(_MARK)
-"""Found from the right: behind the text an event has no field that a client or a model could fill with
-anything."""
-
-DONE_EVENT = b"data: [DONE]\n\n"
-
-
-_ANTHROPIC_PATH: Final = "/v1/messages"
-_ANTHROPIC_TYPES: Final = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-_NULLABLE_STRING: Final = {"type": ["string", "null"]}
-SCHEMAS: Final[dict[str, dict[str, Any]]] = {
-    "Error": {
-        "type": "object",
-        "properties": {
-            "error": {
-                "type": "object",
-                "properties": {
-                    "message": {"type": "string"},
-                    "type": {"type": "string"},
-                    "param": _NULLABLE_STRING,
-                    "code": _NULLABLE_STRING,
-                    "line": {"type": ["integer", "null"], "description": "Of PML, where the error is; from 1."},
-                    "column": {"type": ["integer", "null"]},
-                    "path": {"type": "string", "description": "Of the module that the error is in."},
-                },
-                "required": ["message", "type", "param", "code"],
-            }
-        },
-        "required": ["error"],
-    },
-    "AnthropicError": {
-        "type": "object",
-        "properties": {
-            "type": {"const": "error"},
-            "error": {
-                "type": "object",
-                "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-                "required": ["type", "message"],
-            },
-        },
-        "required": ["type", "error"],
-    },
-}
-"""Schemas of the two forms of errors, for the OpenAPI document."""
 
 
 def schema_of(path: str) -> str:

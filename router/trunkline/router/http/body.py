@@ -37,6 +37,14 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """glibc's names for what `mallopt` sets."""
 _BLOCK_BYTES: Final = 1 << 20
 _T = TypeVar("_T")
+_PYTHON_ONLY: Final = re.compile(r" or instance of \w+| after validation")
+"""Parts of pydantic's messages that make sense in Python only."""
+SESSION_HEADER: Final = "X-Session-ID"
+"""Takes the place of a missing `session_id`, for clients and gateways that cannot change bodies."""
+_SESSION_CHARACTERS_MAX: Final = 128
+"""The same limit as for `session_id` in the body."""
+_Model = TypeVar("_Model", bound=BaseModel)
+_Result = TypeVar("_Result")
 
 
 class LargeRequests:
@@ -121,18 +129,6 @@ def give_memory_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-_PYTHON_ONLY: Final = re.compile(r" or instance of \w+| after validation")
-"""Parts of pydantic's messages that make sense in Python only."""
-
-SESSION_HEADER: Final = "X-Session-ID"
-"""Takes the place of a missing `session_id`, for clients and gateways that cannot change bodies."""
-_SESSION_CHARACTERS_MAX: Final = 128
-"""The same limit as for `session_id` in the body."""
-
-_Model = TypeVar("_Model", bound=BaseModel)
-_Result = TypeVar("_Result")
 
 
 async def read_body(request: Request, bytes_max: int) -> bytes:

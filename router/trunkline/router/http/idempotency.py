@@ -55,6 +55,23 @@ _PAUSES: Final = (0.02, 0.5)
 _KIND: Final = "idem"
 _KEY: Final = re.compile(r"[\x20-\x7e]{1,255}")
 _log = structlog.get_logger("trunkline.router.http.idempotency")
+_PATHS: Final = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/sessions",
+        "/v1/schemas",
+    }
+)
+_SESSION_VERBS: Final = ("/fork", "/discard")
+_HEADER: Final = "Idempotency-Key"
+_UNAVAILABLE: Final = 503
+_OFF_LOOP_BYTES: Final = 1 << 20
+"""A longer body is hashed in a thread."""
+COPIES_BYTES_MAX: Final = 256 << 20
+"""Largest size of all copies of answers together. An answer that does not fit is not kept."""
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True):
@@ -282,25 +299,6 @@ def _in_use(seconds: float) -> ApiError:
     )
     error.retry_after = 5
     return error
-
-
-_PATHS: Final = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/v1/sessions",
-        "/v1/schemas",
-    }
-)
-_SESSION_VERBS: Final = ("/fork", "/discard")
-_HEADER: Final = "Idempotency-Key"
-_UNAVAILABLE: Final = 503
-_OFF_LOOP_BYTES: Final = 1 << 20
-"""A longer body is hashed in a thread."""
-COPIES_BYTES_MAX: Final = 256 << 20
-"""Largest size of all copies of answers together. An answer that does not fit is not kept."""
 
 
 def takes_key(method: str, path: str) -> bool:

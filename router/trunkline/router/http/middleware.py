@@ -44,6 +44,13 @@ _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 """Names of methods in logs and spans; any other method, which may be any text, counts as "_OTHER"."""
 _GOOD_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 _log = structlog.get_logger("trunkline.router.http")
+_SAFE: Final = ("GET", "HEAD", "OPTIONS")
+_TENANT: Final = b"tenant="
+PORT_MAX: Final = 65535
+_HOST_HEADER: Final = re.compile(
+    r"(?:\[(?P<address>[0-9A-Fa-f:.]{2,45})\]|(?P<name>[A-Za-z0-9._-]{1,253}))(?::(?P<port>[0-9]{1,5}))?", re.ASCII
+)
+_TOKENIZING: Final = ("/tokenize", "/detokenize")
 
 
 class RequestMiddleware:
@@ -186,14 +193,6 @@ def _log_failure(error: Exception) -> None:
         f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)
     ]
     _log.error("request_failed", error=type(error).__name__, frames=frames[-8:])
-
-
-_SAFE: Final = ("GET", "HEAD", "OPTIONS")
-_TENANT: Final = b"tenant="
-PORT_MAX: Final = 65535
-_HOST_HEADER: Final = re.compile(
-    r"(?:\[(?P<address>[0-9A-Fa-f:.]{2,45})\]|(?P<name>[A-Za-z0-9._-]{1,253}))(?::(?P<port>[0-9]{1,5}))?", re.ASCII
-)
 
 
 class AccessMiddleware:
@@ -342,9 +341,6 @@ def is_local_name(name: str) -> bool:
 def _for_logs(identity: Identity) -> dict[str, str]:
     named = {"tenant": identity.tenant, "key": identity.key}
     return {name: value for name, value in named.items() if value}
-
-
-_TOKENIZING: Final = ("/tokenize", "/detokenize")
 
 
 def is_metered(path: str) -> bool:

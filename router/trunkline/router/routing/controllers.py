@@ -24,6 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
+TOLERATED: Final = 2
+"""So many failures in a row may be the requests' own fault. Requests that fail together count as one failure."""
+PAUSE_SECONDS: Final = 1.0
+"""Pause after the first failure that is not tolerated. Each further failure without a success doubles it …"""
+PAUSE_SECONDS_MAX: Final = 30.0
+"""… up to this."""
+_NO_TRIAL: Final = -1
 
 
 @dataclass(slots=True)
@@ -143,15 +150,6 @@ class SessionPlaces:
         self._places.move_to_end(session)
         if len(self._places) > self._sessions_max:
             self._places.popitem(last=False)
-
-
-TOLERATED: Final = 2
-"""So many failures in a row may be the requests' own fault. Requests that fail together count as one failure."""
-PAUSE_SECONDS: Final = 1.0
-"""Pause after the first failure that is not tolerated. Each further failure without a success doubles it …"""
-PAUSE_SECONDS_MAX: Final = 30.0
-"""… up to this."""
-_NO_TRIAL: Final = -1
 
 
 class Breaker:

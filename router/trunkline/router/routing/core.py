@@ -26,6 +26,9 @@ from trunkline.router.routing.policies import POLICIES, Policy, RoutingSettings,
 from trunkline.router.routing.request import Decision, Origin, RouteRequest, Weighed
 
 DECISIONS_MAX: Final = 1000
+__all__ = ["Decision", "NoControllerError", "RouteRequest", "RoutingCore", "RoutingSettings"]
+_UNKNOWN_CHUNK: Final = 64
+"""Tokens of a chunk, until a controller has reported its own size."""
 
 
 class Logged(NamedTuple):
@@ -81,12 +84,6 @@ class DecisionLog:
     def newest(self) -> Iterator[Logged]:
         """Yield all decisions that are kept, the last one first."""
         return reversed(self._ring)
-
-
-__all__ = ["Decision", "NoControllerError", "RouteRequest", "RoutingCore", "RoutingSettings"]
-
-_UNKNOWN_CHUNK: Final = 64
-"""Tokens of a chunk, until a controller has reported its own size."""
 
 
 class NoControllerError(RouterError):

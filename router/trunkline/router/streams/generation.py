@@ -28,6 +28,12 @@ from trunkline.router.telemetry.metrics import Metrics
 from trunkline.router.text.detokenizer import StopMatcher, TokenVocabulary, make_detokenizer
 
 FinishName = Literal["stop", "length"]
+_FIRST_EVENT_SECONDS_MAX: Final = 10.0
+"""Until the first event, an error can still become the HTTP status. A request that queues for longer gets its
+response headers anyway: proxies give up on connections that stay without headers."""
+CLIENT_LEFT: Final = "client_left"
+OUTCOMES: Final[dict[str, str]] = {FinishReason.ABORT: "aborted", FinishReason.ENGINE_FAILED: "failed"}
+"""Names of some reasons in metrics and logs; all other reasons have their own names there."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -197,14 +203,6 @@ class Choices:
             delta.score, delta.cumulative_logprob = found.score, found.logprob
             deltas.append(delta)
         return deltas
-
-
-_FIRST_EVENT_SECONDS_MAX: Final = 10.0
-"""Until the first event, an error can still become the HTTP status. A request that queues for longer gets its
-response headers anyway: proxies give up on connections that stay without headers."""
-CLIENT_LEFT: Final = "client_left"
-OUTCOMES: Final[dict[str, str]] = {FinishReason.ABORT: "aborted", FinishReason.ENGINE_FAILED: "failed"}
-"""Names of some reasons in metrics and logs; all other reasons have their own names there."""
 
 
 class Generation:

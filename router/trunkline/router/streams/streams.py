@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 
 TIMED_OUT: Final = "timeout"
 """The reason of an `End` by the router's own time limit; all other reasons are `FinishReason`s."""
+Event = Started | PromptScored | BeamsFound | Finished
+"""News of a request from its controller, other than tokens."""
+ALL = -1
+"""In place of a sample's index: all samples of a request."""
 
 
 class End(NamedTuple):
@@ -85,10 +89,6 @@ class Batch(msgspec.Struct):
     """Results of a beam search, best first."""
     end: End | None = None
     """Set once the request has ended as a whole; this is the last batch then."""
-
-
-Event = Started | PromptScored | BeamsFound | Finished
-"""News of a request from its controller, other than tokens."""
 
 
 class Stream:
@@ -277,8 +277,6 @@ class Stream:
             self._waiter = None
 
 
-ALL = -1
-"""In place of a sample's index: all samples of a request."""
 NOTHING_FAILED: Final = End(FinishReason.ENGINE_FAILED)
 
 

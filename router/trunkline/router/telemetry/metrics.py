@@ -51,6 +51,14 @@ UNNAMED: Final = "unnamed"
 """Label of all tenants that are known only by their keys: their number is not bounded, and the name of each would
 reveal a part of its key's digest."""
 OTHER: Final = "other"
+_PROCESS: Final = (
+    Family("process_cpu_seconds", "counter", "Processor time that this router process has used."),
+    Family("process_resident_memory_bytes", "gauge", "Its resident memory."),
+    Family("process_virtual_memory_bytes", "gauge", "Its virtual memory."),
+    Family("process_start_time_seconds", "gauge", "When it was started, in seconds since 1970."),
+    Family("process_open_fds", "gauge", "Its open files, sockets and the like."),
+    Family("process_max_fds", "gauge", "How many it may have."),
+)
 
 
 class TenantLabels:
@@ -183,16 +191,6 @@ class TokenMetrics(FamilyCollector):
         tokens = CounterMetricFamily(_TOKENS.name, _TOKENS.text)
         tokens.add_metric([], float(self.tokens))
         yield tokens
-
-
-_PROCESS: Final = (
-    Family("process_cpu_seconds", "counter", "Processor time that this router process has used."),
-    Family("process_resident_memory_bytes", "gauge", "Its resident memory."),
-    Family("process_virtual_memory_bytes", "gauge", "Its virtual memory."),
-    Family("process_start_time_seconds", "gauge", "When it was started, in seconds since 1970."),
-    Family("process_open_fds", "gauge", "Its open files, sockets and the like."),
-    Family("process_max_fds", "gauge", "How many it may have."),
-)
 
 
 class Live(NamedTuple):

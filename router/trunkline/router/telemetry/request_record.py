@@ -22,6 +22,13 @@ from trunkline.runtime.tracing import Tracer, child_of
 
 if TYPE_CHECKING:
     from trunkline.router.streams.generation import Generation
+TEXTS_MAX: Final = 32
+"""So many spans `tokenize` per request; further texts have none."""
+ROUTES_MAX: Final = 32
+"""Likewise spans `route`."""
+PROVIDER: Final = "trunkline"
+_OPERATIONS: Final = {"/v1/completions": "text_completion"}
+"""`gen_ai.operation.name` by endpoint; all other endpoints that generate are chats."""
 
 
 @dataclass(slots=True)
@@ -86,15 +93,6 @@ class RequestRecord:
 def current_record() -> RequestRecord | None:
     """Return the record of the request at hand; None: the work is for no client, as a health probe."""
     return current().record
-
-
-TEXTS_MAX: Final = 32
-"""So many spans `tokenize` per request; further texts have none."""
-ROUTES_MAX: Final = 32
-"""Likewise spans `route`."""
-PROVIDER: Final = "trunkline"
-_OPERATIONS: Final = {"/v1/completions": "text_completion"}
-"""`gen_ai.operation.name` by endpoint; all other endpoints that generate are chats."""
 
 
 @dataclass(slots=True)

@@ -36,6 +36,18 @@ KEY_PREFIX: Final = "key-"
 """Prefix of the name of a tenant that is known only by its key."""
 NAME: Final = re.compile(r"[\x21-\x7e]{1,128}")
 """What a tenant may be called."""
+_LOOPBACK_NAME: Final = re.compile(r"(?:[a-z0-9-]+\.)*localhost")
+DEFAULT: Final = "default"
+"""The tenant of the one key that is given without a file. It owns everything that no other tenant owns."""
+ADMIN: Final = "admin"
+"""The tenant of the key that a cluster draws at its start."""
+SHARED: Final = "shared"
+"""Name of the salt that a tenant has to share its KV with requests that have no salt."""
+_SALT_MARK: Final = b"\xff"
+"""First byte of a tenant's salt. Clients' salts are UTF-8, which never has it, so no client can forge one."""
+_SALT_BYTES: Final = 16
+_ONCE: Final = ("authorization", "x-api-key", "host")
+"""Headers that a request may have only once: a proxy and this program might choose different ones of two."""
 
 
 class Role(StrEnum):
@@ -179,9 +191,6 @@ def draw_key() -> str:
     return KEY_TOKEN + secrets.token_urlsafe(_KEY_BYTES)
 
 
-_LOOPBACK_NAME: Final = re.compile(r"(?:[a-z0-9-]+\.)*localhost")
-
-
 def is_loopback(host: str) -> bool:
     """Return whether only this machine reaches an address. `host`: a number, or `localhost`."""
     text = host.strip("[]").lower()
@@ -191,19 +200,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(text).is_loopback
     except ValueError:
         return False  # also 127.example.com
-
-
-DEFAULT: Final = "default"
-"""The tenant of the one key that is given without a file. It owns everything that no other tenant owns."""
-ADMIN: Final = "admin"
-"""The tenant of the key that a cluster draws at its start."""
-SHARED: Final = "shared"
-"""Name of the salt that a tenant has to share its KV with requests that have no salt."""
-_SALT_MARK: Final = b"\xff"
-"""First byte of a tenant's salt. Clients' salts are UTF-8, which never has it, so no client can forge one."""
-_SALT_BYTES: Final = 16
-_ONCE: Final = ("authorization", "x-api-key", "host")
-"""Headers that a request may have only once: a proxy and this program might choose different ones of two."""
 
 
 class Identity(msgspec.Struct, frozen=True):
