@@ -21,7 +21,7 @@ MESSAGES: Final = {"controller.messages", "router.messages", "worker.messages"}
 
 PACKAGES: Final[dict[str, set[str]]] = {
     "runtime": set(),
-    "kvstore": {"controller.messages"},
+    "kvstore": set(),
     "kernels": {"kvstore"},
     "prompts": {"router.pml"},
     "controller": {"kvstore", "runtime", *MESSAGES},

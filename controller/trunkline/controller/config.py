@@ -23,9 +23,9 @@ class ControllerConfig(EngineLimits, frozen=True, kw_only=True):
     local_endpoint: str = ""
     """As `router_endpoint`, ipc://PATH, for processes of the same host, which need no keys; "": none."""
     events_endpoint: str = ""
-    """PUB, bound: where chunks are, to routers; "": nobody is told."""
+    """PUB, bound: tells routers which chunks are where; "": routers are not told."""
     model_fingerprint: str = ""
-    """Hexadecimal."""
+    """Digest of the model that the workers compute with, hexadecimal."""
     index_path: str = ""
     """SQLite file with the disk tier's chunks; "": there is no disk tier."""
     records_path: str = ""
@@ -33,29 +33,29 @@ class ControllerConfig(EngineLimits, frozen=True, kw_only=True):
     tier_fingerprint: str = ""
     """Hexadecimal (`trunkline.kvstore.fingerprint`): an index of another one is not read."""
     remote_tier: bool = False
-    """The workers are given a remote tier."""
+    """Whether the workers are given a remote tier."""
     vocab_size: int = 0
     """Requests with token ids from here on are refused. 0: unknown, ids are only checked to be ids."""
     epoch: int = 0
-    """Of the first worker group; 0: milliseconds since 1970, so that a controller that is started again never uses
-    one a second time."""
+    """Epoch of the first workers; 0: milliseconds since 1970, so that a restarted controller never uses an epoch
+    again."""
     step_timeout_s: float = 60.0
-    """Workers that do not answer a step for so long are lost (and 20 times as long as it should take, if that is
-    more)."""
+    """Workers that do not answer a step for this long are lost; or for 20 times the predicted time, if that is
+    longer."""
     resume_seconds_max: float = 300.0
-    """Requests wait so long for other workers when theirs are lost."""
+    """How long requests wait for new workers when theirs are lost."""
     status_path: str = ""
     """Socket of the supervisor for what this process says of itself (`trunkline.runtime.process`); "": none."""
     debug_checks: bool = False
     """Check the engine's invariants after every step (slow: for tests and bug hunts)."""
     router_silence_seconds_max: float = 10.0
-    """A router that sends no `Ping` for so long is dead; its requests are aborted."""
+    """A router that sends no `Ping` for this long counts as dead, and its requests are aborted."""
     drain_seconds: float = 30.0
-    """After SIGTERM running requests may take so long to finish."""
+    """How long running requests may take to finish after SIGTERM."""
     wire_keys: str = ""
-    """File of the keys of sockets between hosts (`trunkline key wire`); "": there is none."""
+    """File with the keys of sockets between hosts (`trunkline key wire`); "": no file."""
     plain_tcp: bool = False
-    """Sockets between hosts have no keys: for tests, and networks in which nobody else is."""
+    """Whether sockets between hosts have no keys: for tests, and networks that only this cluster uses."""
     parent_pid: int = 0
     log_level: str = "info"
     log_format: str = "auto"
@@ -66,7 +66,7 @@ class ControllerConfig(EngineLimits, frozen=True, kw_only=True):
 
     @property
     def terms(self) -> dict[str, str]:
-        """As of `WorkerConfig`."""
+        """What all workers must have in common with this controller, by name (`WorkerConfig.terms`)."""
         return {
             "tp": str(self.tp),
             "dtype": self.dtype,
@@ -123,7 +123,7 @@ class ControllerConfig(EngineLimits, frozen=True, kw_only=True):
         disk_slots: int = 0,
         remote: bool = False,
     ) -> EngineConfig:
-        """The engine's limits, once the workers have said what they hold."""
+        """Return the engine's configuration, once the workers have reported what they hold."""
         return EngineConfig(
             num_blocks=num_blocks,
             ranks=self.tp,

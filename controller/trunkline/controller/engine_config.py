@@ -50,8 +50,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Time between two tokens of a stream that prefill should not exceed (soft); 0: no target."""
     dtype: str = "float32"
     tier_policy: str = "look-ahead"
-    """What leaves the host and disk tiers, and what is fetched early: "look-ahead" goes by the queue
-    (CachedAttention §3.3); "lru" and "fifo" are there to compare with."""
+    """Which chunks leave the host and disk tiers, and which are fetched early: "look-ahead" goes by the queue
+    (CachedAttention §3.3); "lru" and "fifo" are for comparison."""
     session_ttl_s: float = 0.0
     """Seconds without use after which cached KV is forgotten, unless its request says otherwise; 0: never."""
     positions_shift: bool = True
@@ -60,7 +60,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(EngineLimits, frozen=True, kw_only=True):
-    """What the pure engine has to know: the limits, and what the workers hold."""
+    """The configuration of the pure engine: the limits, and what the workers hold."""
 
     num_blocks: int
     """Device blocks; the smallest number that any rank has."""
@@ -76,9 +76,9 @@ class EngineConfig(EngineLimits, frozen=True, kw_only=True):
     """Digest of configuration and weights, as they are computed with (quantised or not); part of every chunk's
     name."""
     disk_slots: int = 0
-    """Blocks that the workers' disk tiers hold; the smallest number that any rank has; 0: there is none."""
+    """Blocks that the workers' disk tiers hold; the smallest number that any rank has; 0: no disk tier."""
     remote: bool = False
-    """Every rank has been given a remote tier."""
+    """Whether every rank has been given a remote tier."""
 
     @property
     def longest_sequence(self) -> int:
@@ -150,10 +150,10 @@ class EngineConfig(EngineLimits, frozen=True, kw_only=True):
         return self.max_blocks_per_sequence + HOLE_BLOCKS
 
     def tiers(self, first_generation: int = 0) -> DirectoryConfig:
-        """What there is below the device.
+        """Return the configuration of the tiers below the device.
 
         Args:
-            first_generation: generations of disk slots begin above it.
+            first_generation: generations of disk slots begin above this number.
         """
         if not self.prefix_cache:
             return DirectoryConfig()

@@ -207,7 +207,7 @@ ChunkT = TypeVar("ChunkT", bound=TieredChunk)
 
 
 class ChangeLog(Generic[ChunkT]):
-    """Chunks that may be in other tiers than at the last look. Empty until `start` is called."""
+    """Collects chunks that may have changed tiers, until `take` is called. It collects none before `start`."""
 
     def __init__(self) -> None:
         self._items: dict[ChunkT, None] | None = None

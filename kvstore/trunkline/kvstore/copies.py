@@ -38,7 +38,7 @@ OwnerT = TypeVar("OwnerT")
 
 
 class SlotPool(Generic[OwnerT]):
-    """`capacity` slots. Each slot in use has an owner."""
+    """The slots of one tier, free or with an owner."""
 
     def __init__(self, capacity: int, first_generation: int = 0) -> None:
         """
@@ -96,7 +96,7 @@ class SlotPool(Generic[OwnerT]):
         return None
 
     def take(self, owner: OwnerT, slot: SlotId, generation: int) -> bool:
-        """Give a slot to the owner that it has had since an earlier run.
+        """Give a slot to an owner that had it in an earlier run.
 
         Returns:
             False if there is no such slot, or if it has an owner.
@@ -164,7 +164,7 @@ def host_state(chunk: TieredChunk, *, may_sink: bool) -> HostState:
 
 
 class CopyChanges(Generic[ChunkT]):
-    """Changes that the directory's owner has not asked for yet."""
+    """Changes that the directory's owner has not taken yet."""
 
     def __init__(self) -> None:
         self.lost: list[ChunkT] = []
@@ -241,7 +241,7 @@ class Copies(Generic[ChunkT]):
         self.offer(chunk)
 
     def restore_disk(self, chunk: ChunkT, slot: SlotId, generation: int) -> bool:
-        """Enter a disk copy of an earlier run; return False if there is no such slot, or it is taken."""
+        """Enter a disk copy that an earlier run left; return False if its slot does not exist or is taken."""
         if chunk.disk != NO_SLOT or not self.disk.take(chunk, slot, generation):
             return False
         self._arriving(chunk)
@@ -409,7 +409,7 @@ class Copies(Generic[ChunkT]):
         return HeapVerdict.TAKE if may_leave(chunk) else HeapVerdict.SKIP
 
     def _arriving(self, chunk: ChunkT) -> None:
-        """Prepare for a chunk's ready copy: with its first one the chunk comes into the system."""
+        """Note that a ready copy is about to come: with its first copy the chunk comes into the system."""
         if chunk.is_stored:
             return
         parent = chunk.parent
@@ -421,7 +421,7 @@ class Copies(Generic[ChunkT]):
             self._one_more_below(parent)
 
     def _gone(self, chunk: ChunkT) -> None:
-        """Take note that a ready copy is gone: with its last one the chunk leaves the system."""
+        """Note that a ready copy is gone: with its last copy the chunk leaves the system."""
         if chunk.is_stored:
             self.offer(chunk)
             return
@@ -430,7 +430,7 @@ class Copies(Generic[ChunkT]):
         self._absent_below(chunk)
 
     def moved(self, chunk: TieredChunk, before: TieredChunk) -> None:
-        """Count again after a chunk, with all chunks below it, got another parent."""
+        """Correct `stored_below` after a chunk, with all chunks below it, got another parent than `before`."""
         if chunk.is_stored or chunk.stored_below:
             self._one_less_below(before)
             self._one_more_below(chunk.parent)

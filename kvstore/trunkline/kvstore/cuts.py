@@ -45,7 +45,7 @@ class ContextCut:
     def __init__(self, drops: tuple[tuple[int, int], ...], chunk_size: int) -> None:
         """
         Args:
-            drops: Ranges of which `problem_of_drops` says nothing.
+            drops: Valid ranges, for which `problem_of_drops` returns "".
         """
         self.drops = drops
         self.chunk_size = chunk_size

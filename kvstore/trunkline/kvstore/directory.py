@@ -53,7 +53,7 @@ class TierStats:
 
 
 class Directory(Generic[ChunkT]):
-    """The bookkeeping of all tiers below the device."""
+    """Knows which chunk has a copy in which tier below the device, and decides all moves and evictions."""
 
     def __init__(self, config: DirectoryConfig, totals: Mapping[TierKind, TierTotals] | None = None) -> None:
         """
@@ -167,7 +167,7 @@ class Directory(Generic[ChunkT]):
         return TierKind.REMOTE if chunk.remote else None
 
     def want(self, job: int, key: QueueKey, chunks: Sequence[ChunkT]) -> None:
-        """Note that a waiting job will use the chunks of a path. A job that is known already is replaced.
+        """Note that a waiting job will use the chunks of a path. If the job is known already, this replaces it.
 
         Args:
             key: The job's place in the queue, smallest first. Keys are unique and all of the same length.
@@ -368,7 +368,8 @@ class Directory(Generic[ChunkT]):
         return slowest
 
     def doubt_costs(self) -> None:
-        """Lower the estimates of read costs a little, because reads were not ordered that seemed too slow."""
+        """Lower the estimates of read costs a little. Call it when reads are not ordered because they seem slow:
+        no read would correct a wrong estimate then."""
         for tier, health in self.health.items():
             health.doubt(READ_US[tier])
 

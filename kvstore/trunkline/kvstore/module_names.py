@@ -10,25 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum, auto
 from hashlib import blake2b
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, unpack_int32
 
 Ranges = tuple[tuple[int, int], ...]
-
-
-class PlacedText(Protocol):
-    """A text of a module, as far as its name depends on it."""
-
-    @property
-    def position(self) -> int:
-        """Position of its first token."""
-
-    @property
-    def tokens(self) -> bytes:
-        """Its tokens, as `pack_int32` gives them."""
 
 
 def pairs(packed: bytes) -> Ranges:
@@ -77,7 +65,8 @@ def modules_root(root: bytes) -> ChunkName:
 
 
 def text_names(
-    text: PlacedText,
+    position: int,
+    tokens: bytes,
     parent: tuple[ChunkName, int] | None,
     base: ChunkName,
     moves: RelocationRule,
@@ -86,16 +75,18 @@ def text_names(
     """Return the names of a text below another one.
 
     Args:
-        parent: Content and position of the text above it; None if there is none.
+        position: Position of the text's first token.
+        tokens: The text's tokens, as `pack_int32` gives them.
+        parent: Content and position of the text above it; None: it sees no other text.
         base: The result of `modules_root`.
         chunk_bytes: Bytes of the tokens of a full chunk.
     """
-    above, origin = parent if parent is not None else (base, text.position)
+    above, origin = parent if parent is not None else (base, position)
     where = b""
     if moves is not RelocationRule.ANYWHERE:
-        where = (text.position - (origin if moves is RelocationRule.WITH_ITS_PARENT else 0)).to_bytes(8, "little")
-    place = _digest(b"place", above, where, text.tokens[:chunk_bytes])
-    return TextNames(place, _digest(b"content", above, where, text.tokens))
+        where = (position - (origin if moves is RelocationRule.WITH_ITS_PARENT else 0)).to_bytes(8, "little")
+    place = _digest(b"place", above, where, tokens[:chunk_bytes])
+    return TextNames(place, _digest(b"content", above, where, tokens))
 
 
 def prompt_root(base: ChunkName, shown: Sequence[tuple[ChunkName, int, Ranges]], runs: Ranges) -> ChunkName:

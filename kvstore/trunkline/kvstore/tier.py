@@ -1,8 +1,9 @@
 """The interface of a storage tier below the device pool (design.md section 7).
 
 The controller's directory decides which chunk lies in which slot of which tier and orders the moves; a tier only
-stores and returns bytes. Every rank keeps its own shard of a chunk under the same `SlotId`. The host, disk and
-remote tiers implement `Tier`. The device pool is not a tier, because kernels read it in place.
+stores and returns bytes. Every rank keeps its own shard of a chunk under the same `SlotId`. The disk and
+remote tiers implement `Tier`. The device pool and the host pool are not, because kernels and other tiers use their
+memory in place.
 
 To add a tier, write a class with these methods. A tier that several controllers share implements `SharedTier`, and
 is chosen by the scheme of its URL (`trunkline.kvstore.remote_stores`).
@@ -75,9 +76,6 @@ class Tier(Protocol):
         Raises:
             OSError: the tier could not be read.
         """
-
-    def discard(self, slot: SlotId) -> None:
-        """Forget the slot's content. Never fails: discarding nothing is fine."""
 
     def close(self) -> None:
         """Release files, connections and memory."""

@@ -129,7 +129,7 @@ class TierHealth:
         return max(self.latency_us, (self.reading + reads) * self.read_us)
 
     def doubt(self, prior_us: float) -> None:
-        """Lower the estimated cost of reads by a fifth, not below `prior_us`: it may be less by now."""
+        """Lower the estimated cost of reads by a fifth, but not below `prior_us`: it may have fallen."""
         self.read_us = max(prior_us, DOUBT * self.read_us)
         self.latency_us *= DOUBT
 
@@ -180,7 +180,7 @@ class Move(Generic[ChunkT]):
 
 
 class Room(Enum):
-    """Whether there is a host slot for a fetch."""
+    """The outcome of the search for a host slot for a fetch."""
 
     MADE = auto()
     BORROWED = auto()

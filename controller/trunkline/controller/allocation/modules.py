@@ -28,10 +28,10 @@ import numpy as np
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import TOKEN_BYTES, Match, Node
 from trunkline.controller.messages import ModuleText, PromptLayout
-from trunkline.controller.sequences.module_prompt import CachedText, ModulePrompt, Ranges
+from trunkline.controller.sequences.module_prompt import CachedText, ModulePrompt
 from trunkline.controller.sequences.sequence import PrefixMatch, Sequence, SequenceGroup, Stem, TokenBuffer
 from trunkline.kvstore.chunks import OPEN_COUNT, Extent, Int32Array
-from trunkline.kvstore.module_names import RelocationRule, modules_root, pairs, prompt_root, text_names
+from trunkline.kvstore.module_names import Ranges, RelocationRule, modules_root, pairs, prompt_root, text_names
 
 
 def name_texts(
@@ -49,7 +49,7 @@ def name_texts(
     base = modules_root(tree.root_name(salt))
     for text in texts:
         parent = (named[text.parent].content, named[text.parent].position) if text.parent >= 0 else None
-        names = text_names(text, parent, base, rule, tree.chunk_bytes)
+        names = text_names(text.position, text.tokens, parent, base, rule, tree.chunk_bytes)
         named.append(CachedText(text.tokens, text.position, text.parent, pairs(text.seen), *names))
 
 
@@ -106,7 +106,7 @@ def lay_out(group: SequenceGroup, prompt: ModulePrompt, max_context: int) -> Non
 
 
 class FoundText(NamedTuple):
-    """What the radix tree has of a text."""
+    """The chunks of a text that the radix tree has."""
 
     nodes: list[Node]
     """All of its chunks, in whichever tier; empty if a chunk is missing."""

@@ -33,7 +33,7 @@ class BlockPool:
         self._free = [BlockId(i) for i in range(num_blocks - 1, -1, -1)]
         self._holders = [0] * num_blocks
         self.taken: list[BlockId] = []
-        """Blocks allocated since this list was emptied: by the plan that is being made."""
+        """Blocks that the plan in the making has allocated; the scheduler empties the list before each plan."""
 
     @property
     def free_count(self) -> int:
@@ -51,13 +51,15 @@ class BlockPool:
         return block
 
     def share(self, block: BlockId) -> None:
-        """One holder more of a block that is held."""
+        """Add a holder to a block that is held."""
         assert self._holders[block] > 0, "a free block cannot be shared"
         self._holders[block] += 1
 
     def release(self, block: BlockId) -> None:
-        """One holder less; the last one frees the block. Steps already sent may still read it: they run before
-        any reuse."""
+        """Remove a holder from a block; a block without holders is free.
+
+        Steps that were sent already may still read it: they run before any step that writes it again.
+        """
         assert self._holders[block] > 0, "a free block cannot be released"
         self._holders[block] -= 1
         if not self._holders[block]:
@@ -73,7 +75,7 @@ class BlockPool:
 
 
 class Fences:
-    """The last plan that copied each block and slot."""
+    """Remembers the last plan that copied each block and slot, and says what a new plan must wait for."""
 
     def __init__(self, num_blocks: int, host_slots: int) -> None:
         self._block_saved = np.zeros(num_blocks, np.int64)

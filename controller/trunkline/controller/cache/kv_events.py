@@ -1,4 +1,4 @@
-"""What routers hear of a controller's chunks: numbered batches of changes, and snapshots for late routers.
+"""Tell routers which chunks a controller has: numbered batches of changes, and snapshots for late routers.
 
     tree.changed ──follow──► batch 7, 8, 9 … ──► PUB socket            may be lost on the way
                                │      └─► ring of the last ones ──┐
@@ -7,8 +7,8 @@
 
 Code that moves a chunk does not decide what is announced: it only notes that the chunk *may* have changed tiers
 (`trunkline.kvstore.chunks.ChangeLog`). Once per turn the tiers of the noted chunks are compared with those
-announced last (`Node.announced`), and the differences are the next batch. So nothing is announced twice, and
-nothing that was over before the turn ended.
+announced last (`Node.announced`), and the differences are the next batch. So no change is announced twice, and no
+change that was undone within its turn.
 
 Announced are full chunks, under their names, and all chunks of texts (`trunkline.kvstore.chunks`). A chunk that is
 being computed counts as on the device: a second request for it would wait for it. Two chunks may have one name,
@@ -59,7 +59,7 @@ def tiers_of(node: Node, chunk_bytes: int) -> int:
 
 
 class EventBatch(NamedTuple):
-    """Changes of one turn; fields as in `KvEvents`."""
+    """The changes of one turn, as a `KvEvents` message carries them."""
 
     seq: int
     names: bytes
@@ -67,7 +67,7 @@ class EventBatch(NamedTuple):
 
 
 class Announced:
-    """What was announced to routers: in which tiers each name is."""
+    """The tiers in which each chunk name is, as routers were told last."""
 
     def __init__(self) -> None:
         self.tiers: dict[ChunkName, int] = {}
@@ -75,7 +75,7 @@ class Announced:
         """For names of more than one chunk: how many of these chunks are in each combination of tiers (0 to 7)."""
 
     def move(self, name: ChunkName, before: int, after: int) -> None:
-        """Move one chunk of this name from the tiers `before`, as was announced, to the tiers `after`."""
+        """Note that a chunk of this name, which was announced in the tiers `before`, is in the tiers `after`."""
         shared = self._shared.get(name)
         if shared is None:
             others = self.tiers.get(name, 0) if not before else 0
@@ -115,7 +115,7 @@ class _Snapshot:
 
 
 class KvEventLog:
-    """Follows one radix cache after the other, and answers routers that have missed something."""
+    """Makes event batches of a radix cache's changes, and answers routers that missed some of them."""
 
     def __init__(self, stream: bytes, *, ring_bytes: int = RING_BYTES, page_chunks: int = PAGE_CHUNKS) -> None:
         """
@@ -143,8 +143,8 @@ class KvEventLog:
         """Return what has changed since the last call, in as many batches as needed; often none.
 
         Args:
-            tree: if it is another one than before, chunks that are not in it are gone.
-            look_again: compare all chunks, whether they were noted as changed or not.
+            tree: if it is another one than in the last call, chunks that are not in it are gone.
+            look_again: compare all chunks, also those that were not noted as changed.
         """
         before: dict[ChunkName, int] = {}
         if tree is not self._tree:
@@ -238,7 +238,7 @@ class KvEventLog:
         )
 
     def _snapshot(self, upto: int, now: float) -> _Snapshot:
-        """Return the snapshot up to this batch: a kept one, or the present state."""
+        """Return the kept snapshot up to this batch, or else make one of the present state."""
         snapshot = self._snapshots.get(upto)
         if snapshot is None:
             known = self.announced.tiers

@@ -94,7 +94,7 @@ class RadixCache(RadixTree):
         self.touched: dict[Node, None] = {}
         """Chunks on disk whose last use or end of life the index has to learn."""
 
-    # Coming
+    # Adding chunks, and copying them to and from the host
 
     def insert(
         self, parent: Node, key: bytes, block: BlockId, ready_step: int, now: float, marker: bytes = b""
@@ -122,7 +122,11 @@ class RadixCache(RadixTree):
         return self.tiers.load(node, plan.step)
 
     def load(self, read: tuple[SlotId, int], block: BlockId, plan: TierCopyPlan) -> None:
-        """Add the load of a copy reserved by `read` to the plan; `block` may be anyone's."""
+        """Add the load of a copy that `read` reserved to the plan.
+
+        Args:
+            block: the target: a chunk's block or a sequence's own.
+        """
         slot, generation = read
         self.fences.loaded(block, slot, plan.step)
         plan.loads.append((block, slot, generation))
@@ -137,7 +141,7 @@ class RadixCache(RadixTree):
         return node
 
     def computed(self, node: Node, step: int, plan: TierCopyPlan | None = None) -> None:
-        """Make a full chunk readable after step `step`, and save it: at the end of `plan` if given, else later."""
+        """Let steps after `step` read a full chunk, and save it: at the end of `plan` if given, else later."""
         node.ready_step = step
         self.absorb_prefixes(node)
         if plan is not None and self._wants_copy(node) and self._reserve(node, plan, plan.late_saves):
@@ -171,8 +175,8 @@ class RadixCache(RadixTree):
             self._unsaved.popleft()
 
     def _wants_copy(self, node: Node) -> bool:
-        """Return whether to copy a chunk: not if it has a copy, nor below a chunk that is not stored (never
-        found)."""
+        """Return whether to copy a chunk to the host: it has no copy yet, and the chunk above it has one, without
+        which no request would find it."""
         if node.parent is None or not node.on_device or node.is_stored:
             return False
         return node.parent.parent is None or node.parent.is_stored
@@ -189,7 +193,7 @@ class RadixCache(RadixTree):
         saves.append((node.block, slot, generation))
         return True
 
-    # Changing place in the forest
+    # Moving chunks to another tree
 
     def graft(self, node: Node, root: Node) -> None:
         """Move an idle chunk, with everything below it, from its tree to the root of a cut."""
@@ -213,7 +217,7 @@ class RadixCache(RadixTree):
                 return
             self._drop(sibling)
 
-    # Use
+    # Keeping chunks
 
     def keep(self, path: list[Node], now: float, ttl: float) -> None:
         """Keep the chunks of a path for `ttl` seconds from now on, because a sequence leaves; 0: no limit."""
@@ -228,7 +232,7 @@ class RadixCache(RadixTree):
             self._note_idle(node)  # idle chunks have just become younger
 
     def expire(self, now: float) -> None:
-        """Drop idle chunks whose time to live is over, in all tiers, leaves first."""
+        """Drop idle chunks whose time to live is over, from all tiers, leaves first."""
         for node in self.tiers.expire(now):
             if node.parent is None:
                 continue
@@ -253,7 +257,7 @@ class RadixCache(RadixTree):
         for node in reversed(claimed):
             self.tiers.unclaim(node)
 
-    # Leaving
+    # Removing chunks
 
     def remove(self, node: Node) -> BlockId:
         """Remove an idle leaf, with all its copies; return its block (or `NO_BLOCK`), now the caller's."""
@@ -352,7 +356,7 @@ class RadixCache(RadixTree):
                 self._pool.release(block)
 
     def remember(self, node: Node, reason: MissReason) -> None:
-        """Remember why a chunk is gone, to tell clients that miss it."""
+        """Remember why a chunk is gone, to tell clients whose prompts miss it."""
         self._departed[node.name] = reason
         self._departed.move_to_end(node.name)
         if len(self._departed) > DEPARTED_MAX:

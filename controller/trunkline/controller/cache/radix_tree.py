@@ -116,7 +116,7 @@ _POSITION_BYTES: Final = 8
 
 @dataclass(slots=True)
 class Match:
-    """What one tree has of a prompt."""
+    """The longest part of a prompt that one tree has."""
 
     path: list[Node]
     """Whole chunks from the root on, computed; some may be in lower tiers only."""
@@ -124,8 +124,7 @@ class Match:
     """The next whole chunk, if another sequence is computing it now."""
     partial: Node | None
     """Otherwise the chunk behind the path, on the device or in host memory, whose beginning agrees longest with
-    the
-    prompt."""
+    the prompt."""
     partial_tokens: int
     """How many tokens of `partial` agree; 0 without one."""
 
@@ -332,7 +331,7 @@ class RadixTree:
         return best, best_rank[0]
 
     def most_similar_child(self, node: Node, rest: bytes, step: int) -> tuple[Node | None, int]:
-        """Return the same as `best_partial`, but count children in any tier."""
+        """Return what `best_partial` does, but among children in any tier."""
         best, best_agreed = None, 0
         for child in self._neighbours(node, rest):
             agreed = common_tokens(child.key, rest)
@@ -388,7 +387,7 @@ class RadixTree:
     # Holding
 
     def hold(self, node: Node) -> None:
-        """Keep `node` and everything above it from being evicted (a root, from being pruned).
+        """Keep `node` and everything above it from being evicted, or a root from being pruned.
 
         Only while a plan is made may a held chunk be in lower tiers; between plans it is on the device.
         """

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from trunkline.controller.cache.radix_tree import TOKEN_BYTES
 from trunkline.kvstore.chunks import ChunkName, Int32Array, blocks_for
-
-Ranges = tuple[tuple[int, int], ...]
+from trunkline.kvstore.module_names import Ranges
 
 
 class CachedText(NamedTuple):

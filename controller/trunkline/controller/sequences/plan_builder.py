@@ -87,8 +87,7 @@ class DecodeRows:
 
     def add(self, sequence: Sequence) -> int:
         """Give a slot to a sequence whose prompt this plan completes, or which has resumed with all but its last
-        token
-        computed (`Sequence.prefill_stop`)."""
+        token computed (`Sequence.prefill_stop`)."""
         slot = self._free.pop()
         sequence.slot = slot
         self.sequences[slot] = sequence
@@ -112,8 +111,7 @@ class DecodeRows:
 
     def read_alike(self, leader: Sequence, others: list[Sequence], blocks: int) -> None:
         """Plan the first `blocks` table entries of some beams as one run. Only the workers know in time which of
-        them
-        are equal, so from here on these entries are a hint, not the beams' tables."""
+        them are equal, so from here on these entries are a hint, not the beams' tables."""
         for sequence in others:
             self.tables[sequence.slot, :blocks] = self.tables[leader.slot, :blocks]
 
@@ -280,7 +278,7 @@ class PlanBuilder(TierCopyPlan):
 
     @property
     def is_empty(self) -> bool:
-        """Whether the workers would have nothing to do."""
+        """Whether the plan leaves the workers nothing to do."""
         told = self.joins or self.saves or self.loads or self.copies or self.blocks
         return not (self.prefill or len(self.rows) or told)
 
@@ -328,7 +326,7 @@ class PlanBuilder(TierCopyPlan):
 
 @dataclass(slots=True)
 class PendingChanges:
-    """Changes that the next plan will tell the workers."""
+    """Changes since the last plan, which the next one tells the workers."""
 
     rows_changed: bool = False
     left: list[int] = field(default_factory=list)

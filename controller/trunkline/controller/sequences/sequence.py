@@ -288,7 +288,7 @@ class SequenceGroup:
 
 
 class Sequence:
-    """One stream of tokens. Only the scheduler and the engine change it."""
+    """One continuation of a request: its tokens and blocks. Only the scheduler and the engine change it."""
 
     __slots__ = (
         "batch_seq_id",
@@ -331,8 +331,7 @@ class Sequence:
         self.private: list[BlockId] = []
         self.tails: list[BlockId] = []
         """Before a fork, blocks reserved for the children's tails. Of a child, the parent's tail, which is still
-        to be
-        copied into its own."""
+        to be copied into its own."""
         self.resident = 0
         """Tokens whose KV was cached at admission."""
         self.computed = 0
@@ -363,9 +362,11 @@ class Sequence:
 
     @property
     def prefill_stop(self) -> int:
-        """Tokens to compute before it decodes. A sequence that resumes with others of its group leaves its last
-        token
-        to the step in which all of them are sampled."""
+        """How many tokens to compute before it decodes.
+
+        A sequence that resumes with others of its group leaves its last token to the step in which all of them are
+        sampled. It stores that token in a block of its own.
+        """
         return self.tokens.count - self.group.gathers
 
     @property

@@ -60,7 +60,7 @@ MOVES_REMEMBERED: Final = 64.0
 
 
 class StepCosts:
-    """Running estimates in µs; deterministic in what was observed."""
+    """Estimates in µs of what steps and moves cost. The same observations give the same estimates."""
 
     def __init__(self, swap_us_per_block: float) -> None:
         """
@@ -187,7 +187,7 @@ class Preloads:
         """When all loads ordered so far will be done."""
 
     def ordered(self, blocks: int, now: float, move_us: float) -> None:
-        """Account for a plan that loads so many blocks."""
+        """Note that a plan loads this many blocks, each in `move_us`."""
         self._link_free_at = max(self._link_free_at, now) + blocks * move_us / 1e6
 
     def wait(self, batch_seq_id: int, step: int) -> None:

@@ -40,7 +40,7 @@ PATIENCE_LEAST_S: Final = 0.05
 
 @dataclass(slots=True)
 class _Wait:
-    """What a waiting request waits for."""
+    """What one waiting request waits for, and until when."""
 
     far: dict[Node, TierKind] = field(default_factory=dict)
     """The tier of each of its chunks that was neither on the device nor in host memory when it arrived."""
@@ -52,7 +52,7 @@ class _Wait:
 
 
 class Fetching:
-    """Waiting requests and the chunks that are fetched for them."""
+    """Which chunks are fetched for waiting requests, and how long each request waits for them."""
 
     def __init__(self, tiers: Directory[Node], costs: StepCosts, chunk_size: int) -> None:
         self._tiers = tiers
@@ -115,8 +115,7 @@ class Fetching:
 
     def _best(self, far: list[Node]) -> tuple[int, float]:
         """Return how many of these chunks to load, so that loading them and computing the others is fastest, and
-        the
-        predicted loading time in µs. Considered are the ends of runs of chunks in one tier."""
+        the predicted loading time in µs. Considered are the ends of runs of chunks in one tier."""
         compute_us = self._chunk_size * self._costs.token_us
         best, best_us, best_load_us = 0, len(far) * compute_us, 0.0
         for count in range(1, len(far) + 1):
@@ -178,7 +177,7 @@ def _tokens(nodes: list[Node]) -> int:
 
 
 class _Origin(NamedTuple):
-    """Where a path of chunks begins."""
+    """The root from which a path of chunks begins."""
 
     root: Node | None
     name: ChunkName
@@ -199,7 +198,7 @@ class _Probing:
 
 
 class Prefetcher:
-    """Has the directory and the remote tier look for the chunks of requests."""
+    """Finds the chunks that coming requests will use, in the tree and in the remote tier, and fetches them."""
 
     def __init__(self, tree: RadixCache, fetching: Fetching, orders: TierOrders) -> None:
         self._tree = tree
@@ -227,17 +226,18 @@ class Prefetcher:
         return _tokens(path[_entries(group) :])
 
     def _may_probe(self, now: float) -> bool:
-        """Return whether to ask the remote tier: not while it does not answer, or every request would wait for
-        nothing."""
+        """Return whether to ask the remote tier. While it does not answer it is not asked, or each request would
+        wait in vain."""
         if any(now - probing.asked > PROBE_PATIENCE_S for probing in self._probes.values()):
             self._probes.clear()
             self._silent_until = now + SILENCE_S
         return now >= self._silent_until
 
     def _probe(self, group: SequenceGroup, sequence: Sequence, known: int, now: float) -> None:
-        """
+        """Ask the remote tier for the chunks of a request that the radix tree does not know.
+
         Args:
-            known: how many chunks of its own tree are known.
+            known: how many chunks of the request's own tokens are known.
         """
         size, first = self._tree.chunk_size, _entries(group)
         known = max(0, known)
@@ -271,7 +271,7 @@ class Prefetcher:
         return _Origin(root, name, name)
 
     def probed(self, report: Probed, step: int, now: float) -> None:
-        """Take a rank's answer to what its remote tier has; fetch that with the last rank's answer."""
+        """Note a rank's answer to a probe. When all ranks have answered, fetch what all of them have."""
         answer = self._orders.probed(report)
         probing = self._probes.pop(answer.id, None) if answer is not None else None
         if answer is None or probing is None or not probing.group.members:

@@ -37,7 +37,7 @@ class ProbeAnswer:
 
 
 class TierOrders:
-    """Orders that the ranks have not all answered yet."""
+    """Sends moves and probes to the ranks, and collects the ranks' answers."""
 
     def __init__(self, tree: RadixCache, ranks: int) -> None:
         self._tree = tree
@@ -49,7 +49,7 @@ class TierOrders:
 
     @property
     def in_flight(self) -> int:
-        """Moves that not all ranks have answered."""
+        """How many moves some rank has still to answer."""
         return len(self._moves)
 
     def messages(self, step: int, now: float) -> list[TierMoves | Probe]:
@@ -81,7 +81,7 @@ class TierOrders:
         return messages
 
     def moved(self, report: MovesDone, now: float) -> None:
-        """Take a rank's report on moves; publish a chunk with the last rank's report."""
+        """Note a rank's report on moves. When all ranks have reported on a move, apply its result."""
         for outcome in report.outcomes:
             answers = self._moves.get(outcome.id)
             if answers is None or report.rank in answers.ranks:
@@ -107,7 +107,11 @@ class TierOrders:
         return probe
 
     def probed(self, report: Probed) -> ProbeAnswer | None:
-        """Take a rank's answer to a probe; return the answer of all ranks with the last one, else None."""
+        """Note a rank's answer to a probe.
+
+        Returns:
+            the answer of all ranks together, if this was the last one; else None.
+        """
         answers = self._probes.get(report.probe)
         if answers is None or report.rank in answers.ranks:
             return None

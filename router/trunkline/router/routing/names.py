@@ -143,7 +143,7 @@ def _module_chains(
         if not -1 <= text.parent < index:
             raise ValueError(f"text {index} has text {text.parent} above it, which does not come before it")
         above = named[text.parent] if text.parent >= 0 else None
-        names = text_names(text, above, base, moves, size * _TOKEN_BYTES)
+        names = text_names(text.position, text.tokens, above, base, moves, size * _TOKEN_BYTES)
         named.append((names.content, text.position))
         seen = pairs(text.seen)
         if seen:
