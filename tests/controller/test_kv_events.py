@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 
@@ -9,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 from seeds import seeds
 from simulation.driver import Simulation
+from simulation.engines import ENGINES, MIXES, TINY
 from simulation.module_prompts import Schemas
 from simulation.told import Mirror, truth
 from simulation.traffic import Mix, Traffic
@@ -26,17 +28,6 @@ from trunkline.router.routing.names import Identity, prompt_names
 from trunkline.router.routing.request import RouteRequest
 
 CHUNK = 4
-TINY = EngineConfig(num_blocks=24, chunk_size=CHUNK, max_context=80, token_budget=24, max_rows=8)
-TIERED = replace(TINY, host_slots=20, disk_slots=60, remote=True, ranks=2)
-TRAFFIC = {
-    "device only": (TINY, Mix(preempts=0.01)),
-    "swapping": (replace(TINY, host_slots=12, preemption="swap"), Mix(preempts=0.02)),
-    "tiers": (TIERED, Mix(ttl=0.2)),
-    "cuts": (replace(TINY, num_blocks=40, host_slots=6, disk_slots=30), Mix(cuts=0.5, ttl=0.2, preempts=0.01)),
-    "modules": (replace(TIERED, session_ttl_s=300.0), Mix(modules=0.7, calls=0.05, ttl=0.2, preempts=0.01)),
-    "modules that cannot shift": (replace(TINY, num_blocks=30, positions_shift=False), Mix(modules=0.9)),
-    "workers that are lost": (TIERED, Mix(losses=0.01)),
-}
 
 
 def known_of(simulation: Simulation) -> dict[bytes, int]:
@@ -45,17 +36,19 @@ def known_of(simulation: Simulation) -> dict[bytes, int]:
     return simulation.listener.tiers
 
 
-@pytest.mark.parametrize("name", TRAFFIC)
+@pytest.mark.parametrize(
+    "name", ["tiny, both", "tiers", "little host memory, cuts", "modules, tiers", "modules that cannot shift"]
+)
 @pytest.mark.parametrize("seed", seeds(1))
 def test_routers_know_where_chunks_are(name: str, seed: int) -> None:
     """The simulation compares what was told with the tree after every step."""
-    config, mix = TRAFFIC[name]
-    traffic = Traffic(config, mix, seed)
+    mix = dataclasses.replace(MIXES.get(name, Mix()), losses=0.003)
+    traffic = Traffic(ENGINES[name], mix, seed)
     traffic.run(45)
     listener = traffic.simulation.listener
     assert listener is not None
     assert listener.log.seq > 50
-    assert listener.told >= ({0, 1, 2, 3, 4, 6} if config.disk_slots else {0, 1})
+    assert listener.told >= ({0, 1, 2, 3, 4, 6} if ENGINES[name].disk_slots else {0, 1})
 
 
 def test_a_change_that_nobody_noted_is_found() -> None:
@@ -294,7 +287,7 @@ def test_queued_tokens_are_those_that_are_not_computed() -> None:
 
 
 def test_a_state_says_what_a_router_needs_to_name_chunks() -> None:
-    simulation = Simulation(replace(TIERED, model_fingerprint=b"weights", swap_us_per_block=80.0))
+    simulation = Simulation(replace(ENGINES["tiers"], model_fingerprint=b"weights", swap_us_per_block=80.0))
     state = state_of(simulation.engine)
     assert (state.fingerprint, state.dtype, state.chunk_size) == (b"weights", "float32", CHUNK)
     device, host, disk, remote = state.load_us

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 from pathlib import Path
@@ -195,7 +196,7 @@ def test_what_is_cut_short_is_what_is_used_least() -> None:
 @pytest.mark.parametrize("name", TRAFFIC)
 def test_a_walk_in_traffic_shows_nothing_impossible(name: str) -> None:
     config, mix = TRAFFIC[name]
-    traffic = Traffic(config, replace_losses(mix), seed=11, check=False)
+    traffic = Traffic(config, dataclasses.replace(mix, losses=0.002, aborts=0.1), seed=11, check=False)
     simulation = traffic.simulation
     walk: TreeWalk | None = None
     done = 0
@@ -213,10 +214,6 @@ def test_a_walk_in_traffic_shows_nothing_impossible(name: str) -> None:
                 Shown(walk.description(1)).check(50)
                 walk, done = None, done + 1
     assert done > 10
-
-
-def replace_losses(mix: Mix) -> Mix:
-    return Mix(**{**mix.__dict__, "losses": 0.002, "aborts": 0.1})
 
 
 def test_descriptions_are_shared_by_who_asks_at_once() -> None:
