@@ -73,6 +73,20 @@ class Launched:
         assert done.returncode == code, f"exit code {done.returncode}:\n{done.stdout}"
         return done.stdout
 
+    @contextmanager
+    def watching(self, *said: str) -> Iterator[subprocess.Popen[bytes]]:
+        """A launcher that stays, once the cluster is ready and these words were shown; it is waited for."""
+        log = self.folder / "out"
+        with log.open("wb") as out:
+            launcher = subprocess.Popen(self.command(str(self.file)), env=self.environment, stdout=out, stderr=out)
+        try:
+            wait_for(lambda: "Ready:" in log.read_text() or launcher.poll() is not None, SECONDS_MAX)
+            assert [text for text in ("Ready:", *said) if text not in log.read_text()] == [], log.read_text()
+            yield launcher
+        finally:
+            launcher.kill()
+            launcher.wait()
+
     def units(self) -> dict[str, UnitState]:
         """As the hosts' agents say it; quicker than a command."""
         loaded = Loaded(self.file)
@@ -142,10 +156,21 @@ def two_groups(first: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def here() -> Iterator[Launched]:
+    """A cluster whose launcher was killed as soon as it was ready."""
     with launched(two_groups(free_ports(20))) as cluster:
-        said = cluster.run("up", str(cluster.file), "--detach")
-        assert f"Ready: {cluster.url}" in said
+        with cluster.watching() as launcher:
+            launcher.kill()
         yield cluster
+
+
+def test_a_launcher_that_is_killed_leaves_a_cluster_that_is_found_again(here: Launched) -> None:
+    assert {unit.state for unit in here.units().values()} == {"ready"}
+    before = here.pids()
+    with here.watching("3 run already") as launcher:
+        # As Ctrl-C, which shells let background processes ignore. It stops what it has started: nothing.
+        launcher.terminate()
+        assert launcher.wait(SECONDS_MAX) == 0
+    assert here.pids() == before
 
 
 def test_up_changes_what_the_file_changes_and_nothing_else(here: Launched) -> None:
@@ -180,32 +205,6 @@ def test_a_unit_that_is_killed_comes_back_and_one_that_is_stopped_does_not(here:
     states = {unit["name"]: unit["state"] for unit in status["units"]}
     assert states == {"group-0": "stopped", "group-1": "ready", "router": "ready"}
     assert ask(here.url)["usage"]["completion_tokens"] == 6
-
-
-def test_a_launcher_that_is_killed_leaves_a_cluster_that_is_found_again() -> None:
-    first = free_ports(20)
-    file = two_groups(first)
-    file["groups"] = [{"name": "group"}]
-    with launched(file) as cluster:
-        log = cluster.folder / "out"
-        with log.open("wb") as out:
-            command = cluster.command(str(cluster.file))
-            launcher = subprocess.Popen(command, env=cluster.environment, stdout=out, stderr=out)
-        wait_for(lambda: "Ready:" in log.read_text() or launcher.poll() is not None, SECONDS_MAX)
-        launcher.kill()
-        launcher.wait()
-        before = cluster.pids()
-        assert {unit.state for unit in cluster.units().values()} == {"ready"}, log.read_text()
-        ask(cluster.url)
-
-        with log.open("wb") as out:
-            launcher = subprocess.Popen(command, env=cluster.environment, stdout=out, stderr=out)
-        wait_for(lambda: "Ready:" in log.read_text() or launcher.poll() is not None, SECONDS_MAX)
-        assert "2 run already" in log.read_text()
-        # As Ctrl-C, which shells let background processes ignore. It stops what it has started: nothing.
-        launcher.terminate()
-        assert launcher.wait(SECONDS_MAX) == 0
-        assert cluster.pids() == before
 
 
 def test_what_fails_is_shown_and_nothing_is_left() -> None:

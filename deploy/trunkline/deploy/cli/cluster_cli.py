@@ -215,7 +215,7 @@ def flush(port: _Port = None, url: _Url = "", api_key_file: _KeyFile = "") -> No
 
 
 def _server(port: int | None, url: str, api_key_file: str) -> tuple[str, str]:
-    """Its address and an admin's key."""
+    """Return the address of a cluster's router, and the key of an admin."""
     if url:
         if port is not None:
             raise UserError("--url and --port say the same; give one of them")

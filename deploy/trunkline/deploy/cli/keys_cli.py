@@ -120,7 +120,7 @@ def _role(text: str) -> Role:
 _SPAN: Final = re.compile(r"([1-9][0-9]{0,5})([hdwy])")
 _HOURS: Final = {"h": 1, "d": 24, "w": 7 * 24, "y": 365 * 24}
 _DIGITS_MIN: Final = 8
-"""Of a digest's beginning, by which a key may be called."""
+"""Digits of a digest by which a key may be named, at least."""
 
 
 @dataclass(frozen=True)
@@ -146,17 +146,17 @@ class Row:
 def add_key(
     path: Path, tenant: str, *, name: str, role: Role, expires: str, gateway: bool, now: datetime
 ) -> tuple[str, Row]:
-    """Draw a key for a tenant and put its digest into a file, which is made if it is not there.
+    """Draw a key for a tenant, and put its digest into a file, which is made if it does not exist.
 
     Args:
-        name: by which it can be revoked; "": a free one is chosen.
-        expires: a span such as "90d", or a time; "": never.
+        name: The name by which the key can be revoked; "": a free one is chosen.
+        expires: A span such as "90d", or a time; "": never.
 
     Returns:
-        the key, which is nowhere else, and what stands in the file.
+        The key, which is stored nowhere, and its row in the file.
 
     Raises:
-        UserError: the file is none or cannot be written, or the key cannot be made as is wanted.
+        UserError: The file cannot be used or written, or the key cannot be made as was asked.
     """
     key = draw_key()
     with _locked(path):
@@ -184,10 +184,10 @@ def add_key(
 
 
 def keys_of(path: Path) -> list[Row]:
-    """All keys of a file.
+    """Return all keys of a file.
 
     Raises:
-        UserError: it cannot be read, or is none.
+        UserError: The file cannot be read, or is no file of keys.
     """
     return _rows(_read(path, must_exist=True, note=""))
 
@@ -196,11 +196,11 @@ def revoke_key(path: Path, named: str, tenant: str = "") -> Row:
     """Take a key out of a file.
 
     Args:
-        named: its name, or how its digest begins.
-        tenant: The tenant who has it; "" for any.
+        named: The key's name, or the beginning of its digest.
+        tenant: The tenant who has the key; "" for any.
 
     Raises:
-        UserError: there is none, or there are several.
+        UserError: No key fits, or several do.
     """
     with _locked(path):
         document = _read(path, must_exist=True)

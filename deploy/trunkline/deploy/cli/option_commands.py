@@ -1,4 +1,4 @@
-"""How a table of options becomes a command, and what a command says to the options of other servers."""
+"""Make commands of the table of options: flags, a file, variables, and hints for the flags of other servers."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ T = TypeVar("T")
 
 
 def run(action: Callable[[], T]) -> T:
-    """`action`, with errors meant for people turned into one line and an exit code."""
+    """Return what an action returns; print an error meant for people as one line, and exit with its code."""
     try:
         return action()
     except DeployError as error:

@@ -109,7 +109,7 @@ class Source:
 
 
 def read_source(path: str) -> Source:
-    """Return a file.
+    """Read a file.
 
     Raises:
         UserError: It cannot be read as text.
@@ -163,18 +163,18 @@ class WordTokenizer:
     has_chat_template = True
 
     def encode_plain(self, text: str) -> list[int]:
-        """A token for each word; what has none is one."""
+        """Return a token for each word, and one for text that is only blanks."""
         return [0] * (len(text.split()) or min(len(text), 1))
 
     def encode_special(self, text: str) -> list[int]:
-        """The same."""
+        """Return the same tokens as for plain text."""
         return self.encode_plain(text)
 
     def placeholder_ids(self, fill: str | None, count: int) -> list[int]:
-        """So many."""
+        """Return so many tokens."""
         return [0] * count
 
     def render_chat(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        """Messages in a form like many models'."""
+        """Return the messages in a form that many models use."""
         text = "".join(f"<|{turn['role']}|>{turn['content']}<|end|>" for turn in messages)
         return f"{text}<|assistant|>" if add_generation_prompt else text

@@ -330,8 +330,10 @@ def _remove_group(folder: Path) -> bool:
     try:
         names = [name for name in os.listdir(folder) if _OURS.fullmatch(name) and not _has_records(folder, name)]
         for name in sorted(names, key=lambda name: name == _LOCK):  # the lock last
-            (folder / name).unlink(missing_ok=True)  # to look into a database may have removed its log
-        with contextlib.suppress(OSError):  # there are other files in it
+            (folder / name).unlink(
+                missing_ok=True
+            )  # SQLite may have removed a log when `_has_records` opened the database
+        with contextlib.suppress(OSError):  # the user has other files in it
             folder.rmdir()
             if os.listdir(folder.parent) == [_MARK]:
                 (folder.parent / _MARK).unlink()
@@ -357,11 +359,11 @@ def _has_records(folder: Path, name: str) -> bool:
 
 
 def _try_lock(folder: Path, *, claims: bool = True) -> int | None:
-    """An open, locked file, to be closed by the caller; None: another process has it.
+    """Return the descriptor of a folder's lock, for the caller to close; None if another process holds the lock.
 
     Args:
-        folder: of the group.
-        claims: write into it who uses the folder.
+        folder: A group's folder.
+        claims: Whether to make the folder, and to write into the lock which process uses it.
     """
     while True:
         if claims:
@@ -375,7 +377,7 @@ def _try_lock(folder: Path, *, claims: bool = True) -> int | None:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(folder / _LOCK)):
                 break
-        os.close(lock)  # it was deleted between the two calls: what we locked is not there any more
+        os.close(lock)  # another server deleted the file between the two calls, so this lock protects nothing
     if claims:
         os.ftruncate(lock, 0)
         os.pwrite(lock, json.dumps({"process": os.getpid()}).encode(), 0)
@@ -397,7 +399,7 @@ def _last_use(folder: Path) -> float:
 
 
 def _used_bytes(folder: Path) -> int:
-    """What its files take on the disk: slabs have holes."""
+    """Return the bytes that a folder's files take on the disk: less than their length for slabs with holes."""
     used = 0
     for entry in os.scandir(folder):
         with contextlib.suppress(FileNotFoundError):

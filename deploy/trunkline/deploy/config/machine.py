@@ -38,7 +38,7 @@ class Gpu:
 
     name: str
     memory_bytes: int
-    """In total, used or free."""
+    """The whole memory, whether it is used or free."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def ask_driver(library: str) -> Gpus:
     """Ask a driver's library, whatever torch can do.
 
     Args:
-        library: name or path of the shared library.
+        library: The name or path of the shared library.
     """
     try:
         driver = ctypes.CDLL(library)

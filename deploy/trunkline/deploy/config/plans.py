@@ -47,7 +47,7 @@ class Placement:
 
     @property
     def device(self) -> str:
-        """As torch calls it."""
+        """The device's name in torch."""
         return "cuda" if self.groups else "cpu"
 
     def gpu(self, group: int, here: int) -> int | None:
@@ -77,13 +77,13 @@ def settle(settings: ServeSettings, folder: Path) -> tuple[ServeSettings, Placem
     """Decide where workers compute, and how many a group has if that is left open.
 
     Args:
-        folder: the checkpoint.
+        folder: The checkpoint.
 
     Returns:
         The settings with a number for `tp`, and the placement.
 
     Raises:
-        UserError: there are no GPUs, or too few.
+        UserError: GPUs were asked for, and there are none or too few.
     """
     found = machine.Gpus() if settings.device == "cpu" else machine.find_gpus()
     if settings.device == "cuda" and not found.devices:
@@ -105,8 +105,8 @@ def default_tp(groups: int, visible: int, splits: Callable[[int], bool]) -> int:
     """Return the largest number of ranks that each group can have GPUs for and the model can be split over.
 
     Args:
-        visible: GPUs.
-        splits: whether the model can be split over so many ranks.
+        visible: The number of GPUs that this machine shows.
+        splits: Says whether the model can be split over a number of ranks.
     """
     return next((tp for tp in range(visible // groups, 1, -1) if splits(tp)), 1)
 
@@ -115,7 +115,7 @@ def place(settings: ServeSettings, visible: tuple[machine.Gpu, ...]) -> Placemen
     """Give each worker of this machine its GPU.
 
     Raises:
-        UserError: there are fewer than that takes.
+        UserError: There are fewer GPUs than the workers need.
     """
     groups, ranks, fraction = settings.groups, settings.ranks_here or settings.ranks, settings.gpu_memory_fraction
     count = len(visible)
@@ -190,13 +190,14 @@ class Meeting:
     """The endpoints at which a group's processes meet, for ZeroMQ and torch.distributed."""
 
     router: str
-    """Bound by the controller, as the next three."""
+    """The controller binds this endpoint and the next three."""
     events: str
     plan: str
     report: str
     plan_at: str
-    """Where its ranks connect for plans; a report goes to the next one."""
+    """Where the ranks connect for plans."""
     report_at: str
+    """Where the ranks send reports."""
     rendezvous: str
 
 

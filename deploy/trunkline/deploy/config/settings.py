@@ -129,64 +129,34 @@ class ServeSettings:
 
     def validate(self) -> None:
         """Raise `UserError` for the first setting that is wrong by itself."""
-        if not 1 <= self.groups <= _GROUPS_MAX:
-            raise UserError(f"--groups is {self.groups}; allowed are 1 to {_GROUPS_MAX}")
-        if self.tp is not None:
-            _at_least("--tp", self.tp, 1)
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise UserError(f"{_flag(name)} is {value!r}; allowed are {', '.join(allowed)}")
+        for name, (least, most, rule) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise UserError(f"{_flag(name)} is {value if isinstance(value, int) else f'{value:g}'}; {rule}")
         fraction = self.gpu_memory_fraction
         if fraction is not None and not 0 < fraction <= 1:
             raise UserError(f"--gpu-memory-fraction is {fraction:g}; it must be more than 0 and at most 1")
-        if not 1 <= self.routers <= _ROUTERS_MAX:
-            raise UserError(f"--routers is {self.routers}; allowed are 1 to {_ROUTERS_MAX}")
-        _one_of("--policy", self.policy, POLICIES)
-        if not 0 <= self.resume_seconds <= _RESUME_S_MAX:
-            most = f"{_RESUME_S_MAX:.0f}"
-            raise UserError(f"--resume-seconds is {self.resume_seconds:g}; allowed are 0 (do not wait) to {most}")
         if self.served_model_name and (problem := problem_of_model_name(self.served_model_name)):
             raise UserError(f"--served-model-name: {problem}")
-        _one_of("--dtype", self.dtype, DTYPES)
-        _one_of("--device", self.device, DEVICES)
-        _one_of("--kernels", self.kernels, KERNELS)
-        _one_of("--log-level", self.log_level, LOG_LEVELS)
-        _one_of("--log-format", self.log_format, LOG_FORMATS)
         if problem := problem_of_endpoint(self.otlp_endpoint):
             raise UserError(f"--otlp-endpoint: {problem}")
-        if self.trace_sample is not None and not 0 <= self.trace_sample <= 1:
-            raise UserError(f"--trace-sample is {self.trace_sample:g}; allowed are 0 (none) to 1 (all requests)")
-        _one_of("--quantization", self.quantization, QUANTIZATIONS)
-        _one_of("--preemption", self.preemption, PREEMPTIONS)
-        _one_of("--tool-call-parser", self.tool_call_parser, TOOL_CALL_PARSERS)
-        if self.preemption == "swap" and not self.prefix_cache:
-            raise UserError("--preemption is swap, but with --no-prefix-cache nothing is found again")
-        if self.preemption == "swap" and self.host_tier_bytes == 0:
-            raise UserError("--preemption is swap, but --host-tier is 0; swapping needs memory to swap to")
-        self._validate_tiers()
-        self._validate_tenants()
-        if not 0 <= self.target_itl_ms <= 60_000:
-            raise UserError(f"--target-itl-ms is {self.target_itl_ms:g}; allowed are 0 (no target) to 60000")
-        if not 0 <= self.port <= 65535:
-            raise UserError(f"--port is {self.port}; allowed are 0 (any free port) to 65535")
-        if not 1 <= self.chunk_size <= 1024:
-            raise UserError(f"--chunk-size is {self.chunk_size}; allowed are 1 to 1024 tokens")
-        if self.max_context is not None:
-            _at_least("--max-context", self.max_context, 2)
-        if self.threads is not None:
-            _at_least("--threads", self.threads, 1)
-        _at_least("--max-batch", self.max_batch, 1)
-        _at_least("--max-waiting", self.max_waiting, 1)
         if self.token_budget <= self.max_batch:
             raise UserError(
                 f"--token-budget is {self.token_budget}; it must exceed --max-batch ({self.max_batch}), or a "
                 "full batch would leave no room for new prompts"
             )
-        if not 0 <= self.drain_seconds <= 3600:
-            raise UserError(f"--drain-seconds is {self.drain_seconds:g}; allowed are 0 to 3600")
+        self._validate_tiers()
+        self._validate_tenants()
 
     def _validate_tiers(self) -> None:
-        _one_of("--tier-policy", self.tier_policy, TIER_POLICIES)
-        if not 0 <= self.session_ttl <= _SESSION_TTL_S_MAX:
-            most = f"{_SESSION_TTL_S_MAX:.0f} seconds"
-            raise UserError(f"--session-ttl is {self.session_ttl:g}; allowed are 0 (no limit) to {most}")
+        if self.preemption == "swap" and not self.prefix_cache:
+            raise UserError("--preemption is swap, but with --no-prefix-cache nothing is found again")
+        if self.preemption == "swap" and self.host_tier_bytes == 0:
+            raise UserError("--preemption is swap, but --host-tier is 0; swapping needs memory to swap to")
         if self.remote_tier:
             check_remote_url(self.remote_tier)
         asked = self.asked_tier
@@ -253,11 +223,41 @@ class ServeSettings:
         return self.kv_memory_per_worker(device) if device == "cpu" else _HOST_TIER_GPU
 
 
-def _at_least(option: str, value: int, least: int) -> None:
-    if value < least:
-        raise UserError(f"{option} is {value}; it must be at least {least}")
+def _flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
 
 
-def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UserError(f"{option} is {value!r}; allowed are {', '.join(allowed)}")
+def _least(least: int) -> tuple[float, float, str]:
+    return least, float("inf"), f"it must be at least {least}"
+
+
+_CHOICES: Final = {
+    "policy": POLICIES,
+    "dtype": DTYPES,
+    "device": DEVICES,
+    "kernels": KERNELS,
+    "log_level": LOG_LEVELS,
+    "log_format": LOG_FORMATS,
+    "quantization": QUANTIZATIONS,
+    "preemption": PREEMPTIONS,
+    "tool_call_parser": TOOL_CALL_PARSERS,
+    "tier_policy": TIER_POLICIES,
+}
+"""The values that a field may have."""
+_RANGES: Final[dict[str, tuple[float, float, str]]] = {
+    "groups": (1, _GROUPS_MAX, f"allowed are 1 to {_GROUPS_MAX}"),
+    "tp": _least(1),
+    "routers": (1, _ROUTERS_MAX, f"allowed are 1 to {_ROUTERS_MAX}"),
+    "resume_seconds": (0, _RESUME_S_MAX, f"allowed are 0 (do not wait) to {_RESUME_S_MAX:.0f}"),
+    "trace_sample": (0, 1, "allowed are 0 (none) to 1 (all requests)"),
+    "target_itl_ms": (0, 60_000, "allowed are 0 (no target) to 60000"),
+    "port": (0, 65535, "allowed are 0 (any free port) to 65535"),
+    "chunk_size": (1, 1024, "allowed are 1 to 1024 tokens"),
+    "max_context": _least(2),
+    "threads": _least(1),
+    "max_batch": _least(1),
+    "max_waiting": _least(1),
+    "drain_seconds": (0, 3600, "allowed are 0 to 3600"),
+    "session_ttl": (0, _SESSION_TTL_S_MAX, f"allowed are 0 (no limit) to {_SESSION_TTL_S_MAX:.0f} seconds"),
+}
+"""The least and the largest value of a field, and the rule in words."""

@@ -93,7 +93,7 @@ class Agent:
     def answer(self, request: Request) -> Iterator[Reply]:
         """Yield the replies to a request, the last of them `Done` or `Refused`."""
         for keeper in self._keepers:
-            keeper.poll()  # only this process can reap them, as long as it runs
+            keeper.poll()  # no other process can reap these children
         try:
             yield from self._answer(request)
             yield Done()
@@ -232,7 +232,7 @@ class Agent:
             for line in last_lines(unit.path, min(request.lines, _LINES_MAX)):
                 yield LogLine(unit=unit.name, text=line)
         try:
-            # Input on standard input, or its end, means that the launcher does not read any more.
+            # The launcher asks for no more lines by sending anything, or by closing this standard input.
             while followers and not select.select([sys.stdin], [], [], _FOLLOW_S)[0]:
                 for unit, follower in zip(units, followers, strict=True):
                     for line in follower.read():

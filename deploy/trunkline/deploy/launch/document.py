@@ -98,6 +98,8 @@ def parse(text: str, source: str) -> Document:
 
 
 class _Builder:
+    """Builds a document's value from YAML's nodes, and notes the lines."""
+
     def __init__(self, document: Document) -> None:
         self._document = document
         self._count = 0
@@ -106,7 +108,7 @@ class _Builder:
         self._count += 1
         if self._count > _NODES_MAX or len(path) > _DEPTH_MAX:
             raise self._document.error(path[:_DEPTH_MAX], "is too large a tree")
-        if path not in self._document.lines:  # of what is in a mapping the key's line counts
+        if path not in self._document.lines:  # else it is a key's value, and the key's line counts
             self._document.lines[path] = node.start_mark.line + 1
         if node.tag not in {f"tag:yaml.org,2002:{tag}" for tag in _TAGS}:
             raise self._document.error(path, f"tags such as {node.tag!r} are not allowed")
@@ -134,6 +136,7 @@ class _Builder:
 
 
 def _plain(text: str) -> bool | int | float | str | None:
+    """Return the value of a word without quotes."""
     if text in _WORDS:
         return _WORDS[text]
     if _INTEGER.fullmatch(text):

@@ -259,16 +259,16 @@ def last_lines(folder: Path, count: int) -> list[str]:
             file.seek(max(0, size - _READ_BYTES_MAX))
             found = file.read().split(b"\n")
             if size > _READ_BYTES_MAX:
-                del found[0]  # its beginning is missing
+                del found[0]  # the beginning of this line is missing
             lines.extend(line.decode(errors="replace") for line in found if line)
     return list(lines)
 
 
 class Follower:
-    """New lines of a log, across rotations."""
+    """Reads the new lines of a log, across rotations."""
 
     def __init__(self, folder: Path) -> None:
-        """From now on."""
+        """Follow a log from its present end on."""
         self._path = folder / LOG
         self._descriptor = -1
         self._rest = b""
@@ -277,18 +277,18 @@ class Follower:
             os.lseek(self._descriptor, 0, os.SEEK_END)
 
     def read(self) -> Iterator[str]:
-        """Complete lines that have come; never blocks."""
+        """Yield the complete lines that have come since the last call; never block."""
         if self._descriptor < 0:
             self._open()
         yield from self._lines()
         if self._descriptor >= 0 and self._is_replaced():
-            yield from self._lines()  # what came between the reading and the renaming
+            yield from self._lines()  # lines that were written between this reading and the renaming
             os.close(self._descriptor)
             self._open()
             yield from self._lines()
 
     def close(self) -> None:
-        """No more."""
+        """Close the log."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

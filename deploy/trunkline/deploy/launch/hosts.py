@@ -360,7 +360,7 @@ class Hosts:
         """Copy files to hosts.
 
         Args:
-            files: contents by name, by host.
+            files: Contents by name, by host.
 
         Raises:
             HostError: A file could not be written.

@@ -52,8 +52,8 @@ class Keeper:
     ) -> None:
         """
         Args:
-            lock: of the folder, held.
-            program: what gets the record's words.
+            lock: The descriptor of the folder's lock, which is held.
+            program: The command that gets the words in the record.
         """
         self._folder = folder
         self._record = record
@@ -182,7 +182,7 @@ class Keeper:
             old.restarts if restarts is None else restarts,
             old.exit_code if code is None else code,
         )
-        # A disk that is full costs the news, not the unit.
+        # On a full disk the state is out of date, but the unit goes on.
         with suppress(OSError):
             self._folder.write_state(self._state)
 

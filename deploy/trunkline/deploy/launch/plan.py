@@ -115,7 +115,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What all units are made from."""
+    """What the command lines of all units are made from."""
 
     document: Document
     cluster: Cluster
@@ -144,14 +144,14 @@ def make_plan(
     """Return the plan for a file.
 
     Args:
-        document: for the lines of what is wrong.
-        rules: the options of the commands.
-        facts: of hosts, as far as known; what the file says of them counts more.
-        name: of the cluster, if the file gives none.
-        base: the file's folder.
+        document: The file with its line numbers, which errors name.
+        rules: The options of the commands.
+        facts: What hosts report of themselves, as far as it is known; what the file says counts more.
+        name: The cluster's name if the file gives none.
+        base: The file's folder.
 
     Raises:
-        FileError: it cannot work.
+        FileError: The plan cannot work.
     """
     hosts = dict(cluster.hosts) or {"local": Host()}
     if cluster.model.startswith(("./", "../")):
@@ -203,8 +203,8 @@ def _group_units(parts: _Parts, group: GroupPlan, port: int) -> list[Unit]:
         if not chooses:
             argv += [f"--tp={record.tp or 1}", f"--ranks={ranks[0]}-{ranks[-1]}"]
         argv.append(f"{where}={parts.listens[group.name]}")
-        words, variables = parts.words.of(kind, record.options, group.path)
-        more, secrets = parts.words.of_tiers(kind, tiers, path, group.name)
+        words, variables = parts.words.for_options(kind, record.options, group.path)
+        more, secrets = parts.words.for_tiers(kind, tiers, path, group.name)
         wire, files = parts.wire(kind)
         if label in parts.shares.threads and not any(word.startswith("--threads=") for word in words):
             words.append(f"--threads={parts.shares.threads[label]}")
@@ -236,7 +236,7 @@ def _router_unit(parts: _Parts, router: Router, path: Path) -> Unit:
     health = parts.ports.health(router.host, router.name)
     argv = ["router", cluster.model, f"--controllers={','.join(parts.listens.values())}"]
     argv += [f"--host={router.listen}", f"--port={router.port}", f"--routers={router.processes}"]
-    words, variables = parts.words.of("router", router.options, path)
+    words, variables = parts.words.for_options("router", router.options, path)
     wire, files = parts.wire("router")
     if cluster.security.api_keys:
         words.append(f"--tenants={STATE}/{API_KEYS}")

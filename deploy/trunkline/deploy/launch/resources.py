@@ -308,7 +308,7 @@ def _give_devices(
         return
     placed = [g for g in here if VISIBLE not in g.record.environment and _device(cluster, g) != "cpu"]
     load = dict.fromkeys(names, 0.0)
-    # What is fixed comes first, so that the rest is known.
+    # Groups with a fixed number of ranks come first, so that it is known what they leave.
     fixed, open_ones = [g for g in placed if not g.chooses], [g for g in placed if g.chooses]
     for group in fixed:
         _take(document, cluster, label, group, len(group.ranks[label]), load, shares)
@@ -334,7 +334,7 @@ def _take(
     load: dict[str, float],
     shares: Shares,
 ) -> None:
-    """Return the GPUs of a group.
+    """Give a group its GPUs on a host.
 
     Raises:
         FileError: There are too few.
@@ -361,7 +361,7 @@ def _fraction(cluster: Cluster, group: GroupPlan) -> float | None:
     """Return the part of each of its GPUs that a group asks for; None if it wants them alone."""
     options = {plain(name): value for name, value in {**cluster.options, **group.record.options}.items()}
     value = options.get(_FRACTION)
-    # What cannot be a share is refused with the other options, or by the group itself.
+    # A wrong value is refused with the other options, or by the group itself.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         return None
     return float(value)

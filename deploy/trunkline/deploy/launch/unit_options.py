@@ -67,12 +67,12 @@ _TIER_OPTIONS: Final = {
 
 
 class OptionWords:
-    """Turns options into words, by the commands' own rules."""
+    """Turns options into words of a command line and environment variables, by the commands' own rules."""
 
     def __init__(self, document: Document, cluster: Cluster, rules: Rules) -> None:
         """
         Raises:
-            FileError: no command knows an option that the file gives for all.
+            FileError: The file gives all units an option that no command has.
         """
         self._document = document
         self._common = cluster.options
@@ -81,15 +81,15 @@ class OptionWords:
         for name in self._common:
             self._check_name(name, known, ("options",))
 
-    def of(self, command: str, own: Options, path: Path) -> tuple[list[str], dict[str, str]]:
-        """Return words and variables for the options of a command; its own options go before the common ones.
+    def for_options(self, command: str, own: Options, path: Path) -> tuple[list[str], dict[str, str]]:
+        """Return words and variables that give a command its options; its own go before the cluster's.
 
         Raises:
             FileError: The command does not know one of its own options, or a value is impossible.
         """
         rules = self._rules[command]
         known = sorted(name for name in rules if not reserved(name))
-        # What a group says is for its workers, too, who may know less.
+        # A group's options are for its workers, too, whose command does not have all of them.
         for name in own:
             self._check_name(name, known if command != "workers" else [plain(name)], (*path, "options"))
         values: dict[str, tuple[Scalar, Path]] = {}
@@ -99,11 +99,11 @@ class OptionWords:
                     values[plain(name)] = value, (*where, name)
         return self._written(rules, values)
 
-    def of_tiers(self, command: str, tiers: Tiers, path: Path, folder: str) -> tuple[list[str], dict[str, str]]:
+    def for_tiers(self, command: str, tiers: Tiers, path: Path, folder: str) -> tuple[list[str], dict[str, str]]:
         """Return words and variables for the tiers.
 
         Args:
-            folder: name of the group's own folder, below that of the disk tier if this is named.
+            folder: The name of the group's own folder, below the folder that the disk tier names.
         """
         rules = self._rules[command]
         values: dict[str, tuple[Scalar, Path]] = {}

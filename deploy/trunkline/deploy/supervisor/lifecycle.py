@@ -214,9 +214,9 @@ class Lifecycle:
                 return []
 
     def _serve(self, actions: list[Action], now: float) -> list[Action]:
-        """What the fleet decided, and what follows if that was its end."""
+        """Return what the fleet decided, and how the cluster ends if all its groups or routers were given up."""
         if self.phase is Phase.SERVING and (self._fleet.is_without_routers or self._fleet.is_without_groups):
-            # The end of one unit may be the turn of the next in a rolling restart, which comes too late.
+            # The end of one unit may have started the next round of a rolling restart, for which it is too late.
             actions = [action for action in actions if not isinstance(action, Start)]
         for action in actions:
             if isinstance(action, Start):
@@ -253,9 +253,12 @@ class Lifecycle:
         return self._fleet.close("the cluster has failed and stops")
 
     def _judge(self, name: str, member: Member, status: int, words: str, now: float) -> Sequence[Action]:
-        """Someone ended during a stop: expected of those we asked and of a dismissed worker, else a failure."""
+        """Return what to say of a child that ended during a stop.
+
+        The end of a child that was told to stop is expected, and that of a worker that its controller dismissed.
+        """
         if name in self._asked:
-            # Who is interrupted while it drains may well say so with its exit code: no news either.
+            # A child that is interrupted while it drains may say so with its exit code: that is expected, too.
             expected = not self._graceful or name in self._excused or status in EXPECTED_EXITS
         else:
             expected = status == 0 and not self._serves_still()
@@ -270,11 +273,11 @@ class Lifecycle:
         return self._blame(member, status, words)
 
     def _others_serve(self, lost: Member) -> bool:
-        """Whether another group can take over the streams of this one."""
+        """Return whether another group can take over the streams of this one."""
         return any(m.role is Role.CONTROLLER and m.group != lost.group for m in self._alive.values())
 
     def _serves_still(self) -> bool:
-        """Whether a router is there that may have answers to deliver."""
+        """Return whether a router runs that may have answers to deliver."""
         return any(member.role is Role.ROUTER for member in self._alive.values())
 
     def _stop_gracefully(self, now: float) -> list[Action]:
@@ -298,14 +301,15 @@ class Lifecycle:
         return self._enter_stopping(now)
 
     def _hurry(self, now: float) -> list[Action]:
-        """Routers drain at the first signal: who waits in vain goes on waiting. At the second they tell."""
+        """Tell routers a second time. At the first signal they drain, and clients that wait for a group go on
+        waiting; at the second they send these clients an error."""
         names, seconds = self._stages.pop(0)
         self._deadline = now + seconds
         return [Send(name, signal.SIGTERM) for name in names if name in self._alive]
 
     def _enter_stopping(self, now: float) -> list[Action]:
         if self.phase is Phase.SERVING:
-            # Of those that were to go anyway, or have lost their group, the end is no news.
+            # Children that were leaving anyway, or have lost their group, are expected to end.
             self._excused = {name for name in self._alive if self._fleet.expects(name)}
             self._asked |= self._excused
         self.phase = Phase.STOPPING

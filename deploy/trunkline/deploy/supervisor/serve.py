@@ -271,7 +271,7 @@ def _check_kv_memory(settings: ServeSettings, model: ModelConfig, dtype: str, de
 
 
 def _check_host_tier(settings: ServeSettings, chunk_bytes: int) -> None:
-    """What was asked for holds a chunk at least, and this machine has it, with GPUs or without."""
+    """Check that the host tier that was asked for holds a chunk at least, and that this machine has the memory."""
     memory = settings.host_tier_bytes or 0
     if memory and settings.prefix_cache and memory < chunk_bytes:
         raise UserError(
