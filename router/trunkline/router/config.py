@@ -18,10 +18,10 @@ MODEL_NAME_CHARACTERS_MAX: Final = 256
 HOST: Final = re.compile(r"[A-Za-z0-9._-]{1,253}")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 HEADER_NAME: Final = re.compile(r"(?!(?i:authorization|x-api-key|cookie)\Z)[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
-"""What the header with a tenant's name may be called: none that holds a secret."""
+"""Allowed names of the header with a tenant's name; headers that hold secrets are excluded."""
 IDEMPOTENCY_TTL_S_MAX: Final = 86_400.0
 LIMIT_MAX: Final = 10**12
-"""What is beyond that is no limit."""
+"""Largest value of a tenant's limit; a larger one would have no effect."""
 
 
 def problem_of_model_name(name: str) -> str:
@@ -36,15 +36,16 @@ def problem_of_model_name(name: str) -> str:
 
 
 class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a tenant may do; None: as much as it likes."""
+    """Limits of a tenant; None: there is no limit."""
 
     requests: int | None = None
-    """At once."""
+    """Requests at once."""
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    """Prompts and answers together."""
+    """Tokens of prompts and answers together."""
     priority: int | None = None
-    """Of requests that ask for none; none is more urgent. Smaller goes first."""
+    """Priority of requests that ask for none, and the most urgent one that a request gets. Smaller is more
+    urgent."""
 
     def problem(self) -> str:
         """Return what is wrong with the limits; "": nothing."""
@@ -77,14 +78,14 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     policy: str = "prefix"
     """How the controller for a request is chosen, a name from `routing.policies.POLICIES`."""
     host: str = "127.0.0.1"
-    """Address to listen on. Local by default: without keys others are refused."""
+    """Address to listen on. Local by default: without keys the server listens nowhere else."""
     port: int = 8000
     """TCP port; 0 lets the system choose one (it is logged)."""
     listen_fd: int = 0
-    """Descriptor of an inherited listening socket, from which others may accept, too; `host` and `port` then
-    only say where it listens. 0: none; the process binds its own."""
+    """Descriptor of an inherited listening socket, from which other routers may accept, too. `host` and `port`
+    then only name its address. 0: none; the process binds a socket of its own."""
     status_path: str = ""
-    """Socket of the supervisor for what this process says of itself (`trunkline.runtime.process`); "": none."""
+    """Socket on which the supervisor gets this process's status (`trunkline.runtime.process`); "": none."""
     served_model_name: str = ""
     """Name clients use; empty: the name of the folder `model_path`."""
     served_model_aliases: list[str] = []
@@ -97,17 +98,19 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_body_bytes: int = 16 << 20
     """Larger request bodies are refused (413). 16 MiB holds a million-token prompt several times."""
     max_header_bytes: int = 64 << 10
-    """Of a request's first line and headers together; more is refused (431). Browsers send less than 8 KiB."""
+    """Largest size of a request's first line and headers together; more is refused (431). Browsers send less than
+    8 KiB."""
     max_headers: int = 128
-    """More are refused (431); proxies add a few to a client's dozen."""
+    """A request with more headers is refused (431). Clients send about a dozen, and proxies add a few."""
     max_url_bytes: int = 8 << 10
-    """A longer address is refused (414); the longest of the API's is some hundred bytes."""
+    """A request with a longer address is refused (414). The API's longest ones have some hundred bytes."""
     header_seconds: float = 15.0
     """A request whose headers take longer is refused (408): slow clients must not hold connections for nothing."""
     body_seconds: float = 60.0
-    """Likewise its body, of which `max_body_bytes` take as long over 2 Mbit/s."""
+    """A request whose body takes longer is refused (408). `max_body_bytes` take so long at 2 Mbit/s."""
     max_connections: int = 8192
-    """More are refused (503). Twice `max_inflight`: clients keep idle ones; each costs some 20 KiB."""
+    """More connections are refused (503). Twice `max_inflight`, since clients keep idle connections; each costs
+    some 20 KiB."""
     max_inflight: int = 4096
     """Requests this router works on at once; more are refused (429), so that its memory is bounded."""
     request_timeout_seconds: float = 3600.0
@@ -115,57 +118,62 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     drain_seconds: float = 30.0
     """After SIGTERM, how long running requests may go on. Kubernetes kills after 30 by default."""
     resume_seconds: float = 60.0
-    """How long a request, or a stream that has begun, waits for a controller when none is there (any more); 0: it
-    fails at once, and a stream that loses its controller ends with an error."""
+    """How long a request, or a stream that has lost its controller, waits until one is ready. 0: a request fails
+    at once, and a stream that loses its controller ends with an error."""
     silence_seconds: float = 5.0
-    """A controller that says nothing for so long is dead (it answers a ping each second)."""
+    """A controller that sends nothing for so long counts as dead (it answers a ping each second)."""
     tenants: str = ""
-    """JSON file with what tenants may do (`tenant_file.py`); followed while the process runs. Empty: none."""
+    """JSON file with the tenants' keys and limits (`tenant_file.py`), reloaded when it changes. Empty: none."""
     tenants_kept: str = ""
-    """Where the last version that was right is kept, for who starts while the file is wrong. Empty: nowhere."""
+    """Path where the last correct version of that file is kept, for a router that is started while the file is
+    wrong. Empty: it is not kept."""
     tenant_limits: TenantLimits = NO_LIMITS
-    """What each tenant may do of whom the file says nothing. No limits by default."""
+    """Limits of tenants that the file does not name. None by default."""
     tenant_header: str = ""
     """Header in which a trusted gateway names the tenant, "X-Tenant" for example; empty: keys tell tenants apart.
     Clients must not be able to send it themselves."""
     api_key_digest: str = ""
     """SHA-256 in hexadecimal of the one key that clients share, without a file; "": none."""
     admin_key_digest: str = ""
-    """Of the key of role admin that commands on this machine use, drawn at each start of a cluster; "": none."""
+    """SHA-256 in hexadecimal of the key of role admin that commands on this machine use. It is drawn at each start
+    of a cluster. "": none."""
     needs_keys: bool = False
-    """Whether requests need keys, whatever there are. Found out when the cluster is started, and kept: a file
-    whose last key is gone must not open a router that is started later."""
+    """Whether requests need keys even if none is known. Decided when the cluster starts: if the file loses its
+    last key, a router that is started later must not be open to everyone."""
     allow_anonymous: bool = False
-    """Whether a server without keys may listen where others reach it."""
+    """Whether a server without keys may listen where other machines reach it."""
     allowed_hosts: list[str] = []
-    """Names of this machine that a server without keys answers to, besides addresses and localhost: a page that
+    """Names of this machine that a server without keys answers to, besides addresses and localhost. A page that
     was loaded under another name may be a stranger's (DNS rebinding)."""
     cors_origins: list[str] = []
-    """Pages of other servers that may use this one from a browser, as `https://chat.example.com`."""
+    """Origins of web pages that may use this server from a browser, such as `https://chat.example.com`."""
     routers: int = 1
-    """Router processes on the same port. They share nothing, so each grants an equal part of every limit."""
+    """Number of router processes on the same port. They share no counters: each grants an equal part of every
+    limit."""
     number: int = 0
-    """Of this one among them, from 0."""
+    """Number of this router process among them, from 0."""
     metrics_path: str = ""
-    """Beginning of the paths of sockets by which they ask each other for metrics (`metrics_page.py`); "": none."""
+    """Path, without the number at its end, of the sockets by which they ask each other for metrics
+    (`metrics_page.py`); "": none."""
     idempotency_ttl_seconds: float = 600.0
-    """How long an answer is kept for a client that sends its request again with the same `Idempotency-Key`; 0:
-    such keys are ignored."""
+    """How long an answer is kept for a client that repeats its request with the same `Idempotency-Key`; 0: such
+    keys are ignored."""
     wire_keys: str = ""
-    """File of the keys of sockets between hosts (`trunkline key wire`); "": there is none."""
+    """File with the keys of sockets between hosts (`trunkline key wire`); "": there is none."""
     plain_tcp: bool = False
-    """Sockets between hosts have no keys: for tests, and networks in which nobody else is."""
+    """Sockets between hosts need no keys: for tests, and for networks without other users."""
     parent_pid: int = 0
-    """The supervisor, with which this process dies; 0: nobody supervises it."""
+    """Process id of the supervisor: when it ends, this process ends, too. 0: there is no supervisor."""
     log_level: str = "info"
     """One of `LOG_LEVELS`."""
     log_format: str = "auto"
     """"json", "text", or "auto": text on a terminal."""
     otlp_endpoint: str = ""
-    """Collector that spans are sent to; "": as OpenTelemetry's environment variables say
+    """Collector that spans are sent to; "": the one in OpenTelemetry's environment variables
     (`runtime/tracing.py`)."""
     trace_sample: float | None = None
-    """Part of requests that is traced, if the caller has not decided; None: as the variables say, or all."""
+    """Part of the requests that is traced, from 0 to 1, unless the caller has decided. None: as in OpenTelemetry's
+    environment variables, or all."""
 
     def validate(self) -> None:
         """Check the settings against each other and the file system.
@@ -235,7 +243,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(problem)
 
     def _limit_rules(self) -> tuple[tuple[bool, str], ...]:
-        """Return the rules about what one client may cost."""
+        """Return the rules about the limits of requests and connections."""
         return (
             (self.max_body_bytes >= 1024, f"max_body_bytes: {self.max_body_bytes} is less than 1024"),
             (
@@ -256,7 +264,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
 
     def _access_rules(self) -> tuple[tuple[bool, str], ...]:
-        """Return the rules about who gets in."""
+        """Return the rules about keys, tenants and web pages."""
         return (
             (
                 not self.tenant_header or HEADER_NAME.fullmatch(self.tenant_header) is not None,

@@ -48,9 +48,13 @@ class ApiError(RouterError):
     ) -> None:
         """
         Args:
-            kind: with `param` and `code` OpenAI's `error.type`, `error.param` and `error.code`.
+            status: the HTTP status.
+            message: what is wrong, for people.
+            kind: OpenAI's `error.type`.
+            param: OpenAI's `error.param`, the parameter that is wrong; None: there is none.
+            code: OpenAI's `error.code`, for programs.
             details: more fields of the error, for programs (a place in a source, limits).
-            retry_after: seconds after which trying again makes sense; None: as the status suggests.
+            retry_after: seconds after which the client should try again; None: as the status suggests.
         """
         super().__init__(message)
         self.status = status
@@ -62,7 +66,7 @@ class ApiError(RouterError):
         self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON body, which is also the payload of an error event within a stream."""
+        """Return the error in OpenAI's form: the JSON body, or the payload of an error event in a stream."""
         return {
             "error": {
                 "message": self.message,
@@ -74,7 +78,7 @@ class ApiError(RouterError):
         }
 
     def headers(self) -> dict[str, str]:
-        """Return `Retry-After` where trying again makes sense."""
+        """Return `Retry-After`, if the client should try again."""
         seconds = self.retry_after
         if seconds is None and self.status in (429, 503):
             seconds = RETRY_AFTER_SECONDS
@@ -82,7 +86,7 @@ class ApiError(RouterError):
 
 
 def bad_value(param: str, message: str, *, code: str | None = None) -> ApiError:
-    """Return a 400: a parameter has a value it cannot have."""
+    """Return a 400: a parameter has a wrong value."""
     return ApiError(400, message, param=param, code=code)
 
 
@@ -92,12 +96,12 @@ def unsupported(param: str, what: str) -> ApiError:
 
 
 def not_found(param: str, message: str, *, code: str) -> ApiError:
-    """Return a 404: the thing that the request names does not exist."""
+    """Return a 404: what the request names does not exist."""
     return ApiError(404, message, param=param, code=code)
 
 
 def in_conflict(param: str, message: str, *, code: str) -> ApiError:
-    """Return a 409: the thing that the request names is not in a state for it."""
+    """Return a 409: what the request names is in a state that does not allow the request."""
     return ApiError(409, message, kind="conflict_error", param=param, code=code)
 
 
@@ -112,5 +116,5 @@ def overloaded(message: str) -> ApiError:
 
 
 def draining() -> ApiError:
-    """Return a 503: this process is about to end."""
+    """Return a 503: this process is about to exit."""
     return unavailable("the server is shutting down and takes no new requests", code="draining")

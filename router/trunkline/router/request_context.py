@@ -1,4 +1,4 @@
-"""What is known of the HTTP request at hand, for whatever works for it, and what that request draws at random.
+"""The context of the HTTP request at hand: its record, sender and meter, and its random numbers.
 
     RequestMiddleware ─► id, record     AccessMiddleware ─► identity     AdmissionMiddleware ─► meter
                                                                           ReplayMiddleware   ─► random
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 
 class RequestRandom:
-    """Numbers that follow from a request's name. Each purpose has a sequence of its own, so that none depends on
-    what is drawn for the others."""
+    """Random bytes that follow from a request's name. Each purpose has a sequence of its own, which does not
+    depend on what is drawn for other purposes."""
 
     def __init__(self, name: bytes, created: int) -> None:
         """
         Args:
-            name: equal for requests that are the same one; 1 to 64 bytes.
-            created: when the request was first seen, Unix time in seconds.
+            name: name of the request; when it is repeated it has the same name. 1 to 64 bytes.
+            created: Unix time in seconds at which the request first came.
         """
         self.name = name
         self.created = created
@@ -51,29 +51,29 @@ class RequestRandom:
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What is known of one HTTP request; None: the part is not known, or does not apply."""
+    """The parts of a request's context; None: the part is not set yet, or the request has none."""
 
     record: RequestRecord | None = None
-    """Its id, its trace, and what its log line will say."""
+    """The request's id, its trace, and the fields of its log line."""
     identity: Identity | None = None
-    """Who sends it, and what the sender may do."""
+    """Who sends the request, and what the sender may do."""
     meter: Meter | None = None
-    """What its tokens are charged to."""
+    """The tenant's account to which the request's tokens are charged."""
     random: RequestRandom | None = None
-    """Only with an `Idempotency-Key`."""
+    """The source of the request's random bytes; only with an `Idempotency-Key`."""
 
 
 _current: Final[ContextVar[RequestContext]] = ContextVar("request_context", default=RequestContext())  # noqa: B039
 
 
 def current() -> RequestContext:
-    """Return what is known of the request at hand."""
+    """Return the context of the request at hand."""
     return _current.get()
 
 
 @contextmanager
 def known(**parts: Any) -> Iterator[None]:
-    """Add parts to the current context, for what is done within and in tasks that are started within."""
+    """Add parts to the current context inside of a `with` block, and in tasks that are started there."""
     token = _current.set(replace(_current.get(), **parts))
     try:
         yield
@@ -82,19 +82,19 @@ def known(**parts: Any) -> Iterator[None]:
 
 
 def request_name() -> bytes:
-    """Return the name of the request at hand; b"": it has none, and would not be recognised if it came again."""
+    """Return the name of the request at hand; b"": it has no `Idempotency-Key`, and so no name."""
     random = _current.get().random
     return b"" if random is None else random.name
 
 
 def draw_bytes(purpose: str, size: int) -> bytes:
-    """Return random bytes, 64 at most; the same ones if the same request is made again."""
+    """Return up to 64 random bytes. A request that is repeated with its `Idempotency-Key` gets the same ones."""
     random = _current.get().random
     return secrets.token_bytes(size) if random is None else random.draw(purpose, size)
 
 
 def draw_hex(purpose: str, size: int) -> str:
-    """Return `draw_bytes` as twice as many hexadecimal digits."""
+    """Return the result of `draw_bytes` in hexadecimal."""
     return draw_bytes(purpose, size).hex()
 
 
@@ -104,6 +104,7 @@ def draw_seed() -> int:
 
 
 def created_at() -> int:
-    """Return when the request at hand was made, or first made, Unix time in seconds."""
+    """Return the Unix time in seconds at which the request at hand was made; of a repeated request the first
+    time."""
     random = _current.get().random
     return int(time.time()) if random is None else random.created

@@ -1,4 +1,4 @@
-"""A router's state and the one way into it: `generate` takes a job to a controller.
+"""The state of a router behind its endpoints; `RouterService.generate` sends a job to a controller.
 
 app.py ─► api/… ─► RouterService.generate ─► Dispatcher ─► RoutingCore, ControllerLink ─► Generation
 """
@@ -44,7 +44,7 @@ _CREATED: Final = int(time.time())
 
 
 class LiveRequest(NamedTuple):
-    """A generation that runs or waits, as the dashboard shows it."""
+    """What the dashboard shows of a generation that runs or waits."""
 
     origin: Origin
     stream: Stream
@@ -53,7 +53,8 @@ class LiveRequest(NamedTuple):
 
 
 class RouterService:
-    """Everything behind the HTTP endpoints. Made before the event loop runs; `open` and `close` in it."""
+    """Everything behind the HTTP endpoints. Make it before the event loop runs; call `open` and `close` in the
+    loop."""
 
     def __init__(self, config: RouterConfig, tokenizer: Tokenizer) -> None:
         self.config = config
@@ -71,7 +72,7 @@ class RouterService:
         self.tenants = Tenants(config)
         self.large_requests = LargeRequests(config.max_body_bytes)
         self.draining = False
-        """Whether new requests are refused because the process is about to leave."""
+        """Whether new requests are refused because the process is about to exit."""
         self.dispatcher = Dispatcher(
             self.links,
             RoutingCore(len(config.controllers), config.policy, replica_seed=os.getpid()),
@@ -99,9 +100,19 @@ class RouterService:
         return importlib.metadata.version("trunkline")
 
     @cached_property
+    def model_name(self) -> str:
+        """The model's name in answers."""
+        return self.config.model_name
+
+    @cached_property
+    def model_names(self) -> tuple[str, ...]:
+        """Every name that a request may use for the model, the main one first."""
+        return self.config.model_names
+
+    @cached_property
     def fingerprint(self) -> str:
         """Return a digest that changes with the model and the program's version."""
-        name = f"{self.config.model_name} {self.tokenizer.vocab_size} {self.version}"
+        name = f"{self.model_name} {self.tokenizer.vocab_size} {self.version}"
         return "fp_" + hashlib.blake2b(name.encode(), digest_size=5).hexdigest()
 
     def open(self) -> None:
@@ -142,7 +153,7 @@ class RouterService:
 
     @property
     def limits(self) -> Limits:
-        """Return what a request may ask for at this moment."""
+        """The limits of what a request may ask for at this moment."""
         contexts = [self.config.max_context or self.tokenizer.files.max_context]
         capacity = [link.state.max_context for link in self.links if link.state and link.state.max_context > 0]
         if capacity:
@@ -156,10 +167,10 @@ class RouterService:
         )
 
     def check_admission(self, count: int = 1) -> None:
-        """Refuse a request before work is spent on it. `count`: how many generations it needs.
+        """Refuse a request before any work is done for it. `count`: number of generations that it needs.
 
         Raises:
-            ApiError: 503 draining or no controller, 429 too many at once.
+            ApiError: 503, the router is draining, or no controller is ready; 429, too many requests run.
         """
         if self.draining:
             raise draining()
@@ -169,11 +180,14 @@ class RouterService:
             raise unavailable(f"no engine is ready: {describe(self.links)}")
 
     def generate(self, job: Job, arrived_at: float) -> Generation:
-        """Send a job to a controller; `arrived_at` is when its request came (loop time, seconds).
+        """Send a job to a controller.
+
+        Args:
+            arrived_at: loop time in seconds at which the request arrived.
 
         Raises:
-            ApiError: as `check_admission`, the tenant's tokens are used up (429), or the connection broke this
-                moment (503).
+            ApiError: as `check_admission`; 429, the tenant's tokens are used up; 503, the connection has just
+                broken.
         """
         self.check_admission()
         meter, record = current_meter(), current_record()
@@ -203,7 +217,7 @@ class RouterService:
         return "off" if self._feeds is None else self._feeds.status(controller)
 
     def _route_of(self, job: Job) -> RouteRequest:
-        """Return what the choice of a controller depends on."""
+        """Return the job as routing sees it."""
         home = -1
         if is_stored(job.session):
             home = self.sessions.home_of(job.session).index
@@ -245,16 +259,16 @@ class RouterService:
         return self._generations
 
     async def health(self) -> Health:
-        """Whether a token can be generated and new requests are taken."""
+        """Return whether tokens can be generated and new requests are accepted."""
         if self.draining or self._health is None:
             return Health(False, "shutting down" if self.draining else "starting")
         return await self._health.check()
 
     async def flush_cache(self) -> int:
-        """Drop unused cached blocks of all controllers; how many there were.
+        """Drop the cached blocks of all controllers that no request uses; return their number.
 
         Raises:
-            ApiError: 503, a controller is not there or does not answer.
+            ApiError: 503, no controller is connected, or one does not answer.
         """
         connected: Sequence[ControllerLink] = [link for link in self.links if link.state is not None]
         if not connected:
@@ -262,7 +276,7 @@ class RouterService:
         return sum(await asyncio.gather(*(link.flush_cache(timeout_seconds=10.0) for link in connected)))
 
     async def drain(self, timeout_seconds: float) -> bool:
-        """Take no new requests and wait for the running ones; False if some had to be cut off."""
+        """Refuse new requests and wait for the running ones. Return False if some had to be cut off."""
         self.draining = True
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -280,8 +294,8 @@ class RouterService:
 
 
 def _scoped(job: Job) -> str:
-    """Return a session's name with its tenant: clients choose the names, and one tenant's must not move
-    another's."""
+    """Return a session's name together with its tenant. Clients choose names, so two tenants may choose the
+    same."""
     meter = current_meter()
     return f"{meter.tenant}/{job.salt.hex()}/{job.session}"
 

@@ -24,7 +24,7 @@ def _model_card(service: RouterService, name: str) -> dict[str, object]:
         "object": "model",
         "created": service.created,
         "owned_by": "trunkline",
-        "root": service.config.model_name,
+        "root": service.model_name,
         "parent": None,
         "max_model_len": service.limits.max_context,
     }
@@ -38,7 +38,7 @@ async def index(request: Request) -> Response:
         {
             "name": "trunkline",
             "version": service.version,
-            "models": list(service.config.model_names),
+            "models": list(service.model_names),
             "api": "/openapi.json",
             "health": "/health",
             "metrics": "/metrics",
@@ -51,7 +51,7 @@ async def index(request: Request) -> Response:
 async def models(request: Request) -> Response:
     """List the names under which the model is served."""
     service = service_of(request)
-    cards = [_model_card(service, name) for name in service.config.model_names]
+    cards = [_model_card(service, name) for name in service.model_names]
     return JsonResponse({"object": "list", "data": cards})
 
 

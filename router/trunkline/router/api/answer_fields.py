@@ -68,7 +68,7 @@ def make_head(prefix: str, service: RouterService, model: str | None) -> dict[st
     return {
         "id": f"{prefix}-{draw_hex('id', 16)}",
         "created": created_at(),
-        "model": model or service.config.model_name,
+        "model": model or service.model_name,
         "system_fingerprint": service.fingerprint,
     }
 

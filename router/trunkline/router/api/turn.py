@@ -194,8 +194,8 @@ async def open_turn(
             raise bad_value(name, f"`{name}` is not available in a stored session")
     lease = await service.sessions.acquire(session_id)
     try:
-        if lease.session.model not in service.config.model_names:
-            lease.session.model = service.config.model_name  # the model had another name when the session began
+        if lease.session.model not in service.model_names:
+            lease.session.model = service.model_name  # the model had another name when the session began
         return SessionTurn(service, lease, form)
     except BaseException:
         lease.close()

@@ -1,6 +1,6 @@
-"""Large JSON documents, parsed in slices: no single call of the parser holds Python's lock for long.
+"""Parses large JSON documents in slices, so that no call of the parser holds Python's lock for long.
 
-What has too many parts is refused before any of them becomes an object.
+A document with too many parts is refused before any part becomes an object.
 
     body ──scan──► marks: where its brackets, commas and colons are, outside of strings; counted against the limits
       └── pieces between the marks, each of PIECE_BYTES at most ──from_json──► parts ──joined──► the value
@@ -24,13 +24,14 @@ from pydantic_core import from_json
 from trunkline.router.errors import RouterError
 
 PIECE_BYTES: Final = 256 << 10
-"""What is parsed with one call. A shorter document is one piece, and is not scanned."""
+"""Largest piece that one call parses. A document of this size or less is one piece, and is not scanned."""
 PARTS_MAX: Final = 84 << 10
-"""Objects, arrays and strings (keys included) of a document of more than one piece: some 16,384 messages."""
+"""Most objects, arrays and strings (keys included) in a document of more than one piece: some 16,384 messages."""
 VALUES_MAX: Final = 5 << 18
-"""Likewise members of objects and arrays, of whatever type: a million token ids, and a quarter of that besides."""
+"""Most members of objects and arrays in such a document: a million token ids, and a quarter of that besides."""
 STRING_BYTES_MAX: Final = 12 << 20
-"""Of one string as it is written. No endpoint takes a text of more than 8 MiB; escapes make it longer."""
+"""Longest string in such a document, as it is written. No endpoint accepts a text of more than 8 MiB, but escapes
+make it longer."""
 DEPTH_MAX: Final = 200
 """The parser's own limit."""
 _SLICE_BYTES: Final = 256 << 10
@@ -41,30 +42,30 @@ _KINDS: Final = np.zeros(256, np.uint8)
 for _characters, _kind in ((b"[{", _OPEN), (b"]}", _CLOSE), (b",", _COMMA), (b":", _COLON)):
     _KINDS[list(_characters)] = _kind
 _STEPS: Final = np.array([0, 1, -1, 0, 0], np.int32)
-"""What a mark of each kind adds to the depth."""
+"""By kind of mark: what it adds to the depth."""
 _PAIRS: Final = {ord("["): ord("]"), ord("{"): ord("}")}
 
 
 class TooManyPartsError(RouterError):
-    """A document is beyond a limit; the text says which."""
+    """A document exceeds a limit; the text says which."""
 
 
 class _Marks(NamedTuple):
-    """A document's structure, in the order of its bytes."""
+    """Brackets, commas and colons of a document that are outside of strings, in the order of its bytes."""
 
     places: npt.NDArray[np.int64]
-    """Bytes in front of each mark."""
+    """Index of each mark in the document, in bytes."""
     kinds: npt.NDArray[np.uint8]
     depths: npt.NDArray[np.int32]
-    """Brackets that are open behind each mark."""
+    """Number of brackets that are open behind each mark."""
 
 
 def parse_slices(body: bytes, piece_bytes: int = PIECE_BYTES) -> Any:
     """Return the value of a JSON document. NaN and infinity are errors.
 
     Raises:
-        ValueError: it is not valid JSON; the text says why.
-        TooManyPartsError: it has too many parts, or one that is too long.
+        ValueError: the document is not valid JSON; the text says why.
+        TooManyPartsError: it has too many parts, or a string that is too long.
     """
     if len(body) <= piece_bytes:
         return from_json(body, allow_inf_nan=False)
@@ -72,13 +73,13 @@ def parse_slices(body: bytes, piece_bytes: int = PIECE_BYTES) -> Any:
 
 
 def _scan(body: bytes) -> _Marks:
-    """Find the marks between which the document is cut.
+    """Return the marks at which the document can be cut.
 
-    A backslash outside of a string is taken for one within: the piece that has it is no JSON in any case.
+    A backslash outside of a string is treated like one inside: the piece that has it is not JSON in any case.
 
     Raises:
         ValueError: brackets or quotes do not match.
-        TooManyPartsError: there are too many.
+        TooManyPartsError: there are too many parts.
     """
     found: list[_Marks] = []
     parts = values = depth = 0
@@ -86,7 +87,7 @@ def _scan(body: bytes) -> _Marks:
     for start in range(0, len(body), _SLICE_BYTES):
         data = np.frombuffer(body, np.uint8, min(_SLICE_BYTES, len(body) - start), start)
         is_quote, escapes = _quotes(data, escapes)
-        within = np.cumsum(is_quote, dtype=np.uint8)  # of which the last bit counts
+        within = np.cumsum(is_quote, dtype=np.uint8)  # only the lowest bit counts: inside of a string or not
         within ^= np.uint8(inside)
         kinds = _KINDS[data]
         places = np.flatnonzero((kinds != 0) & (within & 1 == 0))
@@ -138,7 +139,7 @@ def _check_depths(lowest: int, highest: int) -> None:
 
 
 class _Reader:
-    """Joins a document's value from pieces."""
+    """Makes the value of a document out of the values of its pieces."""
 
     def __init__(self, body: bytes, marks: _Marks, piece_bytes: int) -> None:
         self._body = body
@@ -184,7 +185,7 @@ class _Reader:
         return result
 
     def _groups(self, borders: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-        """Yield ranges of members between `borders`: as many together as make a piece, a longer one alone."""
+        """Yield ranges of bytes between `borders`: as many members together as fit a piece, a longer one alone."""
         index = 0
         while index < len(borders) - 1:
             start = int(borders[index]) + 1

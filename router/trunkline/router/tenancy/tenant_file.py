@@ -1,17 +1,17 @@
-"""The file in which an operator says who the tenants are, what keys they have and what they may do. Read at the
-start, and again whenever it changes.
+"""The file of tenants, their keys and their limits, which the operator writes. It is read at the start, and again
+whenever it changes.
 
     {"default": {"requests_per_minute": 60},
      "tenants": {"batch": {"keys": [{"sha256": "SHA-256 of a key", "name": "laptop", "role": "user",
                                      "expires": "2027-01-31T00:00:00Z"}],
                            "tokens_per_minute": 100000, "priority": 5}}}
 
-What a tenant does not say, `default` says; what that does not say, the process's options do. null: no limit. A
-key may be its digest alone. Where any tenant has `keys`, be it an empty list, requests need one. `salt` names with
-whom a tenant shares its cached KV on purpose; without it a tenant shares it with nobody.
+A limit that a tenant does not have is taken from `default`, and else from the process's options. null: no limit. A
+key may be given as its digest alone. If any tenant has `keys`, even an empty list, requests need a key. Tenants
+with the same `salt` share their cached KV; a tenant without one shares its KV with no other.
 
-A file that is wrong changes nothing, also for a router that is started while it is: each version that is right is
-kept beside the sockets of the cluster, and serves then. A mistake in it must not keep a lost router away.
+A wrong file changes nothing. Each correct version is kept beside the sockets of the cluster, and a router that is
+started while the file is wrong uses that one: a mistake in the file must not prevent the restart of a lost router.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trunkline.router.tenancy.auth import KEY_PREFIX, NAME, Key, Role, TenantRul
 
 BYTES_MAX: Final = 16 << 20
 CHECK_SECONDS: Final = 1.0
-"""Between two looks at whether the file has changed."""
+"""Time between two checks of whether the file has changed."""
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _KEY_NAME: Final = re.compile(r"[\x21-\x7e]{0,128}")
 _FIELDS: Final = ("requests", "requests_per_minute", "tokens_per_minute", "priority")
@@ -48,7 +48,7 @@ class _Default(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A key as it stands in the file."""
+    """A key in the form of the file."""
 
     sha256: str
     name: str = ""
@@ -57,7 +57,7 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     """RFC 3339."""
     gateway: bool = False
     created: str = ""
-    """For people."""
+    """When the key was made; a note for the operator."""
 
 
 class _Tenant(_Default, frozen=True, forbid_unknown_fields=True):
@@ -71,10 +71,10 @@ class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_rules(text: bytes, base: TenantLimits) -> TenantRules:
-    """Return the rules of a file's text. `base`: limits where it says nothing.
+    """Return the rules in a file's text. `base`: the limits where the text has none.
 
     Raises:
-        ValueError: saying what is wrong, and where.
+        ValueError: saying what is wrong and where.
     """
     try:
         document = msgspec.json.decode(text, type=_Document)
@@ -108,16 +108,16 @@ def parse_rules(text: bytes, base: TenantLimits) -> TenantRules:
 
 
 def _explained(text: bytes, problem: str) -> str:
-    """Return what is wrong with a file, for which tenant, and what is allowed instead.
+    """Return the decoder's message with the tenant's name and with what is allowed instead.
 
-    The decoder writes `[...]` for a tenant's name, and what it met, but not what it knows.
+    The decoder itself writes `[...]` for the name, and says only what it has found.
     """
     if "Invalid enum value" in problem:
         problem += f"; allowed are {', '.join(role.value for role in Role)}"
     elif "unknown field" in problem:
         tenant, key = ", ".join(_Tenant.__struct_fields__), ", ".join(KeyEntry.__struct_fields__)
         problem += f"; allowed are tenants, default; of a tenant {tenant}; of a key {key}"
-    with contextlib.suppress(msgspec.DecodeError):  # else it is no tenant's mistake
+    with contextlib.suppress(msgspec.DecodeError):  # then the mistake is outside of all tenants
         parts = msgspec.json.decode(text, type=dict[str, dict[str, msgspec.Raw]])
         for name, given in parts.get("tenants", {}).items():
             try:
@@ -128,10 +128,10 @@ def _explained(text: bytes, problem: str) -> str:
 
 
 def _key(tenant: str, given: str | KeyEntry) -> tuple[str, Key]:
-    """Return a tenant's key with its digest."""
+    """Return the digest of a tenant's key, and the key."""
     entry = KeyEntry(given) if isinstance(given, str) else given
     digest = entry.sha256.lower()
-    if not _DIGEST.fullmatch(digest):  # perhaps the key itself: it is not shown
+    if not _DIGEST.fullmatch(digest):  # it may be the key itself, so it is not shown
         raise ValueError(f"tenants: {tenant}: keys are given as their SHA-256, 64 hexadecimal digits")
     if not _KEY_NAME.fullmatch(entry.name):
         raise ValueError(f"tenants: {tenant}: a key's name has up to 128 printable ASCII characters, no spaces")
@@ -143,7 +143,7 @@ def parse_time(text: str, where: str) -> float:
     """Return Unix time in seconds from an RFC 3339 time.
 
     Raises:
-        ValueError: it is something else, or says no time zone.
+        ValueError: the text is no such time, or has no time zone.
     """
     try:
         moment = datetime.fromisoformat(text)
@@ -186,15 +186,17 @@ def _read(path: str, base: TenantLimits) -> tuple[TenantRules, bytes]:
 
 
 class TenantFile:
-    """Rules that follow a file. A change that cannot be read leaves them as they are, and is logged."""
+    """The rules in a file, reloaded when it changes. A version that is wrong is logged and changes nothing."""
 
     def __init__(self, path: str, base: TenantLimits, kept: str = "") -> None:
         """
         Args:
-            kept: where the last version that was right is kept; "": nowhere.
+            path: of the file.
+            base: the limits where the file has none.
+            kept: path where the last correct version is kept; "": it is not kept.
 
         Raises:
-            ValueError: as `read_rules`, and nothing was kept.
+            ValueError: as `read_rules`, and no version was kept.
         """
         self._path = path
         self._base = base
@@ -210,7 +212,7 @@ class TenantFile:
             _log.error("tenants_not_reloaded", detail=str(error))
 
     def poll(self, now: float) -> TenantRules:
-        """Return the rules; look at the file at most once in `CHECK_SECONDS`. `now`: in seconds."""
+        """Return the rules. Check the file at most once in `CHECK_SECONDS`. `now`: in seconds."""
         if now >= self._next_check:
             self._next_check = now + CHECK_SECONDS
             stamp = _stamp(self._path)
@@ -220,7 +222,7 @@ class TenantFile:
         return self.rules
 
     def reload(self) -> None:
-        """Read it now, whether it has changed or not."""
+        """Read the file now, whether it has changed or not."""
         try:
             self.rules = self._load()
         except ValueError as error:
@@ -230,11 +232,11 @@ class TenantFile:
 
     def _load(self) -> TenantRules:
         rules, text = _read(self._path, self._base)
-        with contextlib.suppress(OSError):  # gone meanwhile
+        with contextlib.suppress(OSError):  # the file was removed meanwhile
             if rules.has_keys and os.stat(self._path).st_mode & stat.S_IROTH:
                 _log.warning("tenants_readable_by_all", path=self._path, advice="chmod o-r")
         if self._kept:
-            # Complete or not at all, and each router its own: several read the same change at the same time.
+            # Written under another name and renamed, so that it is complete; several routers may do so at once.
             new = Path(f"{self._kept}.{os.getpid()}")
             with contextlib.suppress(OSError):
                 write_private(new, text)

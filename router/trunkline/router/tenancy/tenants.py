@@ -1,17 +1,17 @@
-"""The tenants of a router, and how much each may ask for: token buckets per tenant.
+"""The limits of tenants: how many requests and tokens each may use, counted in token buckets.
 
     headers ─► Authenticator ─► tenant ─► TenantBook.admit ─► Admission ─► charge_prompt, charge_output, close
-               (identity.py)                       └─ 429: which limit, and after how many seconds it would pass
+               (auth.py)                       └─ 429, with the limit, and the seconds until a request would pass
 
-`Tenants` is what the router asks; it has the clock. All else is pure: time is an argument, in seconds that only go
-forward. `admission.py` lets a request in and makes its `Meter` the current one.
+The router uses `Tenants`, which has the clock. All else is pure: time is an argument, in seconds that only go
+forward. `AdmissionMiddleware` admits a request and makes its `Meter` the current one.
 
-A request needs a place among the tenant's running ones, one from the bucket of requests, and a bucket of tokens
-that is not empty. Its prompt is charged once its tokens are known, its output when it ends. So a bucket of tokens
-may be overdrawn, by what is running; then nothing is admitted until it has filled again. That way no work is
-thrown away because its length was not known, and over minutes the rate holds exactly.
+To be admitted, a request needs a place among the tenant's running requests, a unit of its bucket of requests, and
+a bucket of tokens that is not empty. Its prompt is charged once its length is known, its output when it ends. So
+running requests may overdraw a bucket of tokens; then no request is admitted until it has filled again. That way
+no work is thrown away because its length was not known before, and over minutes the rate holds exactly.
 
-Routers share nothing. Of several each grants an equal part of every limit.
+Routers share no counters: each of several grants an equal part of every limit.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from trunkline.router.tenancy.auth import ANONYMOUS, Access, Authenticator, Iden
 from trunkline.router.tenancy.tenant_file import TenantFile
 
 TENANTS_MAX: Final = 10_000
-"""Kept in memory; of more tenants, those that have been idle for longest are forgotten."""
+"""Most tenants in memory. If there are more, those that have been idle for longest are forgotten."""
 MINUTE_S: Final = 60.0
 _ROUNDING: Final = 1e-6
-"""Of a token: who waited as long as they were told must not be turned away by the last bit."""
+"""Tolerated rounding, in tokens: a client that waited as long as `Retry-After` said must not be refused again."""
 
 
-# -- how much
+# -- buckets and books
 
 
 class Bucket:
@@ -45,7 +45,7 @@ class Bucket:
     __slots__ = ("_at", "_capacity", "_level", "_per_second")
 
     def __init__(self, per_minute: float, now: float) -> None:
-        """Begin full. The bucket holds what a minute brings, but one at least."""
+        """Begin with a full bucket. It holds what a minute brings, but at least 1."""
         self._per_second = per_minute / MINUTE_S
         self._capacity = max(per_minute, 1.0)
         self._level = self._capacity
@@ -73,7 +73,7 @@ class Bucket:
         return 0.0 if missing <= _ROUNDING else missing / self._per_second
 
     def resize(self, per_minute: float, now: float) -> None:
-        """Change the rate; what was taken at the old one stays taken."""
+        """Change the rate. What was taken at the old rate stays taken."""
         taken = self._capacity - self.level(now)
         self._per_second = per_minute / MINUTE_S
         self._capacity = max(per_minute, 1.0)
@@ -81,7 +81,7 @@ class Bucket:
 
 
 class _Tenant:
-    """One tenant's running requests and buckets."""
+    """The running requests and the buckets of one tenant."""
 
     __slots__ = ("limits", "minute_requests", "minute_tokens", "name", "rules", "running")
 
@@ -89,7 +89,7 @@ class _Tenant:
         self.name = name
         self.limits = NO_LIMITS
         self.rules: TenantRules | None = None
-        """Those that `limits` is from."""
+        """The rules from which `limits` was taken."""
         self.running = 0
         self.minute_requests: Bucket | None = None
         self.minute_tokens: Bucket | None = None
@@ -111,7 +111,7 @@ def _resized(bucket: Bucket | None, per_minute: int | None, routers: int, now: f
 
 
 class Admission:
-    """A request that was let in. Call `close` in the end, whatever happened."""
+    """A request that was admitted. Always call `close` in the end."""
 
     def __init__(self, book: TenantBook, tenant: _Tenant) -> None:
         self._book = book
@@ -125,17 +125,17 @@ class Admission:
         return self._tenant.name
 
     def priority(self, wanted: int | None) -> int:
-        """Return the priority of a request that wants this one; None: it wants none."""
+        """Return the priority that a request gets. `wanted`: the one that it asks for; None: it asks for none."""
         own = self._tenant.limits.priority
         if own is None:
             return wanted or 0
         return own if wanted is None else max(wanted, own)
 
     def charge_prompt(self, tokens: int, now: float) -> None:
-        """Charge a prompt before an engine gets it. Of several in one request the first one decides.
+        """Charge a prompt before it is sent to a controller. Only the first of several prompts can be refused.
 
         Raises:
-            ApiError: 429, others have emptied the bucket since the request was let in.
+            ApiError: 429, other requests have emptied the bucket since this one was admitted.
         """
         bucket = self._tenant.minute_tokens
         if bucket is not None:
@@ -145,7 +145,7 @@ class Admission:
         self._charged = True
 
     def charge_output(self, tokens: int, now: float) -> None:
-        """Charge an answer, or a part of one. May be called after `close`."""
+        """Charge an answer or a part of one. May be called after `close`."""
         if self._tenant.minute_tokens is not None:
             self._tenant.minute_tokens.take(tokens, now)
 
@@ -161,35 +161,35 @@ class Admission:
 
 
 class TenantBook:
-    """All tenants that have asked for something lately."""
+    """All tenants that have sent requests lately."""
 
     def __init__(self, rules: TenantRules, routers: int = 1, tenants_max: int = TENANTS_MAX) -> None:
         """
         Args:
-            routers: processes that share the limits, each by itself.
-            tenants_max: kept in memory, but for those with running requests and those that the rules name.
+            routers: number of router processes; each grants an equal part of every limit.
+            tenants_max: most tenants in memory, besides those with running requests and those that the rules name.
         """
         self.rules = rules
-        """May be replaced at any time; what was used of the old limits counts in the new ones."""
+        """May be replaced at any time. What was used of the old limits counts in the new ones."""
         self._routers = routers
         self._tenants_max = tenants_max
         self._tenants: dict[str, _Tenant] = {}
         self._idle: OrderedDict[str, _Tenant] = OrderedDict()
-        """Those without running requests, the longest idle first."""
+        """Tenants without running requests, the longest idle first."""
 
     def __len__(self) -> int:
         return len(self._tenants)
 
     def running(self, name: str) -> int:
-        """Return how many requests of a tenant were let in and are not over."""
+        """Return how many requests of a tenant were admitted and are not over."""
         tenant = self._tenants.get(name)
         return 0 if tenant is None else tenant.running
 
     def admit(self, name: str, now: float) -> Admission:
-        """Let a request of a tenant in, and return its place.
+        """Admit a request of a tenant.
 
         Raises:
-            ApiError: 429, saying which limit it is over; nothing was taken from any.
+            ApiError: 429, with the limit that is reached; nothing was taken from any bucket.
         """
         tenant = self._tenants.get(name)
         if tenant is None:
@@ -209,12 +209,12 @@ class TenantBook:
         return Admission(self, tenant)
 
     def headers(self, name: str, now: float) -> dict[str, str]:
-        """Return OpenAI's headers about how much is left to a tenant of each limit."""
+        """Return OpenAI's headers that say how much is left of each limit of a tenant."""
         tenant = self._tenants.get(name)
         return {} if tenant is None else _headers(tenant, now)
 
     def leave(self, tenant: _Tenant) -> None:
-        """Free a place; an `Admission` calls it once."""
+        """Free the place of a request. Each `Admission` calls it once."""
         tenant.running -= 1
         if not tenant.running:
             self._idle[tenant.name] = tenant
@@ -230,7 +230,7 @@ class TenantBook:
             _check_bucket(tenant.minute_tokens, "tokens_per_minute", limits.tokens_per_minute, now)
 
     def _forget_idle(self) -> None:
-        named = self.rules.tenants  # their number is bounded: what they have used is not forgotten
+        named = self.rules.tenants  # never forgotten: their number is bounded
         skipped = 0
         while len(self._tenants) > self._tenants_max and self._idle and skipped <= len(named):
             name, tenant = self._idle.popitem(last=False)
@@ -284,7 +284,7 @@ def duration(seconds: float) -> str:
 
 
 class Meter:
-    """An `Admission` with a clock. Call `close` in the end, whatever happened."""
+    """An `Admission` with a clock. Always call `close` in the end."""
 
     def __init__(self, admission: Admission, clock: Callable[[], float]) -> None:
         self._admission = admission
@@ -296,11 +296,11 @@ class Meter:
         return self._admission.tenant
 
     def priority(self, wanted: int | None) -> int:
-        """Return the priority of a request that wants this one; None: it wants none."""
+        """Return the priority that a request gets. `wanted`: the one that it asks for; None: it asks for none."""
         return self._admission.priority(wanted)
 
     def charge_prompt(self, tokens: int) -> None:
-        """Charge a prompt before an engine gets it; call it once.
+        """Charge a prompt before it is sent to a controller.
 
         Raises:
             ApiError: 429, the tenant's tokens are used up.
@@ -308,7 +308,7 @@ class Meter:
         self._admission.charge_prompt(tokens, self._clock())
 
     def charge_output(self, tokens: int) -> None:
-        """Charge output when a generation is over, or for each part of it."""
+        """Charge an answer or a part of one."""
         self._admission.charge_output(tokens, self._clock())
 
     def headers(self) -> dict[str, str]:
@@ -334,8 +334,9 @@ class Tenants:
             wall_clock: Unix time in seconds, by which keys expire.
 
         Raises:
-            ValueError: the file of tenants cannot be read, or is wrong; or others could use the server without
-                keys.
+            ValueError: the file of tenants cannot be read or is wrong; or the server has no keys, and other
+                machines
+                reach it.
         """
         self._file = (
             TenantFile(config.tenants, config.tenant_limits, config.tenants_kept) if config.tenants else None
@@ -355,7 +356,7 @@ class Tenants:
 
     @property
     def needs_keys(self) -> bool:
-        """Whether requests need keys; else all that reach the server may use it."""
+        """Whether requests need keys. If not, every client that reaches the server may use it."""
         return self._authenticator.needs_keys(self._rules())
 
     def identify(self, headers: Mapping[str, str], access: Access) -> Identity:
@@ -371,11 +372,11 @@ class Tenants:
         return self._authenticator.acting_for(identity, tenant, self._rules())
 
     def owners(self) -> list[str]:
-        """Return the owners of sessions that the file names; "": what has no other owner."""
+        """Return the owners of sessions: "" for sessions without a tenant, and the tenants that the file names."""
         return ["", *self._book.rules.tenants]
 
     def enter(self, name: str) -> Meter:
-        """Let a request of a tenant in, and return its place.
+        """Admit a request of a tenant, and return its meter.
 
         Raises:
             OverLimitError: 429, a limit is reached.
@@ -394,7 +395,7 @@ class Tenants:
         return self._book.rules
 
     def running(self, name: str) -> int:
-        """Return how many requests of a tenant were let in and are not over."""
+        """Return how many requests of a tenant were admitted and are not over."""
         return self._book.running(name)
 
     def reload(self) -> None:
@@ -412,7 +413,7 @@ def anonymous_problem(host: str) -> str:
 
 
 class OverLimitError(ApiError):
-    """429, with what the tenant has left."""
+    """429: a limit of the tenant is reached. Its headers say how much is left of each limit."""
 
     def __init__(self, error: ApiError, headers: dict[str, str]) -> None:
         super().__init__(
@@ -426,22 +427,23 @@ class OverLimitError(ApiError):
         self._headers = headers
 
     def headers(self) -> dict[str, str]:
-        """Return what is left to the tenant, and `Retry-After`."""
+        """Return the headers about the tenant's limits, and `Retry-After`."""
         return {**self._headers, **super().headers()}
 
 
 _FREE: Final = Meter(TenantBook(TenantRules()).admit(ANONYMOUS, 0.0), lambda: 0.0)
-"""For requests that no tenant has made."""
+"""Meter without limits for the router's own requests, such as health probes."""
 
 
 def current_meter() -> Meter:
-    """Return what the request at hand is charged to."""
+    """Return the meter to which the request at hand is charged."""
     return current().meter or _FREE
 
 
 @contextmanager
 def metered(meter: Meter) -> Iterator[None]:
-    """Charge what is done within, and in tasks that are started within, to `meter`, and close it."""
+    """Charge everything inside of a `with` block, and in tasks that are started there, to `meter`; close it in the
+    end."""
     try:
         with known(meter=meter):
             yield
