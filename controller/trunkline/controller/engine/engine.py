@@ -65,7 +65,7 @@ from trunkline.worker.messages import Probe, StepPlan, TierMoves
 
 
 class Engine:
-    """The decisions of one group. Not thread-safe: the service calls it from one thread."""
+    """Decides what one group computes. Not thread-safe: the service calls it from one thread."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The engine's invariants, checked whole: after every step in tests, and in debug mode in production.
+"""Check all invariants of the engine: after every step in tests, and in debug mode in production.
 
 1. Each block has as many holders as are counted: the chunk of the tree that has it, and each sequence that has it
    in its table or among its tails. It is free exactly if it has none.

@@ -68,12 +68,12 @@ class RequestTable:
             if miss := found.started.miss:
                 self.counters.misses[miss] = self.counters.misses.get(miss, 0) + 1
         elif cut == found.started.cut or not cut:
-            return  # it comes back from a preemption, or from workers that are gone
+            return  # it has been reported, and was preempted or lost its workers since
         found.started = msgspec.structs.replace(found.started, cut=cut)
         self.pending_outputs.started.append(found.started)
 
     def end_sequence(self, scheduler: Scheduler, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        """End a sample that has come to its own end; the request ends with its last one."""
+        """End a sample that is complete; the request ends with its last sample."""
         group = sequence.group
         if len(group.members) == 1:
             sample = -1 if group.request.submit.n == 1 else sequence.sample
@@ -84,8 +84,7 @@ class RequestTable:
         self.pending_outputs.finished.append(Finished(group.id, reason, sample=sequence.sample))
 
     def end(self, scheduler: Scheduler, group: SequenceGroup, finished: Finished, now: float) -> None:
-        """End a request and release everything that it holds, exactly once: all requests that hold anything end
-        here."""
+        """End a request and release everything that it holds. All requests that hold anything end here."""
         del self.groups[group.id]
         for sequence in reversed(group.members.copy()):
             self.timelines.sampled(group.id, _output_tokens(scheduler, sequence))
@@ -102,7 +101,7 @@ class RequestTable:
         self.pending_outputs.finished.append(finished)
 
     def take_outputs(self) -> EngineOutputs | None:
-        """Return what routers have to be told since the last call, if anything."""
+        """Return the outputs since the last call; None if there are none."""
         if not self.pending_outputs:
             return None
         outputs, self.pending_outputs = self.pending_outputs, EngineOutputs()
@@ -219,7 +218,7 @@ class GrammarBook:
             first_id: id of the first grammar.
         """
         self._by_content: OrderedDict[tuple[str, str, bool], GrammarEntry] = OrderedDict()
-        """The least recently asked for first."""
+        """The grammars by kind, text and spacing; the one that was asked for least recently comes first."""
         self._by_id: dict[int, GrammarEntry] = {}
         self.next_id = first_id
         """Id of the next grammar. A report on a smaller id that is not known is ignored."""

@@ -97,7 +97,7 @@ def _key(group: SequenceGroup) -> tuple[int, bool, int, int]:
 
 
 class AdmissionOrder:
-    """Which waiting group may enter the batch next."""
+    """Tells which waiting groups may enter the batch next."""
 
     def __init__(self, queue: RequestQueue, quarantine: Quarantine) -> None:
         self.quarantine = quarantine
@@ -125,7 +125,7 @@ class AdmissionOrder:
         return waiting
 
     def blocked(self, group: SequenceGroup, available: int, running: int) -> None:
-        """Note that a group lacks blocks; it will as long as these numbers do not change."""
+        """Note that a group lacks blocks; it does as long as these numbers do not change."""
         self._blocked = (group.id, available, running)
 
     def unblock(self) -> None:

@@ -45,9 +45,9 @@ class TextsCall:
     texts: list[CachedText] = field(default_factory=list)
     """Texts that have been named. If the call encodes, each was present, is being encoded, or has been encoded."""
     tiers: list[int] = field(default_factory=list)
-    """Tiers of the texts that were searched for after that, as in `ModulesReply`."""
+    """The tier of each text that was searched for after it was named, as in `ModulesReply`."""
     chunks: dict[Node, None] = field(default_factory=dict)
-    """Their chunks, to be pinned, each once: texts that begin alike share some."""
+    """The chunks of those texts, to be pinned, each once: texts that begin alike share chunks."""
     computed_tokens: int = 0
 
 
@@ -86,7 +86,7 @@ class ModuleCalls:
 
     @property
     def is_busy(self) -> bool:
-        """Whether calls have more texts to name or to search for than fitted before the last plan."""
+        """Whether calls have texts that could not be named or searched for before the last plan."""
         return bool(self._calls) and not self._left
 
     def begin(self, call: TextsCall, step: int, now: float) -> None:

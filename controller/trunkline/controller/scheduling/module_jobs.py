@@ -234,7 +234,9 @@ class ModuleJobs:
             self.let_go()
         orphans: list[SequenceGroup] = []
         leaving = [waiter]
-        for one in leaving:  # grows while it is read: no recursion, a chain of texts may be long
+        for one in (
+            leaving
+        ):  # the list grows in the loop: recursion could get too deep, because a chain of texts may be long
             for content in self._waits.pop(one, {}):
                 job = self._jobs[content]
                 del job.waiters[one]
@@ -298,7 +300,7 @@ class ModuleJobs:
     def _serves(self, group: SequenceGroup, waiter: SequenceGroup) -> bool:
         """Return whether a request waits for a job, directly or through other jobs."""
         order, known = [group], {group}
-        for one in order:  # grows while it is read
+        for one in order:  # the list grows in the loop
             for other in self._jobs[_target(one).content].waiters:
                 if other is waiter:
                     return True

@@ -151,8 +151,8 @@ class Routers:
     def publish(self, outputs: EngineOutputs) -> None:
         """Send each router its part of the engine's outputs, one message per result of a step."""
         parts = _split(outputs)
-        # A router acts on starts before tokens, and on tokens before ends. So starts go out with the first result,
-        # and the rest of a router's part with the last one.
+        # A router must hear of starts before tokens, and of tokens before ends. If there are several results,
+        # starts go out before them. The rest of a router's part goes out with the last result.
         for index, part in parts.items():
             if part.started and len(outputs.tokens) > 1:
                 self.send(index, Outputs(0, started=part.started.copy()))
