@@ -234,9 +234,7 @@ class ModuleJobs:
             self.let_go()
         orphans: list[SequenceGroup] = []
         leaving = [waiter]
-        for one in (
-            leaving
-        ):  # the list grows in the loop: recursion could get too deep, because a chain of texts may be long
+        for one in leaving:  # the list grows in the loop; a chain of texts may be too long for recursion
             for content in self._waits.pop(one, {}):
                 job = self._jobs[content]
                 del job.waiters[one]
