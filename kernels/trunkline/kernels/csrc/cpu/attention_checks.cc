@@ -44,7 +44,7 @@ int64_t vectors_stride(const TensorView& tensor, const PoolView& pool, const cha
   const bool fits = tensor.ndim() == 3 && kv_type_of(tensor, name) == pool.type &&
                     tensor.size(2) == pool.head_dim && tensor.size(1) % pool.kv_heads == 0 && tensor.size(1) > 0 &&
                     tensor.stride(2) == 1 && (tensor.size(1) == 1 || tensor.stride(1) == pool.head_dim);
-  // Of a single vector the stride says nothing, and need not make sense.
+  // The stride of a single vector is not used, and may be anything.
   const int64_t stride = fits && tensor.size(0) > 1 ? tensor.stride(0) * pool.element_bytes : 0;
   if (!fits || stride % 4 != 0 || reinterpret_cast<uintptr_t>(bytes_of(tensor)) % 4 != 0) {
     TVM_FFI_THROW(ValueError) << name << " must be [n, heads, " << pool.head_dim

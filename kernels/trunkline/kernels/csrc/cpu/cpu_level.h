@@ -3,7 +3,7 @@
 
 namespace trunkline {
 
-// As TRUNKLINE_LEVEL in simd.h.
+// The numbers of TRUNKLINE_LEVEL in simd.h.
 enum class CpuLevel : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
 
 // The highest level that was compiled and that this processor and its operating system can run.

@@ -26,7 +26,7 @@ using Clock = std::chrono::steady_clock;
 constexpr uint64_t kMagic = 0x31505247534c5254;  // "TRLSGRP1"
 constexpr std::chrono::microseconds kSpin{50};
 // Waking a sleeper takes longer than a decoder's ops between two collectives: two ranks that sleep for each other
-// once would go on doing so at every call. So a wait first offers its core to whoever wants it, and looks again.
+// once would go on doing so at every call. So a wait first yields its core to other threads, and looks again.
 constexpr std::chrono::microseconds kYield{2000};
 constexpr int kPausesPerLook = 16;  // looks at the clock are dearer than looks at the counter
 constexpr std::chrono::milliseconds kCheckPeersEvery{100};
@@ -100,7 +100,7 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<u
 struct SharedGroup::FileHeader {
   uint64_t magic;
   uint32_t size;
-  uint32_t rank_state_bytes;  // differs if somebody was compiled against another C library
+  uint32_t rank_state_bytes;  // differs if a rank was compiled against another C library
   int64_t slot_bytes;
 };
 
@@ -311,7 +311,7 @@ void SharedGroup::sleep_until_reached(int peer, uint32_t round) {
   }
 }
 
-// Of all peers, not only the awaited one, which may itself be waiting for, or be about to wait for, a dead one.
+// Checks all peers, not only the awaited one, which may itself wait, or be about to wait, for a dead one.
 void SharedGroup::check_peers(uint32_t round) {
   if ((ranks_[rank_].word.load(std::memory_order_relaxed) & kLeft) != 0) {
     throw PeerLost("this rank has left its group");

@@ -7,13 +7,14 @@
 //      file    | header | rank 0: counter, calls, mutex | rank 1 ... | slots of rank 0: A B | of rank 1: A B | ...
 //
 // Rounds. Every collective is one or more rounds; in round k a rank writes slot k mod 2, then sets its counter to
-// k ("reaches" k). What keeps a slot from being overwritten while somebody reads it:
+// k ("reaches" k). What keeps a slot from being overwritten while a peer reads it:
 //
 //      a rank writes in round k only after every peer has reached k - 1, and a rank reaches k - 1 only after it
 //      has read all that it wanted of round k - 2, which is the last to have used the slot.
 //
-// Order and equality. Sums are taken in the order of ranks and in float32 (float64 for float64), whoever takes
-// them, so every rank gets the same bits. Beside the slot stands the call it belongs to; all who wait compare it.
+// Order and equality. Sums are taken in the order of ranks and in float32 (float64 for float64), whichever rank
+// takes them, so every rank gets the same bits. Beside the slot stands the call that it belongs to; every rank
+// that waits compares it with its own call.
 //
 // Waiting. A rank spins for at most 50 us (not at all with fewer cores than ranks), then yields its core between
 // looks for at most 2 ms, then sleeps on the counter it waits for (a futex); only then does the counter's owner
@@ -77,7 +78,7 @@ class SharedGroup {
   void gather_columns(const void* part, int64_t rows, int64_t row_bytes, void* all);
   // Overwrites `data` with rank 0's.
   void broadcast(void* data, int64_t bytes);
-  // Whoever waits for this rank, and whoever will, gets PeerLost; so do later calls here. Idempotent.
+  // Ranks that wait for this one, now or later, get PeerLost; so do later calls here. Idempotent.
   void leave();
 
  private:

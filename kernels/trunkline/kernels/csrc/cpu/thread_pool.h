@@ -2,8 +2,8 @@
 //
 // Between calls a thread spins for at most 50 us (a decoder's ops follow each other within microseconds), then
 // sleeps in the kernel, so that an idle worker costs nothing. A call waits for the threads that joined it, even if
-// one of them has lost its core to another process; one that was not awake in time does not join and holds nobody
-// up.
+// one of them has lost its core to another process; one that was not awake in time does not join, so the call
+// does not wait for it.
 #pragma once
 
 #include <atomic>
@@ -53,7 +53,7 @@ class ThreadPool {
   int64_t units_ = 0;
   alignas(64) std::atomic<int64_t> next_{0};
   // Grows with every call; kStop ends the threads. Stored sequentially consistently: notify_all looks whether
-  // anybody sleeps, and with a mere release it may look before the store. A thread that read the old value and
+  // a thread sleeps, and with a mere release it may look before the store. A thread that read the old value and
   // goes to sleep just then would be missed, and sleep through the call or for ever.
   alignas(64) std::atomic<uint32_t> generation_{0};
   // A thread joins by counting itself busy and then seeing `open_`; the caller closes, then waits for no busy

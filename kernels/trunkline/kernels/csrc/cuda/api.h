@@ -102,7 +102,7 @@ extern "C" {
 // Sizes of the structures above, in order, so that the caller can check its mirror of them. Host memory.
 void trunkline_struct_bytes(int32_t* sizes);
 const char* trunkline_error_string(int32_t error);
-// For the calling thread; this library has its own copy of the runtime, whose device may not be its caller's.
+// Sets the calling thread's device: this library's own copy of the runtime does not know its caller's.
 int32_t trunkline_set_device(int32_t device);
 int32_t trunkline_attention_shape(int32_t dtype, int32_t head_dim, AttentionShape* shape);  // host memory
 int32_t trunkline_attention(const AttentionCall* call, void* stream);                       // call: host memory

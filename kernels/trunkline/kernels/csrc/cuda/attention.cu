@@ -104,7 +104,7 @@ MergePointer merge_of(int32_t dtype) {
   return dtype == kFloat16 ? merge_kernel<Fp16> : merge_kernel<float>;
 }
 
-// By a kernel and not by a copy, so that in a captured graph every replay adds.
+// Adds by a kernel and not by a copy, so that in a captured graph every replay adds.
 __global__ void add_steps_kernel(int32_t* steps, int32_t delta) { *steps += delta; }
 
 // Kernels are loaded at their first use, which must not be while a graph is captured.
@@ -113,7 +113,7 @@ cudaError_t load(const void* kernel) {
   return cudaFuncGetAttributes(&attributes, kernel);
 }
 
-// Per kernel and device, the last call wins: `shared_bytes` must be the same whoever asks.
+// The last call for a kernel and device counts, so every caller must give the same `shared_bytes`.
 cudaError_t allow_shared(const void* kernel, int shared_bytes) {
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);

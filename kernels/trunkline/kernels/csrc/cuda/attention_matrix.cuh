@@ -316,7 +316,7 @@ class MatrixSegment {
 
   // Sums over lanes and warps, in a fixed order, then the output or the partial.
   __device__ void finish() {
-    // `peaks` is free: whoever reads it in the last tile does so before that tile's barrier C.
+    // `peaks` is free: warps that read it in the last tile do so before that tile's barrier C.
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
 #pragma unroll

@@ -72,13 +72,13 @@ class TileCursor {
     return true;
   }
 
-  // Of the segment.
+  // The current segment's KV head, entries, heads and number of query vectors.
   __device__ int kv_head() const { return kv_head_; }
   __device__ int entry(int vector) const { return entry_start_ + (vector_start_ + vector) / group_; }
   __device__ int head(int vector) const { return kv_head_ * group_ + (vector_start_ + vector) % group_; }
   __device__ int vectors() const { return min(vectors_ - vector_start_, tile_rows_); }
 
-  // Of the tile.
+  // The current tile's tokens, position of its first key, block, and first token in the block.
   __device__ int tokens() const { return min(item_tokens_ - offset_, tile_tokens_); }
   __device__ int base() const { return item_base_ + offset_; }
   __device__ int block() const { return work_.item_block[item_]; }

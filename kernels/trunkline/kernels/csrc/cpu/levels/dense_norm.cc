@@ -1,6 +1,6 @@
 // RMS norm of rows on one level, optionally of a sum that is also stored: each row is read from memory once.
 //
-// Of half types the normalised value is rounded before the weight multiplies it, as the models were trained.
+// In half types the normalised value is rounded before the weight multiplies it, as the models were trained.
 
 #include "cpu/gemm.h"
 #include "cpu/linear.h"
