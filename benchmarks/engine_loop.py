@@ -22,7 +22,7 @@ from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.messages import Sampling
 from trunkline.worker.runner import Runner
-from trunkline.worker.tiers.copier import CopyOptions
+from trunkline.worker.tiers.copy_lane import CopyOptions
 
 
 @dataclass(slots=True)

@@ -42,8 +42,7 @@ from tiered_loop import HeldLoading, TieredLoop, forget_all, redis_server
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.tiers.costs import Preloads
 from trunkline.kvstore.tier import TierKind
-from trunkline.worker.tiers.copier import CopyOptions
-from trunkline.worker.tiers.copy_lane import COMPUTE, LOAD, LayerSpan
+from trunkline.worker.tiers.copy_lane import COMPUTE, LOAD, CopyOptions, LayerSpan
 
 PARTS: Final = ("turns", "preload", "saving")
 CHUNK: Final = 64
@@ -250,8 +249,8 @@ def trace(loop: TieredLoop, history: list[int], texts: Texts, report: Report) ->
     """When each layer was loaded and computed in one turn without a buffer; time 0 is the first load's start."""
     record = loop.runner.trace_layers()
     behind(loop, history, texts, TierKind.HOST)
-    loads = [span for span in record.spans() if span.kind == LOAD]
-    computed = [s for s in record.spans() if s.kind == COMPUTE and s.step == loads[0].step]
+    loads = [span for span in record if span.kind == LOAD]
+    computed = [s for s in record if s.kind == COMPUTE and s.step == loads[0].step]
     begin = loads[0].start_ns
     for span in (*loads, *computed):
         case = {"part": "trace", "kind": span.kind, "layer": span.layers.start}

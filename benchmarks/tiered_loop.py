@@ -28,7 +28,7 @@ from trunkline.controller.tiers.costs import Preloads
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.messages import TierMoves
-from trunkline.worker.tiers.copier import CopyOptions
+from trunkline.worker.tiers.copy_lane import CopyOptions
 from trunkline.worker.tiers.tier_service import TierService
 
 WAIT_SECONDS_MAX: Final = 0.25

@@ -13,8 +13,7 @@ from worker.driver import Driver, run_config
 
 from trunkline.kernels.load import load_kernels
 from trunkline.kernels.ops import KvPool
-from trunkline.kvstore.chunks import ChunkName, Int32Array, SlotId, pack_int32
-from trunkline.kvstore.tier import SlotKey, Tier
+from trunkline.kvstore.chunks import Int32Array, SlotId, pack_int32
 from trunkline.worker.errors import PlanError, WorkerConfigError
 from trunkline.worker.messages import StepPlan
 from trunkline.worker.runner import Runner
@@ -153,26 +152,18 @@ def test_a_block_is_loaded_once(make_pool: MakePool) -> None:
         host.load(moves((7, 3, 1), (7, 4, 1)))
 
 
-def test_it_is_a_tier(make_pool: MakePool) -> None:
+def test_bytes_of_a_slot_are_those_of_its_block(make_pool: MakePool) -> None:
+    """In plain order, whatever the kernels hold a block in: the tiers below read and write them."""
     pool, host = make_pool("small", "auto")
-    tier: Tier = host.host
-    key = SlotKey(SlotId(7), ChunkName(b""), 4)
-    data = np.random.default_rng(0).bytes(tier.slot_bytes)
-    tier.write(key, memoryview(data))
-    into = bytearray(tier.slot_bytes)
-    assert not tier.read(key._replace(generation=3), memoryview(into))
-    assert not any(into)
-    assert tier.read(key, memoryview(into))
-    assert into == data
-    # The same bytes as blocks see them.
+    data = np.random.default_rng(0).bytes(host.host.slot_bytes)
+    host.host.view(7)[:] = data
+    host.host.set_generation(7, 4)
     host.load(moves((2, 7, 4)))
     assert contents(pool)[2].numpy().tobytes() == data
-    with pytest.raises(OSError, match="3 bytes for a slot of"):
-        tier.write(key, memoryview(b"abc"))
-    tier.discard(SlotId(7))
-    assert not tier.read(key, memoryview(into))
+    host.save(moves((2, 5, 1)))
+    assert bytes(host.host.view(5)) == data
     host.copier.close()
-    assert tier.capacity_slots == 0
+    assert host.host.capacity_slots == 0
 
 
 def test_memory_is_taken_when_it_is_used(make_pool: MakePool) -> None:

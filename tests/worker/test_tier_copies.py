@@ -30,8 +30,8 @@ from trunkline.kernels.ops import KvPool
 from trunkline.kvstore.chunks import Int32Array, pack_int32
 from trunkline.worker.errors import CopyError, WorkerConfigError
 from trunkline.worker.messages import StepPlan
-from trunkline.worker.tiers.copier import Copier, CopyOptions
-from trunkline.worker.tiers.copy_lane import COMPUTE, LATE_SAVE, LOAD, SAVE, LayerSpan
+from trunkline.worker.tiers.copier import Copier
+from trunkline.worker.tiers.copy_lane import COMPUTE, LATE_SAVE, LOAD, SAVE, CopyOptions, LayerSpan
 from trunkline.worker.tiers.host_pool import HostPool
 
 BY_LAYER = CopyOptions(link_bytes_per_s=1e12)
@@ -77,7 +77,7 @@ def test_each_layer_waits_for_its_own(travel: Travel, expected: list[Any]) -> No
         held.let(1)
     result = step.join()
     assert result.waited_us > 0
-    spans = trace.spans()
+    spans = list(trace)
     computed, loaded = of_kind(spans, COMPUTE), of_kind(spans, LOAD)
     assert computed.keys() == loaded.keys() == set(range(LAYERS))
     for layer in range(LAYERS):
@@ -97,7 +97,7 @@ def test_whole_preload_waits_for_everything_first(travel: Travel, expected: list
     traveller.wipe()
     trace = traveller.runner.trace_layers()
     traveller.swap_in()
-    spans = trace.spans()
+    spans = list(trace)
     assert of_kind(spans, LOAD)[LAYERS - 1].stop_ns <= of_kind(spans, COMPUTE)[0].start_ns
     traveller.check_end(expected)
 
@@ -190,7 +190,7 @@ def test_late_saves_follow_the_computation(travel: Travel, expected: list[Any]) 
     traveller.prefill(late_saves=moves((3, 7, 1), (4, 8, 1)))
     # The block that is not full is saved when the sequence leaves.
     traveller.leave(saves=moves((9, 2, 1)), save_fence=traveller.driver.step + 1)
-    spans = trace.spans()
+    spans = list(trace)
     computed, saved = of_kind(spans, COMPUTE), of_kind(spans, LATE_SAVE)
     assert saved.keys() == of_kind(spans, SAVE).keys() == set(range(LAYERS))
     for layer in range(LAYERS):

@@ -105,7 +105,6 @@ def test_only_the_key_that_was_written_is_read(slab: Open) -> None:
     tier.write(key(1, generation=2), memoryview(content(1)))
     assert not found(tier, key(1))
     assert found(tier, key(1, generation=2))
-    tier.discard(SlotId(1))
     with pytest.raises(OSError, match="slot 8; there are 8"):
         tier.read(key(8), memoryview(bytearray(SLOT)))
     with pytest.raises(OSError, match="3 bytes for a slot of"):

@@ -59,7 +59,6 @@ def test_controllers_share_it_by_name(redis_server: RedisServer) -> None:
     assert other.present([name(3), name(1)]) == 0
     assert other.present([name(1), name(4)]) == 2
     assert other.present([]) == 0
-    other.discard(SlotId(1))
     assert found(tier, 1)
     tier.close()
     other.close()

@@ -18,8 +18,8 @@ from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kvstore.chunks import Int32Array, pack_int32, unpack_int32
 from trunkline.worker.messages import Join, Sampling
 from trunkline.worker.runner import Runner
-from trunkline.worker.tiers.copier import Copier, CopyOptions
-from trunkline.worker.tiers.copy_lane import CopyLane
+from trunkline.worker.tiers.copier import Copier
+from trunkline.worker.tiers.copy_lane import CopyLane, CopyOptions
 
 LAYERS = 4
 DEADLINE_S = 20.0

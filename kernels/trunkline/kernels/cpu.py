@@ -110,7 +110,7 @@ class CpuDecodeState:
     last_block: int
     has_shifts: bool
     works: dict[WorkOptions, CpuDecodeWork] = field(default_factory=dict)
-    """By options, because layers may differ, and so may the kernels that use the plan."""
+    """The pieces by options: layers may differ, and so may the kernels that use the plan."""
 
 
 class CpuPrefillState:
@@ -379,9 +379,9 @@ def _check_pool(shape: torch.Size, chunk_size: int, last_block: int) -> None:
 
 
 ACTIVATIONS: Final[dict[Activation, int]] = {"silu": 1, "gelu": 2, "gelu_tanh": 3}
-"""As `Activation` in `csrc/cpu/linear.h`; 0: not gated."""
+"""Numbers of `Activation` in `csrc/cpu/linear.h`; 0: not gated."""
 DENSE_TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""As `DenseType` there."""
+"""Numbers of `DenseType` in `csrc/cpu/linear.h`."""
 
 LARGE_PAGE_BYTES: Final = 2 << 20
 SLAB_BYTES: Final = 64 << 20

@@ -122,7 +122,7 @@ class DeviceWork:
 
     def __init__(self, device: torch.device) -> None:
         self.generation = 0
-        """As `Workspace.generation`."""
+        """Counts reallocations, as `Workspace.generation`."""
         self.resident: CudaDecodeWork | None = None
         """The plan that the buffer holds."""
         self.steps = 0
@@ -181,7 +181,7 @@ class PrefillCut:
     piece_tokens: int = 0
     """Tokens of every piece, whatever the batch (batch-invariant mode); 0: off."""
     partials_max: int = 1 << 62
-    """Of one part of the work, unless a single tile has more."""
+    """The most partial results of one part of the work, unless a single tile has more."""
 
 
 class PrefillPart(NamedTuple):
@@ -201,9 +201,9 @@ class PrefillWork:
     def __init__(self, plan: PrefillPlan, cut: PrefillCut) -> None:
         self._plan = plan
         self._items: list[NDArray[np.int64]] = []
-        """By piece: indices into the plan's items."""
+        """For each piece, indices into the plan's items."""
         self._rows: list[tuple[int, int]] = []
-        """By piece: its queries."""
+        """For each piece, its queries: start and stop."""
         self._shifts: list[int] = []
         self._ordinals: list[int] = []
         queries = len(plan.query_position)

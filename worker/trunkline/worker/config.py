@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Literal
 
@@ -11,7 +12,6 @@ from trunkline.runtime.wire_keys import Role, problem_of
 from trunkline.worker.errors import WorkerConfigError
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
-QUANTISATIONS: Final = ("", "int8")
 DEVICES: Final = ("cpu", "cuda")
 COLLECTIVES: Final = ("auto", "gloo", "shared")
 
@@ -37,11 +37,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     gpu_memory_fraction: float = 0.9
     """Share of the GPU's total memory that this rank may use, for weights, KV and everything else."""
     dtype: str = "float32"
-    """Of weights, activations and KV. Float32 by default: greedy output then does not depend on caching."""
+    """Type of weights, activations and KV. Float32 by default: greedy output then does not depend on caching."""
     kernels: str = "auto"
     """One of `trunkline.kernels.load.KERNEL_NAMES`."""
     quantisation: Literal["", "int8"] = ""
-    """Of the layers' weights while they are loaded: "int8" (per output channel), or "" for none."""
+    """How the layers' weights are quantised while they are loaded: "int8" (per output channel), or "" for none."""
     collectives: str = "auto"
     """How ranks exchange: "auto" is NCCL between GPUs and shared memory (or else gloo) between CPUs; "shared"
     insists on shared memory; "gloo" works everywhere, also for ranks that share a GPU, which NCCL refuses."""
@@ -86,7 +86,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     threads: int = 1
     """Compute threads of this rank: its share of the cores."""
     epoch: int = 1
-    """Of the group; plans of another epoch are refused. A rank's process is told its own by the controller,
+    """Epoch of the group; plans of another one are refused. A rank's process is told its own by the controller,
     whatever is said here (`of_epoch`)."""
     wire_keys: str = ""
     """File of the keys of sockets between hosts (`trunkline key wire`); "": there is none."""
@@ -141,9 +141,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def _rules(self) -> tuple[tuple[bool, str], ...]:
         return (
-            (self.tp >= 1, f"tp is {self.tp}; it must be at least 1"),
+            *self._at_least(1, "tp", "max_rows", "threads"),
+            *self._at_least(0, "pool_blocks", "host_memory_bytes", "max_context"),
+            *self._one_of(DEVICES, "device"),
+            *self._one_of(DTYPES, "dtype"),
+            *self._one_of(COLLECTIVES, "collectives"),
             (0 <= self.rank < self.tp, f"rank is {self.rank}; it must be in [0, {self.tp})"),
-            (self.device in DEVICES, f"device is {self.device!r}; allowed: {', '.join(DEVICES)}"),
             (
                 self.device != "cuda" or self.gpu is not None,
                 "device is 'cuda', but gpu is not given; write the index of this rank's GPU, 0 for the first",
@@ -153,46 +156,33 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 0 < self.gpu_memory_fraction <= 1,
                 f"gpu_memory_fraction is {self.gpu_memory_fraction:g}; it must be more than 0 and at most 1",
             ),
-            (self.dtype in DTYPES, f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}"),
-            (
-                self.quantisation in QUANTISATIONS,
-                f"quantisation is {self.quantisation!r}; allowed: 'int8', or '' for none",
-            ),
-            (
-                self.collectives in COLLECTIVES,
-                f"collectives is {self.collectives!r}; allowed: {', '.join(COLLECTIVES)}",
-            ),
-            (
-                1 <= self.chunk_size <= 1024,
-                f"chunk_size is {self.chunk_size}; allowed are 1 to 1024 tokens",
-            ),
-            (self.pool_blocks >= 0, f"pool_blocks is {self.pool_blocks}; it must not be negative"),
+            (1 <= self.chunk_size <= 1024, f"chunk_size is {self.chunk_size}; allowed are 1 to 1024 tokens"),
             (
                 self.pool_blocks > 0 or self.kv_memory_bytes > 0 or self.device == "cuda",
                 "on a CPU, pool_blocks or kv_memory_bytes must be given",
             ),
-            (
-                self.host_memory_bytes >= 0,
-                f"host_memory_bytes is {self.host_memory_bytes}; it must not be negative",
-            ),
-            (self.max_context >= 0, f"max_context is {self.max_context}; it must not be negative"),
             (self.token_budget >= 2, f"token_budget is {self.token_budget}; a step has at least 2 tokens"),
-            (self.max_rows >= 1, f"max_rows is {self.max_rows}; it must be at least 1"),
-            (self.threads >= 1, f"threads is {self.threads}; it must be at least 1"),
             (
                 not self.is_spread or self.rendezvous.startswith("tcp://"),
                 f"rendezvous is {self.rendezvous!r}; ranks of several hosts meet at tcp://HOST:PORT",
             ),
-            (
-                bool(self.rendezvous) or self.tp == 1,
-                f"tp is {self.tp}; collectives need a rendezvous address",
-            ),
+            (bool(self.rendezvous) or self.tp == 1, f"tp is {self.tp}; collectives need a rendezvous address"),
         )
+
+    def _at_least(self, least: int, *names: str) -> Iterator[tuple[bool, str]]:
+        bound = f"be at least {least}" if least else "not be negative"
+        for name in names:
+            value = getattr(self, name)
+            yield value >= least, f"{name} is {value}; it must {bound}"
+
+    def _one_of(self, allowed: tuple[str, ...], name: str) -> Iterator[tuple[bool, str]]:
+        value = getattr(self, name)
+        yield value in allowed, f"{name} is {value!r}; allowed: {', '.join(allowed)}"
 
     def _tier_rules(self) -> tuple[tuple[bool, str], ...]:
         has_disk, has_remote = bool(self.disk_bytes), bool(self.remote_url)
         return (
-            (self.disk_bytes >= 0, f"disk_bytes is {self.disk_bytes}; it must not be negative"),
+            *self._at_least(0, "disk_bytes", "remote_ttl_s"),
             (not has_disk or bool(self.disk_path), "disk_bytes is given, but no disk_path"),
             (
                 self.host_memory_bytes > 0 or not (has_disk or has_remote),
@@ -206,7 +196,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 _is_hex(self.tier_fingerprint),
                 f"tier_fingerprint is {self.tier_fingerprint!r}; allowed: up to 64 pairs of hexadecimal digits",
             ),
-            (self.remote_ttl_s >= 0, f"remote_ttl_s is {self.remote_ttl_s}; it must not be negative"),
             (1 <= self.io_threads <= 64, f"io_threads is {self.io_threads}; allowed are 1 to 64"),
         )
 

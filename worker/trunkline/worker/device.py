@@ -72,7 +72,7 @@ def choose_kernels(config: WorkerConfig, threads: int) -> Kernels:
 BLOCKS_MIN: Final = 2
 """Blocks that a controller needs to work with."""
 OUTSIDE_BYTES_MAX: Final = 2 << 30
-"""Of memory that is taken outside torch while this rank loads: beyond that it is another process's, not NCCL's."""
+"""The most memory outside torch that counts as this rank's own (NCCL, kernels): more is another process's."""
 
 
 class MemoryMeter(Protocol):
@@ -120,7 +120,7 @@ class MemoryUse:
 
     total: int
     free: int
-    """Of the device now, used by no process."""
+    """Free memory of the device now."""
     weights: int
     step: int
     """What the largest step takes beside the weights, at its peak: activations, logits, partial results."""

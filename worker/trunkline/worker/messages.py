@@ -80,7 +80,7 @@ class BeamPosition(msgspec.Struct, array_like=True, frozen=True):
     """A sequence's place in a beam search (PagedAttention §4.4). Its members are sampled from together."""
 
     group: int
-    """Id of the search during this stay; never used twice within an epoch."""
+    """Id of the search, new each time it joins the batch; never used twice within an epoch."""
     index: int
     """Rank of the beam, 0 the best."""
     width: int
@@ -96,7 +96,7 @@ class Join(msgspec.Struct, array_like=True, frozen=True):
     """A sequence enters the workers' state (first time, or again after preemption under a new id)."""
 
     sequence: int
-    """Id of this stay in the batch; never used twice within an epoch."""
+    """Id of the sequence, new each time it joins the batch; never used twice within an epoch."""
     tokens: bytes
     """int32 token ids from index `first` on: all known tokens that are not yet computed at least."""
     first: int
@@ -166,7 +166,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     A hint: for the beams of a search they cover every full block of the tables, and the workers find out which
     of them are the same."""
     forks: list[Fork] = []
-    """Of sequences whose prefill entry has `sample` 1."""
+    """Forks of sequences whose prefill entry has `sample` 1."""
     late_saves: bytes = b""
     """int32 `[n, 3]`, as `saves`: blocks that this step's prefill fills; each layer is saved once it is
     computed."""
@@ -195,9 +195,9 @@ class TierMove(msgspec.Struct, array_like=True, frozen=True):
     slot: int
     """Slot of the disk tier; -1 for the remote tier, which goes by `name` only."""
     generation: int
-    """Of the disk slot."""
+    """Generation of the disk slot."""
     name: bytes
-    """Of the chunk."""
+    """Name of the chunk."""
 
 
 class TierMoves(msgspec.Struct, array_like=True, frozen=True, tag="moves"):

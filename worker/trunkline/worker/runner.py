@@ -41,8 +41,8 @@ from trunkline.worker.sampling.beams import BeamSearches
 from trunkline.worker.sampling.sampler import Sampler
 from trunkline.worker.sampling.selection import Selection, Selector
 from trunkline.worker.tensor_parallel import TensorParallel, of_loading
-from trunkline.worker.tiers.copier import Copier, CopyOptions
-from trunkline.worker.tiers.copy_lane import LayerTrace, StepGate
+from trunkline.worker.tiers.copier import Copier
+from trunkline.worker.tiers.copy_lane import CopyOptions, LayerTrace, StepGate
 from trunkline.worker.tiers.host_pool import HostPool
 
 Connect = Callable[[WorkerConfig, torch.device], TensorParallel]
@@ -222,7 +222,7 @@ class Runner:
     @property
     def is_compiling(self) -> bool:
         """Whether `grammar_reports` has, or will soon have, a report."""
-        return self._grammars is not None and self._grammars.pending
+        return self._grammars is not None and bool(self._grammars.pending)
 
     def grammar_reports(self) -> list[GrammarReady]:
         """Return the grammars that became ready or were refused since the last call. Does not wait."""

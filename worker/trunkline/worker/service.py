@@ -142,7 +142,7 @@ class Link:
 
     def enter(self, epoch: int) -> None:
         """Subscribe to the plans of an epoch, then to the topic that tells the controller so."""
-        # In this order: what the controller sees last was made last.
+        # In this order, so that the controller sees the second subscription only when the first is there.
         self._plans.subscribe(plan_topic(epoch))
         self._plans.subscribe(member_topic(self.incarnation))
 
@@ -243,7 +243,7 @@ class Watchdog:
     def __init__(self, link: Link) -> None:
         self.controller_gone = threading.Event()
         self.epoch = 0
-        """Of this rank; 0: none yet."""
+        """The epoch of this rank; 0: none yet."""
         self._exit_code: int | None = None
         self._link = link
         self._left = threading.Event()
@@ -473,7 +473,7 @@ def _loop(
         elif watchdog.controller_gone.is_set():
             log.error("the controller is gone")
             return EXIT_LEFT
-        elif message is None and not runner.is_compiling:
+        elif message is None and traces.is_on and not runner.is_compiling:
             traces.idle()
         runner.check()
         for report in runner.grammar_reports():

@@ -375,7 +375,7 @@ _REMEDIES: Final = {
     "compiled with an unsupported toolchain": "the driver is older than the CUDA that compiled the kernels; "
     "install a newer driver",
 }
-"""By words of an error that will come again however often the process is started: what to do."""
+"""What to do, by words of errors that will come again however often the process is started."""
 
 
 def words_of(error: BaseException) -> str:

@@ -224,7 +224,7 @@ class _Prefill:
         """Indices, among all prefill tokens, of those before each of the scored ones."""
         self._sequences: list[BatchSequence] = []
         self._stops: list[int] = []
-        """By entry: the index behind its last token."""
+        """For each entry, the index behind its last token."""
         total = 0
         for sequence_id, start, count, write_from, sample in entries.tolist():
             sequence, stop = sequences[sequence_id], start + count

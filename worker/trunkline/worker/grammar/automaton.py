@@ -25,7 +25,7 @@ WHITESPACE_MAX: Final = 16
 """Characters in a row between two parts of a JSON text where white space is free: enough to indent, and small
 models do not get lost."""
 COMPACT_PROPERTIES_MAX: Final = 400
-"""Of one object. With more, white space is free."""
+"""The most properties of an object without free white space."""
 _NAMES: Final = {
     "json_schema": "JSON schema",
     "regex": "regex",
@@ -147,7 +147,7 @@ def _with_whitespace(tag: str, *, spaced: bool) -> str:
 def _compact(schema: str) -> str:
     """Return the EBNF of a JSON schema's documents as `json.dumps` writes them: a blank behind each comma and
     colon."""
-    # By way of text, which xgrammar compiles several times faster than what it makes of the schema directly.
+    # xgrammar compiles this text several times faster than what it makes of the schema directly.
     text = str(xgrammar.Grammar.from_json_schema(schema, any_whitespace=False))
     # It writes \xdf for "ß", but reads all hexadecimal digits that follow: "ße" would become U+0DFE.
     return _HEX_ESCAPE.sub(lambda found: rf"\u00{found[1]}" if found[1] else found[0], text)

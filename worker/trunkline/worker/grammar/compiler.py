@@ -74,15 +74,12 @@ class GrammarStore:
         self._threads = _CompileThreads(model, vocab_size, {Line.FIRST: slice_s, Line.LONG: seconds_max})
         self._done: list[tuple[int, TokenGrammar | str]] = []
         """Grammars whose result is known without a trial."""
-        self._pending: set[int] = set()
+        self.pending: set[int] = set()
+        """Grammars of which `poll` has a report, now or later."""
         self._cache: GrammarCache[TokenGrammar] = GrammarCache()
         self._grammars: dict[int, TokenGrammar] = {}
-        self._outputs: dict[int, tuple[BatchSequence, Matcher]] = {}
-
-    @property
-    def pending(self) -> bool:
-        """Whether `poll` has a report, now or later."""
-        return bool(self._pending)
+        self.outputs: dict[int, tuple[BatchSequence, Matcher]] = {}
+        """The state of each sequence that follows a grammar, by its id."""
 
     def compile(self, grammar: int, kind: str, text: str, *, spaced: bool = False, tenant: bytes = b"") -> None:
         """Begin to compile a grammar; `poll` says when it is ready. Does not wait.
@@ -98,8 +95,8 @@ class GrammarStore:
             known = self._cache.find(wanted, time.monotonic())
         except GrammarError as error:
             known = str(error)
-        is_new = grammar not in self._pending
-        self._pending.add(grammar)
+        is_new = grammar not in self.pending
+        self.pending.add(grammar)
         if known is None:
             self._threads.add(grammar, wanted, tenant, is_new=is_new)
         elif is_new:
@@ -116,9 +113,9 @@ class GrammarStore:
             elif lasts:
                 self._cache.refuse(wanted, result, time.monotonic())
         for grammar, result in done:
-            if grammar not in self._pending:
+            if grammar not in self.pending:
                 continue  # forgotten meanwhile
-            self._pending.remove(grammar)
+            self.pending.remove(grammar)
             if isinstance(result, str):
                 ready.append(GrammarReady(grammar, result))
             else:
@@ -129,15 +126,14 @@ class GrammarStore:
     def forget(self, grammar: int) -> None:
         """Forget a grammar that no sequence uses any more."""
         self._grammars.pop(grammar, None)
-        if grammar in self._pending:
-            self._pending.remove(grammar)
+        if grammar in self.pending:
+            self.pending.remove(grammar)
             self._threads.remove(grammar)
 
     def forget_sequences(self, sequences: Iterable[int]) -> None:
         """Forget sequences that left the batch."""
-        if self._outputs:
-            for sequence in sequences:
-                self._outputs.pop(sequence, None)
+        for sequence in sequences:
+            self.outputs.pop(sequence, None)
 
     def fill(self, sequence: BatchSequence, words: Int32Array) -> None:
         """Write the ids that the grammar allows as the sequence's next token; at least one.
@@ -161,7 +157,7 @@ class GrammarStore:
             matcher.finish()
 
     def _matcher(self, sequence: BatchSequence) -> Matcher:
-        known = self._outputs.get(sequence.id)
+        known = self.outputs.get(sequence.id)
         # Another sequence may have come under the same id, or this one with other tokens.
         if known is not None and known[0] is sequence and known[1].accepted <= sequence.output_index:
             return known[1]
@@ -171,7 +167,7 @@ class GrammarStore:
         if sequence.first > sequence.prompt_len:
             raise PlanError(f"sequence {sequence.id} follows a grammar, but its output is not known")
         matcher = grammar.matcher(unpack_int32(sequence.sampling.stop_ids).tolist())
-        self._outputs[sequence.id] = sequence, matcher
+        self.outputs[sequence.id] = sequence, matcher
         return matcher
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ ACTIVATIONS: Final = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-"""By the name in config.json."""
+"""`ModelConfig`'s names of activations, by the name in config.json."""
 
 
 class Fields:

@@ -406,7 +406,7 @@ READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], ModelConfig]]] = {
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
 }
-"""By the name in config.json's `architectures`."""
+"""The reader of each name in config.json's `architectures`."""
 
 REFUSED: Final[Mapping[str, str]] = {
     "Gemma3ForConditionalGeneration": "it reads images too; save its text model as Gemma3ForCausalLM",

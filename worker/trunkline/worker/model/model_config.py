@@ -66,7 +66,7 @@ class ModelConfig:
     activation: str
     """"silu", "gelu", "gelu_tanh" or "relu"."""
     attention: tuple[LayerAttention, ...]
-    """By layer; equal ones are one object."""
+    """The attention of each layer; equal ones are one object."""
     tied_embeddings: bool
     stored_dtype: str
     """Type of the checkpoint's weights, as config.json says; "" if it does not."""
@@ -78,11 +78,11 @@ class ModelConfig:
     embedding_scale: float = 1.0
     """Multiplies looked-up embeddings, but not the head, even if they are tied."""
     logit_soft_cap: float = 0.0
-    """As `LayerAttention.soft_cap`, of the logits."""
+    """Cap of the logits, as `LayerAttention.soft_cap` of scores."""
     qkv_clip: float = 0.0
     """Queries, keys and values are clamped to ± this; 0: they are not."""
     alibi_slopes: tuple[float, ...] = ()
-    """By head: `slope * (key position - query position)` is added to scaled scores."""
+    """A slope for each head: `slope * (key position - query position)` is added to scaled scores."""
     experts: int = 0
     experts_per_token: int = 0
 

@@ -41,7 +41,7 @@ class TensorEntry(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    """In the format's words: "F32", "BF16", "U8", …"""
+    """The type in the format's words: "F32", "BF16", "U8", …"""
 
     @property
     def is_float(self) -> bool:

@@ -52,7 +52,7 @@ class BeamGroup:
         self.candidates = beam_position.candidates
         self.stop_ids = unpack_int32(beam_position.stop_ids)
         self.scores = np.zeros(beam_position.width, dtype=np.float32)
-        """Of the members; kept up to date on rank 0 only, which alone needs them."""
+        """Scores of the members; kept up to date on rank 0 only, which alone needs them."""
         self.copies = _NO_COPIES
         """int32 `[n, 4]`: what `copy_blocks` must do before the next step."""
         self._by_index: dict[int, BatchSequence] = {}

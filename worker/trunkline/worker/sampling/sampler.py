@@ -99,7 +99,7 @@ class Sampler:
 
     def forget(self, sequences: Iterable[int]) -> None:
         """Forget sequences that left the batch."""
-        if self._grammars is not None:
+        if self._grammars is not None and self._grammars.outputs:
             self._grammars.forget_sequences(sequences)
 
     def _draw(self, logits: Tensor, samples: list[BatchSequence], rows: _Rows) -> Tensor:

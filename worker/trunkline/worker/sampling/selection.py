@@ -27,15 +27,15 @@ class Selection:
     """The tokens that a step chose, and what rank 0 reports of them."""
 
     tokens: Int32Array
-    """In the order of `StepResult.tokens`; the same on every rank."""
+    """The chosen tokens in the order of `StepResult.tokens`; the same on every rank."""
     tables_changed: bool = False
     """Whether block tables moved between beams; the same on every rank."""
     logprobs: dict[int, TopLogprobs] | None = None
-    """By index of the sample. This and what follows is known on rank 0 only."""
+    """Reports by index of the sample. This field and the next two are known on rank 0 only."""
     beams: dict[int, BeamStep] | None = None
-    """By search."""
+    """Reports by id of the search."""
     prompt_logprobs: dict[int, PromptLogprobs] | None = None
-    """By sequence."""
+    """Reports by id of the sequence."""
 
 
 class Selector:

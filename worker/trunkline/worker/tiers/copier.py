@@ -29,6 +29,7 @@ from trunkline.worker.tiers.copy_lane import (
     SAVE,
     CopyJob,
     CopyLane,
+    CopyOptions,
     LayerGate,
     LayerTrace,
     StepGate,
@@ -41,17 +42,6 @@ _MEASURED_BLOCKS: Final = 8
 _MEASURED_ROUNDS: Final = 3
 _MEASURED_NS: Final = 200_000_000
 """After so long no further round is begun."""
-
-
-class CopyOptions(NamedTuple):
-    """How copies go on beside the computation. Only benchmarks and tests use other values than the defaults."""
-
-    link_bytes_per_s: float = 0.0
-    """Speed of an emulated slower link between device and host, in each direction; 0: no emulation."""
-    is_layerwise: bool = True
-    """Whether each layer of the computation waits for its own KV only; else the first waits for that of all."""
-    saves_beside: bool = True
-    """Whether steps go on while blocks are saved; else a step that saves waits for the end of it."""
 
 
 class Ticket(NamedTuple):
@@ -98,10 +88,8 @@ class Copier:
         self._touched = _Touched(host.capacity_slots, blocks)
         self._trace: LayerTrace | None = None
         self._reported = (0, 0)
-        self.saves = CopyLane("saves", host, make_kernels(), make_stream(device), self._fail)
-        self.loads = CopyLane("loads", host, make_kernels(), make_stream(device), self._fail)
-        for lane in (self.saves, self.loads):
-            lane.link_bytes_per_s, lane.is_layerwise = options.link_bytes_per_s, options.is_layerwise
+        self.saves = CopyLane("saves", host, make_kernels(), make_stream(device), options, self._fail)
+        self.loads = CopyLane("loads", host, make_kernels(), make_stream(device), options, self._fail)
 
     # --- a step
 
@@ -236,7 +224,7 @@ class Copier:
 
     def start_trace(self, length: int) -> LayerTrace:
         """Keep, from now on, when the last `length` layers were computed and copied."""
-        self._trace = self.saves.trace = self.loads.trace = LayerTrace(length)
+        self._trace = self.saves.trace = self.loads.trace = LayerTrace(maxlen=length)
         return self._trace
 
     def check(self) -> None:

@@ -40,6 +40,17 @@ _CUDA_QUANTUM_BYTES: Final = 4 << 20
 log = structlog.get_logger()
 
 
+class CopyOptions(NamedTuple):
+    """How copies go on beside the computation. Only benchmarks and tests use other values than the defaults."""
+
+    link_bytes_per_s: float = 0.0
+    """Speed of an emulated slower link between device and host, in each direction; 0: no emulation."""
+    is_layerwise: bool = True
+    """Whether each layer of the computation waits for its own KV only; else the first waits for that of all."""
+    saves_beside: bool = True
+    """Whether steps go on while blocks are saved; else a step that saves waits for the end of it."""
+
+
 class CopyJob(NamedTuple):
     """The copies of one plan in one direction."""
 
@@ -52,11 +63,11 @@ class CopyJob(NamedTuple):
     waits: tuple[tuple[LayerGate, int], ...] = ()
     """Counts that must be reached before the job begins."""
     mark: object = None
-    """Of the computation's stream, when the job was given."""
+    """Mark in the computation's stream (`mark_of`) when the job was submitted."""
     computed: tuple[LayerGate, int] | None = None
-    """Of a late save: what counts the computed layers, and its count before the first of the step."""
+    """For a late save: the count of computed layers, and its value before the step's first layer."""
     layer_marks: list[object] = []  # noqa: RUF012
-    """Of a late save: a mark behind each computed layer, in order."""
+    """For a late save: a mark behind each computed layer, in order."""
 
 
 class CopyLane:
@@ -68,6 +79,7 @@ class CopyLane:
         host: HostPool,
         kernels: Kernels,
         stream: CopyStream,
+        options: CopyOptions,
         failed: Callable[[BaseException], None],
     ) -> None:
         """
@@ -82,11 +94,9 @@ class CopyLane:
         self.moved = (0, 0)
         """Nanoseconds spent on copying, and blocks copied, since the start."""
         self.trace: LayerTrace | None = None
-        self.link_bytes_per_s = 0.0
-        """Of an emulated link, which copies never exceed; 0: as fast as it goes."""
-        self.is_layerwise = True
         self._host = host
         self._stream = stream
+        self._options = options
         self._failed = failed
         self._queue: SimpleQueue[CopyJob | None] = SimpleQueue()
         self._steps: deque[tuple[int, int]] = deque()
@@ -163,12 +173,12 @@ class CopyLane:
             copy = self._host.scatter if job.kind == LOAD else self._host.gather
             copy(self.kernels, job.blocks, job.slots, layers)
             self._stream.finish()
-            if self.link_bytes_per_s:
+            if self._options.link_bytes_per_s:
                 self._pace(started, len(job.blocks) * len(layers))
             stopped = time.perf_counter_ns()
             spent_ns += stopped - started
             if self.trace is not None:
-                self.trace.add(LayerSpan(job.kind, job.step, layers, started, stopped))
+                self.trace.append(LayerSpan(job.kind, job.step, layers, started, stopped))
             if layers.stop == self._host.layers:
                 self.moved = (self.moved[0] + spent_ns, self.moved[1] + len(job.blocks))
             self.gate.advance(behind + layers.stop)
@@ -177,11 +187,11 @@ class CopyLane:
         """Return the layers that are copied together; all at once where no thread waits for single layers."""
         layers = self._host.layers
         size = layers
-        if self.is_layerwise and job.kind in (LOAD, LATE_SAVE):
+        if self._options.is_layerwise and job.kind in (LOAD, LATE_SAVE):
             layer_bytes = len(job.blocks) * (self._host.slot_bytes // layers)
             quantum = _CUDA_QUANTUM_BYTES if self._host.is_pinned else _QUANTUM_BYTES
             # A slow link shows what single layers are worth.
-            size = 1 if self.link_bytes_per_s else -(-quantum // layer_bytes)
+            size = 1 if self._options.link_bytes_per_s else -(-quantum // layer_bytes)
         for start in range(0, layers, size):
             yield range(start, min(start + size, layers))
 
@@ -189,7 +199,7 @@ class CopyLane:
         """Sleep as long as the emulated link would still take."""
         size = block_layers * (self._host.slot_bytes // self._host.layers)
         begin = max(self._link_free_ns, started_ns)
-        self._link_free_ns = begin + int(size * 1e9 / self.link_bytes_per_s)
+        self._link_free_ns = begin + int(size * 1e9 / self._options.link_bytes_per_s)
         left_ns = self._link_free_ns - time.perf_counter_ns()
         if left_ns > 0:
             time.sleep(left_ns / 1e9)
@@ -261,25 +271,14 @@ class LayerSpan(NamedTuple):
     kind: str
     """`COMPUTE`, `LOAD`, `SAVE` or `LATE_SAVE`."""
     step: int
-    """Of the plan that ordered it."""
+    """Step of the plan that ordered it."""
     layers: range
     start_ns: int
     stop_ns: int
 
 
-class LayerTrace:
-    """When the last layers were computed and copied: shows whether both overlapped."""
-
-    def __init__(self, length: int) -> None:
-        self._spans: deque[LayerSpan] = deque(maxlen=length)
-
-    def add(self, span: LayerSpan) -> None:
-        """Add a span. May be called from any thread."""
-        self._spans.append(span)
-
-    def spans(self) -> list[LayerSpan]:
-        """Return the spans in the order in which they ended."""
-        return list(self._spans)
+LayerTrace = deque[LayerSpan]
+"""When the last layers were computed and copied, in the order in which that ended."""
 
 
 class StepGate:
@@ -298,7 +297,7 @@ class StepGate:
         """Whether late saves wait for single layers of this step."""
         self.record_layer: Callable[[], object] = lambda: None
         self.marks: list[object] = []
-        """By layer: what `record_layer` gave when it was stored."""
+        """For each layer, what `record_layer` gave when it was stored."""
         self.trace: LayerTrace | None = None
         self.waited_ns = 0
         self._layer = -1
@@ -347,7 +346,7 @@ class StepGate:
         """Trace the layer that ends; the next one begins here."""
         if self.trace is not None and self._layer >= 0:
             layers = range(self._layer, self._layer + 1)
-            self.trace.add(LayerSpan(COMPUTE, self.step, layers, self._entered_ns, time.perf_counter_ns()))
+            self.trace.append(LayerSpan(COMPUTE, self.step, layers, self._entered_ns, time.perf_counter_ns()))
         self._layer = next_layer
 
 

@@ -27,7 +27,7 @@ import numpy as np
 import structlog
 import xxhash
 
-from trunkline.kvstore.chunks import NAME_BYTES, SlotId
+from trunkline.kvstore.chunks import NAME_BYTES
 from trunkline.kvstore.tier import SlotKey, TierKind
 
 PAGE_BYTES: Final = 4096
@@ -117,9 +117,6 @@ class DiskTier:
         if not is_straight:
             into[:] = payload
         return True
-
-    def discard(self, slot: SlotId) -> None:
-        """Nothing to do: the slot's next use has another generation."""
 
     def close(self) -> None:
         """Close the file."""

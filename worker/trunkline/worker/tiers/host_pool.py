@@ -19,7 +19,6 @@ from torch import Tensor
 from trunkline.kernels.large_pages import advise_large_pages
 from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kvstore.chunks import Int32Array, SlotId
-from trunkline.kvstore.tier import SlotKey, TierKind
 from trunkline.worker.errors import PlanError, WorkerConfigError
 
 _EMPTY: Final = -1
@@ -27,14 +26,12 @@ _EMPTY: Final = -1
 
 
 class HostPool:
-    """A `Tier` over one area of memory, and the copies between it and the device pool.
+    """One area of memory in slots, and the copies between it and the device pool.
 
     Two sides: what a slot holds by the order of the plans (`begin_saves`, `begin_loads`: the thread that takes
     plans), and the bytes (`gather`, `scatter`: the copy threads; `view`: the threads of the tiers below). The
     `Copier` orders the two.
     """
-
-    kind = TierKind.HOST
 
     def __init__(self, capacity_slots: int, pool: KvPool) -> None:
         """Reserve address space; memory is taken page by page as slots are first written (on a GPU at once, as
@@ -124,7 +121,7 @@ class HostPool:
         """Copy layers of slots into blocks. On a GPU this only enqueues on the current stream."""
         kernels.scatter_slots(self._pool, blocks, layers, self._slots, slots)
 
-    # --- Tier
+    # --- for the tiers below
 
     def generation(self, slot: int) -> int:
         """Return the generation of a slot's content; negative if it has none."""
@@ -137,21 +134,6 @@ class HostPool:
     def view(self, slot: int) -> memoryview:
         """Return a slot's bytes. The view must not be used after `close`."""
         return self._bytes[slot].numpy().data
-
-    def write(self, key: SlotKey, data: memoryview) -> None:
-        """Store a block's bytes (see `Tier.write`)."""
-        if len(data) != self.slot_bytes:
-            raise OSError(f"{len(data)} bytes for a slot of {self.slot_bytes}")
-        self._generations[key.slot] = _EMPTY
-        self.view(key.slot)[:] = data
-        self._generations[key.slot] = key.generation
-
-    def read(self, key: SlotKey, into: memoryview) -> bool:
-        """Fill `into` with a block's bytes (see `Tier.read`)."""
-        if self._generations[key.slot] != key.generation:
-            return False
-        into[:] = self.view(key.slot)
-        return True
 
     def discard(self, slot: SlotId) -> None:
         """Forget a slot's content."""

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import redis
 import structlog
 
-from trunkline.kvstore.chunks import ChunkName, SlotId
+from trunkline.kvstore.chunks import ChunkName
 from trunkline.kvstore.remote_stores import RemoteUrlError, find_store
 from trunkline.kvstore.tier import SharedTier, SlotKey, TierKind
 from trunkline.worker.errors import WorkerConfigError
@@ -109,9 +109,6 @@ class RedisTier:
 
         found = self._call(ask)
         return next((index for index, exists in enumerate(found) if not exists), len(found))
-
-    def discard(self, slot: SlotId) -> None:
-        """Nothing to do: others may use the chunk, and the store forgets it by itself."""
 
     def close(self) -> None:
         """End the connections."""
