@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trunkline.router.messages import State, TierState
-from trunkline.router.ui.history import History
-from trunkline.router.ui.samples import RATE_SECONDS, Measured, Rates, Sampler
+from trunkline.router.ui.history import RATE_SECONDS, History, Measured, Rates, Sampler
 
 FINE_ROWS, COARSE_ROWS, COARSE_SECONDS = 5, 4, 3.0
 names = st.sampled_from("abc")

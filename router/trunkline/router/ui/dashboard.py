@@ -17,9 +17,8 @@ from trunkline.router.messages import TreeDescription
 from trunkline.router.service import RouterService
 from trunkline.router.streams.link import ControllerLink
 from trunkline.router.ui.chunk_tree import HEAD_TOKENS, Texts, TreeView, head_of
-from trunkline.router.ui.history import History
-from trunkline.router.ui.live import wall_clock
-from trunkline.router.ui.samples import Measured, Sampler
+from trunkline.router.ui.history import History, Measured, Sampler
+from trunkline.router.ui.overview import wall_clock
 from trunkline.router.ui.stored import StoredSessions
 
 SAMPLE_SECONDS: Final = 1.0

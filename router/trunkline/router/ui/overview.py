@@ -1,16 +1,27 @@
-"""Describe the cluster as a whole for the dashboard: groups, loads and tiers, from the router's own data."""
+"""What the dashboard shows of this moment: groups with loads and tiers, running requests, routing decisions.
+
+All of it is the router's own data: the last reports of the controllers, its generations and its decision log.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from trunkline.router.messages import State
-from trunkline.router.service import RouterService
+from trunkline.router.routing.core import Logged
+from trunkline.router.service import LiveRequest, RouterService
+from trunkline.router.streams.generation import Generation
 from trunkline.router.streams.link import ControllerLink
+
+REQUESTS_MAX: Final = 2000
+"""Most requests that are listed, the oldest first; a router may work on more."""
+GROUPS_MAX: Final = 16
+"""Most groups that are listed for a decision, those with the lowest costs: there may be hundreds."""
 
 
 def overview(service: RouterService) -> dict[str, Any]:
@@ -73,3 +84,88 @@ def _measures(state: State) -> dict[str, Any]:
         "prefill_us": state.prefill_us,
         "load_us": state.load_us,
     }
+
+
+def wall_clock() -> float:
+    """Return the seconds to add to a time of the event loop to get seconds since the epoch."""
+    return time.time() - asyncio.get_running_loop().time()
+
+
+def requests(service: RouterService) -> list[dict[str, Any]]:
+    """Return the generations that run or wait, in the order of their arrival."""
+    now = asyncio.get_running_loop().time()
+    live = list(service.generations.items())[:REQUESTS_MAX]
+    return [_request(service, generation, about, now) for generation, about in live]
+
+
+def _request(service: RouterService, generation: Generation, about: LiveRequest, now: float) -> dict[str, Any]:
+    job, started = generation.job, about.stream.started
+    link = service.dispatcher.link_of(about.stream)
+    first = generation.first_token_at
+    state = "running" if started is not None else "waiting"
+    if link is None and started is not None:
+        state = "resuming"
+    return {
+        "id": about.origin.request,
+        "tenant": about.origin.tenant,
+        "session": about.origin.session,
+        "group": None if link is None else link.index,
+        "state": state,
+        "prompt_tokens": job.seen_tokens,
+        "cached_tokens": about.stream.cached_tokens,
+        "cached_by_tier": [] if started is None else list(started.tier_tokens),
+        "module_tokens": job.module_tokens,
+        "dropped_tokens": job.cut.dropped_tokens,
+        "output_tokens": sum(map(len, about.stream.outputs)),
+        "max_tokens": job.max_tokens,
+        "samples": about.stream.samples,
+        "priority": job.priority,
+        "age_s": round(now - about.arrived_at, 3),
+        "ttft_s": None if first is None else round(first - about.arrived_at, 4),
+    }
+
+
+def decisions(service: RouterService, after: int, limit: int) -> dict[str, Any]:
+    """Return the decisions with numbers above `after`, newest last. `next` is the `after` for the next call."""
+    log, offset = service.dispatcher.core.log, wall_clock()
+    found = log.after(after, limit)
+    return {"next": log.count, "decisions": [_decision(each, offset) for each in found]}
+
+
+def _decision(logged: Logged, offset: float) -> dict[str, Any]:
+    return {
+        "n": logged.number,
+        "t": logged.at + offset,
+        "request": logged.origin.request,
+        "tenant": logged.origin.tenant,
+        "session": logged.origin.session,
+        "group": logged.controller,
+        "reason": logged.reason,
+        "prompt_tokens": logged.prompt_tokens,
+        "match": _match(logged),
+        "retried": logged.is_again,
+    }
+
+
+def _match(logged: Logged) -> list[dict[str, Any]]:
+    weighed = logged.weighed
+    if weighed is None:
+        return []
+    candidates = set(weighed.candidates.tolist())
+    costs = weighed.costs.tolist()
+    shown = sorted(range(len(costs)), key=lambda index: (index != logged.controller, costs[index]))[:GROUPS_MAX]
+    found = []
+    for index in sorted(shown):
+        device, host, disk, expected = weighed.tiers[index].tolist()
+        found.append(
+            {
+                "group": index,
+                "device": device,
+                "host": host,
+                "disk": disk,
+                "expected": expected,
+                "cost": round(costs[index], 1),
+                "available": index in candidates,
+            }
+        )
+    return found

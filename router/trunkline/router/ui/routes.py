@@ -1,7 +1,7 @@
-"""`/ui`: the dashboard's page and assets, and `/ui/api/…`, what it shows.
+"""The endpoints of the dashboard: its page and files under `/ui`, and the data that it shows under `/ui/api`.
 
-The page and the assets have no data in them and are open to all; who may ask the endpoints is decided in front of
-them. They are made for the page of the same version and may change with it.
+The page and its files hold no data and are open to all. The middleware decides who may ask for data. The data's
+form is made for the page of the same version, and may change with it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from trunkline.router.routing.core import DECISIONS_MAX
 from trunkline.router.ui.assets import PAGE, Asset, Assets, is_current
 from trunkline.router.ui.chunk_tree import NODES_DEFAULT, NODES_MAX
 from trunkline.router.ui.dashboard import Dashboard
-from trunkline.router.ui.live import decisions, requests
-from trunkline.router.ui.overview import overview
+from trunkline.router.ui.overview import decisions, overview, requests
 from trunkline.router.ui.prompt_pieces import prompt_pieces
 from trunkline.router.ui.stored import LIMIT_MAX
 
@@ -50,7 +49,7 @@ _DATA_HEADERS: Final = {"Cache-Control": "no-store", "X-Content-Type-Options": "
 
 @routes.api_route("/ui", methods=_READ)
 async def page(request: Request) -> Response:
-    """The dashboard."""
+    """The dashboard's page."""
     asset = _assets.find(PAGE)
     if asset is None:
         raise not_found("path", "this installation has no dashboard page", code="not_found")
@@ -59,13 +58,13 @@ async def page(request: Request) -> Response:
 
 @routes.api_route("/ui/", methods=_READ)
 async def page_with_slash(request: Request) -> Response:
-    """Likewise; one address, so that relative ones mean the same."""
+    """Redirect to `/ui`: the page's relative addresses are right there only."""
     return RedirectResponse("../ui", status_code=308, headers=_PAGE_HEADERS)
 
 
 @routes.api_route("/ui/static/{name:path}", methods=_READ)
 async def static(request: Request, name: str) -> Response:
-    """One of its files."""
+    """A file of the dashboard's page."""
     asset = _assets.find(name)
     if asset is None:
         raise not_found("path", f"there is no file {name[:100]!r}", code="not_found")
@@ -100,7 +99,7 @@ def _answer(content: Any) -> Response:
 
 @routes.get("/ui/api/overview")
 async def get_overview(request: Request) -> Response:
-    """The cluster as a whole."""
+    """Groups, their loads and tiers, and this router."""
     return _answer(overview(service_of(request)))
 
 
@@ -114,7 +113,7 @@ async def get_history(request: Request) -> Response:
 
 @routes.get("/ui/api/tree")
 async def get_tree(request: Request) -> Response:
-    """A group's chunks."""
+    """The chunk tree of a group."""
     group = number_of(request, "group", 0, 0, 1_000_000)
     nodes = number_of(request, "nodes", NODES_DEFAULT, 1, NODES_MAX)
     return _answer(await _dashboard(request).tree(group, nodes))
@@ -122,20 +121,20 @@ async def get_tree(request: Request) -> Response:
 
 @routes.get("/ui/api/requests")
 async def get_requests(request: Request) -> Response:
-    """What is in work."""
+    """The requests that run or wait."""
     return _answer(requests(service_of(request)))
 
 
 @routes.get("/ui/api/sessions")
 async def get_sessions(request: Request) -> Response:
-    """Conversations, the ones that were used last first."""
+    """Sessions, the ones that were used last first."""
     limit = number_of(request, "limit", 200, 1, LIMIT_MAX)
     return _answer(await _dashboard(request).sessions.table(limit))
 
 
 @routes.get("/ui/api/decisions")
 async def get_decisions(request: Request) -> Response:
-    """Where requests went, and why."""
+    """The last choices of controllers, with their reasons."""
     after = number_of(request, "after", 0, 0, 1 << 62)
     limit = number_of(request, "limit", 200, 1, DECISIONS_MAX)
     return _answer(decisions(service_of(request), after, limit))
@@ -143,7 +142,7 @@ async def get_decisions(request: Request) -> Response:
 
 @routes.post("/ui/api/prompt")
 async def post_prompt(request: Request) -> Response:
-    """What a request's prompt would be."""
+    """The prompt that a request would have, with its chunks."""
     service = service_of(request)
     content = await read_body(request, service.config.max_body_bytes)
     return _answer(await prompt_pieces(service, content))
@@ -153,7 +152,7 @@ def number_of(request: Request, name: str, default: _Number, low: _Number, high:
     """Return a number of the query that lies between `low` and `high`; `default` if it is not given.
 
     Raises:
-        ApiError: 400, it is something else.
+        ApiError: 400, the value is no such number.
     """
     given = request.query_params.get(name)
     if given is None:

@@ -23,7 +23,7 @@ from trunkline.router.service import RouterService
 from trunkline.router.stores.session_history import SessionState
 from trunkline.router.stores.session_store import is_stored
 from trunkline.router.tenancy.auth import Identity, current_identity
-from trunkline.router.ui.live import wall_clock
+from trunkline.router.ui.overview import wall_clock
 
 LIMIT_MAX: Final = 1000
 RECORDS_MAX: Final = 1000
