@@ -253,17 +253,14 @@ class Directory(Generic[ChunkT]):
             if chunk.wants or not may_leave(chunk):
                 continue  # offered again when the reason ends
             chunk.expires = 0.0
-            self._drop_copies(chunk)
+            if chunk.host != NO_SLOT:
+                self.mover.drop_host(chunk)
+            if chunk.disk != NO_SLOT:
+                self.copies.evict_disk(chunk)
+            if chunk.remote:
+                self.copies.evict_remote(chunk)
             expired.append(chunk)
         return expired
-
-    def _drop_copies(self, chunk: ChunkT) -> None:
-        if chunk.host != NO_SLOT:
-            self.mover.drop_host(chunk)
-        if chunk.disk != NO_SLOT:
-            self.copies.evict_disk(chunk)
-        if chunk.remote:
-            self.copies.evict_remote(chunk)
 
     # Background.
 

@@ -229,7 +229,9 @@ class TierMover(Generic[ChunkT]):
         for health in self._health.values():
             health.look(now)
         self._orders = []
-        self._refill(now)
+        while self._copies.host.free_count + self._freeing + self._borrowed < self._config.host_buffer:
+            if self._make_room(now) is not Room.MADE:
+                break
         self._fetch(now)
         for tier in self._health:
             self._write_unsaved(tier, now)
@@ -315,11 +317,6 @@ class TierMover(Generic[ChunkT]):
         may_borrow = room is Room.LATER or self._jobs.is_next(chunk)  # the free slots are kept for the next job
         return Room.BORROWED if may_borrow and host.free_count > reserve + spare else room
 
-    def _refill(self, now: float) -> None:
-        while self._copies.host.free_count + self._freeing + self._borrowed < self._config.host_buffer:
-            if self._make_room(now) is not Room.MADE:
-                return
-
     def _make_room(self, now: float, replaced_by: ChunkT | None = None) -> Room:
         """Free the host slot of the chunk that the policy chooses, at once or by a write that is ordered now.
 
@@ -346,16 +343,13 @@ class TierMover(Generic[ChunkT]):
             if self._sink(dirty, now, lossless=lossless):
                 return Room.MADE
             refused.add(dirty)
-            if (lossless and self.can_sink()) or self._writes_wait():
+            writes_wait = any(not (health.is_paused or health.may_write()) for health in self._health.values())
+            if writes_wait or (lossless and self.can_sink()):
                 return Room.LATER  # rather than drop what is wanted sooner
         if clean is None:
             return Room.LATER if refused else Room.NONE
         self.drop_host(clean)
         return Room.MADE
-
-    def _writes_wait(self) -> bool:
-        """Return whether a tier that works takes no more writes at the moment."""
-        return any(not (health.is_paused or health.may_write()) for health in self._health.values())
 
     def _sink(self, chunk: ChunkT, now: float, *, lossless: bool) -> bool:
         """Write the only copy of a chunk to a tier below, or drop it if it is worth less than all chunks there."""

@@ -77,15 +77,9 @@ class KVCacheManager:
         """Return whether all these sequences of a group can be admitted together (gang scheduling, PagedAttention
         §4.5).
 
-        True if nothing else runs, `spare` is 0 and the group needs no more blocks than the pool has.
-        """
-        return self._group_blocks(sequences, step) + spare <= self.available
-
-    def _group_blocks(self, sequences: list[Sequence], step: int) -> int:
-        """Return how many blocks admitting all these sequences takes from `available`, at most.
-
-        Full chunks that they have in common from the start count once. Chunks that a running sequence holds on the
-        device cost nothing; idle ones count, because they can no longer be evicted.
+        True if nothing else runs, `spare` is 0 and the group needs no more blocks than the pool has. Full chunks
+        that they have in common from the start count once. Chunks that a running sequence holds on the device cost
+        nothing; idle ones count, because they can no longer be evicted.
         """
         size = 4 * self.chunk_size
         prefixes: dict[tuple[int, bytes], int] = {}
@@ -108,7 +102,7 @@ class KVCacheManager:
                     known = prefixes[prefix, key] = len(prefixes) + 1
                     active += node is not None and node.on_device and node.active > 0
                 prefix = known
-        return len(prefixes) - active + private
+        return len(prefixes) - active + private + spare <= self.available
 
     def admit(
         self,

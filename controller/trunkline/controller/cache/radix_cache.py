@@ -322,19 +322,18 @@ class RadixCache(RadixTree):
         free, freed = self._pool.free_count, 0
         while freed < blocks and self._idle_leaves:
             entry = heapq.heappop(self._idle_leaves)
-            if self._is_current(entry):
-                self._evict_chunk(entry[2], plan)
+            if not self._is_current(entry):
+                continue
+            node = entry[2]
+            if plan is not None and self._wants_copy(node):
+                self._reserve(node, plan, plan.saves, forced=node.claims > 0 or node.pins > 0)
+            if node.is_stored:
+                self._pool.release(self.unplace(node))
+            else:
+                self._drop(node, MissReason.EVICTED)
             freed = self._pool.free_count - free
         self.totals.tiers[TierKind.DEVICE].evictions += freed
         return freed
-
-    def _evict_chunk(self, node: Node, plan: TierCopyPlan | None) -> None:
-        if plan is not None and self._wants_copy(node):
-            self._reserve(node, plan, plan.saves, forced=node.claims > 0 or node.pins > 0)
-        if node.is_stored:
-            self._pool.release(self.unplace(node))
-        else:
-            self._drop(node, MissReason.EVICTED)
 
     def drop_lost(self) -> None:
         """Forget chunks whose last copy a tier has dropped, or could not read back."""

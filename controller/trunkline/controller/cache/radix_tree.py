@@ -392,17 +392,6 @@ class RadixTree:
         Only while a plan is made may a held chunk be in lower tiers; between plans it is on the device.
         """
         node.holders += 1
-        self._activate(node)
-
-    def release(self, node: Node, now: float) -> None:
-        """Undo one `hold`."""
-        node.holders -= 1
-        assert node.holders >= 0
-        node.last_use = max(node.last_use, now)
-        self._deactivate(node)
-        self.prune_root(node)
-
-    def _activate(self, node: Node) -> None:
         current: Node | None = node
         while current is not None and current.parent is not None:
             current.active += 1
@@ -411,14 +400,19 @@ class RadixTree:
             self._now_active(current)
             current = current.parent
 
-    def _deactivate(self, node: Node) -> None:
+    def release(self, node: Node, now: float) -> None:
+        """Undo one `hold`."""
+        node.holders -= 1
+        assert node.holders >= 0
+        node.last_use = max(node.last_use, now)
         current: Node | None = node
         while current is not None and current.parent is not None:
             current.active -= 1
             if current.active > 0:
-                return
+                break
             self._now_idle(current)
             current = current.parent
+        self.prune_root(node)
 
     def _now_active(self, node: Node) -> None:
         """Account for a node that has become active."""

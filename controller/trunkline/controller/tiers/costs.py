@@ -92,15 +92,13 @@ class StepCosts:
 
     def observe(self, *, rows: int, prefill_tokens: int, elapsed_us: float) -> None:
         """Learn from a step that computed for `elapsed_us` (without waiting for copies)."""
-        self._learn_step((1.0, float(rows), float(prefill_tokens)), max(0.0, elapsed_us))
-
-    def _learn_step(self, work: tuple[float, float, float], compute_us: float) -> None:
+        work = (1.0, float(rows), float(prefill_tokens))
         expected = _dot(self._costs, work)
         noise = max(NOISE * expected, NOISE_LEAST_US)
         gain = [_dot(line, work) for line in self._spread]
         variance = _dot(gain, work) + noise * noise
         limit = SURPRISE_MAX * sqrt(variance)
-        surprise = min(max(compute_us - expected, -limit), limit) / variance
+        surprise = min(max(max(0.0, elapsed_us) - expected, -limit), limit) / variance
         costs = self._costs = [max(0.0, cost + g * surprise) for cost, g in zip(self._costs, gain, strict=True)]
         # The costs drift: every estimate becomes a little less certain, up to a limit.
         size = [max(cost, 0.1 * prior) for cost, prior in zip(costs, PRIOR_US, strict=True)]
