@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trunkline.deploy.config import machine, models
+from trunkline.deploy.config import models
 from trunkline.deploy.config.models import digest_files
 from trunkline.deploy.errors import UserError
 
@@ -137,14 +137,3 @@ def test_weights_that_cannot_be_read_are_one_clear_error(tmp_path: Path) -> None
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
     with pytest.raises(UserError, match=r"(model\.safetensors|gone) cannot be read: No such file"):
         models.fingerprint(tmp_path)
-
-
-def test_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    assert machine.cache_folder() == tmp_path / "x" / "trunkline"
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for ignored in ("", "relative/path"):
-        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
-        assert machine.cache_folder() == tmp_path / ".cache" / "trunkline"
-    monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
-    assert machine.cache_folder() is None

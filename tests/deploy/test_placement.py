@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +11,6 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from trunkline.deploy.cli.app import app
 from trunkline.deploy.config import machine, models
@@ -24,7 +20,6 @@ from trunkline.deploy.config.plans import ClusterPlan, default_tp, place, settle
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.node import node
-from trunkline.deploy.supervisor import serve
 from trunkline.deploy.supervisor.serve import configs_of, plan_cluster
 from trunkline.worker.config import WorkerConfig
 
@@ -179,17 +174,6 @@ def test_a_driver_without_a_usable_gpu_is_said(monkeypatch: pytest.MonkeyPatch) 
         settle(ServeSettings(device="cuda"), DEMO)
 
 
-def test_a_command_that_cannot_work_ends_with_2_and_starts_nothing(
-    show_gpus: ShowGpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(serve, "_supervise", lambda *_: pytest.fail("it was started"))
-    for visible, words in ((0, ["--device", "cuda"]), (1, ["--tp", "2"]), (2, ["--groups", "3"])):
-        show_gpus(visible)
-        done = CliRunner().invoke(app, ["serve", "--port", "0", *words])
-        assert done.exit_code == 2, done.output
-        assert "GPU" in done.output
-
-
 def test_the_images_default_command_lets_the_machine_decide() -> None:
     lines = (ROOT / "deploy/docker/Dockerfile.cuda").read_text().splitlines()
     [command] = [json.loads(line.removeprefix("CMD ")) for line in lines if line.startswith("CMD ")]
@@ -197,57 +181,3 @@ def test_the_images_default_command_lets_the_machine_decide() -> None:
     assert command[0] == "serve"
     given = serve_command.commands["serve"].make_context("serve", command[1:]).params
     assert (given["tp"], given["groups"], given["device"]) == (None, 1, "auto")
-
-
-FAKE_DRIVER = """
-#include <stdio.h>
-#include <stdlib.h>
-static int of(const char *name) { return atoi(getenv(name)); }
-int cuInit(unsigned flags) { (void)flags; return of("FAKE_INIT"); }
-int cuDeviceGetCount(int *count) { *count = of("FAKE_GPUS"); return 0; }
-int cuDeviceGet(int *device, int index) { *device = 10 + index; return 0; }
-int cuDeviceGetName(char *name, int size, int device) { snprintf(name, size, "GPU of %d", device); return 0; }
-int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = ((size_t)device) << 30; return 0; }
-int cuGetErrorString(int code, const char **text) { *text = code == 803 ? "driver mismatch" : NULL; return 0; }
-"""
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A library with the driver's functions that shows as many GPUs as the environment says."""
-    source = tmp_path_factory.mktemp("driver") / "libcuda.c"
-    source.write_text(FAKE_DRIVER)
-    library = str(source.with_suffix(".so"))
-    subprocess.run([os.environ.get("CC", "cc"), "-shared", "-fPIC", "-o", library, str(source)], check=True)
-    return library
-
-
-@pytest.mark.processes
-def test_the_driver_is_asked(driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked(count: int, init: int = 0) -> machine.Gpus:
-        monkeypatch.setenv("FAKE_GPUS", str(count))
-        monkeypatch.setenv("FAKE_INIT", str(init))
-        return machine.ask_driver(driver)
-
-    for count in (0, 1, 2, 8):
-        shown = tuple(machine.Gpu(f"GPU of {10 + n}", (10 + n) << 30) for n in range(count))
-        assert asked(count) == machine.Gpus(shown)
-    assert asked(1, init=100) == machine.Gpus()  # none, or all are hidden
-    assert asked(1, init=803).problem == "CUDA error 803 of cuInit: driver mismatch"
-    assert "unknown error" in asked(1, init=5).problem
-    assert machine.ask_driver("/no/such/library.so") == machine.Gpus()
-
-
-def test_a_torch_for_cpus_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # the fixture's stand-in for `look`
-    monkeypatch.setattr(machine, "ask_driver", lambda _: machine.Gpus((machine.Gpu("a", 1), machine.Gpu("b", 1))))
-    folder = tmp_path / "torch"
-    folder.mkdir()
-    (folder / "__init__.py").write_text("raise RuntimeError('it must not be imported')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for line, count in (("cuda: Optional[str] = None", 0), ("cuda: Optional[str] = '12.8'", 2), ("other = 1", 2)):
-        (folder / "version.py").write_text(f"debug = False\n{line}\nhip = None\n")
-        monkeypatch.delitem(sys.modules, "torch", raising=False)
-        found = machine.find_gpus()
-        assert found.count == count
-        assert ("built for CPUs only" in found.problem) == (count == 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,33 +14,13 @@ import pytest
 
 from trunkline.deploy.config import models
 from trunkline.deploy.config.disk_folders import disk_folders
-from trunkline.deploy.config.machine import free_port, open_listener
-from trunkline.deploy.config.option_values import DiskOption, format_bytes, parse_bytes
+from trunkline.deploy.config.machine import open_listener
+from trunkline.deploy.config.option_values import DiskOption, format_bytes
 from trunkline.deploy.config.settings import POLICIES, ServeSettings
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.supervisor.run_folder import base_folder, remove_stale, run_folder
 from trunkline.deploy.supervisor.serve import children, plan_cluster
-from trunkline.router.config import RouterConfig
+from trunkline.router.config import RouterConfig, TenantLimits
 from trunkline.router.routing.policies import POLICIES as POLICY_RULES
-
-SIZES = {"1GiB": 1 << 30, "1 gib": 1 << 30, "512M": 512 << 20, "2GB": 2 * 10**9, "1.5KiB": 1536, "64": 64}
-SIZES |= {" 7 b ": 7, "3T": 3 << 40}
-
-
-@pytest.mark.parametrize(("text", "count"), SIZES.items())
-def test_sizes(text: str, count: int) -> None:
-    assert parse_bytes(text, "--kv-memory") == count
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "1 GiBs", "-1", "1,5G", "0", "0.1B", "1e9", "9" * 30, "٣"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(UserError, match=r"--kv-memory is .*(size|less than)"):
-        parse_bytes(text, "--kv-memory")
-
-
-def test_formatted_sizes() -> None:
-    counts = (1, 1023, 1024, 1536, 1 << 30, 5 << 50)
-    assert [format_bytes(n) for n in counts] == ["1 B", "1023 B", "1 KiB", "1.5 KiB", "1 GiB", "5120 TiB"]
 
 
 @pytest.mark.parametrize(
@@ -93,14 +72,6 @@ def test_impossible_settings(change: dict[str, object], message: str) -> None:
         plan_cluster(settings)
 
 
-def test_a_port_in_use_is_refused() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen(1)
-        with pytest.raises(UserError, match="choose another --port"):
-            free_port("127.0.0.1", taken.getsockname()[1])
-
-
 def test_folders_that_are_no_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no config\.json"):
         models.resolve(str(tmp_path))
@@ -150,9 +121,22 @@ def configs(folder: Path) -> dict[str, dict[str, Any]]:
     return {path.stem: json.loads(path.read_bytes()) for path in folder.glob("*.json")}
 
 
-def test_routers_share_what_the_supervisor_listens_on(tmp_path: Path) -> None:
+def test_routers_share_what_the_supervisor_listens_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_listener("127.0.0.1", 0) as listener:
-        settings = ServeSettings(port=0, groups=2, tp=1, routers=2, policy="least-loaded", resume_seconds=7.0)
+        monkeypatch.chdir(tmp_path)
+        Path("tenants.txt").write_text('{"tenants": {"a": {"requests": 1}}}')
+        settings = ServeSettings(
+            port=0,
+            groups=2,
+            tp=1,
+            routers=2,
+            policy="least-loaded",
+            resume_seconds=7.0,
+            tenants="tenants.txt",
+            tenant_limits=TenantLimits(requests=4),
+            tenant_header="X-Tenant",
+            idempotency_ttl=60.0,
+        )
         plan = plan_cluster(settings, listener=listener)
         assert plan.port == listener.getsockname()[1]
         specs = {spec.member.name: spec for spec in children(plan, tmp_path)}
@@ -162,7 +146,10 @@ def test_routers_share_what_the_supervisor_listens_on(tmp_path: Path) -> None:
         assert told["router-0"] | {"number": 1} == told["router-1"]
         router = told["router-0"]
         assert (router["listen_fd"], router["policy"], router["routers"]) == (listener.fileno(), "least-loaded", 2)
-        assert router["resume_seconds"] == 7.0
+        assert router["tenants"] == str(tmp_path / "tenants.txt"), "wherever the router runs"
+        assert router["tenant_limits"]["requests"] == 4
+        said = (router[name] for name in ("resume_seconds", "tenant_header", "idempotency_ttl_seconds"))
+        assert tuple(said) == (7.0, "X-Tenant", 60.0)
         for number in range(2):
             controller = told[f"controller-{number}"]
             assert controller["events_endpoint"] == router["events"][number]
@@ -255,29 +242,6 @@ def test_kv_of_other_computations_has_other_names_and_folders(tmp_path: Path) ->
     assert len({plan.tier_fingerprint for plan in plans}) == 5
     assert plans[0].tier_fingerprint == plans[-1].tier_fingerprint
     assert plans[0].fingerprint != plans[1].fingerprint  # part of the chunks' names
-
-
-def test_run_folders_are_private_short_lived_and_cleaned_after_a_kill(tmp_path: Path) -> None:
-    with run_folder(tmp_path) as living:
-        assert living.stat().st_mode & 0o777 == 0o700
-        dead = tmp_path / "trunkline-deadbeef"
-        dead.mkdir()
-        (dead / "lock").touch()
-        unrelated = tmp_path / "trunkline-unrelated-folder"
-        unrelated.mkdir()
-        assert remove_stale(tmp_path) == [dead]
-        assert living.exists()
-        assert unrelated.exists()
-    assert not living.exists()
-
-
-def test_run_folders_are_where_sockets_paths_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="set TMPDIR"), run_folder(tmp_path / "missing"):
-        pass
-    deep = tmp_path / ("x" * 90)
-    deep.mkdir()
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(deep))
-    assert base_folder() == Path("/tmp")
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 import jsonschema_rs
-from kubernetes.crd_shapes import CUSTOM
-from kubernetes.native_schemas import VERSIONS, problems
 from kubernetes.rendering import Object, containers, of_kind, pod_templates
+from kubernetes.schemas import CUSTOM, VERSIONS, problems
 
 WRITABLE: Final = ("/tmp", "/var/lib/trunkline", "/run/trunkline/wire", "/model", "/kv", "/dev/shm")
 """Where pods may write, or what they only read."""

@@ -1,8 +1,11 @@
-"""What the chart makes of values: by Helm's own engine, which a package brings as a library."""
+"""What the chart makes of values, by Helm's own engine as a library, and what Kustomize makes of our folders."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -76,3 +79,24 @@ def option(container: Object, name: str) -> str:
     """An option's value on a container's command line."""
     arguments = container["args"]
     return str(arguments[arguments.index(f"--{name}") + 1])
+
+
+FOLDER: Final = ROOT / "deploy" / "kustomize"
+OVERLAYS: Final = ("cpu-demo", "gpu", "multi-node", "monitoring")
+_ENGINES: Final = (("kustomize", "build"), ("kubectl", "kustomize"))
+ENGINE: Final = next((command for command in _ENGINES if shutil.which(command[0])), None)
+needs_kustomize: Final = pytest.mark.skipif(ENGINE is None, reason="neither kustomize nor kubectl is installed")
+
+
+@functools.cache
+def _built(path: str) -> str:
+    assert ENGINE is not None
+    done = subprocess.run([*ENGINE, path], cwd=FOLDER, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "deprecated" not in done.stderr.lower(), done.stderr
+    return done.stdout
+
+
+def build(overlay: str) -> list[Object]:
+    """The objects of an overlay."""
+    return load_all(_built(f"overlays/{overlay}"))

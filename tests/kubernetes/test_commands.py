@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import typer
-from kubernetes.kustomizing import OVERLAYS, build, needs_kustomize
-from kubernetes.rendering import Object, containers, pod_templates, render
+from kubernetes.rendering import OVERLAYS, Object, build, containers, needs_kustomize, pod_templates, render
 
 from trunkline.deploy.cli.app import app
 from trunkline.deploy.config.node_settings import parse_addresses

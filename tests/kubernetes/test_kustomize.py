@@ -10,8 +10,20 @@ from typing import Any
 import pytest
 import yaml
 from kubernetes.checks import admits, check_all, check_schemas
-from kubernetes.kustomizing import FOLDER, OVERLAYS, build, needs_kustomize
-from kubernetes.rendering import ROOT, Object, containers, load_all, of_kind, only, pod_templates, render
+from kubernetes.rendering import (
+    FOLDER,
+    OVERLAYS,
+    ROOT,
+    Object,
+    build,
+    containers,
+    load_all,
+    needs_kustomize,
+    of_kind,
+    only,
+    pod_templates,
+    render,
+)
 
 pytestmark = [pytest.mark.processes, pytest.mark.area("kubernetes")]
 SECRETS = frozenset({"trunkline-wire", "trunkline-keys", "trunkline-clients", "models"})

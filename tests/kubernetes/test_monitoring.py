@@ -12,8 +12,8 @@ import jsonschema_rs
 import promql_parser
 import pytest
 import yaml
-from kubernetes.crd_shapes import RULE_GROUPS
 from kubernetes.rendering import CHART, ROOT, Object, only, render
+from kubernetes.schemas import RULE_GROUPS
 
 from trunkline.router.telemetry.metrics import Metrics
 

@@ -1,4 +1,4 @@
-"""What `--disk-tier` and `--remote-tier` may say."""
+"""What the values of options may say: sizes, tiers, URLs, limits of tenants."""
 
 from __future__ import annotations
 
@@ -6,8 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from trunkline.deploy.config.option_values import DiskOption, check_remote_url, parse_disk_tier, redacted
+from trunkline.deploy.config.option_values import (
+    DiskOption,
+    check_remote_url,
+    format_bytes,
+    parse_bytes,
+    parse_disk_tier,
+    parse_tenant_limits,
+    redacted,
+)
 from trunkline.deploy.errors import UserError
+from trunkline.router.config import TenantLimits
 
 
 @pytest.mark.parametrize(
@@ -81,3 +90,53 @@ def test_what_is_shown_of_a_url() -> None:
     assert redacted("redis://h:6379/0") == "redis://h:6379/0"
     assert redacted("rediss://u:p@h:1/2?password=p") == "rediss://u:***@h:1/2"
     assert redacted("redis://:p@h") == "redis://:***@h"
+
+
+@pytest.mark.parametrize(
+    ("text", "limits"),
+    [
+        ("", TenantLimits()),
+        ("requests=8", TenantLimits(requests=8)),
+        (" requests = 8 , tokens_per_minute=1000,", TenantLimits(requests=8, tokens_per_minute=1000)),
+        ("requests_per_minute=60,priority=-3", TenantLimits(requests_per_minute=60, priority=-3)),
+    ],
+)
+def test_limits(text: str, limits: TenantLimits) -> None:
+    assert parse_tenant_limits(text) == limits
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("requests", "requests is a whole number, not ''"),
+        ("requests=many", "requests is a whole number, not 'many'"),
+        ("requests=1.5", "not '1.5'"),
+        ("rpm=60", "NAME=NUMBER.*requests_per_minute"),
+        ("requests=1,requests=2", "once at most"),
+        ("requests=0", "at least 1, or left out for no limit"),
+        ("priority=4294967296", "32-bit"),
+    ],
+)
+def test_what_are_no_limits(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_tenant_limits(text)
+
+
+SIZES = {"1GiB": 1 << 30, "1 gib": 1 << 30, "512M": 512 << 20, "2GB": 2 * 10**9, "1.5KiB": 1536, "64": 64}
+SIZES |= {" 7 b ": 7, "3T": 3 << 40}
+
+
+@pytest.mark.parametrize(("text", "count"), SIZES.items())
+def test_sizes(text: str, count: int) -> None:
+    assert parse_bytes(text, "--kv-memory") == count
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "1 GiBs", "-1", "1,5G", "0", "0.1B", "1e9", "9" * 30, "٣"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(UserError, match=r"--kv-memory is .*(size|less than)"):
+        parse_bytes(text, "--kv-memory")
+
+
+def test_formatted_sizes() -> None:
+    counts = (1, 1023, 1024, 1536, 1 << 30, 5 << 50)
+    assert [format_bytes(n) for n in counts] == ["1 B", "1023 B", "1 KiB", "1.5 KiB", "1 GiB", "5120 TiB"]

@@ -1,4 +1,4 @@
-"""How commands find the cluster that is meant, and how processes are heard."""
+"""The folder of a running cluster: how it is made, cleaned and found, and how processes are heard there."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from trunkline.deploy.errors import UserError
 from trunkline.deploy.supervisor.control import Report, StatusSocket, parse_report
 from trunkline.deploy.supervisor.run_folder import (
     STATUS_SOCKET,
     ClusterNotFoundError,
     Running,
     announced,
+    base_folder,
     find_cluster,
+    remove_stale,
     run_folder,
     running_clusters,
 )
@@ -88,3 +91,26 @@ def test_a_missing_supervisor_is_no_error(tmp_path: Path) -> None:
     assert not report_status(str(tmp_path / "missing"), "ready")
     assert not report_status(str(tmp_path / ("x" * 200)), "ready")
     assert parse_report(b"[" * 100_000) is None
+
+
+def test_run_folders_are_private_short_lived_and_cleaned_after_a_kill(tmp_path: Path) -> None:
+    with run_folder(tmp_path) as living:
+        assert living.stat().st_mode & 0o777 == 0o700
+        dead = tmp_path / "trunkline-deadbeef"
+        dead.mkdir()
+        (dead / "lock").touch()
+        unrelated = tmp_path / "trunkline-unrelated-folder"
+        unrelated.mkdir()
+        assert remove_stale(tmp_path) == [dead]
+        assert living.exists()
+        assert unrelated.exists()
+    assert not living.exists()
+
+
+def test_run_folders_are_where_sockets_paths_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="set TMPDIR"), run_folder(tmp_path / "missing"):
+        pass
+    deep = tmp_path / ("x" * 90)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(deep))
+    assert base_folder() == Path("/tmp")
