@@ -51,6 +51,10 @@ def called(**changes: Any) -> list[Any]:
     return said(role="assistant", content=None, tool_calls=[CALL | changes])
 
 
+STRUCTURED: dict[str, list[Any]] = {
+    "nonsense": [1], "regex": ["", 5, "a" * 65_537], "choice": [[], ["a", ""], [1]], "grammar": [""],
+    "json": ["{", 5], "structural_tag": [[1]], "whitespace_pattern": ["a"],
+}  # fmt: skip
 BOTH: dict[str, list[Any]] = {
     "temperature": [-0.1, 2.1, "1", 1e999, True, [], {}],
     "top_p": [0, -1, 1.01, "x"],
@@ -90,10 +94,7 @@ BOTH: dict[str, list[Any]] = {
     "response_format.json_schema.schema": [
         {"type": "json_schema", "json_schema": {"name": "s", **bad}} for bad in ({}, {"schema": [1]})],
     "structured_outputs": [5, {}, {"json_object": False}, {"regex": "a", "grammar": "b"}],
-    **{f"structured_outputs.{name}": [{name: bad} for bad in values] for name, values in {
-        "nonsense": [1], "regex": ["", 5, "a" * 65_537], "choice": [[], ["a", ""], [1]], "grammar": [""],
-        "json": ["{", 5], "structural_tag": [[1]], "whitespace_pattern": ["a"],
-    }.items()},
+    **{f"structured_outputs.{name}": [{name: bad} for bad in values] for name, values in STRUCTURED.items()},
     "guided_json": [5, [], "{", DEEP, {"title": "x" * 300_000}, "[" * 100_000],
     "guided_regex": ["", 5, {"a": 1}, Also(guided_regex="a", response_format={"type": "json_object"})],
     "guided_choice": [[], [""], "a", [5], 5, Also(guided_regex="a", guided_choice=["a"])],
@@ -329,18 +330,3 @@ def test_context_length(http: httpx.Client, fake: FakeController) -> None:
 )
 def test_other_models(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
     assert error_of(http.post(path, json=body | {"model": "gpt-5"})) == (404, "model_not_found", "model")
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [
-        ("GET", "/v1/nothing", 404),
-        ("GET", "/v1/completions", 405),
-        ("GET", "/v1/responses", 405),
-        ("GET", "/v1/responses/resp_1", 404),
-    ],
-)
-def test_other_paths_and_methods(http: httpx.Client, method: str, path: str, status: int) -> None:
-    answer = http.request(method, path)
-    assert answer.status_code == status
-    assert answer.json()["error"]["message"]

@@ -143,14 +143,6 @@ def test_priorities_and_the_trusted_header_reach_the_engine(place: Path, tokeniz
         assert answer.status_code == 400
 
 
-def test_a_changed_file_counts_without_a_restart(place: Path, tokenizer: Tokenizer) -> None:
-    with limited(place, tokenizer, {}) as (router, _, http):
-        assert "x-ratelimit-limit-requests" not in ask(http).headers
-        (place / "tenants.json").write_text(json.dumps({"default": {"requests_per_minute": 5000}}))
-        router.service.tenants.reload()  # as SIGHUP does
-        assert ask(http).headers["x-ratelimit-limit-requests"] == "5000"
-
-
 @pytest.mark.processes
 def test_a_signal_has_the_file_read(place: Path, tokenizer: Tokenizer) -> None:
     path = place / "tenants.json"
