@@ -1,1 +1,1 @@
-"""The HTTP surface: OpenAI-compatible endpoints and the ones people operate a cluster with."""
+"""The endpoints of the HTTP API: those of OpenAI and Anthropic, sessions, schemas, and those for operators."""

@@ -122,7 +122,7 @@ async def messages(request: Request) -> Response:
         chat, plan = await beside_loop(request, lambda: _translated(service, body, fields))
         job = await chat_job(service, chat, plan)
         generation = await while_connected(request, start(service, job, arrived_at))
-    writer = _MessageWriter(body.model or service.config.model_name, generation, plan)
+    writer = _MessageWriter(body.model or service.model_name, generation, plan)
     if body.stream:
         return EventStream(generation, writer.events(), lambda error: named_event("error", anthropic_error(error)))
     try:
@@ -174,7 +174,7 @@ class _MessageWriter:
         begun = {**self._message([]), "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         yield _event("message_start", message=begun) + _event("ping")
         async for changes in self._answer.changes():
-            yield b"".join(map(_told, changes))
+            yield b"".join(map(_change_event, changes))
         yield _event("message_delta", delta=self._end(), usage=self._usage()) + _event("message_stop")
 
     def _message(self, content: list[Object]) -> Object:
@@ -213,7 +213,7 @@ def _block(block: Block, *, whole: bool) -> Object:
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments or {}}
 
 
-def _told(change: BlockChange) -> bytes:
+def _change_event(change: BlockChange) -> bytes:
     block = change.block
     if change.kind == "open":
         return _event("content_block_start", index=block.index, content_block=_block(block, whole=False))

@@ -102,7 +102,11 @@ class AnswerBlocks:
     """A running answer, read as blocks."""
 
     def __init__(self, generation: Generation, plan: ToolPlan, *, at_least_one: bool, id_prefix: str) -> None:
-        """`at_least_one`: as in `Blocks.finish`; `id_prefix`: prefix of the ids of calls."""
+        """
+        Args:
+            at_least_one: Whether an empty answer has a block with an empty text.
+            id_prefix: Prefix of the ids of calls.
+        """
         self.generation = generation
         self.blocks = Blocks()
         self.finish: FinishName = "length"

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`."""
+"""`POST /v1/chat/completions`: answer a conversation, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -171,8 +171,8 @@ class _ChatAnswer:
         samples = self._generation.job.decoding.samples
         parsers = [self._plan.make_parser() for _ in range(samples)]
         unopened = set(range(samples))
-        going = samples
-        said: list[Piece] = []
+        running = samples
+        written: list[Piece] = []
         tokens: list[int] = []
         plain = self._turn is None and not (self._body.logprobs or self._body.return_token_ids)
         texts = TextEvents(
@@ -185,9 +185,9 @@ class _ChatAnswer:
                 continue
             pieces = _pieces(delta, parser)
             choices = self._parts(delta, pieces, parser)
-            going -= delta.finish is not None
+            running -= delta.finish is not None
             if self._turn is not None:
-                said += pieces
+                written += pieces
                 tokens += delta.tokens
             parts = b""
             if choices and delta.index in unopened:
@@ -196,12 +196,12 @@ class _ChatAnswer:
                 parts = self._chunk(role, first=len(unopened) == samples)
                 unopened.remove(delta.index)
             for choice in choices:
-                is_end = not going and choice is choices[-1]
+                is_end = not running and choice is choices[-1]
                 if is_end and self._turn is not None:
                     if parts:  # send all text before it is known whether the turn can be stored
                         yield parts
                     # Store the turn before the end is sent: the next request may follow at once.
-                    await self._turn.store_chat(_message(said), tokens)
+                    await self._turn.store_chat(_message(written), tokens)
                     parts = b""
                 parts += self._chunk(choice, last=is_end and not self._body.include_usage)
             if parts:

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`."""
+"""`POST /v1/completions`: continue texts or lists of token ids, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ class _CompletionAnswer:
         choice = self._part(index, answer, len(echo.text))
         choice.text = echo.text + choice.text
         choice.logprobs = both_logprobs(echo.logprobs, choice.logprobs)
-        self._tell_prompt(choice, prompt, echo)
+        self._add_prompt(choice, prompt, echo)
         return choice
 
     # -- streamed
@@ -223,7 +223,7 @@ class _CompletionAnswer:
         """Yield the answer as server-sent events."""
         echoes: dict[int, _Echo] = {}
         opened: set[int] = set()
-        going = sum(generation.job.decoding.choices for generation in self._batch.generations)
+        running = sum(generation.job.decoding.choices for generation in self._batch.generations)
         text = ""
         tokens: list[int] = []
         plain = self._turn is None and self._count < 0 and not (self._body.return_token_ids or self._prompt_only)
@@ -239,11 +239,11 @@ class _CompletionAnswer:
             elif prompt not in echoes:
                 echoes[prompt] = self._echo(prompt)
             echo = echoes[prompt]
-            going -= delta.finish is not None
+            running -= delta.finish is not None
             if self._turn is not None:
                 text += delta.text
                 tokens += delta.tokens
-                if not going:  # store the turn before the end is sent: the next request may follow at once
+                if not running:  # store the turn before the end is sent: the next request may follow at once
                     try:
                         await self._turn.store_text(text, tokens)
                     except ApiError:
@@ -257,7 +257,7 @@ class _CompletionAnswer:
                 parts = self._opening(index, prompt, echo)
             choice = self._part(index, delta, len(echo.text))
             if choice.text or choice.logprobs is not None or choice.finish_reason is not None or choice.token_ids:
-                parts += self._chunk(choice, last=not going and not self._body.include_usage)
+                parts += self._chunk(choice, last=not running and not self._body.include_usage)
             if parts:
                 yield parts
         if self._body.include_usage:
@@ -270,7 +270,7 @@ class _CompletionAnswer:
         if not self._body.echo and not self._body.return_token_ids:
             return b""
         choice = CompletionChoice(index=index, text=echo.text, logprobs=echo.logprobs)
-        self._tell_prompt(choice, prompt, echo)
+        self._add_prompt(choice, prompt, echo)
         return self._chunk(choice)
 
     def _chunk(self, *choices: CompletionChoice, usage: Usage | None = None, last: bool = False) -> bytes:
@@ -305,7 +305,7 @@ class _CompletionAnswer:
             cumulative_logprob=optional(answer.cumulative_logprob),
         )
 
-    def _tell_prompt(self, choice: CompletionChoice, prompt: int, echo: _Echo) -> None:
+    def _add_prompt(self, choice: CompletionChoice, prompt: int, echo: _Echo) -> None:
         if self._body.return_token_ids:
             choice.prompt_token_ids = self._batch.generations[prompt].job.prompt
         choice.prompt_logprobs = optional(echo.scores)

@@ -1,5 +1,4 @@
-"""The form of `/v1/responses`: the request, its `input` as messages of a chat completion, and the items of the
-answer. Pure.
+"""The form of `/v1/responses`: its request, the input as messages of a chat, and the items of the answer. Pure.
 
 An assistant's text and the calls right after it become one message, as the model wrote them.
 """

@@ -90,7 +90,7 @@ async def responses(request: Request) -> Response:
         chat = await beside_loop(request, translate)
         job = await chat_job(service, chat, plan)
         generation = await while_connected(request, start(service, job, arrived_at))
-    writer = _ResponseWriter(body, body.model or service.config.model_name, generation, plan)
+    writer = _ResponseWriter(body, body.model or service.model_name, generation, plan)
     if body.stream:
         return EventStream(generation, writer.events(), writer.failed)
     try:
@@ -117,16 +117,16 @@ class _ResponseWriter:
     async def whole(self) -> Object:
         """Return the whole response."""
         await self._answer.whole()
-        return self._over()
+        return self._finished()
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the response as server-sent events."""
         begun = self._response("in_progress")
         yield self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
         async for changes in self._answer.changes():
-            yield b"".join(event for change in changes for event in self._told(change))
-        over = self._over()
-        yield self._event(f"response.{over['status']}", response=over)
+            yield b"".join(event for change in changes for event in self._change_events(change))
+        response = self._finished()
+        yield self._event(f"response.{response['status']}", response=response)
 
     def failed(self, error: ApiError) -> bytes:
         """Return the last event of a response that failed."""
@@ -137,11 +137,11 @@ class _ResponseWriter:
     def _event(self, kind: str, **fields: Any) -> bytes:
         return named_event(kind, {"type": kind, "sequence_number": next(self._numbers), **fields})
 
-    def _told(self, change: BlockChange) -> list[bytes]:
+    def _change_events(self, change: BlockChange) -> list[bytes]:
         block = change.block
         place = {"item_id": self._item_id(block), "output_index": block.index}
         if block.is_call:
-            return self._call_told(change, place)
+            return self._call_events(change, place)
         place["content_index"] = 0
         if change.kind == "open":
             return [
@@ -156,7 +156,7 @@ class _ResponseWriter:
             self._item_event("done", block, self._status(block)),
         ]
 
-    def _call_told(self, change: BlockChange, place: Object) -> list[bytes]:
+    def _call_events(self, change: BlockChange, place: Object) -> list[bytes]:
         block = change.block
         if change.kind == "open":
             return [self._item_event("added", block, "in_progress")]
@@ -193,7 +193,7 @@ class _ResponseWriter:
             for block, status in zip(blocks, statuses, strict=True)
         ]
 
-    def _over(self) -> Object:
+    def _finished(self) -> Object:
         return self._response("completed" if self._answer.finish == "stop" else "incomplete", self._output())
 
     def _response(self, status: str, output: list[Object] | None = None) -> Object:
@@ -234,5 +234,5 @@ class _ResponseWriter:
 
     def _extras(self) -> Object:
         """Return fields about the prompt's KV, which OpenAI's API does not have."""
-        told = {"cache": cache_use(self._generation), "truncation_details": truncation_result(self._generation)}
-        return {name: value for name, value in told.items() if value is not UNSET}
+        fields = {"cache": cache_use(self._generation), "truncation_details": truncation_result(self._generation)}
+        return {name: value for name, value in fields.items() if value is not UNSET}

@@ -17,7 +17,7 @@ from trunkline.router.service import RouterService
 from trunkline.router.streams.generation import Delta, Generation
 
 _TURN_S: Final = 0.005
-"""How long work may keep the event loop; threads wait as long for Python's lock."""
+"""Seconds for which work may keep the event loop. Threads wait as long for Python's lock."""
 
 
 class LoopTurns:
@@ -35,16 +35,6 @@ class LoopTurns:
 
 _T = TypeVar("_T")
 _TASKS_PER_TURN: Final = 64
-
-
-async def _gather(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Return all results. If one fails, cancel the others."""
-    tasks: list[asyncio.Future[_T]] = []
-    try:
-        await _begin_all(tasks, work)
-        return await asyncio.gather(*tasks)
-    finally:
-        await _end_all(tasks)
 
 
 async def _begin_all(tasks: list[asyncio.Future[_T]], work: Iterable[Coroutine[Any, Any, _T]]) -> None:
@@ -119,10 +109,13 @@ class PromptBatch:
         Raises:
             ApiError: A generation failed; all are aborted.
         """
+        tasks: list[asyncio.Future[list[Collected]]] = []
         try:
-            return await _gather(map(self._collect, range(len(self.generations))))
+            await _begin_all(tasks, map(self._collect, range(len(self.generations))))
+            return await asyncio.gather(*tasks)
         finally:
             self.close()
+            await _end_all(tasks)
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
         """Yield the deltas of all prompts as they come, each with its prompt's index.

@@ -1,7 +1,7 @@
-"""Make the job of a request and start it.
+"""Make the job of a request (render, encode and cut its prompt), and start it.
 
-The messages are rendered, the prompt is encoded, a stored session's history is put in front, and the prompt is cut
-if it does not fit the context (CachedAttention §3.4).
+A stored session's history comes before the request's messages. A prompt that does not fit the context is cut
+(CachedAttention §3.4).
 
 The engine gets the whole prompt, together with the ranges that the model does not see. It needs the whole prompt
 to find the KV of earlier turns in the cache.
@@ -47,14 +47,13 @@ from trunkline.router.tools.plan import ToolPlan
 RENDER_CHARACTERS_MAX: Final = 8 << 20
 """Longest conversation: a template joins its texts in single calls, during which no other thread runs."""
 LOGPROBS_OF_PROMPTS_MAX: Final = 1 << 18
-"""Log-probabilities of prompt tokens in one request. Each takes about a hundred bytes until the answer is
-written."""
+"""Most log-probabilities of prompt tokens in a request. Each takes about 100 bytes until the answer is written."""
 _INSTRUCTION_ROLES: Final = ("system", "developer")
 
 
 @contextmanager
 def prompt_errors(param: str) -> Iterator[None]:
-    """Turn errors in a client's prompt into 400s that name the parameter `param`.
+    """Turn each `PromptError` that is raised in the block into the client's error, which names `param`.
 
     Raises:
         ApiError: 400.
@@ -144,8 +143,7 @@ async def encode_text(
 
 
 def policy_of(body: ChatRequest | CompletionRequest, turn: SessionTurn | None) -> RetentionPolicy | None:
-    """Return how to cut a prompt that does not fit; None if it is refused then. The session's policy is the
-    default.
+    """Return how to cut a prompt that does not fit; None: refuse it. A request without a policy has its session's.
 
     Raises:
         ApiError: 400, another parameter contradicts truncation.
@@ -237,7 +235,11 @@ def _job(
     plan: ToolPlan | None = None,
     head: int = 0,
 ) -> Job:
-    """Make the job of an encoded prompt, cut if it does not fit. `head`: number of first tokens that a cut keeps."""
+    """Make the job of an encoded prompt, cut if it does not fit. `head`: number of first tokens that a cut keeps.
+
+    Raises:
+        ApiError: 400, naming the parameter that is wrong.
+    """
     source = "prompt" if isinstance(body, CompletionRequest) else "messages"
     context = service.limits.max_context
     param, wanted = wanted_tokens(body)
@@ -358,7 +360,7 @@ async def _instruction_characters(
             return end
     if count == len(messages):
         return len(text)
-    # The instructions are the text that does not depend on what the first other message says.
+    # The instructions are the text that stays the same when the content of the first other message changes.
     first = messages[count]
     changed = first.model_copy(update={"content": "1" if first.content.startswith("0") else "0"})
     return common_length(await rendering.text(service, [*messages[:count], changed, *messages[count + 1 :]]), text)

@@ -1,8 +1,8 @@
-"""What endpoints refuse before any work: models that are not served, texts that are too long, and parameters that
-would change the answer and are not supported, which are refused with 400 rather than ignored.
+"""The first checks of requests: is the model served, is the text short enough, are all parameters supported?
 
-For each endpoint, a table (`RefusedFields`) has such parameters with the values that ask for nothing and may
-therefore be sent. All other undeclared parameters are ignored (`user`, `metadata`, `store`, `service_tier`, …).
+A parameter that would change the answer and is not supported is refused with 400, not ignored. Each endpoint
+has a table (`RefusedFields`) of such parameters, with the values that ask for nothing and may be sent. All other
+undeclared parameters are ignored (`user`, `metadata`, `store`, `service_tier`, …).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def check_model(service: RouterService, model: str | None) -> None:
     Raises:
         ApiError: 404.
     """
-    if model is not None and model not in service.config.model_names:
+    if model is not None and model not in service.model_names:
         raise ApiError(
             404,
-            f"the model {model[:200]!r} does not exist here; served: {', '.join(service.config.model_names)}",
+            f"the model {model[:200]!r} does not exist here; served: {', '.join(service.model_names)}",
             param="model",
             code="model_not_found",
         )
@@ -57,7 +57,7 @@ def check_length(characters: int, param: str) -> None:
 
 
 Neutral = dict[str, tuple[Any, ...]]
-"""By parameter, the values that ask for nothing."""
+"""For each parameter, the values that ask for nothing."""
 
 
 class RefusedFields(NamedTuple):
@@ -65,7 +65,7 @@ class RefusedFields(NamedTuple):
 
     neutral: Neutral
     reasons: dict[str, str] = {}  # noqa: RUF012 (a NamedTuple's default, never changed)
-    """By parameter, a message more helpful than "is not supported"."""
+    """For some parameters, a more helpful message than "is not supported"."""
 
     def check(self, fields: dict[str, Any]) -> None:
         """Look through the raw fields of a request.

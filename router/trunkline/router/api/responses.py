@@ -1,4 +1,7 @@
-"""Answers in OpenAI's form. Structs rather than pydantic models: a stream encodes one per token."""
+"""The answers to chats and plain completions, in OpenAI's form.
+
+They are structs rather than pydantic models, because a stream encodes one for each token.
+"""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ async def create_schema(request: Request) -> JsonResponse:
     body = await read_request(request, SchemaRequest, service.config.max_body_bytes)
     check_model(service, body.model)
     definition = Definition(
-        model=body.model or service.config.model_name,
+        model=body.model or service.model_name,
         source=await _source(body),
         form="json" if body.pml is None else "xml",
         scope=body.encode_scope or "ancestors",
@@ -76,8 +76,8 @@ async def create_schema(request: Request) -> JsonResponse:
             pml.check_encoding(ready.schema)
     schema = await service.schemas.put(ready.schema.name, cache_salt(body.cache_salt), definition, ready)
     if body.warm is False:
-        return await _told(service, schema, await service.schemas.look(schema), status=201)
-    return await _told(service, *await _encode(request, service, schema), status=201)
+        return await _answer(service, schema, await service.schemas.look(schema), status=201)
+    return await _answer(service, *await _encode(request, service, schema), status=201)
 
 
 @routes.get(
@@ -102,7 +102,7 @@ async def get_schema(request: Request, schema_id: str) -> JsonResponse:
     with service.schemas.errors_of("schema"):
         schema = await service.schemas.get(schema_id, _salt_asked(request), service.limits.max_context)
     source = "pml" in request.query_params.get("include", "").split(",")
-    return await _told(service, schema, await service.schemas.look(schema), source=source)
+    return await _answer(service, schema, await service.schemas.look(schema), source=source)
 
 
 @routes.patch("/v1/schemas/{schema_id}", responses=answer_of(SchemaObject))
@@ -127,8 +127,8 @@ async def update_schema(request: Request, schema_id: str) -> JsonResponse:
         service.schemas.unpin(schema.key)
     # The engine keeps pinned texts for the schema's time to live, so it must know a new one.
     if schema.definition.pin:
-        return await _told(service, *await _encode(request, service, schema))
-    return await _told(service, schema, await service.schemas.look(schema))
+        return await _answer(service, *await _encode(request, service, schema))
+    return await _answer(service, schema, await service.schemas.look(schema))
 
 
 @routes.delete(
@@ -182,23 +182,23 @@ def _summary(record: Record) -> SchemaSummary:
     )
 
 
-async def _told(
+async def _answer(
     service: RouterService, schema: StoredSchema, reply: ModulesReply, *, status: int = 200, source: bool = False
 ) -> JsonResponse:
     """Return a schema as an answer. `reply`: the engine's reply about its texts."""
     encoding = service.schemas.is_encoding(schema)
 
     def write() -> JsonResponse:
-        told = _object(schema, reply)
+        answer = _object(schema, reply)
         if encoding:
-            told.status = "encoding"
+            answer.status = "encoding"
         if source:
             document = schema.definition.parse()
             with suppress(pml.PmlError):  # JSON has characters that XML has not
-                told.pml = pml.schema_to_xml(document)
+                answer.pml = pml.schema_to_xml(document)
             if schema.definition.form == "json":
-                told.json_ = pml.schema_to_json(document)
-        return JsonResponse(told, status)
+                answer.json_ = pml.schema_to_json(document)
+        return JsonResponse(answer, status)
 
     return await asyncio.to_thread(write) if schema.is_large else write()
 

@@ -74,7 +74,7 @@ async def create_session(request: Request) -> JsonResponse:
     body = await read_request(request, SessionRequest, service.config.max_body_bytes, check_session)
     check_model(service, body.model)
     session = SessionState(
-        model=body.model or service.config.model_name,
+        model=body.model or service.model_name,
         vocabulary=service.tokenizer.fingerprint,
         truncation=RetentionPolicy(),
     )
@@ -82,7 +82,7 @@ async def create_session(request: Request) -> JsonResponse:
     body.apply(session)
     if body.messages is not None:
         await _begin(service, session, body.messages)
-    return _told(await service.sessions.create(service.sessions.draw_id(beside), session))
+    return _answer(await service.sessions.create(service.sessions.draw_id(beside), session))
 
 
 async def _bind(service: RouterService, session: SessionState, body: SessionRequest) -> str:
@@ -127,8 +127,8 @@ async def list_sessions(request: Request) -> JsonResponse:
 @routes.get("/v1/sessions/{session_id}", responses=answer_of(SessionObject))
 async def get_session(request: Request, session_id: str) -> JsonResponse:
     """Return a session; with `include=messages` also its messages."""
-    stored = await service_of(request).sessions.get(_checked(session_id))
-    return _told(stored, messages="messages" in request.query_params.get("include", "").split(","))
+    stored = await service_of(request).sessions.get(_stored_id(session_id))
+    return _answer(stored, messages="messages" in request.query_params.get("include", "").split(","))
 
 
 @routes.patch("/v1/sessions/{session_id}", responses=answer_of(SessionObject))
@@ -136,10 +136,10 @@ async def update_session(request: Request, session_id: str) -> JsonResponse:
     """Change a session's time to live, truncation or metadata. Metadata are replaced as a whole."""
     service = service_of(request)
     body = await read_request(request, SessionUpdate, service.config.max_body_bytes)
-    lease = await service.sessions.acquire(_checked(session_id))
+    lease = await service.sessions.acquire(_stored_id(session_id))
     try:
         body.apply(lease.session)
-        return _told(await lease.put())
+        return _answer(await lease.put())
     finally:
         lease.close()
 
@@ -147,7 +147,7 @@ async def update_session(request: Request, session_id: str) -> JsonResponse:
 @routes.delete("/v1/sessions/{session_id}", responses=answer_of(SessionDeleted))
 async def delete_session(request: Request, session_id: str) -> JsonResponse:
     """Delete a session. Its KV is evicted when its space is needed."""
-    await service_of(request).sessions.delete(_checked(session_id))
+    await service_of(request).sessions.delete(_stored_id(session_id))
     return JsonResponse(SessionDeleted(id=session_id))
 
 
@@ -161,17 +161,17 @@ async def fork_session(request: Request, session_id: str) -> JsonResponse:
         return validate(ForkRequest, parse_json_object(content) if content.strip() else {})
 
     body = await beside_loop(request, parse)
-    source = await service.sessions.get(_checked(session_id))
+    source = await service.sessions.get(_stored_id(session_id))
     fork = replace(source.session, parent=session_id)
     body.apply(fork)
-    return _told(await service.sessions.create(service.sessions.draw_id(beside=session_id), fork))
+    return _answer(await service.sessions.create(service.sessions.draw_id(beside=session_id), fork))
 
 
 @routes.post("/v1/sessions/{session_id}/prefetch", responses=answer_of(SessionPrefetch))
 async def prefetch_session(request: Request, session_id: str) -> JsonResponse:
     """Announce a request of a session, so that its KV is fetched from slow tiers."""
     service = service_of(request)
-    session = _readable(service, (await service.sessions.get(_checked(session_id))).session)
+    session = _with_known_tokens(service, (await service.sessions.get(_stored_id(session_id))).session)
     if session.modules is not None:
         return JsonResponse(await _prefetch_modules(service, session_id, session, session.modules))
     tokens = session.ids()
@@ -225,9 +225,9 @@ async def discard_tokens(request: Request, session_id: str) -> JsonResponse:
     """Hide parts of the history from all later requests. They still count as `tokens`."""
     service = service_of(request)
     body = await read_request(request, DiscardRequest, service.config.max_body_bytes)
-    lease = await service.sessions.acquire(_checked(session_id))
+    lease = await service.sessions.acquire(_stored_id(session_id))
     try:
-        session = _readable(service, lease.session)
+        session = _with_known_tokens(service, lease.session)
         if session.modules is not None:
             raise bad_value("session_id", "nothing can be discarded in a session with modules")
         if body.tokens is not None:
@@ -238,7 +238,7 @@ async def discard_tokens(request: Request, session_id: str) -> JsonResponse:
         if len(merged) > DISCARDS_MAX:
             raise bad_value("tokens", f"a session has {DISCARDS_MAX} discarded ranges at most, not {len(merged)}")
         session.discards = list(merged)
-        return _told(await lease.put())
+        return _answer(await lease.put())
     finally:
         lease.close()
 
@@ -292,13 +292,13 @@ async def _tokens_before(
     return found
 
 
-def _checked(session_id: str) -> str:
+def _stored_id(session_id: str) -> str:
     if not is_stored(session_id):
         raise not_found("session_id", f"session {session_id[:80]!r} does not exist", code="session_not_found")
     return session_id
 
 
-def _readable(service: RouterService, session: SessionState) -> SessionState:
+def _with_known_tokens(service: RouterService, session: SessionState) -> SessionState:
     """Return a session after dropping token ids of another tokenizer."""
     if session.vocabulary != service.tokenizer.fingerprint:
         session.forget_tokens()
@@ -316,7 +316,7 @@ def _summary(record: Record, owner: str = "") -> SessionSummary:
     )
 
 
-def _told(stored: StoredSession, *, messages: bool = False) -> JsonResponse:
+def _answer(stored: StoredSession, *, messages: bool = False) -> JsonResponse:
     record, session = stored.record, stored.session
     return JsonResponse(
         SessionObject(
