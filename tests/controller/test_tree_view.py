@@ -18,7 +18,7 @@ from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import DescribeTree, Ping
 from trunkline.controller.service.status import ASKED_MAX, Descriptions, state_of
-from trunkline.controller.service.tree_view import TreeWalk, tier_bits
+from trunkline.controller.service.tree_view import TreeWalk
 from trunkline.kvstore.chunks import NAME_BYTES
 from trunkline.router.messages import NodeFlag, TreeDescription
 
@@ -113,7 +113,7 @@ def check_all(shown: Shown, engine: Engine, now: float) -> None:
         for _ in range(shown.chunks[index]):
             assert id(node) not in seen
             seen.add(id(node))
-            assert tier_bits(node) == shown.found.tiers[index]
+            assert node.tiers == shown.found.tiers[index]
             assert users[node] == shown.users[index]
             assert (node.ready_step == PENDING) == bool(shown.found.flags[index] & NodeFlag.COMPUTING)
             tokens += np.frombuffer(node.key, "<i4").tolist()

@@ -27,7 +27,7 @@ from typing import Final, NamedTuple
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import TOKEN_BYTES, Node
 from trunkline.controller.messages import EventsCall
-from trunkline.kvstore.chunks import NAME_BYTES, NO_BLOCK, ChunkName
+from trunkline.kvstore.chunks import NAME_BYTES, ChunkName
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import EventsReply
 
@@ -41,21 +41,19 @@ SNAPSHOT_SECONDS: Final = 30.0
 """A snapshot is forgotten if no router asks for a page for so long."""
 SNAPSHOTS_MAX: Final = 4
 """Snapshots that are kept; routers that start together share one."""
-_DEVICE: Final = 1 << TierKind.DEVICE
-_HOST: Final = 1 << TierKind.HOST
-_DISK: Final = 1 << TierKind.DISK
+_ANNOUNCED: Final = 1 << TierKind.DEVICE | 1 << TierKind.HOST | 1 << TierKind.DISK
+"""Routers are not told what is in the remote tier, which all controllers share."""
 
 
-def tiers_of(node: Node, chunk_bytes: int) -> int:
-    """Return the bit mask of all tiers that a chunk is in; 0 for chunks that are not announced.
+def announced_tiers(node: Node, chunk_bytes: int) -> int:
+    """Return the tiers of a chunk that routers are told, as a bit mask; 0 for chunks that are not announced.
 
     Args:
         chunk_bytes: bytes of a full chunk's tokens.
     """
     if node.parent is None or (len(node.key) != chunk_bytes and node.text_name is None):
         return 0
-    on_device = _DEVICE if node.block != NO_BLOCK else 0
-    return on_device | (_HOST if node.host_ready else 0) | (_DISK if node.disk_ready else 0)
+    return node.tiers & _ANNOUNCED
 
 
 class EventBatch(NamedTuple):
@@ -154,7 +152,7 @@ class KvEventLog:
             _note_all(tree)
         size, known = tree.chunk_size * TOKEN_BYTES, self.announced.tiers
         for node in tree.changed.take():
-            now = tiers_of(node, size)
+            now = announced_tiers(node, size)
             if now != node.announced:
                 name = node.text_name or node.name
                 before.setdefault(name, known.get(name, 0))
@@ -268,7 +266,7 @@ def problem_of_log(tree: RadixCache) -> str:
     if not tree.changed.is_on:
         return ""
     for node in tree.nodes():
-        present = tiers_of(node, tree.chunk_bytes)
+        present = announced_tiers(node, tree.chunk_bytes)
         if present != node.announced and node not in tree.changed:
             return (
                 f"a chunk is in the tiers {present:#b}, was announced in {node.announced:#b}, "

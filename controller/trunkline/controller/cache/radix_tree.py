@@ -38,10 +38,12 @@ import numpy as np
 
 from trunkline.kvstore.chunks import NAME_BYTES, NO_BLOCK, BlockId, ChunkName, TieredChunk, chunk_name, root_name
 from trunkline.kvstore.cuts import cut_name
+from trunkline.kvstore.tier import TierKind
 
 TOKEN_BYTES: Final = 4
 PENDING: Final = 1 << 62
 """`ready_step` of a chunk whose computation is not planned yet."""
+_DEVICE, _HOST, _DISK, _REMOTE = (1 << tier for tier in TierKind)
 
 
 class Node(TieredChunk):
@@ -93,6 +95,16 @@ class Node(TieredChunk):
     @property
     def on_device(self) -> bool:
         return self.block != NO_BLOCK
+
+    @property
+    def tiers(self) -> int:
+        """The tiers in which it is, as a sum of `1 << TierKind`."""
+        return (
+            (self.block != NO_BLOCK and _DEVICE)
+            | (self.host_ready and _HOST)
+            | (self.disk_ready and _DISK)
+            | (self.remote and _REMOTE)
+        )
 
     @property
     def is_loadable(self) -> bool:

@@ -28,7 +28,6 @@ from trunkline.controller.cache.radix_tree import (
     Node,
 )
 from trunkline.controller.sequences.sequence import Sequence
-from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import NodeFlag, TreeDescription
 
 NODES_MAX: Final = 10_000
@@ -45,16 +44,6 @@ _FLAGS: Final = {
 }
 _SALTED: Final = int(NodeFlag.SALTED)
 _COMPUTING: Final = int(NodeFlag.COMPUTING)
-
-
-def tier_bits(node: Node) -> int:
-    """Return the tiers that have a chunk, as a sum of `1 << TierKind`."""
-    return (
-        (node.on_device and 1 << TierKind.DEVICE)
-        | (node.host_ready and 1 << TierKind.HOST)
-        | (node.disk_ready and 1 << TierKind.DISK)
-        | (node.remote and 1 << TierKind.REMOTE)
-    )
 
 
 class _Seen(NamedTuple):
@@ -190,7 +179,7 @@ class TreeWalk:
         yield from self._find(list(last.children.values()), index, last)
 
     def _seen(self, node: Node) -> _Seen:
-        return _Seen(tier_bits(node), self._users.get(node, 0), node.ready_step != PENDING)
+        return _Seen(node.tiers, self._users.get(node, 0), node.ready_step != PENDING)
 
     def _flags(self, node: Node, above: int) -> int:
         """Return the flags of the tree that a chunk is in; a chunk below another one inherits them."""
