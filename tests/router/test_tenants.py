@@ -15,14 +15,26 @@ from trunkline.router.config import TenantLimits
 from trunkline.router.errors import ApiError
 from trunkline.router.tenancy.auth import Key, TenantRules, hash_key
 from trunkline.router.tenancy.tenant_file import TenantFile, parse_rules, read_rules
-from trunkline.router.tenancy.tenants import Admission, Bucket, TenantBook, duration
+from trunkline.router.tenancy.tenants import Bucket, Meter, TenantBook, duration
 
 PER_MINUTE = ("requests_per_minute", "tokens_per_minute")
 
 
-def refusal(book: TenantBook, name: str, now: float) -> ApiError:
+class Book(TenantBook):
+    """A book at the time that the test says."""
+
+    def __init__(self, rules: TenantRules, **options: int) -> None:
+        self.now = 0.0
+        super().__init__(rules, lambda: self.now, **options)
+
+    def at(self, now: float) -> Book:
+        self.now = now
+        return self
+
+
+def refusal(book: Book, name: str, now: float) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        book.admit(name, now)
+        book.at(now).admit(name)
     assert caught.value.status == 429
     assert caught.value.code == "rate_limit_exceeded"
     return caught.value
@@ -136,9 +148,9 @@ class Model:
         return any(bucket.level < 1 - close for bucket in self.buckets.values())
 
 
-def admitted_or_error(book: TenantBook, name: str, now: float) -> Admission | ApiError:
+def admitted_or_error(book: Book, name: str, now: float) -> Meter | ApiError:
     try:
-        return book.admit(name, now)
+        return book.at(now).admit(name)
     except ApiError as error:
         return error
 
@@ -156,13 +168,14 @@ def test_a_book_admits_what_the_limits_allow(seed: int) -> None:
     rng = random.Random(seed)
     names = ["a", "b", "c", "d"]
     rules = TenantRules(random_limits(rng), {name: random_limits(rng) for name in names[:3]})
-    book = TenantBook(rules)
+    book = Book(rules)
     models = {name: Model(rules.limits_of(name)) for name in names}
-    held: list[tuple[str, Admission]] = []
+    held: list[tuple[str, Meter]] = []
     now = 0.0
     admitted = refused = 0
     for _ in range(2500):
         now += rng.choice([0.0, 0.0, rng.random(), 5 * rng.random()])
+        book.at(now)
         name = rng.choice(names)
         model = models[name]
         model.advance(now)
@@ -184,7 +197,7 @@ def test_a_book_admits_what_the_limits_allow(seed: int) -> None:
             model.advance(now)
             tokens = rng.randint(1, 400)
             if rng.random() < 0.7:
-                admission.charge_output(tokens, now)
+                admission.charge_output(tokens)
                 model.spend("tokens_per_minute", tokens)
             admission.close()
             admission.close()
@@ -200,43 +213,44 @@ def test_a_book_admits_what_the_limits_allow(seed: int) -> None:
 
 @pytest.mark.parametrize("limit", PER_MINUTE)
 def test_who_waits_as_long_as_told_is_admitted(limit: str) -> None:
-    book = TenantBook(TenantRules(TenantLimits(**{limit: 7})))
+    book = Book(TenantRules(TenantLimits(**{limit: 7})))
     for _ in range(7):
-        admission = book.admit("a", 0.0)
-        admission.charge_output(1, 0.0)
+        admission = book.at(0.0).admit("a")
+        admission.charge_output(1)
         admission.close()
     error = refusal(book, "a", 0.0)
     assert error.details == {"limit": limit}
     assert limit in error.message
     assert error.retry_after == 9  # 60 / 7, rounded up
-    assert error.headers() == {"Retry-After": "9"}
+    assert error.headers()["Retry-After"] == "9"
     refusal(book, "a", 8.0)
-    book.admit("a", 9.0)
+    book.at(9.0).admit("a")
 
 
 def test_tokens_may_be_overdrawn_by_what_runs_only() -> None:
-    book = TenantBook(TenantRules(TenantLimits(tokens_per_minute=100)))
-    first, second, third = (book.admit("a", 0.0) for _ in range(3))
-    first.charge_prompt(5000, 0.0)  # longer than the limit: it runs all the same
-    first.charge_prompt(5000, 0.0)  # of several prompts the first decides
+    book = Book(TenantRules(TenantLimits(tokens_per_minute=100)))
+    first, second, third = (book.at(0.0).admit("a") for _ in range(3))
+    first.charge_prompt(5000)  # longer than the limit: it runs all the same
+    first.charge_prompt(5000)  # of several prompts the first decides
     with pytest.raises(ApiError) as caught:
-        second.charge_prompt(1, 0.0)
+        second.charge_prompt(1)
     assert caught.value.details == {"limit": "tokens_per_minute"}
     assert caught.value.retry_after == 5941  # (1 + 9,900) tokens at 100 a minute
     second.close()
-    first.charge_output(100, 0.0)
+    first.charge_output(100)
     first.close()
     refusal(book, "a", 5999.0)
-    third.charge_prompt(1, 6001.0)
-    book.admit("a", 6002.0)
+    book.at(6001.0)
+    third.charge_prompt(1)
+    book.at(6002.0).admit("a")
 
 
 def test_idle_tenants_are_forgotten() -> None:
-    book = TenantBook(TenantRules(TenantLimits(requests=2)), tenants_max=100)
-    busy = [book.admit(f"busy-{index}", 0.0) for index in range(150)]
+    book = Book(TenantRules(TenantLimits(requests=2)), tenants_max=100)
+    busy = [book.at(0.0).admit(f"busy-{index}") for index in range(150)]
     assert len(book) == 150, "who has something running is not forgotten"
     for index in range(5000):
-        book.admit(f"tenant-{index}", 0.0).close()
+        book.at(0.0).admit(f"tenant-{index}").close()
     assert len(book) == 150
     for admission in busy:
         admission.close()
@@ -246,65 +260,65 @@ def test_idle_tenants_are_forgotten() -> None:
 
 def test_tenants_with_rules_of_their_own_are_not_forgotten() -> None:
     names = {f"named-{index}": TenantLimits(requests_per_minute=1) for index in range(20)}
-    book = TenantBook(TenantRules(tenants=names), tenants_max=10)
+    book = Book(TenantRules(tenants=names), tenants_max=10)
     for name in names:
-        book.admit(name, 0.0).close()
+        book.at(0.0).admit(name).close()
     assert len(book) == 20
     for index in range(1000):
-        book.admit(f"tenant-{index}", 0.0).close()
+        book.at(0.0).admit(f"tenant-{index}").close()
         assert len(book) == 20, "nobody else stays"
     for name in names:
         refusal(book, name, 0.0)
     book.rules = TenantRules()
-    book.admit("somebody", 0.0).close()
+    book.at(0.0).admit("somebody").close()
     assert len(book) == 10
 
 
 def test_routers_share_every_limit_equally() -> None:
     rules = TenantRules(TenantLimits(requests=5, requests_per_minute=6, tokens_per_minute=1))
-    book = TenantBook(rules, routers=2)
-    held = [book.admit("a", 0.0) for _ in range(3)]  # a half of 5, rounded up
-    assert held[0].headers(0.0)["x-ratelimit-limit-requests"] == "3"
+    book = Book(rules, routers=2)
+    held = [book.at(0.0).admit("a") for _ in range(3)]  # a half of 5, rounded up
+    assert held[0].headers()["x-ratelimit-limit-requests"] == "3"
     assert refusal(book, "a", 0.0).details == {"limit": "requests"}
     for admission in held:
         admission.close()
     assert refusal(book, "a", 0.0).details == {"limit": "requests_per_minute"}
-    book.admit("a", 20.0).charge_output(1, 20.0)
+    book.at(20.0).admit("a").charge_output(1)
     assert refusal(book, "a", 139.0).details == {"limit": "tokens_per_minute"}  # one in two minutes
-    book.admit("a", 140.0)
+    book.at(140.0).admit("a")
 
 
 def test_new_rules_hold_at_once() -> None:
-    book = TenantBook(TenantRules())
-    held = [book.admit("a", 0.0) for _ in range(5)]
+    book = Book(TenantRules())
+    held = [book.at(0.0).admit("a") for _ in range(5)]
     book.rules = TenantRules(tenants={"a": TenantLimits(requests=3, requests_per_minute=10)})
     assert refusal(book, "a", 0.0).details == {"limit": "requests"}
     for admission in held:
         admission.close()
     for _ in range(10):
-        book.admit("a", 0.0).close()
+        book.at(0.0).admit("a").close()
     assert refusal(book, "a", 0.0).details == {"limit": "requests_per_minute"}
     book.rules = TenantRules(tenants={"a": TenantLimits(requests_per_minute=12)})
-    book.admit("a", 0.0)
-    book.admit("a", 0.0)
+    book.at(0.0).admit("a")
+    book.at(0.0).admit("a")
     refusal(book, "a", 0.0)
     book.rules = TenantRules()
-    book.admit("a", 0.0)
+    book.at(0.0).admit("a")
 
 
 def test_priorities() -> None:
     rules = TenantRules(TenantLimits(priority=3), {"vip": TenantLimits(priority=-2)})
-    book = TenantBook(rules)
-    batch, vip = book.admit("batch", 0.0), book.admit("vip", 0.0)
+    book = Book(rules)
+    batch, vip = book.at(0.0).admit("batch"), book.at(0.0).admit("vip")
     assert [batch.priority(wanted) for wanted in (None, -5, 0, 9)] == [3, 3, 3, 9]
     assert [vip.priority(wanted) for wanted in (None, -5, 0, 9)] == [-2, -2, 0, 9]
 
 
 def test_what_is_left() -> None:
-    book = TenantBook(TenantRules(TenantLimits(requests_per_minute=60, tokens_per_minute=600)))
-    admission = book.admit("a", 0.0)
-    admission.charge_prompt(150, 0.0)
-    assert admission.headers(0.0) == {
+    book = Book(TenantRules(TenantLimits(requests_per_minute=60, tokens_per_minute=600)))
+    admission = book.at(0.0).admit("a")
+    admission.charge_prompt(150)
+    assert admission.headers() == {
         "x-ratelimit-limit-requests": "60",
         "x-ratelimit-remaining-requests": "59",
         "x-ratelimit-reset-requests": "1s",
@@ -312,9 +326,9 @@ def test_what_is_left() -> None:
         "x-ratelimit-remaining-tokens": "450",
         "x-ratelimit-reset-tokens": "15s",
     }
-    admission.charge_output(900, 0.0)
-    assert admission.headers(0.0)["x-ratelimit-remaining-tokens"] == "0"
-    assert TenantBook(TenantRules()).admit("a", 0.0).headers(0.0) == {}
+    admission.charge_output(900)
+    assert admission.headers()["x-ratelimit-remaining-tokens"] == "0"
+    assert Book(TenantRules()).admit("a").headers() == {}
 
 
 # -- the file

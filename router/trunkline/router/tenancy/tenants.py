@@ -1,10 +1,10 @@
 """The limits of tenants: how many requests and tokens each may use, counted in token buckets.
 
-    headers ─► Authenticator ─► tenant ─► TenantBook.admit ─► Admission ─► charge_prompt, charge_output, close
+    headers ─► Authenticator ─► tenant ─► TenantBook.admit ─► Meter ─► charge_prompt, charge_output, close
                (auth.py)                       └─ 429, with the limit, and the seconds until a request would pass
 
-The router uses `Tenants`, which has the clock. All else is pure: time is an argument, in seconds that only go
-forward. `AdmissionMiddleware` admits a request and makes its `Meter` the current one.
+The router uses `Tenants`, which follows the file of rules. All else does no I/O; it gets the clock from outside.
+`AdmissionMiddleware` admits a request and makes its `Meter` the current one.
 
 To be admitted, a request needs a place among the tenant's running requests, a unit of its bucket of requests, and
 a bucket of tokens that is not empty. Its prompt is charged once its length is known, its output when it ends. So
@@ -110,8 +110,8 @@ def _resized(bucket: Bucket | None, per_minute: int | None, routers: int, now: f
     return bucket
 
 
-class Admission:
-    """A request that was admitted. Always call `close` in the end."""
+class Meter:
+    """The account of an admitted request. Always call `close` in the end."""
 
     def __init__(self, book: TenantBook, tenant: _Tenant) -> None:
         self._book = book
@@ -131,7 +131,7 @@ class Admission:
             return wanted or 0
         return own if wanted is None else max(wanted, own)
 
-    def charge_prompt(self, tokens: int, now: float) -> None:
+    def charge_prompt(self, tokens: int) -> None:
         """Charge a prompt before it is sent to a controller. Only the first of several prompts can be refused.
 
         Raises:
@@ -139,19 +139,20 @@ class Admission:
         """
         bucket = self._tenant.minute_tokens
         if bucket is not None:
+            now = self._book.clock()
             if not self._charged:
                 _check_bucket(bucket, "tokens_per_minute", self._tenant.limits.tokens_per_minute, now)
             bucket.take(tokens, now)
         self._charged = True
 
-    def charge_output(self, tokens: int, now: float) -> None:
+    def charge_output(self, tokens: int) -> None:
         """Charge an answer or a part of one. May be called after `close`."""
         if self._tenant.minute_tokens is not None:
-            self._tenant.minute_tokens.take(tokens, now)
+            self._tenant.minute_tokens.take(tokens, self._book.clock())
 
-    def headers(self, now: float) -> dict[str, str]:
-        """See `TenantBook.headers`."""
-        return _headers(self._tenant, now)
+    def headers(self) -> dict[str, str]:
+        """Return OpenAI's headers that say how much is left of each limit of the tenant."""
+        return _headers(self._tenant, self._book.clock())
 
     def close(self) -> None:
         """Free the request's place. May be called again."""
@@ -163,14 +164,18 @@ class Admission:
 class TenantBook:
     """All tenants that have sent requests lately."""
 
-    def __init__(self, rules: TenantRules, routers: int = 1, tenants_max: int = TENANTS_MAX) -> None:
+    def __init__(
+        self, rules: TenantRules, clock: Callable[[], float], routers: int = 1, tenants_max: int = TENANTS_MAX
+    ) -> None:
         """
         Args:
+            clock: returns seconds that only go forward.
             routers: number of router processes; each grants an equal part of every limit.
             tenants_max: most tenants in memory, besides those with running requests and those that the rules name.
         """
         self.rules = rules
         """May be replaced at any time. What was used of the old limits counts in the new ones."""
+        self.clock = clock
         self._routers = routers
         self._tenants_max = tenants_max
         self._tenants: dict[str, _Tenant] = {}
@@ -185,12 +190,13 @@ class TenantBook:
         tenant = self._tenants.get(name)
         return 0 if tenant is None else tenant.running
 
-    def admit(self, name: str, now: float) -> Admission:
+    def admit(self, name: str) -> Meter:
         """Admit a request of a tenant.
 
         Raises:
-            ApiError: 429, with the limit that is reached; nothing was taken from any bucket.
+            OverLimitError: 429, with the limit that is reached; nothing was taken from any bucket.
         """
+        now = self.clock()
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = self._idle[name] = _Tenant(name)
@@ -198,23 +204,19 @@ class TenantBook:
             tenant.obey(self.rules, self._routers, now)
         try:
             self._check(tenant, now)
-        except ApiError:
+        except ApiError as error:
+            headers = _headers(tenant, now)
             self._forget_idle()
-            raise
+            raise OverLimitError(error, headers) from None
         if tenant.minute_requests is not None:
             tenant.minute_requests.take(1, now)
         tenant.running += 1
         self._idle.pop(name, None)
         self._forget_idle()
-        return Admission(self, tenant)
-
-    def headers(self, name: str, now: float) -> dict[str, str]:
-        """Return OpenAI's headers that say how much is left of each limit of a tenant."""
-        tenant = self._tenants.get(name)
-        return {} if tenant is None else _headers(tenant, now)
+        return Meter(self, tenant)
 
     def leave(self, tenant: _Tenant) -> None:
-        """Free the place of a request. Each `Admission` calls it once."""
+        """Free the place of a request. Each `Meter` calls it once."""
         tenant.running -= 1
         if not tenant.running:
             self._idle[tenant.name] = tenant
@@ -283,43 +285,6 @@ def duration(seconds: float) -> str:
 # -- the running router
 
 
-class Meter:
-    """An `Admission` with a clock. Always call `close` in the end."""
-
-    def __init__(self, admission: Admission, clock: Callable[[], float]) -> None:
-        self._admission = admission
-        self._clock = clock
-
-    @property
-    def tenant(self) -> str:
-        """The tenant's name."""
-        return self._admission.tenant
-
-    def priority(self, wanted: int | None) -> int:
-        """Return the priority that a request gets. `wanted`: the one that it asks for; None: it asks for none."""
-        return self._admission.priority(wanted)
-
-    def charge_prompt(self, tokens: int) -> None:
-        """Charge a prompt before it is sent to a controller.
-
-        Raises:
-            ApiError: 429, the tenant's tokens are used up.
-        """
-        self._admission.charge_prompt(tokens, self._clock())
-
-    def charge_output(self, tokens: int) -> None:
-        """Charge an answer or a part of one."""
-        self._admission.charge_output(tokens, self._clock())
-
-    def headers(self) -> dict[str, str]:
-        """Return the headers about the tenant's limits."""
-        return self._admission.headers(self._clock())
-
-    def close(self) -> None:
-        """Free the request's place. May be called again."""
-        self._admission.close()
-
-
 class Tenants:
     """The tenants of a running router: who sends a request, and how much the sender may use."""
 
@@ -342,7 +307,7 @@ class Tenants:
             TenantFile(config.tenants, config.tenant_limits, config.tenants_kept) if config.tenants else None
         )
         rules = TenantRules(config.tenant_limits) if self._file is None else self._file.rules
-        self._book = TenantBook(rules, config.routers)
+        self._book = TenantBook(rules, clock, config.routers)
         self._authenticator = Authenticator(
             header=config.tenant_header,
             single_key=config.api_key_digest,
@@ -381,12 +346,8 @@ class Tenants:
         Raises:
             OverLimitError: 429, a limit is reached.
         """
-        now = self._clock()
         self._rules()
-        try:
-            return Meter(self._book.admit(name, now), self._clock)
-        except ApiError as error:
-            raise OverLimitError(error, self._book.headers(name, now)) from None
+        return self._book.admit(name)
 
     def _rules(self) -> TenantRules:
         """Return the rules as the file has them now."""
@@ -431,7 +392,7 @@ class OverLimitError(ApiError):
         return {**self._headers, **super().headers()}
 
 
-_FREE: Final = Meter(TenantBook(TenantRules()).admit(ANONYMOUS, 0.0), lambda: 0.0)
+_FREE: Final = TenantBook(TenantRules(), lambda: 0.0).admit(ANONYMOUS)
 """Meter without limits for the router's own requests, such as health probes."""
 
 
