@@ -20,7 +20,7 @@ from trunkline.controller.messages import Prefetch
 from trunkline.router.config import RouterConfig
 from trunkline.router.errors import draining, overloaded, unavailable
 from trunkline.router.http.body import LargeRequests
-from trunkline.router.jobs.job import Job, Limits, Modules
+from trunkline.router.jobs.job import Job, ModelLimits, Modules
 from trunkline.router.messages import FinishReason
 from trunkline.router.routing.core import RouteRequest, RoutingCore
 from trunkline.router.routing.request import Origin
@@ -152,13 +152,13 @@ class RouterService:
             self._zmq.term()
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ModelLimits:
         """The limits of what a request may ask for at this moment."""
         contexts = [self.config.max_context or self.tokenizer.files.max_context]
         capacity = [link.state.max_context for link in self.links if link.state and link.state.max_context > 0]
         if capacity:
             contexts.append(max(capacity))
-        return Limits(
+        return ModelLimits(
             max_context=min(contexts),
             vocab_size=self.tokenizer.vocab_size,
             eos_ids=self.tokenizer.eos_ids,

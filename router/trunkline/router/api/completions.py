@@ -34,10 +34,10 @@ from trunkline.router.api.prompt_batch import LoopTurns, PromptBatch
 from trunkline.router.api.prompting import check_scores, completion_job, encode_text, has_modules, job_for
 from trunkline.router.api.requests import COMPLETIONS_REFUSALS, check_model, service_of
 from trunkline.router.api.responses import (
-    Completion,
     CompletionChoice,
     CompletionLogprobs,
     PromptLogprobList,
+    TextCompletion,
     Usage,
 )
 from trunkline.router.api.turn import SessionTurn, open_turn
@@ -201,7 +201,7 @@ class _CompletionAnswer:
             for one in collected:
                 choices.append(encoded(self._choice(len(choices), prompt, echo, one)))
         return JsonResponse(
-            Completion(
+            TextCompletion(
                 **self._head,
                 choices=choices,
                 usage=self._usage(),
@@ -275,7 +275,7 @@ class _CompletionAnswer:
 
     def _chunk(self, *choices: CompletionChoice, usage: Usage | None = None, last: bool = False) -> bytes:
         return event(
-            Completion(
+            TextCompletion(
                 **self._head,
                 choices=choices,
                 usage=usage if self._body.include_usage else UNSET,

@@ -21,7 +21,7 @@ from trunkline.router.errors import ApiError, PromptError, bad_value
 from trunkline.router.jobs.decoding import owned
 from trunkline.router.jobs.job import (
     Job,
-    Limits,
+    ModelLimits,
     Prompt,
     bad_word_ids,
     make_job,
@@ -115,7 +115,7 @@ class Rendering(NamedTuple):
 async def encode_text(
     tokenizer: Tokenizer,
     text: str,
-    limits: Limits | None,
+    limits: ModelLimits | None,
     *,
     add_special_tokens: bool,
     param: str,

@@ -218,7 +218,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     cumulative_logprob: float | UnsetType = UNSET
 
 
-class Completion(msgspec.Struct, kw_only=True):
+class TextCompletion(msgspec.Struct, kw_only=True):
     """The answer to `POST /v1/completions`, and each event of its stream."""
 
     id: str

@@ -109,7 +109,7 @@ class Job(msgspec.Struct, frozen=True):
         return pack_int32([end for span in self.cut.drops for end in span])
 
 
-class Limits(msgspec.Struct, frozen=True):
+class ModelLimits(msgspec.Struct, frozen=True):
     """Limits and defaults of the model and the cluster, for all requests."""
 
     max_context: int
@@ -120,7 +120,7 @@ class Limits(msgspec.Struct, frozen=True):
     """Sequences that an engine can decode at once; 0: not known yet."""
 
 
-def check_prompt(prompt: Prompt, limits: Limits, param: str) -> None:
+def check_prompt(prompt: Prompt, limits: ModelLimits, param: str) -> None:
     """Refuse a prompt that cannot run.
 
     Raises:
@@ -164,7 +164,7 @@ def bad_word_ids(words: Sequence[str], encode: Callable[[str], list[int]]) -> li
 def make_job(
     request: ChatRequest | CompletionRequest,
     prompt: Prompt,
-    limits: Limits,
+    limits: ModelLimits,
     draw_seed: Callable[[], int],
     *,
     bad_words: list[list[int]] | None = None,
@@ -217,7 +217,7 @@ def make_job(
 
 
 def another_job(
-    job: Job, request: CompletionRequest, prompt: Prompt, limits: Limits, draw_seed: Callable[[], int]
+    job: Job, request: CompletionRequest, prompt: Prompt, limits: ModelLimits, draw_seed: Callable[[], int]
 ) -> Job:
     """Return a request's job for another of its prompts.
 
@@ -246,7 +246,7 @@ def check_repeated(job: Job, prompts: int) -> None:
         )
 
 
-def _fit(request: ChatRequest | CompletionRequest, prompt: Prompt, limits: Limits) -> int:
+def _fit(request: ChatRequest | CompletionRequest, prompt: Prompt, limits: ModelLimits) -> int:
     """Return how many output tokens a prompt gets, at least 1."""
     check_prompt(prompt, limits, prompt.param or ("messages" if isinstance(request, ChatRequest) else "prompt"))
     max_tokens = _max_tokens(request, prompt.span, limits.max_context)
