@@ -33,11 +33,8 @@ def _altered(spec: ChildSpec, changes: dict[str, Any]) -> ChildSpec:
     path = Path(spec.argv[-1])
     config = json.loads(path.read_bytes())
     path.write_text(json.dumps({**config, **changes.get("config", {})}))
-    return replace(
-        spec,
-        argv=(*changes.get("prefix", ()), *spec.argv),
-        environment={**spec.environment, **changes.get("environment", {})},
-    )
+    variables = (f"{name}={value}" for name, value in changes.get("environment", {}).items())
+    return replace(spec, argv=(*changes.get("prefix", ()), "env", *variables, *spec.argv))
 
 
 if __name__ == "__main__":

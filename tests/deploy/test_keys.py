@@ -32,7 +32,7 @@ from trunkline.deploy.supervisor.run_folder import (
     make_admin_key,
 )
 from trunkline.router.config import TenantLimits
-from trunkline.router.tenancy.auth import Role, hash_key
+from trunkline.router.tenancy.auth import KeyRole, hash_key
 from trunkline.router.tenancy.tenant_file import read_rules
 from trunkline.runtime.wire_keys import PARTS, load
 from trunkline.runtime.wire_keys import Role as WireRole
@@ -51,18 +51,18 @@ def file(tmp_path: Path) -> Path:
 
 
 def add(file: Path, tenant: str = "alice", **more: Any) -> str:
-    given = {"name": "", "role": Role.USER, "expires": "", "gateway": False, "now": NOW, **more}
+    given = {"name": "", "role": KeyRole.USER, "expires": "", "gateway": False, "now": NOW, **more}
     return add_key(file, tenant, **given)[0]
 
 
 def test_a_key_is_in_the_file_as_its_digest_only(file: Path) -> None:
-    key = add(file, expires="90d", role=Role.ADMIN, gateway=True)
+    key = add(file, expires="90d", role=KeyRole.ADMIN, gateway=True)
     text = file.read_text()
     assert key not in text
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     rules = read_rules(str(file), TenantLimits())
     found = rules.keys[hash_key(key)]
-    assert (found.tenant, found.name, found.role, found.gateway) == ("alice", "key1", Role.ADMIN, True)
+    assert (found.tenant, found.name, found.role, found.gateway) == ("alice", "key1", KeyRole.ADMIN, True)
     assert found.expires == (NOW + timedelta(days=90)).timestamp()
     assert os.listdir(file.parent) == ["tenants.json"], "nothing is left beside it"
 

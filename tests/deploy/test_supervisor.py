@@ -22,7 +22,7 @@ from trunkline.deploy.supervisor.control import ask
 from trunkline.deploy.supervisor.lifecycle import Phase
 from trunkline.deploy.supervisor.members import Command, Limits, Member, Reply, Role
 from trunkline.deploy.supervisor.run_folder import CONTROL_SOCKET, STATUS_SOCKET
-from trunkline.deploy.supervisor.supervisor import ChildSpec, Supervisor, Surroundings
+from trunkline.deploy.supervisor.supervisor import ChildSpec, Supervisor
 
 pytestmark = pytest.mark.processes
 CHILD = (sys.executable, "-I", "-S", str(Path(__file__).with_name("fake_child.py")))
@@ -257,7 +257,8 @@ class Run:
                 host="127.0.0.1",
                 port=listener.getsockname()[1],
                 limits=LIMITS,
-                surroundings=Surroundings(self.folder, listener),
+                folder=self.folder,
+                listener=listener,
             )
             previous = signal.signal(signal.SIGTERM, lambda *_: None)  # should the script end later than the run
             try:

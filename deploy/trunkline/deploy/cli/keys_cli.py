@@ -26,7 +26,7 @@ from rich.text import Text
 from trunkline.deploy.cli.option_commands import run
 from trunkline.deploy.errors import UserError
 from trunkline.router.config import NO_LIMITS
-from trunkline.router.tenancy.auth import Role, draw_key, hash_key
+from trunkline.router.tenancy.auth import KeyRole, draw_key, hash_key
 from trunkline.router.tenancy.tenant_file import BYTES_MAX, parse_rules, parse_time, write_private
 from trunkline.runtime.wire_keys import PARTS, WireKeys, WireKeysError, generate, load, write
 
@@ -110,11 +110,11 @@ def draw() -> None:
     typer.echo(draw_key())
 
 
-def _role(text: str) -> Role:
+def _role(text: str) -> KeyRole:
     try:
-        return Role(text)
+        return KeyRole(text)
     except ValueError:
-        raise UserError(f"--role is {text!r}; allowed are {', '.join(Role)}") from None
+        raise UserError(f"--role is {text!r}; allowed are {', '.join(KeyRole)}") from None
 
 
 _SPAN: Final = re.compile(r"([1-9][0-9]{0,5})([hdwy])")
@@ -144,7 +144,7 @@ class Row:
 
 
 def add_key(
-    path: Path, tenant: str, *, name: str, role: Role, expires: str, gateway: bool, now: datetime
+    path: Path, tenant: str, *, name: str, role: KeyRole, expires: str, gateway: bool, now: datetime
 ) -> tuple[str, Row]:
     """Draw a key for a tenant, and put its digest into a file, which is made if it does not exist.
 
@@ -171,7 +171,7 @@ def add_key(
             name = "" if f"key{number}" in used else f"key{number}"
             number += 1
         entry: dict[str, Any] = {"sha256": hash_key(key), "name": name, "created": _written(now)}
-        if role is not Role.USER:
+        if role is not KeyRole.USER:
             entry["role"] = role.value
         if expires:
             entry["expires"] = _written(_moment(expires, now))
@@ -237,7 +237,7 @@ def _row(tenant: str, entry: str | dict[str, Any]) -> Row:
     return Row(
         tenant,
         entry.get("name", ""),
-        entry.get("role", Role.USER.value),
+        entry.get("role", KeyRole.USER.value),
         entry["sha256"].lower(),
         entry.get("expires") or "",
         entry.get("created", ""),

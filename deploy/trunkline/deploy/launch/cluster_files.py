@@ -31,7 +31,7 @@ from trunkline.deploy.launch.plan import API_KEYS, WIRE_KEYS, Plan, make_plan
 from trunkline.deploy.launch.resources import Facts
 from trunkline.deploy.launch.unit_options import command_rules
 from trunkline.router.config import NO_LIMITS
-from trunkline.router.tenancy.auth import Role, draw_key, hash_key
+from trunkline.router.tenancy.auth import KeyRole, draw_key, hash_key
 from trunkline.runtime import wire_keys
 
 DEFAULT_FILE: Final = Path("cluster.yaml")
@@ -193,7 +193,7 @@ def alone(cluster: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-_NEW_KEYS: Final = (("operators", Role.ADMIN), ("main", Role.USER))
+_NEW_KEYS: Final = (("operators", KeyRole.ADMIN), ("main", KeyRole.USER))
 
 
 def key_contents(security: Security, cluster: str, base: Path, say: Callable[[str], None]) -> dict[str, bytes]:

@@ -100,10 +100,8 @@ def _prepare(loaded: Loaded, hosts: Hosts, reporter: ConsoleReporter, options: U
             raise error
         reporter.say(f"{error}; it is not in the file any more, but units may run there still", "warning")
     facts = {label: found.facts for label, found in hosts.connections.items() if label in wanted}
-    versions = {found.version for found in facts.values()}
-    if len(versions) > 1:
-        said = ", ".join(f"{label} {found.version}" for label, found in facts.items())
-        raise UserError(f"the hosts have different versions of trunkline ({said}); install the same one on all")
+    if problem := _differing_versions(facts):
+        raise UserError(f"{problem}; install the same one on all")
     plan = loaded.plan(_facts_of(facts))
     for warning in plan.warnings:
         reporter.say(warning, "warning")
@@ -114,6 +112,14 @@ def _prepare(loaded: Loaded, hosts: Hosts, reporter: ConsoleReporter, options: U
 def _facts_of(found: Mapping[str, HostFacts]) -> dict[str, Facts]:
     """Return what the plan needs to know of hosts."""
     return {label: Facts(facts.cores, facts.memory_bytes, tuple(facts.gpus)) for label, facts in found.items()}
+
+
+def _differing_versions(facts: Mapping[str, HostFacts]) -> str:
+    """Return a sentence with the versions of hosts if they differ; "" if they do not."""
+    if len({found.version for found in facts.values()}) < 2:
+        return ""
+    said = ", ".join(f"{label} {found.version}" for label, found in facts.items())
+    return f"the hosts have different versions of trunkline ({said})"
 
 
 def _apply(launcher: Launcher, options: UpOptions, console: Console) -> None:
@@ -250,9 +256,8 @@ def check(path: Path, *, with_hosts: bool, as_json: bool) -> int:
             problems = [str(error) for error in hosts.connect().values()]
             facts = {label: connection.facts for label, connection in hosts.connections.items()}
             plan = loaded.plan(_facts_of(facts))
-            if len({found.version for found in facts.values()}) > 1:
-                said = ", ".join(f"{label} {found.version}" for label, found in facts.items())
-                problems.append(f"the hosts have different versions of trunkline: {said}")
+            if problem := _differing_versions(facts):
+                problems.append(problem)
     if as_json:
         typer.echo(json.dumps(plan_json(plan), indent=2))
     else:

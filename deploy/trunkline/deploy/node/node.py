@@ -26,7 +26,7 @@ from trunkline.deploy.node.health import NodeHealth, probe_of, serving
 from trunkline.deploy.supervisor.members import Limits
 from trunkline.deploy.supervisor.run_folder import Running, announced, run_folder
 from trunkline.deploy.supervisor.serve import announce, check_configs, children, plan_cluster, reporter_of
-from trunkline.deploy.supervisor.supervisor import Supervisor, Surroundings
+from trunkline.deploy.supervisor.supervisor import Supervisor
 from trunkline.runtime.process import enter_role
 
 
@@ -70,7 +70,8 @@ def run_node(kind: Kind, settings: ServeSettings, node_settings: NodeSettings) -
             port=0,
             limits=Limits(drain_s=settings.drain_seconds),
             restart=settings.restart,
-            surroundings=Surroundings(folder, listener),
+            folder=folder,
+            listener=listener,
         )
         if node_settings.health_port:
             health.begin(folder, probe_of(kind, folder, settings.connect_host, plan.port))

@@ -38,7 +38,7 @@ from trunkline.deploy.supervisor.run_folder import (
     make_admin_key,
     run_folder,
 )
-from trunkline.deploy.supervisor.supervisor import ChildSpec, Supervisor, Surroundings
+from trunkline.deploy.supervisor.supervisor import ChildSpec, Supervisor
 from trunkline.kvstore.fingerprint import KvShape, tier_fingerprint
 from trunkline.router.config import RouterConfig
 from trunkline.runtime.process import enter_role
@@ -53,13 +53,9 @@ _TELL_BYTES: Final = 2 << 30
 """Reading so many bytes takes seconds, so it is announced."""
 
 
-def _quietly(text: str) -> None:
-    """Do not show the text."""
-
-
 def plan_cluster(
     settings: ServeSettings,
-    tell: Callable[[str], None] = _quietly,
+    tell: Callable[[str], None] = lambda text: None,
     listener: socket.socket | None = None,
     node: NodePlan | None = None,
 ) -> ClusterPlan:
@@ -195,7 +191,8 @@ def _supervise(plan: ClusterPlan, disk: DiskFolders, listener: socket.socket, co
                 port=plan.port,
                 limits=Limits(drain_s=settings.drain_seconds),
                 restart=settings.restart,
-                surroundings=Surroundings(folder, listener),
+                folder=folder,
+                listener=listener,
             )
             return supervisor.run()
     finally:

@@ -24,7 +24,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -58,21 +58,8 @@ class ChildSpec:
 
     member: Member
     argv: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Added to the supervisor's own."""
     descriptors: tuple[int, ...] = ()
     """File descriptors that it inherits, under the same numbers."""
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """The run folder and the listening socket of a supervisor; both may be missing."""
-
-    folder: Path | None = None
-    """The run folder, for the control and status sockets; None: there are no such sockets."""
-    listener: socket.socket | None = None
-    """The socket that routers accept connections from. It stays open, so that no connection is lost when a router
-    dies, and is closed when the cluster stops, so that no client waits in vain."""
 
 
 class Reporter(Protocol):
@@ -109,19 +96,24 @@ class Supervisor:
         port: int,
         limits: Limits | None = None,
         restart: bool = True,
-        surroundings: Surroundings | None = None,
+        folder: Path | None = None,
+        listener: socket.socket | None = None,
     ) -> None:
         """
         Args:
             host, port: where a router answers `/health`; port 0: nothing is asked, and what dies is started again
                 from the start on, because what it needs may be elsewhere and come later.
             restart: whether processes that die are started again.
+            folder: the run folder, for the control and status sockets; None: there are no such sockets.
+            listener: the socket that routers accept connections from. It stays open, so that no connection is lost
+                when a router dies, and is closed when the cluster stops, so that no client waits in vain.
         """
         self._specs = {spec.member: spec for spec in children}
         self._reporter = reporter
         self._address = (host, port)
         self._is_asked = port != 0
-        self._surroundings = surroundings or Surroundings()
+        self._folder = folder
+        self._listener = listener
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._tails: dict[str, _Tail] = {}
         self._selector = selectors.DefaultSelector()
@@ -141,8 +133,8 @@ class Supervisor:
         with _wakeups() as (wake_read, wake_write), self._selector, ExitStack() as stack:
             os.set_blocking(wake_read, False)
             try:
-                if self._surroundings.folder is not None:
-                    self._open_sockets(self._surroundings.folder, stack)
+                if self._folder is not None:
+                    self._open_sockets(self._folder, stack)
                 for spec in self._specs.values():
                     self._spawn(spec.member.name, spec)
                 health = HealthProbe(*self._address, wake_write)
@@ -177,7 +169,6 @@ class Supervisor:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **spec.environment},
             start_new_session=True,
             pass_fds=spec.descriptors,
         )
@@ -291,8 +282,8 @@ class Supervisor:
         if self._life.phase is not self._told_phase:
             self._told_phase = self._life.phase
             self._reporter.phase(self._told_phase)
-            if self._told_phase is Phase.STOPPING and self._surroundings.listener is not None:
-                self._surroundings.listener.close()
+            if self._told_phase is Phase.STOPPING and self._listener is not None:
+                self._listener.close()
 
     def _send(self, name: str, number: signal.Signals) -> None:
         process = self._processes.get(name)
