@@ -24,10 +24,10 @@ from report import Report, parse_arguments
 
 from trunkline.kvstore.chunks import root_name
 from trunkline.router.routing.core import Decision, RouteRequest, RoutingCore
-from trunkline.router.routing.names import Identity, whole_chunks
+from trunkline.router.routing.names import KvIdentity, whole_chunks
 
 CHUNK = 64
-IDENTITY = Identity(b"model", "bfloat16", CHUNK)
+IDENTITY = KvIdentity(b"model", "bfloat16", CHUNK)
 INFLIGHT_EACH = 32
 """Requests in flight per controller; half of them wait for their first token."""
 

@@ -20,12 +20,12 @@ from routing_server import DEVICE, Gpu, Job, Server
 from routing_workloads import CHUNK, Session, Workload
 
 from trunkline.router.routing.core import NoControllerError, RoutingCore, RoutingSettings
-from trunkline.router.routing.names import Identity
+from trunkline.router.routing.names import KvIdentity
 from trunkline.router.routing.request import RouteRequest
 
 ORACLE: Final = "oracle"
 _BUSY_HEARTBEAT_S: Final = 0.25
-_IDENTITY: Final = Identity(fingerprint=b"model", dtype="bfloat16", chunk_size=CHUNK)
+_IDENTITY: Final = KvIdentity(fingerprint=b"model", dtype="bfloat16", chunk_size=CHUNK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

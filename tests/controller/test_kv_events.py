@@ -24,7 +24,7 @@ from trunkline.controller.messages import EventsCall
 from trunkline.controller.service.status import load_of, state_of
 from trunkline.kvstore.chunks import NO_BLOCK, ChunkName, pack_int32
 from trunkline.router.messages import EventsReply
-from trunkline.router.routing.names import Identity, prompt_names
+from trunkline.router.routing.names import KvIdentity, prompt_names
 from trunkline.router.routing.request import RouteRequest
 
 CHUNK = 4
@@ -62,7 +62,7 @@ def test_a_change_that_nobody_noted_is_found() -> None:
 
 
 ROOMY = EngineConfig(num_blocks=900, chunk_size=CHUNK, max_context=400, token_budget=64, max_rows=8)
-IDENTITY = Identity(b"", "float32", CHUNK)
+IDENTITY = KvIdentity(b"", "float32", CHUNK)
 
 
 def test_a_router_finds_what_requests_with_modules_leave() -> None:

@@ -16,7 +16,7 @@ import yaml
 from kubernetes.rendering import CHART, NAMESPACE, RELEASE, Object, helm_python, of_kind, only, parse, render
 
 from trunkline.router.config import NO_LIMITS
-from trunkline.router.tenancy.auth import Role
+from trunkline.router.tenancy.auth import KeyRole
 from trunkline.router.tenancy.tenant_file import parse_rules
 from trunkline.runtime.wire_keys import keys_from_seed
 
@@ -169,11 +169,11 @@ def test_the_router_takes_the_file_and_the_keys_have_their_roles() -> None:
     rules = parse_rules(_text(only(objects, "Secret", "-keys"), "tenants.json").encode(), NO_LIMITS)
     clients = only(objects, "Secret", "-clients")
     assert rules.has_keys
-    for role in Role:
+    for role in KeyRole:
         key = _text(clients, f"{role.value}-key")
         assert key.startswith("tl-")
         assert rules.keys[hashlib.sha256(key.encode()).hexdigest()].role is role
-    assert len(rules.keys) == len(Role)
+    assert len(rules.keys) == len(KeyRole)
 
 
 def test_keys_that_were_added_by_hand_stay(cluster: FakeCluster) -> None:

@@ -21,7 +21,7 @@ from trunkline.router.tenancy.auth import (
     Authenticator,
     Identity,
     Key,
-    Role,
+    KeyRole,
     TenantRules,
     access_needed,
     cache_salt,
@@ -71,16 +71,16 @@ def test_every_route_is_classified(router: RunningRouter) -> None:
 def test_what_nobody_classified_is_unknown() -> None:
     for path in ("/v1", "/v1/", "/v1/new", "/ui/new", "/UI", "/metrics/", "//metrics", "/flush_cache/", "", "*"):
         assert access_needed(path) is Access.UNKNOWN
-        for role in (None, *Role):
+        for role in (None, *KeyRole):
             assert not may_enter(role, Access.UNKNOWN, keys_needed=False)
 
 
 def test_roles() -> None:
     allowed = {
         None: {Access.OPEN},
-        Role.USER: {Access.OPEN, Access.USER},
-        Role.METRICS: {Access.OPEN, Access.METRICS},
-        Role.ADMIN: {Access.OPEN, Access.USER, Access.METRICS, Access.ADMIN},
+        KeyRole.USER: {Access.OPEN, Access.USER},
+        KeyRole.METRICS: {Access.OPEN, Access.METRICS},
+        KeyRole.ADMIN: {Access.OPEN, Access.USER, Access.METRICS, Access.ADMIN},
     }
     for role, expected in allowed.items():
         assert {access for access in Access if may_enter(role, access, keys_needed=True)} == expected
@@ -97,8 +97,8 @@ def test_keys_are_drawn_apart() -> None:
 RULES = TenantRules(
     keys={
         hash_key("of-team"): Key("team", "laptop"),
-        hash_key("scrapes"): Key("ops", "prom", Role.METRICS),
-        hash_key("boss"): Key("ops", "boss", Role.ADMIN),
+        hash_key("scrapes"): Key("ops", "prom", KeyRole.METRICS),
+        hash_key("boss"): Key("ops", "boss", KeyRole.ADMIN),
         hash_key("over"): Key("team", "old", expires=100.0),
         hash_key("gate"): Key("front", "gate", gateway=True),
     },
@@ -127,7 +127,7 @@ def bearer(key: str) -> dict[str, str]:
 def test_a_key_says_who() -> None:
     for headers in (bearer("of-team"), {"authorization": "bearer  of-team "}, {"x-api-key": "of-team"}):
         found = admit(headers)
-        assert (found.tenant, found.role, found.key, found.owner) == ("team", Role.USER, "laptop", "team")
+        assert (found.tenant, found.role, found.key, found.owner) == ("team", KeyRole.USER, "laptop", "team")
         assert found.salt == tenant_salt("tenant/team")
         assert not found.is_all
     assert admit(bearer("boss"), Access.ADMIN).is_all
@@ -158,7 +158,7 @@ def test_without_keys_only_admins_need_one() -> None:
     assert admit({}, Access.METRICS, none).tenant == ANONYMOUS
     assert refused({}, Access.ADMIN, none).status == 401
     assert refused(bearer("whatever"), Access.ADMIN, none).status == 401
-    assert admit(bearer("tl-admin"), Access.ADMIN, none).role is Role.ADMIN
+    assert admit(bearer("tl-admin"), Access.ADMIN, none).role is KeyRole.ADMIN
 
 
 def test_who_once_needed_keys_needs_them_for_ever() -> None:
@@ -172,7 +172,7 @@ def test_who_once_needed_keys_needs_them_for_ever() -> None:
 
 def test_a_gateway_names_tenants() -> None:
     found = admit(bearer("gate") | {"x-tenant": "alice"})
-    assert (found.tenant, found.owner, found.role) == ("alice", "alice", Role.USER)
+    assert (found.tenant, found.owner, found.role) == ("alice", "alice", KeyRole.USER)
     assert refused(bearer("of-team") | {"x-tenant": "alice"}).status == 403, "a client must not choose"
     assert refused({"x-tenant": "alice"}).status == 401
     none = TenantRules()
@@ -216,7 +216,7 @@ def test_an_admin_acts_for_a_tenant() -> None:
     boss = admit(bearer("boss"), Access.ADMIN)
     acting = who.acting_for(boss, "team", RULES)
     assert (acting.owner, acting.salt, acting.is_all) == ("team", salt_of("team", RULES), False)
-    assert acting.role is Role.ADMIN
+    assert acting.role is KeyRole.ADMIN
     assert who.acting_for(boss, "default", RULES).owner == ""
     with pytest.raises(ApiError, match="admin"):
         who.acting_for(admit(bearer("of-team")), "other", RULES)

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from trunkline.router.telemetry import metrics_page
 from trunkline.router.telemetry.metric_families import FamilyRegistry, exposition, joined
-from trunkline.router.telemetry.metrics import OTHER, UNNAMED, Live, Metrics, TenantLabels
+from trunkline.router.telemetry.metrics import OTHER, UNNAMED, LiveGauges, Metrics, TenantLabels
 from trunkline.router.telemetry.metrics_page import MetricsPage
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -112,7 +112,7 @@ def test_tenants_are_a_bounded_number_of_series() -> None:
 
 def test_live_numbers_are_asked_for_at_each_scrape() -> None:
     running = [3]
-    metrics = Metrics(list, Live(running=lambda: running[0]), version="1.2", model="demo")
+    metrics = Metrics(list, LiveGauges(running=lambda: running[0]), version="1.2", model="demo")
     assert values_of(metrics.scrape())["trunkline_generations_running", ()] == 3.0
     running[0] = 4
     values = values_of(metrics.scrape())

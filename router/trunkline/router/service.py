@@ -33,7 +33,7 @@ from trunkline.router.streams.health import Health, HealthProbe, describe
 from trunkline.router.streams.kv_feed import EventFeeds
 from trunkline.router.streams.link import ControllerLink
 from trunkline.router.streams.streams import Stream
-from trunkline.router.telemetry.metrics import Live, Metrics
+from trunkline.router.telemetry.metrics import LiveGauges, Metrics
 from trunkline.router.telemetry.request_record import RequestRecord, current_record
 from trunkline.router.tenancy.tenants import Meter, Tenants, current_meter
 from trunkline.router.text.tokenizer import Tokenizer
@@ -64,7 +64,7 @@ class RouterService:
         self.sessions = SessionStore(homes)
         self.metrics = Metrics(
             lambda: self.links,
-            Live(lambda: len(self.schemas), lambda: self.live_count, lambda: self.dispatcher.waiting_count),
+            LiveGauges(lambda: len(self.schemas), lambda: self.live_count, lambda: self.dispatcher.waiting_count),
             version=self.version,
             model=config.model_name,
         )

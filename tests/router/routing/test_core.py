@@ -11,12 +11,12 @@ import pytest
 from seeds import seeds
 
 from trunkline.router.routing.core import Decision, NoControllerError, RouteRequest, RoutingCore, RoutingSettings
-from trunkline.router.routing.names import Identity
+from trunkline.router.routing.names import KvIdentity
 from trunkline.router.routing.policies import rendezvous_among
 
 CHUNK = 4
-IDENTITY = Identity(b"model", "float32", CHUNK)
-OTHER = Identity(b"model", "float32", 2 * CHUNK)
+IDENTITY = KvIdentity(b"model", "float32", CHUNK)
+OTHER = KvIdentity(b"model", "float32", 2 * CHUNK)
 
 
 def packed(tokens: list[int]) -> bytes:

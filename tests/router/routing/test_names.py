@@ -14,7 +14,7 @@ from simulation.told import truth
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.routing.core import Decision, RouteRequest, RoutingCore
-from trunkline.router.routing.names import Identity, prompt_names
+from trunkline.router.routing.names import KvIdentity, prompt_names
 
 CHUNK = 8
 FINGERPRINT = b"some model"
@@ -34,7 +34,7 @@ class Controller:
             positions_shift=positions_shift,
         )
         self.simulation = Simulation(config, check=False)
-        self.identity = Identity(FINGERPRINT, config.dtype, CHUNK, positions_shift)
+        self.identity = KvIdentity(FINGERPRINT, config.dtype, CHUNK, positions_shift)
 
     def predict(self, request: RouteRequest) -> Decision:
         """As a router that has just heard of everything."""
@@ -120,25 +120,25 @@ def test_prompts_of_which_something_is_dropped(seed: int) -> None:
 
 def test_names_depend_on_all_that_kv_depends_on() -> None:
     tokens = pack_int32(range(20))
-    first = prompt_names(RouteRequest(tokens), Identity(b"m", "float32", 4)).chains[0].names
+    first = prompt_names(RouteRequest(tokens), KvIdentity(b"m", "float32", 4)).chains[0].names
     assert len(first) == 5
     others = [
-        prompt_names(RouteRequest(tokens, salt=b"x"), Identity(b"m", "float32", 4)).chains[0].names,
-        prompt_names(RouteRequest(tokens), Identity(b"n", "float32", 4)).chains[0].names,
-        prompt_names(RouteRequest(tokens), Identity(b"m", "bfloat16", 4)).chains[0].names,
-        prompt_names(RouteRequest(tokens), Identity(b"m", "float32", 5)).chains[0].names,
-        prompt_names(RouteRequest(pack_int32([7, *range(1, 20)])), Identity(b"m", "float32", 4)).chains[0].names,
+        prompt_names(RouteRequest(tokens, salt=b"x"), KvIdentity(b"m", "float32", 4)).chains[0].names,
+        prompt_names(RouteRequest(tokens), KvIdentity(b"n", "float32", 4)).chains[0].names,
+        prompt_names(RouteRequest(tokens), KvIdentity(b"m", "bfloat16", 4)).chains[0].names,
+        prompt_names(RouteRequest(tokens), KvIdentity(b"m", "float32", 5)).chains[0].names,
+        prompt_names(RouteRequest(pack_int32([7, *range(1, 20)])), KvIdentity(b"m", "float32", 4)).chains[0].names,
     ]
     assert all(not set(first) & set(other) for other in others)
     longer = (
-        prompt_names(RouteRequest(tokens + pack_int32([1, 2, 3])), Identity(b"m", "float32", 4)).chains[0].names
+        prompt_names(RouteRequest(tokens + pack_int32([1, 2, 3])), KvIdentity(b"m", "float32", 4)).chains[0].names
     )
     assert longer == first
 
 
 def test_a_text_counts_only_as_a_whole() -> None:
     core = RoutingCore(1)
-    identity = Identity(b"m", "float32", 4)
+    identity = KvIdentity(b"m", "float32", 4)
     core.set_identity(0, identity)
     core.set_available(0, True, 0.0)
     made = layout([text(range(10), 0), text(range(6), 10, 0)], [(16, 5)])
@@ -159,4 +159,4 @@ def test_a_text_counts_only_as_a_whole() -> None:
 def test_layouts_without_sense_are_refused() -> None:
     made = layout([text(range(3), 0, parent=0)], [(3, 1)])
     with pytest.raises(ValueError, match="text 0 has text 0 above it"):
-        prompt_names(RouteRequest(pack_int32([1]), layout=made), Identity(b"", "", 4))
+        prompt_names(RouteRequest(pack_int32([1]), layout=made), KvIdentity(b"", "", 4))

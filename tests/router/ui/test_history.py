@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trunkline.router.messages import State, TierState
-from trunkline.router.ui.history import RATE_SECONDS, History, Measured, Rates, Sampler
+from trunkline.router.ui.history import RATE_SECONDS, History, HistorySampler, Measured, Rates
 
 FINE_ROWS, COARSE_ROWS, COARSE_SECONDS = 5, 4, 3.0
 names = st.sampled_from("abc")
@@ -113,7 +113,7 @@ def state(**changed: object) -> State:
 
 
 def test_samples_of_two_groups() -> None:
-    sampler = Sampler()
+    sampler = HistorySampler()
     tier = TierState("host", 10, 4, 50, 0, 0, 0, 0)
     for second in range(int(RATE_SECONDS) + 3):
         one = state(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trunkline.router.messages import TreeDescription
 from trunkline.router.routing.core import DecisionLog, RoutingCore
-from trunkline.router.routing.names import Identity
+from trunkline.router.routing.names import KvIdentity
 from trunkline.router.routing.request import Origin, RouteRequest
 from trunkline.router.ui.assets import FOLDER, PAGE, Assets, is_current
 from trunkline.router.ui.chunk_tree import Texts, TreeView, head_of, preorder
@@ -160,7 +160,7 @@ def test_a_tree_in_portions() -> None:
 def test_decisions_are_remembered_with_what_was_known() -> None:
     core = RoutingCore(2)
     for controller in range(2):
-        core.set_identity(controller, Identity(b"m", "f32", 4))
+        core.set_identity(controller, KvIdentity(b"m", "f32", 4))
         core.set_available(controller, True, 0.0)
     tokens = np.arange(12, dtype="<i4").tobytes()
     for ticket in range(3):

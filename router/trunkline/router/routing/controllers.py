@@ -34,7 +34,7 @@ _NO_TRIAL: Final = -1
 
 
 @dataclass(slots=True)
-class Live:
+class SentRequest:
     """A request of this router that was sent to a controller and has not ended."""
 
     controller: int
@@ -50,7 +50,7 @@ class Loads:
     """The load of all controllers; arrays are by controller."""
 
     def __init__(self, controllers: int) -> None:
-        self._live: dict[int, Live] = {}
+        self._live: dict[int, SentRequest] = {}
         self.own_inflight = np.zeros(controllers)
         """Requests of this router that have not ended."""
         self.own_queued = np.zeros(controllers)
@@ -95,7 +95,7 @@ class Loads:
         for reported in (self.other_inflight, self.other_queued, self.kv_used, self.running):
             reported[controller] = 0.0
 
-    def sent(self, ticket: int, live: Live) -> None:
+    def sent(self, ticket: int, live: SentRequest) -> None:
         """Add a request that was sent.
 
         Raises:
@@ -108,7 +108,7 @@ class Loads:
         self.own_queued[live.controller] += live.new_tokens
         self.own_blocks[live.controller] += live.blocks
 
-    def started(self, ticket: int) -> Live | None:
+    def started(self, ticket: int) -> SentRequest | None:
         """Note that a request's prompt is computed; return the request, or None if it is not live or has started
         before."""
         live = self._live.get(ticket)
@@ -118,7 +118,7 @@ class Loads:
         self.own_queued[live.controller] -= live.new_tokens
         return live
 
-    def ended(self, ticket: int) -> Live | None:
+    def ended(self, ticket: int) -> SentRequest | None:
         """Remove a request and return it; None: it was not live."""
         live = self._live.pop(ticket, None)
         if live is None:

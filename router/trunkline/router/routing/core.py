@@ -19,9 +19,9 @@ import numpy as np
 
 from trunkline.kvstore.chunks import blocks_for
 from trunkline.router.errors import RouterError
-from trunkline.router.routing.controllers import Breaker, FloatArray, Live, Loads, SessionPlaces
+from trunkline.router.routing.controllers import Breaker, FloatArray, Loads, SentRequest, SessionPlaces
 from trunkline.router.routing.index import TIERS, ChunkIndex, IntArray
-from trunkline.router.routing.names import Chain, Identity, Names, prompt_names
+from trunkline.router.routing.names import Chain, KvIdentity, Names, prompt_names
 from trunkline.router.routing.policies import POLICIES, Policy, RoutingSettings, Turns, View
 from trunkline.router.routing.request import Decision, Origin, RouteRequest, Weighed
 
@@ -139,15 +139,15 @@ class RoutingCore:
         self._failing: set[int] = set()
         """Controllers whose breakers are not closed."""
         self._sessions = SessionPlaces(self.settings.sessions_max)
-        self._identities: list[Identity | None] = [None] * controllers
-        self._members: dict[Identity, IntArray] = {}
+        self._identities: list[KvIdentity | None] = [None] * controllers
+        self._members: dict[KvIdentity, IntArray] = {}
         self._chunk_size = np.full(controllers, _UNKNOWN_CHUNK)
         self._worth = np.tile([1.0, self.settings.host_worth, self.settings.disk_worth, 1.0], (controllers, 1))
         """What a cached token of each tier saves, of what computing it takes; `[controllers, 4]`."""
 
     # What is known of controllers
 
-    def set_identity(self, controller: int, identity: Identity) -> None:
+    def set_identity(self, controller: int, identity: KvIdentity) -> None:
         """Set by which identity a controller names its chunks; until then nothing is found cached there."""
         if self._identities[controller] == identity:
             return
@@ -252,7 +252,7 @@ class RoutingCore:
         """
         controller = decision.controller
         self.log.add(decision, request, now)
-        self.loads.sent(ticket, Live(controller, decision.new_tokens, decision.blocks, now))
+        self.loads.sent(ticket, SentRequest(controller, decision.new_tokens, decision.blocks, now))
         self.index.expect(ticket, controller, decision.names, now)
         self._breakers[controller].sent(ticket)
         if request.session:
@@ -313,13 +313,13 @@ class RoutingCore:
         candidates: IntArray = usable.nonzero()[0]
         return candidates
 
-    def _look_up(self, request: RouteRequest, now: float) -> tuple[dict[Identity, _Found], IntArray, FloatArray]:
+    def _look_up(self, request: RouteRequest, now: float) -> tuple[dict[KvIdentity, _Found], IntArray, FloatArray]:
         """Return the names by identity; cached tokens, `[controllers, 4]`; and what these save, in computed
         tokens."""
         count = len(self._available)
         tiers = np.zeros((count, TIERS), np.int64)
         effective = np.zeros(count)
-        found: dict[Identity, _Found] = {}
+        found: dict[KvIdentity, _Found] = {}
         for identity, members in self._members.items():
             names = prompt_names(request, identity)
             overlaps = [(chain, self.index.match(chain.names, now)) for chain in names.chains]

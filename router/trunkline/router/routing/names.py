@@ -31,7 +31,7 @@ from trunkline.router.routing.request import RouteRequest
 _TOKEN_BYTES: Final = 4
 
 
-class Identity(msgspec.Struct, frozen=True):
+class KvIdentity(msgspec.Struct, frozen=True):
     """Model and format of a controller's KV, which all its names depend on. Controllers with equal identities have
     equal names for equal KV."""
 
@@ -66,7 +66,7 @@ class Names(NamedTuple):
     """Tokens that the prompt sees."""
 
 
-def prompt_names(request: RouteRequest, identity: Identity) -> Names:
+def prompt_names(request: RouteRequest, identity: KvIdentity) -> Names:
     """Return the names under which the KV of a prompt may be cached, and the prompt's length.
 
     Raises:
@@ -108,7 +108,7 @@ def whole_chunks(root: bytes, tokens: bytes, chunk_size: int, marker: bytes = b"
     return names
 
 
-def _cut_chains(request: RouteRequest, root: ChunkName, identity: Identity) -> list[Chain]:
+def _cut_chains(request: RouteRequest, root: ChunkName, identity: KvIdentity) -> list[Chain]:
     size = identity.chunk_size
     history = np.frombuffer(request.tokens, "<i4")
     cut = ContextCut(request.drops, size)
@@ -129,7 +129,7 @@ def _cut_chains(request: RouteRequest, root: ChunkName, identity: Identity) -> l
 
 
 def _module_chains(
-    layout: PromptLayout, own: bytes, root: ChunkName, identity: Identity
+    layout: PromptLayout, own: bytes, root: ChunkName, identity: KvIdentity
 ) -> tuple[list[Chain], int]:
     """Return the chains of a prompt with modules, and how many tokens the prompt sees."""
     size = identity.chunk_size

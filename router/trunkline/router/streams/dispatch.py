@@ -31,7 +31,7 @@ from trunkline.router.errors import ApiError, unavailable
 from trunkline.router.jobs.job import Job
 from trunkline.router.messages import FinishReason, State
 from trunkline.router.routing.core import NoControllerError, RoutingCore
-from trunkline.router.routing.names import Identity
+from trunkline.router.routing.names import KvIdentity
 from trunkline.router.routing.request import Decision, RouteRequest
 from trunkline.router.streams.health import describe
 from trunkline.router.streams.link import ControllerLink
@@ -426,6 +426,6 @@ class Dispatcher:
                 self._let_go(attempt, abort=True)
 
 
-def _identity(state: State) -> Identity:
+def _identity(state: State) -> KvIdentity:
     """Return the part of a controller's `State` that decides how its chunks are named."""
-    return Identity(state.fingerprint, state.dtype, state.chunk_size, state.positions_shift)
+    return KvIdentity(state.fingerprint, state.dtype, state.chunk_size, state.positions_shift)

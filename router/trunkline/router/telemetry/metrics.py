@@ -193,7 +193,7 @@ class TokenMetrics(FamilyCollector):
         yield tokens
 
 
-class Live(NamedTuple):
+class LiveGauges(NamedTuple):
     """Functions that return the present value of a gauge; each scrape calls them."""
 
     schemas: Callable[[], int] = lambda: 0
@@ -259,7 +259,7 @@ class RoutingMetrics:
 class ModuleMetrics:
     """Prompts made of modules, and the schemas that they use."""
 
-    def __init__(self, registry: FamilyRegistry, live: Live) -> None:
+    def __init__(self, registry: FamilyRegistry, live: LiveGauges) -> None:
         self.requests = registry.counter(
             "trunkline_module_requests", "Prompts with modules that were given to a controller."
         )
@@ -325,7 +325,7 @@ class Metrics:
     def __init__(
         self,
         links: Callable[[], Sequence[ControllerLink]],
-        live: Live = Live(),  # noqa: B008 (immutable)
+        live: LiveGauges = LiveGauges(),  # noqa: B008 (immutable)
         *,
         version: str = "",
         model: str = "",

@@ -50,7 +50,7 @@ _ONCE: Final = ("authorization", "x-api-key", "host")
 """Headers that a request may have only once: a proxy and this program might choose different ones of two."""
 
 
-class Role(StrEnum):
+class KeyRole(StrEnum):
     """What a key may do."""
 
     USER = "user"
@@ -79,7 +79,7 @@ class Key(msgspec.Struct, frozen=True):
     tenant: str
     name: str = ""
     """For logs, and to tell which key to revoke."""
-    role: Role = Role.USER
+    role: KeyRole = KeyRole.USER
     expires: float | None = None
     """Unix time in seconds at which the key expires; None: never."""
     gateway: bool = False
@@ -150,7 +150,7 @@ def access_needed(path: str) -> Access:
     return Access.UNKNOWN
 
 
-def may_enter(role: Role | None, access: Access, *, keys_needed: bool) -> bool:
+def may_enter(role: KeyRole | None, access: Access, *, keys_needed: bool) -> bool:
     """Return whether a request may use an endpoint.
 
     Args:
@@ -159,7 +159,7 @@ def may_enter(role: Role | None, access: Access, *, keys_needed: bool) -> bool:
     """
     if access is Access.UNKNOWN:
         return False
-    if access is Access.OPEN or role is Role.ADMIN:
+    if access is Access.OPEN or role is KeyRole.ADMIN:
         return True
     if not keys_needed and access is not Access.ADMIN:
         return True
@@ -207,7 +207,7 @@ class Identity(msgspec.Struct, frozen=True):
 
     tenant: str = ANONYMOUS
     """The tenant whose limits the request counts against."""
-    role: Role | None = None
+    role: KeyRole | None = None
     """Role of the request's key; None: it has no key that the router knows."""
     key: str = ""
     """Name of the request's key, for logs."""
@@ -263,7 +263,7 @@ class Authenticator:
         if single_key:
             self._own[single_key] = Key(DEFAULT, DEFAULT, gateway=bool(header))
         if admin_key:
-            self._own[admin_key] = Key(ADMIN, ADMIN, Role.ADMIN)
+            self._own[admin_key] = Key(ADMIN, ADMIN, KeyRole.ADMIN)
         self._needs_keys = needs_keys or bool(single_key)
 
     def needs_keys(self, rules: TenantRules) -> bool:
@@ -293,7 +293,7 @@ class Authenticator:
         if not may_enter(None if key is None else key.role, access, keys_needed=needed):
             raise _refusal(access, key, has_key=bool(given), is_over=is_over, needed=needed)
         named = self._named(headers)
-        if named and needed and not (key is not None and (key.gateway or key.role is Role.ADMIN)):
+        if named and needed and not (key is not None and (key.gateway or key.role is KeyRole.ADMIN)):
             raise ApiError(
                 403,
                 f"header {self._header}: this key may not name a tenant; only a gateway's key may",
@@ -301,7 +301,7 @@ class Authenticator:
                 code="insufficient_permissions",
             )
         if named:
-            role, name = (Role.USER, "") if key is None else (key.role, key.name)
+            role, name = (KeyRole.USER, "") if key is None else (key.role, key.name)
             return Identity(named, role, name, owner=named, salt=salt_of(named, rules))
         if key is not None:
             return _of_key(key, rules, owns=needed)
@@ -314,7 +314,7 @@ class Authenticator:
         Raises:
             ApiError: 400, `tenant` is no tenant's name; 403, the identity is no admin's.
         """
-        if identity.role is not Role.ADMIN:
+        if identity.role is not KeyRole.ADMIN:
             raise ApiError(
                 403,
                 "`tenant` needs an admin's key",
@@ -368,7 +368,7 @@ def salt_of(tenant: str, rules: TenantRules) -> bytes:
 
 
 def _of_key(key: Key, rules: TenantRules, *, owns: bool) -> Identity:
-    is_admin = key.role is Role.ADMIN
+    is_admin = key.role is KeyRole.ADMIN
     if not owns or key.tenant in (DEFAULT, ADMIN, ANONYMOUS):
         return Identity(key.tenant, key.role, key.name, is_all=is_admin)
     return Identity(key.tenant, key.role, key.name, key.tenant, salt_of(key.tenant, rules), is_admin)

@@ -29,7 +29,7 @@ import structlog
 from msgspec import UNSET, UnsetType
 
 from trunkline.router.config import TenantLimits
-from trunkline.router.tenancy.auth import KEY_PREFIX, NAME, Key, Role, TenantRules
+from trunkline.router.tenancy.auth import KEY_PREFIX, NAME, Key, KeyRole, TenantRules
 
 BYTES_MAX: Final = 16 << 20
 CHECK_SECONDS: Final = 1.0
@@ -52,7 +52,7 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     sha256: str
     name: str = ""
-    role: Role = Role.USER
+    role: KeyRole = KeyRole.USER
     expires: str | None = None
     """RFC 3339."""
     gateway: bool = False
@@ -113,7 +113,7 @@ def _explained(text: bytes, problem: str) -> str:
     The decoder itself writes `[...]` for the name, and says only what it has found.
     """
     if "Invalid enum value" in problem:
-        problem += f"; allowed are {', '.join(role.value for role in Role)}"
+        problem += f"; allowed are {', '.join(role.value for role in KeyRole)}"
     elif "unknown field" in problem:
         tenant, key = ", ".join(_Tenant.__struct_fields__), ", ".join(KeyEntry.__struct_fields__)
         problem += f"; allowed are tenants, default; of a tenant {tenant}; of a key {key}"

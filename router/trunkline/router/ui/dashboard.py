@@ -17,7 +17,7 @@ from trunkline.router.messages import TreeDescription
 from trunkline.router.service import RouterService
 from trunkline.router.streams.link import ControllerLink
 from trunkline.router.ui.chunk_tree import HEAD_TOKENS, Texts, TreeView, head_of
-from trunkline.router.ui.history import History, Measured, Sampler
+from trunkline.router.ui.history import History, HistorySampler, Measured
 from trunkline.router.ui.overview import wall_clock
 from trunkline.router.ui.stored import StoredSessions
 
@@ -42,7 +42,7 @@ class Dashboard:
         self.sessions = StoredSessions(service)
         self._service = service
         self._history = History()
-        self._sampler = Sampler()
+        self._sampler = HistorySampler()
         self._timer: asyncio.TimerHandle | None = None
         self._texts = Texts(lambda ids: service.tokenizer.decode(ids, skip_special_tokens=False))
         self._trees: dict[tuple[int, int], asyncio.Task[dict[str, Any]]] = {}

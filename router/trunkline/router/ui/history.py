@@ -1,6 +1,6 @@
 """The dashboard's measurements of the last hours: samples of loads and rates, in rings of bounded size. Pure.
 
-    Sampler.sample(now, groups) ──► History.add ──► fine ring: one row a second, 15 minutes
+    HistorySampler.sample(now, groups) ──► History.add ──► fine ring: one row a second, 15 minutes
                                              └──► mean of each 15 s ──► coarse ring: 6 hours
 
 A row holds one number for each series, NaN where it is not known. Series come and go with the groups and tiers
@@ -203,7 +203,7 @@ class Rates:
         return self._kept[-1][0] - self._kept[0][0] if self._kept else 0.0
 
 
-class Sampler:
+class HistorySampler:
     """Makes the values of each series (docs/dashboard.md lists them)."""
 
     def __init__(self) -> None:
