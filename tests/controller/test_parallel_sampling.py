@@ -87,3 +87,15 @@ def test_abort_at_any_moment_frees_everything(simulation: Simulation, options: O
     assert not simulation.scheduler.forks.searches
     simulation.flush_cache()
     assert simulation.scheduler.kv.pool.free_count == 64
+
+
+def test_the_last_sample_that_is_given_up_ends_the_request(simulation: Simulation) -> None:
+    request = simulation.submit(list(range(10)), 20, seed=3, n=2)
+    simulation.step_until(lambda: simulation.streams[request].outputs[1])
+    for sample in (0, 0):  # the second time it is not there any more
+        simulation.abort(request, sample)
+        assert simulation.engine.request_ids() == [request]
+        assert simulation.scheduler.running_count == 1
+    simulation.abort(request, sample=1)
+    assert simulation.engine.request_ids() == []
+    simulation.finish()

@@ -165,23 +165,6 @@ def test_samples_resume_together(preemption: str, ended: int) -> None:
     assert steps > 2 if preemption == "recompute" else steps <= 1
 
 
-@pytest.mark.parametrize("after", range(1, 24, 3))
-def test_a_sample_that_is_aborted_while_others_of_it_come_back(after: int) -> None:
-    """Whatever the rest waits for, it goes on."""
-    config = msgspec.structs.replace(TINY, token_budget=6, max_rows=4, preemption="recompute")
-    simulation = Simulation(config)
-    request = simulation.submit(list(range(10)), 20, n=3, seed=7)
-    simulation.step_until(lambda: len(simulation.streams[request].output) >= 8)
-    simulation.preempt(request)
-    other = simulation.submit([200 + i for i in range(60)], 6, priority=-1)
-    simulation.events(after)
-    if simulation.streams[request].reason is None:
-        simulation.abort(request, sample=1)
-    simulation.run()
-    assert simulation.streams[other].reason == "length"
-    assert {0, 2} <= simulation.streams[request].reasons.keys()
-
-
 def test_the_newest_group_goes_first_and_whole() -> None:
     simulation = Simulation(msgspec.structs.replace(TINY, preemption="recompute"))
     old = simulation.submit(list(range(9)), 30, seed=1)
@@ -224,22 +207,3 @@ def test_a_search_that_is_coming_in_goes_before_better_priorities(length: int, n
     for request in (search, other):
         assert simulation.streams[request].reason == "length"
         verify(simulation.streams[request], config.longest_sequence)
-
-
-@pytest.mark.parametrize("given_up", [0, 1, 2])
-def test_a_sample_given_up_before_its_first_token_does_not_come_back(given_up: int) -> None:
-    """The group is preempted before its samples differ; the others then come back by themselves, not by a fork."""
-    simulation = Simulation(EngineConfig(num_blocks=60, chunk_size=4, max_context=60, token_budget=40, max_rows=8))
-    prompt = list(range(10))
-    request = simulation.submit(prompt, 8, seed=3, n=3)
-    simulation.plan()
-    scheduler = simulation.scheduler
-    group = scheduler.running()[0].group
-    assert group.forked
-    simulation.abort(request, sample=given_up)
-    scheduler.preempt(group, simulation.now)
-    while not simulation.engine.is_idle:
-        assert simulation.step()
-    expected = [expected_output(prompt, sample_seed(3, sample), 8) for sample in range(3)]
-    expected[given_up] = []
-    assert simulation.streams[request].outputs == expected

@@ -143,7 +143,16 @@ class Simulation:
         self._collect()
 
     def abort(self, request_id: int, sample: int = -1) -> None:
+        """Abort a request, or one of its samples if it has others by then."""
+        group = self.engine._requests.groups.get(request_id)
+        if group is None or sample < 0 or group.request.submit.beam is not None:
+            self.receive(AbortRequest(request_id, sample))
+            return
+        has_forked, samples = group.forked, {member.sample for member in group.members}
+        if has_forked and len(samples) > 1:
+            self.streams[request_id].given_up |= samples & {sample}
         self.receive(AbortRequest(request_id, sample))
+        assert has_forked or request_id in self.engine.request_ids(), "a request ended with samples to come"
 
     def flush_cache(self) -> None:
         self.receive(DropCache())
@@ -380,6 +389,7 @@ class Simulation:
                 stream = self.streams[request]
                 assert stream.ended is None, "a token after the end"
                 assert sample not in stream.reasons, "a token after a sample's end"
+                assert sample not in stream.given_up, "a token of a sample that was given up"
                 assert stream.cached_tokens is not None, "a token before the start"
                 assert stream.beam is None, "a beam search has no stream of tokens"
                 stream.outputs[sample].append(token)
@@ -401,7 +411,7 @@ class Simulation:
             assert 0 <= sample < stream.n
             assert sample not in stream.reasons, "a sample ended twice"
             stream.reasons[sample] = finished.reason
-            if len(stream.reasons) < stream.n:
+            if len(stream.reasons) + len(stream.given_up) < stream.n:
                 return
         else:
             assert finished.sample == -1, "a request that ends whole ends with all its samples"

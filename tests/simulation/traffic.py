@@ -195,6 +195,11 @@ class Traffic:
             self._lose_workers()
         elif self.live and self._chance(self.mix.aborts):
             simulation.abort(rng.choice(simulation.engine.request_ids()))
+        elif self._chance(self.mix.aborts):
+            several = [number for number, stream in simulation.streams.items() if stream.n > 1 and stream.started]
+            if several:
+                request = rng.choice(several)
+                simulation.abort(request, rng.randrange(simulation.streams[request].n))
         elif self._chance(0.002):
             simulation.flush_cache()
         elif simulation.grammars and self._chance(0.3):
