@@ -304,7 +304,8 @@ class Runner:
         self._sequences.apply(plan)
         if plan.leaves:
             gone = unpack_int32(plan.leaves).tolist()
-            self._searches.remove(gone)
+            if self._searches.group_of:
+                self._searches.remove(gone)
             self._sampler.forget(gone)
         for join in plan.joins:
             if join.beam_position is not None:
@@ -321,7 +322,10 @@ class Runner:
             gate = self.copier.begin(plan)
         elif plan.saves or plan.loads or plan.late_saves:
             raise PlanError("blocks are to be saved or loaded, but this rank has no host pool")
-        for copies in (self._searches.take_copies(), unpack_int32(plan.copies, columns=4)):
+        orders = [unpack_int32(plan.copies, columns=4)] if plan.copies else []
+        if self._searches.group_of:
+            orders.insert(0, self._searches.take_copies())
+        for copies in orders:
             if not len(copies):
                 continue
             if self.copier is not None and gate is not None:

@@ -272,7 +272,8 @@ class BeamSearches:
 
     def __init__(self) -> None:
         self._groups: dict[int, BeamGroup] = {}
-        self._group_of: dict[int, BeamGroup] = {}
+        self.group_of: dict[int, BeamGroup] = {}
+        """The search of each beam, by sequence id. Without any, nothing here need be called."""
         self._positions: BeamPositions | None = None
 
     def add(self, sequence: BatchSequence) -> None:
@@ -288,15 +289,17 @@ class BeamSearches:
         if group is None:
             group = self._groups[beam_position.group] = BeamGroup(beam_position)
         group.add(sequence, beam_position)
-        self._group_of[sequence.id] = group
+        self.group_of[sequence.id] = group
 
     def remove(self, sequences: list[int]) -> None:
         """Note sequences that left. A search ends with the first of its beams, and what it left to copy is not
         wanted any more: the blocks may have other owners already."""
         for sequence in sequences:
-            group = self._group_of.pop(sequence, None)
+            group = self.group_of.pop(sequence, None)
             if group is not None:
                 self._groups.pop(group.id, None)
+        if not self.group_of:
+            self._positions = None
 
     def take_copies(self) -> Int32Array:
         """Return the copies to make, int32 `[n, 4]` for one call of `copy_blocks`, and forget them."""
@@ -315,7 +318,7 @@ class BeamSearches:
             PlanError: see `BeamPositions`.
         """
         if batch.samples_changed:
-            has_beams = bool(self._group_of) and any(sample.beam_position is not None for sample in batch.samples)
+            has_beams = any(sample.beam_position is not None for sample in batch.samples)
             self._positions = BeamPositions(batch, self._groups) if has_beams else None
         return self._positions
 

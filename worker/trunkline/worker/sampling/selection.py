@@ -64,7 +64,7 @@ class Selector:
         Raises:
             PlanError: a beam search that is not whole.
         """
-        positions = self._searches.positions(batch)
+        positions = self._searches.positions(batch) if self._searches.group_of else None
         if batch.samples_changed:
             self._sampler_is_current = False
             self._plain_greedy = positions is None and is_plain_greedy(batch.samples)
