@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,23 +10,16 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from router.api_calls import payloads, say
 from router.fake_controller import FakeController, prompt_of
-from router.harness import EOS, MESSAGES, RunningRouter, running, wait_until
+from router.harness import MESSAGES, RunningRouter, running, wait_until
 from router.session_calls import error_of
 
 from trunkline.controller.messages import BeamSearch, Submit
-from trunkline.router.jobs.decoding import Decoding
-from trunkline.router.jobs.job import Job
 from trunkline.router.messages import Finished, FinishReason
-from trunkline.router.streams.generation import Choices, TextAssembler
-from trunkline.router.streams.streams import Stream
 from trunkline.router.text.tokenizer import Tokenizer
-from trunkline.worker.messages import Sampling
 
 CHAT: dict[str, Any] = {"messages": MESSAGES}
 PLAIN: dict[str, Any] = {"prompt": "x"}
@@ -301,61 +293,3 @@ def test_a_batch_beyond_the_routers_limit(place: Path, tokenizer: Tokenizer) -> 
         assert not fake.behaviour.submits, "all or nothing"
         assert len(http.post("/v1/completions", json={"prompt": [[5]] * 10}).json()["choices"]) == 10
         wait_until(lambda: router.inflight == 0)
-
-
-# -- the parts between
-
-
-class Books:
-    """What a link would do when a stream lets go."""
-
-    def __init__(self) -> None:
-        self.releases: list[tuple[int, bool]] = []
-
-    def release(self, request: int, abort: bool) -> None:
-        self.releases.append((request, abort))
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data(), count=st.integers(2, 5))
-def test_mixed_tokens_give_each_sample_its_own_text(tokenizer: Tokenizer, data: st.DataObject, count: int) -> None:
-    """However the samples' tokens are mixed and cut into batches, each text is what it would be alone."""
-    word = st.sampled_from(["one", " two", " STOP", " it", "\n", " wörld", "😀"])
-    words = [data.draw(st.lists(word, max_size=8), label=f"sample {index}") for index in range(count)]
-    rest = [[*tokenizer.encode("".join(some), add_special_tokens=False), EOS] for some in words]
-    tokens = [list(ids) for ids in rest]
-    job = Job([7], 100, Sampling(), frozenset({EOS}), stops=("STOP it",), decoding=Decoding(count, count))
-    books = Books()
-    stream = Stream(3, books.release, samples=count)
-    choices = Choices(job, tokenizer.vocabulary)
-    texts, finishes = [""] * count, [0] * count
-
-    async def read() -> None:
-        batch = await stream.next()
-        for delta in choices.feed(batch, None if batch.end is None else batch.end.reason):
-            assert not finishes[delta.index], "nothing follows an end"
-            texts[delta.index] += delta.text
-            finishes[delta.index] += delta.finish is not None
-
-    while any(rest) and not choices.all_over:
-        sample = data.draw(st.sampled_from([index for index in range(count) if rest[index]]))
-        stream.push(rest[sample].pop(0), None, sample)
-        if not rest[sample]:
-            stream.finish_sample(sample, FinishReason.STOP)
-        if data.draw(st.booleans()) or not any(rest):
-            asyncio.run(read())
-    assert choices.all_over
-    assert finishes == [1] * count
-    for index, ids in enumerate(tokens):
-        alone = TextAssembler(job, tokenizer.vocabulary).feed(ids)
-        assert texts[index] == alone.text
-    assert books.releases == ([] if any(rest) else [(3, False)])
-
-
-def test_a_sample_that_is_not_there() -> None:
-    stream = Stream(1, Books().release, samples=2)
-    for wrong in (2, -1):
-        with pytest.raises(ValueError, match="sample"):
-            stream.push(5, None, wrong)
-        with pytest.raises(ValueError, match="sample"):
-            stream.finish_sample(wrong, FinishReason.STOP)
