@@ -287,6 +287,28 @@ def test_events_that_wait_are_bounded() -> None:
     assert 9 < gap.after < 39
 
 
+def test_malformed_messages_are_refused_and_change_nothing() -> None:
+    index = Index()
+    feed = FeedState(0, index, 0.0)
+    feed.heard(told(1), 0.0)
+    with pytest.raises(ValueError, match="17 bytes of names"):
+        feed.heard(KvEvents(STREAM, 2, b"n" * 17, b"\1"), 1.0)
+    assert feed.seq == 1
+    ask = feed.heard(told(3), 1.0)
+    assert ask is not None
+    wrong = [
+        EventsReply(1, 2, STREAM, 3, False, b"n", b"\1", False),
+        replay(0),
+        replay(1, more=True),
+        EventsReply(1, 2, b"restart!", 3, False, b"", b"", False),
+    ]
+    for reply in wrong:
+        with pytest.raises(ValueError, match=r"names|replays"):
+            feed.answered(ask.number, reply, 1.0)
+    feed.failed(ask.number, 1.0)
+    assert (feed.seq, len(index.mirrors[0].tiers)) == (1, 1)
+
+
 # Sockets
 
 
