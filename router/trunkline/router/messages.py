@@ -1,4 +1,4 @@
-"""What a router receives from a controller (ROUTER → DEALER, MessagePack arrays, tagged).
+"""The messages that a router receives from controllers (ROUTER → DEALER, MessagePack arrays, tagged).
 
 `Outputs` is one message per step and router, not one per token. Every message carries the stream's
 sequence number; a router that sees a gap has lost tokens and fails the streams of that controller.
@@ -14,8 +14,8 @@ import msgspec
 from trunkline.controller.messages import PromptLogprobs, TopLogprobs
 
 PROTOCOL: Final = 1
-"""Of the messages between routers, controllers and workers. It grows when the old form would be misunderstood; new
-fields at the end, which have defaults, are understood by both sides."""
+"""Version of the messages between routers, controllers and workers. It grows when the other side would
+misunderstand a new form. New fields at the end with defaults do not need that: both sides understand them."""
 
 
 class FinishReason(StrEnum):
@@ -26,19 +26,20 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     """`max_tokens` or the context's end was reached."""
     ABORT = "abort"
-    """Its router asked for that."""
+    """Its router has aborted it."""
     INVALID = "invalid"
-    """It can never run here; `detail` says why (HTTP 400)."""
+    """The controller can never run it; `detail` says why (HTTP 400)."""
     QUEUE_FULL = "queue_full"
     """Too many requests wait (HTTP 429)."""
     DRAINING = "draining"
     """The controller takes no new requests (HTTP 503)."""
     ENGINE_FAILED = "engine_failed"
-    """The workers died (HTTP 503)."""
+    """The workers were lost (HTTP 503)."""
 
 
 class Started(msgspec.Struct, array_like=True, frozen=True):
-    """A request's whole prompt has been planned (once, whatever preemptions follow): its first token is next."""
+    """The whole prompt of a request has been planned, so its first token is next. Sent once per request, also if
+    it is preempted later."""
 
     request: int
     cached_tokens: int
@@ -46,52 +47,54 @@ class Started(msgspec.Struct, array_like=True, frozen=True):
     tier_tokens: list[int] = []
     """`cached_tokens` by where they were: device, host, disk, remote (`trunkline.kvstore.tier.TierKind`)."""
     miss: str = ""
-    """Why the others were not found: a `MissReason`; "" if all were (but the last, which is always computed)."""
+    """Why the other prompt tokens were not found: a `MissReason`; "": all were, but for the last one, which is
+    always computed."""
     miss_token: int = 0
     """Index in the prompt of the first token that was not found."""
     exact: bool = True
-    """Whether all KV found was computed with exactly the tokens in sight that the request sees before it. False:
-    kept from before a cut."""
+    """Whether all KV that was found is the same as if it were computed now. False: some of it was kept from before
+    a cut, and was computed with tokens in sight that the request does not see."""
     cut: str = ""
-    """Of a request with drops: "kept" (cached KV is used behind the cut), "recomputed" (it was not there, or the
-    model's positions cannot shift); "" without drops."""
+    """What happened to the KV behind a cut: "kept" (it is used), "recomputed" (it was not cached, or the model's
+    positions cannot shift); "": the request drops nothing."""
     module_tokens: int = 0
-    """Prompt tokens that are parts of modules; those that were not computed for this request are among
-    `cached_tokens`."""
+    """Prompt tokens that are parts of modules. `cached_tokens` has those of them that were not computed for this
+    request."""
     queued_s: float = 0.0
-    """Seconds from its coming to its first admission."""
+    """Seconds from the request's arrival at the controller to its first admission."""
 
 
 class MissReason(StrEnum):
     """Why prompt tokens were not found in any tier."""
 
     NEW = "new"
-    """Nothing that begins like this has been here, as far as is remembered."""
+    """No prompt with the same beginning was here, as far as the controller remembers."""
     DIVERGED = "diverged"
-    """Other prompts agree up to `miss_token`."""
+    """Other prompts are the same up to `miss_token` only."""
     EVICTED = "evicted"
-    """It was here and made room for others."""
+    """The KV was here, and was evicted."""
     TTL = "ttl"
-    """It was here and had not been used for too long."""
+    """The KV was here, and was dropped because it had not been used for too long."""
     SALT = "salt"
     """Nothing is cached under the request's salt."""
     SLOW = "slow"
-    """It is in a tier from which it would have come later than by computing it."""
+    """The KV is in a tier from which loading it would take longer than computing it."""
     LOST = "lost"
-    """A tier held it, but could not give it back whole."""
+    """A tier held the KV, but could not return it undamaged."""
     OFF = "off"
-    """The prefix cache is off, or the request must compute all its prompt (prompt log-probabilities)."""
+    """The prefix cache is off, or the request must compute its whole prompt (for log-probabilities of the
+    prompt)."""
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True):
-    """A request's end: nothing follows for it."""
+    """A request, or one of its samples, has ended. No message about it follows."""
 
     request: int
     reason: str
     """A `FinishReason`."""
     detail: str = ""
     sample: int = -1
-    """Which of its samples ended; the request ends with its last one. -1: all of it."""
+    """Index of the sample that has ended; the request ends with its last sample. -1: the whole request."""
     param: str = ""
     """The client's parameter that is wrong, if `reason` is `INVALID` and one is."""
 
@@ -100,67 +103,67 @@ class Hypothesis(msgspec.Struct, array_like=True, frozen=True):
     """One result of a beam search."""
 
     tokens: bytes
-    """int32 output, its stop token included."""
+    """The output as int32, including its stop token."""
     score: float
-    """Sum of log-probabilities, divided by length to the power of the length penalty."""
+    """Sum of the log-probabilities, divided by the length to the power of the length penalty."""
     logprob: float
-    """The sum."""
+    """Sum of the log-probabilities."""
     reason: str
     """`STOP` or `LENGTH`."""
 
 
 class BeamsFound(msgspec.Struct, array_like=True, frozen=True):
-    """A beam search's results, best first; its `Finished` follows."""
+    """The results of a beam search, best first. Its `Finished` follows."""
 
     request: int
     hypotheses: list[Hypothesis]
 
 
 class PromptScored(msgspec.Struct, array_like=True, frozen=True):
-    """Some positions of a request's prompt were scored. After a preemption a position may come again."""
+    """Log-probabilities of some positions of a prompt. After a preemption a position may be sent again."""
 
     request: int
     logprobs: PromptLogprobs
 
 
 class Outputs(msgspec.Struct, array_like=True, frozen=True, tag="outputs"):
-    """What a step brought. Order of meaning: started, tokens, finished."""
+    """All that a step has produced for one router. Apply `started` first, then the tokens, then `finished`."""
 
     seq: int
     requests: bytes = b""
-    """uint32 little-endian: for each token, the request it belongs to (each sample at most once)."""
+    """uint32 little-endian: for each token the request that it belongs to (each sample at most once)."""
     tokens: bytes = b""
     """int32."""
     started: list[Started] = []
     finished: list[Finished] = []
     logprobs: dict[int, TopLogprobs] | None = None
-    """By index into `tokens`."""
+    """Log-probabilities by index in `tokens`."""
     samples: bytes = b""
-    """uint16 little-endian: for each token, the sample of its request; empty: 0 for all."""
+    """uint16 little-endian: for each token the sample of its request; empty: sample 0 for all."""
     beams: list[BeamsFound] = []
     prompt_logprobs: list[PromptScored] = []
 
 
 class TierState(msgspec.Struct, array_like=True, frozen=True):
-    """One tier's size and totals since the start."""
+    """The size of a tier, and its totals since the start."""
 
     name: str
     """"device", "host", "disk" or "remote"."""
     slots: int
-    """Chunks that it can hold; 0: not known (remote)."""
+    """Chunks that the tier can hold; 0: not known (remote)."""
     used: int
     hit_tokens: int
     """Prompt tokens found there."""
     writes: int
-    """Chunks moved into it …"""
+    """Chunks moved into the tier."""
     reads: int
-    """… and out of it towards the device."""
+    """Chunks moved out of it towards the device."""
     evictions: int
     """Chunks that left it to make room, or because their time was over."""
     failures: int
     """Moves that failed, and reads that did not bring back what was written."""
     problem: str = ""
-    """Why it is not used at present."""
+    """Why the tier is not used at present; "": it is used."""
 
 
 class State(msgspec.Struct, array_like=True, frozen=True, tag="state"):
@@ -177,66 +180,66 @@ class State(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     blocks_cached: int
     """Blocks that hold reusable KV no running sequence refers to."""
     prompt_tokens: int
-    """Counters since the start: prompt tokens admitted, …"""
+    """Prompt tokens admitted since the start."""
     cached_tokens: int
-    """… of them found in the tree, …"""
+    """Prompt tokens found in the tree since the start."""
     output_tokens: int
-    """… tokens sampled and published, …"""
+    """Tokens sampled and published since the start."""
     preemptions: int
     steps: int
     plan_copies: int
     """Steps for which the decode plan was rebuilt and copied to the kernels."""
     kv_bytes_read: int
-    """By decode attention on rank 0."""
+    """KV read by decode attention on rank 0."""
     evicted_blocks: int
     max_context: int
     """Longest prompt + output this group can hold, in tokens."""
     blocks_logical: int = 0
-    """Entries of all running sequences' block tables: what they would hold if none shared (`blocks_total -
-    blocks_free - blocks_cached` is what they do hold)."""
+    """Entries in the block tables of all running sequences: the blocks that they would hold without sharing. What
+    they do hold is `blocks_total - blocks_free - blocks_cached`."""
     forks: int = 0
-    """Sequences that came out of another's prompt."""
+    """Sequences that were forked from another one's prompt."""
     swapped: int = 0
-    """Preemptions that chose the host pool, …"""
+    """Preemptions that moved blocks to the host pool."""
     blocks_saved: int = 0
-    """… device blocks copied to it, …"""
+    """Device blocks copied to the host pool."""
     blocks_loaded: int = 0
-    """… and back."""
+    """Blocks copied back from the host pool to the device."""
     host_slots: int = 0
     host_slots_free: int = 0
     max_rows: int = 0
-    """Sequences that can decode at once: the most samples or beams a request may have."""
+    """Sequences that can decode at once, which is also the most samples or beams of a request."""
     tiers: list[TierState] = []
     misses: dict[str, int] = {}
-    """Requests by `MissReason`, since the start."""
+    """Number of requests by `MissReason`, since the start."""
     positions_shift: bool = True
     """Whether KV can be kept when the tokens before it are cut off."""
     texts_encoded: int = 0
-    """Texts of modules that were computed since the start, …"""
+    """Texts of modules that were computed since the start."""
     text_tokens_encoded: int = 0
-    """… and their tokens."""
+    """Tokens of these texts."""
     texts_encoding: int = 0
-    """Texts that are being computed, or wait for it."""
+    """Texts of modules that are being computed, or wait for it."""
     chunks_pinned: int = 0
     """Chunks of schemas that are pinned."""
     epoch: int = 0
-    """Of the worker group; another one than before: what was in its memory is gone."""
+    """Epoch of the worker group. When it changes, what was in the workers' memory is gone."""
     fingerprint: bytes = b""
     """Of the model, with `dtype` and `chunk_size` what chunk names begin with (`trunkline.kvstore.chunks`)."""
     dtype: str = ""
     chunk_size: int = 0
     prefill_us: float = 0.0
-    """Time that computing one more prompt token takes, as measured, …"""
+    """Measured time to compute one more prompt token; 0.0: not known."""
     load_us: list[float] = []
-    """… and that loading one takes, by `TierKind`, from device (0.0) to remote; 0.0: not known."""
+    """Measured time to load a prompt token, by `TierKind`, from device (0.0) to remote; 0.0: not known."""
     queued_tokens: int = 0
     """Prompt tokens of all requests that have still to be computed."""
     requests: int = 0
     """Requests that have not ended, of all routers."""
     block_bytes: int = 0
-    """Of a chunk, all ranks together; 0: not known."""
+    """Size of a chunk, all ranks together; 0: not known."""
     protocol: int = 1
-    """What this controller speaks (`PROTOCOL`); it is in its place in all versions."""
+    """The controller's `PROTOCOL`. The field has this place in all versions."""
 
 
 class Flushed(msgspec.Struct, array_like=True, frozen=True, tag="flushed"):
@@ -253,9 +256,9 @@ class Prefetched(msgspec.Struct, array_like=True, frozen=True, tag="prefetched")
     seq: int
     ticket: int
     known_tokens: int
-    """Of the prompt, in any tier, …"""
+    """Prompt tokens that are in some tier."""
     coming_tokens: int
-    """… of them being fetched into host memory now."""
+    """Prompt tokens that are being fetched into host memory now."""
 
 
 class ModulesReply(msgspec.Struct, array_like=True, frozen=True, tag="modules"):
@@ -264,22 +267,22 @@ class ModulesReply(msgspec.Struct, array_like=True, frozen=True, tag="modules"):
     seq: int
     ticket: int
     status: str
-    """"ok"; "failed": `detail` says why, and what could be computed is there; "quota": all is there, but is not
-    pinned, because more would be than this group allows; "cancelled"."""
+    """"ok"; "failed": `detail` says why, and some texts may be computed; "quota": all texts are computed but not
+    pinned, because more chunks would be pinned than this group allows; "cancelled"."""
     detail: str = ""
     tiers: bytes = b""
-    """int32 per text: the slowest tier that one of its chunks has to come from (`TierKind`); -1: not all is
-    there."""
+    """int32 per text: the slowest tier (`TierKind`) among those that hold its chunks; -1: a chunk is in no
+    tier."""
     blocks: bytes = b""
-    """int32 per text: chunks that hold it."""
+    """int32 per text: number of its chunks."""
     computed_tokens: int = 0
-    """For this call, placeholders included."""
+    """Tokens that were computed for this call, including placeholders."""
     block_bytes: int = 0
     """Of a chunk, all ranks together."""
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):
-    """See `RecordCall`."""
+    """A record that the controller keeps for the routers; see `RecordCall`."""
 
     id: str
     version: int
@@ -288,7 +291,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
     """Seconds since the epoch (UTC)."""
     used: float
     expires: float
-    """0: never."""
+    """Seconds since the epoch at which the record expires; 0: never."""
 
 
 class RecordReply(msgspec.Struct, array_like=True, frozen=True, tag="record"):
@@ -297,25 +300,26 @@ class RecordReply(msgspec.Struct, array_like=True, frozen=True, tag="record"):
     seq: int
     ticket: int
     status: str
-    """"ok"; "missing"; "exists"; "busy": somebody has acquired it; "conflict": `version` is not the present one;
-    "failed": it could not be stored."""
+    """"ok"; "missing"; "exists"; "busy": another router has acquired the record; "conflict": `version` is not the
+    present one; "failed": it could not be stored."""
     records: list[Record] = []
     detail: str = ""
 
 
 class KvEvents(msgspec.Struct, array_like=True, frozen=True, tag="kv_events"):
-    """What changed among a controller's chunks, on its PUB socket: after each of the controller's turns in which
-    something did, and otherwise as a heartbeat, with the number of the last one that told something."""
+    """What has changed among a controller's chunks, on its PUB socket. It is sent after each turn of the
+    controller in which a chunk has changed. Otherwise it is sent as a heartbeat, with the number of the last
+    event."""
 
     stream: bytes
-    """Random, of this controller process: after a restart nothing of the old one counts."""
+    """A random id of this controller process. After a restart the events of the old one do not count any more."""
     seq: int
-    """Number of this event, from 1 on; heartbeats have that of the event before them."""
+    """Number of this event, from 1 on. A heartbeat has the number of the last event."""
     names: bytes = b""
     """16 bytes for each chunk (`trunkline.kvstore.chunks`; for texts of modules see docs/protocol.md)."""
     tiers: bytes = b""
-    """One byte for each: in which tiers it is now, as a sum of `1 << TierKind`; 0: in none. The remote tier, which
-    all share, is not told."""
+    """One byte for each chunk: the tiers in which it is now, as a sum of `1 << TierKind`; 0: in none. The remote
+    tier, which all groups share, is left out."""
     requests: int = 0
     """As in `State`."""
     queued_tokens: int = 0
@@ -328,62 +332,63 @@ class EventsReply(msgspec.Struct, array_like=True, frozen=True, tag="events"):
     ticket: int
     stream: bytes
     upto: int
-    """All events up to this one are in here (or in this snapshot)."""
+    """All events up to this number are in this reply, or in the snapshot of which it is a page."""
     snapshot: bool
-    """True: all chunks that there are, and nothing known before counts; False: what changed after `after`."""
+    """True: a page of all chunks of the controller, which replaces what was known before. False: the changes after
+    the event `EventsCall.after`."""
     names: bytes
     tiers: bytes
     more: bool
-    """There is another page."""
+    """Whether another page follows."""
 
 
 class NodeFlag(IntFlag):
-    """What a node of a `TreeDescription` is."""
+    """Flags of a node in a `TreeDescription`."""
 
     MODULE = 1
-    """Part of a text of a module."""
+    """The node is part of a module's text."""
     CUT = 2
-    """KV that is kept behind a cut."""
+    """Its KV was kept behind a cut."""
     OWN = 4
-    """Own tokens of a prompt that has modules."""
+    """It holds the own tokens of a prompt with modules."""
     SALTED = 8
-    """In the tree of a salt."""
+    """It belongs to a salt."""
     COMPUTING = 16
     """It is being computed."""
 
 
 class TreeDescription(msgspec.Struct, array_like=True, frozen=True, kw_only=True, tag="tree"):
     """Answer to `DescribeTree`. A node is a run of chunks without a branch, all in the same tiers and used by the
-    same sequences; one comes after the node above it, and before those that were used less lately. One entry per
-    node in each array; without workers there are none."""
+    same sequences. Each array has one entry per node. A node comes after its parent, and siblings come in the
+    order of their last use, the latest first. Without workers there are no nodes."""
 
     seq: int
     ticket: int
     chunk_size: int = 0
     total_chunks: int = 0
-    """In the whole tree."""
+    """Number of chunks in the whole tree."""
     names: bytes = b""
-    """16 bytes each: of the first chunk."""
+    """16 bytes each: name of the node's first chunk."""
     parents: bytes = b""
-    """int32: index of the node above; -1: it begins a prompt, or a text."""
+    """int32: index of the parent; -1: the node begins a prompt or a text."""
     tokens: bytes = b""
-    """int32."""
+    """int32: number of tokens."""
     chunks: bytes = b""
-    """int32."""
+    """int32: number of chunks."""
     tiers: bytes = b""
-    """uint8: sum of `1 << TierKind`, the remote tier included."""
+    """uint8: the tiers of the node's chunks as a sum of `1 << TierKind`, including the remote tier."""
     flags: bytes = b""
     """uint8: `NodeFlag`s."""
     users: bytes = b""
-    """int32: running sequences that hold it, or something below it."""
+    """int32: number of running sequences that hold the node or a node below it."""
     ages: bytes = b""
     """float32: seconds since its last use."""
     hidden: bytes = b""
-    """int32: nodes right below it that are not described."""
+    """int32: number of children that are left out."""
     heads: bytes = b""
-    """int32: first tokens of all nodes, one after the other, …"""
+    """int32: the first tokens of all nodes, one node after the other."""
     head_tokens: bytes = b""
-    """… and uint8: how many of them are each one's."""
+    """uint8: how many tokens of `heads` each node has."""
 
 
 RouterMessage = EventsReply | Outputs | State | Flushed | Prefetched | ModulesReply | RecordReply | TreeDescription

@@ -137,10 +137,9 @@ async def read_body(request: Request, bytes_max: int) -> bytes:
     Raises:
         ApiError: 413, it is too large; 408, it arrives too slowly; 503, there are too many large requests.
     """
-    too_large = ApiError(413, f"the request body is larger than {bytes_max} bytes", code="body_too_large")
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length[:18]) > bytes_max:
-        raise too_large
+        raise _too_large(bytes_max)
     seconds_max: float = request.app.state.service.config.body_seconds
     large = _large_requests(request)
     chunks: list[bytes] = []
@@ -150,7 +149,7 @@ async def read_body(request: Request, bytes_max: int) -> bytes:
             async for chunk in request.stream():
                 size += len(chunk)
                 if size > bytes_max:
-                    raise too_large
+                    raise _too_large(bytes_max)
                 large.hold(request.scope, size)
                 chunks.append(chunk)
     except TimeoutError:
@@ -158,6 +157,10 @@ async def read_body(request: Request, bytes_max: int) -> bytes:
     except ClientDisconnect:
         raise ApiError(400, "the client left before its body was complete") from None
     return b"".join(chunks)
+
+
+def _too_large(bytes_max: int) -> ApiError:
+    return ApiError(413, f"the request body is larger than {bytes_max} bytes", code="body_too_large")
 
 
 def _large_requests(request: Request) -> LargeRequests:

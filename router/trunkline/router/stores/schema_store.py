@@ -425,7 +425,7 @@ def _weight(definition: Definition, ready: Compiled) -> int:
 
 
 def kind_of(salt: bytes, owner: str) -> str:
-    """Return the kind of an owner's schema records with a salt (`identity.py`). It holds a hash, not the salt
+    """Return the kind of an owner's schema records with a salt (`auth.py`). It holds a hash, not the salt
     itself."""
     if not (salt or owner):
         return _KIND

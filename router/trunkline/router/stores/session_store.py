@@ -132,7 +132,7 @@ class SessionStore:
         return await self._homes.page(_kind_of(current_identity().owner), after, limit)
 
     async def page_of_all(self, owners: Sequence[str], after: str, limit: int) -> list[tuple[str, Record]]:
-        """Return a page like `page` for several owners (`identity.py`), each record with its owner."""
+        """Return a page like `page` for several owners (`auth.py`), each record with its owner."""
         pages = await asyncio.gather(*(self._homes.page(_kind_of(owner), after, limit) for owner in owners))
         found = [(owner, record) for owner, page in zip(owners, pages, strict=True) for record in page]
         return sorted(found, key=lambda pair: pair[1].id)[:limit]
