@@ -1,4 +1,4 @@
-"""What a controller receives: requests from routers (ROUTER socket), results from workers (PULL socket).
+"""The messages that a controller receives: from routers (ROUTER socket) and from workers (PULL socket).
 
 All are MessagePack arrays, tagged; integer arrays travel as little-endian int32 bytes. See docs/protocol.md.
 """
@@ -65,7 +65,7 @@ class PromptLayout(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
-    """A router asks for tokens. Answered by `Started` or `Finished`, then by token outputs."""
+    """A router's request for tokens. Answered by `Started` or `Finished`, then by token outputs."""
 
     request: int
     """Chosen by the router, 32 bits, unique among its live requests."""
@@ -97,10 +97,10 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
     layout: PromptLayout | None = None
     """Of a prompt with modules; then `tokens` are the request's own only. Not together with `drops`."""
     request_id: str = ""
-    """Of the HTTP request, for the log; at most 128 characters."""
+    """Id of the HTTP request, for the log; at most 128 characters."""
     trace: bytes = b""
-    """Of a traced request: the trace's id (16 bytes) and the router's span's (8), whose children the controller's
-    are. Empty: it is not traced."""
+    """The ids of the trace (16 bytes) and of the router's span (8 bytes), the parent of the controller's spans.
+    Empty: the request is not traced."""
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
@@ -108,11 +108,11 @@ class Abort(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
 
     request: int
     sample: int = -1
-    """Only this one of its samples, which a stop string has ended; nothing is said of it any more. -1: all."""
+    """The one sample to end, because of a stop string; the router hears no more of it. -1: all samples."""
 
 
 class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
-    """A router is alive (once a second). Answered by `State`; a silent router's requests are aborted."""
+    """Sent by each router once a second, and answered by `State`. The requests of a silent router are aborted."""
 
     seq: int
 
@@ -137,7 +137,7 @@ class Prefetch(msgspec.Struct, array_like=True, frozen=True, tag="prefetch"):
 
 
 class ModulesCall(msgspec.Struct, array_like=True, frozen=True, tag="modules"):
-    """About the cached texts of a schema. Answered by `ModulesReply`.
+    """An operation on the cached texts of a schema. Answered by `ModulesReply`.
 
     Operations: "encode" (compute those that no tier has, as ordinary work beside the requests; answered when all
     is done; ended early by "cancel" with the same ticket), "look" (say where they are), "unpin" (`texts` are not
@@ -160,8 +160,8 @@ class ModulesCall(msgspec.Struct, array_like=True, frozen=True, tag="modules"):
 
 
 class RecordCall(msgspec.Struct, array_like=True, frozen=True, tag="record"):
-    """Something about a record: a small document that outlives requests, such as a session. The controller does
-    not look into `value`. Answered by `RecordReply`.
+    """An operation on a record: a small document that outlives requests, such as a session. Answered by
+    `RecordReply`. The controller does not look into `value`.
 
     Operations: "create" (id must be new), "get" (without the value if `version` is the present one), "peek" (get,
     which does not count as use), "put" (replace; `version` must be the present one), "delete", "list" (ids after
@@ -186,30 +186,30 @@ class RecordCall(msgspec.Struct, array_like=True, frozen=True, tag="record"):
 
 
 class EventsCall(msgspec.Struct, array_like=True, frozen=True, tag="events"):
-    """A router missed some `KvEvents`, or has seen none yet: what has happened since. Answered by `EventsReply`.
+    """Asks for the `KvEvents` that a router missed, or for all if it has seen none. Answered by `EventsReply`.
 
-    Asked page by page: the first answer says which event it goes up to; the following pages are asked for with
-    that number as `upto`.
+    A router asks page by page. The first answer says up to which event it goes; with that number as `upto` the
+    router asks for the following pages.
     """
 
     ticket: int
     stream: bytes = b""
-    """The stream whose events the router has; empty: none."""
+    """The stream whose events the router has; empty: it has none."""
     after: int = 0
-    """The last event of it that the router has."""
+    """Number of the last event of that stream that the router has."""
     page: int = 0
-    """Of a snapshot; the first is 0."""
+    """Page of a snapshot, from 0 on."""
     upto: int = 0
-    """Of the snapshot whose next page is wanted."""
+    """The last event in the snapshot whose next page is wanted."""
 
 
 class DescribeTree(msgspec.Struct, array_like=True, frozen=True, tag="describe"):
-    """What the chunk tree looks like, for people. Answered by `TreeDescription`."""
+    """Asks for a description of the chunk tree, for people. Answered by `TreeDescription`."""
 
     ticket: int
     nodes_max: int = 3000
     head_tokens: int = 0
-    """How many of each node's first tokens are wanted; they are part of a client's prompt."""
+    """How many of each node's first tokens to describe; they are part of a client's prompt."""
 
 
 RouterRequest = (
@@ -262,7 +262,7 @@ class WorkerHello(msgspec.Struct, array_like=True, frozen=True, tag="hello"):
     node: str
     """Names the host and the process namespace of `pid`; a controller in the same one may kill the process."""
     incarnation: bytes
-    """Random, of this process."""
+    """Random bytes that tell this process from others of its rank."""
     terms: dict[str, str] = {}
     """What all ranks of a group must have in common, by name (`trunkline.worker.config.WorkerConfig.terms`)."""
 
@@ -290,7 +290,7 @@ class WorkerReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
 
 
 class LoadProgress(msgspec.Struct, array_like=True, frozen=True, tag="progress"):
-    """A rank is still starting; shown to the person who waits."""
+    """How far a rank is with its start, for the person who waits."""
 
     rank: int
     stage: str
@@ -326,23 +326,23 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True, tag="result"):
 
 
 class GrammarReady(msgspec.Struct, array_like=True, frozen=True, tag="grammar_ready"):
-    """Rank 0 has compiled a grammar, or cannot."""
+    """Rank 0 has compiled a grammar, or has found that it cannot be compiled."""
 
     grammar: int
     problem: str = ""
 
 
 class MoveOutcome(msgspec.Struct, array_like=True, frozen=True):
-    """What became of a `TierMove` on one rank."""
+    """The result of a `TierMove` on one rank."""
 
     id: int
     status: int
     """0: done, and what was read is verified; 1: the tier does not hold it (any more) whole; 2: the tier
     failed."""
     elapsed_us: int = 0
-    """From its start, not from the order."""
+    """Time from the start of the move, not from its order, to its end."""
     detail: str = ""
-    """Of a failure."""
+    """Why the tier failed."""
 
 
 class MovesDone(msgspec.Struct, array_like=True, frozen=True, tag="moved"):
@@ -371,7 +371,7 @@ class WorkerFailed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
     incarnation: bytes
     """As in `WorkerHello`; a message from a process that has been replaced is ignored."""
     is_consequence: bool = False
-    """Nothing is wrong with this rank: it leaves because another rank, or the network to it, failed."""
+    """Whether this rank is sound and leaves only because another rank, or the network to it, failed."""
 
 
 WorkerReport = (
