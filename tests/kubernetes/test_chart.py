@@ -79,6 +79,7 @@ def test_every_value_changes_something_or_is_used_by_a_template() -> None:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
+        # by the schema, which names the value
         ({"groups": {"replica": 3}}, "replica"),
         ({"groups": {"tp": 0}}, "tp"),
         ({"groups": {"replicas": "two"}}, "replicas"),
@@ -98,17 +99,7 @@ def test_every_value_changes_something_or_is_used_by_a_template() -> None:
         ({"network": {"httpPort": 80}}, "httpPort"),
         ({"logLevel": "loud"}, "logLevel"),
         ({"surprise": 1}, "surprise"),
-    ],
-)
-def test_the_schema_refuses_and_names_the_value(values: Object, says: str) -> None:
-    with pytest.raises(helm_python.HelmError) as refused:
-        render(values)
-    assert says in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
+        # by a template, with a remedy
         ({"groups": {"tp": 3, "podsPerGroup": 2}}, "groups.tp is 3 and groups.podsPerGroup 2"),
         ({"groups": {"tp": 4, "podsPerGroup": 2, "gpus": 4}}, "set groups.gpus to 2"),
         ({"groups": {"maxBatch": 64, "tokenBudget": 64}}, "groups.tokenBudget is 64; it must exceed"),
@@ -140,7 +131,7 @@ def test_the_schema_refuses_and_names_the_value(values: Object, says: str) -> No
         ({"network": {"httpPort": 7404}}, "must differ"),
     ],
 )
-def test_values_that_do_not_fit_together_are_refused_with_a_remedy(values: Object, says: str) -> None:
+def test_values_that_cannot_be_are_refused_and_named(values: Object, says: str) -> None:
     with pytest.raises(helm_python.HelmError) as refused:
         render(values)
     assert says in str(refused.value)

@@ -35,7 +35,7 @@ _COMMANDS_AHEAD_MAX: Final = 64
 
 
 class _Client:
-    """A connection."""
+    """A connection to the control socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -48,7 +48,7 @@ class _Client:
 
 
 class ControlServer:
-    """The server. All methods are for the thread of the selector."""
+    """Serves the control socket. All methods are for the thread of the selector."""
 
     def __init__(
         self, selector: selectors.BaseSelector, folder: Path, on_command: Callable[[Command, int], None]
