@@ -356,7 +356,7 @@ class Runner:
 
 
 def _copier(config: WorkerConfig, pool: KvPool, memory_bytes: int, options: CopyOptions) -> Copier | None:
-    """Return what copies between the device pool and a host pool of this size; None for 0 bytes."""
+    """Return the copier between the device pool and a new host pool of this size; None for 0 bytes."""
     if not memory_bytes:
         return None
     slots = memory_bytes // (pool.data[0].numel() * pool.data.element_size())

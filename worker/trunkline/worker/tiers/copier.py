@@ -64,7 +64,7 @@ class _Touched:
 
 
 class Copier:
-    """Everything that moves between the device pool and the host pool. For the thread that takes plans; only
+    """Orders all copies between the device pool and the host pool. Used by the thread that takes plans; only
     `wait_ticket` may be called from others."""
 
     def __init__(

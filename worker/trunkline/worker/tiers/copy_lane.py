@@ -266,7 +266,7 @@ class LayerGate:
 
 
 class LayerSpan(NamedTuple):
-    """When something was done about a layer; times are of `time.perf_counter_ns`."""
+    """When layers were computed, loaded or saved; times are of `time.perf_counter_ns`."""
 
     kind: str
     """`COMPUTE`, `LOAD`, `SAVE` or `LATE_SAVE`."""
