@@ -13,7 +13,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from trunkline.router.text import chat_template
 from trunkline.router.text.chat_template import ChatRenderer, ChatTemplate, ChatTemplateError
 from trunkline.router.text.tokenizer import SamplingDefaults, Tokenizer, read_model_files
-from trunkline.router.text.tool_turns import ToolStyle, TurnError
+from trunkline.router.text.tool_styles import ToolStyle
+from trunkline.router.text.tool_turns import TurnError
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 CONVERSATION = [

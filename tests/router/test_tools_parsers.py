@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trunkline.router.text.tool_turns import STYLE_NAMES, StyleName
+from trunkline.router.text.tool_styles import STYLE_NAMES, StyleName
 from trunkline.router.tools.call_object import ObjectScanner, Progress
 from trunkline.router.tools.parsers import (
     CallArguments,

@@ -14,7 +14,7 @@ import tokenizers
 from router.harness import DEMO_MODEL, EOS
 
 from trunkline.router.errors import ApiError
-from trunkline.router.text.tool_turns import MARKERS, StyleName, ToolStyle, detect_style
+from trunkline.router.text.tool_styles import MARKERS, StyleName, ToolStyle, detect_style
 from trunkline.router.tools.parsers import CallArguments, CallStart, Piece, parse
 from trunkline.router.tools.plan import (
     TOOLS_BYTES_MAX,

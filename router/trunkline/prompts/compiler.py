@@ -171,7 +171,7 @@ class _FunctionCompiler:
             rest = rest[0].orelse
         if rest:
             branches.append((readable_name(f"else {ast.unparse(tests[0])}"), rest))
-        # The last branch is taken when no test holds, and is then the one behind all tests.
+        # If no test holds, the `else` branch is taken, whose index follows those of all tests.
         choose = self._scope.if_chain(tests, otherwise=len(tests) if rest else -1)
         yield from self._choice(branches, children, choose)
 
@@ -414,7 +414,7 @@ class Namer:
         self._taken: set[str] = set()
 
     def take(self, wish: str) -> str:
-        """Return `wish` or, if it is taken, `wish-2`, `wish-3`, …"""
+        """Return the name `wish` or, if the module has it already, `wish-2`, `wish-3`, …"""
         name, count = wish, 1
         while name in self._taken:
             count += 1

@@ -4,7 +4,7 @@
     item     = text | ArgumentSlot | Branches | Nested
     ArgumentSlot -> <param>                  an argument's place
     Branches     -> <module> or <union>      `if`, `if`/`else`, `match`
-    Nested       -> <module>                 call of another program, which holds that one's items
+    Nested       -> <module>                 call of another program; the module has its items
 
 Items are fixed when the function is decorated. Their two functions that evaluate conditions and arguments get the
 values of a call; `select` uses them to choose the call's modules.

@@ -168,7 +168,7 @@ def _digest(program: Program) -> str:
 def _schema(name: str, program: Program) -> tree.SchemaDocument:
     """Return the schema of a program: one module, which every call of the program selects.
 
-    The module is needed because parameters stand in modules only.
+    The module is needed because only modules can have parameters.
     """
     return tree.SchemaDocument(name, (_module(program.name, program),))
 

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from trunkline.router.text.tool_turns import STYLE_NAMES
+from trunkline.router.text.tool_styles import STYLE_NAMES
 from trunkline.runtime.wire_keys import Role, problem_of
 
 TOOL_CALL_PARSERS = ("auto", *STYLE_NAMES)

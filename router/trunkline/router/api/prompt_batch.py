@@ -86,7 +86,7 @@ class PromptBatch:
             generation.close()
 
     async def begin(self) -> None:
-        """Wait until an engine accepts the first of them.
+        """Wait until an engine accepts the first generation.
 
         Raises:
             ApiError: An engine refused one; all are aborted.

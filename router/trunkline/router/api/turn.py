@@ -103,7 +103,7 @@ class SessionTurn:
         return self._known.tokens
 
     async def continued(self, given: str | list[int], *, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of the history, followed by those of a text or by given ones."""
+        """Return the token ids of the history, followed by those of `given`, a text or token ids."""
         history = self.session.ids()
         if self.session.text and not history:  # its tokens were another tokenizer's
             history = await self._tokenizer.encode_async(self.session.text, add_special_tokens=add_special_tokens)
@@ -172,7 +172,7 @@ class SessionTurn:
         await self._lease.put()
 
     def close(self) -> None:
-        """Release the session; if nothing was stored, it stays as it was. Calling it again has no effect."""
+        """Release the session, unchanged if nothing was stored. Calling it again has no effect."""
         self._lease.close()
 
 

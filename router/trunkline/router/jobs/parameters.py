@@ -26,7 +26,7 @@ BAD_WORDS_MAX: Final = 128
 BAD_WORD_CHARACTERS_MAX: Final = 256
 """Each is tokenised twice, and each step looks for its tokens."""
 CHOICES_MAX: Final = 1024
-"""Sequences that one HTTP request may start, over all its prompts."""
+"""Most sequences that one HTTP request may start, over all its prompts."""
 BEAM_WIDTH_MAX: Final = 64
 REPETITION_PENALTY_MIN: Final = 0.01
 """Logits are divided by it; a much smaller one would take them out of float32's range."""

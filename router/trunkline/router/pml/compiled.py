@@ -96,6 +96,7 @@ class RoleSlot:
     """A message that a schema contains."""
 
     event: int
+    """Number of the event of entering the role, in document order (as `CompiledModule.enter`)."""
     role: str
     suffix: str
     """Text that the template writes after the message."""
@@ -155,7 +156,7 @@ class CompiledModule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledScaffold:
-    """Versions of texts that replace those of the modules if a prompt imports all members."""
+    """Versions of texts that replace the modules' own texts if a prompt imports all members of the scaffold."""
 
     name: str
     members: frozenset[int]

@@ -394,7 +394,7 @@ class Conversation:
                     self.turns[atom.turn] = self._add(insert.rank, turn)
 
     def _add(self, rank: int, turn: Turn) -> TurnForm:
-        """Add a role after those of its rank or a lower one."""
+        """Add a role after all roles of the same or a lower rank."""
         place = sum(present.rank <= rank for present in self._present)
         before = self._present[:place]
         form = self._forms.form(tuple(present.role for present in before), turn.role, turn.mark)

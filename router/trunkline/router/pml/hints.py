@@ -1,5 +1,4 @@
-"""Warn about probable mistakes in a schema (`lint`), and guess which texts will be needed next
-(`likely_texts`)."""
+"""Warn about probable mistakes in a schema (`lint`), and predict which texts come next (`likely_texts`)."""
 
 from __future__ import annotations
 

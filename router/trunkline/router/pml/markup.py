@@ -165,7 +165,7 @@ class _XmlReader:
             self._count_node()
             self._text = Chars(self._mark())
             self._open[-1].children.append(self._text)
-            # Up to the next tag only the characters matter, not the place of each of them.
+            # From here to the next tag only the characters are needed, not the place of each one.
             self._parser.buffer_text = True
         self._parts.append(data)
 

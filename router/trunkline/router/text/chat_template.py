@@ -32,7 +32,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trunkline.router.errors import PromptError, RouterError
-from trunkline.router.text.tool_turns import ToolStyle, for_plain_template, for_tool_template
+from trunkline.router.text.tool_styles import ToolStyle
+from trunkline.router.text.tool_turns import for_plain_template, for_tool_template
 
 
 class ChatTemplateError(PromptError):
@@ -214,10 +215,12 @@ _WIDE_FORMAT: Final = re.compile(r"[0-9]{4,}|\*|\{[^{}]*\{")
 
 
 class TemplateLimitError(RouterError):
-    """A template exceeds a limit. The message says which."""
+    """A template exceeds a limit, which the message names."""
 
 
 class _Spent:
+    """Counts the steps of one rendering."""
+
     def __init__(self) -> None:
         self.steps = 0
 

@@ -32,7 +32,7 @@ REPLACEMENT: Final = "\ufffd"
 _SPACE_MARK: Final = "▁"
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WINDOW_TOKENS_MAX: Final = 16
-"""In the window, text that stays undecodable for this many tokens is shown as it is."""
+"""Tokens after which a window's text is shown although it still cannot be decoded completely."""
 
 
 def _byte_level_alphabet() -> dict[str, int]:

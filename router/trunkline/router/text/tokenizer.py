@@ -1,4 +1,4 @@
-"""A model's tokenizer: text and messages to token ids, token ids to text; and the model's configuration files.
+"""A model's tokenizer (text and messages to token ids, token ids to text), and its configuration files.
 
 It uses the `tokenizers` library and a sandboxed Jinja environment instead of transformers and torch, so a router
 starts in half a second and stays small. The files of the Hugging Face model folder are read once, at the start. A
@@ -24,7 +24,7 @@ from trunkline.router.errors import ApiError
 from trunkline.router.request_context import current
 from trunkline.router.text.chat_template import ChatRenderer, ChatTemplateError
 from trunkline.router.text.detokenizer import TokenVocabulary
-from trunkline.router.text.tool_turns import ToolStyle, detect_style
+from trunkline.router.text.tool_styles import ToolStyle, detect_style
 
 _SPECIAL_TOKEN_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 _CONTEXT_NAMES: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
@@ -213,7 +213,7 @@ class Tokenizer:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """Tokens that end a text: those of the generation configuration and of the tokenizer."""
+        """Tokens that end a text, from the generation configuration and from the tokenizer."""
         own = self.special_token_id("eos_token")
         return frozenset(self.files.eos_ids) | (frozenset() if own is None else {own})
 
@@ -278,7 +278,7 @@ class Tokenizer:
         """Encode a text that continues another one, without the tokens that mark the beginning of a text."""
         if not text:
             return []
-        # Some tokenizers put a space in front of every text. Here it stands before the line end, which is cut off.
+        # Some tokenizers put a space in front of every text. Here it comes before the line end; both are cut off.
         line_end = self.encode(_LINE_END, add_special_tokens=False)
         ids = await self.encode_async(_LINE_END + text, add_special_tokens=False)
         if ids[: len(line_end)] == line_end:

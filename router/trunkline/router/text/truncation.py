@@ -35,7 +35,7 @@ class RetentionPolicy(msgspec.Struct, frozen=True):
     """How to cut a prompt. The defaults are the policy "auto"."""
 
     retention_ratio: float = 0.5
-    """Share of the context that stays after an overflow, above 0 and below 1."""
+    """Share of the context that a cut leaves after an overflow, above 0 and below 1."""
     keep_instructions: bool = True
     """Whether the leading system messages stay."""
     sink_tokens: int = 4

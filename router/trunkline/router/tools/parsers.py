@@ -1,4 +1,4 @@
-"""Parse a model's streamed text into text and tool calls: one parser for each style (`text/tool_turns.py`).
+"""Parse a model's streamed text into text and tool calls: one parser for each style (`text/tool_styles.py`).
 
 A parser reads character by character where a call may be, and uses `str.find` elsewhere. The possible beginning of
 a call is held back until it is certain. It is a call once it names an offered function and its arguments begin. It
@@ -16,7 +16,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from trunkline.router.text.tool_turns import (
+from trunkline.router.text.tool_styles import (
     ARGS,
     CALL_ID,
     PYTHON_TAG,

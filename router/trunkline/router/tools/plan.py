@@ -22,13 +22,7 @@ import msgspec
 from trunkline.controller.messages import Grammar
 from trunkline.router.errors import bad_value, unsupported
 from trunkline.router.request_context import draw_bytes, draw_hex
-from trunkline.router.text.tool_turns import (
-    ARGS,
-    TOOL_CALL,
-    TOOL_CALL_END,
-    TOOL_CALLS,
-    ToolStyle,
-)
+from trunkline.router.text.tool_styles import ARGS, TOOL_CALL, TOOL_CALL_END, TOOL_CALLS, ToolStyle
 from trunkline.router.tools.parsers import ToolParser, make_parser
 
 TOOLS_MAX: Final = 128
