@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import re
 import shlex
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from trunkline.deploy.cli import app as cli
+from trunkline.deploy.config.options import SERVE_OPTIONS
 from trunkline.deploy.config.settings import ServeSettings
 
 UNIT: Final = Path(__file__).resolve().parents[2] / "deploy" / "systemd" / "trunkline.service"
@@ -61,6 +63,16 @@ def test_the_command_line_goes_before_the_file_and_the_file_before_the_environme
 
 def test_the_variable_of_a_service_in_kubernetes_is_no_port(serve: Serve) -> None:
     assert serve("tp: 1", TRUNKLINE_PORT="tcp://10.0.0.1:80").port == ServeSettings().port
+
+
+def test_no_variable_means_two_things() -> None:
+    root, packages = UNIT.parents[2], ("runtime", "controller", "router", "worker", "kvstore", "kernels", "deploy")
+    sources = [path.read_text() for package in packages for path in (root / package / "trunkline").rglob("*.py")]
+    known = {name for text in sources for name in re.findall(r'"(TRUNKLINE_[A-Z_]+)"', text)}
+    assert "TRUNKLINE_API_KEY" in known
+    assert known & {f"TRUNKLINE_{option.parameter.upper()}" for option in SERVE_OPTIONS} == {
+        "TRUNKLINE_REMOTE_TIER"
+    }
 
 
 @pytest.mark.parametrize(
