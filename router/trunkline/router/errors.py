@@ -12,7 +12,7 @@ RouterError
 ├─ TemplateLimitError      rendering a chat template takes too much                text/chat_template.py
 ├─ NoControllerError       no controller can take a request now                    routing/core.py
 ├─ ClientLeftError         the client has closed its connection                    http/answers.py
-└─ TooManyPartsError       a body has more JSON values than the router parses      http/body.py
+└─ TooManyPartsError       a body has more JSON values than the router parses      http/json_slices.py
 """
 
 from __future__ import annotations

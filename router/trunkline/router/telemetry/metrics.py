@@ -330,12 +330,7 @@ class Metrics:
         version: str = "",
         model: str = "",
     ) -> None:
-        """
-        Args:
-            links: returns the connections to the controllers; each scrape calls it.
-            version: of Trunkline, for `trunkline_build_info`.
-            model: the served model's name, likewise.
-        """
+        """`links`: returns the connections to the controllers. `version`, `model`: for `trunkline_build_info`."""
         self.registry = registry = FamilyRegistry()
         """Families whose values differ between the router processes."""
         self.shared = FamilyRegistry()
