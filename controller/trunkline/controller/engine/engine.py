@@ -45,8 +45,6 @@ from trunkline.controller.engine.requests import (
     apply_step_result,
     from_its_start,
     group_of,
-    limit_of,
-    moves_of,
     result_rows,
 )
 from trunkline.controller.engine.validation import is_expectable, problem_of_request, problem_of_texts
@@ -60,6 +58,7 @@ from trunkline.controller.sequences.sequence import Request, SequenceGroup
 from trunkline.controller.tiers.prefetch import Prefetcher
 from trunkline.controller.tiers.tier_orders import TierOrders
 from trunkline.controller.totals import Totals
+from trunkline.kvstore.module_names import RelocationRule
 from trunkline.router.messages import Finished, FinishReason, Flushed, ModulesReply, Prefetched
 from trunkline.worker.messages import Probe, StepPlan, TierMoves
 
@@ -188,7 +187,11 @@ class Engine:
         if done:
             self._requests.pending_outputs.modules += done
             done.clear()
-        return self._requests.take_outputs()
+        outputs = self._requests.pending_outputs
+        if not outputs:
+            return None
+        self._requests.pending_outputs = EngineOutputs()
+        return outputs
 
     # Questions
 
@@ -209,8 +212,7 @@ class Engine:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the engine is idle, and every chunk that belongs in a lower tier is there or cannot be
-        written."""
+        """Whether the engine is idle, and no chunk waits to be written to a lower tier."""
         tree = self.scheduler.kv.tree
         return self.is_idle and not (tree.has_unsaved or self.traffic.in_flight or tree.tiers.has_unwritten)
 
@@ -246,14 +248,12 @@ class Engine:
 
     def _submit(self, request: Request, now: float) -> None:
         """Queue a new request, or end it at once if it cannot run here."""
-        refusal = self._refusal(request)
-        if refusal is not None:
+        if (refusal := self._refusal(request)) is not None:
             self._requests.pending_outputs.finished.append(refusal)
             return
         self._arrivals += 1
         self._requests.timelines.came(request, now)
-        request = from_its_start(request)
-        self._queue(request, self._arrivals, now, None)
+        self._queue(from_its_start(request), self._arrivals, now, None)
 
     def _queue(self, request: Request, arrival: int, now: float, survivor: RequestSnapshot | None) -> None:
         """Make a group of a request, and let it wait for its turn.
@@ -265,8 +265,7 @@ class Engine:
         if request.submit.grammar is not None:
             entry = self.grammars.use(request.submit.grammar, request.id)
             sampling = msgspec.structs.replace(sampling, grammar=entry.id)
-        limit, tree = limit_of(request, self.config), self.scheduler.kv.tree
-        group = group_of(request, arrival, limit, sampling, tree, self.config)
+        group = group_of(request, arrival, sampling, self.scheduler.kv.tree, self.config)
         self._requests.groups[request.id] = group
         if survivor is not None and not restore(survivor, group, sampling):
             detail = f"the workers are new and hold {self.config.longest_sequence} tokens, fewer than it has"
@@ -286,8 +285,8 @@ class Engine:
                 self._refuse_grammar(group, entry.problem, now)
 
     def _expect_texts(self, now: float) -> None:
-        """Look in the remote tier for texts that are about to be encoded: other controllers may have put them
-        there."""
+        """Look in the remote tier for texts that are about to be encoded: other controllers may have saved
+        them."""
         for job in self.scheduler.encoding.jobs.take_new():
             if self.config.host_slots and job.members:
                 self.prefetcher.arrived(job, self._step + 1, now)
@@ -395,7 +394,7 @@ class Engine:
         if problem := problem_of_texts(call.texts, self.config):
             calls.done.append(ModulesReply(0, call_id, "failed", problem))
             return
-        moves = moves_of(self.config, relocate=call.relocate)
+        moves = RelocationRule.of(self.config.positions_shift, call.relocate)
         pins = (call.holder, call.ttl) if call.op == "encode" else ()
         wanted = TextsCall(call_id, call.texts, call.salt, moves, call.op == "encode", *pins)
         if self.is_away and not wanted.encodes:
@@ -445,8 +444,8 @@ class Engine:
     def _expect_request(self, caller: Caller, request: Request, now: float) -> None:
         known = coming = 0
         if is_expectable(request, self.config):
-            tree = self.scheduler.kv.tree
-            group = group_of(request, self._arrivals, 0, request.submit.sampling, tree, self.config)
+            tree, sampling = self.scheduler.kv.tree, request.submit.sampling
+            group = group_of(request, self._arrivals, sampling, tree, self.config, is_announced=True)
             known, coming = self.prefetcher.announce(group, self._step + 1, now)
         self._requests.pending_outputs.replies.append((caller[0], Prefetched(0, caller[1], known, coming)))
 

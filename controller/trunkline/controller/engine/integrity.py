@@ -42,24 +42,14 @@ def _check(condition: object, message: str) -> None:
         raise IntegrityError(message)
 
 
-def running_sequences(scheduler: Scheduler) -> list[Sequence]:
-    """Return all sequences that own blocks."""
-    return scheduler.running()
-
-
-def waiting_sequences(scheduler: Scheduler) -> list[Sequence]:
-    """Return all sequences that may have a claim."""
-    return [member for group in scheduler.queue for member in group.members if member.phase is Phase.WAITING]
-
-
 def check_integrity(scheduler: Scheduler) -> None:
     """Check all invariants between two steps.
 
     Raises:
         IntegrityError: with the first one that is broken.
     """
-    running = running_sequences(scheduler)
-    check_kv_cache(scheduler.kv, running, waiting_sequences(scheduler), scheduler.encoding.held)
+    waiting = [member for group in scheduler.queue for member in group.members if member.phase is Phase.WAITING]
+    check_kv_cache(scheduler.kv, scheduler.running(), waiting, scheduler.encoding.held)
     _check_queue(scheduler)
     _check_rows(scheduler)
 

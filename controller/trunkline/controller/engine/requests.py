@@ -51,7 +51,7 @@ class RequestTable:
         self.timelines = Timelines()
         self.counters = Totals()
         self.pending_outputs = EngineOutputs()
-        """The outputs since the last `take_outputs`."""
+        """The outputs since the last `Engine.take_outputs`."""
 
     def started(self, group: SequenceGroup, now: float) -> None:
         """Report a request whose prompt is computed with the step that is being planned."""
@@ -99,13 +99,6 @@ class RequestTable:
         self.quarantine.ended(finished.request)
         self.timelines.ended(finished)
         self.pending_outputs.finished.append(finished)
-
-    def take_outputs(self) -> EngineOutputs | None:
-        """Return the outputs since the last call; None if there are none."""
-        if not self.pending_outputs:
-            return None
-        outputs, self.pending_outputs = self.pending_outputs, EngineOutputs()
-        return outputs
 
 
 def _output_tokens(scheduler: Scheduler, sequence: Sequence) -> int:
@@ -157,31 +150,28 @@ def from_its_start(request: Request) -> Request:
     return request
 
 
-def limit_of(request: Request, config: EngineConfig) -> int:
-    """Return the length, in tokens that it sees, at which each sequence of a request ends."""
-    dropped = sum(stop - start for start, stop in request.drops)
-    return min(request.submit.prompt_len - dropped + request.submit.max_tokens, config.longest_sequence)
-
-
-def moves_of(config: EngineConfig, *, relocate: bool) -> RelocationRule:
-    """Return at which other positions the KV of modules' texts may serve, if the client lets them `relocate`."""
-    return RelocationRule.of(config.positions_shift, relocate)
-
-
 def group_of(
-    request: Request, arrival: int, limit: int, sampling: Sampling, tree: RadixCache, config: EngineConfig
+    request: Request,
+    arrival: int,
+    sampling: Sampling,
+    tree: RadixCache,
+    config: EngineConfig,
+    *,
+    is_announced: bool = False,
 ) -> SequenceGroup:
     """Return a new group of one sequence. Dropped parts and texts of modules are in its block table.
 
     Args:
-        limit: the result of `limit_of`; 0 for a request that is only announced.
         sampling: the request's, with what the engine added to it.
+        is_announced: whether it is not the request itself, but one that is expected: then it is never computed.
     """
-    group = SequenceGroup(request, arrival, limit, sampling)
+    seen = request.submit.prompt_len - sum(stop - start for start, stop in request.drops)
+    limit = min(seen + request.submit.max_tokens, config.longest_sequence)
+    group = SequenceGroup(request, arrival, 0 if is_announced else limit, sampling)
     if request.drops:
         cut_group(group, tree, config)
     if request.submit.layout is not None:
-        moves = moves_of(config, relocate=request.submit.layout.relocate)
+        moves = RelocationRule.of(config.positions_shift, request.submit.layout.relocate)
         lay_out(group, prompt_of(tree, request.submit.salt, request.submit.layout, moves), config.max_context)
     return group
 

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from trunkline.controller.allocation.kv_manager import KVCacheManager
-from trunkline.controller.cache.radix_tree import SALT_ROOT
+from trunkline.controller.cache.radix_tree import SALT_ROOT, TOKEN_BYTES
 from trunkline.controller.sequences.plan_builder import Int64Array, PlanBuilder
 from trunkline.controller.sequences.sequence import CacheReport, Phase, Sequence, SequenceGroup
 from trunkline.controller.tiers.prefetch import Fetching
@@ -102,8 +102,8 @@ class AdmissionOrder:
     def __init__(self, queue: RequestQueue, quarantine: Quarantine) -> None:
         self.quarantine = quarantine
         self._queue = queue
-        self._entering: dict[int, SequenceGroup] = {}
-        """Resumed groups of which some sequences are in the batch and others still wait."""
+        self.entering: dict[int, SequenceGroup] = {}
+        """Resumed groups of which some sequences are in the batch and others still wait, by request."""
         self._blocked: tuple[int, int, int] | None = None
         """(request, available blocks, running sequences) of the last admission that failed for lack of blocks."""
 
@@ -117,7 +117,7 @@ class AdmissionOrder:
             going: whether running sequences make progress.
         """
         waiting = list(self._queue)
-        for entering in self._entering.values():
+        for entering in self.entering.values():
             waiting.remove(entering)
             waiting.insert(0, entering)
         if not waiting or (going and self._blocked == (waiting[0].id, available, running)):
@@ -132,17 +132,9 @@ class AdmissionOrder:
         """Try again with the next plan, because a sequence has entered the batch."""
         self._blocked = None
 
-    def is_entering(self, group: SequenceGroup) -> bool:
-        """Return whether some sequences of a group are in the batch while others still wait."""
-        return group.id in self._entering
-
-    def entering(self) -> dict[int, SequenceGroup]:
-        """Return all such groups by request."""
-        return self._entering
-
     def left(self, group: SequenceGroup) -> None:
         """Note that a whole group has left the batch."""
-        self._entering.pop(group.id, None)
+        self.entering.pop(group.id, None)
         self.quarantine.left(group.id)
 
     def note(self, group: SequenceGroup) -> None:
@@ -153,9 +145,9 @@ class AdmissionOrder:
         if group.queued and not waits:
             self._queue.remove(group)
         if waits and is_in:
-            self._entering[group.id] = group
+            self.entering[group.id] = group
         else:
-            self._entering.pop(group.id, None)
+            self.entering.pop(group.id, None)
 
 
 class Quarantine:
@@ -303,12 +295,8 @@ def _reason(kv: KVCacheManager, fetching: Fetching, sequence: Sequence) -> MissR
         return departed
     # A tail that this prompt continues says nothing about other prompts.
     others = [c for c in above.children.values() if c not in sequence.path and not key.startswith(c.key)]
-    if sequence.resident or any(_agrees(child.key, key) for child in others):
+    if sequence.resident or any(child.key[:TOKEN_BYTES] == key[:TOKEN_BYTES] for child in others):
         return MissReason.DIVERGED if others else MissReason.NEW
     if sequence.salt and not others and (above.parent is not None or above.key.startswith(SALT_ROOT)):
         return MissReason.SALT
     return MissReason.NEW
-
-
-def _agrees(left: bytes, right: bytes) -> bool:
-    return left[:4] == right[:4]

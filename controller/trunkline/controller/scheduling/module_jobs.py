@@ -143,13 +143,10 @@ class ModuleJobs:
             text = prompt.texts[index]
             if text.content not in self._jobs and not group.encodes and group.found is None:
                 prompt.encoded.add(index)
-                prompt.miss = MissReason.SLOW if far else self._why(text)
+                start = text.tokens[: self._tree.chunk_bytes]
+                name = self._tree.first_chunk_name(text.place, text.position, start)
+                prompt.miss = MissReason.SLOW if far else self._tree.departed(name) or MissReason.NEW
             self.encode(prompt.texts, index, wish, far=far)
-
-    def _why(self, text: CachedText) -> MissReason:
-        """Return why a text is missing: the reason for its first chunk."""
-        name = self._tree.first_chunk_name(text.place, text.position, text.tokens[: self._tree.chunk_bytes])
-        return self._tree.departed(name) or MissReason.NEW
 
     def encode(self, texts: list[CachedText], index: int, wish: Wish, *, far: bool = False) -> None:
         """Note that a request or call waits for a text; start a job for the text, unless there is one.
@@ -216,7 +213,10 @@ class ModuleJobs:
         text = _target(group)
         job = self._jobs.pop(text.content)
         for waiter in job.waiters:
-            self._unwait(waiter, text.content)
+            waits = self._waits[waiter]
+            del waits[text.content]
+            if not waits:
+                del self._waits[waiter]
             if not computed and isinstance(waiter, SequenceGroup) and waiter.modules is not None:
                 waiter.modules.not_encoded(text)
         self._tree.totals.encoded_texts += computed
@@ -243,12 +243,6 @@ class ModuleJobs:
                     orphans.append(job.group)
                     leaving.append(job.group)
         return orphans
-
-    def _unwait(self, waiter: Hashable, content: ChunkName) -> None:
-        waits = self._waits[waiter]
-        del waits[content]
-        if not waits:
-            del self._waits[waiter]
 
     # Holding
 

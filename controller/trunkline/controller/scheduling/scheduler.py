@@ -338,7 +338,7 @@ class Scheduler:
                     budget -= self._prefill_chunk(sequence, budget, plan)
                 if budget <= 0:
                     break
-            if self.admission.is_entering(group):
+            if group.id in self.admission.entering:
                 return 0  # see `AdmissionOrder.candidates`
         return budget
 
@@ -374,7 +374,7 @@ class Scheduler:
     def _rows_promised(self) -> int:
         """Return how many more rows the groups that hold blocks will need."""
         groups = {s.group.id: s.group for s in (*self.prefilling, *self.parked)}
-        groups |= self.admission.entering()
+        groups |= self.admission.entering
         return sum(g.rows_needed - sum(s.slot >= 0 for s in g.members) for g in groups.values())
 
     def _spare_blocks(self, group: SequenceGroup) -> int:

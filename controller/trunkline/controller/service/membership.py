@@ -161,7 +161,9 @@ class Membership:
         Raises:
             GroupLostError: The process is a member, and the failure is its own.
         """
-        process = self._processes.get(report.incarnation) or self._member(report.incarnation)
+        members = {member.incarnation: member for member in self._members.values()}
+        # A member's connection may have closed already.
+        process = self._processes.get(report.incarnation) or members.get(report.incarnation)
         if process is None:
             return
         reason = f"worker rank {process.rank} failed: {report.reason}"
@@ -174,10 +176,6 @@ class Membership:
         if not process.epoch:
             process.hello = None
             self._failure = reason
-
-    def _member(self, incarnation: bytes) -> _Process | None:
-        """Return the member with this incarnation, even if its connection has closed; None if there is none."""
-        return next((member for member in self._members.values() if member.incarnation == incarnation), None)
 
     def _note_loss(self, reason: str, now: float, *, names_cause: bool) -> None:
         if self._loss is None:
@@ -198,7 +196,8 @@ class Membership:
 
     def form(self, now: float) -> list[WorkerHello]:
         """Form the epoch if each rank has a candidate; return the hellos of the new members, to welcome them."""
-        if self.is_formed or (self._has_old and now < self._lost_at + OLD_WAIT_S):
+        has_old = any(0 < process.epoch < self.epoch for process in self._processes.values())
+        if self.is_formed or (has_old and now < self._lost_at + OLD_WAIT_S):
             return []
         newest: dict[int, _Process] = {}
         for process in self._processes.values():  # in order of arrival: the newest process of a rank is chosen
@@ -211,10 +210,6 @@ class Membership:
         for process in newest.values():
             process.epoch = self.epoch
         return [process.hello for process in newest.values() if process.hello is not None]
-
-    @property
-    def _has_old(self) -> bool:
-        return any(0 < process.epoch < self.epoch for process in self._processes.values())
 
     def lose(self, next_epoch: int, now: float) -> None:
         """End the epoch.

@@ -44,7 +44,9 @@ class RequestLog:
     def __init__(self, tracer: Tracer, group: int) -> None:
         self._tracer = tracer
         self._group = group
-        self._tier_warnings = TierWarnings()
+        self._tier_problems: dict[TierKind, str] = {}
+        """The problems that have been logged."""
+        self._said_lost = False
 
     def ids(self, packed: bytes) -> TraceIds | None:
         """Return span ids for a request with this trace context (`Submit.trace`); None if it is not traced."""
@@ -52,12 +54,26 @@ class RequestLog:
 
     def look(self, engine: Engine, ended: Iterable[RequestTimeline], now: float) -> None:
         """Log the tiers that fail and the requests that have ended since the last step of the engine."""
-        self._tier_warnings.look(engine)
+        self._look_at_tiers(engine)
         for timeline in ended:
             self._log(timeline, now)
             if (ids := timeline.request.trace) is not None:
                 for span in spans_of(timeline, ids, self._group, now):
                     self._tracer.emit(span)
+
+    def _look_at_tiers(self, engine: Engine) -> None:
+        """Log each new problem of a tier once."""
+        for tier, health in engine.scheduler.kv.tree.tiers.health.items():
+            before, self._tier_problems[tier] = self._tier_problems.get(tier, ""), health.problem
+            if health.problem and not before:
+                log.warning(
+                    "a tier fails; it is left alone for a while", tier=tier.name.lower(), problem=health.problem
+                )
+            elif before and not health.problem:
+                log.info("a tier works again", tier=tier.name.lower())
+        if engine.counters.lost_chunks and not self._said_lost:
+            self._said_lost = True
+            log.warning("a tier did not hold a chunk whole, which is computed again; from now on only counted")
 
     def refused(self, request_id: str, reason: str, detail: str) -> None:
         """Log that a request was refused."""
@@ -140,25 +156,3 @@ def _prefill(timeline: RequestTimeline, ids: TraceIds, group: int, end: float) -
         attributes,
         events=list(events),
     )
-
-
-class TierWarnings:
-    """Logs each problem of a tier once; remembers which ones have been logged."""
-
-    def __init__(self) -> None:
-        self._problems: dict[TierKind, str] = {}
-        self._said_lost = False
-
-    def look(self, engine: Engine) -> None:
-        """Log the problems that are new."""
-        for tier, stats in engine.scheduler.kv.tree.tiers.stats().items():
-            before, self._problems[tier] = self._problems.get(tier, ""), stats.problem
-            if stats.problem and not before:
-                log.warning(
-                    "a tier fails; it is left alone for a while", tier=tier.name.lower(), problem=stats.problem
-                )
-            elif before and not stats.problem:
-                log.info("a tier works again", tier=tier.name.lower())
-        if engine.counters.lost_chunks and not self._said_lost:
-            self._said_lost = True
-            log.warning("a tier did not hold a chunk whole, which is computed again; from now on only counted")

@@ -60,7 +60,7 @@ from trunkline.controller.messages import (
     Submit,
 )
 from trunkline.controller.sequences.sequence import Request
-from trunkline.controller.service.membership import GroupLostError, WorkerLoss
+from trunkline.controller.service.membership import GroupLostError
 from trunkline.controller.service.record_replies import RecordReplies
 from trunkline.controller.service.request_log import RequestLog
 from trunkline.controller.service.routers import NUMBER_MASK, ROUTER_SHIFT, Routers
@@ -152,7 +152,6 @@ class ControllerService:
         self._request_log = RequestLog(
             start_tracing(config.otlp_endpoint, "controller", f"controller-{config.group}"), config.group
         )
-        self._worker_loss = WorkerLoss(config.step_timeout_s, config.resume_seconds_max)
         self._wake_ups = WakeUps()
 
     def run(self) -> int:
@@ -268,8 +267,8 @@ class ControllerService:
             ready = self.engine.step(events, now)
             try:
                 self._act(self.engine, ready)
-                self._worker_loss.look(self.engine.oldest_step, now)
-                reason = ready.problem or self._worker_loss.why_hanging(self.engine.predicted_step_s)
+                self.group.loss.look(self.engine.oldest_step, now)
+                reason = ready.problem or self.group.loss.why_hanging(self.engine.predicted_step_s)
             except GroupLostError as error:
                 reason = str(error)
             if self.config.debug_checks:
@@ -312,8 +311,7 @@ class ControllerService:
             self.routers.rare.warning("a process that is no member sent nonsense", now, reason=reason)
             return
         log.error("the workers are lost; others are waited for", reason=reason, epoch=self.group.epoch)
-        self.group.lose(now)
-        self._worker_loss.began(reason, now)
+        self.group.lose(reason, now)
         if self.engine is not None:
             self._pending.events.append(WorkersLost(self.group.epoch))
         if self.status is Status.READY:
@@ -332,11 +330,11 @@ class ControllerService:
             ConfigError: the ranks have too few blocks.
         """
         has_waiting = self.engine is not None and self.engine.is_away and not self.engine.is_idle
-        if has_waiting and self._worker_loss.is_too_long(now):
-            self._pending.events.append(EndAll(f"{self._worker_loss.reason}; no others have come in time"))
+        if has_waiting and self.group.loss.is_too_long(now):
+            self._pending.events.append(EndAll(f"{self.group.loss.reason}; no others have come in time"))
         if self.status is not Status.STARTING:
             return
-        self.detail = "; ".join(filter(None, [self._worker_loss.reason, self.group.describe()]))
+        self.detail = "; ".join(filter(None, [self.group.loss.reason, self.group.describe()]))
         if not self.group.is_complete:
             return
         group = self.group
@@ -349,7 +347,7 @@ class ControllerService:
             self.engine = Engine(limits, group.epoch, self.persistence.first_generation, stored, now)
         else:
             self._pending.events.append(WorkersBack(limits, stored))
-        self._worker_loss.ended()
+        group.loss.ended()
         log.info("ready", epoch=group.epoch, blocks=limits.num_blocks, max_context=limits.longest_sequence)
         self._set_status(Status.READY, "")
 
@@ -427,7 +425,7 @@ class ControllerService:
             return Finished(message.request, FinishReason.DRAINING, self.detail)
         if self.status is Status.FAILED:
             return Finished(message.request, FinishReason.ENGINE_FAILED, self.detail)
-        if self.engine is None or self._worker_loss.is_too_long(time.monotonic()):
+        if self.engine is None or self.group.loss.is_too_long(time.monotonic()):
             return Finished(message.request, FinishReason.ENGINE_FAILED, f"the group is starting: {self.detail}")
         if problem := problem_of_submit(message, self.config.vocab_size):
             return Finished(message.request, FinishReason.INVALID, problem)

@@ -27,13 +27,18 @@ from trunkline.controller.messages import (
     Probed,
     PromptLogprobs,
     StepResult,
-    TopLogprobs,
     WorkerFailed,
     WorkerHello,
     WorkerReady,
     WorkerReport,
 )
-from trunkline.controller.service.membership import REASON_WITHIN_S, GroupLostError, Membership, disagreement
+from trunkline.controller.service.membership import (
+    REASON_WITHIN_S,
+    GroupLostError,
+    Membership,
+    WorkerLoss,
+    disagreement,
+)
 from trunkline.runtime.process import RareLog, is_worker, node_id
 from trunkline.runtime.wire_keys import Role
 from trunkline.runtime.wire_sockets import MESSAGE_BYTES_MAX, SUBSCRIPTION_BYTES_MAX, Gate
@@ -102,6 +107,7 @@ class WorkerGroup:
         gate.bind(self.plans, config.plan_endpoint, Role.WORKER, SUBSCRIPTION_BYTES_MAX)
         gate.bind(self.reports, config.report_endpoint, Role.WORKER, MESSAGE_BYTES_MAX)
         self._membership = Membership(config.tp, node_id(), config.epoch or _wall_ms())
+        self.loss = WorkerLoss(config.step_timeout_s, config.resume_seconds_max)
         self._terms = config.terms
         self._step_limits = (config.token_budget, config.max_rows)
         self._progress: dict[int, LoadProgress] = {}
@@ -207,8 +213,9 @@ class WorkerGroup:
             return REASON_WITHIN_S
         return 1.0 if self.is_formed else LEAVE_EVERY_S
 
-    def lose(self, now: float) -> None:
+    def lose(self, reason: str, now: float) -> None:
         """End the epoch: ask all its ranks to leave, and wait for new ones."""
+        self.loss.began(reason, now)
         self._membership.lose(_wall_ms(), now)
         self._progress.clear()
         self._leave_at = now
@@ -337,16 +344,12 @@ def _out_of_range(report: StepResult | WorkerReady, ranges: dict[str, int]) -> s
 
 def _problem_of_scores(result: StepResult) -> str:
     for top in (result.logprobs or {}).values():
-        if not _are_pairs(top):
+        if len(top.top_ids) != len(top.top_logprobs) or len(top.top_ids) % 4:
             return f"log-probabilities of step {result.step} do not go with their tokens"
     for scored in (result.prompt_logprobs or {}).values():
         if not _fit(scored):
             return f"scores of a prompt in step {result.step} do not go with their tokens"
     return ""
-
-
-def _are_pairs(top: TopLogprobs) -> bool:
-    return len(top.top_ids) == len(top.top_logprobs) and len(top.top_ids) % 4 == 0
 
 
 def _fit(scored: PromptLogprobs) -> bool:
