@@ -79,6 +79,7 @@ def test_sampling_reaches_the_engine(http: httpx.Client, fake: FakeController) -
 def test_defaults_and_drawn_seeds(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:
     for fields in ({"top_k": -1}, {"top_k": -1}, {"temperature": 5e-324}, {"temperature": 9e-6}):
         assert http.post("/v1/completions", json={"prompt": "x", **fields}).status_code == 200
+    assert {submit.max_tokens for submit in fake.behaviour.submits} == {16}
     first, second, *tiny = (submit.sampling for submit in fake.behaviour.submits)
     assert (first.top_p, first.top_k, first.logprobs) == (1.0, 0, -1)
     assert first.temperature == tokenizer.files.defaults.temperature

@@ -32,7 +32,8 @@ def schema(http: httpx.Client, fake: FakeController) -> None:
 
 def test_a_completion(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:
     fake.behaviour.cached_tokens = 7
-    answer = complete(http, max_tokens=5, ttl=3).json()
+    post(http, ttl=60)
+    answer = complete(http, max_tokens=5).json()
     [submit] = fake.behaviour.submits
     texts = texts_of(submit)
     plain = tokenizer.encode_plain
@@ -47,7 +48,9 @@ def test_a_completion(http: httpx.Client, fake: FakeController, tokenizer: Token
     extent = post(http, warm=False)["extent"]
     assert trailing == [extent, len(plain("Where do I sleep?"))]
     assert submit.prompt_len == len(own)
-    modules = seen_tokens(submit.layout)  # type: ignore[arg-type]
+    assert submit.layout is not None
+    assert submit.layout.ttl == 60
+    modules = seen_tokens(submit.layout)
     assert answer["usage"]["prompt_tokens"] == modules + len(own)
     details = {"cached_tokens": 7, "session_tokens": 0, "module_tokens": modules}
     assert answer["usage"]["prompt_tokens_details"] == details

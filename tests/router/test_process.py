@@ -61,6 +61,7 @@ def test_sigterm_drains_and_leaves(place: Path, controller: FakeController) -> N
         wait_until(lambda: controller.live == 1)
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: httpx.post(f"{url}/v1/chat/completions", json=CHAT).status_code == 503)
+        assert httpx.get(f"{url}/health").status_code == 503
         thread.join()
         assert results[0].json()["choices"][0]["message"]["content"] == ANSWER
         assert process.wait(5) == 0
