@@ -253,7 +253,7 @@ class Dispatcher:
         if attempt.sample == ALL and begun:
             samples = sorted(routed.stream.running)
         elif attempt.sample == ALL:
-            routed.stream.restart()
+            routed.stream.prompt_logprobs.clear()  # the request begins again, and its reader has used none yet
         for sample in samples:
             if failures:
                 routed.failures[sample] = failures

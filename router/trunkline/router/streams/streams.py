@@ -117,7 +117,8 @@ class Stream:
         """All tokens that have arrived, by sample."""
         self._release: Callable[[int, bool], None] | None = release
         self._wants_logprobs = wants_logprobs
-        self._samples = samples
+        self.samples = samples
+        """How many samples the request began with."""
         self._running = set(range(samples))
         self._drop = drop
         self._batch = self._fresh()
@@ -127,11 +128,6 @@ class Stream:
     def running(self) -> frozenset[int]:
         """Indices of the samples that have not ended."""
         return frozenset(self._running)
-
-    @property
-    def samples(self) -> int:
-        """How many samples the request began with."""
-        return self._samples
 
     @property
     def ended(self) -> bool:
@@ -159,10 +155,6 @@ class Stream:
             self.finish_sample(event.sample, event.reason)
         else:
             self.finish(event.reason, event.detail, event.param)
-
-    def restart(self) -> None:
-        """Forget the prompt's log-probabilities: the request begins again, and its reader has used none yet."""
-        self.prompt_logprobs.clear()
 
     def push(self, token: int, logprobs: TopLogprobs | None = None, sample: int = 0) -> None:
         """Take the next token of a sample.
@@ -246,11 +238,11 @@ class Stream:
             self.started = msgspec.structs.replace(self.started, cut=started.cut, exact=started.exact)
 
     def _check(self, sample: int, what: str) -> None:
-        if not 0 <= sample < self._samples:
-            raise ValueError(f"{what} sample {sample} of {self._samples}")
+        if not 0 <= sample < self.samples:
+            raise ValueError(f"{what} sample {sample} of {self.samples}")
 
     def _fresh(self) -> Batch:
-        return Batch([], []) if self._samples == 1 else Batch([], [], [], {})
+        return Batch([], []) if self.samples == 1 else Batch([], [], [], {})
 
     def _end(self, end: End, *, abort: bool) -> None:
         if self._let_go(abort=abort):
