@@ -40,7 +40,7 @@ def child_of(context: SpanContext) -> SpanContext:
 
 
 class Sink(Protocol):
-    """Where spans go."""
+    """Takes the spans of a process: the export to a collector, or a test."""
 
     @property
     def exported(self) -> int:

@@ -281,7 +281,7 @@ def problem_of(endpoints: Sequence[str], path: str, role: Role, *, plain_tcp: bo
 
 
 SEED_CHARACTERS_MIN: Final = 32
-"""Of random letters and digits: more than 160 bits."""
+"""Characters of a line, at least: random letters and digits have more than 160 bits then."""
 _SEED_BYTES_MAX: Final = 4096
 
 

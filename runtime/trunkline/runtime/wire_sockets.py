@@ -363,8 +363,8 @@ class WirePeer:
     def __init__(self, path: str = "", role: Role = Role.ROUTER) -> None:
         """
         Args:
-            path: of the file of keys; it is read at each connection, so it may be exchanged. "": none.
-            role: whose key pair is shown.
+            path: The file of keys, which is read at each connection, so it may be exchanged; "": none.
+            role: The role whose key pair is shown.
         """
         self.path = path
         self.attempts = 0
@@ -435,8 +435,8 @@ def refusal_of(event: MonitorEvent, path: str) -> str:
     """Return what a failed handshake means for the client that sees it.
 
     Args:
-        event: of the socket's monitor, one of `HANDSHAKE_FAILED`.
-        path: of the file of keys that were used; "": none.
+        event: An event of the socket's monitor, one of `HANDSHAKE_FAILED`.
+        path: The file of the keys that were used; "": none.
     """
     if not is_network(event["endpoint"].decode(errors="replace")):  # keys are for the network only
         return "the process there has ended, or is just starting"

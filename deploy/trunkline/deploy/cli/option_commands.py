@@ -50,7 +50,7 @@ HINTS: Final = {
     "--model": _MODEL,
     "--model-path": _MODEL,
 }
-"""What to say to options of vLLM, SGLang and llama.cpp, by the option."""
+"""Hints for users of vLLM, SGLang and llama.cpp, by the option that they typed."""
 
 
 class HintingCommand(TyperCommand):

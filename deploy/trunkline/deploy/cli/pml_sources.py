@@ -34,7 +34,7 @@ class Source:
 
     @property
     def is_json(self) -> bool:
-        """Whether it is in the JSON form."""
+        """Whether the file is in the JSON form."""
         return self.path.endswith(".json")
 
     def schema(self) -> pml.SchemaDocument:
@@ -130,7 +130,7 @@ class Counting:
     context: int
     """Longest prompt and answer."""
     unit: str
-    """What is counted, in plain words."""
+    """The thing that is counted, in plain words."""
 
 
 def counting(model: str | None) -> Counting:

@@ -205,7 +205,7 @@ def cache_folder() -> Path | None:
 
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
-"""Where a server is unless its options say otherwise."""
+"""The address of a server unless its options say otherwise."""
 _BACKLOG: Final = 2048
 """Connections that wait while all routers are busy, or being started again."""
 

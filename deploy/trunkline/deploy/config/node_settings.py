@@ -157,7 +157,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class NodePlan:
-    """What runs on this host of a cluster that is spread over hosts."""
+    """The part of a cluster over several hosts that runs on this host."""
 
     ranks: range = range(0)
     """Ranks of the group that run here."""
@@ -182,7 +182,7 @@ class NodeSettings:
     """The settings of a part of a cluster that is spread over hosts, as texts."""
 
     listen: str = f"127.0.0.1:{GROUP_PORT}"
-    """Where a group listens; by default only this machine may connect."""
+    """The address on which a group listens; by default only this machine may connect."""
     leader: str = ""
     """For workers: where their group listens."""
     controllers: str = ""

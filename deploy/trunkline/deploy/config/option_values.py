@@ -79,9 +79,9 @@ class DiskOption:
     """The value of `--disk-tier`: `PATH:SIZE`, `SIZE` or `0`."""
 
     size_bytes: int
-    """Of all workers together; 0: no disk tier."""
+    """The size for all workers together; 0: no disk tier."""
     path: Path | None = None
-    """None: below the user's cache folder."""
+    """The folder; None: one in the user's cache folder."""
 
 
 def parse_disk_tier(text: str) -> DiskOption:

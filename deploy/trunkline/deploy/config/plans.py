@@ -240,7 +240,7 @@ class ClusterPlan:
 
     @property
     def url(self) -> str:
-        """Where clients on this machine connect."""
+        """The address at which clients on this machine connect."""
         host = self.settings.connect_host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 

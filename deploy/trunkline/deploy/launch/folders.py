@@ -43,7 +43,7 @@ class Process(msgspec.Struct, frozen=True):
 
     pid: int
     started: int
-    """Its start time, in ticks since the machine's start."""
+    """The process's start time, in ticks since the machine's start."""
 
 
 class KeeperState(msgspec.Struct, frozen=True):

@@ -93,7 +93,7 @@ class Plan:
     """All that have units."""
     units: tuple[Unit, ...]
     urls: tuple[str, ...]
-    """Where clients connect."""
+    """The addresses at which clients connect."""
     model: str
     security: Security
     stop_s: float
@@ -347,7 +347,7 @@ ENDED: Final = ("stopped", "failed", "gone")
 
 @dataclass
 class Decision:
-    """What is to be done with each unit."""
+    """What `up` does with each unit."""
 
     keep: list[str] = field(default_factory=list)
     """Units that run as they should."""
@@ -361,7 +361,7 @@ class Decision:
 
     @property
     def is_disruptive(self) -> bool:
-        """Whether a running unit is stopped."""
+        """Whether a running unit would be stopped."""
         return bool(self.change or self.extra)
 
 

@@ -37,7 +37,7 @@ class Hello(Message, frozen=True):
 
 
 class UnitRecord(msgspec.Struct, frozen=True):
-    """What a unit is started from, kept in its folder (`unit.json`, 0600)."""
+    """Everything that a unit is started from, kept in its folder (`unit.json`, 0600)."""
 
     name: str
     kind: str
@@ -46,7 +46,7 @@ class UnitRecord(msgspec.Struct, frozen=True):
     digest: str
     health_port: int
     version: str = ""
-    """Of Trunkline on that host; the agent fills it in."""
+    """The version of Trunkline on that host, which the agent fills in."""
 
 
 class Put(Message, frozen=True):

@@ -26,7 +26,7 @@ class GroupPlan:
     name: str
     record: Group
     path: Path
-    """Where it stands in the file."""
+    """The group's place in the file."""
     ranks: dict[str, range]
     """Ranks by host, in order; the first host runs the controller."""
 
@@ -203,7 +203,7 @@ class Facts:
     cores: int
     memory_bytes: int
     gpus: tuple[str, ...] = ()
-    """Its GPUs, as `CUDA_VISIBLE_DEVICES` names them."""
+    """The host's GPUs, as `CUDA_VISIBLE_DEVICES` names them."""
 
 
 @dataclass

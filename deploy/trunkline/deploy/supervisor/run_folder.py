@@ -136,7 +136,7 @@ class Running(msgspec.Struct, frozen=True):
     url: str
     title: str
     pid: int
-    """Of the supervisor."""
+    """The supervisor's process id."""
     kind: str = "cluster"
     """"cluster", or the part that runs here: "group", "workers" or "router" (`node_settings.Kind`)."""
 

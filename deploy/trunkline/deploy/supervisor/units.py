@@ -43,7 +43,7 @@ class Mode(StrEnum):
     DOWN = "down"
     """A command stopped it."""
     LOST = "lost"
-    """It can never work as it is configured, or its processes survive SIGKILL."""
+    """The unit can never work as it is configured, or its processes survive SIGKILL."""
 
 
 @dataclass
@@ -138,14 +138,14 @@ class Group:
 
     @property
     def state(self) -> str:
-        """Its state in one word, for a status table."""
+        """The group's state in one word, for a status table."""
         if self.mode is Mode.UP:
             return "ready" if self.is_ready else "starting"
         return "draining" if self.mode is Mode.STOPPING else self.mode.value
 
     @property
     def is_to_be_down(self) -> bool:
-        """Whether it is down, or will be."""
+        """Whether the group is down, or will be once it has stopped."""
         return self.mode is Mode.DOWN or (self.mode is Mode.STOPPING and self.then is Mode.DOWN)
 
     def expects(self, name: str) -> bool:
@@ -306,7 +306,7 @@ class Router:
         """Children that finish their streams, each with its deadline."""
         self._failure = ""
         self.why_lost = ""
-        """As in `Group`."""
+        """Why the router was given up, if its process said why; else ""."""
         self._replacements = 0
 
     @property
@@ -381,7 +381,7 @@ class Router:
 
     @property
     def outcome(self) -> str | None:
-        """As in `Group`."""
+        """How a restart ended: "" the router is ready again; None: not yet; else why it never will be."""
         if self._failure or self.mode is Mode.LOST:
             return self._failure or f"was given up: {self.why_lost}"
         return "" if self.is_ready and not self._successor and not self._leaving else None
