@@ -56,7 +56,11 @@ AREAS: Final[dict[str, tuple[str, ...]]] = {
     # Clusters over several hosts, long chaos, cut cables, slow disks: what is slow to test of what survives.
     "survival": (
         *("controller/trunkline/controller/service/*", "router/trunkline/router/streams/*", "runtime/*"),
-        *("worker/trunkline/worker/service.py", "worker/trunkline/worker/tensor_parallel.py", "deploy/trunkline/deploy/*"),
+        *(
+            "worker/trunkline/worker/service.py",
+            "worker/trunkline/worker/tensor_parallel.py",
+            "deploy/trunkline/deploy/*",
+        ),
         *("tests/cluster/*",),
     ),
     # `trunkline launch` over ssh.
