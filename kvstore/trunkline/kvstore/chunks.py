@@ -37,10 +37,11 @@ SlotId = NewType("SlotId", int)
 """A slot of a tier below the device. The controller hands it out, and it has the same id on every rank."""
 
 NO_BLOCK: Final = BlockId(-1)
-"""No block: of a chunk, "not on the device"; as a slot in `write_kv`, "do not store this token's KV"."""
+"""The value for "no block". As a chunk's block it means "not on the device"; as a slot in `write_kv`, "do not
+store this token's KV"."""
 
 NO_SLOT: Final = SlotId(-1)
-"""The chunk has no slot in that tier."""
+"""The value for "no slot": the chunk has none in that tier."""
 
 OPEN_COUNT: Final = -1
 """Token count of an extent that grows with its sequence."""
@@ -54,9 +55,9 @@ class Extent(NamedTuple):
     """
 
     table_start: int
-    """Index of the first block-table entry."""
+    """Index of the extent's first entry in the block table."""
     first_token: int
-    """Offset of the first selected token in that entry's block, in tokens."""
+    """Offset of the first selected token within the block of entry `table_start`, in tokens."""
     token_count: int
     """Number of selected tokens; `OPEN_COUNT` for the last extent, which grows."""
     base_position: int
@@ -66,7 +67,7 @@ class Extent(NamedTuple):
 
 
 PLAIN_LAYOUT: Final = (Extent(0, 0, OPEN_COUNT, 0, 0),)
-"""The layout of an ordinary sequence: everything, from position 0, unshifted."""
+"""The layout of an ordinary sequence: one extent over all of its tokens, from position 0, unshifted."""
 
 
 def blocks_for(token_count: int, chunk_size: int) -> int:
@@ -78,7 +79,7 @@ Int32Array = NDArray[np.int32]
 
 
 def pack_int32(values: Int32Array | Sequence[int]) -> bytes:
-    """Return the values as little-endian int32 bytes. An integer per msgpack element would cost 60 times more."""
+    """Return the values as little-endian int32 bytes. Single msgpack integers would cost 60 times as much."""
     return np.ascontiguousarray(values, dtype="<i4").tobytes()
 
 
@@ -147,7 +148,7 @@ class CopyLocations:
         self.disk_ready = False
         self.remote = False
         self.busy = 0
-        """Background moves in flight that read or write a copy."""
+        """Number of background moves in flight that read or write a copy of the chunk."""
         self.arrived = 0
         """Serial number of the chunk's arrival in the tiers, for the FIFO policy; 0: no tier has it."""
 
@@ -176,30 +177,31 @@ class TieredChunk(CopyLocations):
     def __init__(self, parent: TieredChunk | None, name: ChunkName) -> None:
         super().__init__()
         self.parent = parent
-        """None for a root, which has no copies."""
+        """The chunk above this one in its path; None for a root, which has no copies."""
         self.name = name
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.last_use = 0.0
         self.expires = 0.0
-        """When its copies are given up; 0 or infinity: never. Set by `Directory.keep`."""
+        """Time at which the chunk's copies are given up; 0 or infinity: never. Set by `Directory.keep`."""
         self.claims = 0
-        """Preempted sequences that want to find it in host memory."""
+        """Number of preempted sequences that want to find the chunk in host memory."""
         self.pins = 0
         self.stored_below = 0
-        """Children that have a copy in a tier, or a descendant that has one: these leave first."""
+        """Number of children that have a copy in a tier, or a descendant with a copy. These leave before this
+        chunk."""
         self.is_forgotten = False
-        """Its owner has removed it; moves in flight may still use its slots."""
+        """Whether the chunk's owner has removed it. Moves in flight may still use its slots."""
         self.wants: list[tuple[QueueKey, int]] = []
-        """Waiting jobs that will use it, in the order of the queue: (key, job)."""
+        """The waiting jobs that will use the chunk, in the order of the queue: (key, job)."""
 
     @property
     def on_device(self) -> bool:
-        """Whether the device has a copy as well. The tree's node overrides this."""
+        """Whether the device has a copy of the chunk as well. The tree's node overrides this."""
         return False
 
     @property
     def token_count(self) -> int:
-        """Tokens of the chunk, for costs and statistics. The tree's node overrides this."""
+        """Number of tokens of the chunk, for costs and statistics. The tree's node overrides this."""
         return 1
 
 
@@ -213,7 +215,8 @@ class ChangeLog(Generic[ChunkT]):
         self._items: dict[ChunkT, None] | None = None
 
     def start(self) -> None:
-        """Note changes from now on; the caller takes them regularly."""
+        """Begin to collect chunks. From then on the caller calls `take` regularly, because the log grows until it
+        is taken."""
         if self._items is None:
             self._items = {}
 

@@ -108,7 +108,7 @@ class SlotPool(Generic[OwnerT]):
         return True
 
     def touch(self, slot: SlotId, step: int) -> None:
-        """Note that the plan of `step` reads a slot."""
+        """Note that the plan of `step` reads a slot, so that the slot is busy in that step."""
         self._busy_step[slot] = step
 
     def is_busy(self, slot: SlotId, step: int) -> bool:
@@ -132,7 +132,7 @@ class IndexEvent(NamedTuple, Generic[ChunkT]):
 
     slot: SlotId
     chunk: ChunkT | None
-    """The chunk that the slot holds now, written and verified by every rank; None: the slot is empty."""
+    """The chunk that the disk slot holds now, written and verified by every rank; None: the slot is empty."""
     generation: int = 0
 
 
@@ -164,11 +164,12 @@ def host_state(chunk: TieredChunk, *, may_sink: bool) -> HostState:
 
 
 class CopyChanges(Generic[ChunkT]):
-    """Changes that the directory's owner has not taken yet."""
+    """Changes of copies that the directory's owner has not taken yet."""
 
     def __init__(self) -> None:
         self.lost: list[ChunkT] = []
-        """Chunks that lost their last copy. They may have one again by now."""
+        """Chunks that lost their last copy since the owner last asked. A chunk of the list may have a new copy by
+        now."""
         self.events: list[IndexEvent[ChunkT]] = []
         self.log: ChangeLog[ChunkT] = ChangeLog()
         """Chunks that may be in other tiers than before. The owner notes changes on the device in it as well."""
@@ -182,7 +183,7 @@ class Copies(Generic[ChunkT]):
         self.disk: SlotPool[ChunkT] = SlotPool(config.disk_slots, config.first_generation)
         self.key = key = victim_key(config.policy)
         self.may_sink = bool(config.disk_slots or config.remote)
-        """See `host_state`."""
+        """Whether there are tiers below host memory, to which host copies are to be written."""
         self._is_exclusive = config.is_exclusive
         self._totals = totals
         self.clean: LazyHeap[ChunkT] = LazyHeap(key)
@@ -205,7 +206,7 @@ class Copies(Generic[ChunkT]):
         return slot
 
     def host_arrived(self, chunk: ChunkT) -> None:
-        """Note that the reserved host slot may be read from now on."""
+        """Note that the host slot reserved for a chunk holds its copy, which may be read from now on."""
         self._arriving(chunk)
         chunk.host_ready = True
         self.changes.log.note(chunk)
@@ -213,7 +214,7 @@ class Copies(Generic[ChunkT]):
         self.offer(chunk)
 
     def drop_host(self, chunk: ChunkT) -> None:
-        """Give up the host copy, or the slot that was reserved for one."""
+        """Give up a chunk's host copy, or the host slot that was reserved for one."""
         self.host.release(chunk.host)
         chunk.host = NO_SLOT
         self.unsaved_claims += chunk.claims > 0
@@ -232,7 +233,7 @@ class Copies(Generic[ChunkT]):
         return slot
 
     def disk_arrived(self, chunk: ChunkT) -> None:
-        """Note that the copy in the reserved disk slot is written and verified."""
+        """Note that a chunk's copy is written to its reserved disk slot and verified."""
         self._arriving(chunk)
         chunk.disk_ready = True
         self.changes.log.note(chunk)
@@ -252,7 +253,7 @@ class Copies(Generic[ChunkT]):
         return True
 
     def drop_disk(self, chunk: ChunkT) -> None:
-        """Give up the disk copy, or the slot that was reserved for one."""
+        """Give up a chunk's disk copy, or the disk slot that was reserved for one."""
         slot = chunk.disk
         self.disk.release(slot)
         chunk.disk = NO_SLOT
@@ -265,7 +266,7 @@ class Copies(Generic[ChunkT]):
             self._gone(chunk)
 
     def evict_disk(self, chunk: ChunkT) -> None:
-        """Give up the disk copy, and count an eviction."""
+        """Give up a chunk's disk copy, and count an eviction."""
         self._totals[TierKind.DISK].evictions += 1
         self.drop_disk(chunk)
 
@@ -276,14 +277,14 @@ class Copies(Generic[ChunkT]):
         self.offer(chunk)
 
     def drop_remote(self, chunk: ChunkT) -> None:
-        """Do not count on the remote tier's copy any more."""
+        """Forget that the remote tier has a copy of a chunk."""
         self.distant.discard(chunk)
         if chunk.remote:
             chunk.remote = False
             self._gone(chunk)
 
     def evict_remote(self, chunk: ChunkT) -> None:
-        """Do not count on the remote tier's copy any more, and count an eviction."""
+        """Forget that the remote tier has a copy of a chunk, and count an eviction."""
         self._totals[TierKind.REMOTE].evictions += 1
         self.drop_remote(chunk)
 
@@ -357,7 +358,7 @@ class Copies(Generic[ChunkT]):
         chunk is worth more than any other.
 
         Args:
-            gone: Called with the chunk that lost its disk copy.
+            gone: Called with the chunk that loses its disk copy.
             lossless: In exclusive mode, no chunk may leave the system for this one.
         """
         if self.disk.free_count:
@@ -409,7 +410,7 @@ class Copies(Generic[ChunkT]):
         return HeapVerdict.TAKE if may_leave(chunk) else HeapVerdict.SKIP
 
     def _arriving(self, chunk: ChunkT) -> None:
-        """Note that a ready copy is about to come: with its first copy the chunk comes into the system."""
+        """Note that a chunk is about to get a ready copy. With its first copy the chunk comes into the system."""
         if chunk.is_stored:
             return
         parent = chunk.parent
@@ -421,7 +422,7 @@ class Copies(Generic[ChunkT]):
             self._one_more_below(parent)
 
     def _gone(self, chunk: ChunkT) -> None:
-        """Note that a ready copy is gone: with its last copy the chunk leaves the system."""
+        """Note that a ready copy of a chunk is gone. With its last copy the chunk leaves the system."""
         if chunk.is_stored:
             self.offer(chunk)
             return

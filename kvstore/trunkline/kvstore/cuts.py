@@ -1,5 +1,5 @@
-"""Which parts of a history a sequence sees, and its layout over blocks that follows from them (CachedAttention
-§3.4).
+"""Rules for truncated contexts: which parts of a history a sequence sees, and its layout over blocks
+(CachedAttention §3.4).
 
 A cut drops ranges of a history: the oldest half of an overflowing context, or the tokens of a discard list. KV
 stays where it is, as it was computed; only the parts of it that are read change. Tokens are counted in three ways:
@@ -23,18 +23,18 @@ import numpy as np
 from trunkline.kvstore.chunks import NAME_BYTES, OPEN_COUNT, ChunkName, Extent, Int32Array, chunk_name
 
 DROPS_MAX: Final = 64
-"""The number of ranges that one sequence may drop."""
+"""Largest number of ranges that one sequence may drop."""
 
 
 class ChunkRun(NamedTuple):
     """Consecutive chunks of a history that are in the table, and how many dropped ranges lie before them."""
 
     start: int
-    """First chunk in the history."""
+    """Index in the history of the run's first chunk."""
     stop: int
-    """The chunk behind the last one; -1: the run is open."""
+    """Index in the history behind the run's last chunk; -1: the run is open."""
     drops: int
-    """How many of the dropped ranges lie before it; 0: the beginning of the history."""
+    """Number of dropped ranges that lie before the run; 0: it is the beginning of the history."""
 
 
 class ContextCut:
@@ -53,12 +53,13 @@ class ContextCut:
         dropped = sum(stop - start for start, stop in drops)
         last = self.segments[-1]
         self.table_start = sum(segment.stop - segment.start for segment in self.segments[:-1])
-        """Table entries before the last segment."""
+        """Number of table entries before the last segment."""
         self.first_open = self.table_start * chunk_size + drops[-1][1] % chunk_size
         """Index in the table of the first token behind the last dropped range."""
         skipped = last.start - self.table_start
         self.holes = dropped - skipped * chunk_size
-        """Tokens in the table that are not seen: the difference between counting in the table and acting."""
+        """Number of tokens in the table that are not seen: the difference between counting in the table and
+        acting."""
         closed = self.extents()[:-1]
         self.closed_end = (
             closed[-1].table_start * chunk_size + closed[-1].first_token + closed[-1].token_count if closed else 0
@@ -76,7 +77,7 @@ class ContextCut:
         return np.concatenate(parts)
 
     def seen(self, table_tokens: Int32Array) -> Int32Array:
-        """Return those of the table's tokens that are seen."""
+        """Return the tokens that are seen, from the tokens of the table."""
         mask = np.ones(len(table_tokens), bool)
         for extent in self.extents()[:-1]:
             begin = extent.table_start * self.chunk_size + extent.first_token

@@ -35,7 +35,7 @@ from trunkline.kvstore.tier_moves import Move, MoveStatus, TierHealth, TierMover
 from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy, HeapVerdict, WaitingJobs
 
 READ_US: dict[TierKind, float] = {TierKind.DISK: 500.0, TierKind.REMOTE: 1000.0}
-"""The assumed cost of a read until one was measured."""
+"""Assumed microseconds of one read, by tier, until a read was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,13 @@ class TierStats:
     """A tier's size, its totals, and how well it works at present."""
 
     slots: int
-    """0: not known (remote)."""
+    """Number of the tier's slots; 0: not known (remote)."""
     used: int
     totals: TierTotals
     read_us: float = 0.0
-    """The cost of one read of many; 0 for host memory, which step plans read."""
+    """Microseconds of one read while many are in flight; 0 for host memory, which step plans read."""
     problem: str = ""
-    """Why moves fail; "" if they do not."""
+    """Why the tier's moves fail; "": they do not."""
 
 
 class Directory(Generic[ChunkT]):
@@ -58,7 +58,7 @@ class Directory(Generic[ChunkT]):
     def __init__(self, config: DirectoryConfig, totals: Mapping[TierKind, TierTotals] | None = None) -> None:
         """
         Args:
-            totals: Of each `TierKind`, to count on from; None: from zero.
+            totals: The totals of each `TierKind` from which to count on; None: count from zero.
 
         Raises:
             ValueError: The configuration makes no sense.
@@ -177,14 +177,14 @@ class Directory(Generic[ChunkT]):
         self.jobs.add(job, key, chunks)
 
     def unwant(self, job: int) -> None:
-        """Note that a job does not wait any more. Unknown jobs are ignored."""
+        """Note that a job does not wait any more. A job that is not known is ignored."""
         if job in self.jobs:
             for chunk in self.jobs.remove(job):
                 if not chunk.is_forgotten:
                     self.copies.offer(chunk)
 
     def claim(self, chunk: ChunkT) -> bool:
-        """Keep a chunk in host memory for a preempted sequence, from when the chunk has lost its block.
+        """Claim a chunk for a preempted sequence: from when it has lost its block, it stays in host memory.
 
         Returns:
             False if more chunks would be claimed than host memory has slots.
@@ -198,7 +198,7 @@ class Directory(Generic[ChunkT]):
         return True
 
     def unclaim(self, chunk: ChunkT) -> None:
-        """Undo one `claim`. The claims of a forgotten chunk are undone already."""
+        """Undo one `claim` of a chunk. The claims of a forgotten chunk are undone already."""
         if not chunk.claims:
             return
         chunk.claims -= 1
@@ -222,7 +222,7 @@ class Directory(Generic[ChunkT]):
         return True
 
     def unpin(self, chunks: Sequence[ChunkT]) -> None:
-        """Undo one `pin`. The pins of forgotten chunks are undone already."""
+        """Undo one `pin` of these chunks. The pins of forgotten chunks are undone already."""
         for chunk in chunks:
             if chunk.pins:
                 chunk.pins -= 1
@@ -241,7 +241,7 @@ class Directory(Generic[ChunkT]):
     def expire(self, now: float) -> list[ChunkT]:
         """Give up the copies of chunks whose time is over, leaf first. They count as evicted.
 
-        Chunks that are claimed, pinned, wanted or being moved stay until they are not, and so do those above them.
+        A chunk stays while it, or a chunk below it, is claimed, pinned, wanted or being moved.
 
         Returns:
             All chunks whose time is over, also those that had copies on the device only.
@@ -272,7 +272,7 @@ class Directory(Generic[ChunkT]):
     def done(
         self, move_id: int, status: MoveStatus, now: float, elapsed_us: float = 0.0, detail: str = ""
     ) -> ChunkT | None:
-        """Take the result of a move: the worst of all ranks' outcomes.
+        """Apply the result of a move; `status` is the worst of all ranks' outcomes.
 
         Returns:
             The moved chunk; None if it is forgotten.

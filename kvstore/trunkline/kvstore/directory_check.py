@@ -12,7 +12,7 @@ from trunkline.kvstore.tier_policy import WaitingJobs
 
 
 class DirectoryIntegrityError(AssertionError):
-    """The directory contradicts itself: a bug."""
+    """An invariant of the directory is broken: a bug."""
 
 
 def _require(condition: bool, what: str, chunk: TieredChunk | None = None) -> None:
@@ -23,7 +23,7 @@ def _require(condition: bool, what: str, chunk: TieredChunk | None = None) -> No
 def check_directory(
     copies: Copies[ChunkT], jobs: WaitingJobs[ChunkT], mover: TierMover[ChunkT], claimed_count: int
 ) -> None:
-    """Check that slots, copies, moves and wishes agree.
+    """Check that slots, copies, moves and the wishes of waiting jobs agree.
 
     Raises:
         DirectoryIntegrityError: An invariant is broken.

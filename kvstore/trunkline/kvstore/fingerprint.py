@@ -1,4 +1,5 @@
-"""Digests of all that KV depends on besides the tokens, so that KV of another model or shape is never found.
+"""Digests of everything on which KV depends besides the tokens, so that KV of another model or shape is never
+found.
 
 There are two, one inside the other. The *model's* is part of every chunk's name (`trunkline.kvstore.chunks`): it
 says which model computed the KV. The *tier's* is part of every file and key that holds KV: it also says which
@@ -14,8 +15,8 @@ FINGERPRINT_BYTES: Final = 16
 
 FORMAT: Final = 1
 """Version of the bytes that a tier keeps of a chunk: a rank's `[layers, 2, KV heads, chunk_size, head_dim]` in
-plain order. Kernels may pack blocks of the device pool, but unpack them on the way out. Raise it when the bytes
-change."""
+plain order. Kernels may pack blocks of the device pool, but unpack them on the way out. Raise the version when the
+bytes change."""
 
 
 class KvShape(NamedTuple):
@@ -23,9 +24,9 @@ class KvShape(NamedTuple):
 
     layers: int
     kv_heads: int
-    """Of this rank."""
+    """Number of KV heads of this rank."""
     chunk_size: int
-    """In tokens."""
+    """Number of tokens of a chunk."""
     head_dim: int
 
 

@@ -20,18 +20,18 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def pairs(packed: bytes) -> Ranges:
-    """Return packed int32 `[n, 2]` as tuples."""
+    """Return packed int32 `[n, 2]` as a tuple of pairs."""
     return tuple((a, b) for a, b in unpack_int32(packed, columns=2).tolist())
 
 
 class RelocationRule(Enum):
-    """Where a text that was computed at one position may act."""
+    """The rule that says where a text that was computed at one position may act."""
 
     ANYWHERE = auto()
     WITH_ITS_PARENT = auto()
-    """Where the texts above it are as far away as when it was computed."""
+    """The text may act where the texts above it are as far away as when it was computed."""
     NOWHERE = auto()
-    """Only where it was computed, because the model's positions are learned."""
+    """The text may act only where it was computed, because the model's positions are learned."""
 
     @staticmethod
     def of(positions_shift: bool, relocate: bool) -> RelocationRule:
@@ -39,7 +39,7 @@ class RelocationRule(Enum):
 
         Args:
             positions_shift: Whether the model's keys can be rotated to other positions.
-            relocate: Whether the request allows that.
+            relocate: Whether the request allows texts to act at other positions.
         """
         if not positions_shift:
             return RelocationRule.NOWHERE
@@ -50,13 +50,13 @@ class TextNames(NamedTuple):
     """The two names of a text."""
 
     place: ChunkName
-    """Names the texts that it sees, and its first chunk."""
+    """Name of the place: of the texts that this text sees, and of its first chunk."""
     content: ChunkName
-    """Names the texts that it sees, and all of its tokens."""
+    """Name of the content: of the texts that this text sees, and of all its tokens."""
 
 
 def modules_root(root: bytes) -> ChunkName:
-    """Return the name from which the names of texts begin.
+    """Return the name from which the names of a salt's texts are chained.
 
     Args:
         root: The root name of the texts' salt.

@@ -18,13 +18,14 @@ class RemoteStore:
     """A kind of store that can be a remote tier."""
 
     form: str
-    """The form of its URLs, for messages."""
+    """The form of the store's URLs, for messages."""
     tier: str
     """`MODULE:NAME` of the function that makes the tier in a worker. Its arguments are the URL, the bytes of a
     chunk's shard, the `RecordKeeper` and the seconds after which a chunk is forgotten (0: never); it returns a
     `SharedTier`."""
     problem: Callable[[SplitResult], str]
-    """Returns why a URL with this scheme does not have the form; "" if it has. It never quotes a password."""
+    """Function that returns why a URL with the store's scheme does not have the right form; "": it has. Its result
+    never quotes a password."""
 
 
 class RemoteUrlError(ValueError):

@@ -33,20 +33,21 @@ class TierTotals:
     """What a tier has done since the start of its controller. The totals go on when workers are replaced."""
 
     writes: int = 0
-    """Chunks that came into the tier. Of the device: loads from host memory."""
+    """Number of chunks that were copied into the tier. For the device: loads from host memory."""
     reads: int = 0
-    """Chunks that were copied out of it. Of the device: saves to host memory."""
+    """Number of chunks that were copied out of the tier. For the device: saves to host memory."""
     evictions: int = 0
     failures: int = 0
 
 
 class SlotKey(NamedTuple):
-    """What a slot must contain for a read to succeed. Anything else is a miss, never wrong KV."""
+    """The content that a slot must have for a read to succeed. Any other content is a miss, never wrong KV."""
 
     slot: SlotId
     name: ChunkName
     generation: int
-    """Grows each time the controller hands the slot out, so that a late write cannot pass for a new one."""
+    """Number of this use of the slot. It grows each time the controller hands the slot out, so that a late write
+    cannot pass for a new one."""
 
 
 class Tier(Protocol):
@@ -58,7 +59,7 @@ class Tier(Protocol):
 
     kind: TierKind
     capacity_slots: int
-    """0: it has no slots of its own."""
+    """Number of slots of the tier; 0: it has no slots of its own."""
     slot_bytes: int
 
     def write(self, key: SlotKey, data: memoryview) -> None:

@@ -36,16 +36,18 @@ FAILURES_IN_A_ROW: Final = 3
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 60.0
 SURPRISE_MAX: Final = 4.0
-"""A sample of a read's cost counts as at most this many times the estimate."""
+"""Largest factor by which one measured read may exceed the estimate of a read's cost; a slower read counts as this
+many times the estimate."""
 DOUBT: Final = 0.8
-"""Factor by which `doubt` lowers an estimate."""
+"""Factor by which `TierHealth.doubt` lowers the estimate of a read's cost."""
 SMOOTHING: Final = 0.1
 """Weight of the newest sample of a read's cost."""
 READ_FAILURES_MAX: Final = 3
-"""After this many failed reads a copy is given up, although its tier may work otherwise."""
+"""Number of failed reads after which a copy is given up, even if its tier works for other chunks."""
 
 REFUSALS_MAX: Final = 4
-"""A round of orders ends after this many chunks that no tier takes and that must not leave the system."""
+"""How many chunks `_make_room` tries to write to a lower tier before it gives up on such chunks: they have their
+only copy in host memory, no tier takes it now, and it may not be dropped."""
 
 
 class TierHealth:
@@ -58,14 +60,14 @@ class TierHealth:
         """
         self.totals = totals
         self.reading = 0
-        """Reads in flight; likewise writes."""
+        """Number of reads in flight."""
         self.writing = 0
         self.problem = ""
-        """Why the tier is paused or on trial."""
+        """Why the tier is paused, or gets only one move at a time after a pause; "": it works."""
         self.read_us = read_us
-        """Time per read while as many run at once as may."""
+        """Microseconds per read while the tier has as many reads in flight as it may."""
         self.latency_us = 0.0
-        """Time from a read's start to its end."""
+        """Microseconds from a read's start to its end."""
         self._limits = reads_in_flight, writes_in_flight
         self._last_read = 0.0
         self._streak = 0
@@ -125,11 +127,12 @@ class TierHealth:
             self.problem = ""
 
     def predicted_us(self, reads: int) -> float:
-        """Return the time until the reads in flight and `reads` more are done."""
+        """Return the microseconds until the reads in flight and `reads` more are done."""
         return max(self.latency_us, (self.reading + reads) * self.read_us)
 
     def doubt(self, prior_us: float) -> None:
-        """Lower the estimated cost of reads by a fifth, but not below `prior_us`: it may have fallen."""
+        """Lower the estimated cost of reads by a fifth, but not below `prior_us`: the true cost may have fallen
+        since it was measured."""
         self.read_us = max(prior_us, DOUBT * self.read_us)
         self.latency_us *= DOUBT
 
@@ -152,9 +155,9 @@ class MoveStatus(IntEnum):
     DONE = 0
     """Carried out and verified."""
     MISS = 1
-    """The source does not hold the whole chunk, or not any more."""
+    """The source does not hold the whole chunk: it never did, or has lost it."""
     FAILED = 2
-    """The tier could not carry it out."""
+    """The tier could not carry out the move."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,14 +172,14 @@ class Move(Generic[ChunkT]):
     host_slot: SlotId
     host_generation: int
     slot: SlotId
-    """Of the disk tier; `NO_SLOT` for the remote one."""
+    """Slot of the disk tier; `NO_SLOT`: the move is from or to the remote tier."""
     generation: int
     ordered: float
     evicts: bool = False
-    """A write after which the host slot can be freed, because it must be or because no waiting job wants the
-    chunk."""
+    """Whether this is a write after which the host slot can be freed: the slot is needed, or no waiting job wants
+    the chunk."""
     borrows: bool = False
-    """A read into one of the host slots that are kept free."""
+    """Whether this is a read into one of the host slots that are kept free."""
 
 
 class Room(Enum):
@@ -184,11 +187,11 @@ class Room(Enum):
 
     MADE = auto()
     BORROWED = auto()
-    """One of the slots that are kept free."""
+    """The fetch may use one of the host slots that are kept free."""
     LATER = auto()
-    """A chunk must be evicted first, and cannot be now."""
+    """The fetch must wait: a chunk has to be evicted first, and none can be evicted now."""
     NONE = auto()
-    """All chunks in host memory are worth more."""
+    """There is no room for the fetch: all chunks in host memory are worth more."""
 
 
 class TierMover(Generic[ChunkT]):
@@ -204,7 +207,7 @@ class TierMover(Generic[ChunkT]):
     ) -> None:
         """
         Args:
-            health: By tier that exists, fastest first.
+            health: The health of each tier that exists, fastest tier first.
         """
         self._copies = copies
         self._jobs = jobs
@@ -218,7 +221,7 @@ class TierMover(Generic[ChunkT]):
         self._freeing = 0
         """Writes in flight after which a host slot can be freed."""
         self._borrowed = 0
-        """Reads in flight into slots that are kept free; each is made good when its read ends."""
+        """Reads in flight into host slots that are kept free; a slot is made up for when its read ends."""
         self._read_failures: dict[ChunkT, int] = {}
         self.is_starved = False
         """Whether the last round of orders found no host slot for the chunk to be fetched next."""
@@ -352,7 +355,8 @@ class TierMover(Generic[ChunkT]):
         return Room.MADE
 
     def _sink(self, chunk: ChunkT, now: float, *, lossless: bool) -> bool:
-        """Write the only copy of a chunk to a tier below, or drop it if it is worth less than all chunks there."""
+        """Write a chunk whose only copy is in host memory to a tier below, or drop that copy if it is worth less
+        than all chunks there. Return whether the host slot is free, or will be."""
         for tier, health in self._health.items():
             if not health.may_write():
                 continue

@@ -1,4 +1,4 @@
-"""What the tiers evict first and fetch first: their configuration, the policies, and the jobs that wait.
+"""The rules by which tiers evict and fetch: their configuration, the eviction policies, and the jobs that wait.
 
 **Eviction** (CachedAttention §3.3.2). A policy is a sort key; the chunk with the smallest key is evicted first.
 Look-ahead first evicts chunks that no waiting job will use, the least recently used one first. Of wanted chunks it
@@ -34,7 +34,7 @@ from trunkline.kvstore.tier import TierKind
 
 
 class EvictionPolicy(StrEnum):
-    """How the chunk to be evicted is chosen."""
+    """The rule that chooses the chunk to be evicted."""
 
     LOOK_AHEAD = "look-ahead"
     LRU = "lru"
@@ -47,18 +47,19 @@ class DirectoryConfig:
 
     host_slots: int = 0
     disk_slots: int = 0
-    """Slots of the disk tier. It needs host slots, because all moves go through host memory."""
+    """Number of slots of the disk tier. A disk tier needs host slots, because all moves go through host memory."""
     remote: bool = False
-    """Whether there is a remote tier. It needs host slots as well."""
+    """Whether there is a remote tier. A remote tier needs host slots, because all moves go through host memory."""
     policy: EvictionPolicy = EvictionPolicy.LOOK_AHEAD
     host_free: int | float = 0.05
     """Host slots to keep free if there is a tier below (CachedAttention §3.3.1): a number (int) or a share
     (float)."""
     write_behind: bool = True
-    """Copy chunks that are in host memory only to the tiers below while these have room, so they survive a
-    restart."""
+    """Whether to copy chunks that are in host memory only to the tiers below while these have room, so that they
+    survive a restart."""
     reads_in_flight: int = 32
-    """Reads at once per tier: enough to keep a disk busy, and few enough that an urgent one does not wait long."""
+    """Largest number of reads at once per tier: enough to keep a disk busy, and few enough that an urgent read
+    does not wait long."""
     writes_in_flight: int = 16
     pin_quota: float = 0.5
     """Share of the largest tier that pinned chunks may take; the rest must stay movable."""
@@ -71,9 +72,9 @@ class DirectoryConfig:
     each of its turns. None: yes if host memory has at least a quarter of the disk's size; with less there is
     little to gain."""
     first_generation: int = 0
-    """Generations of disk slots are larger than this, so larger than those of earlier runs."""
+    """Generations of disk slots are larger than this number, so larger than those of earlier runs."""
     remote_known: int = 200_000
-    """Most chunks to remember of which only the remote tier has a copy; each takes memory."""
+    """Largest number of chunks to remember of which only the remote tier has a copy; each takes memory."""
 
     def validate(self) -> None:
         """Check the configuration.
@@ -102,7 +103,7 @@ class DirectoryConfig:
 
     @property
     def host_buffer(self) -> int:
-        """Host slots to keep free: at least 1 if there is a tier below, at most half of all."""
+        """Number of host slots to keep free: at least 1 if there is a tier below, at most half of all."""
         if not (self.disk_slots or self.remote):
             return 0
         free = self.host_free if isinstance(self.host_free, int) else round(self.host_free * self.host_slots)
@@ -114,7 +115,7 @@ class DirectoryConfig:
 
 
 VictimKey = tuple[float, ...]
-"""Of two chunks the one with the smaller key is evicted first."""
+"""Sort key of a chunk for eviction: of two chunks, the one with the smaller key is evicted first."""
 
 
 def _look_ahead(chunk: TieredChunk) -> VictimKey:
@@ -140,26 +141,27 @@ EntryT = TypeVar("EntryT")
 
 
 class HeapVerdict(Enum):
-    """What `LazyHeap.search` is to do with the entry at the top."""
+    """What `LazyHeap.search` is to do with the entry at the top of the heap."""
 
     TAKE = auto()
-    """Return it. It stays in the heap."""
+    """Return the entry. It stays in the heap."""
     SKIP = auto()
-    """Look at the next entry. This one stays in the heap."""
+    """Look at the next entry. The entry at the top stays in the heap."""
     PARK = auto()
-    """Look at the next entry. This one leaves the heap until it is pushed again."""
+    """Look at the next entry. The entry at the top leaves the heap until it is pushed again."""
     STOP = auto()
     """End the search without a result."""
 
 
 class LazyHeap(Generic[EntryT]):
-    """Entries by `key`, smallest first; each at most once. Entries are compared by identity."""
+    """A heap of entries by `key`, smallest first. An entry is in it at most once. Entries are compared by
+    identity."""
 
     def __init__(self, key: Callable[[EntryT], tuple[float, ...]]) -> None:
         self._key = key
         self._heap: list[tuple[tuple[float, ...], int, EntryT]] = []
         self._serials: dict[EntryT, int] = {}
-        """By entry, the serial number of its one valid element of the heap."""
+        """For each entry, the serial number of its one valid element of the heap."""
         self._count = count()
 
     def __len__(self) -> int:
@@ -237,7 +239,7 @@ class WaitingJobs(Generic[ChunkT]):
     def __init__(self) -> None:
         self._jobs: dict[int, tuple[QueueKey, tuple[ChunkT, ...]]] = {}
         self._heads: list[tuple[QueueKey, int]] = []
-        """A heap. Entries of jobs that are gone are dropped when they come to the top."""
+        """A heap of the waiting jobs. Jobs that are gone are dropped when they come to the top."""
         self._lacking: dict[TierKind, LazyHeap[ChunkT]] = {
             TierKind.DISK: LazyHeap(_wanted_first),
             TierKind.REMOTE: LazyHeap(_wanted_first),
