@@ -38,9 +38,9 @@ INVARIANT_TOKENS: Final = 512
 VECTORS_PER_READ: Final = 8
 """Query vectors whose products take about as long as reading their tokens: 40 GB/s against 300 GFLOP/s."""
 TILE_VECTORS: Final = 256
-"""The most query vectors of a piece, so that their accumulators stay in the second-level cache."""
+"""Largest number of query vectors of a piece, so that accumulators stay in the second-level cache."""
 NONE: Final = torch.empty(0)
-"""Stands for an optional tensor that is not given."""
+"""The tensor that stands for an optional tensor that is not given."""
 
 # Words of the header (csrc/common/work_plan.h, WorkHeader).
 WORK_ENTRIES: Final = 4
@@ -110,7 +110,7 @@ class CpuDecodeState:
     last_block: int
     has_shifts: bool
     works: dict[WorkOptions, CpuDecodeWork] = field(default_factory=dict)
-    """The pieces by options: layers may differ, and so may the kernels that use the plan."""
+    """The pieces of work, by options: layers may differ, and so may the kernels that use the plan."""
 
 
 class CpuPrefillState:
@@ -379,9 +379,9 @@ def _check_pool(shape: torch.Size, chunk_size: int, last_block: int) -> None:
 
 
 ACTIVATIONS: Final[dict[Activation, int]] = {"silu": 1, "gelu": 2, "gelu_tanh": 3}
-"""Numbers of `Activation` in `csrc/cpu/linear.h`; 0: not gated."""
+"""The number of each `Activation` in `csrc/cpu/linear.h`; 0: not gated."""
 DENSE_TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Numbers of `DenseType` in `csrc/cpu/linear.h`."""
+"""The number of each `DenseType` in `csrc/cpu/linear.h`."""
 
 LARGE_PAGE_BYTES: Final = 2 << 20
 SLAB_BYTES: Final = 64 << 20

@@ -73,7 +73,8 @@ from trunkline.kvstore.chunks import Int32Array
 PIECE_TOKENS_MIN: Final = 256
 INVARIANT_TOKENS: Final = 512
 VECTORS_PER_READ: Final = 128
-"""Query vectors whose products take about as long as reading their tokens (kernels.md: 790 TFLOP/s, 4.3 TB/s)."""
+"""Number of query vectors whose products take about as long as reading their tokens (kernels.md: 790 TFLOP/s, 4.3
+TB/s)."""
 PIECES_PER_WORKER: Final = 2
 
 
@@ -153,7 +154,8 @@ class CudaKernels:
 
     @property
     def graph_generation(self) -> int:
-        """A number that changes when graphs of decode steps captured before hold stale addresses."""
+        """Number that changes when the graphs of decode steps captured so far have come to hold stale
+        addresses."""
         return sum(part.generation for part in (self._device_work, self._workspace) if part is not None)
 
     def prefill_attention(
@@ -295,7 +297,7 @@ class CudaKernels:
         )
 
     def _constant(self, x: Tensor, dtype: torch.dtype, device: torch.device) -> int:
-        """Return the address of a spec's tensor on the device, where it is copied once."""
+        """Return the address on the device of a tensor of a spec. The tensor is copied there once."""
         known = self._constants.get(id(x))
         if known is None or known[0] is not x:
             refuse_capture(self._is_capturing(), "a constant of the model is not on the device yet")
@@ -315,7 +317,8 @@ class CudaKernels:
         call.partial_acc, call.partial_stats = workspace.take(partials, call.heads, call.head_dim)
 
     def _indices(self, values: Int32Array, device: torch.device) -> Tensor:
-        """Return int32 indices on the device. They are copied first, as torch warns of read-only arrays."""
+        """Return int32 indices on the device. The array is copied first, because torch warns of read-only
+        arrays."""
         refuse_capture(self._is_capturing(), "indices are not on the device yet")
         return torch.from_numpy(np.array(values, dtype=np.int32)).to(device, non_blocking=True)
 

@@ -1,4 +1,4 @@
-"""Compiling the CUDA kernels: for every device when a wheel is built, or for one at its first use.
+"""Compile the CUDA kernels: for every device when a wheel is built, or for one device at its first use.
 
     python -m trunkline.kernels.cuda_build [--check | --find | --if-possible] [--to FOLDER]
 
@@ -39,12 +39,13 @@ PACKAGE: Final = Path(__file__).parent
 SOURCES: Final = PACKAGE / "csrc" / "cuda"
 HEADERS: Final = PACKAGE / "csrc" / "common"
 PREBUILT: Final = PACKAGE / "prebuilt"
-"""Libraries that came with the package."""
+"""Folder of the libraries that came with the package."""
 SYSTEM_COMPILER: Final = Path("/usr/local/cuda/bin/nvcc")
 OLDEST: Final = (8, 0)
-"""The oldest compute capability: the first with asynchronous copies and bfloat16 matrix units."""
+"""The oldest compute capability that the kernels run on: the first with asynchronous copies and bfloat16 matrix
+units."""
 OLDEST_COMPILER: Final = (12, 0)
-"""The first nvcc that knows C++20."""
+"""The oldest nvcc that compiles the kernels: the first that knows C++20."""
 
 FLAGS: Final = (
     "-std=c++20",
@@ -53,9 +54,11 @@ FLAGS: Final = (
     "-Wall,-Wextra,-fPIC",
 )
 STRICT: Final = ("-Werror", "all-warnings")
-"""Flags for developers only: a newer nvcc may warn of more, and a user's first use must not fail for that."""
+"""Warning flags for developers only: a newer nvcc may warn of more, and a user's first use must not fail for
+that."""
 LINK_FLAGS: Final = ("-shared", "-cudart", "static", "-Xlinker", "--strip-all")
-"""Symbols are stripped: they have no use at run time, and some are named after nvcc's temporary files."""
+"""Flags for linking. Symbols are stripped: they have no use at run time, and some are named after nvcc's temporary
+files."""
 INSTALL_COMPILER: Final = (
     "install nvcc with `pip install 'trunkline[nvcc]'` (cuda-toolkit[nvcc,cccl,cudart]), or install the CUDA "
     "toolkit and put its nvcc on PATH, or set CUDA_HOME"
@@ -73,7 +76,7 @@ class CudaBuildError(Exception):
 
 @dataclass(frozen=True)
 class Compiler:
-    """An nvcc and what identifies it."""
+    """An nvcc, and its version."""
 
     path: Path
     version: str
@@ -91,14 +94,15 @@ class Devices:
     """The devices that a library is compiled for."""
 
     name: str
-    """Part of the library's name."""
+    """Name of the devices, as part of the library's file name."""
     codes: tuple[str, ...]
     """Values of nvcc's option `-gencode`."""
 
 
 EVERY_DEVICE: Final = Devices("all", ("arch=compute_80,code=[sm_80,compute_80]", "arch=compute_90a,code=sm_90a"))
-"""Machine code of 8.0 runs on 8.6, 8.7 and 8.9 too; that of 9.0a on 9.0 alone. Every newer device gets 8.0's PTX,
-which its driver compiles when it is loaded (PTX of 9.0a would do for none of them)."""
+"""The devices of the library in a wheel. Machine code of 8.0 runs on 8.6, 8.7 and 8.9 too; that of 9.0a on 9.0
+alone. Every newer device gets 8.0's PTX, which its driver compiles when it is loaded (PTX of 9.0a would do for
+none of them)."""
 
 
 def architecture(capability: tuple[int, int]) -> str:

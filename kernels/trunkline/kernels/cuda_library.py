@@ -38,7 +38,7 @@ def _fields(kind: Any, names: str) -> _Fields:
 
 
 class AttentionCall(ctypes.Structure):
-    """One layer's attention over a work plan."""
+    """The arguments of one layer's attention over a work plan."""
 
     _fields_: ClassVar[_Fields] = [
         *_fields(c_void_p, "q out pool work steps partial_acc partial_stats alibi_slopes inverse_frequencies"),
@@ -50,13 +50,13 @@ class AttentionCall(ctypes.Structure):
 
 
 class AttentionShape(ctypes.Structure):
-    """How attention is launched on a device."""
+    """The numbers by which attention is launched on a device."""
 
     _fields_: ClassVar[_Fields] = _fields(c_int32, "tile_rows tile_tokens stages shared_bytes grid is_matrix")
 
 
 class WriteCall(ctypes.Structure):
-    """The fused KV write."""
+    """The arguments of the fused KV write."""
 
     _fields_: ClassVar[_Fields] = [
         *_fields(c_void_p, "qkv pool slots cos sin q_weight k_weight"),
@@ -66,7 +66,7 @@ class WriteCall(ctypes.Structure):
 
 
 class MoveCall(ctypes.Structure):
-    """Copies of equal regions between strided arrays."""
+    """The arguments of copies of equal regions between strided arrays."""
 
     _fields_: ClassVar[_Fields] = [
         *_fields(c_void_p, "source destination source_index destination_index"),
@@ -76,7 +76,7 @@ class MoveCall(ctypes.Structure):
 
 
 class NormCall(ctypes.Structure):
-    """RMS norm, with or without the addition of a residual."""
+    """The arguments of an RMS norm, with or without the addition of a residual."""
 
     _fields_: ClassVar[_Fields] = [
         *_fields(c_void_p, "x residual weight out"),
@@ -249,7 +249,7 @@ def check_moved(pool: KvPool, blocks: Int32Array, layers: range, moved: Tensor) 
 
 
 STAGING_BYTES: Final = 64 << 20
-"""Most bytes that are staged at once; a single larger piece is staged whole."""
+"""Largest number of bytes that are staged at once; a single larger piece is staged whole."""
 
 
 def layer_bytes(pool: KvPool) -> int:

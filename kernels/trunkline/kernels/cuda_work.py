@@ -34,17 +34,19 @@ ROWS: Final = 5
 PARTIALS: Final = 6
 TOKENS: Final = 7
 STEPS_WORDS: Final = 4
-"""Words in front of the plan, so that it stays aligned to 16 bytes; the first is the number of steps."""
+"""Number of words in front of the plan, so that it stays aligned to 16 bytes; the first word is the number of
+steps."""
 MIN_WORDS: Final = 1 << 14
 WORKSPACE_BYTES: Final = 256 << 20
-"""Memory for partial results, allocated at the first use. Prefill never takes more; decode grows it if it must:
-256 rows of 32 heads of 128 values with 60 pieces each just fit."""
+"""Bytes of the memory for partial results, allocated at the first use. Prefill never takes more; decode enlarges
+the memory if it must: 256 rows of 32 heads of 128 values with 60 pieces each just fit."""
 WORDS_ALIGNED: Final = 4
-"""The words of each part of a prefill plan begin at a multiple of this many words: 16 bytes."""
+"""Alignment of the parts of a prefill plan: the words of each part begin at a multiple of this many words (16
+bytes)."""
 
 
 def grown(capacity: int, needed: int, least: int) -> int:
-    """Return a capacity for `needed`: the present one if it suffices, else the next power of two."""
+    """Return the capacity for `needed`: the present capacity if it suffices, else the next power of two."""
     return capacity if needed <= capacity else max(least, 1 << (needed - 1).bit_length())
 
 
@@ -59,7 +61,7 @@ def refuse_capture(refused: bool, why: str) -> None:
 
 
 class WorkKey(NamedTuple):
-    """Everything besides the plan that decides how its work is cut and where it lies."""
+    """Everything besides the plan itself that decides how a plan's work is cut and where it lies."""
 
     heads: int
     kv_heads: int
@@ -96,7 +98,7 @@ class Workspace:
     def __init__(self, device: torch.device, least_bytes: int = WORKSPACE_BYTES) -> None:
         """Make an empty workspace. Its first use allocates `least_bytes`, so its size is known from then on."""
         self.generation = 0
-        """Counts reallocations: graphs captured before the last one are stale."""
+        """Number of reallocations: graphs captured before the last reallocation are stale."""
         self._least = least_bytes // 4
         self._memory = torch.empty(0, dtype=torch.float32, device=device)
 
@@ -106,7 +108,7 @@ class Workspace:
     def take(self, partials: int, heads: int, head_dim: int) -> tuple[int, int]:
         """Return the addresses of sums `[capacity, heads, head_dim]` and of statistics `[capacity, heads, 2]`.
 
-        They depend on `partials` only if the memory must grow, because captured graphs hold them.
+        The addresses stay the same until the memory must grow, because captured graphs hold them.
         """
         each = partial_floats(heads, head_dim)
         size = grown(max(len(self._memory), self._least), partials * each, 1 << 20)
@@ -122,7 +124,7 @@ class DeviceWork:
 
     def __init__(self, device: torch.device) -> None:
         self.generation = 0
-        """Counts reallocations, as `Workspace.generation`."""
+        """Number of reallocations of the buffer: graphs captured before the last reallocation are stale."""
         self.resident: CudaDecodeWork | None = None
         """The plan that the buffer holds."""
         self.steps = 0
@@ -171,17 +173,18 @@ class DeviceWork:
 
 @dataclass(frozen=True)
 class PrefillCut:
-    """How prefill work is cut."""
+    """Options that decide how prefill work is cut."""
 
     rows_per_tile: int
-    """Queries of a piece."""
+    """Number of queries of a piece."""
     units_wanted: int
-    """Pieces below which long contexts are cut, so that all processors have work."""
+    """Number of pieces below which long contexts are cut, so that all processors have work."""
     piece_tokens_min: int
     piece_tokens: int = 0
-    """Tokens of every piece, whatever the batch (batch-invariant mode); 0: off."""
+    """Number of tokens of every piece, whatever the batch (batch-invariant mode); 0: pieces depend on the
+    batch."""
     partials_max: int = 1 << 62
-    """The most partial results of one part of the work, unless a single tile has more."""
+    """Largest number of partial results of one part of the work, unless a single tile has more."""
 
 
 class PrefillPart(NamedTuple):
@@ -201,9 +204,9 @@ class PrefillWork:
     def __init__(self, plan: PrefillPlan, cut: PrefillCut) -> None:
         self._plan = plan
         self._items: list[NDArray[np.int64]] = []
-        """For each piece, indices into the plan's items."""
+        """For each piece, the indices of its items in the plan."""
         self._rows: list[tuple[int, int]] = []
-        """For each piece, its queries: start and stop."""
+        """For each piece, the range of its queries: start and stop."""
         self._shifts: list[int] = []
         self._ordinals: list[int] = []
         queries = len(plan.query_position)
@@ -224,11 +227,14 @@ class PrefillWork:
     def _split(
         self, tiles: list[tuple[int, int]], piece_ends: list[int], partials_max: int
     ) -> tuple[PrefillPart, ...]:
-        """Return parts of consecutive tiles whose partials fit; one part if there is nothing to merge.
+        """Cut the work into parts of consecutive tiles; return the parts.
+
+        A part has at most `partials_max` partial results, unless a single tile has more. If every row has only one
+        partial result, nothing is merged, and there is one part.
 
         Args:
             tiles: The rows of each tile.
-            piece_ends: By tile, the index behind its last piece.
+            piece_ends: For each tile, the index behind its last piece.
         """
         ends = np.concatenate([[0], np.cumsum(self._row_counts)])
         if int(ends[-1]) == len(self._row_counts):

@@ -14,7 +14,7 @@ from typing import Final
 from torch import Tensor
 
 _MADV_HUGEPAGE: Final = 14
-"""The number of this advice in Linux."""
+"""Linux's number for the advice to use large pages (`madvise`)."""
 
 
 def advise_large_pages(tensor: Tensor) -> bool:

@@ -17,9 +17,9 @@ import tvm_ffi
 import trunkline.kernels
 
 ISA_LEVELS: Final = ("portable", "avx2", "avx512", "avx512bf16")
-"""Names of the levels, in the order of the library's numbers (`csrc/cpu/cpu_level.h`)."""
+"""Names of the instruction-set levels, in the order of the library's numbers (`csrc/cpu/cpu_level.h`)."""
 ISA_VARIABLE: Final = "TRUNKLINE_CPU_ISA"
-"""Environment variable that forces a lower level, for tests and for comparisons."""
+"""Environment variable that forces a lower instruction-set level, for tests and for comparisons."""
 
 
 LIBRARY_VARIABLE: Final = "TRUNKLINE_NATIVE_LIBRARY"
@@ -82,13 +82,13 @@ def _library_path() -> Path | None:
 
 
 def isa_levels() -> tuple[str, ...]:
-    """Return the levels that run on this machine, best first; none without the library."""
+    """Return the instruction-set levels that run on this machine, best first; none without the library."""
     module = library()
     return () if module is None else ISA_LEVELS[module.cpu_level() :: -1]
 
 
 def chosen_level(isa: str | None) -> int:
-    """Return the number of the level to use: the one named, else the environment's, else the best.
+    """Return the number of the instruction-set level to use: the named one, else the environment's, else the best.
 
     Raises:
         NativeLibraryError: There is no library, or the level does not exist or does not run here.

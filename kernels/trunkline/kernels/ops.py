@@ -23,9 +23,9 @@ class Angles(NamedTuple):
     """Rotary factors of a step's tokens, laid out so that `x * cos + swap_halves(x) * sin` rotates `x`."""
 
     cos: Tensor
-    """`[tokens, 1, rotary_dim]`, the two halves equal."""
+    """Cosines, `[tokens, 1, rotary_dim]`; the two halves are equal."""
     sin: Tensor
-    """`[tokens, 1, rotary_dim]`, the first half negated."""
+    """Sines, `[tokens, 1, rotary_dim]`; the first half is negated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class QkNorm(NamedTuple):
     """RMS norm of each query and key head before rotation."""
 
     q_weight: Tensor
-    """`[head_dim]`."""
+    """Weights of the query heads' norm, `[head_dim]`."""
     k_weight: Tensor
-    """`[head_dim]`."""
+    """Weights of the key heads' norm, `[head_dim]`."""
     eps: float
 
 
@@ -77,7 +77,7 @@ class PackedLinear:
     out_features: int
     in_features: int
     data: Any
-    """Private to the kernels."""
+    """The packed weights, private to the kernels that packed them."""
     packed_bytes: int
     """Bytes of weight, scales and bias: the layer's memory, and what a call with few tokens reads."""
 
@@ -88,16 +88,17 @@ class AttentionSpec:
 
     heads: int
     kv_heads: int
-    """Query heads `[i * group, (i + 1) * group)` read KV head `i`, `group = heads // kv_heads`."""
+    """Number of KV heads. Query heads `[i * group, (i + 1) * group)` read KV head `i`, `group = heads //
+    kv_heads`."""
     head_dim: int
     scale: float
-    """Multiplies the scores; usually `head_dim ** -0.5`."""
+    """Factor of the scores; usually `head_dim ** -0.5`."""
     inverse_frequencies: Tensor | None = None
     """float64 `[rotary_dim / 2]`, radians per position, for shifts; None: no rotary positions."""
     alibi_slopes: Tensor | None = None
     """float32 `[heads]`: `slope * (key position - query position)` is added to the score; None: no bias."""
     window: int = 0
-    """A query sees the last `window` positions, its own included; 0: all before it."""
+    """Number of latest positions that a query sees, its own included; 0: all before it."""
     soft_cap: float = 0.0
     """Scaled scores become `soft_cap * tanh(score / soft_cap)`, before a bias; 0: as they are."""
 
@@ -113,12 +114,13 @@ class KernelCounters:
     calls: dict[str, int] = field(default_factory=dict)
     """Number of calls by op."""
     decode_plans: int = 0
-    """Decode plans turned into device state ("lazy copy", ChunkAttention §3.3)."""
+    """Number of decode plans that were turned into device state ("lazy copy", ChunkAttention §3.3)."""
     decode_tokens_read: int = 0
-    """Tokens of KV read by decode attention, summed over layers; shared ones count once."""
+    """Tokens of KV that decode attention has read, summed over layers; a token shared by several rows counts
+    once."""
     decode_bytes_read: int = 0
     prefill_tokens_read: int = 0
-    """Tokens of KV read by prefill attention, likewise."""
+    """Tokens of KV that prefill attention has read, summed over layers; a shared token counts once."""
 
     def called(self, op: str) -> None:
         self.calls[op] = self.calls.get(op, 0) + 1
@@ -290,7 +292,7 @@ def make_angles(
         inverse_frequencies: `[rotary_dim / 2]`; the computation is in its dtype. In float32 the angle of a
             position in the millions, where sessions get to after many cuts, would be off by a tenth of a radian.
         factor: multiplies both (attention temperature of YaRN scaling).
-        dtype: of the result; None: that of the computation.
+        dtype: type of the result; None: the type of the computation.
     """
     angle = positions.to(inverse_frequencies.dtype)[:, None] * inverse_frequencies
     cos, sin = (x.mul_(factor).to(dtype or x.dtype) for x in (angle.cos(), angle.sin()))

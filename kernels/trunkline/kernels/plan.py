@@ -42,7 +42,7 @@ class Segments:
 
     row: Int32Array
     table_index: Int32Array
-    """Index of the block in the row's block table: what sharing runs speak of."""
+    """Index of each segment's block in its row's block table: the unit in which sharing runs are given."""
     block: Int32Array
     first: Int32Array
     count: Int32Array
@@ -56,30 +56,31 @@ class DecodePlan:
 
     chunk_size: int
     block: Int32Array
-    """`[items]`."""
+    """Id of each item's block, `[items]`."""
     first: Int32Array
-    """`[items]`, first token within the block."""
+    """Offset of each item's first token within its block, `[items]`."""
     count: Int32Array
-    """`[items]`, tokens read, at `steps` 0."""
+    """Number of each item's tokens at `steps` 0, `[items]`."""
     base: Int32Array
-    """`[items]`, position at which the first token's key was rotated."""
+    """Position at which the key of each item's first token was rotated, `[items]`."""
     row_indptr: Int32Array
-    """`[items + 1]`."""
+    """Index in `rows` at which each item's rows begin, `[items + 1]`."""
     rows: Int32Array
-    """`[entries]`, ascending within an item."""
+    """Rows that read the items, `[entries]`, ascending within an item."""
     shifts: Int32Array
-    """`[entries]`, in positions."""
+    """Shift of an item for each of its rows, in positions, `[entries]`."""
     shared_items: int
-    """Items before this index have several rows."""
+    """Number of shared items: items before this index have several rows."""
     tail_item: Int32Array
-    """`[rows]`: the private item that grows by one token per step."""
+    """Index of each row's private item that grows by one token per step, `[rows]`."""
     query_position: Int32Array
-    """`[rows]`, at `steps` 0."""
+    """Position of each row's query at `steps` 0, `[rows]`."""
     steps_left: int
     """Largest `steps` for which every tail still fits its block."""
     steps: int = 0
     state: object = None
-    """What the kernels that execute the plan derive from it (index tensors, device copies); private to them."""
+    """The data that the kernels derive from the plan that they execute (index tensors, device copies); private to
+    them."""
 
     @property
     def num_rows(self) -> int:
@@ -87,7 +88,7 @@ class DecodePlan:
 
     @property
     def tokens_read(self) -> int:
-        """Tokens of KV that one layer reads now. Those of shared items count once."""
+        """Tokens of KV that one layer reads now. The tokens of a shared item count once."""
         return int(self.count.sum()) + self.steps * self.num_rows
 
     def advance(self) -> None:
@@ -111,11 +112,11 @@ class PrefillPlan:
 
     chunk_size: int
     query_indptr: Int32Array
-    """`[entries + 1]` into the queries given to `prefill_attention`."""
+    """For each entry, where its queries begin among those given to `prefill_attention`, `[entries + 1]`."""
     query_position: Int32Array
-    """`[queries]`."""
+    """Position of each query, `[queries]`."""
     item_indptr: Int32Array
-    """`[entries + 1]` into the items."""
+    """Index at which each entry's items begin, `[entries + 1]`."""
     block: Int32Array
     first: Int32Array
     count: Int32Array
@@ -134,7 +135,7 @@ class WritePlan:
 
     chunk_size: int
     slots: Int32Array
-    """`[tokens]`."""
+    """Slot of each token, `[tokens]`."""
     state: object = None
 
 

@@ -21,16 +21,17 @@ from torch import Tensor
 LARGEST: Final = 127
 """Largest magnitude of a quantised weight: -128 is not used, so that the scheme is symmetric."""
 ROWS: Final = 4096
-"""Rows of a weight that are converted at a time: a copy of a large weight in float32 would be larger than it."""
+"""Number of rows of a weight that are converted at a time: a copy of a whole weight in float32 would be larger
+than the weight."""
 
 
 class QuantisedWeight(NamedTuple):
     """A weight as integers and scales, `weight ≈ values * scale[:, None]`."""
 
     values: Tensor
-    """int8 `[out, in]`."""
+    """The integers, int8 `[out, in]`."""
     scale: Tensor
-    """float32 `[out]`, positive."""
+    """The scale of each output, float32 `[out]`, positive."""
 
     @property
     def nbytes(self) -> int:

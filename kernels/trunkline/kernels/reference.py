@@ -34,7 +34,7 @@ from trunkline.kernels.reference_decode import ReferenceDecodeState
 from trunkline.kvstore.chunks import Int32Array
 
 WIDENED_ROWS: Final = 4096
-"""Rows of a half-type weight that are converted at a time for a float32 result."""
+"""Number of rows of a half-type weight that are converted at a time for a float32 result."""
 
 
 class ReferenceWriteState:

@@ -30,7 +30,7 @@ from trunkline.kernels.plan import PrefillPlan
 from trunkline.kvstore.chunks import Int32Array
 
 SCORES_MAX: Final = 1 << 22
-"""Scores that the path without fused attention holds at a time."""
+"""Largest number of scores that the path without fused attention holds at a time."""
 
 
 class ReferencePrefillState:
@@ -42,7 +42,7 @@ class ReferencePrefillState:
         self.tokens_read = int(plan.count.sum())
 
     def attend(self, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor) -> None:
-        """See `Kernels.prefill_attention`."""
+        """Compute attention of new tokens (`Kernels.prefill_attention`)."""
         for entry in self.entries:
             entry.attend(q, pool, layer, spec, out)
 
@@ -59,7 +59,8 @@ class _Mask:
             visible &= distance > -window
         blind = ~visible.any(axis=1)
         self.blind = torch.from_numpy(np.flatnonzero(blind)).to(device) if blind.any() else None
-        """Queries that see no key. They attend to arbitrary keys, and their results are replaced."""
+        """Indices of the queries that see no key. They attend to arbitrary keys, and their results are
+        replaced."""
         visible[blind] = True
         size = len(query_position)
         self.is_causal = visible.shape == (size, size) and np.array_equal(visible, np.tri(size, dtype=np.bool_))
@@ -217,7 +218,7 @@ def adjust_scores(scores: Tensor, spec: AttentionSpec, distance: Tensor | None) 
 
     Args:
         scores: `[..., kv_heads, rows, group, tokens]`.
-        distance: integers `[..., rows, tokens]`; None is enough without `needs_distance`.
+        distance: integers `[..., rows, tokens]`; None is allowed if `needs_distance` is false.
     """
     if spec.soft_cap:
         scores.div_(spec.soft_cap).tanh_().mul_(spec.soft_cap)
@@ -235,11 +236,11 @@ class SoftmaxState(NamedTuple):
     """Unnormalised attention over a part of the context."""
 
     acc: Tensor
-    """`[..., head_dim]`: sum of `exp(score - peak) * value`."""
+    """Sum of `exp(score - peak) * value`, `[..., head_dim]`."""
     peak: Tensor
-    """`[...]`: largest score, -inf if there is none."""
+    """Largest score, `[...]`; -inf: there is no score."""
     total: Tensor
-    """`[...]`: sum of `exp(score - peak)`."""
+    """Sum of `exp(score - peak)`, `[...]`."""
 
     def output(self) -> Tensor:
         """Return the result of attention; zeros where the state is empty."""

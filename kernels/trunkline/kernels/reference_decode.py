@@ -41,7 +41,8 @@ from trunkline.kernels.reference_attention import (
 from trunkline.kvstore.chunks import Int32Array
 
 RUN_ITEMS_MIN: Final = 4
-"""Fewest shared items with the same rows that get a matmul of their own; fewer are read in the other phase."""
+"""Smallest number of shared items with the same rows that get a matmul of their own; fewer are read in the other
+phase."""
 
 
 class ReferenceDecodeState:
@@ -80,7 +81,7 @@ class ReferenceDecodeState:
             bucket.refresh(self.count)
 
     def attend(self, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor) -> None:
-        """See `Kernels.decode_attention`."""
+        """Compute decode attention (`Kernels.decode_attention`)."""
         scaled = q.to(compute_dtype(q.dtype)) * spec.scale
         parts = [part.attend(scaled, pool, layer, spec) for part in self.parts]
         if not parts:

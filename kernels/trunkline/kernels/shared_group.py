@@ -17,14 +17,16 @@ from torch import Tensor
 from trunkline.kernels.native import NativeLibraryError, chosen_level, library
 
 FOLDER: Final = Path("/dev/shm")
-"""A file system in memory on every Linux; containers that are to share it need the same IPC namespace."""
+"""Folder of the groups' files: a file system in memory on every Linux. Containers that are to share it need the
+same IPC namespace."""
 
 SLOT_BYTES: Final = 256 * 1024
-"""Bytes of a message that go in one round; each rank has two slots. Larger messages take several rounds, so that
-they are read while they are still in the second-level cache (benchmarks/allreduce.py)."""
+"""Largest number of bytes of a message that go in one round; each rank has two areas of this size. Larger messages
+take several rounds, so that they are read while they are still in the second-level cache
+(benchmarks/allreduce.py)."""
 
 TIMEOUT_S: Final = 300.0
-"""How long a call waits for a rank that lives but does not come: it may be loading or compiling."""
+"""Seconds that a call waits for a rank that lives but does not come: the rank may be loading or compiling."""
 
 
 @tvm_ffi.error.register_error
@@ -119,7 +121,7 @@ class SharedGroup:
         return whole
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Overwrite `tensor` with that of rank 0."""
+        """Overwrite `tensor` with the tensor of rank 0."""
         self._broadcast(self._handle, tensor)
 
     def close(self) -> None:
