@@ -27,7 +27,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """ZeroMQ endpoint of the controller's PULL socket, to connect to."""
     rank: int = 0
     tp: int = 1
-    """Ranks in the group."""
+    """Number of ranks in the group."""
     group: str = "group-0"
     """Name of the group, for titles and logs."""
     device: str = "cpu"
@@ -39,16 +39,16 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: str = "float32"
     """Type of weights, activations and KV. Float32 by default: greedy output then does not depend on caching."""
     kernels: str = "auto"
-    """One of `trunkline.kernels.load.KERNEL_NAMES`."""
+    """Name of the kernels, one of `trunkline.kernels.load.KERNEL_NAMES`."""
     quantisation: Literal["", "int8"] = ""
     """How the layers' weights are quantised while they are loaded: "int8" (per output channel), or "" for none."""
     collectives: str = "auto"
     """How ranks exchange: "auto" is NCCL between GPUs and shared memory (or else gloo) between CPUs; "shared"
     insists on shared memory; "gloo" works everywhere, also for ranks that share a GPU, which NCCL refuses."""
     chunk_size: int = 64
-    """Tokens per block; the controller's value."""
+    """Number of tokens per block; the controller's value."""
     pool_blocks: int = 0
-    """Blocks of the KV pool; 0: from `kv_memory_bytes`, or on a GPU from its memory."""
+    """Number of blocks of the KV pool; 0: as many as `kv_memory_bytes`, or on a GPU its memory, allows."""
     kv_memory_bytes: int = 0
     """Memory of the KV pool if `pool_blocks` is 0; 0 on a GPU: what `gpu_memory_fraction` leaves beside the
     weights and the largest step."""
@@ -63,43 +63,45 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     remote_ttl_s: float = 7 * 86400.0
     """Seconds without a write after which the remote tier forgets a chunk; 0: never."""
     tier_fingerprint: str = ""
-    """Hexadecimal: what KV depends on besides the tokens. The tiers below the host pool never give a rank what was
-    written under another one."""
+    """Hexadecimal digest of everything that KV in the tiers depends on besides the tokens
+    (`trunkline.kvstore.fingerprint`). A tier below the host pool never gives a rank KV that was written under
+    another fingerprint."""
     io_threads: int = 4
     """Threads that read and write a tier below the host pool, for each such tier."""
     max_context: int = 0
     """Longest sequence in tokens; 0: the model's own limit."""
     token_budget: int = 1024
-    """Tokens of one step at most; with `max_rows` it decides how much memory of a GPU steps need. The controller
-    that welcomes the rank says its own, which then counts instead."""
+    """Largest number of tokens of one step; with `max_rows` it decides how much memory of a GPU steps need. The
+    controller that welcomes the rank tells its own budget, which then counts instead."""
     max_rows: int = 256
-    """Sequences that decode in one step at most."""
+    """Largest number of sequences that decode in one step."""
     rendezvous: str = ""
     """`init_method` of torch.distributed, such as `tcp://127.0.0.1:29500`; needed for collectives."""
     is_spread: bool = False
     """Whether the group runs on several hosts: `rendezvous` is then tcp://HOST:PORT, where rank 0 listens."""
     model_fingerprint: str = ""
-    """Hexadecimal, of configuration and weights as they are computed with; the controller refuses a rank with
-    another one than its own. "": not compared."""
+    """Hexadecimal digest of configuration and weights as they are computed with. The controller refuses a rank
+    whose digest differs from its own. "": not compared."""
     status_path: str = ""
-    """Socket of the supervisor for what this process says of itself (`trunkline.runtime.process`); "": none."""
+    """Socket of the supervisor, to which this process reports its status (`trunkline.runtime.process`); "":
+    none."""
     threads: int = 1
     """Compute threads of this rank: its share of the cores."""
     epoch: int = 1
-    """Epoch of the group; plans of another one are refused. A rank's process is told its own by the controller,
-    whatever is said here (`of_epoch`)."""
+    """Epoch of the group; plans of another epoch are refused. In a rank's process the epoch that the controller
+    tells it replaces this value (`of_epoch`)."""
     wire_keys: str = ""
-    """File of the keys of sockets between hosts (`trunkline key wire`); "": there is none."""
+    """File of the keys of sockets between hosts (`trunkline key wire`); "": there are no keys."""
     plain_tcp: bool = False
-    """Sockets between hosts have no keys: for tests, and for networks that no other machine can reach."""
+    """Whether sockets between hosts have no keys: for tests, and for networks that no other machine can reach."""
     log_level: str = "info"
     log_format: str = "auto"
-    """"json", "text", or "auto": text on a terminal."""
+    """Format of log lines: "json", "text", or "auto": text on a terminal."""
     otlp_endpoint: str = ""
     """Collector that spans are sent to; "": as OpenTelemetry's environment variables say
     (`runtime/tracing.py`)."""
     parent_pid: int = 0
-    """Process to die with; 0: none."""
+    """Process whose end ends this rank; 0: none."""
 
     @property
     def group_label(self) -> str | int:

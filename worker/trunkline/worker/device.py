@@ -70,29 +70,30 @@ def choose_kernels(config: WorkerConfig, threads: int) -> Kernels:
 
 
 BLOCKS_MIN: Final = 2
-"""Blocks that a controller needs to work with."""
+"""Smallest number of blocks that a controller can work with."""
 OUTSIDE_BYTES_MAX: Final = 2 << 30
-"""The most memory outside torch that counts as this rank's own (NCCL, kernels): more is another process's."""
+"""Largest amount of memory outside torch that counts as this rank's own (NCCL, kernels): more is another
+process's."""
 
 
 class MemoryMeter(Protocol):
-    """What a device says of its memory. Numbers are bytes."""
+    """Reads how much of a device's memory is in use. Numbers are bytes."""
 
     def total_and_free(self) -> tuple[int, int]:
         """Return total and free memory of the whole device, all its processes together."""
 
     def held(self) -> int:
-        """Return what torch has taken from the device here, after it gave back all that it does not need."""
+        """Return the bytes that torch holds in this process, after it gave back all that it does not need."""
 
     def begin_peak(self) -> None:
-        """Let the next `peak` count from now on."""
+        """Begin the measurement of a new peak: the next `peak` counts from now on."""
 
     def peak(self) -> int:
-        """Return the most that torch has taken since `begin_peak`; wait for the device."""
+        """Return the largest number of bytes that torch has held since `begin_peak`; wait for the device."""
 
 
 class CudaMemory:
-    """Memory of a CUDA device, as torch and the driver say."""
+    """The memory of a CUDA device, as torch and the driver report it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -116,35 +117,36 @@ class CudaMemory:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Where a GPU's memory is, after the largest step was run once without a KV pool to speak of. In bytes."""
+    """The use of a GPU's memory, in bytes, after the largest step was run with hardly any KV pool."""
 
     total: int
     free: int
     """Free memory of the device now."""
     weights: int
     step: int
-    """What the largest step takes beside the weights, at its peak: activations, logits, partial results."""
+    """Bytes that the largest step takes beside the weights, at its peak: activations, logits, partial results."""
     kept: int
-    """The part of `step` that is still taken."""
+    """The part of `step` that torch still holds after the step."""
     outside: int
-    """What this rank has taken besides, while it loaded: NCCL, loaded kernels."""
+    """Bytes that this rank has taken outside torch while it loaded: NCCL, loaded kernels."""
 
     def left(self, fraction: float) -> int:
-        """Return what is left for KV within a fraction of the total; negative if weights and step exceed it."""
+        """Return the bytes that are left for KV within a fraction of the total; negative if weights and step
+        exceed the fraction."""
         return int(self.total * fraction) - self.weights - self.step - self.outside
 
     @property
     def available(self) -> int:
-        """What other processes have left free for KV."""
+        """The bytes that other processes leave free for KV."""
         return self.free - (self.step - self.kept)
 
 
 def measured(meter: MemoryMeter, free_at_start: int, weights: int, peak: int) -> MemoryUse:
-    """Put together what was read at several moments; the last readings are taken now.
+    """Return the use of memory, from earlier readings of the meter and from last readings, which are taken now.
 
     Args:
-        free_at_start: before this rank had taken anything.
-        weights: `held` when they had been loaded.
+        free_at_start: free bytes before this rank had taken any.
+        weights: the result of `held` when the weights had been loaded.
         peak: of the largest step.
     """
     held = meter.held()
@@ -204,9 +206,10 @@ log = structlog.get_logger()
 
 POOL_BLOCKS: Final = 2
 _CONTEXT_CHUNKS: Final = 8
-"""Chunks in front of what is computed, as far as sequences may be so long: enough for shared reads and merges."""
+"""Number of chunks in front of what is computed, as far as sequences may be so long: enough for shared reads and
+merges."""
 _REPORTED: Final = 20
-"""Most likely tokens that are reported beside each."""
+"""Number of most likely tokens that are reported beside each token."""
 
 _SAMPLED: Final = Sampling(temperature=1.0, seed=1)
 _GREEDY: Final = Sampling(temperature=0.0)
@@ -231,17 +234,18 @@ class StepLimits:
     """The largest step that a controller sends."""
 
     token_budget: int
-    """Tokens, those of decoding rows included."""
+    """Tokens of a step, those of decoding rows included."""
     max_rows: int
-    """Sequences that decode."""
+    """Sequences that decode in a step."""
     longest: int
-    """Tokens of one sequence."""
+    """Tokens of the longest sequence."""
     chunk_size: int
 
 
 def rehearsal(limits: StepLimits, epoch: int) -> Iterator[StepPlan]:
-    """Yield step plans in order, from step 1 on: a full batch that decodes beside a prefill that uses the whole
-    budget, every prompt token of which is scored; the next step of the same rows; then rows of other kinds."""
+    """Yield the step plans of the rehearsal, from step 1 on. First a full batch decodes beside a prefill that uses
+    the whole budget, every prompt token of which is scored; then the same rows make one more step; then come rows
+    of other kinds."""
     size = limits.chunk_size
     rows = max(1, min(limits.max_rows, limits.token_budget - 1))
     # Decoding goes on for two tokens behind the context.
@@ -278,7 +282,8 @@ def _decoding(number: int, context: int, chunk_size: int, sampling: Sampling) ->
 
 
 def _prompts(first: int, tokens: int, context: int, limits: StepLimits) -> Iterator[tuple[Join, int]]:
-    """Yield sequences with so many prompt tokens to compute in all, none stored; with the number of each."""
+    """Yield sequences that together have this many prompt tokens to compute, none of them stored; each with its
+    number of tokens."""
     while tokens > 0:
         count = min(tokens, max(1, limits.longest - 1 - context))
         length = context + count

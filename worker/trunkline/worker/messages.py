@@ -12,7 +12,8 @@ from typing import Final
 import msgspec
 
 LEAVE_TOPIC: Final = b"leave"
-"""Topic of `Leave`. A rank's watchdog has its own socket for it: the order is heard during a step, too."""
+"""Topic of `Leave`. A rank's watchdog has a socket of its own for this topic, so that it hears the order during a
+step, too."""
 
 
 def rank_topic(rank: int, incarnation: bytes) -> bytes:
@@ -28,8 +29,9 @@ def plan_topic(epoch: int) -> bytes:
 
 
 def member_topic(incarnation: bytes) -> bytes:
-    """Return the topic to which a rank process subscribes right after its epoch's `plan_topic`. When the
-    controller sees this subscription, plans reach the rank."""
+    """Return the member topic of a rank process. The process subscribes to this topic right after its epoch's
+    `plan_topic`. Subscriptions arrive in order: when the controller sees this one, it knows that the rank gets
+    plans."""
     return b"member:" + incarnation.hex().encode()
 
 
@@ -37,30 +39,32 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
     """How the next token is drawn. Noise depends on (seed, output index, token id) only."""
 
     temperature: float = 1.0
-    """0 is greedy."""
+    """Divisor of the logits before sampling; 0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
-    """0: no limit."""
+    """Number of most likely tokens that may be sampled; 0: no limit."""
     min_p: float = 0.0
     seed: int = 0
-    """Unsigned 64-bit; the router draws one where the client gave none."""
+    """Seed of the noise, unsigned 64-bit; the router draws a seed where the client gave none."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
-    """Added to the logits before anything else."""
+    """Number to add to the logit of each of these token ids, before anything else."""
     logprobs: int = -1
     """Number of most likely tokens reported beside the sampled one's; -1: no log-probabilities at all."""
     min_tokens: int = 0
-    """Before so many output tokens none of `stop_ids` is sampled."""
+    """Number of output tokens before which none of `stop_ids` is sampled."""
     stop_ids: bytes = b""
-    """int32 ids that would end the sequence; given only where `min_tokens` or a grammar needs them."""
+    """int32 ids of the tokens that would end the sequence; given only where `min_tokens` or a grammar needs
+    them."""
     bad_words: list[list[int]] = []
-    """Token sequences that are never completed: the last id is forbidden where the others stand before it."""
+    """Token sequences that are never completed: the last id is forbidden where the other ids stand before it."""
     allowed_ids: bytes = b""
-    """int32: only these are ever sampled; empty: all."""
+    """int32 ids of the only tokens that are ever sampled; empty: all tokens may be."""
     prompt_logprobs: int = -1
-    """Most likely tokens reported at each prompt position beside the prompt's own; -1: no report."""
+    """Number of most likely tokens reported at each prompt position beside the prompt's own token; -1: no
+    report."""
     grammar: int = 0
     """Id of the grammar (`CompileGrammar`) that the output follows; 0: none."""
 
@@ -85,11 +89,12 @@ class BeamPosition(msgspec.Struct, array_like=True, frozen=True):
     """Rank of the beam, 0 the best."""
     width: int
     score: float = 0.0
-    """Sum of the log-probabilities of its output so far."""
+    """Sum of the log-probabilities of the beam's output so far."""
     candidates: int = 0
-    """Continuations to report per step, best first: enough that `width` of them are no stop tokens."""
+    """Number of continuations to report per step, best first: enough that `width` of them are no stop tokens."""
     stop_ids: bytes = b""
-    """int32: a continuation by one of these ends a hypothesis and is no beam of the next step."""
+    """int32 ids of the search's stop tokens. A continuation by one of them is a finished hypothesis, so it does
+    not become a beam of the next step."""
 
 
 class Join(msgspec.Struct, array_like=True, frozen=True):
@@ -100,7 +105,7 @@ class Join(msgspec.Struct, array_like=True, frozen=True):
     tokens: bytes
     """int32 token ids from index `first` on: all known tokens that are not yet computed at least."""
     first: int
-    """0 if `sampling.needs_history`."""
+    """Index of the first token in `tokens`; 0 if `sampling.needs_history`."""
     prompt_len: int
     """Tokens before this index are the prompt, from it on they are output."""
     blocks: bytes
@@ -124,7 +129,7 @@ class Fork(msgspec.Struct, array_like=True, frozen=True):
     blocks: bytes
     """int32 block table of the child: the parent's full blocks, then a block of its own for a tail."""
     seed: int
-    """The child's; everything else of its sampling is the parent's."""
+    """Seed of the child; all other sampling parameters are the parent's."""
     beam_position: BeamPosition | None = None
 
 
@@ -155,7 +160,8 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     count)`; store KV only from index `write_from` on (before it, a shared block holds it already); `sample` 1: the
     last position's logits give the sequence's next token."""
     rows: bytes | None = None
-    """int32 sequences that decode one token each, in tree order; None: the same as in the last step.
+    """int32 ids of the sequences that decode one token each, in tree order; None: the same sequences as in the
+    last step.
 
     A row's input token is the one sampled for it in the step before (or, after a preemption, the last
     of its `Join.tokens`): sampled tokens never travel to the controller and back."""
@@ -168,32 +174,34 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     forks: list[Fork] = []
     """Forks of sequences whose prefill entry has `sample` 1."""
     late_saves: bytes = b""
-    """int32 `[n, 3]`, as `saves`: blocks that this step's prefill fills; each layer is saved once it is
-    computed."""
+    """int32 `[n, 3]`: block, host slot, generation of the blocks that this step's prefill fills; each layer is
+    saved once it is computed."""
     save_fence: int = 0
-    """This plan's loads, copies and computation begin when the saves and late saves of all plans up to this one
-    are done: they write into those blocks, or read those slots. The plan's own number: its saves, too."""
+    """Number of the last plan whose saves and late saves must be done before this plan's loads, copies and
+    computation begin, because these write into blocks or read slots of those saves. The plan's own number: its
+    saves must be done, too."""
     load_fence: int = 0
-    """Layer l of this step's attention begins when layer l of the loads of all plans up to this one is there;
-    copies begin when they are there whole if any copy reads or writes one of their blocks."""
+    """Number of the last plan whose loads this step waits for. Layer l of attention begins when layer l of all
+    loads up to that plan is there. If any copy reads or writes a block of these loads, copies begin when the loads
+    are there whole."""
     traces: bytes | None = None
-    """40 bytes (`trunkline.runtime.spans.StepTrace`) for each part of a traced prompt that is computed; None: of
-    none."""
+    """One record of 40 bytes (`trunkline.runtime.spans.StepTrace`) for each part of a traced prompt that is
+    computed; None: no such part."""
 
 
 class TierMove(msgspec.Struct, array_like=True, frozen=True):
     """Copy one chunk between a slot of the host pool and a tier below it."""
 
     id: int
-    """Never used twice within an epoch."""
+    """Number of the move, never used twice within an epoch."""
     tier: int
-    """`trunkline.kvstore.tier.TierKind`: `DISK` or `REMOTE`."""
+    """The tier below the host pool, a `trunkline.kvstore.tier.TierKind`: `DISK` or `REMOTE`."""
     is_write: bool
     """Whether the chunk goes from the host slot to the tier; else it comes from the tier."""
     host_slot: int
     host_generation: int
     slot: int
-    """Slot of the disk tier; -1 for the remote tier, which goes by `name` only."""
+    """Slot of the disk tier; -1 for the remote tier, which finds a chunk by `name` only."""
     generation: int
     """Generation of the disk slot."""
     name: bytes
@@ -202,10 +210,11 @@ class TierMove(msgspec.Struct, array_like=True, frozen=True):
 
 class TierMoves(msgspec.Struct, array_like=True, frozen=True, tag="moves"):
     """Moves between the host pool and the tiers below it, in any order, beside the steps. Every rank answers each
-    with a `MoveOutcome`."""
+    move with a `MoveOutcome`."""
 
     after: int
-    """Last plan sent before: its and earlier plans' copies from and to these host slots must be done first."""
+    """Number of the last plan sent before these moves. The copies from and to their host slots that plans up to
+    this one order must be done first."""
     moves: list[TierMove]
 
 
@@ -214,34 +223,36 @@ class Probe(msgspec.Struct, array_like=True, frozen=True, tag="probe"):
 
     id: int
     names: bytes
-    """`NAME_BYTES` each, in the order of a path."""
+    """Names of the chunks in the order of a path, `NAME_BYTES` each."""
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True, tag="welcome"):
-    """On a rank's own topic: answer to `WorkerHello`. The rank belongs to an epoch of the group from now on, and
-    meets the others of that epoch."""
+    """Answer to `WorkerHello`, on the rank's own topic. The rank belongs to an epoch of the group from now on, and
+    meets the other ranks of that epoch."""
 
     incarnation: bytes
     """Names the rank process that this message is for."""
     epoch: int
     token_budget: int = 0
-    """Tokens of one step at most: what a rank on a GPU keeps memory for; 0: it goes by its own configuration."""
+    """Largest number of tokens of one step, for which a rank on a GPU keeps memory; 0: the rank goes by its own
+    configuration."""
     max_rows: int = 0
-    """Sequences that decode in one step at most; 0: the rank goes by its own configuration."""
+    """Largest number of sequences that decode in one step; 0: the rank goes by its own configuration."""
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True, tag="refused"):
-    """On a rank's own topic: answer to a `WorkerHello` of a rank that cannot belong to this group. It ends."""
+    """Answer, on the rank's own topic, to a `WorkerHello` of a rank that cannot belong to this group. The rank
+    ends."""
 
     incarnation: bytes
     """Names the rank process that this message is for."""
     reason: str
-    """What differs, as a sentence for the operator."""
+    """The setting that differs, as a sentence for the operator."""
 
 
 class Leave(msgspec.Struct, array_like=True, frozen=True, tag="leave"):
-    """On `LEAVE_TOPIC`: an epoch is over, because a rank was lost or the controller gave it up. Ranks of this
-    epoch and of older ones leave at once, also from within a step or a collective, and are started again."""
+    """Order on `LEAVE_TOPIC`: an epoch is over, because a rank was lost or the controller gave it up. Ranks of
+    this epoch and of older ones leave at once, also from within a step or a collective, and are started again."""
 
     epoch: int
 
@@ -255,13 +266,15 @@ class CompileGrammar(msgspec.Struct, array_like=True, frozen=True, tag="grammar"
 
     grammar: int
     kind: str
-    """"json_schema", "json_object", "regex", "ebnf", "choice" (a JSON list of strings) or "structural_tag"."""
+    """Kind of the grammar: "json_schema", "json_object", "regex", "ebnf", "choice" (a JSON list of strings) or
+    "structural_tag"."""
     text: str
     spaced: bool = False
     """Whether white space may stand between the parts of JSON. Otherwise JSON is written as `json.dumps` does:
     one blank behind each comma and colon, and nothing else."""
     tenant: bytes = b""
-    """Whose it is (`Grammar.tenant`). One that several want is sent for each of them while it is compiled."""
+    """Tenant that wants the grammar (`Grammar.tenant`). While a grammar is compiled, it is sent again for each
+    further tenant that wants it."""
 
 
 class ForgetGrammar(msgspec.Struct, array_like=True, frozen=True, tag="forget"):

@@ -59,7 +59,7 @@ class Runner:
         group: TensorParallel,
         copier: Copier | None,
     ) -> None:
-        """See `load`, which makes the parts."""
+        """Make a runner of parts that exist; `load` makes the parts."""
         self._config = config
         self._decoder = decoder
         self._group = group
@@ -163,7 +163,7 @@ class Runner:
 
     @property
     def host_slots(self) -> int:
-        """Blocks that the host pool holds."""
+        """Number of blocks that the host pool holds."""
         return self.copier.host.capacity_slots if self.copier else 0
 
     @property
@@ -177,7 +177,7 @@ class Runner:
 
     @property
     def steps(self) -> int:
-        """Plans executed so far: the number of the last one."""
+        """Number of plans executed so far, which is the number of the last one."""
         return self._step
 
     def close(self) -> None:

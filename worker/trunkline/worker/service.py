@@ -64,17 +64,18 @@ from trunkline.worker.step_traces import StepTraces
 from trunkline.worker.tiers.tier_service import TierService
 
 EXIT_CONFIG: Final = 2
-"""Exit code of a rank whose configuration can never work: to start it again would be of no use."""
+"""Exit code of a rank whose configuration can never work: starting it again would be of no use."""
 EXIT_LEFT: Final = 3
 """Exit code of a rank whose epoch is over, or whose controller is gone: nothing is wrong with it, and another
 process is to take its place."""
 _HELLO_EVERY_S: Final = 1.0
 _READY_EVERY_S: Final = 1.0
-"""Readiness is repeated until the first plan: a controller may start late, or restart before it sends one."""
+"""Seconds between repetitions of `WorkerReady` until the first plan: a controller may start late, or restart
+before it sends a plan."""
 _POLL_MS: Final = 250
-"""How long the idle main thread sleeps at most before it looks whether the controller is gone."""
+"""Longest sleep of the idle main thread before it looks whether the controller is gone."""
 _COMPILING_POLL_MS: Final = 3
-"""The same while a grammar is compiled: a request waits for this rank's report."""
+"""Longest sleep of the main thread while a grammar is compiled: a request waits for this rank's report."""
 _LEAVE_WITHIN_S: Final = 0.7
 """Time that the main thread has to leave by itself once the controller is gone, or the rank has given up."""
 _LINGER_MS: Final = 500
@@ -90,13 +91,13 @@ class Link:
 
     def __init__(self, config: WorkerConfig) -> None:
         self.incarnation = secrets.token_bytes(16)
-        """Names this process."""
+        """Random bytes that name this process."""
         self._config = config
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
         self.peer = WirePeer(config.wire_keys, Role.WORKER)
-        """The controller's wire keys."""
+        """The wire keys for the connection to the controller."""
         self.status_path = config.status_path
         self.is_refused = False
         """Whether the controller has refused this rank's connection; set by the watchdog."""
@@ -331,8 +332,8 @@ def serve(config: WorkerConfig, load: Callable[[WorkerConfig, Callable[[str, flo
     Args:
         load: `Runner.load`.
 
-    A failure of any kind is reported as `WorkerFailed`, and the exit code is 1; `EXIT_CONFIG` if it will come
-    again however often the rank is started; `EXIT_LEFT` if it is another rank's or the controller's.
+    A failure of any kind is reported as `WorkerFailed`. The exit code is then 1; `EXIT_CONFIG` if the failure will
+    come again however often the rank is started; `EXIT_LEFT` if another rank or the controller has failed.
     """
     link = Link(config)
     watchdog = Watchdog(link)

@@ -16,7 +16,7 @@ from trunkline.worker.messages import StepPlan
 
 @dataclass(slots=True)
 class _Decoding:
-    """A traced sequence that decodes: the totals when its prompt had been computed."""
+    """A traced sequence that decodes, with the totals at the time when its prompt had been computed."""
 
     parent: SpanContext
     since: float
@@ -30,7 +30,7 @@ class StepTraces:
     def __init__(self, tracer: Tracer, rank: int, group: str | int, epoch: int) -> None:
         self._tracer = tracer
         self.is_on = tracer.is_on
-        """Whether any span is kept; if not, `step` need not be called."""
+        """Whether spans are kept; if not, `step` need not be called."""
         self._about: dict[str, Value] = {
             "trunkline.group": group,
             "trunkline.rank": rank,
@@ -40,7 +40,7 @@ class StepTraces:
         self._busy_s = 0.0
         self._last_end = 0.0
         self._decoding: dict[int, _Decoding] = {}
-        """By the sequence's id in the batch."""
+        """The traced sequences that decode, by their id in the batch."""
 
     def step(self, plan: StepPlan, began: float, ended: float) -> None:
         """Note a step that was computed."""

@@ -79,7 +79,7 @@ class TensorParallel:
     """This rank's view of its group. Every method must be called by all ranks in the same order."""
 
     def __init__(self, rank: int, size: int, device: torch.device, *, backend: str) -> None:
-        """See `connect` and `alone`."""
+        """Make a group over a backend that is set up already; see `connect` and `alone`."""
         self.rank = rank
         self.size = size
         self.device = device
@@ -191,7 +191,7 @@ class TensorParallel:
         return torch.cat(parts, dim=1).to(self.device) if parts is not None else None
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Overwrite `tensor` with rank 0's, in place; it must be contiguous and is returned."""
+        """Overwrite `tensor` in place with the tensor of rank 0; it must be contiguous and is returned."""
         if self._shared is not None:
             with _peers(self.backend):
                 self._shared.broadcast(tensor)
@@ -284,7 +284,8 @@ def _first_problem(problems: list[str]) -> str:
 
 _ANY: Final = "0.0.0.0"
 _ELSEWHERE: Final = "192.0.2.1"
-"""An address reserved for documentation: the route to it is that to any other host. Nothing is sent."""
+"""Address of an imaginary other host, reserved for documentation: the route to it is the route to any other host.
+Nothing is sent."""
 _INTERFACE_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -354,7 +355,8 @@ def _address(rendezvous: str) -> tuple[str, int]:
 
 
 _TEXT_MAX: Final = 600
-"""Characters of a backend's text: the first of them say what happened, more would be stack frames."""
+"""Largest number of characters of a backend's text that is kept: the first ones say what happened, more would be
+stack frames."""
 _SOURCE: Final = re.compile(r"(?:NCCL error in: )?\[?\S*/\S+\.(?:cpp|cc|cu|cuh|h|hpp):\d+\]?,?\s*")
 _STACK: Final = re.compile(
     r"\n(?:Exception raised from|C\+\+ CapturedTraceback|frame #\d|CUDA kernel errors might be asynchronously).*",
@@ -375,7 +377,7 @@ _REMEDIES: Final = {
     "compiled with an unsupported toolchain": "the driver is older than the CUDA that compiled the kernels; "
     "install a newer driver",
 }
-"""What to do, by words of errors that will come again however often the process is started."""
+"""Advice for the operator, by words of errors that will come again however often the process is started."""
 
 
 def words_of(error: BaseException) -> str:

@@ -38,7 +38,7 @@ class ScoredPrompt(NamedTuple):
     targets: Int32Array
     """The prompt's tokens at positions `start`, `start + 1`, …: each is scored by the logits before it."""
     top: int
-    """Most likely tokens to report at each position."""
+    """Number of most likely tokens to report at each position."""
 
 
 @dataclass(frozen=True)
@@ -46,24 +46,25 @@ class ForwardBatch:
     """One forward pass: the decode rows' tokens, then the prefill entries' tokens."""
 
     ids: Tensor
-    """int64 `[tokens]`."""
+    """Token ids, int64 `[tokens]`."""
     positions: Tensor
-    """int64 `[tokens]`, for rotation (see `sequences`)."""
+    """Positions of the tokens for rotation (see `sequences`), int64 `[tokens]`."""
     num_rows: int
-    """Decode rows."""
+    """Number of decode rows."""
     write: WritePlan
     decode: DecodePlan | None
     prefill: PrefillPlan | None
     samples: list[BatchSequence]
     """Sequences whose next token is drawn, in the order of `StepResult.tokens`: rows, prefill entries, forks."""
     samples_changed: bool
-    """False if `samples` are those of the step before."""
+    """Whether `samples` differ from those of the step before."""
     logit_rows: Tensor | None
     """int64 `[logits rows]`: indices of the tokens whose logits are needed; None: all, in order."""
     fork_rows: tuple[int, ...] = ()
-    """The logits rows that the forks, the last of `samples`, are drawn from; row i is that of another sample i."""
+    """The logits row from which each fork is drawn; the forks are the last of `samples`. Row i is also the row of
+    sample i, which is no fork."""
     scored: tuple[ScoredPrompt, ...] = ()
-    """Their logits rows follow those of the samples, entry by entry."""
+    """The scored prompts. Their logits rows follow those of the samples, entry by entry."""
 
     @property
     def needs_logits(self) -> bool:
@@ -72,12 +73,12 @@ class ForwardBatch:
 
     @property
     def children(self) -> list[BatchSequence]:
-        """The forks, the last of the samples."""
+        """The forks, which are the last of the samples."""
         return self.samples[self.sampled_rows :]
 
     @property
     def sampled_rows(self) -> int:
-        """Logits rows that are sampled from; scored ones follow."""
+        """Number of logits rows that are sampled from; the scored rows follow."""
         return len(self.samples) - len(self.fork_rows)
 
 
@@ -221,7 +222,7 @@ class _Prefill:
         """Index, among all prefill tokens, of the last token of each entry that samples."""
         self.scored: list[ScoredPrompt] = []
         self.scored_tokens: list[NDArray[np.int64]] = []
-        """Indices, among all prefill tokens, of those before each of the scored ones."""
+        """Indices, among all prefill tokens, of the token before each scored one."""
         self._sequences: list[BatchSequence] = []
         self._stops: list[int] = []
         """For each entry, the index behind its last token."""
@@ -248,7 +249,8 @@ class _Prefill:
                 self.last_tokens.append(total - 1)
 
     def _score(self, sequence: BatchSequence, start: int, stop: int, first_token: int) -> None:
-        """Note which prompt tokens the entry `[start, stop)` scores; its own begin at index `first_token`."""
+        """Note which prompt tokens the entry `[start, stop)` scores; the entry's tokens begin at index
+        `first_token` of all prefill tokens."""
         count = min(stop, sequence.prompt_len - 1) - start
         if count <= 0:
             return

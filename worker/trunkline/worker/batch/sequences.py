@@ -61,7 +61,7 @@ class BatchSequence:
         self.blocks = array("i", unpack_int32(join.blocks).tobytes())
         self.sampling: Sampling = join.sampling
         self.beam_position: BeamPosition | None = join.beam_position
-        """Its place in a beam search, None for a sequence that is drawn from by itself."""
+        """The sequence's place in a beam search; None for a sequence that is drawn from by itself."""
         self.layout = _read_layout(join)
         self.rewritten = False
         """Whether an entry of the block table was replaced since the last batch."""
@@ -103,7 +103,7 @@ class BatchSequence:
 
     @property
     def output_index(self) -> int:
-        """Index of the next output token: what its noise depends on."""
+        """Index of the next output token, on which its noise depends."""
         return self.known - self.prompt_len
 
     def append(self, token: int) -> None:
@@ -221,7 +221,8 @@ class SequenceTable:
 
 
 def segments_of(sequences: list[BatchSequence], lengths: Int32Array, chunk_size: int) -> Segments:
-    """Return the segments that sequences read: of each the tokens with indices below its length, rows in order.
+    """Return the segments that sequences read, rows in order: of each sequence the tokens with indices below its
+    length.
 
     Raises:
         PlanError: a block table is too short.
@@ -232,7 +233,7 @@ def segments_of(sequences: list[BatchSequence], lengths: Int32Array, chunk_size:
 
 
 def _plain_segments(sequences: list[BatchSequence], positions: Int32Array, chunk_size: int) -> Segments:
-    """As `segments_of`, of plain sequences up to these positions (no loop over blocks)."""
+    """Return what `segments_of` does, for plain sequences up to these positions (no loop over blocks)."""
     used = positions // chunk_size + 1
     for sequence, entries in zip(sequences, used.tolist(), strict=True):
         if entries > len(sequence.blocks):
@@ -251,7 +252,7 @@ def _plain_segments(sequences: list[BatchSequence], positions: Int32Array, chunk
 
 
 def _laid_out_segments(sequences: list[BatchSequence], lengths: Int32Array, chunk_size: int) -> Segments:
-    """As `segments_of`, of sequences with any layouts (no loop over extents or blocks)."""
+    """Return what `segments_of` does, for sequences with any layouts (no loop over extents or blocks)."""
     spans = [sequence.layout.spans for sequence in sequences]
     row = np.repeat(np.arange(len(sequences), dtype=np.int32), [part.shape[1] for part in spans])
     table_start, first, base, shift, count, start = np.concatenate(spans, axis=1)
@@ -288,7 +289,7 @@ _UNBOUNDED: Final = np.iinfo(np.int32).max
 """Token count of an extent that grows."""
 
 _Numbers = NDArray[np.int64] | int
-"""Numbers of extents: one for each token, or one for all of them."""
+"""Numbers of extents: one number for each token, or one number for all of them."""
 
 
 class ContextLayout:
@@ -307,17 +308,18 @@ class ContextLayout:
         counts = [extent.token_count for extent in extents[:-1]]
         starts = np.cumsum([0, *counts], dtype=np.int32)
         self._starts = starts
-        """int32 `[extents]`: index of each one's first token."""
+        """Index of each extent's first token, int32 `[extents]`."""
         self._frames = np.array([extent.base_position for extent in extents], dtype=np.int32)
-        """int32 `[extents]`: position at which each one's first token was rotated."""
+        """Position at which each extent's first token was rotated, int32 `[extents]`."""
         rows = [(e.table_start, e.first_token, e.base_position, e.shift - shift) for e in extents]
         self.spans = np.array(
             [(*row, count, start) for row, count, start in zip(rows, [*counts, _UNBOUNDED], starts, strict=True)],
             dtype=np.int32,
         ).T
-        """int32 `[6, extents]`: table entry, first token, base position, relative shift, count, first index."""
+        """The extents as columns, int32 `[6, extents]`: table entry, first token, base position, relative shift,
+        count, first index."""
         self._own_start = int(starts[_first_own(extents)])
-        """Tokens from this index on may be computed, in the order of their indices."""
+        """Index from which on tokens may be computed, in the order of their indices."""
         self.open_start = int(starts[-1])
         """Index of the first token of the open extent."""
         self.is_plain = extents == PLAIN_LAYOUT

@@ -22,10 +22,10 @@ from trunkline.worker.grammar.checks import GrammarError, prepare
 _NOT_IN_JSON: Final = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _NOT_IN_TEXT: Final = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
 WHITESPACE_MAX: Final = 16
-"""Characters in a row between two parts of a JSON text where white space is free: enough to indent, and small
-models do not get lost."""
+"""Largest number of white-space characters in a row between two parts of a JSON text, where white space is free:
+enough to indent, and small models do not get lost."""
 COMPACT_PROPERTIES_MAX: Final = 400
-"""The most properties of an object without free white space."""
+"""Largest number of properties of an object without free white space."""
 _NAMES: Final = {
     "json_schema": "JSON schema",
     "regex": "regex",
@@ -33,9 +33,9 @@ _NAMES: Final = {
     "structural_tag": "grammar",
 }
 _SOURCE: Final = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: ?|Check failed: \(.*?\) is false: ?|Warning: ")
-"""Where in xgrammar's sources a message was written."""
+"""Pattern of the part of a message that says where in xgrammar's sources it was written."""
 _HEX_ESCAPE: Final = re.compile(r"\\(?:\\|x([0-9a-f]{2}))")
-"""In EBNF: a backslash, or a character by two digits."""
+"""Pattern of an escape in EBNF: a backslash, or a character by two digits."""
 _KIND_OF_ERROR: Final = re.compile(
     r"^(Regex parsing (error|warning)|EBNF (parser|lexer) error|Invalid (structural tag|JSON) error):? *"
 )
@@ -72,7 +72,7 @@ class Vocabulary:
         self.size = vocab_size
         blank = [token for token, text in enumerate(hidden) if not text]
         self.end = blank[0] if blank else vocab_size - 1
-        """Ends an output in the automaton when no token does; never sampled for that."""
+        """The token that ends an output in the automaton when no stop token does; never sampled for that."""
 
         def compiler(texts: list[bytes]) -> xgrammar.GrammarCompiler:
             info = xgrammar.TokenizerInfo(
@@ -193,7 +193,7 @@ class TokenGrammar:
 
 
 class Matcher:
-    """Where one output stands in its grammar.
+    """The place of one output in its grammar.
 
     Once the grammar is matched and nothing can follow, or the output has left it, only the stop ids are
     allowed. If there are none, the grammar has nothing more to say, and everything is allowed.
@@ -202,7 +202,7 @@ class Matcher:
     def __init__(self, grammar: TokenGrammar, stop_ids: Iterable[int]) -> None:
         vocabulary = grammar.vocabulary
         self.accepted = 0
-        """Output tokens taken in so far."""
+        """Number of output tokens taken in so far."""
         self._stop_ids = sorted({token for token in stop_ids if 0 <= token < vocabulary.size})
         self._finished = False
         self._end = vocabulary.end

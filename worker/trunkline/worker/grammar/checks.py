@@ -1,8 +1,8 @@
-"""What is refused of a user's grammar before xgrammar sees it, and the form in which xgrammar gets the rest.
+"""Check a user's grammar before xgrammar sees it, and put it into the form that xgrammar reads correctly.
 
-xgrammar reads more than it obeys: keywords of JSON Schema that it does not know are skipped, repetition counts
-wrap around at 2^32, deep nesting takes gigabytes. Here each of these becomes one sentence for the user. Pure: no
-torch, no xgrammar, time proportional to the text's length.
+xgrammar accepts more than it enforces: keywords of JSON Schema that it does not know are skipped, repetition
+counts wrap around at 2^32, deep nesting takes gigabytes. Here each of these is refused, with one sentence for the
+user. Pure: no torch, no xgrammar, time proportional to the text's length.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any, Final
 
 TEXT_BYTES_MAX: Final = 64 * 1024
 NESTING_MAX: Final = 200
-"""Levels of JSON: a level of a schema is one or two of them."""
+"""Largest number of nested levels of JSON: a level of a schema is one or two of them."""
 COUNT_MAX: Final = 1_000_000_000
-"""Largest repetition count; xgrammar keeps them in 32 bits and does not look whether they fit."""
+"""Largest repetition count; xgrammar keeps counts in 32 bits and does not check whether they fit."""
 
 _COUNT: Final = re.compile(r"\{\s*+(\d*+)\s*+(?:,\s*+(\d*+)\s*+)?\}")
-"""Possessive: a brace before 64 KiB of spaces would otherwise be read in a billion ways, in the step thread."""
+"""A repetition count in braces. Possessive: a brace before 64 KiB of spaces would otherwise be read in a billion
+ways, in the step thread."""
 _COUNT_KEYWORDS: Final = (
     *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
     *("min", "max"),  # of a structural tag's repetitions
@@ -30,9 +31,9 @@ _IGNORED: Final = frozenset(
     "dependencies additionalItems $dynamicRef $recursiveRef unevaluatedItems contentEncoding contentMediaType "
     "contentSchema".split()
 )
-"""Keywords that restrict, and that xgrammar skips."""
+"""Keywords that restrict a document, but that xgrammar skips."""
 _ALONE: Final = ("$ref", "anyOf", "oneOf", "allOf")
-"""Keywords beside which xgrammar skips all others."""
+"""Keywords beside which xgrammar skips all other keywords."""
 _RESTRICTING: Final = frozenset(
     "enum const properties required additionalProperties patternProperties propertyNames minProperties "
     "maxProperties items prefixItems minItems maxItems minLength maxLength pattern format minimum maximum "

@@ -48,11 +48,12 @@ if TYPE_CHECKING:
     from trunkline.worker.grammar.automaton import Matcher, TokenGrammar, Vocabulary
 
 SLICE_S: Final = 0.5
-"""On trial at first: what others may have to wait for. Ordinary schemas take some milliseconds."""
+"""Longest first trial of a grammar, in seconds, for which other grammars may have to wait. Ordinary schemas take
+some milliseconds."""
 COMPILE_S_MAX: Final = 15.0
-"""On trial at last; the second compilation then takes about as long again."""
+"""Longest second trial of a grammar, in seconds; compiling it for use then takes about as long again."""
 TOKEN_S_MAX: Final = 1.0
-"""CPU time after which an output is let go of its grammar."""
+"""Seconds of CPU time that an output may spend in its grammar before the grammar no longer follows it."""
 
 log = structlog.get_logger()
 
@@ -67,19 +68,19 @@ class GrammarStore:
 
         Args:
             model: the model's folder; its `tokenizer.json` spells the tokens.
-            vocab_size: of the model.
-            seconds_max: the longest that a compilation may take on trial.
-            slice_s: how long it may take before it has to wait for a long trial.
+            vocab_size: number of the model's tokens.
+            seconds_max: seconds that the second trial of a grammar may take; a slower grammar is refused.
+            slice_s: seconds that the first trial may take; a slower grammar waits for a second trial.
         """
         self._threads = _CompileThreads(model, vocab_size, {Line.FIRST: slice_s, Line.LONG: seconds_max})
         self._done: list[tuple[int, TokenGrammar | str]] = []
         """Grammars whose result is known without a trial."""
         self.pending: set[int] = set()
-        """Grammars of which `poll` has a report, now or later."""
+        """Grammars of which `poll` reports, now or later."""
         self._cache: GrammarCache[TokenGrammar] = GrammarCache()
         self._grammars: dict[int, TokenGrammar] = {}
         self.outputs: dict[int, tuple[BatchSequence, Matcher]] = {}
-        """The state of each sequence that follows a grammar, by its id."""
+        """The state of each sequence that follows a grammar, by the sequence's id."""
 
     def compile(self, grammar: int, kind: str, text: str, *, spaced: bool = False, tenant: bytes = b"") -> None:
         """Begin to compile a grammar; `poll` says when it is ready. Does not wait.
@@ -183,7 +184,7 @@ class _CompileThreads:
             line: _LineCompiler(model, vocab_size, seconds) for line, seconds in seconds_max.items()
         }
         self._queue = GrammarQueue()
-        """Like the next two, used under `_changed`."""
+        """The grammars that wait; like the next two fields, used under `_changed`."""
         self._wanted: dict[int, Wanted] = {}
         self._is_closed = False
         self._changed = threading.Condition()
@@ -268,7 +269,7 @@ class _LineCompiler:
         """Return a grammar, or what is wrong with it and whether that is the grammar's own fault.
 
         Raises:
-            TooSlowError: it takes longer than allowed here.
+            TooSlowError: the grammar takes longer than this line allows.
         """
         try:
             self._trial.start()  # loads while this process does
@@ -294,7 +295,7 @@ class _LineCompiler:
         return self._vocabulary
 
     def cancel(self) -> None:
-        """From another thread: make a trial that is under way end."""
+        """End a trial that is under way. Called from another thread."""
         self._trial.cancel()
 
     def close(self) -> None:
@@ -303,8 +304,9 @@ class _LineCompiler:
 
 
 KEPT_MAX: Final = 64
+"""Largest number of compiled grammars that are kept for the next request with the same grammar."""
 KEPT_BYTES_MAX: Final = 64 << 20
-"""Compiled grammars kept for the next request with the same one."""
+"""Largest number of bytes of the compiled grammars that are kept."""
 REFUSALS_MAX: Final = 1024
 REFUSED_S: Final = 600.0
 
@@ -318,14 +320,15 @@ _Grammar = TypeVar("_Grammar", bound=_Sized)
 
 
 class GrammarCache(Generic[_Grammar]):
-    """Compiled grammars and refusals by content, the least recently used first."""
+    """Compiled grammars and refusals, found by a grammar's content. The least recently used one comes first."""
 
     def __init__(self) -> None:
         self._compiled: OrderedDict[bytes, _Grammar] = OrderedDict()
         self._refused: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
 
     def find(self, wanted: Wanted, now: float) -> _Grammar | str | None:
-        """Return the compiled grammar, or its problem; None if it has to be tried. `now` is in seconds."""
+        """Return the compiled grammar, or the problem for which it was refused; None if it has to be tried. `now`
+        is in seconds."""
         digest = wanted.digest()
         compiled = self._compiled.get(digest)
         if compiled is not None:
@@ -345,31 +348,31 @@ class GrammarCache(Generic[_Grammar]):
             self._compiled.popitem(last=False)
 
     def refuse(self, wanted: Wanted, problem: str, now: float) -> None:
-        """Keep a refusal for a while."""
+        """Keep the refusal of a grammar for `REFUSED_S` seconds."""
         self._refused[wanted.digest()] = problem, now + REFUSED_S
         while len(self._refused) > REFUSALS_MAX:
             self._refused.popitem(last=False)
 
 
 class Line(Enum):
-    """The line in which a grammar waits."""
+    """The line in which a grammar waits for its turn."""
 
     FIRST = auto()
-    """For a first, short trial."""
+    """The line for a first, short trial."""
     LONG = auto()
-    """For a long trial: the short one was not enough."""
+    """The line for a long trial, after the short one was not enough."""
 
 
 class GrammarQueue:
-    """Grammars that are to be compiled, by id."""
+    """The grammars that are to be compiled, by id."""
 
     def __init__(self) -> None:
         self._lines: dict[Line, OrderedDict[bytes, OrderedDict[int, None]]] = {
             line: OrderedDict() for line in Line
         }
-        """What waits, by tenant; the tenant whose turn it is comes first."""
+        """The grammars that wait in each line, by tenant; the tenant whose turn it is comes first."""
         self._tenants: dict[int, dict[bytes, None]] = {}
-        """Who wants a grammar, also of those that are being tried."""
+        """The tenants that want each grammar, those that are being tried included."""
         self._waits: dict[int, Line] = {}
 
     def __contains__(self, grammar: int) -> bool:
@@ -379,7 +382,8 @@ class GrammarQueue:
         return len(self._tenants)
 
     def add(self, grammar: int, tenant: bytes) -> None:
-        """Note that a tenant wants a grammar. If several do, it comes with the first of their turns."""
+        """Note that a tenant wants a grammar. If several tenants want it, it is tried at the first of their
+        turns."""
         if grammar not in self._tenants:
             self._tenants[grammar] = {}
             self._waits[grammar] = Line.FIRST
@@ -389,7 +393,7 @@ class GrammarQueue:
             self._lines[line].setdefault(tenant, OrderedDict())[grammar] = None
 
     def take(self, line: Line) -> int | None:
-        """Return the next grammar to try, None if none waits. It stays known until `late` or `remove`."""
+        """Return the next grammar to try; None if none waits. The grammar stays known until `late` or `remove`."""
         waiting = self._lines[line]
         if not waiting:
             return None
@@ -400,7 +404,7 @@ class GrammarQueue:
         return grammar
 
     def late(self, grammar: int) -> None:
-        """Let a grammar wait for a long trial: it took more than a slice. Nothing happens if it was removed."""
+        """Let a grammar that took more than a slice wait for a long trial. Nothing happens if it was removed."""
         if grammar in self._tenants:
             self._waits[grammar] = Line.LONG
             for tenant in self._tenants[grammar]:

@@ -16,7 +16,7 @@ import msgspec
 _DIGEST_BYTES: Final = 16
 _START_S_MAX: Final = 60.0
 _GRACE_S: Final = 15.0
-"""The process keeps to its limits by itself; if it does not, it is killed."""
+"""Seconds beyond its limits after which the process is killed: it should keep to its limits by itself."""
 
 
 class TooSlowError(Exception):
@@ -43,20 +43,20 @@ class TrialRequest(msgspec.Struct, frozen=True):
 
 
 class TrialVerdict(msgspec.Struct, frozen=True):
-    """The answer of the process."""
+    """The answer of the process to a `TrialRequest`."""
 
     problem: str = ""
     """What is wrong with the grammar; "": nothing."""
     late: bool = False
-    """It took too long to find that out."""
+    """Whether the process ran out of time before it knew."""
     is_lost: bool = False
-    """The process itself was lost over it, maybe for another reason."""
+    """Whether the process itself was lost during the trial, maybe for another reason."""
 
 
 class TrialProcess:
     """The process on which grammars are tried. Used by one thread (except `cancel`), which must outlive it.
 
-    It is started by the first trial and again by the first one after it was lost.
+    The first trial starts the process, and so does the first trial after the process was lost.
     """
 
     def __init__(self, model: Path, vocab_size: int, seconds_max: float) -> None:
@@ -88,7 +88,7 @@ class TrialProcess:
         """Try a grammar; return what is wrong with it, if anything is.
 
         Raises:
-            TooSlowError: that would take longer than allowed.
+            TooSlowError: the trial would take longer than allowed.
             OSError: the process cannot be started.
         """
         self.start()
@@ -127,7 +127,7 @@ class TrialProcess:
         return line
 
     def cancel(self) -> None:
-        """Called by another thread: end the present trial, and let no other begin."""
+        """End the present trial, and let no other one begin. Called by another thread."""
         self._cancelled = True
         process = self._process
         if process is not None:

@@ -33,11 +33,12 @@ from trunkline.worker.grammar.checks import GrammarError
 from trunkline.worker.grammar.process import TrialRequest, TrialVerdict, Wanted
 
 MEMORY_BYTES_MAX: Final = 1 << 30
-"""Beyond what the process has after its start."""
+"""Largest memory of a trial, beyond what the process has after its start."""
 _NICENESS: Final = 5
 _WALK_TOKENS: Final = 256
 _WALK_S_MAX: Final = 1.0
-"""CPU time for all of them: an output that takes longer would hold up all others."""
+"""Seconds of CPU time for all tokens of the random output: an output that takes longer would hold up all
+others."""
 
 
 def main() -> None:
@@ -117,7 +118,8 @@ def _messages() -> Iterator[BinaryIO]:
 
 
 def _walk(grammar: TokenGrammar) -> str:
-    """Follow a random output, to find out what its tokens cost: in an ambiguous grammar more and more."""
+    """Follow a random output through a grammar, to find out how slow its tokens are: in an ambiguous grammar they
+    become slower and slower. Return what is wrong."""
     size, rng = grammar.vocabulary.size, random.Random(0)
     matcher = grammar.matcher([grammar.vocabulary.end])
     words = np.zeros(-(-size // 32), dtype=np.int32)

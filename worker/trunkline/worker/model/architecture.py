@@ -22,7 +22,7 @@ class NormKind(StrEnum):
 
 
 class Positions(StrEnum):
-    """How a token knows where it is."""
+    """The way in which a token's position enters the model."""
 
     ROTARY = "rotary"
     ALIBI = "alibi"
@@ -31,7 +31,7 @@ class Positions(StrEnum):
 
 
 class Qkv(StrEnum):
-    """Where the checkpoint has the query, key and value projections."""
+    """The place of the query, key and value projections in the checkpoint."""
 
     SEPARATE = "three matrices"
     STACKED = "one matrix: all queries, all keys, all values"
@@ -45,11 +45,11 @@ class Mlp(StrEnum):
 
 
 class Residual(StrEnum):
-    """How attention and MLP come together; `a` and `m` are those, `n` are norms of their own."""
+    """The way in which attention `a` and MLP `m` are added to `x`; `n` are norms of their own."""
 
     SEQUENTIAL = "x + a(n(x)), then x + m(n(x))"
     PARALLEL = "x + a(n(x)) + m(n(x))"
-    """One all-reduce per layer."""
+    """Attention and MLP side by side: one all-reduce per layer."""
     POST_NORM = "n(x + a(x)), then n(x + m(x))"
 
 
@@ -67,13 +67,13 @@ class WeightNames:
     attention_norm: str
     attention_out: str
     mlp_norm: str
-    """Empty under `PARALLEL` if the MLP reads what attention reads."""
+    """Norm before the MLP. Empty under `PARALLEL` if the MLP reads what attention reads."""
     up: str
     down: str
     final_norm: str
     head: str = "lm_head"
     qkv: str = ""
-    """The fused projection; or `query`, `key` and `value`."""
+    """The fused projection; empty if there are `query`, `key` and `value`."""
     query: str = ""
     key: str = ""
     value: str = ""
@@ -85,12 +85,13 @@ class WeightNames:
     """Norm of attention's output before it is added; under `POST_NORM`, of the sum."""
     mlp_post_norm: str = ""
     router: str = ""
-    """Router of a mixture of experts; their names (`gate`, `up`, `down`) have `{}` for the expert's index."""
+    """Router of a mixture of experts. The names of the experts' tensors (`gate`, `up`, `down`) have `{}` for the
+    expert's index."""
     positions: str = ""
     embedding_in: str = ""
     """Projection from the embeddings' width to the hidden size."""
     embedding_out: str = ""
-    """The reverse, before the head."""
+    """Projection from the hidden size to the embeddings' width, before the head."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,9 @@ class Architecture:
     prefixes: tuple[str, ...]
     """Prefixes of tensor names; a checkpoint uses one of them."""
     transposed: bool = False
-    """Layers' matrices are stored as `[in, out]`."""
+    """Whether the layers' matrices are stored as `[in, out]`."""
     position_rows_skipped: int = 0
-    """Rows of the table of positions in front of position 0."""
+    """Number of rows of the table of positions in front of position 0."""
 
 
 LLAMA: Final = Architecture(

@@ -24,7 +24,7 @@ from trunkline.worker.model.model_config import Piece, Shard
 from trunkline.worker.model.tensor_index import find_prefix, read_tensor_index
 
 Progress = Callable[[str, float], None]
-"""Called with a stage's name and the fraction done."""
+"""Function that is called with a stage's name and the fraction done."""
 
 
 class NormWeights(NamedTuple):
@@ -46,7 +46,8 @@ class ExpertWeights(NamedTuple):
     """A layer's experts, as far as this rank has them."""
 
     router: PackedLinear
-    """`[experts, hidden]`, with a row for each expert of the layer, on whatever rank it is."""
+    """Router of the layer, `[experts, hidden]`, with a row for each expert of the layer, on whatever rank the
+    expert is."""
     first: int
     """Index, among the layer's experts, of the first one that this rank has."""
     experts: list[MlpWeights]
@@ -58,7 +59,7 @@ class LayerWeights:
 
     attention_norm: NormWeights | None
     qkv: PackedLinear
-    """`[(heads + 2 * kv_heads) * head_dim, hidden]`: queries, keys, values."""
+    """Projections to queries, keys and values, `[(heads + 2 * kv_heads) * head_dim, hidden]`."""
     qk_norm: QkNorm | None
     attention_out: PackedLinear
     attention_post_norm: NormWeights | None
@@ -72,17 +73,18 @@ class Weights:
     """A model's shard on one rank."""
 
     embedding: Tensor
-    """`[padded vocabulary / tp, embedding size]`."""
+    """Embeddings of this rank's tokens, `[padded vocabulary / tp, embedding size]`."""
     embedding_in: PackedLinear | None
-    """`[hidden, embedding size]`."""
+    """Projection of the embeddings, `[hidden, embedding size]`."""
     positions: Tensor | None
-    """`[max positions, hidden]`, on rank 0 only: the ranks' embeddings are summed."""
+    """Table of positions, `[max positions, hidden]`, on rank 0 only: the ranks' embeddings are summed."""
     layers: list[LayerWeights]
     final_norm: NormWeights | None
     embedding_out: PackedLinear | None
-    """`[embedding size, hidden]`."""
+    """Projection before the head, `[embedding size, hidden]`."""
     head: PackedLinear
-    """`[padded vocabulary / tp, embedding size]`; of the embedding if they are tied."""
+    """Head of this rank's tokens, `[padded vocabulary / tp, embedding size]`; the embedding's matrix if the two
+    are tied."""
     bytes_read: int
     """Bytes read from the files for this shard."""
 
@@ -99,8 +101,8 @@ def load_weights(
     """Read this rank's slices of a checkpoint that `check_model` has accepted, packed for `kernels`.
 
     Args:
-        quantisation: of the layers' big matrices. Embeddings, head and routers are small beside them or sensitive
-            to it, and stay as they are.
+        quantisation: how the layers' big matrices are quantised. Embeddings, head and routers are small beside
+            them or sensitive to it, and stay as they are.
 
     Raises:
         CheckpointError: a file that cannot be read.
@@ -220,7 +222,8 @@ class _ShardReader:
         return weight, torch.cat([self._files.slice(f"{prefix}{name}.bias", rows) for name, rows in pieces])
 
     def _row_parallel(self, name: str, columns: slice, has_bias: bool) -> PackedLinear:
-        """Return a matrix split by input columns. One rank only has the bias: the ranks' results are summed."""
+        """Return a matrix split by input columns. Only one rank adds the bias, because the ranks' results are
+        summed."""
         weight = self._matrix(f"{name}.weight", columns=columns)
         return self._pack(weight, self._files.slice(f"{name}.bias") if has_bias else None)
 

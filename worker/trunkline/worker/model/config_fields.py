@@ -1,4 +1,5 @@
-"""What the readers of the families share: fields of a config.json, rotary positions, slopes of ALiBi. No torch.
+"""Helpers that the readers of all families share: fields of a config.json, rotary positions, slopes of ALiBi. No
+torch.
 
 A family gives fields names of its own; they are checked where they are read. Mistakes of the file's author are
 `ValueError` or `KeyError`, which `families` reports with the path; what is right but not implemented is
@@ -25,7 +26,7 @@ ACTIVATIONS: Final = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-"""`ModelConfig`'s names of activations, by the name in config.json."""
+"""The name of each activation in `ModelConfig`, by its name in config.json."""
 
 
 class Fields:
@@ -35,7 +36,7 @@ class Fields:
         """
         Args:
             raw: the parsed file.
-            spelling: what the family calls a field whose usual name is the keyword's.
+            spelling: the family's own name of a field, by the usual name.
         """
         self._raw = raw
         self._spelling = spelling
@@ -57,7 +58,7 @@ class Fields:
         return float(self.get(name, default))
 
     def nullable(self, name: str, default: float) -> float:
-        """Return a number; 0 if it is null."""
+        """Return a field that is a number; 0 if it is null."""
         return float(self._raw.get(name, default) or 0.0)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -90,8 +91,8 @@ def read_rope(fields: Fields, head_dim: int, theta: float = 10000.0, fraction: f
     beside `rope_scaling`.
 
     Args:
-        theta: where the file does not say.
-        fraction: of a head that is rotated, where the file does not say.
+        theta: the value where the file has none.
+        fraction: share of a head that is rotated, where the file does not say.
     """
     given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     own = given.get("partial_rotary_factor", fields.get("partial_rotary_factor"))

@@ -45,7 +45,7 @@ class Decoder:
     ) -> None:
         """
         Args:
-            pool: with the rank's KV heads, in the weights' dtype.
+            pool: KV pool with the rank's KV heads, in the weights' dtype.
         """
         config = shard.config
         self.weights = weights
@@ -142,8 +142,8 @@ class Decoder:
 
         Args:
             x: attention's input.
-            part: its output on this rank; may be changed in place.
-            residual: what has been added up before; may be changed in place.
+            part: attention's output on this rank; may be changed in place.
+            residual: sum of the layers' outputs so far; may be changed in place.
 
         Returns:
             The residual, and what is still to be added to it.
@@ -251,7 +251,7 @@ PLAIN_ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": lambda x: F.silu(x, inplace=True),
 }
-"""The functions by `ModelConfig.activation`; they may overwrite their argument."""
+"""The function of each `ModelConfig.activation`; it may overwrite its argument."""
 
 
 class GatedMlp:
@@ -268,7 +268,7 @@ class GatedMlp:
 
 
 class PlainMlp:
-    """One matrix, an activation, another matrix."""
+    """An MLP of one matrix, an activation and another matrix."""
 
     def __init__(self, kernels: Kernels, weights: MlpWeights, activation: str) -> None:
         self._kernels, self._weights = kernels, weights
@@ -316,7 +316,7 @@ class Layer:
     index: int
     spec: AttentionSpec
     rope: int
-    """Index into `Ropes.angles`."""
+    """Index of the layer's rope in the result of `Ropes.angles`."""
     attention_norm: Norm
     qkv: PackedLinear
     qk_norm: QkNorm | None
@@ -412,7 +412,7 @@ def _specs(shard: Shard, ropes: Ropes, device: torch.device) -> dict[LayerAttent
 
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:
-    """Radians per position of each rotated pair, float32 `[rotary_dim / 2]`.
+    """Return the radians per position of each rotated pair, float32 `[rotary_dim / 2]`.
 
     Raises:
         ValueError: a scaling that `families` should have refused.
@@ -431,7 +431,8 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
 
 
 def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """Slow pairs are slowed down by the factor, fast ones kept, those between blended (Llama 3.1)."""
+    """Scale frequencies as Llama 3.1 does: slow pairs are slowed down by the factor, fast ones kept, those between
+    blended."""
     turns = rope.original_max_positions / (2 * math.pi / plain)
     kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blended = (1 - kept) * plain / rope.factor + kept * plain
@@ -441,7 +442,7 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """As llama3, but blended linearly in the index of the pair (YaRN, "NTK-by-parts")."""
+    """Scale frequencies as `_llama3` does, but blend linearly in the index of the pair (YaRN, "NTK-by-parts")."""
     rotary_dim = rope.rotary_dim
 
     def pair_of(turns: float) -> float:

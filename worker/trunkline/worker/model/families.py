@@ -335,7 +335,7 @@ def _base(
         tied: whether embedding and head are one, where the file does not say.
         head_dim: 0: the hidden size divided by the heads.
         kv_heads: 0: what the file says, and if it does not, as many as heads.
-        max_positions: where the file does not say.
+        max_positions: longest context, where the file does not say.
     """
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     layers = fields.whole("num_hidden_layers")
@@ -411,4 +411,4 @@ READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], ModelConfig]]] = {
 REFUSED: Final[Mapping[str, str]] = {
     "Gemma3ForConditionalGeneration": "it reads images too; save its text model as Gemma3ForCausalLM",
 }
-"""Why a known architecture is not supported."""
+"""The reason why a known architecture is not supported, by its name."""

@@ -29,21 +29,21 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 1.0
-    """Multiplies cos and sin (YaRN)."""
+    """Factor of cos and sin (YaRN)."""
     truncate: bool = True
     """Whether YaRN's correction range is rounded to whole dimensions."""
 
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What may differ from layer to layer in attention."""
+    """The properties of attention that may differ from layer to layer."""
 
     scale: float
-    """Multiplies the scores."""
+    """Factor of the scores."""
     window: int = 0
-    """A token sees the last `window` positions, its own included; 0: all before it."""
+    """Number of latest positions that a token sees, its own included; 0: all before it."""
     soft_cap: float = 0.0
-    """Scores become `soft_cap * tanh(score / soft_cap)`; 0: as they are."""
+    """Cap of the scores, which become `soft_cap * tanh(score / soft_cap)`; 0: no cap."""
     rope: RopeConfig | None = None
 
 
@@ -58,13 +58,13 @@ class ModelConfig:
     kv_heads: int
     head_dim: int
     intermediate_size: int
-    """Width of the MLP, of one expert if there are several."""
+    """Width of the MLP, or of one expert if there are several."""
     vocab_size: int
     max_positions: int
     """Longest context the model was made for, in tokens."""
     norm_eps: float
     activation: str
-    """"silu", "gelu", "gelu_tanh" or "relu"."""
+    """Name of the activation: "silu", "gelu", "gelu_tanh" or "relu"."""
     attention: tuple[LayerAttention, ...]
     """The attention of each layer; equal ones are one object."""
     tied_embeddings: bool
@@ -76,13 +76,13 @@ class ModelConfig:
     embedding_size: int = 0
     """Width of embedding and head where it is not the hidden size; else 0."""
     embedding_scale: float = 1.0
-    """Multiplies looked-up embeddings, but not the head, even if they are tied."""
+    """Factor of looked-up embeddings. The head is not scaled, even if the two are tied."""
     logit_soft_cap: float = 0.0
     """Cap of the logits, as `LayerAttention.soft_cap` of scores."""
     qkv_clip: float = 0.0
-    """Queries, keys and values are clamped to ± this; 0: they are not."""
+    """Largest magnitude of queries, keys and values, which are clamped to ± this; 0: they are not."""
     alibi_slopes: tuple[float, ...] = ()
-    """A slope for each head: `slope * (key position - query position)` is added to scaled scores."""
+    """Slope of each head for ALiBi: `slope * (key position - query position)` is added to scaled scores."""
     experts: int = 0
     experts_per_token: int = 0
 
@@ -101,7 +101,7 @@ class Piece(NamedTuple):
     """Consecutive output rows of a linear layer in the checkpoint."""
 
     name: str
-    """Name of the tensor, without the ending."""
+    """Name of the tensor, without the ending `.weight` or `.bias`."""
     rows: slice
 
 
@@ -158,22 +158,23 @@ class Shard:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of embedding and head per rank, padding included."""
+        """Number of rows of embedding and head per rank, padding included."""
         return -(-self.config.vocab_size // self.tp)
 
     @property
     def vocab_start(self) -> int:
-        """Token id of the first row."""
+        """Token id of the first row of embedding and head on this rank."""
         return self.rank * self.vocab_size
 
     @property
     def vocab_rows(self) -> slice:
-        """The rows that exist: fewer than `vocab_size` on the last ranks if the vocabulary was padded."""
+        """The rows of embedding and head that exist: fewer than `vocab_size` on the last ranks if the vocabulary
+        was padded."""
         stop = min(self.config.vocab_size, self.vocab_start + self.vocab_size)
         return slice(min(self.vocab_start, stop), stop)
 
     def qkv_pieces(self) -> list[Piece]:
-        """Where this rank's queries, keys and values are, in this order; names without the layer's prefix."""
+        """The places of this rank's queries, keys and values, in this order; names without the layer's prefix."""
         config, names = self.config, self.config.architecture.names
         queries, keys = self.query_rows, self.key_rows
         layout = config.architecture.qkv
@@ -217,7 +218,7 @@ def check_parallelism(config: ModelConfig, tp: int) -> None:
     """Check that `tp` ranks can share the model. The vocabulary is padded, so it may have any size.
 
     Raises:
-        ParallelismError: naming what does not divide, and what would.
+        ParallelismError: A number cannot be divided; the message names it, and numbers of ranks that would do.
     """
     if tp < 1:
         raise ParallelismError(f"tp is {tp}; it must be at least 1")

@@ -3,8 +3,8 @@
 A safetensors file starts with a little-endian uint64, the length of a JSON object that gives each tensor's dtype,
 shape and byte range behind it. Only these headers are read here; that alone tells whether a download was cut off.
 
-Nothing in these files is believed: whatever they hold, the result is their tensors, or one `CheckpointError` that
-names the file and what is wrong with it.
+The content of these files is not trusted: whatever they hold, the result is their tensors, or one
+`CheckpointError` that names the file and what is wrong with it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TYPE_BYTES: Final = {
     **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
 }
-"""Types whose size is known; of others the byte range is not compared with the shape."""
+"""Bytes of one element, by type. For other types the byte range is not compared with the shape."""
 _DIMENSIONS_MAX: Final = 16
 _SIZE_MAX: Final = 1 << 62
 _SHOWN_CHARS: Final = 80
@@ -41,7 +41,7 @@ class TensorEntry(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    """The type in the format's words: "F32", "BF16", "U8", …"""
+    """Type of the tensor in the format's words: "F32", "BF16", "U8", …"""
 
     @property
     def is_float(self) -> bool:
@@ -50,7 +50,7 @@ class TensorEntry(NamedTuple):
 
 
 class _MalformedError(Exception):
-    """A file is not as the format says; the message says why."""
+    """A file does not follow its format; the message says why."""
 
 
 def read_tensor_index(folder: Path) -> dict[str, TensorEntry]:

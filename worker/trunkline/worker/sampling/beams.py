@@ -26,7 +26,7 @@ from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import BeamPosition
 
 _TILE: Final = 256
-"""Scores of which only the largest is looked at first."""
+"""Number of scores in a tile: first only the largest score of each tile is looked at."""
 
 _NO_COPIES: Final = np.zeros((0, 4), dtype=np.int32)
 
@@ -37,10 +37,10 @@ class Continuations(NamedTuple):
     """The best continuations of a search's beams, best first: three columns of one table."""
 
     parents: Int32Array
-    """Indices of beams."""
+    """Index of the beam that each continuation continues."""
     tokens: Int32Array
     scores: NDArray[np.float32]
-    """Sums of log-probabilities."""
+    """Sum of log-probabilities of each continuation."""
 
 
 class BeamGroup:
@@ -54,7 +54,7 @@ class BeamGroup:
         self.scores = np.zeros(beam_position.width, dtype=np.float32)
         """Scores of the members; kept up to date on rank 0 only, which alone needs them."""
         self.copies = _NO_COPIES
-        """int32 `[n, 4]`: what `copy_blocks` must do before the next step."""
+        """The copies that `copy_blocks` must make before the next step, int32 `[n, 4]`."""
         self._by_index: dict[int, BatchSequence] = {}
 
     def add(self, sequence: BatchSequence, beam_position: BeamPosition) -> None:
@@ -137,14 +137,14 @@ class BeamGroup:
 
 
 class _Placed(NamedTuple):
-    """Where the members of a search are in the batch."""
+    """The places of one search's members in the batch."""
 
     group: BeamGroup
     places: IndexArray
-    """`[width]`: its members among the samples."""
+    """Index of each member of the search among the samples, `[width]`."""
     lines: IndexArray
-    """`[width]`: which lines of the searches' logits are its beams'; `[1]` at the end of the prompt, when all
-    beams are still the same."""
+    """Index of each beam's line among the logits of all searches, `[width]`; `[1]` at the end of the prompt, when
+    all beams are still the same."""
 
 
 class BeamPositions:
@@ -177,10 +177,10 @@ class BeamPositions:
         self._select_rows(beam_rows, batch)
         others = [index for index, s in enumerate(batch.samples) if s.beam_position is None]
         self.others = np.array(others, dtype=np.intp)
-        """Samples that are no beams."""
+        """Indices of the samples that are no beams."""
         self.other_samples = [batch.samples[index] for index in others]
         self.other_rows = rows[self.others]
-        """Their rows of logits."""
+        """Logits rows of the samples that are no beams."""
         self.members = sum(search.group.width for search in self.searches)
 
     def _select_rows(self, beam_rows: list[int], batch: ForwardBatch) -> None:
@@ -273,7 +273,7 @@ class BeamSearches:
     def __init__(self) -> None:
         self._groups: dict[int, BeamGroup] = {}
         self.group_of: dict[int, BeamGroup] = {}
-        """The search of each beam, by sequence id. Without any, nothing here need be called."""
+        """The search of each beam, by sequence id. While this is empty, no method need be called."""
         self._positions: BeamPositions | None = None
 
     def add(self, sequence: BatchSequence) -> None:
@@ -292,8 +292,8 @@ class BeamSearches:
         self.group_of[sequence.id] = group
 
     def remove(self, sequences: list[int]) -> None:
-        """Note sequences that left. A search ends with the first of its beams, and what it left to copy is not
-        wanted any more: the blocks may have other owners already."""
+        """Note sequences that left. A search ends with the first of its beams, and copies that the search left to
+        do are dropped: the blocks may have other owners already."""
         for sequence in sequences:
             group = self.group_of.pop(sequence, None)
             if group is not None:
@@ -324,5 +324,5 @@ class BeamSearches:
 
 
 def report(found: Continuations) -> BeamStep:
-    """Return what the controller is told of a search's step."""
+    """Return the controller's message about a search's step."""
     return BeamStep(pack_int32(found.parents), pack_int32(found.tokens), found.scores.astype("<f4").tobytes())

@@ -38,7 +38,7 @@ from trunkline.worker.grammar.compiler import GrammarStore
 from trunkline.worker.messages import Sampling
 
 LOGPROB_MIN: Final = -9999.0
-"""Reported instead of -inf, which JSON cannot express."""
+"""Log-probability that is reported instead of -inf, which JSON cannot express."""
 
 
 def is_plain_greedy(samples: list[BatchSequence]) -> bool:
@@ -57,7 +57,11 @@ class Sampler:
     """Draws tokens; keeps between steps what depends on the set of rows only."""
 
     def __init__(self, vocab_size: int, device: torch.device, grammars: GrammarStore | None = None) -> None:
-        """`grammars`: those of this rank; if None, no row may follow a grammar."""
+        """Make a sampler.
+
+        Args:
+            grammars: the grammars of this rank; None: no row may follow a grammar.
+        """
         self._vocab_size = vocab_size
         self._grammars = grammars
         self._device = device
@@ -125,7 +129,7 @@ class _Limits(NamedTuple):
 
     top_k: Tensor
     top_p: Tensor | None
-    """None: no row has a limit below 1."""
+    """Limit of top-p for each row; None: no row has a limit below 1."""
     log_min_p: Tensor
 
 
@@ -267,8 +271,8 @@ def _report(log_probs: Tensor, ids: Tensor, rows: _Rows) -> dict[int, TopLogprob
 
 
 _FINITE_MAX: Final = 1e20
-"""Logits of masked rows are brought below it: an allowed token then beats every masked one, also after
-penalties and temperature, whatever the model or a bias made of it (NaN and -inf included)."""
+"""Number below which the logits of masked rows are brought: an allowed token then beats every masked one, also
+after penalties and temperature, whatever the model or a bias made of it (NaN and -inf included)."""
 
 
 def needs_mask(sampling: Sampling, output_index: int) -> bool:
@@ -287,7 +291,7 @@ class TokenMasks:
     def __init__(
         self, samples: list[BatchSequence], vocab_size: int, device: torch.device, grammars: GrammarStore | None
     ) -> None:
-        """`samples`: of all rows; those that ask for nothing are left alone.
+        """Make the masks of the rows whose sequences are `samples`. Rows that ask for no mask are left alone.
 
         Raises:
             PlanError: a row follows a grammar, and there are none on this rank.
@@ -299,7 +303,7 @@ class TokenMasks:
         self._words = np.zeros((len(rows), -(-vocab_size // 32)), dtype=np.int32)
         octets = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
         self._penalties = torch.from_numpy(np.where(octets == 1, 0, -np.inf).astype(np.float32)).to(device)
-        """float32 `[256, 8]`: what 8 bits of a mask add to 8 logits."""
+        """Numbers that 8 bits of a mask add to 8 logits, float32 `[256, 8]`."""
 
     def apply(self, logits: Tensor) -> None:
         """Set the logits of forbidden tokens to -inf, in place, for the next token of each row.
@@ -347,7 +351,7 @@ class _RowMask:
         return np.packbits(bits, bitorder="little").view(np.int32)
 
     def fill(self, words: Int32Array) -> None:
-        """Write the ids that are allowed now."""
+        """Write the ids that are allowed as the row's next token."""
         sequence = self._sequence
         words[:] = self._everything
         if sequence.sampling.grammar:
@@ -365,12 +369,12 @@ class _RowMask:
             _narrow(words, self._no_bad_words)
 
     def _stands_before(self, word: list[int]) -> bool:
-        """Whether all but the last id of a bad word are the newest tokens, be they prompt or output."""
+        """Return whether all but the last id of a bad word are the newest tokens, be they prompt or output."""
         return self._sequence.tokens[1 - len(word) :].tolist() == word[:-1]
 
 
 def _narrow(words: Int32Array, mask: Int32Array) -> None:
-    """`words &= mask`, unless that would leave nothing."""
+    """Compute `words &= mask` in place, unless that would leave no id."""
     narrowed = words & mask
     if narrowed.any():
         words[:] = narrowed

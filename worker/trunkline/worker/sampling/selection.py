@@ -31,11 +31,11 @@ class Selection:
     tables_changed: bool = False
     """Whether block tables moved between beams; the same on every rank."""
     logprobs: dict[int, TopLogprobs] | None = None
-    """Reports by index of the sample. This field and the next two are known on rank 0 only."""
+    """Log-probabilities, by index of the sample. This field and the next two are known on rank 0 only."""
     beams: dict[int, BeamStep] | None = None
-    """Reports by id of the search."""
+    """What the controller is told of each beam search, by the search's id; on rank 0 only."""
     prompt_logprobs: dict[int, PromptLogprobs] | None = None
-    """Reports by id of the sequence."""
+    """Log-probabilities of scored prompts, by id of the sequence; on rank 0 only."""
 
 
 class Selector:
@@ -48,7 +48,7 @@ class Selector:
         self._sampler = sampler
         self._searches = searches
         self._vocab_size = shard.config.vocab_size
-        """Tokens of the model; the ranks' columns of logits together are a few more."""
+        """Number of the model's tokens; the ranks' columns of logits together are a few more."""
         self._vocab_start = shard.vocab_start
         self._chunk_size = chunk_size
         self._plain_greedy = False
@@ -177,7 +177,8 @@ def _with_forks(rows: Tensor, batch: ForwardBatch) -> Tensor:
 
 
 def _merge(ids: Tensor, beams: Int32Array, positions: BeamPositions, count: int) -> Tensor:
-    """Return int64 `[samples + members]`: tokens in the samples' order, then parents, search by search."""
+    """Combine the chosen tokens and beams into one int64 tensor `[samples + members]`, which rank 0 broadcasts:
+    the token of every sample in the samples' order, then the parent of every beam, search by search."""
     decision = np.empty(count + positions.members, dtype=np.int64)
     decision[positions.others] = ids.cpu().numpy()
     decision[np.concatenate([search.places for search in positions.searches])] = beams[1]
@@ -200,7 +201,7 @@ def _score_prompts(logits: Tensor, batch: ForwardBatch) -> dict[int, PromptLogpr
 
 
 _CHUNK_BYTES_MAX: Final = 32 << 20
-"""Logits looked at together; temporaries are a few times as large."""
+"""Largest number of bytes of logits that are looked at together; temporaries are a few times as large."""
 
 
 def score_prompt(logits: Tensor, targets: Int32Array, start: int, count: int) -> PromptLogprobs:

@@ -41,16 +41,16 @@ from trunkline.worker.tiers.host_pool import HostPool
 _MEASURED_BLOCKS: Final = 8
 _MEASURED_ROUNDS: Final = 3
 _MEASURED_NS: Final = 200_000_000
-"""After so long no further round is begun."""
+"""Nanoseconds after which `measure` begins no further round."""
 
 
 class Ticket(NamedTuple):
     """The last copies of a host slot that the plans so far have ordered."""
 
     save: int
-    """Number of the save into it; 0: none."""
+    """Number of the last save into the slot; 0: none."""
     load: int
-    """Number of the load out of it."""
+    """Number of the last load out of the slot; 0: none."""
 
 
 class _Touched:
@@ -77,9 +77,9 @@ class Copier:
     ) -> None:
         """
         Args:
-            device: Where the device pool is.
-            blocks: How many the device pool has.
-            make_kernels: Makes an instance for each copy thread.
+            device: The device of the device pool.
+            blocks: Number of blocks of the device pool.
+            make_kernels: Makes the kernels of a copy thread, called once for each thread.
         """
         self.host = host
         self._device = device
@@ -126,10 +126,10 @@ class Copier:
         return gate
 
     def before_copies(self, copies: Int32Array, gate: StepGate) -> None:
-        """Wait for the loads of blocks that are to be copied from or to.
+        """Wait until all loads into the sources and destinations of these block copies are done.
 
         Args:
-            copies: as `Kernels.copy_blocks`.
+            copies: int32 `[n, 4]`, as in `Kernels.copy_blocks`.
         """
         blocks = copies[:, :2]
         if len(blocks) and 0 <= blocks.min() <= blocks.max() < len(self._touched.block_loads):
@@ -142,7 +142,7 @@ class Copier:
             gate.waited_ns += self.saves.wait_for(self.saves.submitted)
 
     def take_moved(self) -> tuple[int, int]:
-        """Microseconds that copying took, and blocks copied, since the last call."""
+        """Microseconds that copying took since the last call, and blocks copied since then."""
         both = (self.saves.moved, self.loads.moved)
         total = (both[0][0] + both[1][0], both[0][1] + both[1][1])
         spent_ns, blocks = total[0] - self._reported[0], total[1] - self._reported[1]
@@ -228,7 +228,7 @@ class Copier:
         return self._trace
 
     def check(self) -> None:
-        """Raise what ended the copies, if anything did.
+        """Raise the error that ended the copies, if one did.
 
         Raises:
             CopyError: copies have failed, so the rank cannot go on.

@@ -35,7 +35,7 @@ from trunkline.worker.tiers.host_pool import HostPool
 _QUANTUM_BYTES: Final = 256 << 10
 """Bytes copied before waiting threads are told: a job of small layers goes several layers at a time."""
 _CUDA_QUANTUM_BYTES: Final = 4 << 20
-"""The same on a GPU, where each quantum costs a round trip."""
+"""Bytes copied on a GPU before waiting threads are told: each such piece costs a round trip."""
 
 log = structlog.get_logger()
 
@@ -46,20 +46,21 @@ class CopyOptions(NamedTuple):
     link_bytes_per_s: float = 0.0
     """Speed of an emulated slower link between device and host, in each direction; 0: no emulation."""
     is_layerwise: bool = True
-    """Whether each layer of the computation waits for its own KV only; else the first waits for that of all."""
+    """Whether each layer of the computation waits for its own KV only; else the first layer waits for the KV of
+    all."""
     saves_beside: bool = True
-    """Whether steps go on while blocks are saved; else a step that saves waits for the end of it."""
+    """Whether steps go on while blocks are saved; else a step that saves waits until its saves are done."""
 
 
 class CopyJob(NamedTuple):
     """The copies of one plan in one direction."""
 
     kind: str
-    """`LOAD`, `SAVE` or `LATE_SAVE`."""
+    """Kind of the copies: `LOAD`, `SAVE` or `LATE_SAVE`."""
     step: int
     blocks: Int32Array
     slots: Int32Array
-    """Ascending."""
+    """Host slots of the copies, ascending."""
     waits: tuple[tuple[LayerGate, int], ...] = ()
     """Counts that must be reached before the job begins."""
     mark: object = None
@@ -71,7 +72,8 @@ class CopyJob(NamedTuple):
 
 
 class CopyLane:
-    """Jobs are numbered from 1; `gate` counts the layers that are done, all of a job's before the next job's."""
+    """One direction of the copies. Jobs are numbered from 1; `gate` counts the layers that are done, all layers of
+    a job before those of the next job."""
 
     def __init__(
         self,
@@ -85,12 +87,12 @@ class CopyLane:
         """
         Args:
             kernels: used by this lane's thread only.
-            failed: told, on the lane's thread, of what ended it.
+            failed: called on the lane's thread with the error that ended it.
         """
         self.kernels = kernels
         self.gate = LayerGate()
         self.submitted = 0
-        """Jobs so far."""
+        """Number of jobs submitted so far."""
         self.moved = (0, 0)
         """Nanoseconds spent on copying, and blocks copied, since the start."""
         self.trace: LayerTrace | None = None
@@ -100,7 +102,7 @@ class CopyLane:
         self._failed = failed
         self._queue: SimpleQueue[CopyJob | None] = SimpleQueue()
         self._steps: deque[tuple[int, int]] = deque()
-        """Step and number of jobs that may not be done yet."""
+        """For each job that may not be done yet: the step of its plan, and the job's number."""
         self._link_free_ns = 0
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
@@ -137,7 +139,7 @@ class CopyLane:
         return self.gate.wait(number * self._host.layers)
 
     def close(self) -> None:
-        """End the thread; what it has not begun is not done."""
+        """End the thread. Jobs that it has not begun are not done."""
         self.gate.fail(CopyError("the rank leaves"))
         self._queue.put(None)
         self._thread.join()
@@ -251,7 +253,7 @@ class LayerGate:
         return time.perf_counter_ns() - started
 
     def check(self) -> None:
-        """Raise what ended the counting, if anything did.
+        """Raise the error that ended the counting, if one did.
 
         Raises:
             CopyError: the count grows no more.
@@ -266,19 +268,19 @@ class LayerGate:
 
 
 class LayerSpan(NamedTuple):
-    """When layers were computed, loaded or saved; times are of `time.perf_counter_ns`."""
+    """The time at which a layer was computed, loaded or saved, by `time.perf_counter_ns`."""
 
     kind: str
-    """`COMPUTE`, `LOAD`, `SAVE` or `LATE_SAVE`."""
+    """Kind of the work: `COMPUTE`, `LOAD`, `SAVE` or `LATE_SAVE`."""
     step: int
-    """Step of the plan that ordered it."""
+    """Step of the plan that ordered the work."""
     layers: range
     start_ns: int
     stop_ns: int
 
 
 LayerTrace = deque[LayerSpan]
-"""When the last layers were computed and copied, in the order in which that ended."""
+"""The times at which the last layers were computed and copied, in the order in which these ended."""
 
 
 class StepGate:
@@ -287,17 +289,17 @@ class StepGate:
     def __init__(self, step: int, layers: int, loads: LayerGate, computed: LayerGate) -> None:
         self.step = step
         self.behind = (step - 1) * layers
-        """What `computed` counts before this step's first layer."""
+        """Value of `computed` before this step's first layer."""
         self._layers = layers
         self._loads = loads
         self._computed = computed
         self.loads_from: int | None = None
-        """What `loads` counts before layer 0 of the last load that the step needs; None: it needs none."""
+        """Value of `loads` before layer 0 of the last load that the step needs; None: the step needs no load."""
         self.tells_layers = False
         """Whether late saves wait for single layers of this step."""
         self.record_layer: Callable[[], object] = lambda: None
         self.marks: list[object] = []
-        """For each layer, what `record_layer` gave when it was stored."""
+        """For each layer, the mark that `record_layer` gave when the layer was stored."""
         self.trace: LayerTrace | None = None
         self.waited_ns = 0
         self._layer = -1

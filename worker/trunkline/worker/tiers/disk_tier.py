@@ -33,9 +33,9 @@ from trunkline.kvstore.tier import SlotKey, TierKind
 PAGE_BYTES: Final = 4096
 _MAGIC: Final = b"TLSLAB01"
 _HEADER: Final = struct.Struct("<8sIIQQ64s")
-"""Magic, rank, ranks, bytes of a slot, slots, fingerprint; behind it a checksum of 8 bytes."""
+"""Header of the slab: magic, rank, ranks, bytes of a slot, slots, fingerprint; behind it a checksum of 8 bytes."""
 _LOCK_WITHIN_S: Final = 3.0
-"""Time for the file's last user, which may be about to leave, to close it."""
+"""Seconds to wait until the file's last user, which may be about to leave, has closed it."""
 _LOCK_EVERY_S: Final = 0.05
 
 log = structlog.get_logger()
@@ -51,8 +51,8 @@ class DiskTier:
         slab at all is moved aside (to `….foreign`), each with a warning.
 
         Args:
-            size_bytes: most that the file may take.
-            slot_bytes: of a chunk's payload.
+            size_bytes: largest size of the file.
+            slot_bytes: bytes of a chunk's payload.
 
         Raises:
             OSError: no room for a single slot, the file is in use by another process, or the file system does not
@@ -130,7 +130,7 @@ class DiskTier:
         return PAGE_BYTES + slot * self._stride
 
     def _buffer(self) -> memoryview:
-        """`_stride` bytes of the calling thread, page-aligned."""
+        """The page-aligned buffer of the calling thread, `_stride` bytes."""
         try:
             made: memoryview = self._buffers.memory
         except AttributeError:
@@ -143,7 +143,7 @@ class DiskTier:
         return not self.is_direct or int(np.frombuffer(data, dtype=np.uint8).ctypes.data) % PAGE_BYTES == 0
 
     def _drop_cache(self, offset: int) -> None:
-        """Drop the slot from the system's cache, unless that is bypassed: the host pool has the bytes."""
+        """Drop the slot from the system's cache, unless the cache is bypassed: the host pool has the bytes."""
         if not self.is_direct:
             os.posix_fadvise(self._file, offset, self._stride, os.POSIX_FADV_DONTNEED)
 
@@ -180,7 +180,7 @@ class DiskTier:
         return head + xxhash.xxh3_64_digest(head)
 
     def _problem_of(self, header: bytes) -> str:
-        """Why the file's slots are not this rank's; "" if they are. Their number may differ."""
+        """Return why the file's slots are not this rank's; "": they are. The number of slots may differ."""
         end = _HEADER.size
         if len(header) < PAGE_BYTES:
             return "its header is cut off"
@@ -236,7 +236,8 @@ def _open_locked(path: Path) -> int:
 
 _RECORD_MAGIC: Final = b"TLCHUNK1"
 _RECORD_HEAD: Final = struct.Struct(f"<8sII{NAME_BYTES}sqQ")
-"""Magic, rank, ranks, name, generation, length of the payload; behind it the checksum."""
+"""Head of a chunk's record: magic, rank, ranks, name, generation, length of the payload; behind it the
+checksum."""
 _CHECKSUM_BYTES: Final = 16
 RECORD_BYTES: Final = _RECORD_HEAD.size + _CHECKSUM_BYTES
 
@@ -245,12 +246,12 @@ class RecordKeeper(NamedTuple):
     """Makes and checks the records of one rank."""
 
     fingerprint: bytes
-    """What KV depends on besides the tokens; it enters the checksum."""
+    """Digest of everything that KV depends on besides the tokens; it enters the checksum."""
     rank: int
     tp: int
 
     def record(self, name: bytes, generation: int, payload: memoryview) -> bytes:
-        """Return the record to keep with the payload, of `RECORD_BYTES` bytes."""
+        """Return the record of a payload, `RECORD_BYTES` bytes, which is kept with the payload."""
         head = _RECORD_HEAD.pack(_RECORD_MAGIC, self.rank, self.tp, name, generation, len(payload))
         return head + self._checksum(head, payload)
 
@@ -262,7 +263,8 @@ class RecordKeeper(NamedTuple):
         return record[_RECORD_HEAD.size :] == self._checksum(head, payload)
 
     def _checksum(self, head: bytes, payload: memoryview) -> bytes:
-        """Return the checksum. xxhash lets other threads run only while it updates a state."""
+        """Return the checksum of a record: xxHash over fingerprint, head and payload. It is computed by updates of
+        a state, because xxhash lets other threads run only during an update."""
         state = xxhash.xxh3_128(self.fingerprint)
         state.update(head)
         state.update(payload)

@@ -22,7 +22,7 @@ from trunkline.kvstore.chunks import Int32Array, SlotId
 from trunkline.worker.errors import PlanError, WorkerConfigError
 
 _EMPTY: Final = -1
-"""Generation of a slot without content; the controller's are not negative."""
+"""Generation of a slot without content; the controller's generations are not negative."""
 
 
 class HostPool:
@@ -57,7 +57,7 @@ class HostPool:
     # --- what the plans say
 
     def begin_saves(self, moves: Int32Array) -> tuple[Int32Array, Int32Array]:
-        """Note that by the order of the plans the slots hold from now on what is in the blocks.
+        """Note that, by the order of the plans, each slot holds the content of its block from now on.
 
         Args:
             moves: int32 `[n, 3]`: block, slot, generation; slots are distinct.

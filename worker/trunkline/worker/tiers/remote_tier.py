@@ -29,7 +29,8 @@ from trunkline.worker.tiers.disk_tier import RECORD_BYTES, RecordKeeper
 
 _CONNECT_S: Final = 1.0
 _ANSWER_S: Final = 3.0
-"""A chunk is some megabytes; a store that takes longer for one is of no use."""
+"""Seconds to wait for the store's answer. A chunk is some megabytes; a store that takes longer for one is of no
+use."""
 _RETRY_FIRST_S: Final = 0.5
 _RETRY_MOST_S: Final = 15.0
 
@@ -43,10 +44,10 @@ class RedisTier:
     capacity_slots = 0
 
     def __init__(self, url: str, slot_bytes: int, keeper: RecordKeeper, ttl_s: float) -> None:
-        """Nothing is connected yet.
+        """Set up the tier without connecting yet.
 
         Args:
-            slot_bytes: of a chunk's payload.
+            slot_bytes: bytes of a chunk's payload.
             ttl_s: seconds after which the store forgets a chunk; 0: never.
 
         Raises:
@@ -57,7 +58,7 @@ class RedisTier:
         self._ttl_ms = int(ttl_s * 1000)
         parts = urlsplit(url)
         self._place = parts.hostname or parts.path
-        """For messages: the URL may hold a password."""
+        """Host or path of the store, for messages: the whole URL may hold a password."""
         keepalive = {} if parts.scheme == "unix" else {"socket_keepalive": True}
         try:
             self._client: Any = redis.Redis.from_url(
@@ -73,7 +74,7 @@ class RedisTier:
         self._lock = threading.Lock()
         self._next_attempt = 0.0
         self._retry_s = 0.0
-        """Distance to the next attempt; 0 while the store is there."""
+        """Seconds to the next attempt to reach the store; 0 while the store is there."""
 
     # --- SharedTier
 

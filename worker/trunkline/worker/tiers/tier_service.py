@@ -4,8 +4,8 @@
       its threads    wait for the host slot's copies ──► read or write ──► outcome
       outbox thread  outcomes ──► MovesDone, Probed
 
-The controller decides; here nothing is chosen. A tier that fails is reported, move by move, and never ends the
-rank: only a move of a host slot that does not exist does, as a plan that does not fit.
+The controller decides which chunks move; this service carries the moves out. A tier that fails is reported, move
+by move, and never ends the rank: only a move of a host slot that does not exist does, as a plan that does not fit.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class TierService:
         """Open the tiers that the configuration asks for.
 
         Args:
-            copier: of the host pool; None: the rank has none, so no tiers either.
-            report: called from any thread with what became of a move or a probe.
+            copier: copier of the host pool; None: the rank has no host pool, so no tiers either.
+            report: called from any thread with the outcome of each move and the answer to each probe.
 
         Raises:
-            WorkerConfigError: a remote tier that can never be used. A disk that cannot be, by contrast, is a
-                `problem`, with which the rank goes on.
+            WorkerConfigError: the remote tier can never be used. If the disk tier cannot be opened, nothing is
+                raised: `problem` says why, and the rank goes on without the tier.
         """
         self.problem = ""
         """Why a tier of the configuration could not be opened; "" if all were."""
@@ -86,7 +86,7 @@ class TierService:
 
     @property
     def disk_slots(self) -> int:
-        """Blocks that the disk tier holds."""
+        """Number of blocks that the disk tier holds."""
         served = self._served.get(TierKind.DISK)
         return served.tier.capacity_slots if served else 0
 
@@ -188,12 +188,14 @@ Task = Callable[[], None]
 
 
 class TierQueue:
-    """Tasks for a few threads. Each kind is begun in its order."""
+    """A queue of tasks for a few threads. Reads are begun in the order in which they were added, and so are
+    writes."""
 
     def __init__(self, name: str, threads: int) -> None:
         """
         Args:
-            threads: all but one of which write at a time, at most: a read need not wait for a write to end.
+            threads: number of threads. If there are several, they never all write at once, so that a read need not
+                wait for a write to end.
         """
         self._reads: deque[Task] = deque()
         self._writes: deque[Task] = deque()
