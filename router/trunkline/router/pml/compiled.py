@@ -19,7 +19,7 @@ from trunkline.router.pml.roles import RoleForms
 Scope: TypeAlias = Literal["ancestors", "self"]
 Trailing: TypeAlias = Literal["fixed", "compact"]
 Span: TypeAlias = tuple[int, int]
-"""`[start, stop)`."""
+"""A range `[start, stop)` of tokens."""
 
 
 SchemaPieceKind: TypeAlias = Literal["text", "role", "param"]
@@ -64,9 +64,10 @@ class CompiledText:
     """Index in `CompiledSchema.modules`."""
     segment: ModuleSegment
     parent: int
-    """Index in `CompiledSchema.texts`, smaller than the text's own; -1: the text sees only itself."""
+    """Index of the parent in `CompiledSchema.texts`, smaller than the text's own; -1: the text sees only
+    itself."""
     scaffold: str = ""
-    """The first scaffold that needs this version; "": the version of the module itself."""
+    """Name of the first scaffold that needs this version of the text; "": the version of the module itself."""
 
     @property
     def position(self) -> int:
@@ -96,7 +97,8 @@ class RoleSlot:
     """A message that a schema contains."""
 
     event: int
-    """Number of the event of entering the role, in document order (as `CompiledModule.enter`)."""
+    """Number of the event of entering the role, in document order. Roles and modules are counted together
+    (`CompiledModule.enter`)."""
     role: str
     suffix: str
     """Text that the template writes after the message."""
@@ -110,7 +112,7 @@ class UnionSlot:
 
     members: tuple[int, ...]
     default: int
-    """Module that is selected if none is imported; -1: none."""
+    """Index of the module that is selected if no member of the union is imported; -1: none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,7 +121,7 @@ class CompiledModule:
 
     path: str
     parent: int
-    """Module around this one; -1 for the schema itself."""
+    """Index of the module around this one; -1 for the schema itself."""
     start: int
     length: int
     """Number of positions, including nested modules."""
@@ -127,15 +129,15 @@ class CompiledModule:
     params: tuple[ParamSlot, ...]
     segments: tuple[ModuleSegment, ...]
     children: Mapping[str, int]
-    """Nested modules by name, including members of unions."""
+    """Indexes of the nested modules by name, including members of unions."""
     unions: tuple[UnionSlot, ...]
     union: int
     """Index in the parent's `unions` of the union that has this module; -1: none."""
     roles: tuple[RoleSlot, ...]
     enter: int
-    """Number of the event of entering the module, in document order, …"""
+    """Number of the event of entering the module, in document order."""
     exit: int
-    """… and of leaving it."""
+    """Number of the event of leaving the module, in document order."""
     mark: Mark | None
 
     @property
@@ -160,13 +162,15 @@ class CompiledScaffold:
 
     name: str
     members: frozenset[int]
-    """Indexes of the modules."""
+    """Indexes of the scaffold's modules."""
     tokens: int
     """Number of tokens in the members' own texts."""
     member_texts: Mapping[int, int]
-    """Text of a member → version that sees all earlier members and their ancestors; …"""
+    """By text of a member: the version that replaces it, which sees all earlier members and their ancestors. Keys
+    and values are indexes in `CompiledSchema.texts`."""
     ancestor_texts: Mapping[int, int]
-    """… the same for texts of ancestors whose version is not the text itself."""
+    """By text of a member's ancestor: the version that replaces it in this scaffold. Texts that keep their own
+    version are left out. Keys and values are indexes in `CompiledSchema.texts`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,7 +193,7 @@ class CompiledSchema:
     """Text that the model's chat template writes around messages."""
 
     def with_parents(self, indexes: Iterable[int]) -> list[int]:
-        """Return these texts and all texts that they see, parents first."""
+        """Return the indexes of some texts and of all texts that they see, parents first."""
         needed = set(indexes)
         for index in list(needed):
             parent = self.texts[index].parent
@@ -211,11 +215,11 @@ class PlacedText:
     index: int
     """Index in `CompiledSchema.texts`."""
     path: str
-    """Path of the module."""
+    """Path of the text's module."""
     position: int
     tokens: Int32Array
     parent: int
-    """Index in `CompiledPrompt.texts`, smaller than the text's own; -1: none."""
+    """Index of the parent in `CompiledPrompt.texts`, smaller than the text's own; -1: there is no parent."""
     seen: tuple[Span, ...]
     """Ranges of `tokens` that the request sees; empty if the text is only an ancestor of other texts."""
 
@@ -248,24 +252,24 @@ class CompiledPrompt:
     schema: str
     texts: tuple[PlacedText, ...]
     own: Int32Array
-    """Tokens to compute, by ascending position."""
+    """Tokens that the request computes itself, by ascending position."""
     runs: tuple[tuple[int, int], ...]
-    """Position and count of `own`'s runs of consecutive positions."""
+    """Ranges of consecutive positions of `own`, each as its first position and its number of tokens."""
     pieces: tuple[PromptPiece, ...]
-    """All pieces, by ascending position."""
+    """All pieces of the prompt, by ascending position."""
     modules: tuple[int, ...]
-    """Selected modules in document order, including the schema itself."""
+    """Indexes of the selected modules in document order, including the schema itself."""
     messages_from: int
     """Index in `own` of the first token of `messages` and of the generation prompt."""
 
     @property
     def module_tokens(self) -> int:
-        """Tokens of cached texts that the request sees."""
+        """Number of tokens of cached texts that the request sees."""
         return sum(stop - start for text in self.texts for start, stop in text.seen)
 
     @property
     def prompt_tokens(self) -> int:
-        """All tokens that the answer sees."""
+        """Number of all tokens that the answer sees."""
         return self.module_tokens + len(self.own)
 
     @property
@@ -276,9 +280,9 @@ class CompiledPrompt:
 
 
 ENCODE_TOKENS_MAX: Final = 1 << 20
-"""Most tokens that are computed in one call."""
+"""Largest number of tokens that are computed in one call."""
 TEXT_TOKENS_MIN: Final = 64
-"""Shorter texts count as this many tokens: each takes a row of a step and a block."""
+"""Number of tokens as which a shorter text counts: each text takes a row of a step and a block."""
 
 
 def texts_message(schema: CompiledSchema) -> list[ModuleText]:

@@ -41,7 +41,7 @@ from trunkline.router.pml.tree import PromptDocument, Turn
 
 
 class _Own(NamedTuple):
-    """Tokens at one place that the request computes itself."""
+    """Tokens that the request computes itself, at successive positions."""
 
     position: int
     ids: Sequence[int]
@@ -132,13 +132,13 @@ class _OwnTokens:
             ),
             key=lambda pair: pair[0].position,
         )
-        """Segments of all selected modules, with their modules, by position."""
+        """Segments of all selected modules by position, each with its module."""
         self._starts = [segment.position for segment, _ in self.selected]
         self.cached = [segment for segment, _ in self.selected if segment.index >= 0]
         """The selected segments that are cached."""
         self.parts: list[_Own] = []
         self.tail_start = schema.extent
-        """Position of the text after all modules."""
+        """Position where the text after all modules begins."""
         self.tail_tokens = 0
         """Number of tokens of `messages` and the generation prompt."""
 
@@ -349,7 +349,7 @@ class _Present:
     """A role in the prompt."""
 
     rank: int
-    """Order among roles and inserts."""
+    """Number by which roles and inserts are ordered (`Insert.rank`)."""
     role: str
     suffix: str
     """Text written after the role; "" while it is open."""
@@ -386,7 +386,7 @@ class Conversation:
             key=lambda present: present.rank,
         )
         self.turns: dict[int, TurnForm] = {}
-        """Forms by number in `Resolved.turns`."""
+        """Forms of the roles that the prompt adds, by index in `Resolved.turns`."""
         for insert in resolved.inserts:
             for atom in insert.atoms:
                 if atom.kind is AtomKind.PREFIX:

@@ -23,9 +23,9 @@ from trunkline.router.pml.tree import (
 )
 
 CHUNK_TOKENS: Final = 64
-"""KV is stored and shared in chunks of this many tokens."""
+"""Number of tokens of a chunk, the unit in which KV is stored and shared."""
 _CHARACTERS_PER_TOKEN: Final = 4
-"""Estimate that is used without a tokenizer."""
+"""Estimated number of characters of a token, used without a tokenizer."""
 
 _Warning: TypeAlias = tuple[Mark | None, str]
 

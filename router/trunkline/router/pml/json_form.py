@@ -92,11 +92,11 @@ def prompt_from_json(value: object) -> PromptDocument:
 
 
 class _Import:
-    """A node of the tree that the listed paths form."""
+    """A module in the tree that the listed paths form."""
 
     def __init__(self) -> None:
         self.args: tuple[tuple[str, str], ...] | None = None
-        """Arguments; None if the path itself is not listed."""
+        """Arguments of the import; None if the module's own path is not listed."""
         self.children: dict[str, _Import] = {}
 
     def refs(self) -> tuple[Ref, ...]:
@@ -135,7 +135,7 @@ class _JsonReader:
         raise PmlError(ErrorCode.XML, f"{place or 'the document'} {message}", path=place)
 
     def node(self, place: str) -> None:
-        """Count one part."""
+        """Count one part of the document, up to the limit."""
         self._nodes += 1
         if self._nodes > NODES_MAX:
             self.refuse(f"is one part too many; allowed are {NODES_MAX} in a document; split the schema", place)

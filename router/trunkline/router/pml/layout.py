@@ -58,7 +58,8 @@ from trunkline.router.pml.tree import (
 )
 
 TOKENS_MAX: Final = 8 << 20
-"""Tokens in all texts of a schema, including placeholders and members of unions: 32 MiB in a message."""
+"""Largest number of tokens in all texts of a schema, including placeholders and members of unions. They take 32
+MiB in a message."""
 
 
 def compile_schema(
@@ -109,15 +110,15 @@ class _Frame:
     start: int
     cursor: int
     seen_text: int
-    """The text that the next one sees; -1: none."""
+    """Index of the text that the module's next text sees; -1: none."""
     roles_before: tuple[str, ...]
     """Roles of the messages before the cursor."""
     suffix_before: str = ""
-    """Text written after the last of these messages."""
+    """Text that the template writes after the last message of `roles_before`."""
     pieces: list[SegmentPiece] = field(default_factory=list)
-    """Pieces of the unfinished segment, …"""
+    """Pieces of the unfinished segment."""
     ids: list[int] = field(default_factory=list)
-    """… and its tokens."""
+    """Token ids of the unfinished segment."""
     params: list[ParamSlot] = field(default_factory=list)
     segments: list[ModuleSegment] = field(default_factory=list)
     children: dict[str, int] = field(default_factory=dict)
@@ -131,7 +132,7 @@ class _Layout:
     def __init__(self, tokenizer: PmlTokenizer, scope: Scope, context: int) -> None:
         self.texts: list[CompiledText] = []
         self.total = 0
-        """Tokens so far."""
+        """Number of tokens so far, in all texts."""
         self.forms = RoleForms(tokenizer)
         self._tokenizer = tokenizer
         self._scope = scope
@@ -303,17 +304,17 @@ def _seen(pieces: Sequence[SegmentPiece]) -> tuple[Span, ...]:
 
 
 CHAIN_TEXTS_MAX: Final = 1 << 20
-"""Most texts in the chains of all scaffolds together, which bounds the time for walking through them."""
+"""Largest number of texts in the chains of all scaffolds together. It bounds the time for walking through them."""
 
 
 class Scaffolds(NamedTuple):
-    """A schema's scaffolds."""
+    """The result of `compile_scaffolds`: a schema's scaffolds, and the texts that were made for them."""
 
     scaffolds: tuple[CompiledScaffold, ...]
     texts: tuple[CompiledText, ...]
-    """The new versions; their indexes follow the modules' own texts."""
+    """New versions of texts; their indexes follow those of the modules' own texts."""
     tokens: int
-    """Number of tokens in the new versions."""
+    """Number of tokens in the new versions of texts."""
 
 
 def compile_scaffolds(
@@ -325,7 +326,7 @@ def compile_scaffolds(
     """Make the versions of `texts` that these scaffolds need.
 
     Raises:
-        PmlError: E_SCHEMA_TOO_LONG: there are too many.
+        PmlError: E_SCHEMA_TOO_LONG: the scaffolds have too many texts.
     """
     known = {(index, text.parent): index for index, text in enumerate(texts)}
     made: list[CompiledText] = []
@@ -360,7 +361,7 @@ def compile_scaffolds(
 
 
 def _with_ancestors(members: Set[int], modules: Sequence[CompiledModule]) -> set[int]:
-    """Return these modules, their ancestors, and the schema."""
+    """Return some modules together with their ancestors and the schema."""
     found = {0}
     for member in members:
         while member not in found:

@@ -14,10 +14,10 @@ from trunkline.router.pml.pml_error import ErrorCode, Mark, PmlError
 from trunkline.router.pml.tree import DEPTH_MAX, NODES_MAX, SOURCE_BYTES_MAX
 
 BLANKS: Final = " \t\n\r"
-"""White space of XML; other blanks are ordinary characters."""
+"""White space of XML. All other blanks are ordinary characters."""
 _TEXT_BUFFER_BYTES: Final = 1 << 16
-"""Expat reports text line by line. With its own buffer, a document of nothing but line ends is read 30 times
-faster."""
+"""Size of expat's buffer for text, without which it reports text line by line. With it, a document of nothing but
+line ends is read 30 times faster."""
 _MARKUP_IN_TEXT: Final = frozenset(
     expat.errors.codes[text]
     for text in (
@@ -26,7 +26,7 @@ _MARKUP_IN_TEXT: Final = frozenset(
         expat.errors.XML_ERROR_TAG_MISMATCH,
     )
 )
-"""Errors that a `<` or `&` in a text leads to."""
+"""Codes of expat's errors that a `<` or `&` in a text leads to."""
 _MARKUP_HINT: Final = (
     ' (in text, write "&lt;" for "<" and "&amp;" for "&", or use a CDATA section or the JSON form)'
 )
@@ -61,7 +61,7 @@ class Element:
         self.attributes = attributes
         self.children: list[Element | Chars] = []
         self.mark = mark
-        """Place of its `<`."""
+        """Place of the element's `<`."""
 
 
 def parse_markup(source: str | bytes) -> Element:

@@ -9,28 +9,29 @@ from typing import Final, NamedTuple
 from trunkline.router.errors import PromptError
 
 MESSAGE_CHARACTERS_MAX: Final = 1000
+"""Largest length of an error's message. Longer ones are cut, because names in it may be as long as a document."""
 PATH_CHARACTERS_MAX: Final = 200
-"""Names may be as long as documents, so messages and paths in errors are cut."""
+"""Largest length of an error's path. Longer ones are cut, because names in it may be as long as a document."""
 
 
 class ErrorCode(StrEnum):
-    """The codes of mistakes."""
+    """The codes of mistakes in schemas and prompts."""
 
     XML = "E_XML"
     """The document cannot be read: not well-formed, not UTF-8, a construct that is not allowed (DOCTYPE,
     processing instructions, entities), larger or deeper than allowed, or JSON of another shape."""
     TAG = "E_TAG"
-    """An element or attribute that does not belong where it stands, is missing, or has a value it cannot have."""
+    """An element or attribute stands where it does not belong, is missing, or has a value that is not allowed."""
     NAME = "E_NAME"
     """A name is missing or not allowed."""
     DUP = "E_DUP"
     """Two modules, two parameters or two scaffolds of one namespace have the same name."""
     PARAM_ROOT = "E_PARAM_ROOT"
-    """A parameter outside any module."""
+    """A parameter stands outside any module."""
     UNION_CONTENT = "E_UNION_CONTENT"
     """A union contains something other than modules."""
     UNION_EMPTY = "E_UNION_EMPTY"
-    """A union without modules."""
+    """A union has no modules."""
     SCAFFOLD_PATH = "E_SCAFFOLD_PATH"
     """A scaffold names no modules, or a module that does not exist, is named twice, is not cached, or cannot be
     imported together with another one."""
@@ -39,7 +40,7 @@ class ErrorCode(StrEnum):
     TEMPLATE = "E_TEMPLATE"
     """The model has no chat template, or its template refuses the roles or does not write them in their order."""
     ROLE_ORDER = "E_ROLE_ORDER"
-    """A role within a role, or a role after an open one."""
+    """A role stands within a role, or after an open one."""
     SCHEMA_UNKNOWN = "E_SCHEMA_UNKNOWN"
     """The prompt names a schema that does not exist (HTTP 404)."""
     MODULE_UNKNOWN = "E_MODULE_UNKNOWN"
@@ -49,7 +50,7 @@ class ErrorCode(StrEnum):
     UNION_CONFLICT = "E_UNION_CONFLICT"
     """The prompt imports two modules of one union."""
     ARG_UNKNOWN = "E_ARG_UNKNOWN"
-    """An argument for a parameter that does not exist."""
+    """The prompt gives an argument for a parameter that does not exist."""
     ARG_MISSING = "E_ARG_MISSING"
     """A required parameter has no argument."""
     ARG_TOO_LONG = "E_ARG_TOO_LONG"
@@ -82,8 +83,13 @@ class PmlError(PromptError):
         path: str = "",
         extra: Mapping[str, int] | None = None,
     ) -> None:
-        """`path`: path of the module, or of the JSON value, that is wrong; `extra`: numbers that belong to the
-        code."""
+        """Args:
+        code: the kind of mistake.
+        message: what is wrong, for the author.
+        mark: place of the mistake in the document; None: not known.
+        path: path of the module, or of the JSON value, that is wrong.
+        extra: numbers that belong to the code.
+        """
         message = _cut(message, MESSAGE_CHARACTERS_MAX)
         super().__init__(message)
         self.code: str = code.value

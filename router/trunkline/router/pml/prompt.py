@@ -32,16 +32,16 @@ from trunkline.router.pml.tree import PromptDocument, PromptItem, Ref, Text, Tur
 from trunkline.router.pml.validation import likely, short
 
 LAST_RANK: Final = 1 << 62
-"""Rank after everything in a schema."""
+"""Rank of inserts that come after everything in a schema."""
 
 
 class PromptPlace(Enum):
-    """Where an insert goes, relative to a module."""
+    """The place of an insert relative to a module."""
 
     BEFORE = 0
     BEHIND = 1
     END_OF = 2
-    """Within the module, after its selected text."""
+    """The insert goes into the module, after the module's selected text."""
     TRAILING = 3
 
 
@@ -53,12 +53,12 @@ class Atom:
     kind: AtomKind
     text: str
     turn: int
-    """The prompt's role that it belongs to; -1: none."""
+    """Index in `Resolved.turns` of the role that the atom belongs to; -1: none."""
     mark: Mark | None
     is_first: bool = False
-    """Whether it begins the role's content, which the template may trim there, …"""
+    """Whether the atom begins the role's content, where the template may trim white space."""
     is_last: bool = False
-    """… and whether it ends the content."""
+    """Whether the atom ends the role's content, where the template may trim white space."""
 
 
 class AtomKind(Enum):
@@ -71,15 +71,16 @@ class AtomKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Insert:
-    """Text between imports."""
+    """Text of a prompt between two imports, and the place where it goes."""
 
     place: PromptPlace
     module: int
-    """The module that `place` is relative to."""
+    """Index of the module that `place` is relative to."""
     body: int
-    """The module around the insert."""
+    """Index of the module whose import encloses the insert in the prompt; 0: none, the prompt itself does."""
     rank: int
-    """Order among the schema's events (twice their numbers) and other inserts."""
+    """Number by which inserts are ordered among each other and among the schema's events, whose ranks are twice
+    their numbers."""
     atoms: tuple[Atom, ...]
 
 
@@ -99,7 +100,7 @@ class Resolved:
     inserts: tuple[Insert, ...]
     """Inserts by rank."""
     turns: tuple[Turn, ...]
-    """Roles that the prompt adds, in its order."""
+    """Roles that the prompt adds, in the prompt's order."""
 
 
 _Step: TypeAlias = Atom | Ref

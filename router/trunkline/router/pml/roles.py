@@ -48,7 +48,7 @@ class PmlTokenizer(Protocol):
         """Return the text of a conversation (`role` and `content` of each message) in the model's chat template.
 
         Raises:
-            PromptError: The template refuses it.
+            PromptError: The template refuses the conversation.
         """
         ...
 
@@ -59,14 +59,15 @@ class PmlTokenizer(Protocol):
 
 
 ROLES_MAX: Final = 128
-"""Most roles on one path of a schema, and in a prompt without the messages that follow it. Finding the text around
-each takes as many renderings."""
+"""Largest number of roles on one path of a schema, and in a prompt without the messages that follow it. Finding
+the text around each role takes as many renderings as there are roles."""
 _REMEMBERED_MAX: Final = 4096
-"""Most forms in the cache; each different beginning of a conversation has one."""
+"""Largest number of forms in the cache. Each different beginning of a conversation has one."""
 
 _SENTINEL: Final = "PmlSlot{}End"
 _SENTINEL_PATTERN: Final = re.compile(r"(\t\n)?PmlSlot([0-9]+)End(\n\t)?", re.ASCII)
-"""The sentinel has white space that no template writes; if it is missing, the template trims contents."""
+"""Matches the sentinel that stands for a message's content. Around it is white space that no template writes;
+where it is missing, the template trims contents."""
 
 
 class RoleForm(NamedTuple):
@@ -76,9 +77,9 @@ class RoleForm(NamedTuple):
     """Text between the previous message (or the beginning) and this one, without the BOS."""
     suffix: str
     trims_left: bool
-    """Whether the template removes white space at the content's beginning, …"""
+    """Whether the template removes white space at the beginning of the message's content."""
     trims_right: bool
-    """… and at its end."""
+    """Whether the template removes white space at the end of the message's content."""
 
 
 class Rendered(NamedTuple):
@@ -140,10 +141,10 @@ class RoleForms:
         """Return the text around a message.
 
         Args:
-            before: Roles of the messages before it.
-            role: Its role.
-            mark: Its place in the document, for the error, …
-            path: … and its module.
+            before: Roles of the messages before this one.
+            role: Role of this message.
+            mark: Place of this message in the document, for the error.
+            path: Path of this message's module, for the error.
 
         Raises:
             PmlError: E_TEMPLATE.

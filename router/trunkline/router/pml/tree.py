@@ -16,16 +16,17 @@ from trunkline.router.pml.pml_error import Mark
 NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 ROLES: Final = ("system", "user", "assistant")
 TAGS: Final = frozenset({"schema", "module", "union", "param", "parameter", "scaffold", "prompt", *ROLES})
-"""Names that modules and parameters cannot have."""
+"""Names of elements, which modules and parameters cannot have."""
 
 SOURCE_BYTES_MAX: Final = 8 << 20
 DEPTH_MAX: Final = 32
 """Deepest nesting of elements, including the root."""
 NODES_MAX: Final = 65_536
-"""Elements and texts of one document."""
+"""Largest number of elements and texts of one document."""
 NAME_CHARACTERS_MAX: Final = 256
 MODULE_PATH_CHARACTERS_MAX: Final = 1024
-"""A module's path repeats the names around it: without a limit a small document would have gigabytes of paths."""
+"""Largest length of a module's path. A path repeats the names around the module, so without a limit a small
+document would have gigabytes of paths."""
 
 RoleName: TypeAlias = Literal["system", "user", "assistant"]
 
@@ -44,23 +45,25 @@ class Param:
 
     name: str
     length: int
-    """Tokens that an argument may have."""
+    """Largest number of tokens of an argument."""
     default: str | None = None
-    """The argument of prompts that give none."""
+    """Argument that is used if a prompt gives none; None: the parameter has no default."""
     fill: str | None = None
-    """Text that is repeated in its place while the module's KV is computed."""
+    """Text that is repeated in the parameter's place while the module's KV is computed; None: the tokenizer's
+    placeholder."""
     required: bool = False
     mark: Mark | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A part that prompts import by name (§3.2.1)."""
+    """A part of a schema that prompts import by name (§3.2.1)."""
 
     name: str
     items: tuple[Item, ...] = ()
     cache: bool = True
-    """False: the module is computed for each request and sees everything before it."""
+    """Whether the module's KV is computed once. False: it is computed for each request and sees everything
+    before."""
     mark: Mark | None = field(default=None, compare=False, repr=False)
 
 
@@ -70,18 +73,18 @@ class Union:
 
     members: tuple[Module, ...]
     default: str | None = None
-    """The member that a prompt has if it imports none."""
+    """Name of the member that a prompt has if it imports none; None: the prompt has no member."""
     mark: Mark | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class RoleItem:
-    """A message in the model's own form (§3.2.3). It is no namespace of its own."""
+    """A message in the model's own form (§3.2.3). Names in it belong to the module around it."""
 
     role: RoleName
     items: tuple[Item, ...] = ()
     open: bool = False
-    """True: what follows in the prompt goes on in it."""
+    """Whether the message goes on with what follows in the prompt."""
     mark: Mark | None = field(default=None, compare=False, repr=False)
 
 
@@ -91,7 +94,7 @@ class Scaffold:
 
     name: str
     modules: tuple[str, ...]
-    """Paths of the modules."""
+    """Paths of the scaffold's modules."""
     mark: Mark | None = field(default=None, compare=False, repr=False)
 
 
@@ -100,7 +103,7 @@ Item: TypeAlias = Text | Param | Module | Union | RoleItem
 
 @dataclass(frozen=True, slots=True)
 class SchemaDocument:
-    """A schema."""
+    """A whole schema."""
 
     name: str
     items: tuple[Item, ...] = ()
@@ -125,7 +128,7 @@ class Turn:
     role: RoleName
     items: tuple[PromptItem, ...] = ()
     open: bool = False
-    """True: the model's answer continues it."""
+    """Whether the model's answer continues the message."""
     mark: Mark | None = field(default=None, compare=False, repr=False)
 
 

@@ -29,13 +29,14 @@ from trunkline.router.pml.tree import (
 )
 
 LENGTH_MAX: Final = 2**31 - 1
-"""Positions have 32 bits."""
+"""Largest length of a parameter: positions have 32 bits."""
 _SHOWN_MAX: Final = 60
-"""Most characters of a wrong name in a message."""
+"""Largest number of characters of a wrong name that a message shows."""
 _LISTED_MAX: Final = 10
-"""Most names in a message."""
+"""Largest number of existing names that a message lists."""
 _COMPARED_MAX: Final = 1000
-"""Most known names that a wrong name is compared with to suggest the right one: a comparison takes 10 µs."""
+"""Largest number of known names among which the right one is looked for when a name is wrong: a comparison takes
+10 µs."""
 
 
 def check_name(name: str, what: str, mark: Mark | None, path: str) -> None:
@@ -85,7 +86,7 @@ def check_schema(document: SchemaDocument) -> SchemaDocument:
 
 
 class _Names(NamedTuple):
-    """Names that a module has already."""
+    """Names that are already taken in one module."""
 
     modules: set[str]
     params: set[str]
@@ -173,7 +174,7 @@ class _Place(NamedTuple):
 
     cached: bool
     choices: tuple[tuple[int, str], ...]
-    """The unions around the module, and the member of each that has it."""
+    """The unions around the module, each with the member that contains the module."""
 
 
 def _places(
@@ -260,12 +261,12 @@ def _check_prompt_items(items: Sequence[PromptItem], path: str, role: Turn | Non
 
 
 def short(text: str) -> str:
-    """Return a text, or its beginning, for a message."""
+    """Return a text as a message shows it: whole, or its beginning if it is long."""
     return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}…"
 
 
 def listed(names: Collection[str]) -> str:
-    """Return some names as a list, for a message."""
+    """Return names as the list that a message shows, at most `_LISTED_MAX` of them."""
     shown = ", ".join(f'"{name}"' for name in islice(names, _LISTED_MAX))
     return f"{shown}, … ({len(names)} in all)" if len(names) > _LISTED_MAX else shown
 

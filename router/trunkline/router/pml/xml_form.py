@@ -46,7 +46,8 @@ from trunkline.router.pml.validation import check_name, check_prompt, check_sche
 _SPACE: Final = "xml:space"
 _LENGTH: Final = re.compile(r"0*([0-9]{1,12})", re.ASCII)
 _LENGTH_TOO_LONG: Final = 10**12
-"""Replaces every longer number."""
+"""Value that stands for a length with so many digits that it is not read as a number; no model has as many
+positions."""
 _TRUTH: Final = {"true": True, "false": False}
 
 
@@ -259,7 +260,7 @@ _TEXT_ESCAPES: Final = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "\r": "&#13;"}
 _VALUE_ESCAPES: Final = {**_TEXT_ESCAPES, '"': "&quot;", "\n": "&#10;", "\t": "&#9;"}
 _ESCAPES: Final = (str.maketrans(_TEXT_ESCAPES), str.maketrans(_VALUE_ESCAPES))
 UNWRITABLE: Final = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters that XML 1.0 cannot write."""
+"""Matches a character that XML 1.0 cannot write."""
 
 
 def schema_to_xml(document: SchemaDocument) -> str:

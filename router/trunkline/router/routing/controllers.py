@@ -25,11 +25,13 @@ from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
 TOLERATED: Final = 2
-"""So many failures in a row may be the requests' own fault. Requests that fail together count as one failure."""
+"""Number of failures in a row after which a controller gets no pause yet: the requests themselves may be at fault.
+Requests that fail together count as one failure."""
 PAUSE_SECONDS: Final = 1.0
-"""Pause after the first failure that is not tolerated. Each further failure without a success doubles it …"""
+"""Pause after the first failure that is not tolerated. Each further failure without a success doubles the
+pause."""
 PAUSE_SECONDS_MAX: Final = 30.0
-"""… up to this."""
+"""Longest pause of a controller that goes on failing."""
 _NO_TRIAL: Final = -1
 
 
@@ -39,9 +41,9 @@ class SentRequest:
 
     controller: int
     new_tokens: int
-    """Prompt tokens that the controller was expected to compute for it."""
+    """Prompt tokens that the controller was expected to compute for the request."""
     blocks: int
-    """Chunks of its prompt."""
+    """Number of chunks of the request's prompt."""
     sent_at: float
     started: bool = False
 
@@ -54,7 +56,7 @@ class Loads:
         self.own_inflight = np.zeros(controllers)
         """Requests of this router that have not ended."""
         self.own_queued = np.zeros(controllers)
-        """Prompt tokens to compute for those of them that have not started."""
+        """Prompt tokens to compute for this router's requests that have not started."""
         self.own_blocks = np.zeros(controllers)
         """Chunks of the prompts of this router's requests."""
         self.other_inflight = np.zeros(controllers)
@@ -62,9 +64,9 @@ class Loads:
         self.other_queued = np.zeros(controllers)
         """Prompt tokens to compute for requests of other routers, as of the last report."""
         self.kv_used = np.zeros(controllers)
-        """Part of the blocks that running requests hold, as reported."""
+        """Part of each controller's blocks that running requests hold, 0 to 1, as of its last report."""
         self.running = np.zeros(controllers)
-        """Number of running requests, as reported."""
+        """Number of each controller's running requests, as of its last report."""
 
     @property
     def inflight(self) -> FloatArray:
@@ -81,8 +83,8 @@ class Loads:
 
         Args:
             requests: requests that have not ended.
-            queued_tokens: prompt tokens of them that have still to be computed.
-            kv_used: part of its blocks that running requests hold, 0 to 1.
+            queued_tokens: prompt tokens of these requests that have still to be computed.
+            kv_used: part of the controller's blocks that running requests hold, 0 to 1.
             running: requests that run.
         """
         self.other_inflight[controller] = max(0.0, requests - self.own_inflight[controller])
@@ -163,7 +165,7 @@ class Breaker:
 
     def __init__(self) -> None:
         self.failures = 0
-        """Failures in a row; up to `TOLERATED` the breaker is closed."""
+        """Number of failures in a row; up to `TOLERATED` the breaker is closed."""
         self._failed_at = float("-inf")
         self._open_until = float("-inf")
         self._half_open = False
@@ -181,13 +183,15 @@ class Breaker:
         return self._probe == _NO_TRIAL and (self._half_open or now >= self._open_until)
 
     def wait_seconds(self, now: float) -> float:
-        """Return the seconds until a request may be sent; infinity while a trial request has not ended."""
+        """Return the seconds until a request may be sent; infinity while the single request of a half-open breaker
+        has not ended."""
         if self.allows(now):
             return 0.0
         return float("inf") if self._probe != _NO_TRIAL else self._open_until - now
 
     def sent(self, ticket: int) -> None:
-        """Note that a request was sent, allowed or not; in a half-open breaker the first one is the trial."""
+        """Note that a request was sent, allowed or not. In a half-open breaker the first one is the single request
+        that decides whether the breaker closes."""
         if not self.is_closed and self._probe == _NO_TRIAL:
             self._half_open = True
             self._probe = ticket
@@ -212,10 +216,11 @@ class Breaker:
             self._open_until = now + min(PAUSE_SECONDS_MAX, PAUSE_SECONDS * 2.0**doublings)
 
     def ended(self, ticket: int) -> None:
-        """Note that a request ended in any way: another one may be the trial."""
+        """Note that a request ended in any way. If it was the single request of a half-open breaker, another one
+        may follow."""
         if ticket == self._probe:
             self._probe = _NO_TRIAL
 
     def back(self) -> None:
-        """Allow a trial without delay: the controller reports that it is ready again."""
+        """Allow a single request without delay: the controller reports that it is ready again."""
         self._half_open = not self.is_closed

@@ -28,20 +28,20 @@ from trunkline.router.routing.request import Decision, Origin, RouteRequest, Wei
 DECISIONS_MAX: Final = 1000
 __all__ = ["Decision", "NoControllerError", "RouteRequest", "RoutingCore", "RoutingSettings"]
 _UNKNOWN_CHUNK: Final = 64
-"""Tokens of a chunk, until a controller has reported its own size."""
+"""Number of tokens of a chunk that is assumed until a controller has reported its own."""
 
 
 class Logged(NamedTuple):
     """A decision that was carried out."""
 
     number: int
-    """Counts from 1 on, without gaps."""
+    """Number of the decision; decisions are counted from 1 on, without gaps."""
     at: float
-    """The router's loop time, in seconds."""
+    """Time of the decision: the router's loop time, in seconds."""
     origin: Origin
     controller: int
     reason: str
-    """As in `Decision`."""
+    """Why the controller was chosen (`Decision.reason`)."""
     prompt_tokens: int
     is_again: bool
     """Whether the request was at another controller before, which refused it, lost it or handed it over."""
@@ -49,7 +49,7 @@ class Logged(NamedTuple):
 
 
 class DecisionLog:
-    """The last decisions with what was known of each controller, for the dashboard.
+    """The last decisions, together with what was known of each controller, for the dashboard.
 
     The log keeps references to arrays that each decision makes anew, which costs next to nothing. They are made
     readable only when the dashboard asks for them.
@@ -57,7 +57,7 @@ class DecisionLog:
 
     def __init__(self, size: int = DECISIONS_MAX) -> None:
         self.count = 0
-        """Decisions since the start."""
+        """Number of decisions since the start."""
         self._ring: deque[Logged] = deque(maxlen=size)
 
     def add(self, decision: Decision, request: RouteRequest, now: float) -> None:
@@ -143,7 +143,8 @@ class RoutingCore:
         self._members: dict[KvIdentity, IntArray] = {}
         self._chunk_size = np.full(controllers, _UNKNOWN_CHUNK)
         self._worth = np.tile([1.0, self.settings.host_worth, self.settings.disk_worth, 1.0], (controllers, 1))
-        """What a cached token of each tier saves, of what computing it takes; `[controllers, 4]`."""
+        """Part of the work of computing a token that a cached token of each tier saves, 0 to 1; `[controllers,
+        4]`."""
 
     # What is known of controllers
 
@@ -259,7 +260,7 @@ class RoutingCore:
             self._sessions.sent(request.session, controller)
 
     def started(self, ticket: int, now: float) -> None:
-        """Note that a request's prompt is computed. Unknown tickets, and ones that have started, are fine."""
+        """Note that a request's prompt is computed. Do nothing if its ticket is unknown or has started before."""
         live = self.loads.started(ticket)
         if live is not None:
             self.index.settle(ticket, now)
@@ -268,12 +269,11 @@ class RoutingCore:
                 self._failing.discard(live.controller)
 
     def ended(self, ticket: int, now: float, *, failed: bool = False) -> None:
-        """Note that a request has ended in any way. Unknown tickets, and ones that have ended, are fine.
+        """Note that a request has ended in any way. Do nothing if its ticket is unknown or has ended before.
 
         Args:
             failed: whether the controller is at fault: it or its workers were lost, or it did not answer. False if
-                the
-                request was wrong or refused, or its client left.
+                the request was wrong or refused, or its client left.
         """
         live = self.loads.ended(ticket)
         if live is None:
@@ -314,8 +314,12 @@ class RoutingCore:
         return candidates
 
     def _look_up(self, request: RouteRequest, now: float) -> tuple[dict[KvIdentity, _Found], IntArray, FloatArray]:
-        """Return the names by identity; cached tokens, `[controllers, 4]`; and what these save, in computed
-        tokens."""
+        """Look up what is cached of a request's prompt.
+
+        Returns:
+            The names of the prompt's chunks by identity; the cached tokens, `[controllers, 4]`; and by controller
+            the number of computed tokens that they save.
+        """
         count = len(self._available)
         tiers = np.zeros((count, TIERS), np.int64)
         effective = np.zeros(count)

@@ -31,26 +31,28 @@ from trunkline.kvstore.chunks import NAME_BYTES
 IntArray = NDArray[np.int64]
 
 EXPECT_SECONDS: Final = 2.0
-"""Expected chunks count for so long after their request has started; by then its controller has published them."""
+"""Time for which expected chunks count after their request has started. By its end the controller has published
+them."""
 DEVICE, HOST, DISK, EXPECTED = range(4)
 TIERS: Final = 4
-"""Bits of a column. The first three are what controllers publish (`1 << TierKind`)."""
+"""Number of bits of a column. The first three are what controllers publish (`1 << TierKind`)."""
 _TOLD: Final = 0b0111
 _EXPECTED_BIT: Final = 1 << EXPECTED
 _USED: Final = 1
-"""Bit 0 of column 0, which no controller owns: the name was looked for."""
+"""Mark of a name that was looked for: bit 0 of column 0, which no controller owns."""
 SHARDS: Final = 256
-"""Dictionaries among which the names are divided by first byte, so that none takes long to grow or to wipe."""
+"""Number of dictionaries among which the names are divided by their first byte, so that each is quick to grow and
+to wipe."""
 _NAME_OVERHEAD_BYTES: Final = 64 + 56
-"""Memory of a name: the object, and its place in a dictionary that is half full."""
+"""Memory that a name takes: the object, and its place in a dictionary that is half full."""
 _EVICTED_AT_ONCE: Final = 64
 
 _HAS: Final = np.array([(0xF if x & 0xF else 0) | (0xF0 if x & 0xF0 else 0) for x in range(256)], np.uint8)
-"""For a byte with two columns: all bits of each column that has any."""
+"""For each byte, which has the bits of two columns: all bits of each column in which any bit is set."""
 _FASTEST: Final = np.array([(x & 0xF & -(x & 0xF)) | ((x >> 4) & -(x >> 4)) << 4 for x in range(256)], np.uint8)
-"""For a byte with two columns: the lowest bit of each column."""
+"""For each byte, which has the bits of two columns: the lowest set bit of each column."""
 _COUNTED_AT_ONCE: Final = 255
-"""Most rows whose bits can be added up in a byte."""
+"""Largest number of rows whose bits can be added up in a byte."""
 
 
 class _Ticket(NamedTuple):
@@ -75,33 +77,33 @@ class ChunkIndex:
         self._shards: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
         self._names = _Bound(self._row_bytes, bytes_max)
         self._columns = np.arange(1, controllers + 1)
-        """The column of each controller."""
+        """Number of the column of each controller."""
         self._shadows: dict[int, int] = {}
         """By controller: the column of a snapshot that is not complete."""
         self._clean: list[int] = []
         """Wiped columns without an owner, the lowest last."""
         self._dirty: dict[int, int] = {}
-        """By column that is being wiped: the next shard to wipe."""
+        """By number of a column that is being wiped: the next shard to wipe."""
         self._tickets: dict[int, _Ticket] = {}
         """Names that each ticket expects."""
         self._shared: list[dict[bytes, int]] = [{} for _ in range(1 + controllers)]
-        """By column: names that several tickets expect there, with the number of tickets."""
+        """By column: names that several tickets expect at its controller, with the number of these tickets."""
         self._settled: deque[tuple[float, int]] = deque()
-        """(time at which the expectation ends, ticket), in order of time."""
+        """Expectations of requests that have started, as (time at which it ends, ticket), in order of time."""
 
     @property
     def size(self) -> int:
-        """Number of names."""
+        """Number of names in the index."""
         return self._names.count
 
     @property
     def estimated_bytes(self) -> int:
-        """About how much memory the names take, without expectations."""
+        """Estimate of the memory that the names take, without expectations."""
         return self._names.count * self._names.bytes_each
 
     @property
     def evicted(self) -> int:
-        """How many names were removed for lack of room since the start."""
+        """Number of names that were removed for lack of room since the start."""
         return self._names.evicted
 
     # Events and snapshots of controllers
@@ -171,9 +173,11 @@ class ChunkIndex:
     # Expectations
 
     def expect(self, ticket: int, controller: int, names: Sequence[bytes], now: float) -> None:
-        """Expect that a controller computes the chunks of a request that was sent to it, except those that it has.
+        """Expect that a controller computes the chunks of a request that was sent to it, except those that the
+        controller has.
 
-        If a chunk that it has is evicted before the request starts, it is not found until it was computed again.
+        If one of the chunks that it has is evicted before the request starts, the index does not find this chunk
+        until it was computed again.
 
         Args:
             ticket: of the request, for `settle` and `drop`. The expectation of a ticket that is in use is
@@ -357,7 +361,7 @@ class ChunkIndex:
 
 
 class _Bound:
-    """How many names the index holds, how many it may hold, and how many were evicted."""
+    """The bound of the index: how many names it holds, how many it may hold, and how many were evicted."""
 
     __slots__ = ("bytes_each", "bytes_max", "count", "evicted", "hand", "names_max")
 
@@ -372,7 +376,7 @@ class _Bound:
         """The shard from which names are evicted next."""
 
     def widen(self, row_bytes: int) -> None:
-        """Set how many bytes a name takes from now on."""
+        """Set the number of bytes that a name takes from now on."""
         digits = -(-8 * row_bytes // 30)
         self.bytes_each = _NAME_OVERHEAD_BYTES + -(-(24 + 4 * digits) // 16) * 16
         self.names_max = self.bytes_max // self.bytes_each

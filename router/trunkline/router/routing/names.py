@@ -32,8 +32,8 @@ _TOKEN_BYTES: Final = 4
 
 
 class KvIdentity(msgspec.Struct, frozen=True):
-    """Model and format of a controller's KV, which all its names depend on. Controllers with equal identities have
-    equal names for equal KV."""
+    """Model and format of a controller's KV, on which all its chunk names depend. Controllers with equal
+    identities have equal names for equal KV."""
 
     fingerprint: bytes
     dtype: str
@@ -43,19 +43,20 @@ class KvIdentity(msgspec.Struct, frozen=True):
 
 
 class Chain(msgspec.Struct, frozen=True):
-    """Successive chunks. Those count that are cached without a gap from the first one on."""
+    """Successive chunks of a prompt, of which those count that are cached without a gap from the first one on."""
 
     names: Sequence[bytes]
     tokens: int
-    """Tokens of each chunk but the last one."""
+    """Number of tokens of each chunk but the last one."""
     last_tokens: int
-    """Tokens of the last chunk, which may be partial."""
+    """Number of tokens of the last chunk, which may have fewer than the others."""
     least: int = 1
-    """If fewer chunks are cached, none counts."""
+    """Smallest number of cached chunks that counts: if fewer are cached, none counts."""
     unseen_tokens: int = 0
-    """Tokens of the first `least` chunks, together, that the prompt does not see."""
+    """Number of tokens of the first `least` chunks together that the prompt does not see."""
     way: int = 0
-    """Chains with different numbers are alternatives; those with equal numbers add up."""
+    """Number of the alternative to which the chain belongs: chains with equal numbers add up, and the best of
+    several alternatives counts."""
 
 
 class Names(NamedTuple):
@@ -63,7 +64,7 @@ class Names(NamedTuple):
 
     chains: list[Chain]
     prompt_tokens: int
-    """Tokens that the prompt sees."""
+    """Number of tokens that the prompt sees."""
 
 
 def prompt_names(request: RouteRequest, identity: KvIdentity) -> Names:

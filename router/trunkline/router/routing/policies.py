@@ -27,7 +27,7 @@ from trunkline.router.routing.controllers import FloatArray
 from trunkline.router.routing.index import IntArray
 
 _EQUAL: Final = 1.0 + 1e-9
-"""Values that differ by no more than rounding are equal."""
+"""Ratio up to which two values count as equal: they differ by rounding only."""
 _SGLANG_ABSOLUTE: Final = 32
 _SGLANG_RELATIVE: Final = 1.1
 _SGLANG_MATCHED: Final = 0.5
@@ -37,27 +37,32 @@ class RoutingSettings(msgspec.Struct, frozen=True):
     """Settings of the prefix-aware rule; `benchmarks/routing.py` measures their effect."""
 
     chunk_tokens: int = 2048
-    """T: so many waiting prompt tokens double a request's cost. About what a step computes."""
+    """Number of waiting prompt tokens that count as one unit of load: each unit raises the cost of a request by
+    its cost at an idle controller. About the number of tokens that one step computes. It is T in the module's
+    table."""
     request_tokens: int = 1024
-    """Weight of each request, in waiting prompt tokens, for its decode steps and the memory that it holds. Less
-    than T: a queue of prompts delays a first token more than rows that decode."""
+    """Weight of each request, in waiting prompt tokens, for its decode steps and the memory that it holds. It is
+    less than `chunk_tokens`: a queue of prompts delays a first token more than rows that decode."""
     floor_tokens: int = 512
-    """Added to the tokens that a request has to compute, so that load counts even where its whole prompt is
-    cached."""
+    """Number of tokens that is added to those that a request has to compute, so that load counts even where its
+    whole prompt is cached."""
     stay_ratio: float = 1.5
-    """A session stays at its controller unless its cost there is more than the lowest cost times this."""
+    """Ratio of costs up to which a session stays at its controller: it moves if the cost there is more than the
+    lowest cost times this ratio."""
     near_ratio: float = 1.25
-    """For a new session of which nothing is cached, all controllers count as equal whose cost is at most the
-    lowest cost times this. It goes to the one of them that all routers would choose."""
+    """Ratio of costs up to which controllers count as equal for a new session of which nothing is cached: their
+    cost is at most the lowest cost times this ratio. The session goes to the one of them that all routers would
+    choose."""
     host_worth: float = 0.9
-    """What a cached token in host memory saves, as a part of what one on the device saves. Used until loading and
-    computing have been measured."""
+    """Work that a cached token in host memory saves, as a part (0 to 1) of the work that a token on the device
+    saves. Used until loading and computing have been measured."""
     disk_worth: float = 0.5
-    """The same for a cached token on disk."""
+    """Work that a cached token on disk saves, as a part (0 to 1) of the work that a token on the device saves.
+    Used until loading and computing have been measured."""
     sessions_max: int = 100_000
-    """Most sessions whose controllers are remembered."""
+    """Largest number of sessions whose controllers are remembered."""
     index_bytes_max: int = 256 << 20
-    """See `ChunkIndex`."""
+    """Memory that the index of chunks may take, about (`ChunkIndex`)."""
 
     def validate(self) -> None:
         """Check each setting by itself.
@@ -86,9 +91,10 @@ class View(msgspec.Struct, frozen=True):
     prompt_tokens: int
     chunk_size: IntArray
     new_tokens: FloatArray
-    """Prompt tokens that the controller has to compute; cached tokens that it has to load count in part."""
+    """Prompt tokens that each controller would have to compute; cached tokens that it has to load count in
+    part."""
     matched_tokens: IntArray
-    """Prompt tokens that are cached there, in any tier."""
+    """Prompt tokens that each controller has cached, in any tier."""
     inflight: FloatArray
     own_inflight: FloatArray
     queued: FloatArray
@@ -97,12 +103,12 @@ class View(msgspec.Struct, frozen=True):
     running: FloatArray
     kv_used: FloatArray
     costs: FloatArray
-    """Costs by the prefix-aware rule."""
+    """Cost of the request at each controller, by the prefix-aware rule."""
     session: str
     place: int
     """The controller to which this router sent the session's last request; -1: not known."""
     home: int
-    """As in `RouteRequest`."""
+    """The controller that keeps the record of the request's session or schema; -1: there is none."""
 
 
 class Turns:
@@ -144,7 +150,7 @@ class _Rule:
 
 
 class PrefixAware(_Rule):
-    """The lowest cost, but a session stays at its controller unless that costs much more.
+    """Rule: choose the lowest cost, but leave a session at its controller unless that costs much more.
 
     A session's controller is the one that has more of its prompt than any other; if there is none, the one to
     which this router sent its last request. So routers agree about sessions whose turns reach different routers.
@@ -180,7 +186,7 @@ class PrefixAware(_Rule):
 
 
 class RoundRobin(_Rule):
-    """The controllers in turn."""
+    """Rule: choose the controllers in turn."""
 
     def choose(self, view: View) -> tuple[int, str]:
         """See `Policy`."""
@@ -188,7 +194,7 @@ class RoundRobin(_Rule):
 
 
 class LeastLoaded(_Rule):
-    """The controller with the fewest requests."""
+    """Rule: choose the controller with the fewest requests."""
 
     def choose(self, view: View) -> tuple[int, str]:
         """See `Policy`."""
@@ -196,7 +202,7 @@ class LeastLoaded(_Rule):
 
 
 class SessionHash(_Rule):
-    """A session always goes to the same controller; a request without a session goes to the least loaded one."""
+    """Rule: choose the same controller for all requests of a session, the least loaded one for other requests."""
 
     def choose(self, view: View) -> tuple[int, str]:
         """See `Policy`."""
@@ -206,8 +212,9 @@ class SessionHash(_Rule):
 
 
 class Sglang(_Rule):
-    """If the queues are out of balance, the shortest queue. Else the controller that has most of the prompt, if
-    that is more than half of it. Else the least loaded. Only the router's own requests count as load."""
+    """SGLang's rule. If the queues are out of balance, choose the shortest queue. Otherwise choose the controller
+    that has most of the prompt, if that is more than half of it, or else the least loaded one. Only the router's
+    own requests count as load."""
 
     def choose(self, view: View) -> tuple[int, str]:
         """See `Policy`."""
@@ -220,7 +227,8 @@ class Sglang(_Rule):
 
 
 class Dynamo(_Rule):
-    """Least work: prompt tokens still to be computed, with this request's, plus blocks in use, all in blocks.
+    """Dynamo's rule: choose the controller with the least work, counted in blocks. Work is the prompt tokens still
+    to be computed, including this request's, and the blocks in use.
 
     Blocks in use are those of the prompts of the router's own live requests. Shared blocks count once per request.
     """
@@ -232,7 +240,7 @@ class Dynamo(_Rule):
 
 
 class LMetric(_Rule):
-    """Lowest product of new prefill and requests."""
+    """LMetric's rule: choose the lowest product of new prefill and requests."""
 
     def choose(self, view: View) -> tuple[int, str]:
         """See `Policy`."""
@@ -241,8 +249,9 @@ class LMetric(_Rule):
 
 
 class LlmD(_Rule):
-    """Highest weighted sum of the cached part of the prompt, of how short the queue is compared to the others, and
-    of free KV. The queue is the number of known requests less those that were last reported to run."""
+    """llm-d's rule: choose the highest weighted sum of the cached part of the prompt, of how short the queue is
+    compared to the others, and of free KV. The queue is the number of known requests less those that were last
+    reported to run."""
 
     def choose(self, view: View) -> tuple[int, str]:
         """See `Policy`."""
@@ -265,7 +274,7 @@ POLICIES: Final[dict[str, Callable[[RoutingSettings, Turns], Policy]]] = {
     "lmetric": LMetric,
     "llm-d": LlmD,
 }
-"""The rules by their names for `--policy`."""
+"""The routing rules by the names that `--policy` takes."""
 
 
 def rendezvous(key: str, count: int) -> int:

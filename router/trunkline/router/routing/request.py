@@ -26,19 +26,20 @@ class RouteRequest(msgspec.Struct, frozen=True):
     """A request for which a controller is to be chosen."""
 
     tokens: bytes
-    """The prompt as int32, little-endian; of a prompt with modules only its own tokens. A stream that goes on at
-    another controller has its output so far behind them."""
+    """The prompt as int32, little-endian; of a prompt with modules only its own tokens. If a stream goes on at
+    another controller, the output so far follows the prompt."""
     salt: bytes = b""
     session: str = ""
-    """Requests with the same name are turns of one session; names of different tenants must differ. "": none."""
+    """Name of the session that the request is a turn of, different for each tenant; "": it belongs to no
+    session."""
     home: int = -1
     """The controller that keeps the record of the session or schema, and most likely its KV; -1: there is none."""
     drops: tuple[tuple[int, int], ...] = ()
-    """As in `Submit`."""
+    """Ranges `[start, stop)` of the prompt that the model does not see (`Submit.drops`)."""
     layout: PromptLayout | None = None
-    """As in `Submit`."""
+    """Layout of a prompt with modules (`Submit.layout`); None: the prompt has no modules."""
     exclude: frozenset[int] = frozenset()
-    """Controllers that have just failed the request or refused it: used only if there is no other."""
+    """Controllers that have just failed the request or refused it. They are chosen only if there is no other."""
     pinned: int = -1
     """The only controller on which the request can run; -1: it can run on any."""
     names: Sequence[bytes] | None = None
@@ -73,16 +74,17 @@ class Decision(msgspec.Struct, frozen=True):
     new_tokens: int
     """Prompt tokens that the controller will have to compute, as far as is known."""
     cached_tokens: int
-    """Prompt tokens that it has in some tier."""
+    """Prompt tokens that the controller has cached in some tier."""
     tier_tokens: list[int]
-    """`cached_tokens` by tier: device, host, disk, expected to be computed by other requests."""
+    """The cached prompt tokens by tier: on the device, in host memory, on disk, and those that other requests are
+    expected to compute. Their sum is `cached_tokens`."""
     cost: float
-    """Cost of the controller by the prefix-aware rule, whatever the policy."""
+    """Cost of the chosen controller by the prefix-aware rule, whatever the policy."""
     best_cost: float
-    """Lowest cost of all candidates."""
+    """Lowest cost of all candidates by the prefix-aware rule."""
     names: list[bytes]
     """Names of the prompt's chunks that the controller has not published, for `ChunkIndex.expect`."""
     blocks: int = 0
-    """Chunks of the prompt."""
+    """Number of chunks of the prompt."""
     weighed: Weighed | None = None
-    """All costs, for the dashboard and traces."""
+    """The costs and cached tokens of all controllers, for the dashboard and traces; None: not known."""
