@@ -53,7 +53,7 @@ some milliseconds."""
 COMPILE_S_MAX: Final = 15.0
 """Longest second trial of a grammar, in seconds; compiling it for use then takes about as long again."""
 TOKEN_S_MAX: Final = 1.0
-"""Seconds of CPU time that an output may spend in its grammar before the grammar no longer follows it."""
+"""Largest CPU time, in seconds, that the grammar may take for one next token; a slower output is ended."""
 
 log = structlog.get_logger()
 
