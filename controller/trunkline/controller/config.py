@@ -15,15 +15,17 @@ class ControllerConfig(EngineLimits, frozen=True, kw_only=True):
     group: int = 0
     tp: int = 1
     plan_endpoint: str
-    """XPUB, bound: step plans to the workers."""
+    """Address of the XPUB socket, which is bound: step plans to the workers."""
     report_endpoint: str
-    """PULL, bound: results from the workers."""
+    """Address of the PULL socket, which is bound: results from the workers."""
     router_endpoint: str
-    """ROUTER, bound: requests from routers, outputs to them."""
+    """Address of the ROUTER socket, which is bound: requests from routers, outputs to them."""
     local_endpoint: str = ""
-    """As `router_endpoint`, ipc://PATH, for processes of the same host, which need no keys; "": none."""
+    """Second address of the ROUTER socket, ipc://PATH, for routers on the same host, which need no keys; "":
+    none."""
     events_endpoint: str = ""
-    """PUB, bound: tells routers which chunks are where; "": routers are not told."""
+    """Address of the PUB socket, which is bound: tells routers which chunks are where; "": routers are not
+    told."""
     model_fingerprint: str = ""
     """Digest of the model that the workers compute with, hexadecimal."""
     index_path: str = ""
@@ -31,27 +33,30 @@ class ControllerConfig(EngineLimits, frozen=True, kw_only=True):
     records_path: str = ""
     """SQLite file with the records (sessions, schemas, kept answers); "": they live as long as the process."""
     tier_fingerprint: str = ""
-    """Hexadecimal (`trunkline.kvstore.fingerprint`): an index of another one is not read."""
+    """Hexadecimal digest of all that the tiers' bytes depend on (`trunkline.kvstore.fingerprint`). A disk index
+    with another digest is not read."""
     remote_tier: bool = False
     """Whether the workers are given a remote tier."""
     vocab_size: int = 0
-    """Requests with token ids from here on are refused. 0: unknown, ids are only checked to be ids."""
+    """Number of the model's tokens: requests with larger token ids are refused. 0: unknown, so ids are only
+    checked to be ids."""
     epoch: int = 0
     """Epoch of the first workers; 0: milliseconds since 1970, so that a restarted controller never uses an epoch
     again."""
     step_timeout_s: float = 60.0
-    """Workers that do not answer a step for this long are lost; or for 20 times the predicted time, if that is
+    """Seconds after which workers that do not answer a step are lost; or 20 times the predicted time, if that is
     longer."""
     resume_seconds_max: float = 300.0
-    """How long requests wait for new workers when theirs are lost."""
+    """Seconds that requests wait for new workers when their workers are lost."""
     status_path: str = ""
-    """Socket of the supervisor for what this process says of itself (`trunkline.runtime.process`); "": none."""
+    """Socket of the supervisor, to which this process reports its status (`trunkline.runtime.process`); "":
+    none."""
     debug_checks: bool = False
-    """Check the engine's invariants after every step (slow: for tests and bug hunts)."""
+    """Whether to check the engine's invariants after every step (slow: for tests and bug hunts)."""
     router_silence_seconds_max: float = 10.0
     """A router that sends no `Ping` for this long counts as dead, and its requests are aborted."""
     drain_seconds: float = 30.0
-    """How long running requests may take to finish after SIGTERM."""
+    """Seconds that running requests may take to finish after SIGTERM."""
     wire_keys: str = ""
     """File with the keys of sockets between hosts (`trunkline key wire`); "": no file."""
     plain_tcp: bool = False
@@ -59,14 +64,15 @@ class ControllerConfig(EngineLimits, frozen=True, kw_only=True):
     parent_pid: int = 0
     log_level: str = "info"
     log_format: str = "auto"
-    """"json", "text", or "auto": text on a terminal."""
+    """Format of log lines: "json", "text", or "auto": text on a terminal."""
     otlp_endpoint: str = ""
     """Collector that spans are sent to; "": as OpenTelemetry's environment variables say
     (`runtime/tracing.py`)."""
 
     @property
     def terms(self) -> dict[str, str]:
-        """What all workers must have in common with this controller, by name (`WorkerConfig.terms`)."""
+        """The settings that all workers must have in common with this controller, by name
+        (`WorkerConfig.terms`)."""
         return {
             "tp": str(self.tp),
             "dtype": self.dtype,

@@ -13,8 +13,8 @@ from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy
 PREEMPTIONS: Final = ("auto", "swap", "recompute")
 TIER_POLICIES: Final = ("look-ahead", "lru", "fifo")
 HOLE_BLOCKS: Final = 256
-"""Blocks that a sequence may have beyond its length because parts of them are not seen: cut off, or the empty rest
-behind a module's text."""
+"""Number of blocks that a sequence may have beyond its length because parts of them are not seen: cut off, or the
+empty rest behind a module's text."""
 
 
 class ConfigError(ValueError):
@@ -28,7 +28,7 @@ def require(condition: bool, message: str) -> None:
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits that a group is started with. Tokens and blocks count per sequence and group, not per rank."""
+    """The limits that a group is started with. Tokens and blocks count per sequence and group, not per rank."""
 
     chunk_size: int = 64
     """Tokens per chunk. 64 is ChunkAttention's default: long enough for matmul tiles, short enough to share."""
@@ -63,26 +63,27 @@ class EngineConfig(EngineLimits, frozen=True, kw_only=True):
     """The configuration of the pure engine: the limits, and what the workers hold."""
 
     num_blocks: int
-    """Device blocks; the smallest number that any rank has."""
+    """Number of device blocks; the smallest number that any rank has."""
     ranks: int = 1
-    """Tensor-parallel workers; each answers every move of a chunk."""
+    """Number of tensor-parallel workers; each answers every move of a chunk."""
     max_inflight_steps: int = 2
-    """Steps sent but not answered: 2 lets planning of step k + 1 overlap execution of step k."""
+    """Largest number of steps sent but not answered: 2 lets planning of step k + 1 overlap execution of step k."""
     host_slots: int = 0
-    """Blocks that the workers' host pools hold; the smallest number that any rank has."""
+    """Number of blocks that the workers' host pools hold; the smallest number that any rank has."""
     swap_us_per_block: float = 0.0
-    """Measured by the workers at their start: a save and a load of one block."""
+    """Microseconds of a save and a load of one block, as the workers measured them at their start."""
     model_fingerprint: bytes = b""
     """Digest of configuration and weights, as they are computed with (quantised or not); part of every chunk's
     name."""
     disk_slots: int = 0
-    """Blocks that the workers' disk tiers hold; the smallest number that any rank has; 0: no disk tier."""
+    """Number of blocks that the workers' disk tiers hold; the smallest number that any rank has; 0: no disk
+    tier."""
     remote: bool = False
     """Whether every rank has been given a remote tier."""
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens that one sequence can reach alone: the model's limit or the whole pool."""
+        """Largest number of tokens that one sequence can reach alone: the model's limit or the whole pool."""
         return min(self.max_context, self.num_blocks * self.chunk_size)
 
     def validate(self) -> None:
@@ -146,7 +147,7 @@ class EngineConfig(EngineLimits, frozen=True, kw_only=True):
 
     @property
     def max_table_blocks(self) -> int:
-        """Entries of a block table at most: behind cuts some of their tokens are not seen."""
+        """Largest number of entries of a block table: behind cuts some of their tokens are not seen."""
         return self.max_blocks_per_sequence + HOLE_BLOCKS
 
     def tiers(self, first_generation: int = 0) -> DirectoryConfig:

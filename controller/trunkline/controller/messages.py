@@ -16,9 +16,9 @@ class Grammar(msgspec.Struct, array_like=True, frozen=True):
     kind: str
     text: str
     param: str = "response_format"
-    """The client's parameter, for the error if it cannot be compiled."""
+    """The client's parameter that holds the grammar, for the error if it cannot be compiled."""
     spaced: bool = False
-    """As in `CompileGrammar`."""
+    """Whether white space may stand between the parts of JSON (see `CompileGrammar`)."""
     tenant: bytes = b""
     """Digest of the tenant's name: grammars of different tenants take turns to be compiled."""
 
@@ -39,19 +39,20 @@ class ModuleText(msgspec.Struct, array_like=True, frozen=True):
     every prompt that imports it (Prompt Cache §3.3)."""
 
     tokens: bytes
-    """int32, the placeholders of parameters included."""
+    """int32 token ids of the text, the placeholders of parameters included."""
     position: int
-    """Of its first token in the prompt."""
+    """Position of the text's first token in the prompt."""
     parent: int = -1
-    """Index, smaller than its own, of the text before it on its path: it sees that one and what that one sees.
-    -1: it sees nothing but itself."""
+    """Index of the text before this one on its path, smaller than its own index. The text sees its parent and all
+    that the parent sees. -1: it sees only itself."""
     seen: bytes = b""
-    """int32 `[n, 2]`: ranges `[start, stop)` of its tokens, ascending and disjoint, that the request sees. Empty:
-    it is there only because others are computed behind it."""
+    """int32 `[n, 2]`: ranges `[start, stop)` of the text's tokens, ascending and disjoint, that the request sees.
+    Empty: the text is there only because other texts are computed behind it."""
 
 
 class PromptLayout(msgspec.Struct, array_like=True, frozen=True):
-    """Where a prompt's tokens stand: cached texts, and the request's own tokens between and behind them."""
+    """The positions of a prompt's tokens: of cached texts, and of the request's own tokens between and behind
+    them."""
 
     texts: list[ModuleText]
     runs: bytes
@@ -59,43 +60,45 @@ class PromptLayout(msgspec.Struct, array_like=True, frozen=True):
     their order: ascending positions, none of them a seen text's. The last run stands behind all that is seen, and
     the output behind it."""
     ttl: float = 0.0
-    """Seconds for which the texts are kept after the request's end; 0: as the group is set."""
+    """Seconds for which the texts are kept after the request's end; 0: the group's own setting."""
     relocate: bool = True
-    """Whether a text that was computed at another distance from those above it serves, too."""
+    """Whether a text that was computed at another distance from the texts above it may be used, too."""
 
 
 class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
     """A router's request for tokens. Answered by `Started` or `Finished`, then by token outputs."""
 
     request: int
-    """Chosen by the router, 32 bits, unique among its live requests."""
+    """Number of the request: chosen by the router, 32 bits, unique among the router's live requests."""
     tokens: bytes
     """int32 prompt (and, when a stream is resumed, output so far)."""
     prompt_len: int
     """Boundary between prompt and output in `tokens`; equal to their number for a new request."""
     max_tokens: int
-    """Output tokens at most, those already in `tokens` included."""
+    """Largest number of output tokens, those already in `tokens` included."""
     sampling: Sampling
     stop_token_ids: list[int] = []
-    """Sampling one of these ends the request (the model's own end tokens are among them, unless ignored)."""
+    """Ids of tokens that end the request when they are sampled. The model's own end tokens are among them, unless
+    they are ignored."""
     salt: bytes = b""
-    """Requests share KV only under the same salt."""
+    """Salt of the request's chunk names: requests share KV only under the same salt."""
     n: int = 1
-    """Samples to draw (or, of a beam search, hypotheses to return). Sample i > 0 has a seed derived from
-    `sampling.seed` and i (`trunkline.controller.sequences.beam_search.sample_seed`)."""
+    """Number of samples to draw (or, of a beam search, of hypotheses to return). Sample i > 0 has a seed derived
+    from `sampling.seed` and i (`trunkline.controller.sequences.beam_search.sample_seed`)."""
     beam: BeamSearch | None = None
     priority: int = 0
-    """Smaller goes first; equal ones in order of arrival."""
+    """Priority of the request: smaller goes first, equal ones in order of arrival."""
     grammar: Grammar | None = None
     drops: bytes = b""
     """int32 `[n, 2]`: ranges `[start, stop)` of `tokens`, ascending, disjoint and not touching, which the
     request must not see: what was cut off a context that is too long (CachedAttention §3.4) or discarded. All
     lie in the prompt, and its last token is in none. `max_tokens` and the context's limit count what is seen."""
     ttl: float = 0.0
-    """Seconds for which its KV is kept after its end, at least (while there is room) and at most; 0: as the
-    group is set."""
+    """Seconds for which the request's KV is kept after its end: at most, and at least while there is room. 0: the
+    group's own setting."""
     layout: PromptLayout | None = None
-    """Of a prompt with modules; then `tokens` are the request's own only. Not together with `drops`."""
+    """Layout of a prompt with modules; then `tokens` are the request's own tokens only. Not together with
+    `drops`."""
     request_id: str = ""
     """Id of the HTTP request, for the log; at most 128 characters."""
     trace: bytes = b""
@@ -131,9 +134,9 @@ class Prefetch(msgspec.Struct, array_like=True, frozen=True, tag="prefetch"):
     tokens: bytes
     salt: bytes = b""
     drops: bytes = b""
-    """As in `Submit`."""
+    """Ranges of tokens that the request will not see, as in `Submit.drops`."""
     layout: PromptLayout | None = None
-    """As in `Submit`; `tokens` may be empty, to have the texts only."""
+    """Layout of a prompt with modules, as in `Submit.layout`; `tokens` may be empty, to fetch the texts only."""
 
 
 class ModulesCall(msgspec.Struct, array_like=True, frozen=True, tag="modules"):
@@ -147,16 +150,17 @@ class ModulesCall(msgspec.Struct, array_like=True, frozen=True, tag="modules"):
     ticket: int
     op: str
     texts: list[ModuleText] = []
-    """A text's parent comes before it; `seen` is not looked at."""
+    """The texts. A text's parent comes before it; `seen` is not looked at."""
     salt: bytes = b""
     holder: str = ""
-    """encode: pin them under this name, so that they stay in some tier, instead of those that were pinned under it
-    before; "": do not. unpin: the name. A record's kind and id with a slash between them: what is pinned under it
-    goes with the record."""
+    """Name for pins, a record's kind and id with a slash between them: pins under it end with the record. encode:
+    pin the texts under this name instead of those that were pinned under it before, so that they stay in some
+    tier; "": pin nothing. unpin: end the pins under this name."""
     ttl: float = 0.0
-    """encode: seconds for which they are kept; 0: as the group is set."""
+    """encode: seconds for which the texts are kept; 0: the group's own setting."""
     relocate: bool = True
-    """As in `PromptLayout`."""
+    """Whether a text that was computed at another distance from the texts above it may be used, as in
+    `PromptLayout`."""
 
 
 class RecordCall(msgspec.Struct, array_like=True, frozen=True, tag="record"):
@@ -172,21 +176,22 @@ class RecordCall(msgspec.Struct, array_like=True, frozen=True, tag="record"):
     ticket: int
     op: str
     kind: str
-    """A namespace, such as "session"."""
+    """Kind of the record, such as "session". Ids are unique within a kind."""
     id: str
     value: bytes = b""
     version: int = 0
     ttl: float = 0.0
-    """create, put: seconds without use after which it is forgotten; 0: never."""
+    """create, put: seconds without use after which the record is forgotten; 0: never."""
     lease: str = ""
-    """acquire: a token of the caller's choice; put, delete, release: the token with which it was acquired."""
+    """acquire: a token of the caller's choice; put, delete, release: the token with which the record was
+    acquired."""
     lease_s: float = 0.0
     release: bool = False
     limit: int = 100
 
 
 class EventsCall(msgspec.Struct, array_like=True, frozen=True, tag="events"):
-    """Asks for the `KvEvents` that a router missed, or for all if it has seen none. Answered by `EventsReply`.
+    """Question for the `KvEvents` that a router missed, or for all if it has seen none. Answered by `EventsReply`.
 
     A router asks page by page. The first answer says up to which event it goes; with that number as `upto` the
     router asks for the following pages.
@@ -196,20 +201,20 @@ class EventsCall(msgspec.Struct, array_like=True, frozen=True, tag="events"):
     stream: bytes = b""
     """The stream whose events the router has; empty: it has none."""
     after: int = 0
-    """Number of the last event of that stream that the router has."""
+    """Number of the last event of the stream that the router has."""
     page: int = 0
     """Page of a snapshot, from 0 on."""
     upto: int = 0
-    """The last event in the snapshot whose next page is wanted."""
+    """Number of the last event in the snapshot whose next page is wanted."""
 
 
 class DescribeTree(msgspec.Struct, array_like=True, frozen=True, tag="describe"):
-    """Asks for a description of the chunk tree, for people. Answered by `TreeDescription`."""
+    """Question for a description of the chunk tree, for people. Answered by `TreeDescription`."""
 
     ticket: int
     nodes_max: int = 3000
     head_tokens: int = 0
-    """How many of each node's first tokens to describe; they are part of a client's prompt."""
+    """Number of each node's first tokens to describe; they are part of a client's prompt."""
 
 
 RouterRequest = (
@@ -222,35 +227,36 @@ class TopLogprobs(msgspec.Struct, array_like=True, frozen=True):
 
     token_logprob: float
     top_ids: bytes
-    """int32, most likely first."""
+    """int32 token ids, most likely first."""
     top_logprobs: bytes
-    """float32, little-endian."""
+    """Log-probabilities of `top_ids`, float32, little-endian."""
 
 
 class PromptLogprobs(msgspec.Struct, array_like=True, frozen=True):
     """Log-probabilities of prompt tokens at consecutive positions (position 0 has none)."""
 
     start: int
-    """Position of the first one."""
+    """Position of the first token."""
     token_logprobs: bytes
-    """float32 `[n]`, of the prompt's own tokens."""
+    """Log-probabilities of the prompt's own tokens, float32 `[n]`."""
     ranks: bytes
-    """int32 `[n]`, of the prompt's own tokens, 1 the likeliest."""
+    """Ranks of the prompt's own tokens, int32 `[n]`; 1 is the likeliest."""
     top_ids: bytes
-    """int32 `[n, count]`, most likely first."""
+    """Most likely token ids at each position, int32 `[n, count]`, most likely first."""
     top_logprobs: bytes
-    """float32 `[n, count]`."""
+    """Log-probabilities of `top_ids`, float32 `[n, count]`."""
 
 
 class BeamStep(msgspec.Struct, array_like=True, frozen=True):
-    """How a beam search can go on, best first. The first `width` that are no stop tokens are the next beams."""
+    """Candidates with which a beam search can go on, best first. The first `width` that are no stop tokens are the
+    next beams."""
 
     parents: bytes
-    """int32 `[candidates]`, indices of beams."""
+    """Index of the beam that each candidate continues, int32 `[candidates]`."""
     tokens: bytes
-    """int32 `[candidates]`."""
+    """Token of each candidate, int32 `[candidates]`."""
     scores: bytes
-    """float32 `[candidates]`, sums of log-probabilities."""
+    """Sum of log-probabilities of each candidate, float32 `[candidates]`."""
 
 
 class WorkerHello(msgspec.Struct, array_like=True, frozen=True, tag="hello"):
@@ -260,11 +266,13 @@ class WorkerHello(msgspec.Struct, array_like=True, frozen=True, tag="hello"):
     rank: int
     pid: int
     node: str
-    """Names the host and the process namespace of `pid`; a controller in the same one may kill the process."""
+    """Name of the host and of the process namespace of `pid`. A controller in the same namespace may kill the
+    process."""
     incarnation: bytes
     """Random bytes that tell this process from others of its rank."""
     terms: dict[str, str] = {}
-    """What all ranks of a group must have in common, by name (`trunkline.worker.config.WorkerConfig.terms`)."""
+    """Settings that all ranks of a group must have in common, by name
+    (`trunkline.worker.config.WorkerConfig.terms`)."""
 
 
 class WorkerReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
@@ -278,15 +286,15 @@ class WorkerReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
     """Bytes of one block on this rank."""
     device: str
     host_slots: int = 0
-    """Blocks that its host pool holds."""
+    """Number of blocks that the rank's host pool holds."""
     swap_us_per_block: float = 0.0
-    """Measured at the start: one save and one load of a block."""
+    """Microseconds of one save and one load of a block, measured at the start."""
     disk_slots: int = 0
-    """Blocks that its disk tier holds; 0: it has none, or could not open it."""
+    """Number of blocks that the rank's disk tier holds; 0: it has none, or could not open it."""
     tier_problem: str = ""
     """Why a tier that was asked for is not there; the group goes on without it."""
     has_remote: bool = False
-    """Whether it was given a remote tier (which may be unreachable now and back later)."""
+    """Whether the rank was given a remote tier (which may be unreachable now and back later)."""
 
 
 class LoadProgress(msgspec.Struct, array_like=True, frozen=True, tag="progress"):
@@ -306,23 +314,25 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True, tag="result"):
     """int32 sampled token ids: first the decode rows in order, then the prefill entries with `sample` 1, then the
     forks."""
     elapsed_us: int
-    """Wall time of the step in the worker."""
+    """Microseconds of wall time that the step took in the worker."""
     logprobs: dict[int, TopLogprobs] | None = None
-    """By index into `tokens`, for the sequences that asked."""
+    """Log-probabilities by index into `tokens`, for the sequences that asked for them."""
     plan_copies: int = 0
-    """1 if the decode plan was rebuilt for this step, 0 if the last was only advanced (ChunkAttention §3.3)."""
+    """1 if the decode plan was rebuilt for this step, 0 if the plan before was only advanced (ChunkAttention
+    §3.3)."""
     kv_bytes_read: int = 0
-    """KV that decode attention read on rank 0, all layers; a shared chunk that is read once counts once."""
+    """Bytes of KV that decode attention read on rank 0, all layers; a shared chunk that is read once counts
+    once."""
     beams: dict[int, BeamStep] | None = None
-    """By search. The tokens of its rows stand in `tokens`, too."""
+    """Candidates of each beam search, by the search's id. The tokens of its rows stand in `tokens`, too."""
     prompt_logprobs: dict[int, PromptLogprobs] | None = None
-    """By sequence, for the prompt positions that this step computed."""
+    """Log-probabilities by sequence, for the prompt positions that this step computed."""
     moved_us: int = 0
-    """Wall time that the copying of `moved_blocks` took, beside the steps, …"""
+    """Microseconds of wall time that the copying of `moved_blocks` took, beside the steps."""
     moved_blocks: int = 0
-    """… which were saved or loaded since the last result."""
+    """Number of blocks that were saved or loaded since the last result."""
     waited_us: int = 0
-    """Time in which the step waited for saves and loads, part of `elapsed_us`."""
+    """Microseconds for which the step waited for saves and loads, part of `elapsed_us`."""
 
 
 class GrammarReady(msgspec.Struct, array_like=True, frozen=True, tag="grammar_ready"):
@@ -337,10 +347,10 @@ class MoveOutcome(msgspec.Struct, array_like=True, frozen=True):
 
     id: int
     status: int
-    """0: done, and what was read is verified; 1: the tier does not hold it (any more) whole; 2: the tier
-    failed."""
+    """0: the move is done, and what was read is verified; 1: the tier does not hold the whole chunk (any more); 2:
+    the tier failed."""
     elapsed_us: int = 0
-    """Time from the start of the move, not from its order, to its end."""
+    """Microseconds from the start of the move, not from its order, to its end."""
     detail: str = ""
     """Why the tier failed."""
 
@@ -354,7 +364,8 @@ class MovesDone(msgspec.Struct, array_like=True, frozen=True, tag="moved"):
 
 
 class Probed(msgspec.Struct, array_like=True, frozen=True, tag="probed"):
-    """How many of a probe's first names this rank's remote tier has; -1: it is not reachable."""
+    """Answer to a `Probe`: how many of its first names this rank's remote tier has; -1: the tier is not
+    reachable."""
 
     rank: int
     epoch: int
@@ -369,7 +380,8 @@ class WorkerFailed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
     rank: int
     reason: str
     incarnation: bytes
-    """As in `WorkerHello`; a message from a process that has been replaced is ignored."""
+    """Incarnation of the process, as in `WorkerHello`; a message from a process that has been replaced is
+    ignored."""
     is_consequence: bool = False
     """Whether this rank is sound and leaves only because another rank, or the network to it, failed."""
 

@@ -1,4 +1,5 @@
-"""What a controller counts since its start: one object, which is handed on whole when its workers are replaced."""
+"""The counts of a controller since its start: one object, which is handed on whole when the workers are
+replaced."""
 
 from __future__ import annotations
 
@@ -16,23 +17,24 @@ class Totals:
     output_tokens: int = 0
     steps: int = 0
     plan_copies: int = 0
-    """Steps for which the workers rebuilt their decode plan: new rows, or a row that filled its block."""
+    """Number of steps for which the workers rebuilt their decode plan, because of new rows or a row that filled
+    its block."""
     kv_bytes_read: int = 0
-    """By decode attention on rank 0."""
+    """Bytes of KV that decode attention has read on rank 0."""
     tier_tokens: list[int] = field(default_factory=lambda: [0] * len(TierKind))
-    """`cached_tokens` by tier."""
+    """Number of `cached_tokens` that were in each tier."""
     misses: dict[str, int] = field(default_factory=dict)
-    """Requests that missed a part of their prompt in the cache, by reason."""
+    """Number of requests that missed a part of their prompt in the cache, by reason."""
     preemptions: int = 0
-    """Preempted groups."""
+    """Number of preemptions of groups."""
     swapped: int = 0
-    """Preempted groups with a claim on the host pool."""
+    """Number of preemptions in which the group claimed room in the host pool."""
     forks: int = 0
-    """Samples and beams that were forked from a prompt."""
+    """Number of samples and beams that were forked from a prompt."""
     encoded_texts: int = 0
-    """Texts of modules that were encoded."""
+    """Number of texts of modules that were encoded."""
     encoded_tokens: int = 0
-    """Tokens of those texts."""
+    """Tokens of the texts of modules that were encoded."""
     lost_chunks: int = 0
-    """Reads that did not find the whole chunk in its tier."""
+    """Number of reads that did not find the whole chunk in its tier."""
     tiers: dict[TierKind, TierTotals] = field(default_factory=lambda: {tier: TierTotals() for tier in TierKind})

@@ -33,13 +33,13 @@ class Admission(Enum):
 
     ADMITTED = auto()
     NO_BLOCKS = auto()
-    """The pool cannot hold its prompt now."""
+    """The pool cannot hold the sequence's prompt now."""
     PENDING = auto()
-    """Another sequence is computing a chunk of its prompt; it waits and holds nothing."""
+    """Another sequence is computing a chunk of the prompt. The sequence waits and holds nothing."""
     FAR = auto()
-    """Chunks of its prompt are being fetched into host memory; it waits and holds nothing."""
+    """Chunks of the prompt are being fetched into host memory. The sequence waits and holds nothing."""
     LACKING = auto()
-    """Texts of its modules are in no tier, or too far away to wait for; they must be encoded first."""
+    """Texts of the prompt's modules are in no tier, or too far away to wait for; they must be encoded first."""
 
 
 class KVCacheManager:
@@ -61,7 +61,7 @@ class KVCacheManager:
 
     @property
     def available(self) -> int:
-        """Blocks that are free, or can be freed without touching a running sequence."""
+        """Number of blocks that are free, or can be freed without touching a running sequence."""
         return self.pool.free_count + self.tree.evictable
 
     def make_room(self, blocks: int, plan: PlanBuilder | None = None) -> bool:
@@ -83,7 +83,7 @@ class KVCacheManager:
         """
         size = 4 * self.chunk_size
         prefixes: dict[tuple[int, bytes], int] = {}
-        """(number of the prefix before it, chunk) → number of the prefix, consecutive from 1."""
+        """Number of each prefix, consecutive from 1, by (number of the prefix before it, last chunk)."""
         active = private = 0
         for sequence in sequences:
             full = sequence.prefill_stop // self.chunk_size if self.prefix_cache else 0
@@ -120,8 +120,8 @@ class KVCacheManager:
 
         Args:
             spare: blocks that must stay available for the growth of running sequences.
-            tails: how many sequences will fork from it. If its tokens end within a chunk, that many blocks are
-                reserved in `sequence.tails`.
+            tails: number of sequences that will fork from the sequence. If its tokens end within a chunk, that
+                many blocks are reserved in `sequence.tails`.
             wait_for: called if the next chunks of the prompt are in a tier below the host; says whether to wait
                 for them (`FAR`). If not, they are computed again.
             load_entries: chunks that are only in host memory are loaded up to this block-table entry; those behind
@@ -207,8 +207,9 @@ class KVCacheManager:
         return Admission.ADMITTED
 
     def _may_adopt_partial(self, sequence: Sequence, match: Match) -> bool:
-        """Return whether a partial chunk can become the sequence's own block: all of it agrees, and no other
-        sequence holds or claims it."""
+        """Return whether the matched partial chunk can become the sequence's own block: it is on the device, not
+        full, without children, and not the end of a module's text; all of its tokens agree, and no other sequence
+        holds or claims it."""
         leaf = match.partial
         if leaf is None or not leaf.on_device or leaf.children or leaf.active > 1:
             return False
@@ -435,7 +436,7 @@ def _split_at_far(match: Match, load_entries: int) -> tuple[Match, list[Node]]:
 
 
 def _join_message(sequence: Sequence, sampling: Sampling) -> Join:
-    """Return what the workers are told of a sequence; they count only tokens that are seen
+    """Return the message by which the workers learn of a sequence; they count only tokens that are seen
     (`trunkline.kvstore.cuts`)."""
     cut, modules, holes = sequence.group.cut, sequence.group.modules, sequence.group.holes
     first = 0 if sampling.needs_history else sequence.computed

@@ -44,7 +44,7 @@ def name_texts(
     """Append texts with their cache names to `named`; each text's parent comes before it.
 
     Args:
-        named: the texts before these.
+        named: the texts before `texts`, with their names.
     """
     base = modules_root(tree.root_name(salt))
     for text in texts:
@@ -78,7 +78,7 @@ def prompt_of(tree: RadixCache, salt: bytes, layout: PromptLayout, rule: Relocat
 
 
 def encoding_of(texts: list[CachedText], index: int, chunk_size: int) -> ModulePrompt:
-    """Return the layout in which a text is encoded: it sees all of the texts above it."""
+    """Return the layout in which a text is encoded, so that it sees all of the texts above it."""
     shown = chain_of(texts, index)
     text = texts[index]
     ranges: list[Ranges] = [((0, texts[i].token_count),) for i in shown]
@@ -92,7 +92,7 @@ def lay_out(group: SequenceGroup, prompt: ModulePrompt, max_context: int) -> Non
     on.
 
     Args:
-        max_context: positions that the model has.
+        max_context: number of the model's positions.
     """
     own = group.members[0].tokens.view()
     table = prompt.table_tokens(own)
@@ -109,11 +109,11 @@ class FoundText(NamedTuple):
     """The chunks of a text that the radix tree has."""
 
     nodes: list[Node]
-    """All of its chunks, in whichever tier; empty if a chunk is missing."""
+    """All chunks of the text, in whichever tier; empty if a chunk is missing."""
     pending: Node | None
-    """The first chunk that is being computed now, if any."""
+    """The first chunk of the text that is being computed now, if any."""
     base: int
-    """The position at which its first token was computed."""
+    """Position at which the text's first token was computed."""
 
 
 def find_text(tree: RadixCache, text: CachedText, stop: int, step: int) -> FoundText:
@@ -204,5 +204,5 @@ def _own_extents(prompt: ModulePrompt, entries: int, base: int, chunk_size: int)
 
 
 def seen_tokens(prompt: ModulePrompt, table: Int32Array) -> Int32Array:
-    """Return those tokens of a sequence's table that it sees, its own included."""
+    """Return the tokens that a sequence sees, its own included, from the tokens of its table."""
     return np.concatenate([table[prompt.seen_indices], table[prompt.entries * prompt.chunk_size :]])

@@ -1,4 +1,4 @@
-"""Find what of a prompt is cached: the longest prefix that the radix tree has (ChunkAttention §3.1).
+"""Find the part of a prompt that is cached: the longest prefix that the radix tree has (ChunkAttention §3.1).
 
       plain prompt                 one walk down its salt's tree
       prompt with parts cut off    the pieces that are left, each in a tree of its own
@@ -92,7 +92,7 @@ def expected_chunks(tree: RadixCache, sequence: Sequence, step: int) -> tuple[li
 
 
 def _present_texts(tree: RadixCache, sequence: Sequence, step: int) -> list[Node]:
-    """Return the chunks of those texts that are complete, while other texts are missing."""
+    """Return the chunks of a sequence's complete texts, while other texts are missing."""
     prompt = sequence.group.modules
     assert prompt is not None
     found = [find_text(tree, prompt.texts[part.text], part.tokens(prompt), step) for part in prompt.parts]
@@ -213,7 +213,7 @@ def _source(tree: RadixCache, sequence: Sequence, cut: CutPrompt, segment: Chunk
 
 
 def _within(before: list[tuple[int, int]], drops: tuple[tuple[int, int], ...]) -> bool:
-    """Return whether everything that was dropped before is dropped now."""
+    """Return whether all of the ranges dropped before are dropped now."""
     return all(any(a <= start and stop <= b for a, b in drops) for start, stop in before)
 
 

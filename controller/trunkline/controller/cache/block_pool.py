@@ -26,7 +26,8 @@ from trunkline.kvstore.chunks import BlockId, SlotId
 
 
 class BlockPool:
-    """Reference counts and the free list of `num_blocks` ids. The latest freed is reused first: the warmest."""
+    """Reference counts and the free list of `num_blocks` ids. The block freed last is reused first, because it is
+    the warmest."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -82,9 +83,11 @@ class Fences:
         self._block_loaded = np.zeros(num_blocks, np.int64)
         self._slot_saved = np.zeros(host_slots, np.int64)
         self._saves_done = 0
-        """Saves of plans up to this one are done when the next plan runs."""
+        """Number of the last plan whose saves, like those of all plans before it, are done when the next plan
+        runs."""
         self._loads_done = 0
-        """Loads of plans up to this one are done when the next plan runs."""
+        """Number of the last plan whose loads, like those of all plans before it, are done when the next plan
+        runs."""
         self._save_fence = 0
         self._load_fence = 0
 
@@ -98,7 +101,7 @@ class Fences:
         self._block_loaded[block] = step
 
     def ready_after(self, blocks: list[BlockId]) -> int:
-        """Return the plan whose loads must be done before these blocks are read; 0: none."""
+        """Return the number of the plan whose loads must be done before these blocks are read; 0: none."""
         step = int(self._block_loaded[blocks].max()) if blocks else 0
         return step if step > self._loads_done else 0
 

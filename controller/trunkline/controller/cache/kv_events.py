@@ -32,17 +32,18 @@ from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import EventsReply
 
 PAGE_CHUNKS: Final = 16_384
-"""Chunks in one message at most: a router must not keep its streams waiting while it reads one."""
+"""Largest number of chunks in one message: a router must not keep its streams waiting while it reads one."""
 RING_BYTES: Final = 4 << 20
-"""Bytes of batches kept for routers that miss some. A snapshot is not much larger, so more would not pay."""
+"""Bytes of batches that are kept for routers that miss some. A snapshot is not much larger, so more would not
+pay."""
 BATCH_BYTES: Final = 200
-"""About how much a batch takes besides its names and tiers."""
+"""Estimate of the bytes of a batch besides its names and tiers."""
 SNAPSHOT_SECONDS: Final = 30.0
-"""A snapshot is forgotten if no router asks for a page for so long."""
+"""Seconds after which a snapshot is forgotten if no router asks for a page of it."""
 SNAPSHOTS_MAX: Final = 4
-"""Snapshots that are kept; routers that start together share one."""
+"""Largest number of snapshots that are kept; routers that start together share one."""
 _ANNOUNCED: Final = 1 << TierKind.DEVICE | 1 << TierKind.HOST | 1 << TierKind.DISK
-"""Routers are not told what is in the remote tier, which all controllers share."""
+"""Tiers that routers are told of. The remote tier is not among them, because all controllers share it."""
 
 
 def announced_tiers(node: Node, chunk_bytes: int) -> int:
@@ -70,7 +71,8 @@ class Announced:
     def __init__(self) -> None:
         self.tiers: dict[ChunkName, int] = {}
         self._shared: dict[ChunkName, list[int]] = {}
-        """For names of more than one chunk: how many of these chunks are in each combination of tiers (0 to 7)."""
+        """For each name that several chunks have: how many of these chunks are in each combination of tiers (0 to
+        7)."""
 
     def move(self, name: ChunkName, before: int, after: int) -> None:
         """Note that a chunk of this name, which was announced in the tiers `before`, is in the tiers `after`."""
@@ -120,7 +122,7 @@ class KvEventLog:
         Args:
             stream: 8 random bytes that tell this log from those of earlier processes.
             ring_bytes: bytes of batches that are kept.
-            page_chunks: chunks in one batch or reply at most.
+            page_chunks: largest number of chunks in one batch or reply.
         """
         self.stream = stream
         self.seq = 0
@@ -128,12 +130,12 @@ class KvEventLog:
         self.announced = Announced()
         self._tree: RadixCache | None = None
         self._ring: deque[EventBatch] = deque()
-        """The last batches, without a gap."""
+        """The last batches, without a gap between them."""
         self._ring_bytes = 0
         self._ring_bytes_max = ring_bytes
         self._page_chunks = page_chunks
         self._snapshots: dict[int, _Snapshot] = {}
-        """By the last batch that is in them."""
+        """The kept snapshots, by the number of the last batch that is in them."""
 
     # Announcing
 
@@ -141,7 +143,7 @@ class KvEventLog:
         """Return what has changed since the last call, in as many batches as needed; often none.
 
         Args:
-            tree: if it is another one than in the last call, chunks that are not in it are gone.
+            tree: the radix cache. If it differs from that of the last call, chunks that are not in it are gone.
             look_again: compare all chunks, also those that were not noted as changed.
         """
         before: dict[ChunkName, int] = {}

@@ -38,11 +38,11 @@ from trunkline.kvstore.tier_policy import DirectoryConfig
 from trunkline.router.messages import MissReason
 
 DEPARTED_MAX: Final = 1 << 15
-"""How many names of gone chunks are remembered, to tell clients why a prompt misses them."""
+"""Largest number of names of gone chunks to remember, to tell clients why a prompt misses them."""
 EXPIRED_AGAIN_S: Final = 1.0
-"""A chunk that expires while it is in use is checked again so many seconds later."""
+"""Seconds after which a chunk that expires while it is in use is checked again."""
 SAVES_PER_PLAN: Final = 64
-"""Optional saves in one plan, at most: a burst must not fill the queue of the copy thread."""
+"""Largest number of optional saves in one plan: a burst must not fill the queue of the copy thread."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class TierCopyPlan:
     step: int
     saves: list[tuple[int, int, int]] = field(default_factory=list, kw_only=True)
     late_saves: list[tuple[int, int, int]] = field(default_factory=list, kw_only=True)
-    """Saves of what this very step computes."""
+    """Saves of chunks that this very step computes."""
     loads: list[tuple[int, int, int]] = field(default_factory=list, kw_only=True)
 
 
@@ -71,7 +71,7 @@ class RadixCache(RadixTree):
         """
         Args:
             tiers: the tiers below the device; None: there are none.
-            totals: to count on from; None: from zero.
+            totals: totals from which to count on; None: count from zero.
         """
         super().__init__(chunk_size, fingerprint, dtype)
         tiers = tiers or DirectoryConfig()
@@ -80,13 +80,13 @@ class RadixCache(RadixTree):
         self.fences = Fences(pool.num_blocks, tiers.host_slots)
         self._pool = pool
         self._idle_leaves: list[tuple[float, int, Node]] = []
-        """Heap by last use. Entries are checked when popped, because leaves may be in use again."""
+        """Heap of idle leaves by last use. Entries are checked when popped, because leaves may be in use again."""
         self._serial = count()
         self._unsaved: deque[Node] = deque()
         """Full chunks that have no copy yet, in the order in which they filled."""
         self._departed: OrderedDict[ChunkName, MissReason] = OrderedDict()
         self.evictable = 0
-        """Blocks that eviction could free now: those of idle chunks."""
+        """Number of blocks that eviction could free now: those of idle chunks."""
         self.grafted: list[Node] = []
         """Chunks that have moved to another parent since this list was emptied."""
         self.changed = self.tiers.changed
@@ -108,7 +108,7 @@ class RadixCache(RadixTree):
         return node
 
     def place(self, node: Node, block: BlockId) -> None:
-        """Give a block to a chunk that is only in lower tiers. Its parent is on the device."""
+        """Give a block to a chunk that is only in lower tiers. The chunk's parent is on the device."""
         assert node.parent is not None
         assert not node.on_device
         node.block = block
@@ -149,8 +149,8 @@ class RadixCache(RadixTree):
         self.save_later(node)
 
     def save_later(self, node: Node, *, partial: bool = False) -> None:
-        """Copy a chunk to the host in one of the next plans; a chunk that is not full only if it will not grow
-        (`partial`)."""
+        """Have a chunk copied to the host in one of the next plans. A chunk that is not full is copied only if it
+        will not grow (`partial`)."""
         if not self.tiers.config.host_slots or (node.token_count < self.chunk_size and not partial):
             return
         if len(self._unsaved) > 2 * self._pool.num_blocks + 64:
@@ -253,14 +253,15 @@ class RadixCache(RadixTree):
         return list(path)
 
     def unclaim(self, claimed: list[Node]) -> None:
-        """Undo one `claim`. Copies without another claim stay until slots are needed."""
+        """Undo one `claim` of these chunks. Copies without another claim stay until slots are needed."""
         for node in reversed(claimed):
             self.tiers.unclaim(node)
 
     # Removing chunks
 
     def remove(self, node: Node) -> BlockId:
-        """Remove an idle leaf, with all its copies; return its block (or `NO_BLOCK`), now the caller's."""
+        """Remove an idle leaf with all its copies; return its block (or `NO_BLOCK`), which the caller owns from
+        now on."""
         assert not node.active
         assert not node.children
         self.tiers.forget(node)
@@ -273,7 +274,8 @@ class RadixCache(RadixTree):
         return node.block
 
     def unplace(self, node: Node) -> BlockId:
-        """Take the block of an idle chunk, which stays in lower tiers; return the block, now the caller's."""
+        """Take the block of an idle chunk, which stays in lower tiers; return the block, which the caller owns
+        from now on."""
         assert node.parent is not None
         assert node.on_device
         assert not node.active
@@ -362,7 +364,7 @@ class RadixCache(RadixTree):
             self._departed.popitem(last=False)
 
     def departed(self, name: ChunkName) -> MissReason | None:
-        """Return why a chunk is gone, if that is remembered."""
+        """Return the reason why a chunk is gone, if it is remembered."""
         return self._departed.get(name)
 
     def flush(self) -> int:

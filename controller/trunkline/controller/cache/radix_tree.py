@@ -42,7 +42,7 @@ from trunkline.kvstore.tier import TierKind
 
 TOKEN_BYTES: Final = 4
 PENDING: Final = 1 << 62
-"""`ready_step` of a chunk whose computation is not planned yet."""
+"""Value of `ready_step` for a chunk whose computation is not planned yet."""
 _DEVICE, _HOST, _DISK, _REMOTE = (1 << tier for tier in TierKind)
 
 
@@ -68,25 +68,27 @@ class Node(TieredChunk):
     def __init__(self, parent: Node | None, key: bytes, name: ChunkName, block: BlockId) -> None:
         super().__init__(parent, name)
         self.key = key
-        """Little-endian int32 token ids; a root's key says what it is the root of."""
+        """Key of the chunk: its token ids as little-endian int32. A root's key says of what it is the root."""
         self.block = block
-        """Its device block; `NO_BLOCK`: it is not on the device."""
+        """Device block of the chunk; `NO_BLOCK`: the chunk is not on the device."""
         self.children: dict[bytes, Node] = {}
         self.sorted_keys: list[bytes] = []
         self.holders = 0
-        """How many sequences (and plans) hold exactly this node."""
+        """Number of sequences (and plans) that hold exactly this node."""
         self.active = 0
-        """Holders plus active children; 0: the node is idle."""
+        """Number of holders plus active children; 0: the node is idle."""
         self.device_children = 0
-        """Children that have a block."""
+        """Number of children that have a block."""
         self.ready_step = PENDING
-        """Every step after this one may read the chunk."""
+        """The step behind which the chunk is ready: every later step may read it."""
         self.exact = True
-        """Whether it was computed with its whole history in sight (False: behind a cut)."""
+        """Whether the chunk was computed with its whole history in sight (False: behind a cut)."""
         self.text_name: ChunkName | None = None
-        """For a chunk of a module's text: the name under which routers know it (`trunkline.kvstore.chunks`)."""
+        """Name under which routers know a chunk of a module's text (`trunkline.kvstore.chunks`); None for other
+        chunks."""
         self.announced = 0
-        """Bit mask of the tiers in which routers were last told it is (`trunkline.controller.cache.kv_events`)."""
+        """Tiers in which routers were last told that the chunk is, as a bit mask
+        (`trunkline.controller.cache.kv_events`)."""
 
     @property
     def token_count(self) -> int:
@@ -98,7 +100,7 @@ class Node(TieredChunk):
 
     @property
     def tiers(self) -> int:
-        """The tiers in which it is, as a sum of `1 << TierKind`."""
+        """The tiers in which the chunk is, as a sum of `1 << TierKind`."""
         return (
             (self.block != NO_BLOCK and _DEVICE)
             | (self.host_ready and _HOST)
@@ -108,37 +110,39 @@ class Node(TieredChunk):
 
     @property
     def is_loadable(self) -> bool:
-        """Whether a plan made now may use it: it has a block, or can be loaded into one from host memory."""
+        """Whether a plan made now may use the chunk: it has a block, or can be loaded into one from host
+        memory."""
         return self.block != NO_BLOCK or self.host_ready
 
 
 SALT_ROOT: Final = b"s"
-"""First byte of the key of a salt's root; the salt follows."""
+"""First byte of the key of a salt's root. Behind it comes the salt."""
 CUT_ROOT: Final = b"c"
-"""First byte of the key of a cut's root; its name follows, then the name of the last chunk of the history before
-it, then the dropped ranges."""
+"""First byte of the key of a cut's root. Behind it come the cut's name, the name of the last chunk of the history
+before the cut, and the dropped ranges."""
 TEXT_ROOT: Final = b"m"
-"""First byte of the key of a text's root; its lookup name follows, then the position of its first token."""
+"""First byte of the key of a text's root. Behind it come the text's lookup name and the position of its first
+token."""
 PROMPT_ROOT: Final = b"p"
-"""First byte of the key of the root of a prompt with modules; its name follows."""
+"""First byte of the key of the root of a prompt with modules. Behind it comes the root's name."""
 _PLACE_BYTES: Final = 1 + NAME_BYTES
-"""Roots other than a salt's are found by so many bytes of their keys."""
+"""Number of bytes at the beginning of a key by which a root is found, except for a salt's root."""
 _POSITION_BYTES: Final = 8
 
 
 @dataclass(slots=True)
 class Match:
-    """The longest part of a prompt that one tree has."""
+    """The longest part of a prompt that is in one tree."""
 
     path: list[Node]
-    """Whole chunks from the root on, computed; some may be in lower tiers only."""
+    """Whole computed chunks from the root on. Some may be in lower tiers only."""
     pending: Node | None
-    """The next whole chunk, if another sequence is computing it now."""
+    """The next whole chunk behind the path, if another sequence is computing it now."""
     partial: Node | None
-    """Otherwise the chunk behind the path, on the device or in host memory, whose beginning agrees longest with
-    the prompt."""
+    """If no chunk is pending: the chunk behind the path, on the device or in host memory, whose beginning agrees
+    longest with the prompt."""
     partial_tokens: int
-    """How many tokens of `partial` agree; 0 without one."""
+    """Number of tokens of `partial` that agree; 0 without one."""
 
 
 def _after(cut_key: bytes) -> ChunkName:
@@ -172,7 +176,7 @@ class RadixTree:
         self.chunk_bytes = chunk_size * TOKEN_BYTES
         self._identity = (fingerprint, dtype)
         self._roots: dict[bytes, Node] = {}
-        """By `_place` of the key."""
+        """The roots, by the `_place` of their keys."""
         self._cuts: dict[ChunkName, dict[bytes, None]] = {}
         """Keys of the roots of cuts, by the chunk after which they stand, in order of creation."""
         self.node_count = 0
@@ -181,7 +185,7 @@ class RadixTree:
     # Roots
 
     def root(self, salt: bytes) -> Node:
-        """Return the root of a salt's tree; make it if need be. It stays while it is held or has chunks."""
+        """Return the root of a salt's tree; make it if need be. The root stays while it is held or has chunks."""
         return self._root(SALT_ROOT + salt, self.root_name(salt))
 
     def root_name(self, salt: bytes) -> ChunkName:
@@ -197,13 +201,13 @@ class RadixTree:
 
         Args:
             after: plain name of the history's last chunk before the cut.
-            drops: the ranges of the history that are not seen behind it.
+            drops: the ranges of the history that are not seen behind the cut.
         """
         name = cut_name(after, drops)
         return self._root(CUT_ROOT + name + after + np.array(drops, "<i8").tobytes(), name)
 
     def drops_of(self, root: Node) -> list[tuple[int, int]]:
-        """Return the ranges that are not seen behind a cut's root; empty for other roots."""
+        """Return the ranges that are not seen behind the root of a cut; an empty list for other roots."""
         if not root.key.startswith(CUT_ROOT):
             return []
         return [
@@ -211,7 +215,7 @@ class RadixTree:
         ]
 
     def find_cut(self, name: ChunkName) -> Node | None:
-        """Return the root of a cut, if there is one."""
+        """Return the root of the cut with this name (`cut_name`); None: the tree has none."""
         return self._roots.get(CUT_ROOT + name)
 
     def cuts_after(self, after: ChunkName) -> list[Node]:
@@ -223,7 +227,8 @@ class RadixTree:
 
         Args:
             place: name of what the text sees and how it begins.
-            position: at which its first token will be computed, if the root is new (`base_position`).
+            position: position at which the text's first token will be computed, if the root is new
+                (`base_position`).
         """
         root = self.find_text_root(place)
         if root is not None:
@@ -343,7 +348,8 @@ class RadixTree:
         return best, best_rank[0]
 
     def most_similar_child(self, node: Node, rest: bytes, step: int) -> tuple[Node | None, int]:
-        """Return what `best_partial` does, but among children in any tier."""
+        """Return the child that agrees longest with `rest`, and for how many tokens, as `best_partial` does, but
+        among children in any tier."""
         best, best_agreed = None, 0
         for child in self._neighbours(node, rest):
             agreed = common_tokens(child.key, rest)
@@ -369,7 +375,7 @@ class RadixTree:
         """Add a chunk below `parent`, which must not have such a child.
 
         Args:
-            marker: name of the cut behind which it is computed; empty: its whole history is seen.
+            marker: name of the cut behind which the chunk is computed; empty: its whole history is seen.
         """
         node = Node(parent, key, chunk_name(parent.name, marker + key), block)
         node.ready_step = ready_step

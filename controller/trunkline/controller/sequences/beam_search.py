@@ -27,7 +27,7 @@ from trunkline.kvstore.chunks import Int32Array, pack_int32, unpack_int32
 from trunkline.router.messages import FinishReason, Hypothesis
 
 WIDTH_MAX: Final = 64
-"""The widest beam search: candidates per step grow with the width."""
+"""Largest width of a beam search: candidates per step grow with the width."""
 
 Float32Array = NDArray[np.float32]
 
@@ -37,7 +37,7 @@ class _Finished:
     score: np.float32
     logprob: np.float32
     tokens: Int32Array
-    """Output."""
+    """Output tokens of the hypothesis."""
     stopped: bool
 
 
@@ -47,8 +47,8 @@ class BeamHistory:
     def __init__(self, spec: BeamSearch, n: int, stop_ids: list[int], output_limit: int) -> None:
         """
         Args:
-            n: how many hypotheses to return.
-            output_limit: output tokens of a hypothesis, at most.
+            n: number of hypotheses to return.
+            output_limit: largest number of output tokens of a hypothesis.
         """
         self.width = spec.width
         self.scores: Float32Array = np.zeros(spec.width, np.float32)
@@ -64,17 +64,17 @@ class BeamHistory:
 
     @property
     def candidates(self) -> int:
-        """How many continuations a step must report."""
+        """Number of continuations that a step must report."""
         return candidate_count(self.width, len(self._stop_ids))
 
     @property
     def stop_ids(self) -> bytes:
-        """Stop tokens as int32 bytes, as in messages."""
+        """Ids of the stop tokens as int32 bytes, as in messages."""
         return pack_int32(self._stop_ids)
 
     @property
     def length(self) -> int:
-        """How many output tokens each beam has."""
+        """Number of output tokens that each beam has."""
         return len(self._tokens)
 
     def output(self, beam: int) -> Int32Array:

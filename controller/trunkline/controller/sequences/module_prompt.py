@@ -20,17 +20,17 @@ class CachedText(NamedTuple):
     tokens: bytes
     position: int
     parent: int
-    """Index of the text before it on its path; -1: none."""
+    """Index of the text before this one on its path; -1: none."""
     seen: Ranges
-    """Ranges of its tokens that the request sees."""
+    """Ranges of the text's tokens that the request sees."""
     place: ChunkName
-    """Name of its tree, from what it sees and its first chunk."""
+    """Name of the text's tree, from what the text sees and its first chunk."""
     content: ChunkName
     """Name of the whole text, with what it sees."""
 
     @property
     def token_count(self) -> int:
-        """Number of its tokens."""
+        """Number of the text's tokens."""
         return len(self.tokens) // TOKEN_BYTES
 
 
@@ -40,12 +40,12 @@ class Part(NamedTuple):
     text: int
     """Index of the text."""
     chunks: int
-    """How many of its chunks are in the table, from the first one on."""
+    """Number of the text's chunks in the table, from the first one on."""
     ranges: Ranges
-    """Ranges of its tokens that are seen."""
+    """Ranges of the text's tokens that are seen."""
 
     def tokens(self, prompt: ModulePrompt) -> int:
-        """Return how many tokens of the text those chunks hold."""
+        """Return how many tokens the text's chunks in the table hold."""
         return min(prompt.texts[self.text].token_count, self.chunks * prompt.chunk_size)
 
 
@@ -81,10 +81,10 @@ class ModulePrompt:
         """
         Args:
             shown: indices of the texts that are seen, in the order of the table.
-            ranges: of each of them, the tokens that are seen; not empty.
+            ranges: for each of these texts, the ranges of its tokens that are seen; not empty.
             runs: (position, count) of the sequence's own tokens.
-            name: of the tree of these.
-            target: the text that the own tokens are (`SequenceGroup.encodes`); -1: none.
+            name: name of the tree of the own tokens.
+            target: index of the text whose tokens are the own tokens (`SequenceGroup.encodes`); -1: none.
         """
         self.texts = texts
         self.runs = runs
@@ -95,21 +95,21 @@ class ModulePrompt:
             Part(text, blocks_for(seen[-1][1], chunk_size), seen) for text, seen in zip(shown, ranges, strict=True)
         ]
         self.entries = sum(part.chunks for part in self.parts)
-        """Block-table entries before the own tokens."""
+        """Number of block-table entries before the own tokens."""
         self.seen_indices = self._seen()
-        """Indices of the seen tokens in the table, before the own ones."""
+        """Indices in the table of the seen tokens before the own ones."""
         self.seen_tokens = len(self.seen_indices)
         self.holes = self.entries * chunk_size - self.seen_tokens
         self.ttl = 0.0
-        """Seconds for which the texts are kept after the request; 0: as the group of workers is set."""
+        """Seconds for which the texts are kept after the request; 0: the group's own setting."""
         self.encoded: set[int] = set()
-        """Texts that were encoded because of this request: they do not count as cached."""
+        """Indices of the texts that were encoded because of this request: they do not count as cached."""
         self.miss = ""
-        """Why texts were not cached; "" if all were."""
+        """The reason why texts were not cached; "" if all were."""
 
     @property
     def encoded_tokens(self) -> int:
-        """Seen tokens of the texts that were encoded because of this request."""
+        """Number of seen tokens of the texts that were encoded because of this request."""
         return sum(stop - start for text in self.encoded for start, stop in self.texts[text].seen)
 
     def _seen(self) -> NDArray[np.int64]:

@@ -1,15 +1,16 @@
 """Build a step plan, and keep what is needed to understand its result: the rows that decode, as arrays.
 
-Rows are arrays so that a step costs the same Python for 32 rows as for 256. A sequence gets a *slot* in
-`DecodeRows` with its last prefill step and keeps it until it ends or is preempted. A `RowSet` is the frozen list
-of slots that one step decodes; steps share it while no sequence joins or leaves. Results come back one or two
-steps after planning. By then a slot may belong to another sequence, so a result counts only if the slot still has
-the `batch_seq_id` that it had when the step was planned.
+Rows are arrays so that a step costs the same Python for 32 rows as for 256. A sequence gets a fixed index in the
+arrays of `DecodeRows` with its last prefill step, and keeps it until it ends or is preempted. A `RowSet` is the
+frozen list of the indices (`slots`) that one step decodes; steps share it while no sequence joins or leaves.
+Results come back one or two steps after planning. By then an index may belong to another sequence, so a result
+counts only if the index still has the `batch_seq_id` that it had when the step was planned.
 
 Rows are put in tree order, where each shared chunk belongs to a contiguous range [i, j) of rows (ChunkAttention
-§3.1): a kernel reads it once for all of them. Chunks with the same range form one *run*; planning by run instead
-of by chunk saves partial results. Runs follow from the block tables alone: two rows share a chunk exactly if their
-tables agree up to it. They are computed only when rows join, leave or change a shared block.
+§3.1): a kernel reads it once for all of them. Chunks with the same range form one *run*. Working run by run, the
+kernel has fewer partial results to merge than chunk by chunk. Runs follow from the block tables alone: two rows
+share a chunk exactly if their tables agree up to it. They are computed only when rows join, leave or change a
+shared block.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ Int64Array = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
 BEAM: Final = -1
-"""`RowSet.samples` of a beam."""
+"""Value of `RowSet.samples` for a beam."""
 STOP_IDS_INLINE: Final = 8
-"""Stop tokens per row that are compared as arrays; rows with more are checked one by one."""
+"""Largest number of a row's stop tokens that are compared as arrays; rows with more are checked one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSet:
-    """Slots that a step decodes, in tree order, and their state when it was planned. All arrays are `[rows]`."""
+    """The indices in `DecodeRows` that a step decodes, in tree order, and their state when it was planned. All
+    arrays are `[rows]`."""
 
     slots: NDArray[np.intp]
     batch_seq_ids: Int64Array
@@ -56,9 +58,9 @@ NO_ROWS: Final = RowSet(np.empty(0, np.intp), _NONE, _NONE, _NONE)
 
 
 class DecodeRows:
-    """Slots for `capacity` sequences. Lengths count tokens.
+    """The decoding sequences as arrays, with room for `capacity` of them. Lengths count tokens.
 
-    Of each slot, `known` tokens have arrived, and KV of `planned` tokens exists or is planned: the next step
+    Of each sequence, `known` tokens have arrived, and KV of `planned` tokens exists or is planned: the next step
     computes position `planned`. `known` lags behind by the steps in flight.
     """
 
@@ -74,11 +76,12 @@ class DecodeRows:
         self.tables: Int32Array = np.full((capacity, max_blocks), NO_BLOCK, np.int32)
         self.block_counts: Int32Array = np.zeros(capacity, np.int32)
         self.text_blocks: Int32Array = np.zeros(capacity, np.int32)
-        """AdmissionOrder of texts of modules in each table: others may have the same ones elsewhere in theirs."""
+        """Number of entries at the beginning of each table that belong to texts of modules. Other rows may have
+        the same texts at other entries."""
         self._stop_ids: Int32Array = np.full((capacity, STOP_IDS_INLINE), -1, np.int32)
         self._many_stops: dict[int, frozenset[int]] = {}
         self._recent: Int32Array = np.zeros((capacity, 2 * chunk_size), np.int32)
-        """Ring buffer of the latest tokens by position; moved to the sequence when a chunk fills."""
+        """Ring buffers of the latest tokens by position. Their tokens move to the sequence when a chunk fills."""
         self._free = list(range(capacity - 1, -1, -1))
 
     @property
@@ -86,7 +89,7 @@ class DecodeRows:
         return len(self._free)
 
     def add(self, sequence: Sequence) -> int:
-        """Give a slot to a sequence whose prompt this plan completes, or which has resumed with all but its last
+        """Give an index to a sequence whose prompt this plan completes, or which has resumed with all but its last
         token computed (`Sequence.prefill_stop`)."""
         slot = self._free.pop()
         sequence.slot = slot
@@ -116,7 +119,7 @@ class DecodeRows:
             self.tables[sequence.slot, :blocks] = self.tables[leader.slot, :blocks]
 
     def remove(self, sequence: Sequence) -> None:
-        """Move the known tokens of a sequence to it and free its slot."""
+        """Move the known tokens of a sequence from the arrays to the sequence, and free its index."""
         slot = sequence.slot
         self.flush(slot)
         self.sequences[slot] = None
@@ -143,11 +146,11 @@ class DecodeRows:
             sequence.tokens.extend(self._recent[slot, columns])
 
     def active_slots(self) -> NDArray[np.intp]:
-        """Return the slots that have a token to compute after the steps planned so far."""
+        """Return the indices of the sequences that have a token to compute after the steps planned so far."""
         return np.flatnonzero((self.batch_seq_ids > 0) & (self.planned + 1 < self.limit))
 
     def arrange(self, slots: NDArray[np.intp]) -> tuple[RowSet, Int32Array]:
-        """Return the row set of these slots in tree order, and its runs (`shared_runs`, `text_runs`)."""
+        """Return the row set of these indices in tree order, and its runs (`shared_runs`, `text_runs`)."""
         if not len(slots):
             return NO_ROWS, np.empty((0, 4), np.int32)
         width = int(self.block_counts[slots].max())
@@ -159,7 +162,7 @@ class DecodeRows:
         return self.row_set(ordered), np.concatenate([runs, texts]) if len(texts) else runs
 
     def row_set(self, slots: NDArray[np.intp]) -> RowSet:
-        """Return a row set of these slots, in this order, with their present state."""
+        """Return a row set of these indices, in this order, with their present state."""
         return RowSet(slots, self.batch_seq_ids[slots], self.requests[slots], self.samples[slots])
 
     def accept(self, rows: RowSet, tokens: Int32Array) -> tuple[BoolArray, NDArray[np.intp], BoolArray]:
@@ -253,7 +256,7 @@ class PlanBuilder(TierCopyPlan):
 
     chunk_size: int
     now: float = 0.0
-    """The time at which it is made, in seconds."""
+    """The time at which the plan is made, in seconds."""
     leaves: list[int] = field(default_factory=list)
     joins: list[Join] = field(default_factory=list)
     save_fence: int = 0
@@ -263,7 +266,7 @@ class PlanBuilder(TierCopyPlan):
     prefill: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     rows: RowSet = NO_ROWS
     new_runs: Int32Array | None = None
-    """Set if `rows` differs from the previous step's."""
+    """The runs, if `rows` differs from the previous step's; else None."""
     sampling: list[Sequence] = field(default_factory=list)
     """Sequences whose prompts this step completes, in the order of `prefill`."""
     forks: list[Fork] = field(default_factory=list)
@@ -272,7 +275,7 @@ class PlanBuilder(TierCopyPlan):
     scored: dict[int, int] = field(default_factory=dict)
     """Prompts whose tokens this step scores: id in the batch → request."""
     traced: list[tuple[SequenceGroup, int, int]] = field(default_factory=list)
-    """(group, id in the batch, tokens) of traced prompts that this step computes parts of."""
+    """(group, id in the batch, tokens) of each part of a traced prompt that this step computes."""
     copy_sources: list[Node] = field(default_factory=list)
     """Chunks held until the plan is complete, so that it does not reuse blocks that it copies from."""
 
@@ -326,7 +329,7 @@ class PlanBuilder(TierCopyPlan):
 
 @dataclass(slots=True)
 class PendingChanges:
-    """Changes since the last plan, which the next one tells the workers."""
+    """Changes since the last plan, which the next plan tells the workers."""
 
     rows_changed: bool = False
     left: list[int] = field(default_factory=list)
@@ -337,14 +340,14 @@ class PendingChanges:
 
 @dataclass(frozen=True, slots=True)
 class InflightStep:
-    """A step that the workers have not answered yet: what is needed to understand its result."""
+    """A step that the workers have not answered yet, with what is needed to understand its result."""
 
     step: int
     rows: RowSet
-    """Decode rows, then completed prompts, then forks: the order of `StepResult.tokens`."""
+    """The decode rows, then completed prompts, then forks: the order of `StepResult.tokens`."""
     decode_rows: int
     prefill_tokens: int
     scored: dict[int, int]
-    """As in `PlanBuilder`."""
+    """Prompts whose tokens the step scores: id in the batch → request."""
     traced_first: tuple[int, ...] = ()
     """Traced requests whose first token the step brings."""

@@ -31,7 +31,7 @@ from trunkline.runtime.spans import SpanContext
 from trunkline.worker.messages import BeamPosition, Sampling
 
 ALL_ENTRIES: Final = 1 << 62
-"""More entries than any block table has."""
+"""Value for "all entries of a block table": no table has so many."""
 
 
 class TraceIds(NamedTuple):
@@ -61,14 +61,15 @@ class Request:
     """A request as the engine keeps it: what its router sent, and what the engine needs beside that."""
 
     id: int
-    """Unique among live requests of all routers, as `submit.request` is among those of one."""
+    """Id of the request, unique among live requests of all routers; `submit.request` is unique among those of one
+    router."""
     submit: Submit
     tokens: Int32Array
-    """`submit.tokens`, unpacked."""
+    """The tokens of `submit.tokens`, unpacked."""
     drops: tuple[tuple[int, int], ...]
-    """`submit.drops`, unpacked."""
+    """The ranges of `submit.drops`, unpacked."""
     trace: TraceIds | None = None
-    """Ids of its spans; None: it is not traced."""
+    """Ids of the request's spans; None: the request is not traced."""
 
     @classmethod
     def of(cls, id_: int, submit: Submit, trace: TraceIds | None = None) -> Request:
@@ -78,7 +79,7 @@ class Request:
 
     @property
     def width(self) -> int:
-        """How many sequences decode at once."""
+        """Number of sequences that decode at once."""
         return self.submit.n if self.submit.beam is None else self.submit.beam.width
 
 
@@ -88,8 +89,8 @@ class Phase(Enum):
     WAITING = auto()
     PREFILL = auto()
     PARKED = auto()
-    """Resumed after a preemption, with all but its last token computed: it holds its blocks and waits for the
-    others of its group."""
+    """In the batch again after a preemption, with all but the last token computed: the sequence holds its blocks
+    and waits until its whole group is in the batch."""
     DECODE = auto()
     ENDED = auto()
 
@@ -129,15 +130,15 @@ class Stem(NamedTuple):
     (`prefix_match` and `modules` of `trunkline.controller.allocation`)."""
 
     root: Node
-    """Root of the tree in which its last chunks are, and new ones will be."""
+    """Root of the tree in which the sequence's last chunks are, and new ones will be."""
     base: int = 0
-    """How many of its first chunks are in other trees."""
+    """Number of the sequence's first chunks that are in other trees."""
     pins: tuple[Node, ...] = ()
-    """Its last chunk in each of those trees: holding it keeps the ones before."""
+    """The sequence's last chunk in each of the other trees: holding it keeps the chunks before it."""
     marker: bytes = b""
-    """Name of what it sees, if that is not its whole history (a cut, modules); else empty."""
+    """Name of what the sequence sees, if that is not its whole history (a cut, modules); else empty."""
     extents: tuple[Extent, ...] = ()
-    """Positions of its tokens; empty without modules."""
+    """Positions of the sequence's tokens; empty without modules."""
 
 
 class PrefixMatch(NamedTuple):
@@ -145,7 +146,7 @@ class PrefixMatch(NamedTuple):
 
     stem: Stem
     match: Match
-    """The whole path; chunks in other trees come first (`Stem.base` of them)."""
+    """The whole path of cached chunks; chunks in other trees (`Stem.base` of them) come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ class CutPrompt:
     history: bytes
     """int32 tokens of the prompt, dropped ones included."""
     chain: list[ChunkName]
-    """`Cut.chain` of it."""
+    """Names of the whole chunks of the history (`ContextCut.chain`)."""
 
 
 @dataclass(slots=True)
@@ -166,9 +167,9 @@ class CacheReport:
     started: Started
     """The report to its router; `cut` and `queued_s` are filled in when the last part of the prompt is planned."""
     at: float
-    """The time of the admission."""
+    """Time of the admission."""
     entries: int
-    """Block-table entries whose chunks were found whole; the request computed the later ones itself."""
+    """Number of block-table entries whose chunks were found whole; the request computed the later ones itself."""
 
 
 class SequenceGroup:
@@ -196,8 +197,8 @@ class SequenceGroup:
         """
         Args:
             arrival: number in order of arrival; kept through preemption.
-            limit: tokens at which each sequence ends, prompt included.
-            sampling: the request's, with the engine's additions.
+            limit: number of tokens at which each sequence ends, prompt included.
+            sampling: the request's sampling parameters, with the engine's additions.
         """
         self.request = request
         self.arrival = arrival
@@ -205,22 +206,24 @@ class SequenceGroup:
         self.prompt_len = request.submit.prompt_len
         self.preempted = False
         self.queued = False
-        """Whether it is in the queue, because one of its sequences waits."""
+        """Whether the group is in the queue, because one of its sequences waits."""
         self.forked = request.width == 1
-        """Whether its sequences have forked (or there is only one)."""
+        """Whether the group's sequences have forked (or there is only one)."""
         self.started = False
         self.found: CacheReport | None = None
-        """Set at the first admission: a later one would find chunks that the request computed itself."""
+        """What was cached at the first admission; None before it. A later admission would find chunks that the
+        request computed itself."""
         self.cut: CutPrompt | None = None
-        """Set if parts of the prompt are cut off and KV of the rest is kept. Then `prompt_len`, `limit` and tokens
-        count in the block table (`trunkline.kvstore.cuts`)."""
+        """The cut, if parts of the prompt are cut off and KV of the rest is kept. Then `prompt_len`, `limit` and
+        tokens count in the block table (`trunkline.kvstore.cuts`)."""
         self.modules: ModulePrompt | None = None
-        """Set if the prompt has modules. Then `prompt_len`, `limit` and tokens count in the block table, too."""
+        """The layout, if the prompt has modules. Then `prompt_len`, `limit` and tokens count in the block table,
+        too."""
         self.prompt_scored = request.submit.sampling.prompt_logprobs < 0
         """Whether the log-probabilities of the prompt are computed, or were not asked for."""
         self.waits_for_grammar = False
         self.search: BeamHistory | None = None
-        """Beams and hypotheses of a beam search."""
+        """Beams and hypotheses of a beam search; None for other requests."""
         self.members: list[Sequence] = [Sequence(self, 0, TokenBuffer(request.tokens), sampling)]
         """Sequences that have not ended; for a beam search, in the order of the beams."""
 
@@ -237,29 +240,29 @@ class SequenceGroup:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Order among running groups: the largest is preempted first."""
+        """Order among running groups: the group with the largest rank is preempted first."""
         return self.request.submit.priority, self.arrival
 
     @property
     def holes(self) -> int:
-        """Tokens in the block table that are not seen: actual positions are smaller by this number."""
+        """Number of tokens in the block table that are not seen: actual positions are smaller by this number."""
         if self.modules is not None:
             return self.modules.holes
         return self.cut.cut.holes if self.cut is not None else 0
 
     @property
     def runs(self) -> bool:
-        """Whether any of its sequences has been admitted."""
+        """Whether any of the group's sequences has been admitted."""
         return any(member.phase is not Phase.WAITING for member in self.members)
 
     @property
     def in_batch(self) -> bool:
-        """Whether the workers know any of its sequences."""
+        """Whether the workers know any of the group's sequences."""
         return any(member.batch_seq_id for member in self.members)
 
     @property
     def encodes(self) -> bool:
-        """Whether it is a job that computes a module's text and samples nothing."""
+        """Whether the group is a job that computes a module's text and samples nothing."""
         return self.modules is not None and self.modules.target >= 0
 
     def compact(self) -> None:
@@ -275,13 +278,13 @@ class SequenceGroup:
 
     @property
     def gathers(self) -> bool:
-        """Whether its sequences decode only when all of them are in the batch (gang scheduling, PagedAttention
-        §4.5): true for several sequences that resume after a preemption."""
+        """Whether the group's sequences decode only when all of them are in the batch (gang scheduling,
+        PagedAttention §4.5): true for several sequences that resume after a preemption."""
         return self.forked and self.request.width > 1
 
     @property
     def rows_needed(self) -> int:
-        """How many rows it will need to decode."""
+        """Number of rows that the group will need to decode."""
         if self.encodes:
             return 0
         return len(self.members) if self.forked else self.request.width
@@ -312,32 +315,32 @@ class Sequence:
     def __init__(self, group: SequenceGroup, sample: int, tokens: TokenBuffer, sampling: Sampling) -> None:
         self.group = group
         self.sample = sample
-        """Index of the sample, or of the beam."""
+        """Index of the sequence among the request's samples, or among the beams."""
         self.tokens = tokens
         self.sampling = sampling
         self.beam_position: BeamPosition | None = None
-        """Its position in a beam search while it is in the batch."""
+        """The sequence's position in a beam search while it is in the batch."""
         self.stem: Stem
-        """Set at admission."""
+        """The trees in which the sequence's chunks are, set at admission."""
         self.waits_on: Node | None = None
-        """A chunk of its prompt that another sequence is computing."""
+        """The chunk of the sequence's prompt that another sequence is computing; None: it waits for none."""
         self.phase = Phase.WAITING
         self.batch_seq_id = 0
-        """Id under which the workers know it, new each time it enters the batch; 0 while it is not in the
-        batch."""
+        """Id under which the workers know the sequence, new each time it enters the batch; 0 while it is not in
+        the batch."""
         self.slot = -1
-        """Index in `DecodeRows` from its last prefill step on."""
+        """Index of the sequence in the arrays of `DecodeRows`, from its last prefill step on; -1 before."""
         self.path: list[Node] = []
         self.private: list[BlockId] = []
         self.tails: list[BlockId] = []
-        """Before a fork, blocks reserved for the children's tails. Of a child, the parent's tail, which is still
-        to be copied into its own."""
+        """Before a fork: blocks reserved for the children's tails. In a child: the parent's tail, which is still
+        to be copied into the child's own."""
         self.resident = 0
-        """Tokens whose KV was cached at admission."""
+        """Number of tokens whose KV was cached at admission."""
         self.computed = 0
-        """Tokens whose KV exists or is planned, during prefill."""
+        """Number of tokens whose KV exists or is planned, during prefill."""
         self.claim: list[Node] | None = None
-        """While preempted: the chunks that it has claimed (PagedAttention §4.5, swapping)."""
+        """While the sequence is preempted: the chunks that it has claimed (PagedAttention §4.5, swapping)."""
 
     @property
     def request(self) -> int:
@@ -375,7 +378,7 @@ class Sequence:
         return self.path[-1] if len(self.path) > self.stem.base else self.stem.root
 
     def is_pending(self, step: int) -> bool:
-        """Return whether the chunk that it waits for cannot be read yet."""
+        """Return whether the chunk that the sequence waits for cannot be read yet."""
         node = self.waits_on
         return node is not None and node.parent is not None and node.ready_step >= step
 
@@ -383,5 +386,5 @@ class Sequence:
         return [node.block for node in self.path] + self.private
 
     def blocks_needed(self, chunk_size: int) -> int:
-        """Return the blocks for all tokens known now, which admission reserves."""
+        """Return the number of blocks for all tokens known now, which admission reserves."""
         return blocks_for(self.tokens.count, chunk_size)
