@@ -30,12 +30,12 @@ class DiskChunk(NamedTuple):
     generation: int
     name: bytes
     parent: bytes
-    """Name of the chunk or root above."""
+    """Name of the chunk or root above this chunk."""
     tokens: bytes
-    """Little-endian int32 token ids."""
+    """Token ids of the chunk, little-endian int32."""
     last_use: float
     expires: float = 0.0
-    """When it is forgotten; 0: never."""
+    """Time at which the chunk is forgotten; 0: never."""
 
     @property
     def digest(self) -> bytes:
@@ -49,11 +49,11 @@ class DiskChunk(NamedTuple):
 
 
 class RootNoted(NamedTuple):
-    """A root above chunks. To note it again changes nothing; without chunks it is gone after a restart."""
+    """A root above chunks. Noting it again changes nothing. A root without chunks is gone after a restart."""
 
     name: bytes
     key: bytes
-    """What the root is made of again (`RadixCache.restore_root`)."""
+    """Key from which the root is made again (`RadixCache.restore_root`)."""
 
 
 class SlotFreed(NamedTuple):
@@ -75,11 +75,12 @@ class ChunkTouched(NamedTuple):
     name: bytes
     last_use: float
     expires: float
-    """As in `DiskChunk`."""
+    """Time at which the chunk is forgotten; 0: never."""
 
 
 DiskChange = DiskChunk | RootNoted | SlotFreed | ChunkReparented | ChunkTouched
-"""A `DiskChunk`: all ranks have the chunk in its slot, and no other slot has it."""
+"""A change of the index. A `DiskChunk` says that all ranks have the chunk in its slot, and that no other slot has
+it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +88,9 @@ class StoredChunks:
     """The chunks that the index lists."""
 
     roots: dict[bytes, bytes]
-    """Key by name (`RootNoted`), of the roots that have chunks."""
+    """Keys of the roots that have chunks (`RootNoted`), by the roots' names."""
     chunks: list[DiskChunk]
-    """Parents first. Some may have expired; `last_use` is never in the future."""
+    """The chunks, parents first. Some may have expired; `last_use` is never in the future."""
     dropped: int
     """Number of chunks that were deleted from the file: they could not be reached any more, were in slots that the
     tier no longer has, or had a damaged row."""

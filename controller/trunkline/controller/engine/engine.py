@@ -90,9 +90,9 @@ class Engine:
         self._inflight: deque[InflightStep] = deque()
         self._arrivals = 0
         self._drops_cache = False
-        """Whether to drop the cache when workers are back."""
+        """Whether to drop the cache when new workers are ready."""
         self._disk_changes: list[DiskChange] = []
-        """Changes of trees that are gone; the next `Ready` has them."""
+        """Disk changes of trees that are gone; the next `Ready` has them."""
         self._install(config, first_disk_generation)
         self._restore(stored, now)
 
@@ -218,12 +218,12 @@ class Engine:
 
     @property
     def oldest_step(self) -> int:
-        """The number of the step that the workers must answer next; 0: none is in flight."""
+        """The number of the step that the workers must answer next; 0: no step is in flight."""
         return self._inflight[0].step if self._inflight else 0
 
     @property
     def predicted_step_s(self) -> float:
-        """How long the oldest step in flight should take the workers."""
+        """Seconds that the oldest step in flight should take the workers."""
         if not self._inflight:
             return 0.0
         step = self._inflight[0]

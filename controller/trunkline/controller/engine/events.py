@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out of it: `Engine.step(events, now) -> Ready`. Pure.
+"""The input and the output of an engine: `Engine.step(events, now) -> Ready`. Pure.
 
 An event is a `Request`, a report of the workers as it came over the wire (`StepResult`, `GrammarReady`,
 `MovesDone`, `Probed`), or one of the classes below. A `Ready` says what the service has to do next, field by field
@@ -36,10 +36,10 @@ from trunkline.router.messages import (
 from trunkline.worker.messages import CompileGrammar, ForgetGrammar, Probe, StepPlan, TierMoves
 
 Caller = tuple[int, int]
-"""Where an answer goes: the router's index, and the ticket of its call. The engine only hands both back."""
+"""The receiver of an answer: the router's index, and the ticket of its call. The engine only hands both back."""
 
 EVENTS_MAX: Final = 64
-"""Most parts of its prompt, and most losses of its workers, that a traced request's timeline lists."""
+"""Largest number of parts of its prompt, and of losses of its workers, that a traced request's timeline lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,8 @@ class AbortRequest:
 
     request: int
     sample: int = -1
-    """-1: the whole request. The end of a sample whose request goes on is not reported."""
+    """Index of the sample to end; -1: the whole request. The end of a sample whose request goes on is not
+    reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class CallTexts:
     later."""
 
     id: int
-    """Unique among the calls that have no answer yet."""
+    """Id of the call, unique among the calls that have no answer yet."""
     call: ModulesCall
 
 
@@ -144,18 +145,18 @@ class EngineOutputs:
 
     started: list[Started] = field(default_factory=list)
     requests: list[Int64Array] = field(default_factory=list)
-    """By result of a step: the request of each token, …"""
+    """For each result of a step: the request of each token."""
     samples: list[Int64Array] = field(default_factory=list)
-    """… the sample of that request, …"""
+    """For each result of a step: the sample of each token, as an index within its request."""
     tokens: list[Int32Array] = field(default_factory=list)
-    """… and the token."""
+    """For each result of a step: the tokens."""
     logprobs: list[dict[int, TopLogprobs] | None] = field(default_factory=list)
-    """By result of a step, and then by index into its tokens."""
+    """For each result of a step: the log-probabilities, by index into the result's tokens."""
     prompt_logprobs: list[PromptScored] = field(default_factory=list)
     beams: list[BeamsFound] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     modules: list[ModulesReply] = field(default_factory=list)
-    """Answers to `CallTexts`; each one's `ticket` is the id of the call."""
+    """Answers to `CallTexts`; the `ticket` of an answer is the id of the call."""
     replies: list[tuple[int, Flushed | Prefetched]] = field(default_factory=list)
     """Answers to `DropCache` and `ExpectRequest`, each with the index of its router."""
 
@@ -166,37 +167,38 @@ class EngineOutputs:
 
 @dataclass(slots=True)
 class RequestTimeline:
-    """At which times one request reached each stage of its life, and how much was computed for it."""
+    """The times at which one request reached each stage of its life, and how much was computed for it."""
 
     request: Request
     came: float
     admitted: float = -1.0
-    """When it first entered the batch; -1: not yet."""
+    """Time at which the request first entered the batch; -1: not yet."""
     planned: float = -1.0
-    """When the step that computes the last part of its prompt was planned."""
+    """Time at which the step that computes the last part of the prompt was planned."""
     first_token: float = -1.0
     cached_tokens: int = 0
     tier_tokens: list[int] = field(default_factory=list)
-    """`cached_tokens` by the tier that had them (`TierKind`)."""
+    """Number of `cached_tokens` that were in each tier (`TierKind`)."""
     computed_tokens: int = 0
     chunks: list[tuple[float, int, int]] = field(default_factory=list)
-    """Of a traced request: the time, step and tokens of each part of its prompt that was planned, …"""
+    """Of a traced request: the time, step and tokens of each part of its prompt that was planned."""
     chunk_count: int = 0
-    """… and the number of those parts."""
+    """Of a traced request: the number of parts of its prompt that were planned."""
     batch_seq_ids: set[int] = field(default_factory=set)
     """Of a traced request: the ids that its sequences had in the batch of the present workers. Each return after a
     preemption adds one."""
     past_batch_seq_ids: int = 0
-    """How many such ids it had with workers that were lost."""
+    """Of a traced request: the number of ids that its sequences had in batches of workers that were lost."""
     losses: list[float] = field(default_factory=list)
-    """When its workers were lost."""
+    """Times at which the request's workers were lost."""
     output_tokens: int = 0
     reason: str = ""
-    """Why it ended."""
+    """The reason why the request ended."""
 
     @property
     def returns(self) -> int:
-        """How often a traced request came back to the batch, after a preemption or with other workers."""
+        """Number of times that a traced request came back to the batch, after a preemption or with other
+        workers."""
         return max(0, self.past_batch_seq_ids + len(self.batch_seq_ids) - 1)
 
     def chunk(self, now: float, step: int, batch_seq_id: int, tokens: int) -> None:
@@ -283,15 +285,15 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     """What has to be done after a step of the engine, in the order of the fields."""
 
     grammars: Sequence[CompileGrammar | ForgetGrammar]
-    """Send to all workers before `plan`, which may name these grammars."""
+    """Send these messages to all workers before `plan`, which may name the grammars."""
     plan: StepPlan | None
-    """Send to all workers before doing anything that follows: workers must never wait for routers, disks or logs.
-    None: there is nothing to compute, or two steps are unanswered."""
+    """Send this plan to all workers before doing anything that follows: workers must never wait for routers, disks
+    or logs. None: there is nothing to compute, or two steps are unanswered."""
     disk_changes: Sequence[DiskChange]
-    """Note in the disk tier's index before `orders` are sent: a slot that is about to be overwritten must not be
-    listed with the chunk that it held."""
+    """Note these changes in the disk tier's index before `orders` are sent: a slot that is about to be overwritten
+    must not be listed with the chunk that it held."""
     orders: Sequence[TierMoves | Probe]
-    """Send to all workers after `plan`, whose saves and loads they follow."""
+    """Send these orders to all workers after `plan`, whose saves and loads they follow."""
     outputs: EngineOutputs | None
     """Send each router its part. The next `Ready` continues these outputs, so none may be left out."""
     ended: Sequence[RequestTimeline]

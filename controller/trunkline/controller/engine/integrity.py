@@ -46,7 +46,7 @@ def check_integrity(scheduler: Scheduler) -> None:
     """Check all invariants between two steps.
 
     Raises:
-        IntegrityError: with the first one that is broken.
+        IntegrityError: an invariant is broken; the message names the first one.
     """
     waiting = [member for group in scheduler.queue for member in group.members if member.phase is Phase.WAITING]
     check_kv_cache(scheduler.kv, scheduler.running(), waiting, scheduler.encoding.held)
@@ -63,7 +63,7 @@ def check_kv_cache(
         held: chunks that are held, but not by running sequences.
 
     Raises:
-        IntegrityError: with the first one that is broken.
+        IntegrityError: an invariant is broken; the message names the first one.
     """
     _check_blocks(kv.pool, kv.tree, running)
     _check_tree(kv.tree, running, held)

@@ -31,16 +31,16 @@ from trunkline.worker.messages import Sampling
 
 @dataclass(frozen=True, slots=True)
 class RequestSnapshot:
-    """What is kept of a request that has not ended when its workers are lost."""
+    """The part of a request that is kept when its workers are lost."""
 
     request: Request
     arrival: int
     preempted: bool
-    """Whether it goes before requests that have never run."""
+    """Whether the request goes before requests that have never run."""
     started: bool
-    """Whether its router has been told that it started."""
+    """Whether the router has been told that the request started."""
     found: CacheReport | None
-    """What its router was told of the cache; None if it has not started."""
+    """What the router was told of the cache; None if the request has not started."""
     scored: bool
     """Whether the log-probabilities of its whole prompt have been reported, or were not asked for."""
     forked: bool
@@ -84,7 +84,7 @@ def snapshot(group: SequenceGroup, rows: DecodeRows, *, scores_lost: bool) -> Re
 
 
 def restore(survivor: RequestSnapshot, group: SequenceGroup, sampling: Sampling) -> bool:
-    """Give a new group what its request had with the workers that were lost.
+    """Give a new group the progress that its request had made with the lost workers.
 
     Return False if the request is longer than what the new workers can hold.
 

@@ -31,11 +31,11 @@ from trunkline.router.messages import BeamsFound, Finished, FinishReason, Prompt
 from trunkline.worker.messages import CompileGrammar, ForgetGrammar, Sampling
 
 IDLE_MAX: Final = 64
-"""Most compiled grammars that are kept without a request that uses them: clients send the same schema again and
-again."""
+"""Largest number of compiled grammars that are kept without a request that uses them: clients send the same schema
+again and again."""
 PLAIN_STEPS_PER_OBSERVATION: Final = 8
-"""Of the steps that only decode, one in this many is used to learn what steps cost: they are alike, and learning
-takes time."""
+"""Number of steps that only decode for each one from which step costs are learnt: such steps are alike, and
+learning takes time."""
 _INT32_BYTES: Final = 4
 
 
@@ -44,7 +44,7 @@ class RequestTable:
 
     def __init__(self) -> None:
         self.groups: dict[int, SequenceGroup] = {}
-        """By request id, in the order of arrival."""
+        """The groups of the requests, by request id, in the order of arrival."""
         self.grammars = GrammarBook()
         self.scores = ScoreLedger()
         self.quarantine = Quarantine()
@@ -107,7 +107,7 @@ def _output_tokens(scheduler: Scheduler, sequence: Sequence) -> int:
 
 
 class ScoreLedger:
-    """Tells which log-probabilities of each prompt have been reported already.
+    """Remembers which log-probabilities of each prompt have been reported already.
 
     They come in the order of positions. A prompt that is computed again begins again at its start.
     """
@@ -140,7 +140,7 @@ class ScoreLedger:
 
 
 def from_its_start(request: Request) -> Request:
-    """Return a request as it can begin here.
+    """Return a request in the form in which it can begin here.
 
     A beam search that another controller began starts again, without its output: the state of its beams is lost.
     """
@@ -162,8 +162,8 @@ def group_of(
     """Return a new group of one sequence. Dropped parts and texts of modules are in its block table.
 
     Args:
-        sampling: the request's, with what the engine added to it.
-        is_announced: whether it is not the request itself, but one that is expected: then it is never computed.
+        sampling: the request's sampling parameters, with the engine's additions.
+        is_announced: whether the request is only expected; then the group is never computed.
     """
     seen = request.submit.prompt_len - sum(stop - start for start, stop in request.drops)
     limit = min(seen + request.submit.max_tokens, config.longest_sequence)
@@ -188,11 +188,11 @@ class GrammarEntry:
     ready: bool = False
     """Whether the workers have compiled it, or have failed to."""
     problem: str = ""
-    """Why it cannot be compiled."""
+    """The reason why the grammar cannot be compiled; "": there is none."""
     users: set[int] = field(default_factory=set)
-    """The live requests that ask for it."""
+    """The live requests that ask for the grammar."""
     tenants: set[bytes] = field(default_factory=set)
-    """The tenants on whose behalf the workers were asked to compile it."""
+    """The tenants on whose behalf the workers were asked to compile the grammar."""
 
 
 class GrammarBook:
@@ -262,7 +262,7 @@ class GrammarBook:
         self._messages.append(ForgetGrammar(entry.id))
 
     def messages(self) -> list[CompileGrammar | ForgetGrammar]:
-        """Return what the workers must be told before the next plan: all since the last call."""
+        """Return the messages that the workers must get before the next plan: all since the last call."""
         messages, self._messages = self._messages, []
         return messages
 

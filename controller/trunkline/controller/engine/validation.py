@@ -29,14 +29,14 @@ from trunkline.runtime.spans import CONTEXT_BYTES
 from trunkline.worker.messages import Sampling
 
 TEXTS_MAX: Final = 65_536
-"""Most texts of one schema."""
+"""Largest number of texts of one schema."""
 RUNS_MAX: Final = 65_536
-"""Most runs of own tokens between the texts of a prompt."""
+"""Largest number of runs of own tokens between the texts of a prompt."""
 OPERATIONS: Final = ("encode", "look", "unpin", "cancel")
-"""What a `ModulesCall` may ask for."""
+"""Operations that a `ModulesCall` may ask for."""
 _PAIR_BYTES: Final = 8
 NUMBER_BITS: Final = 32
-"""Bits of a router's request numbers."""
+"""Number of bits of a router's request numbers."""
 REQUEST_ID_CHARACTERS_MAX: Final = 128
 TENANT_BYTES_MAX: Final = 64
 _INT32_MAX: Final = (1 << 31) - 1
@@ -54,7 +54,8 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "min_tokens": (0, _INT32_MAX),
     "prompt_logprobs": (-1, _INT32_MAX),
 }
-"""Ranges that the workers' tensors can hold, whether sensible or not. `seed` may be any number; it is masked."""
+"""Ranges of numbers that the workers' tensors can hold, whether sensible or not. `seed` may be any number; it is
+masked."""
 
 
 def is_request_number(number: int) -> bool:

@@ -24,11 +24,11 @@ from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import MissReason, Started
 
 LOSSES_ALONE: Final = 2
-"""After so many losses in a row a request is tried alone."""
+"""Number of losses of workers in a row after which a request is tried alone."""
 LOSSES_MAX: Final = 3
-"""After so many losses in a row a request ends."""
+"""Number of losses of workers in a row after which a request ends."""
 DEADLY: Final = f"the workers were lost {LOSSES_MAX} times while they computed this, and no token came between"
-"""The error of a request that ends so."""
+"""Error of a request that ends because the workers were lost too often."""
 
 
 def tokens_to_compute(group: SequenceGroup) -> int:
@@ -73,7 +73,7 @@ class RequestQueue:
         self.tokens += tokens
 
     def found(self, group: SequenceGroup, tokens: int) -> None:
-        """Note that so many tokens of a group are cached; nothing happens if it is not in the queue."""
+        """Note how many tokens of a group are cached; nothing happens if the group is not in the queue."""
         known = self._tokens.get(group)
         if known is not None and group.prompt_scored:  # a scored prompt is computed whole in any case
             self._tokens[group] = rest = max(1, known - tokens)
@@ -125,7 +125,7 @@ class AdmissionOrder:
         return waiting
 
     def blocked(self, group: SequenceGroup, available: int, running: int) -> None:
-        """Note that a group lacks blocks; it does as long as these numbers do not change."""
+        """Note that a group lacks blocks. It counts as lacking them as long as the two numbers do not change."""
         self._blocked = (group.id, available, running)
 
     def unblock(self) -> None:
@@ -167,9 +167,9 @@ class Quarantine:
 
     def __init__(self) -> None:
         self._losses: dict[int, int] = {}
-        """Losses in a row without a token between, by request."""
+        """Number of losses in a row without a token between, by request."""
         self._alone: int | None = None
-        """The request that is being tried alone."""
+        """Id of the request that is being tried alone."""
         self._fresh: set[int] = set()
         """Requests in the batch that have had no token yet; noted only while there are suspects."""
 

@@ -25,7 +25,7 @@ class Forks:
 
     def __init__(self) -> None:
         self.searches: dict[int, SequenceGroup] = {}
-        """The running beam searches, by the id that each has while it is in the batch."""
+        """The running beam searches, by the id that a search has while it is in the batch."""
         self._next_search = 1
         self._children: list[Sequence] = []
         """Forked sequences whose tails the next plan copies."""
@@ -117,7 +117,7 @@ def move_beams(members: list[Sequence], parents: list[int], stored: int, kv: KVC
 
     Args:
         members: in the order of the beams.
-        parents: for each new beam, the old one that it continues.
+        parents: for each new beam, the old beam that it continues.
         stored: tokens of each beam whose KV is stored at the end of the step. Blocks behind these were appended
             for later steps and stay with their member.
     """

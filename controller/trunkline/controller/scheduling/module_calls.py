@@ -21,11 +21,11 @@ from trunkline.kvstore.module_names import RelocationRule
 from trunkline.router.messages import ModulesReply
 
 JOBS_AT_ONCE: Final = 32
-"""Texts of all calls that are encoded at the same time (at least one of each call): enough to fill steps, and few
-enough that new requests soon have their turn."""
+"""Largest number of texts of all calls that are encoded at the same time (at least one of each call): enough to
+fill steps, and few enough that new requests soon have their turn."""
 TEXTS_PER_STEP: Final = 256
-"""Texts of all calls that are named, or searched for, before one plan. Each takes some 20 µs: the 20,000 texts of
-a large schema would stop every stream for half a second."""
+"""Largest number of texts of all calls that are named, or searched for, before one plan. Each takes some 20 µs:
+the 20,000 texts of a large schema would stop every stream for half a second."""
 PINNED_DEVICE_SHARE: Final = 0.5
 """Share of the device blocks that pins may take where there is no tier below."""
 
@@ -35,7 +35,7 @@ class TextsCall:
     """A call to encode texts, or to look for them. Compared by identity: its jobs are registered under it."""
 
     id: int
-    """Negative for a call of the engine itself, which gets no answer."""
+    """Id of the call; negative for a call of the engine itself, which gets no answer."""
     sources: Sequence[ModuleText]
     salt: bytes
     moves: RelocationRule
@@ -47,7 +47,7 @@ class TextsCall:
     tiers: list[int] = field(default_factory=list)
     """The tier of each text that was searched for after it was named, as in `ModulesReply`."""
     chunks: dict[Node, None] = field(default_factory=dict)
-    """The chunks of those texts, to be pinned, each once: texts that begin alike share chunks."""
+    """Chunks of the named texts, to be pinned, each once: texts that begin alike share chunks."""
     computed_tokens: int = 0
 
 
@@ -59,12 +59,12 @@ class ModuleCalls:
         self._tree = kv.tree
         self._jobs = jobs
         self._left = 0
-        """How many texts may still be named or searched for before the next plan."""
+        """Number of texts that may still be named or searched for before the next plan."""
         self._calls: dict[int, TextsCall] = {}
         self._pinned: dict[str, list[Node]] = {}
-        """Pinned chunks by holder."""
+        """The pinned chunks, by the holder of the pin."""
         self._pinned_by: dict[str, TextsCall] = {}
-        """The call that pinned them, by holder."""
+        """The call that made a pin, by the holder of the pin."""
         self.done: list[ModulesReply] = []
 
     def __len__(self) -> int:
@@ -117,7 +117,7 @@ class ModuleCalls:
     def begin_again(self) -> list[TextsCall]:
         """Return the calls to repeat after the workers were lost: one for each pin, and all open calls.
 
-        They refer to nothing of the old tree.
+        The returned calls refer to nothing of the old tree.
         """
         replaced = {call.holder for call in self._calls.values()}
         wanted = [call for holder, call in self._pinned_by.items() if holder not in replaced]
@@ -269,7 +269,7 @@ class ModuleEncoding:
         self.calls = ModuleCalls(kv, self.jobs)
         self._queue = queue
         self.finishing: list[TokenSequence] = []
-        """The jobs whose text is computed to its end by the last plan; they end with the next plan."""
+        """The jobs whose text is computed to its end by the last plan. They end with the next plan."""
 
     @property
     def is_working(self) -> bool:

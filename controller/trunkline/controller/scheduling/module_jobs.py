@@ -30,14 +30,15 @@ from trunkline.router.messages import MissReason
 from trunkline.worker.messages import Sampling
 
 FIRST_JOB_ID: Final = -(1 << 40)
-"""Ids of jobs count down from here, so that they differ from the ids of requests and announcements."""
+"""Id of the first job. Later ids count down from here, so that they differ from the ids of requests and
+announcements."""
 _NO_LIMIT: Final = 1 << 40
 TEXTS_AT_ONCE: Final = 64
-"""Texts that one request waits for at the same time. A job's block table has all that its text sees: a chain of a
-thousand texts, all at once, would take seconds and gigabytes."""
+"""Largest number of texts that one request waits for at the same time. A job's block table has all that its text
+sees: a chain of a thousand texts, all at once, would take seconds and gigabytes."""
 JOBS_MAX: Final = 256
-"""At this number of jobs, only the first request in the queue may add more, and jobs for the texts above their
-own."""
+"""Number of jobs from which on only the first request in the queue may add jobs, and a job may add jobs for the
+texts above its own."""
 
 
 @dataclass(slots=True)
@@ -59,12 +60,12 @@ class Wish:
 
     @property
     def key(self) -> tuple[int, bool, int]:
-        """The order of its jobs in the queue: right before the request."""
+        """Place in the queue of the wish's jobs: right before the request."""
         return self.priority, not self.preempted, self.arrival
 
 
 class ModuleJobs:
-    """The texts that are being encoded, by content."""
+    """The jobs that encode texts, by the texts' content."""
 
     def __init__(self, tree: RadixCache, queue: RequestQueue, fetching: Fetching) -> None:
         self._tree = tree
@@ -77,7 +78,7 @@ class ModuleJobs:
         self._held: list[Node] = []
         self._new: list[SequenceGroup] = []
         self.started_texts = 0
-        """Jobs since the start."""
+        """Number of jobs started so far."""
 
     def __len__(self) -> int:
         return len(self._jobs)

@@ -2,7 +2,7 @@
 
       plan ─► _grow            give a block to each row that begins a new chunk; preempt the newest groups if
                                there are too few blocks
-           ─► _unpark          let resumed groups decode that are complete in the batch again
+           ─► _unpark          let a preempted group decode again once all of its sequences are back in the batch
            ─► _prefill         spend the rest of the token budget on admitted prompts, then admit waiting groups
            ─► _close           add fences, and the changes that the workers do not know yet
 
@@ -40,10 +40,11 @@ from trunkline.controller.totals import Totals
 from trunkline.kvstore.chunks import BlockId
 
 MATCHED_TOKENS_MAX: Final = 1 << 19
-"""Tokens of waiting prompts that are matched with the tree in one step; further prompts wait for the next step.
-Matching 1,000 prompts of 32K tokens at once took 80 ms, and every stream waited for it."""
+"""Largest number of tokens of waiting prompts that are matched with the tree in one step; further prompts wait for
+the next step. Matching 1,000 prompts of 32K tokens at once took 80 ms, and every stream waited for it."""
 SCORED_TOKENS_MAX: Final = 256
-"""Tokens of a scored prompt in one step: each needs a row of logits as wide as the vocabulary."""
+"""Largest number of tokens of a scored prompt in one step: each needs a row of logits as wide as the
+vocabulary."""
 
 
 class Scheduler:
@@ -58,9 +59,9 @@ class Scheduler:
     ) -> None:
         """
         Args:
-            first_disk_generation: generations of disk slots begin above it.
+            first_disk_generation: generations of disk slots begin above this number.
             quarantine: requests that may have killed earlier workers; it outlives the scheduler.
-            counters: totals to count on from; they outlive it, too.
+            counters: totals from which to count on; they outlive the scheduler, too.
         """
         self.config = config
         pool = BlockPool(config.num_blocks)
@@ -77,7 +78,8 @@ class Scheduler:
         self.prefilling: list[Sequence] = []
         """Admitted sequences whose prompts are not wholly planned, in order of admission."""
         self.parked: list[Sequence] = []
-        """Resumed sequences that wait for the others of their group."""
+        """Sequences that are back in the batch after a preemption, and compute nothing until their whole group is
+        back."""
         self.forks = Forks()
         self.counters = tree.totals
         self.row_set = NO_ROWS
@@ -358,7 +360,7 @@ class Scheduler:
 
     @property
     def _is_going(self) -> bool:
-        """Whether the running sequences will make progress: parked ones compute nothing."""
+        """Whether the running sequences will make progress: those in `parked` compute nothing."""
         return self.running_count > len(self.parked)
 
     def _may_start(self, group: SequenceGroup, step: int) -> bool:
@@ -427,7 +429,8 @@ class Scheduler:
         self.admission.unblock()
 
     def _prefill_chunk(self, sequence: Sequence, budget: int, plan: PlanBuilder) -> int:
-        """Plan the next part of a prompt, unless the KV before it should arrive first; return its tokens."""
+        """Plan the next part of a prompt, unless the KV before it should arrive first; return how many tokens were
+        planned."""
         group = sequence.group
         start, stop = sequence.computed, sequence.prefill_stop
         scored = sequence.recompute_from_start
@@ -449,7 +452,8 @@ class Scheduler:
         return tokens
 
     def _end_prefill(self, sequence: Sequence, plan: PlanBuilder, *, samples: bool, scored: bool) -> None:
-        """Take a sequence whose whole prompt is planned to the decoding rows, or to the parked sequences."""
+        """Move a sequence whose whole prompt is planned to the decoding rows, or to `parked` if it waits for its
+        group."""
         group = sequence.group
         self.prefilling.remove(sequence)
         group.prompt_scored = True
@@ -469,7 +473,7 @@ class Scheduler:
                 self.forks.fork(sequence, plan, self.kv, self.rows)
 
     def _unpark(self, plan: PlanBuilder) -> None:
-        """Let those resumed groups decode whose sequences are all in the batch again."""
+        """Let those groups decode whose sequences in `parked` are all back in the batch."""
         if not self.parked:
             return
         for group in {s.group.id: s.group for s in self.parked}.values():

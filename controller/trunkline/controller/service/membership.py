@@ -23,15 +23,15 @@ from trunkline.controller.messages import WorkerFailed, WorkerHello, WorkerReady
 from trunkline.worker.messages import member_topic, rank_topic
 
 LEAVE_WITHIN_S: Final = 2.0
-"""A rank of an old epoch that runs on this host is killed if it has not left after this time."""
+"""Seconds after which a rank of an old epoch that runs on this host is killed if it has not left."""
 OLD_WAIT_S: Final = 10.0
-"""A new epoch waits this long for the ranks of the old one to leave, because they hold files and memory."""
+"""Seconds that a new epoch waits for the ranks of the old epoch to leave, because they hold files and memory."""
 REASON_WITHIN_S: Final = 0.2
-"""How long to wait for a better reason when a member is gone without a message, or leaves because of another
+"""Seconds to wait for a better reason when a member is gone without a message, or leaves because of another
 member: the report of the member that failed may be on its way, and says what to do."""
 EARLY_MAX: Final = 1024
-"""Most hellos that are kept of processes whose subscription has not been seen yet. Processes repeat their hellos,
-so some may be forgotten."""
+"""Largest number of hellos that are kept of processes whose subscription has not been seen yet. Processes repeat
+their hellos, so some may be forgotten."""
 INCARNATION_BYTES: Final = 16
 
 
@@ -80,7 +80,7 @@ class Membership:
         self._node = node
         self._processes: dict[bytes, _Process] = {}
         self._topics: dict[bytes, bytes] = {}
-        """`member_topic` → incarnation."""
+        """The incarnation of each process, by its `member_topic`."""
         self._early: dict[bytes, WorkerHello] = {}
         self._members: dict[int, _Process] = {}
         self._count = 0
@@ -281,22 +281,24 @@ def disagreement(terms: Mapping[str, str], hello: WorkerHello) -> str:
 
 
 PREDICTED_STEPS: Final = 20.0
-"""A step is taken to hang when it lasts this many times its predicted time, and longer than `step_timeout_s`."""
+"""Factor for the time limit of a step: it is taken to hang when it lasts this many times its predicted time, and
+longer than `step_timeout_s`."""
 LOOKS_WITHIN_S: Final = 5.0
 """Longest time between two looks at the oldest step that counts as waiting; the service looks once a second."""
 
 
 class WorkerLoss:
-    """How long the group's workers have not answered a step, and since when, and why, they are lost."""
+    """State of a wait for the workers: how long they have not answered a step, and since when, and why, they are
+    lost."""
 
     def __init__(self, step_timeout_s: float, resume_seconds_max: float) -> None:
         """
         Args:
             step_timeout_s: A step that lasts less never hangs.
-            resume_seconds_max: How long requests wait for new workers.
+            resume_seconds_max: Seconds that requests wait for new workers.
         """
         self.reason = ""
-        """Why there are no workers; "" while there are some, or if there have been none yet."""
+        """The reason why there are no workers; "" while there are some, or if there have been none yet."""
         self._since = inf
         self._step_timeout_s = step_timeout_s
         self._resume_seconds_max = resume_seconds_max

@@ -22,7 +22,7 @@ from trunkline.controller.storage.records import Change
 from trunkline.router.messages import RecordReply
 
 HELD_S_MAX: Final = 5.0
-"""The longest wait of a call for a disk that stalls: half of the time that routers wait for an answer."""
+"""Longest wait of a call for a disk that stalls: half of the time that routers wait for an answer."""
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class RecordReplies:
 
     @property
     def next_deadline(self) -> float:
-        """When `turn` should be called at the latest."""
+        """Time at which `turn` should be called at the latest."""
         return next((held.until for held in self._held.values()), float("inf"))
 
     def _decided(self, held: _Held) -> RecordReply:

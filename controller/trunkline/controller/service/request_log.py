@@ -45,7 +45,7 @@ class RequestLog:
         self._tracer = tracer
         self._group = group
         self._tier_problems: dict[TierKind, str] = {}
-        """The problems that have been logged."""
+        """The problem that each tier had at the last look; "": it had none."""
         self._said_lost = False
 
     def ids(self, packed: bytes) -> TraceIds | None:

@@ -26,10 +26,11 @@ from trunkline.runtime.wire_keys import Role
 from trunkline.runtime.wire_sockets import MESSAGE_BYTES_MAX, Gate
 
 ROUTER_SHIFT: Final = NUMBER_BITS
-"""Bits of an engine's id below the router's index."""
+"""Number of bits of an engine's id below the router's index."""
 NUMBER_MASK: Final = (1 << ROUTER_SHIFT) - 1
 MESSAGES_PER_TURN_MAX: Final = 1024
-"""Most messages read in one turn, so that a router that sends too many cannot delay the workers' next plan."""
+"""Largest number of messages read in one turn, so that a router that sends too many cannot delay the workers' next
+plan."""
 
 
 @dataclass(slots=True)
@@ -40,7 +41,7 @@ class _Router:
     identity: bytes
     last_heard: float
     seq: int = 0
-    """Number of the last message sent to it."""
+    """Number of the last message sent to the router."""
 
 
 def _split(outputs: EngineOutputs) -> dict[int, Outputs]:
@@ -121,7 +122,7 @@ class Routers:
     def send(self, index: int, message: RouterMessage) -> None:
         """Send a message to the router with this index, under that router's next number.
 
-        Nothing is sent to a router that is no longer known. One that is no longer connected counts as silent.
+        Nothing is sent to a router that is no longer known. A router that is no longer connected counts as silent.
         """
         router = self._by_index.get(index)
         if router is None:

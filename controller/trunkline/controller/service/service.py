@@ -101,24 +101,24 @@ class Status(StrEnum):
 
 @dataclass(slots=True)
 class _Deadlines:
-    """When the loop has to turn even if nothing arrives."""
+    """The times at which the loop has to turn even if nothing arrives."""
 
     drain: float = math.inf
-    """When a drain stops waiting for running requests."""
+    """Time at which a drain stops waiting for running requests."""
     settle: float = math.inf
-    """When a drain without requests stops waiting for chunks to be written to disk."""
+    """Time at which a drain without requests stops waiting for chunks to be written to disk."""
     engine: float = math.inf
-    """When the engine wants its next step (`Ready.wake_at`)."""
+    """Time at which the engine wants its next step (`Ready.wake_at`)."""
 
 
 @dataclass(slots=True)
 class _Pending:
-    """What has been collected in this turn of the loop."""
+    """The events and answers that this turn of the loop has collected."""
 
     events: list[Event] = field(default_factory=list)
     """Events for the engine's next step."""
     state_for: set[int] = field(default_factory=set)
-    """Indices of the routers that are sent the state after that step."""
+    """Indices of the routers that are sent the state after the engine's next step."""
 
 
 class ControllerService:

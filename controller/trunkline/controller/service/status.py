@@ -1,4 +1,5 @@
-"""What a controller tells its routers of itself: its state, where its chunks are, and what its tree looks like.
+"""The messages in which a controller describes itself to its routers: its state, where its chunks are, and what
+its tree looks like.
 
 - `state_of`: load, health and tiers, in answer to each ping.
 - `EventPublisher`: after each turn of the service, the changes of chunks (`trunkline.controller.cache.kv_events`)
@@ -33,12 +34,12 @@ IDLE_SECONDS: Final = 1.0
 BUSY_SECONDS: Final = 0.25
 """Time between two heartbeats while there are requests: the load changes even if no chunk does."""
 HIGH_WATER: Final = 1_000
-"""Most messages that wait for one router."""
+"""Largest number of messages that wait for one router."""
 _PROBE_MS: Final = 1000
 """Interval of ZeroMQ's heartbeats. A dead host's TCP connection stays open, and its queue would stay full."""
 ASKED_MAX: Final = 64
-"""Most questions that wait for the next description. If there are more, routers have forgotten what they asked:
-the oldest questions get no answer."""
+"""Largest number of questions that wait for the next description. If there are more, routers have forgotten what
+they asked: the oldest questions get no answer."""
 _NO_COUNTS: Final[dict[str, Any]] = {
     field.name: 0
     for field in msgspec.structs.fields(State)

@@ -31,11 +31,12 @@ from trunkline.controller.sequences.sequence import Sequence
 from trunkline.router.messages import NodeFlag, TreeDescription
 
 NODES_MAX: Final = 10_000
-"""Most nodes of one description, however many are asked for."""
+"""Largest number of nodes of one description, however many are asked for."""
 HEAD_TOKENS_MAX: Final = 64
-"""Most tokens of each node that a description has: the first ones."""
+"""Largest number of each node's first tokens that a description has."""
 UNITS_PER_TURN: Final = 100
-"""Units of work per turn. A unit takes a few microseconds, so a plan waits for less than half a millisecond."""
+"""Number of units of work per turn. A unit takes a few microseconds, so a plan waits for less than half a
+millisecond."""
 _FLAGS: Final = {
     SALT_ROOT: 0,
     CUT_ROOT: int(NodeFlag.CUT),
@@ -63,8 +64,8 @@ class TreeWalk:
         """
         Args:
             running: sequences that hold chunks.
-            nodes_max: most nodes of the description.
-            head_tokens: how many of each node's first tokens to include, for its text.
+            nodes_max: largest number of nodes of the description.
+            head_tokens: number of each node's first tokens to include, for the node's text.
             now: time of `Node.last_use`, in seconds.
         """
         self.tree = tree

@@ -54,8 +54,9 @@ from trunkline.worker.messages import (
 )
 
 PLANS_QUEUED_MAX: Final = 4096
-"""Most messages that may wait for one rank to read them. At most two of them are steps; the others are orders to
-the rank's tiers, which it reads between two steps, and whose number is bounded by the moves in flight."""
+"""Largest number of messages that may wait for one rank to read them. At most two of them are steps; the others
+are orders to the rank's tiers, which it reads between two steps, and whose number is bounded by the moves in
+flight."""
 LEAVE_EVERY_S: Final = 0.5
 """Seconds between two `Leave` messages to ranks of the last epoch, until the next one is formed: a rank may have
 connected only after the message before."""
@@ -63,14 +64,14 @@ _HEARTBEAT_MS: Final = 1000
 """Interval of ZeroMQ's heartbeats. When a host dies, its TCP connections stay open: silence is the only sign."""
 
 BLOCKS_MAX: Final = 1 << 24
-"""Most device blocks that a rank may report."""
+"""Largest number of device blocks that a rank may report."""
 SLOTS_MAX: Final = 1 << 28
-"""Most slots that a tier of a rank may report."""
+"""Largest number of slots that a tier of a rank may report."""
 _COUNT_MAX: Final = 1 << 31
 _BYTES_MAX: Final = 1 << 48
-"""Most bytes in a report: totals of them are kept, and sent as 64-bit numbers."""
+"""Largest number of bytes in a report: totals of them are kept, and sent as 64-bit numbers."""
 _US_MAX: Final = 1 << 42
-"""Most microseconds in a report: seven weeks."""
+"""Largest number of microseconds in a report: seven weeks."""
 _TEXT_MAX: Final = 4096
 _RESULT_RANGES: Final = {
     "elapsed_us": _US_MAX,
@@ -136,7 +137,7 @@ class WorkerGroup:
         return self._membership.ready
 
     def engine_config(self, config: ControllerConfig) -> EngineConfig:
-        """Return what the engine has to know of ranks that are all ready: how much each of them can hold."""
+        """Return the engine's configuration for ranks that are all ready, with what each of them can hold."""
         reports = self.ready.values()
         return config.engine(
             num_blocks=min(report.num_blocks for report in reports),
@@ -302,7 +303,8 @@ def _wall_ms() -> int:
 
 
 def problem_of_report(report: WorkerReport, ranks: int) -> str:
-    """Return why no correct worker of a group of this size sends such a report; "" if one may."""
+    """Return why no correct worker of a group of this size sends such a report; "": a correct worker may send
+    it."""
     match report:
         case StepResult():
             return _out_of_range(report, _RESULT_RANGES) or _problem_of_scores(report)

@@ -40,23 +40,23 @@ from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.sequences.sequence import ALL_ENTRIES, SequenceGroup
 
 PRIOR_US: Final = (2000.0, 50.0, 50.0)
-"""Base, row and prompt token before anything is measured: the order of magnitude for models from a laptop's to a
-GPU's. The first steps replace them."""
+"""Microseconds per step, row and prompt token that are assumed before anything is measured: the order of magnitude
+for models from a laptop's to a GPU's. The first steps replace them."""
 PRIOR_DEVIATION: Final = 10.0
-"""Standard deviation of the priors, and the limit of that of later estimates; in units of the priors."""
+"""Standard deviation of the priors, in units of the priors; later estimates never have a larger one."""
 DRIFT: Final = 0.02
-"""By how much all costs change together from step to step (the machine is busy), as a fraction, …"""
+"""Fraction by which all costs change together from step to step (the machine is busy)."""
 OWN_DRIFT: Final = 0.005
-"""… and by how much each does by itself (contexts grow)."""
+"""Fraction by which each cost changes by itself from step to step (contexts grow)."""
 NOISE: Final = 0.15
-"""Standard deviation of a step's time, as a fraction of it, …"""
+"""Standard deviation of a step's time, as a fraction of that time."""
 NOISE_LEAST_US: Final = 20.0
-"""… but not less than that."""
+"""Smallest standard deviation of a step's time, in microseconds."""
 SURPRISE_MAX: Final = 3.0
-"""A surprise counts as so many standard deviations at most."""
+"""Largest surprise in standard deviations: a larger one counts as this many."""
 
 MOVES_REMEMBERED: Final = 64.0
-"""Blocks over which the time of a move is averaged; the prior counts as an eighth of it."""
+"""Number of blocks over which the time of a move is averaged; the prior counts as an eighth of it."""
 
 
 class StepCosts:
@@ -77,16 +77,16 @@ class StepCosts:
 
     @property
     def token_us(self) -> float:
-        """Time of one more prompt token in a step."""
+        """Microseconds of one more prompt token in a step."""
         return self._costs[2]
 
     @property
     def move_us(self) -> float:
-        """Time of moving one block in one direction."""
+        """Microseconds of moving one block in one direction."""
         return self._moved_us / self._moved_blocks
 
     def step_us(self, rows: int, prefill_tokens: int) -> float:
-        """Return the predicted time of a step."""
+        """Return the predicted microseconds of a step."""
         base, row, token = self._costs
         return base + rows * row + prefill_tokens * token
 
@@ -139,7 +139,7 @@ def prefill_budget(costs: StepCosts, rows: int, target_us: float, budget_max: in
 
     Args:
         target_us: 0 for no target.
-        budget_max: prompt tokens that a step may have at most.
+        budget_max: largest number of prompt tokens that a step may have.
         least: prompt tokens that a step may have in any case.
     """
     if rows == 0 or target_us <= 0.0:
@@ -156,9 +156,9 @@ def prefill_budget(costs: StepCosts, rows: int, target_us: float, budget_max: in
 @dataclass(slots=True)
 class _Load:
     step: int
-    """The last plan whose loads it needs."""
+    """Number of the last plan whose loads the sequence needs."""
     done_at: float
-    """When they are expected to be done."""
+    """Time at which the loads are expected to be done."""
 
 
 def load_entries(group: SequenceGroup, config: EngineConfig, costs: StepCosts) -> int:
@@ -182,7 +182,7 @@ class Preloads:
     def __init__(self) -> None:
         self._loads: dict[int, _Load] = {}
         self._link_free_at = 0.0
-        """When all loads ordered so far will be done."""
+        """Time at which all loads ordered so far will be done."""
 
     def ordered(self, blocks: int, now: float, move_us: float) -> None:
         """Note that a plan loads this many blocks, each in `move_us`."""

@@ -29,25 +29,28 @@ from trunkline.kvstore.directory import Directory
 from trunkline.kvstore.tier import TierKind
 
 PROBE_PATIENCE_S: Final = 0.25
-"""How long a request waits for the remote tier to say what it has."""
+"""Seconds that a request waits for the remote tier to say what it has."""
 PATIENCE_FACTOR: Final = 2.0
-"""A request waits for a fetch this many times as long as predicted, …"""
+"""Factor of the predicted time of a fetch: a request waits this long, or as `PATIENCE_SHARE` says, whichever is
+longer."""
 PATIENCE_SHARE: Final = 0.5
-"""… or this share of the time that computing would take: whichever is longer."""
+"""Share of the time that a fetch saves: a request waits this long, or as `PATIENCE_FACTOR` says, whichever is
+longer."""
 PATIENCE_LEAST_S: Final = 0.05
-"""The shortest wait: predictions of short transfers are unreliable."""
+"""Shortest wait for a fetch, in seconds: predictions of short transfers are unreliable."""
 
 
 @dataclass(slots=True)
 class _Wait:
-    """What one waiting request waits for, and until when."""
+    """What one waiting request waits for, with the deadlines."""
 
     far: dict[Node, TierKind] = field(default_factory=dict)
-    """The tier of each of its chunks that was neither on the device nor in host memory when it arrived."""
+    """Tier of each of the request's chunks that was neither on the device nor in host memory when the request
+    arrived."""
     probe_until: float = 0.0
-    """When it stops waiting for an answer of the remote tier; 0: it does not wait for one."""
+    """Time at which the request stops waiting for an answer of the remote tier; 0: it does not wait for one."""
     fetch_until: float = 0.0
-    """When it stops waiting for its chunks; 0: its turn has not come yet."""
+    """Time at which the request stops waiting for its chunks; 0: its turn has not come yet."""
     gave_up: bool = False
 
 
@@ -60,7 +63,7 @@ class Fetching:
         self._chunk_size = chunk_size
         self._waits: dict[int, _Wait] = {}
         self._timed: dict[int, _Wait] = {}
-        """The few of them that have a deadline."""
+        """The few waiting requests that have a deadline."""
 
     def expect(self, group: SequenceGroup, path: AbstractSequence[Node]) -> None:
         """Fetch the chunks that a waiting request will use."""
@@ -158,13 +161,13 @@ class Fetching:
 
 
 PROBED_CHUNKS_MAX: Final = 4096
-"""Chunks of one prompt that the remote tier is asked for, at most."""
+"""Largest number of chunks of one prompt that the remote tier is asked for."""
 SILENCE_S: Final = 5.0
 """Seconds for which a remote tier that did not answer is not asked again."""
 ANNOUNCED_S: Final = 60.0
 """Seconds for which the chunks of an announced request are kept near."""
 ANNOUNCED_MAX: Final = 256
-"""Announcements that are kept; beyond that the oldest is forgotten."""
+"""Largest number of announcements that are kept; beyond that the oldest is forgotten."""
 
 
 def _entries(group: SequenceGroup) -> int:
@@ -181,9 +184,9 @@ class _Origin(NamedTuple):
 
     root: Node | None
     name: ChunkName
-    """The root's name, even if there is no root yet."""
+    """Name of the root, even if there is no root yet."""
     marker: bytes
-    """As in `trunkline.controller.sequences.sequence.Stem`."""
+    """Name of what the path's chunks see (`trunkline.controller.sequences.sequence.Stem.marker`)."""
 
 
 @dataclass(slots=True)
@@ -192,7 +195,7 @@ class _Probing:
     start: int
     """Index of the first chunk that was asked for."""
     above: ChunkName
-    """Name of the chunk or root above it."""
+    """Name of the chunk or root above the first chunk that was asked for."""
     keys: list[bytes]
     asked: float
 
@@ -206,7 +209,7 @@ class Prefetcher:
         self._orders = orders
         self._probes: dict[int, _Probing] = {}
         self._announced: dict[int, float] = {}
-        """When each announcement is forgotten, by job."""
+        """Time at which each announcement is forgotten, by job."""
         self._next_job = -1
         self._silent_until = 0.0
 

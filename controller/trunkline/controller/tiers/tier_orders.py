@@ -32,7 +32,7 @@ class ProbeAnswer:
 
     id: int
     present: int
-    """How many of the first chunks it has; -1: it cannot be reached."""
+    """Number of the path's first chunks that the remote tier has; -1: it cannot be reached."""
     detail: str
 
 
@@ -49,7 +49,7 @@ class TierOrders:
 
     @property
     def in_flight(self) -> int:
-        """How many moves some rank has still to answer."""
+        """Number of moves that some rank has still to answer."""
         return len(self._moves)
 
     def messages(self, step: int, now: float) -> list[TierMoves | Probe]:
