@@ -26,9 +26,10 @@ _PR_SET_PDEATHSIG: Final = 1  # from <linux/prctl.h>
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE: Final = "/proc/self/ns/pid"
 _REPORT_S_MAX: Final = 1.0
-"""A slow supervisor holds few datagrams, and one that hangs must not block its children."""
+"""Longest time in seconds that sending a status report may take: a supervisor that hangs must not block its
+children."""
 _KINDS_MAX: Final = 64
-"""Kinds of warnings that a `RareLog` counts apart, at most."""
+"""Largest number of kinds of warnings that a `RareLog` counts separately."""
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -163,7 +164,7 @@ class RareLog:
         self._log = structlog.get_logger(name)
         self._interval_s = interval_s
         self._last: dict[str, tuple[float, int]] = {}
-        """When each kind was last written, and its count then."""
+        """For each kind of warning: when one was last written, and the kind's count at that time."""
 
     def warning(self, event: str, now: float, **fields: Any) -> None:
         """Warn, unless a warning of this kind was written lately.

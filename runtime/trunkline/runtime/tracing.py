@@ -67,7 +67,7 @@ class Tracer:
 
     @property
     def is_on(self) -> bool:
-        """Whether spans go anywhere."""
+        """Whether spans are recorded and passed to a sink."""
         return self._sink is not None
 
     @property
@@ -132,7 +132,8 @@ def _has_exporter() -> bool:
 
 
 def traces_url(endpoint: str) -> str:
-    """Return where spans are sent: a collector's address, with the usual path if it has none."""
+    """Return the URL that spans are sent to: the address of the collector, with the usual path if none is
+    given."""
     return endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + _TRACES_PATH
 
 
@@ -196,5 +197,5 @@ def start(endpoint: str, role: str, instance: str, ratio: float | None = None) -
 
 
 def wall_offset_ns() -> int:
-    """Return the nanoseconds from the monotonic clock's time to time since 1970."""
+    """Return how many nanoseconds to add to the monotonic clock to get Unix time."""
     return time.time_ns() - time.monotonic_ns()

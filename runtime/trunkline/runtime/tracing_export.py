@@ -27,7 +27,7 @@ from opentelemetry.trace import Link, NonRecordingSpan, SpanKind, Status, Status
 from trunkline.runtime.spans import Kind, Span, SpanContext
 
 QUEUE_MAX: Final = 8192
-"""Spans that wait: some seconds of a busy router, a few megabytes."""
+"""Largest number of spans that wait to be sent: those of a busy router for some seconds, in a few megabytes."""
 BATCH_MAX: Final = 512
 EVERY_SECONDS: Final = 1.0
 _WARN_SECONDS: Final = 60.0
@@ -36,7 +36,7 @@ _log = structlog.get_logger("trunkline.tracing")
 
 
 class _GivenIds(IdGenerator):
-    """Gives spans the ids that were drawn for them before."""
+    """An OpenTelemetry id generator that returns the ids in `next`, which Trunkline drew when the span began."""
 
     def __init__(self) -> None:
         self.next = SpanContext(b"", b"")
@@ -64,9 +64,9 @@ class SpanExport:
     def __init__(self, url: str | None, role: str, instance: str, wall_offset_ns: int) -> None:
         """
         Args:
-            url: Where spans are sent; None: as OpenTelemetry's environment variables say.
+            url: The URL that spans are sent to; None: the one in OpenTelemetry's environment variables.
             role: The process's role, which with `instance` names it in the collector.
-            wall_offset_ns: Nanoseconds from the monotonic clock to time since 1970.
+            wall_offset_ns: Nanoseconds to add to the monotonic clock's time to get Unix time.
         """
         self.exported = 0
         """Spans that a collector has taken."""

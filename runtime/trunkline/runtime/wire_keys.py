@@ -68,7 +68,7 @@ class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     public: str
     secret: str = ""
-    """"": not known on this host."""
+    """The secret key; "": not known on this host."""
 
     def __repr__(self) -> str:
         return f"Pair({self.public!r}, {'secret' if self.secret else 'no secret'})"
@@ -281,7 +281,7 @@ def problem_of(endpoints: Sequence[str], path: str, role: Role, *, plain_tcp: bo
 
 
 SEED_CHARACTERS_MIN: Final = 32
-"""Characters of a line, at least: random letters and digits have more than 160 bits then."""
+"""Smallest number of characters in a line of a seed: so many random letters and digits have more than 160 bits."""
 _SEED_BYTES_MAX: Final = 4096
 
 

@@ -63,11 +63,11 @@ MESSAGE_BYTES_MAX: Final = 128 << 20
 SUBSCRIPTION_BYTES_MAX: Final = 4096
 """Bytes of the longest message of a peer that only subscribes."""
 _LOOK_SECONDS: Final = 1.0
-"""Seconds between two looks at the file of keys, at least."""
+"""Shortest time in seconds between two checks whether the file of keys has changed."""
 _CONNECTIONS_MIN: Final = 64
 _CONNECTIONS_MAX: Final = 1024
 _DESCRIPTORS_SHARE: Final = 8
-"""Each port may use one part in so many of the process's file descriptors: there are four ports, and files."""
+"""Each port may use this fraction (1 / 8) of the process's file descriptors: there are four ports, and files."""
 
 log = structlog.get_logger("trunkline.wire")
 
@@ -95,7 +95,7 @@ class Port:
     strangers: dict[int, str] = field(default_factory=dict)
     """Addresses of connections that have certainly not finished their handshake, by descriptor."""
     failure: MonitorEvent | None = None
-    """A failed handshake; the end of its connection is the next event."""
+    """The event of a failed handshake, until the next event reports the end of the same connection."""
 
     @property
     def connections(self) -> int:
@@ -368,11 +368,13 @@ class WirePeer:
         """
         self.path = path
         self.attempts = 0
-        """How many generations were tried; when it grows, other sockets to the same peer should connect again."""
+        """Number of changes to another generation of keys. When it grows, other sockets to the same peer should
+        connect again."""
         self._role = role
         self._generations: tuple[Generation, ...] = ()
         self.problem = ""
-        """Why the file could not be read the last time; then the keys read before are used."""
+        """Why the file of keys could not be read the last time; "" if it could. The keys that were read before
+        stay in use."""
 
     def connect(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
         """Connect a socket, with keys if the endpoint is on the network and there are any.
