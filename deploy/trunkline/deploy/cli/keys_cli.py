@@ -120,7 +120,7 @@ def _role(text: str) -> KeyRole:
 _SPAN: Final = re.compile(r"([1-9][0-9]{0,5})([hdwy])")
 _HOURS: Final = {"h": 1, "d": 24, "w": 7 * 24, "y": 365 * 24}
 _DIGITS_MIN: Final = 8
-"""Digits of a digest by which a key may be named, at least."""
+"""Smallest number of digits of a key's digest by which the key may be named."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ HINTS: Final = {
     "--model": _MODEL,
     "--model-path": _MODEL,
 }
-"""Hints for users of vLLM, SGLang and llama.cpp, by the option that they typed."""
+"""Hints for users of vLLM, SGLang and llama.cpp, by the other server's option that they typed."""
 
 
 class HintingCommand(TyperCommand):

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 _SHOWN_BEFORE: Final = 60
 _SHOWN_CHARACTERS: Final = 100
-"""Characters that are shown of a line with a mistake."""
+"""Largest number of characters that are shown of a line with a mistake."""
 _NO_LIMIT: Final = 1 << 30
 
 
@@ -75,7 +75,7 @@ class Source:
         """Turn errors of PML into errors of this file.
 
         Raises:
-            SourceError: In their place.
+            SourceError: PML raised an error, which this error replaces.
         """
         try:
             yield
@@ -128,7 +128,7 @@ class Counting:
 
     tokenizer: pml.PmlTokenizer
     context: int
-    """Longest prompt and answer."""
+    """Largest number of tokens, or of words, of a prompt and its answer together."""
     unit: str
     """The thing that is counted, in plain words."""
 
@@ -171,7 +171,7 @@ class WordTokenizer:
         return self.encode_plain(text)
 
     def placeholder_ids(self, fill: str | None, count: int) -> list[int]:
-        """Return so many tokens."""
+        """Return `count` tokens."""
         return [0] * count
 
     def render_chat(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:

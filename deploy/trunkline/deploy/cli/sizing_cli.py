@@ -98,7 +98,8 @@ def _print(sizing: Sizing) -> None:
 
 
 SHARES: Final = ((0.1, "64 %", "51 %"), (0.25, "99.9 %", "98 %"), (1.0, "100 %", "100 %"))
-"""Part of CCpUT; later turns that find their KV: here, in the paper."""
+"""Hit rates by capacity, in rows of three: the part of CCpUT, the share of later turns that find their KV in this
+project, and that share in the paper."""
 _HOUR_S: Final = 3600.0
 
 
@@ -109,7 +110,8 @@ class Demand:
     sessions_per_hour: float
     """Distinct sessions in an hour."""
     context: int
-    """Tokens of a session with its history: at most, or on average for a tighter figure."""
+    """Number of tokens of a session, including its history: the largest number for a safe result, or the average
+    for a lower one."""
     ttl_s: float
     """How long KV is kept after its last use."""
     concurrent: int
@@ -132,15 +134,16 @@ class Sizing:
     """The memory for a demand, in bytes of all ranks of a group together."""
 
     token_bytes: int
-    """KV of a token."""
+    """Bytes of the KV of one token."""
     session_bytes: int
-    """CCpS, in whole chunks."""
+    """CCpS: bytes of the KV of one session, in whole chunks."""
     sessions: float
-    """DSpUT."""
+    """DSpUT: number of distinct sessions within the time for which KV is kept."""
     capacity_bytes: int
-    """CCpUT."""
+    """CCpUT: bytes with which every later turn finds its KV."""
     running_bytes: int
-    """KV of the sequences that run at once, if they share nothing: device memory beside the weights."""
+    """Bytes of the KV of the sequences that run at once if they share nothing: device memory needed besides the
+    weights."""
 
 
 def memory_for(model: ModelConfig, demand: Demand, *, dtype: str, chunk_size: int, tp: int) -> Sizing:

@@ -52,21 +52,23 @@ _GROUP: Final = re.compile(r"group-\d{1,4}")
 _OURS: Final = re.compile(
     r"lock|index\.sqlite(\.(old|damaged)(-\d+)?|\.salvaged|\.copy)?(-wal|-shm|-journal)?|rank-\d{1,4}\.slab"
 )
-"""The only files that are ever deleted."""
+"""Names of the files that may be deleted: those that a server writes into a group's folder."""
 _INDEX: Final = re.compile(r"(index\.sqlite(\.(old|damaged)(-\d+)?)?)(-wal|-shm|-journal)?")
 """A file that may hold records of an earlier version, or that belongs to it; the first group is its name."""
 
 DEFAULT_BYTES_MAX: Final = 10 << 30
 DEFAULT_SHARE: Final = 0.1
-"""The part of the free space that the default takes: room for hundreds of conversations, and hardly missed."""
+"""Part of the disk's free space that the disk tier takes by default: enough for hundreds of conversations."""
 FREE_BYTES_MIN: Final = 1 << 30
-"""Bytes that stay free on the disk …"""
+"""Number of bytes that stay free on the disk, or less on a small disk (`_FREE_SHARE`)."""
 _FREE_SHARE: Final = 64
-"""… or one part in so many of it, if that is less."""
+"""Divisor of the disk's size: the quotient is what stays free on the disk if it is less than `FREE_BYTES_MIN`."""
 _INDEX_SHARE: Final = 64
-"""One part in so many is left to the index: half a kilobyte for a chunk, whose KV is a hundred times that."""
+"""Divisor of the disk tier's size: the quotient is left to the index, which needs half a kilobyte for a chunk, a
+hundredth of the chunk's KV."""
 _GROUPS_MAX: Final = 64
-"""Group folders that are looked at, when some are taken, beyond the number that is needed."""
+"""Largest number of group folders, beyond the number that is needed, that are tried if other servers use some of
+them."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class DiskPlan:
     chunk_bytes: int
     """Bytes of a chunk on one rank."""
     option: DiskOption | None
-    """The value of `--disk-tier`; None: not given, so there is a disk tier if that is possible."""
+    """The value of `--disk-tier`; None: the option was not given, so there is a disk tier if that is possible."""
 
     @property
     def is_named(self) -> bool:
@@ -194,7 +196,7 @@ class _Unused(NamedTuple):
     last_use: float
     folder: Path
     used: int
-    """Bytes."""
+    """Size in bytes of the folder's files on the disk."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ class _Division:
     wanted: int
     """Bytes that this server's workers should have together."""
     available: int
-    """Bytes that they can have, once the superfluous folders are deleted."""
+    """Bytes that this server's workers can have together, once the superfluous folders are deleted."""
     superfluous: list[_Unused]
 
 

@@ -25,9 +25,9 @@ from typing import Final
 from trunkline.deploy.errors import UserError
 
 CUDA_LIBRARY: Final = "libcuda.so.1"
-"""Part of the driver, not of the CUDA toolkit: where it is missing, no CUDA program runs."""
+"""Name of the driver's library. It is not part of the CUDA toolkit: where it is missing, no CUDA program runs."""
 _NO_DEVICE: Final = 100
-"""`CUDA_ERROR_NO_DEVICE`: there is none, or `CUDA_VISIBLE_DEVICES` hides all."""
+"""The driver's error `CUDA_ERROR_NO_DEVICE`: there is no GPU, or `CUDA_VISIBLE_DEVICES` hides all GPUs."""
 _NAME_BYTES: Final = 256
 _TORCH_CUDA: Final = re.compile(r"^cuda\b[^=]*=\s*(.+?)\s*$", re.MULTILINE)
 
@@ -207,7 +207,7 @@ def cache_folder() -> Path | None:
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 """The address of a server unless its options say otherwise."""
 _BACKLOG: Final = 2048
-"""Connections that wait while all routers are busy, or being started again."""
+"""Largest number of connections that wait while all routers are busy or being started again."""
 
 
 def open_listener(host: str, port: int, option: str = "--port") -> socket.socket:

@@ -181,7 +181,8 @@ _NOTES: Final = "digests.json"
 _NOTES_MAX: Final = 4096
 _VERSION: Final = 1
 _SETTLED_NS: Final = 2_000_000_000
-"""A file that changed less than this time ago might change again without its times showing it."""
+"""Time in nanoseconds after a file's last change before its digest is noted. Until then the file could change
+again without a change of its times."""
 
 
 def digest_files(paths: Sequence[Path], tell: Callable[[int], None] = lambda count: None) -> list[bytes]:

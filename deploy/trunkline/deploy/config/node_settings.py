@@ -184,9 +184,9 @@ class NodeSettings:
     listen: str = f"127.0.0.1:{GROUP_PORT}"
     """The address on which a group listens; by default only this machine may connect."""
     leader: str = ""
-    """For workers: where their group listens."""
+    """Address of the group that workers belong to; "" for other parts."""
     controllers: str = ""
-    """For a router: where the groups listen."""
+    """Addresses of the groups that a router serves; "" for other parts."""
     ranks: str = ""
     wire_keys: str = ""
     plain_tcp: bool = False

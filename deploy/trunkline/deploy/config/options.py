@@ -39,13 +39,15 @@ class CliOption:
     name: str = ""
     """The parameter's name where it differs from the field's."""
     flags: tuple[str, ...] = ()
-    """The flags where the name does not give them, as in `--on/--off`."""
+    """The flags, such as `--on/--off`, if they do not follow from the parameter's name."""
     metavar: str | None = None
     parse: Callable[[str], Any] | None = None
-    """Make a value of the typed text, or raise `UserError`."""
+    """Function that returns the value of a typed text, or raises `UserError`; None: the text is converted to the
+    field's type."""
     is_argument: bool = False
     variable: str | None = None
-    """An environment variable that means the same, for a value that other users must not see on a command line."""
+    """An environment variable that can also give the value, because other users must not see it on a command
+    line."""
 
     @property
     def parameter(self) -> str:

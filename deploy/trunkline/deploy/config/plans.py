@@ -43,7 +43,7 @@ class Placement:
     fraction: float = GPU_MEMORY_FRACTION
     """Part of a GPU's memory that one worker may use."""
     warning: str = ""
-    """Why CPUs compute although there is a driver for GPUs; "": no reason to warn."""
+    """Why CPUs compute although there is a driver for GPUs; "": there is nothing to warn of."""
 
     @property
     def device(self) -> str:
@@ -169,7 +169,8 @@ def _splits(folder: Path) -> Callable[[int], bool]:
 
 
 def _share(together: int) -> float:
-    """Return the largest fraction, with two decimals, for so many workers on a GPU."""
+    """Return the largest fraction of a GPU's memory, with two decimals, that each of `together` workers on it can
+    have."""
     return int(100 / together) / 100
 
 
@@ -190,7 +191,7 @@ class Meeting:
     """The endpoints at which a group's processes meet, for ZeroMQ and torch.distributed."""
 
     router: str
-    """The controller binds this endpoint and the next three."""
+    """The endpoint for requests, which the controller binds together with the next three."""
     events: str
     plan: str
     report: str
@@ -229,9 +230,10 @@ class ClusterPlan:
     disk: DiskPlan | None
     port: int
     listen_fd: int = 0
-    """The listening socket that routers inherit; 0: none, the only one binds its own."""
+    """File descriptor of the listening socket that routers inherit; 0: there is no such socket, and the only
+    router binds its own."""
     node: NodePlan | None = None
-    """None: everything runs on this machine."""
+    """The part of the cluster that runs on this host; None: the whole cluster runs on this machine."""
 
     @property
     def device(self) -> str:

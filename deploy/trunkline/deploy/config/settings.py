@@ -32,11 +32,12 @@ POLICIES: Final = ("prefix", "round-robin", "least-loaded", "session-hash", "sgl
 TOOL_CALL_PARSERS: Final = ("auto", "hermes", "llama3_json", "mistral")
 
 _GROUPS_MAX: Final = 256
-"""On one machine: each is two processes at least, and each router has three connections to it."""
+"""Largest number of groups on one machine. Each group is two processes at least, and each router has three
+connections to each group."""
 _ROUTERS_MAX: Final = 64
 _RESUME_S_MAX: Final = 86400.0
 GPU_MEMORY_FRACTION: Final = 0.9
-"""Of a GPU's total memory; the rest is for what the driver and other processes take."""
+"""Part of a GPU's total memory that Trunkline uses by default. The rest is for the driver and other processes."""
 _KV_MEMORY_CPU: Final = 1 << 30
 _HOST_TIER_GPU: Final = 4 << 30
 _SESSION_TTL_S_MAX: Final = 10 * 365 * 86400.0
@@ -66,28 +67,29 @@ class ServeSettings:
     quantization: str = "none"
     """How the weights are stored: "none" or "int8"."""
     host: str = "127.0.0.1"
-    """By default only this machine may connect."""
+    """Address on which routers listen. By default only this machine may connect."""
     port: int = 8000
-    """0: any free one."""
+    """Port on which routers listen; 0: any free port."""
     served_model_name: str | None = None
     chunk_size: int = 64
     """Tokens per chunk, the unit of storage; sharing is exact to the token whatever it is."""
     kv_memory_bytes: int | None = None
-    """Per worker."""
+    """Memory for KV of each worker in bytes; None: see `kv_memory_per_worker`."""
     gpu_memory_fraction: float | None = None
-    """Of each GPU's total memory, what one worker may use. None: `GPU_MEMORY_FRACTION`, and no two workers share a
-    GPU."""
+    """Part of each GPU's total memory that one worker may use. None: `GPU_MEMORY_FRACTION`, and no two workers
+    share a GPU."""
     max_context: int | None = None
     max_batch: int = 256
     token_budget: int = 1024
-    """Tokens computed in one step at most. It bounds how long running streams wait for the prefill of a prompt."""
+    """Largest number of tokens computed in one step. It bounds how long running streams wait for the prefill of a
+    prompt."""
     max_waiting: int = 1024
     prefix_cache: bool = True
     host_tier_bytes: int | None = None
     """Host memory of each worker for KV that is not on the device, and for KV on its way to and from the tiers
     below; 0: none."""
     disk_tier: DiskOption | None = None
-    """None: on, in the user's cache folder, if there is room."""
+    """Folder and size of the disk tier. None: a folder in the user's cache folder, if there is room."""
     remote_tier: str = ""
     """URL of a Redis or Valkey server that several clusters may share; "": none. May hold a password."""
     tier_policy: str = "look-ahead"
@@ -123,9 +125,9 @@ class ServeSettings:
     otlp_endpoint: str = ""
     """The collector that traces are sent to; "": as OpenTelemetry's environment variables say, by default none."""
     trace_sample: float | None = None
-    """Part of the requests that is traced; None: as these variables say, by default all."""
+    """Part of the requests that is traced; None: as OpenTelemetry's environment variables say, by default all."""
     ranks_here: int | None = None
-    """How many ranks of each group run on this machine, if others run elsewhere (`NodeSettings` sets it)."""
+    """Number of ranks of each group that run on this machine; None: all ranks. `NodeSettings` sets it."""
 
     def validate(self) -> None:
         """Raise `UserError` for the first setting that is wrong by itself."""
@@ -196,7 +198,7 @@ class ServeSettings:
 
     @property
     def ranks(self) -> int:
-        """`tp`, of settings that are settled."""
+        """The number of ranks of a group: `tp`, which must have been set by `plans.settle`."""
         if self.tp is None:
             raise ValueError("the number of ranks is not settled yet")
         return self.tp

@@ -72,7 +72,7 @@ _NAME: Final = re.compile(r"[a-z0-9][a-z0-9.-]{0,100}")
 _FILE: Final = re.compile(r"[a-z0-9][a-z0-9.-]{0,60}")
 _FOLLOW_S: Final = 0.25
 _KEEPER_S: Final = 20.0
-"""Seconds in which a keeper must have taken the lock."""
+"""Longest time in seconds until a new keeper has taken its unit's lock."""
 _PROBES_MAX: Final = 16
 _PROBE_S_MAX: Final = 5.0
 _PROBE_BYTES_MAX: Final = 2000

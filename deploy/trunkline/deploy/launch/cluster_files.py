@@ -112,10 +112,10 @@ class Launched(msgspec.Struct, frozen=True):
 
     name: str
     file: str
-    """Absolute path."""
+    """Absolute path of the cluster's file."""
     hosts: dict[str, Host]
     units: dict[str, str]
-    """Host by unit, routers last."""
+    """The host of each unit. Routers come last."""
     routers: list[str]
     groups: dict[str, list[str]]
     urls: list[str]

@@ -49,7 +49,7 @@ class UpOptions:
     keep: bool = False
     start_s: float = 1800.0
     restart: tuple[str, ...] | None = None
-    """Units that are restarted though nothing has changed; (): all."""
+    """Units that are restarted even if nothing has changed. An empty tuple: all units; None: no unit."""
 
 
 def up(path: Path, options: UpOptions) -> int:

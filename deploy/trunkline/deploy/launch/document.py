@@ -16,7 +16,7 @@ import yaml
 from trunkline.deploy.errors import UserError
 
 _NODES_MAX: Final = 100_000
-"""With aliases a small file can be a large tree."""
+"""Largest number of values in a file, aliases resolved. With aliases a small file can be a large tree."""
 _DEPTH_MAX: Final = 20
 _FILE_BYTES_MAX: Final = 4 << 20
 _INTEGER: Final = re.compile(r"-?(0|[1-9][0-9]{0,17})")

@@ -29,7 +29,7 @@ from trunkline.deploy.errors import UserError
 from trunkline.deploy.launch.protocol import UnitRecord
 
 STATE: Final = "{state}"
-"""The host's folder of this cluster, in a command line."""
+"""The text in a command line that stands for the host's folder of this cluster."""
 LOCK: Final = "lock"
 LOG: Final = "log"
 OLD_LOG: Final = "log.1"
@@ -50,7 +50,7 @@ class KeeperState(msgspec.Struct, frozen=True):
     """The state of a unit, as its keeper writes it."""
 
     node: str
-    """The machine and process namespace of both (`host.node_id`)."""
+    """The machine and process namespace of keeper and unit (`process.node_id`)."""
     keeper: Process
     unit: Process | None
     state: str
@@ -59,7 +59,8 @@ class KeeperState(msgspec.Struct, frozen=True):
     """Wall-clock time of the last change, seconds."""
     restarts: int = 0
     exit_code: int | None = None
-    """The exit code of its last end; a negative one is the signal that killed it."""
+    """The exit code of the unit's last end. A negative number is the signal that killed the unit. None: it has not
+    ended."""
 
 
 def state_base(given: str) -> Path:
@@ -121,7 +122,7 @@ def this_process() -> Process:
 
 
 def process_of(pid: int) -> Process:
-    """Return the process with this id, which must run, such as a child."""
+    """Return the identity of a running process, such as a child, by its id."""
     return Process(pid, start_time(pid) or 0)
 
 
@@ -207,9 +208,9 @@ class UnitFolder:
 
 
 LOG_BYTES_MAX: Final = 16 << 20
-"""Days of warnings; a unit keeps twice that at most."""
+"""Largest size in bytes of one log file: days of warnings. A unit keeps two of them."""
 _READ_BYTES_MAX: Final = 4 << 20
-"""Bytes of a log that are read for its last lines."""
+"""Number of bytes at a log's end in which its last lines are searched."""
 
 
 class LogFile:

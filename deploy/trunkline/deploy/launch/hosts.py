@@ -43,9 +43,11 @@ from trunkline.deploy.launch.protocol import (
 )
 
 _SOCKET_FOLDER_BYTES_MAX: Final = 40
-"""ssh adds some sixty bytes, and a socket's path has 107."""
+"""Largest number of bytes in the path of the folder for ssh's sockets. ssh adds some sixty bytes, and a socket's
+path has 107 at most."""
 _CONTROL_NAME: Final = "%C"
-"""ssh's own digest of user, host and port: 40 characters, as a socket's path must be short."""
+"""Name of ssh's sockets: ssh's own digest of user, host and port, which has 40 characters. A socket's path must be
+short."""
 _SSH_OPTIONS: Final = (
     "BatchMode=yes",  # a question would wait for ever
     "ConnectTimeout=15",
@@ -55,7 +57,8 @@ _SSH_OPTIONS: Final = (
     "ForwardX11=no",
     "LogLevel=ERROR",
 )
-"""Behind those of the file: ssh takes the first value that it finds."""
+"""Options of each ssh command. They follow the options of the file, because ssh takes the first value that it
+finds."""
 
 
 def agent_command(host: Host, sockets: Path | None) -> list[str]:
@@ -111,7 +114,8 @@ def _remote(words: list[str]) -> str:
 
 
 ANSWER_SECONDS_MAX: Final = 90.0
-"""Enough for a host with a slow disk, or with units that do not answer."""
+"""Longest time in seconds to wait for an agent's reply: enough for a host with a slow disk, or with units that do
+not answer."""
 _END_SECONDS_MAX: Final = 5.0
 _SHOWN_LINES: Final = 8
 _SSH_FAILED: Final = 255
@@ -164,7 +168,7 @@ class Connection:
         self.facts = found
 
     def ask(self, request: Request, seconds: float = ANSWER_SECONDS_MAX) -> list[Reply]:
-        """Return all replies but the last.
+        """Send a request to the agent, and return all replies but the last.
 
         Raises:
             HostError: The agent refuses, or does not answer.
@@ -172,7 +176,7 @@ class Connection:
         return list(self.stream(request, seconds))
 
     def stream(self, request: Request, seconds: float | None) -> Iterator[Reply]:
-        """Yield replies as they come.
+        """Send a request to the agent, and yield the replies as they come.
 
         Args:
             seconds: How long each reply may take; None: any time.

@@ -64,7 +64,8 @@ class Keeper:
         self._process: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
         self._again_s: float | None = None
-        """When the unit is started again, by the monotonic clock."""
+        """Time of the monotonic clock, in seconds, at which the unit is started again; None: it is not waiting for
+        that."""
         self._stopping = False
         self._state = KeeperState(node_id(), this_process(), None, "running", time.time())
 

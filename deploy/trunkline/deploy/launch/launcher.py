@@ -30,10 +30,10 @@ from trunkline.deploy.supervisor.members import EXIT_IMPOSSIBLE
 
 POLL_S: Final = 0.5
 _KILL_S: Final = 20.0
-"""Seconds in which a killed unit must have ended."""
+"""Longest time in seconds until a killed unit has ended."""
 _LAST_LINES: Final = 25
 _UNREACHED_S: Final = 60.0
-"""How long a host may be out of reach while its units start."""
+"""Longest time in seconds that a host may be out of reach while its units start."""
 
 
 class LaunchError(DeployError):

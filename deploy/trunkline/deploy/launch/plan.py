@@ -48,7 +48,7 @@ from trunkline.deploy.launch.resources import (
 from trunkline.deploy.launch.unit_options import OptionWords, Rules, plain
 
 WIRE_KEYS: Final = {"group": "wire-group.key", "workers": "wire-workers.key", "router": "wire-router.key"}
-"""File of wire keys, by kind of unit: each has only the secrets that it needs."""
+"""Name of the file of wire keys for each kind of unit, which has only the secrets that the kind needs."""
 _HERE: Final = PurePath(".")
 API_KEYS: Final = "api-keys.json"
 
@@ -62,14 +62,14 @@ class Unit:
     kind: str
     """`group`, `workers` or `router`."""
     group: str
-    """The group it is a part of; "" for a router."""
+    """The group that the unit is a part of; "" for a router."""
     argv: tuple[str, ...]
-    """After `trunkline`."""
+    """The words of the unit's command line after `trunkline`."""
     environment: Mapping[str, str]
     ports: tuple[int, ...]
-    """Ports that it listens on, beside the one for its health."""
+    """Ports that the unit listens on, besides the one for its health."""
     health_port: int
-    """Port for its health, on the loopback address."""
+    """Port for the unit's health, on the loopback address."""
     ranks: tuple[int, ...] = ()
     """Ranks that run in it; empty for a router, or a group that chooses its number of ranks."""
     files: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ class Plan:
 
     name: str
     hosts: Mapping[str, Host]
-    """All that have units."""
+    """All hosts that have units, by name."""
     units: tuple[Unit, ...]
     urls: tuple[str, ...]
     """The addresses at which clients connect."""
@@ -98,7 +98,7 @@ class Plan:
     security: Security
     stop_s: float
     source: str
-    """The file."""
+    """The name of the cluster's file."""
     warnings: tuple[str, ...] = ()
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Units by group, the leader first."""

@@ -16,10 +16,10 @@ import msgspec
 
 PROTOCOL: Final = 2
 Place = tuple[str, str]
-"""Host and unit."""
+"""The place of a unit: the names of its host and of the unit."""
 MARK: Final = b"trunkline-agent "
 LINE_BYTES_MAX: Final = 64 << 20
-"""A file with keys of very many tenants fits."""
+"""Largest number of bytes in a line: enough for a file with the keys of very many tenants."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, kw_only=True):
@@ -33,7 +33,7 @@ class Hello(Message, frozen=True):
     host: str
     protocol: int = PROTOCOL
     state: str = ""
-    """Folder; "": the user's own."""
+    """Folder for the states of clusters on the host; "": the user's own."""
 
 
 class UnitRecord(msgspec.Struct, frozen=True):

@@ -28,7 +28,7 @@ class GroupPlan:
     path: Path
     """The group's place in the file."""
     ranks: dict[str, range]
-    """Ranks by host, in order; the first host runs the controller."""
+    """The group's ranks on each host, in order. The first host runs the controller."""
 
     @property
     def chooses(self) -> bool:
@@ -213,7 +213,7 @@ class Shares:
     threads: dict[str, int]
     """Threads of each rank, by host, where ranks of several units share its cores."""
     devices: dict[tuple[str, str], dict[str, str]]
-    """Environment variables, by group and host."""
+    """Environment variables of a group's ranks on a host, by group and host."""
 
 
 def merged(over: Tiers | None, under: Tiers) -> Tiers:

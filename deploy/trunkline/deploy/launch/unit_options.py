@@ -32,11 +32,11 @@ _FIELDS: Final = {
     "remote-tier": "tiers.remote",
     "tier-policy": "tiers.policy",
 }
-"""Options that the plan sets, and where the file gives them."""
+"""Options that the plan sets: for each, the field of the file that gives its value."""
 
 
 Rules = Mapping[str, Mapping[str, CliOption]]
-"""By command, then by the option's name without dashes in front."""
+"""The options of all commands: by the command's name, then by the option's name without leading dashes."""
 
 
 def plain(name: str) -> str:
@@ -45,12 +45,12 @@ def plain(name: str) -> str:
 
 
 def reserved(name: str) -> str:
-    """Return where the file gives this option instead; "" for an ordinary option."""
+    """Return the field of the file that replaces this option; "" for an ordinary option."""
     return _FIELDS.get(plain(name), "")
 
 
 def command_rules() -> dict[str, dict[str, CliOption]]:
-    """Return the options of each command, as it is installed here."""
+    """Return the options of each command of the installed version."""
     return {
         kind.value: {plain(option.parameter): option for option in options if not option.is_argument}
         for kind, options in OPTIONS_OF.items()
@@ -82,7 +82,8 @@ class OptionWords:
             self._check_name(name, known, ("options",))
 
     def for_options(self, command: str, own: Options, path: Path) -> tuple[list[str], dict[str, str]]:
-        """Return words and variables that give a command its options; its own go before the cluster's.
+        """Return the command-line words and the environment variables that pass a unit's options to `command`.
+        Where the unit and the cluster both set an option, the unit's value is used.
 
         Raises:
             FileError: The command does not know one of its own options, or a value is impossible.
@@ -100,7 +101,7 @@ class OptionWords:
         return self._written(rules, values)
 
     def for_tiers(self, command: str, tiers: Tiers, path: Path, folder: str) -> tuple[list[str], dict[str, str]]:
-        """Return words and variables for the tiers.
+        """Return the command-line words and the environment variables that pass the options of the tiers.
 
         Args:
             folder: The name of the group's own folder, below the folder that the disk tier names.

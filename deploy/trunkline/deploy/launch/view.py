@@ -27,7 +27,7 @@ _STYLES: Final = {
     "gone": "bold red",
 }
 _DETAIL_S: Final = 10.0
-"""Seconds between two lines about why a unit is not ready."""
+"""Shortest time in seconds between two lines about why a unit is not ready."""
 
 
 class ConsoleReporter:

@@ -43,21 +43,23 @@ from trunkline.router.messages import Outputs, RouterMessage, State
 from trunkline.worker.messages import Sampling
 
 TOKEN_FRESH_S: Final = 10.0
-"""A token generated in this time proves that the group works."""
+"""Time in seconds after a token was generated during which the token proves that the group works."""
 _STATE_S_MAX: Final = 2.0
 _TOKEN_S_MAX: Final = 5.0
 _PROMPT: Final = np.array([1], "<i4").tobytes()
 """A prompt of one token that every vocabulary has."""
 _REQUEST_S_MAX: Final = 5.0
-"""Seconds in which a request must have come whole, and its answer must have been taken."""
+"""Longest time in seconds until a request has come whole, and until its answer has been taken."""
 _HEAD_BYTES_MAX: Final = 16 << 10
 _REQUESTS_MAX: Final = 16
-"""Requests that are answered at the same time; more wait until they are accepted."""
+"""Largest number of requests that are answered at the same time. Further connections wait until they are
+accepted."""
 _LOOP_S_MAX: Final = 5.0
-"""The supervisor's loop never waits for anything: if it does not answer in this time, it hangs."""
+"""Time in seconds without an answer after which the supervisor's loop counts as hanging, because it never waits
+for anything."""
 _ROUTER_S_MAX: Final = 4.0
 _VERDICT_S: Final = 1.0
-"""Seconds for which an answer is given again, however many ask."""
+"""Time in seconds for which an answer to a health check is given again without a new check."""
 _PREPARES: Final = "it reads the model"
 
 
@@ -66,7 +68,7 @@ class Verdict(NamedTuple):
 
     ok: bool
     reason: str
-    """For people."""
+    """The reason of the answer, for people."""
 
 
 class TokenProbe:
@@ -78,10 +80,10 @@ class TokenProbe:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(RouterMessage)
         self._tokens = 0
-        """The controller's count of tokens, when it was last read."""
+        """The controller's count of output tokens when the count was last read."""
         self._seen_at = float("-inf")
         self._token_at = float("-inf")
-        """The last token was generated after this time."""
+        """A time of the monotonic clock after which the last token was generated."""
 
     def check(self) -> Verdict:
         """Return whether a token was generated in the last seconds or now; take a few seconds at most."""

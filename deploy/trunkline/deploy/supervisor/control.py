@@ -31,7 +31,7 @@ from trunkline.deploy.supervisor.run_folder import CONTROL_SOCKET, STATUS_SOCKET
 CLIENTS_MAX: Final = 16
 _WAITING_BYTES_MAX: Final = 1 << 20
 _COMMANDS_AHEAD_MAX: Final = 64
-"""Commands that a client may send ahead."""
+"""Largest number of commands that a client may send before the one under way is answered."""
 
 
 class _Client:
@@ -41,7 +41,7 @@ class _Client:
         self.connection = connection
         self.lines = Lines()
         self.waiting: list[bytes] = []
-        """Commands that have come while another one is under way."""
+        """Commands that have come while another command is under way."""
         self.ticket: int | None = None
         self.unsent = b""
         self.is_closing = False
@@ -174,7 +174,7 @@ class ControlServer:
 STATUSES: Final = ("starting", "ready", "draining", "failed")
 _REPORT_BYTES_MAX: Final = 8 << 10
 _REPORTS_MAX: Final = 256
-"""At one wake-up; the rest at the next."""
+"""Largest number of reports that are read at one wake-up. The rest is read at the next wake-up."""
 
 
 class Report(msgspec.Struct, frozen=True):

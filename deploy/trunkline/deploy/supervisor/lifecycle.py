@@ -64,7 +64,7 @@ class _Failure:
     orphans: list[str]
     """Workers of the lost group, to be killed: they may sit in a collective that never ends."""
     grace_until: float
-    """Until when routers have time to answer their clients."""
+    """Time until which routers may go on, to answer their clients."""
 
 
 class Lifecycle:
@@ -84,21 +84,23 @@ class Lifecycle:
         self._deadline = now + limits.start_s
         self._limits = limits
         self._alive = {member.name: member for member in members}
-        """By child; a router's replacement is another child of the same member."""
+        """The member of each child that has not exited, by the child's name. A router's replacement is another
+        child of the same member."""
         self._asked: set[str] = set()
         """Children that were sent a signal: their end is expected."""
         self._excused: set[str] = set()
         """Children that would have ended anyway when the stop began."""
         self._stages: list[tuple[list[str], float]] = []
-        """Stages still to come: names and seconds."""
+        """Stages of the stop that are still to come: the names of each stage's children, and its duration in
+        seconds."""
         self._stage: list[str] = []
         self._graceful = False
         self._killing = False
-        """The current stage has been sent SIGKILL."""
+        """Whether the children of the current stage have been sent SIGKILL."""
         self._failure = _Failure([], NEVER)
         self._left: Say | None = None
-        """What to say of a worker that left while the cluster started, because of another process. The exit of
-        that process says more, and is waited for until the deadline."""
+        """The sentence about a worker that left while the cluster started, because of another process. The exit of
+        that process says more, so it is waited for until the deadline."""
 
     @property
     def deadline(self) -> float:

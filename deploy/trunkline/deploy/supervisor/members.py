@@ -47,7 +47,7 @@ class Member:
     name: str
     role: Role
     group: int = 0
-    """-1 for routers."""
+    """The number of the member's group; -1 for routers."""
 
 
 @dataclass(frozen=True)
@@ -55,27 +55,29 @@ class Limits:
     """How long each step of starting, serving and stopping may take, in seconds."""
 
     start_s: float = 1800.0
-    """From the first spawn to a generated token; likewise of a group that is started again. Large checkpoints on
-    slow disks need minutes; a start that hangs must still end."""
+    """Time from the first spawn to a generated token, also for a group that is started again. Large checkpoints on
+    slow disks need minutes, but a start that hangs must end."""
     replace_s: float = 60.0
-    """For a router's replacement to become ready for requests."""
+    """Time for a router's replacement to become ready for requests."""
     pause_s: float = 1.5
-    """Between two groups of a rolling restart: routers must have noticed that the first is ready again."""
+    """Pause between two groups of a rolling restart, in which routers notice that the first group is ready
+    again."""
     drain_s: float = 30.0
-    """For running requests to finish. Routers and controllers use the same limit for themselves."""
+    """Time for running requests to finish. Routers and controllers use the same limit for themselves."""
     margin_s: float = 5.0
-    """Added to `drain_s`, so that they notice by themselves that the time is over."""
+    """Time added to `drain_s`, so that routers and controllers notice by themselves that the time is over."""
     settle_s: float = 5.0
-    """For controllers, then for workers, to end after SIGTERM."""
+    """Time for controllers to end after SIGTERM, and then the same time for workers."""
     grace_s: float = 3.0
     """How long routers go on after a failure, so that clients read an error instead of a reset connection."""
     orphan_s: float = 1.0
     """After a failure, how long the other processes of the lost group may go on before they are killed: they may
     wait in a collective that never ends."""
     leave_s: float = 3.0
-    """For workers to end by themselves once their controller has died. A frozen worker cannot, and is killed."""
+    """Time for workers to end by themselves once their controller has died. After that they are killed, because
+    they may be frozen."""
     quick_s: float = 2.0
-    """For all processes together, when a start failed or a second stop was requested."""
+    """Time for all processes together to end, if a start failed or a second stop was requested."""
     reap_s: float = 5.0
     """How long to wait after SIGKILL: a process in an uninterruptible system call outlives it."""
 
@@ -142,7 +144,7 @@ def describe_exit(status: int, words: str = "") -> str:
 
 DELAYS_S: Final = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 LASTING_S: Final = 60.0
-"""A process that cannot be asked whether it works counts as working after this time."""
+"""Time in seconds after which a process counts as working that cannot be asked whether it works."""
 
 
 class DeathRecord:

@@ -43,7 +43,8 @@ _LOCK: Final = "lock"
 _SOCKET_PATH_BYTES_MAX: Final = 107  # sockaddr_un.sun_path without its terminating zero
 _SOCKET_NAME_BYTES_MAX: Final = 24
 _UNLOCKED_SECONDS_MAX: Final = 60.0
-"""A folder without a lock is that of a supervisor between two system calls, or of a dead one."""
+"""Age in seconds above which a run folder without a lock counts as that of a dead supervisor. Below it, the
+supervisor may be about to make the lock."""
 
 
 def base_folder() -> Path:

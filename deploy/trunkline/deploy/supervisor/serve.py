@@ -50,7 +50,7 @@ from trunkline.worker.model.model_config import ModelConfig
 __all__ = ["ClusterPlan", "children", "plan_cluster", "serve"]
 
 _TELL_BYTES: Final = 2 << 30
-"""Reading so many bytes takes seconds, so it is announced."""
+"""Number of bytes of weights above which reading them is announced, because it takes seconds."""
 
 
 def plan_cluster(

@@ -110,10 +110,10 @@ class Group:
         self.number = number
         self.mode = Mode.UP
         self.then = Mode.UP
-        """While it stops: its mode afterwards."""
+        """The group's mode after it has stopped, if it is stopping."""
         self.is_ready = False
-        """Its controller reported so (or its workers, if the controller is elsewhere), and no member has died
-        since."""
+        """Whether the group's controller (or its workers, if the controller is elsewhere) reported that it is
+        ready, and no member has died since."""
         self._limits = limits
         # Workers first, as at the cluster's start: they are the slowest.
         ordered = sorted(members, key=lambda member: member.role is not Role.WORKER)
@@ -126,7 +126,7 @@ class Group:
         """Workers whose controller has died, and that have not ended yet."""
         self._leave_by = NEVER
         self.why_lost = ""
-        """Why it was given up, if a process said why; else ""."""
+        """Why the group was given up, if a process said why; else ""."""
         self._is_led_here = any(member.role is Role.CONTROLLER for member in ordered)
 
     @property

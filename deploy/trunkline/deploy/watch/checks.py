@@ -16,14 +16,16 @@ from trunkline.deploy.config.option_values import format_bytes
 from trunkline.deploy.watch.facts import PROBE_TOKENS, Facts
 
 OPEN_FILES_MIN: Final = 4096
-"""A router has a descriptor per connection, and holds 4,096 requests by default."""
+"""Smallest limit of open files that passes the check. A router has a descriptor per connection, and holds 4,096
+requests by default."""
 FREE_MEMORY_SHARE_MIN: Final = 0.05
 FREE_DISK_MIN: Final = 2 << 30
 SHARED_MEMORY_MIN: Final = 64 << 20
-"""Collectives between ranks of a host go through it; containers get 64 MiB unless told otherwise."""
+"""Smallest free size of /dev/shm in bytes that passes the check. Collectives between ranks of a host go through
+it, and containers get 64 MiB unless told otherwise."""
 SLOW_PROBE_S: Final = 10.0
 EVICTED_SHARE_MAX: Final = 0.2
-"""Part of the missing prefixes that were evicted before: above this, more memory would pay."""
+"""Part of the missing prefixes that were evicted before, above which more memory would pay."""
 MISSES_MIN: Final = 50
 RESTARTS_MAX: Final = 3
 

@@ -147,7 +147,8 @@ def _local_url() -> str:
 
 PROBE_TOKENS: Final = 4
 _PROBE_WORDS: Final = 96
-"""Words of the prompt: more than a chunk, as after a restart KV is found in whole chunks."""
+"""Number of words in the prompt of the probe: more tokens than a chunk has, because after a restart KV is found in
+whole chunks."""
 
 
 @dataclass(frozen=True)
@@ -157,10 +158,10 @@ class Probe:
     status: int
     """Status of the answer; 0: none came."""
     said: str
-    """The error, if it was none."""
+    """The error, if the status is not that of a success."""
     seconds: tuple[float, ...] = ()
     cached: int = 0
-    """Prompt tokens of the second one that were cached."""
+    """Number of prompt tokens that were cached at the second request."""
     prompt: int = 0
 
 
@@ -192,7 +193,7 @@ class Facts:
     own_version: str = ""
     overview: Mapping[str, Any] | None = None
     no_overview: str = ""
-    """Why there is no overview."""
+    """Why the overview is missing; "" if it is there."""
     open_paths: tuple[str, ...] = ()
     """Paths that answer without a key, although they need one where strangers can connect."""
     probe: Probe | None = None
