@@ -61,8 +61,8 @@ def extra_body(prompt: PromptSource) -> dict[str, Any]:
 
 
 PROGRAM_TTL_S: Final = 7 * 24 * 3600
-"""Time to live of schemas whose names change with their program's text. A client that needs one later sends it
-again."""
+"""Time to live in seconds of schemas whose names change with their program's text. A client that needs such a
+schema later sends it again."""
 
 
 class Client:

@@ -53,7 +53,7 @@ class PmlRequestError(RequestError):
         self.line: int | None = fields.get("line")
         """Line in the PML that was sent, from 1; None: JSON was sent, which has no lines."""
         self.column: int | None = fields.get("column")
-        """Column, from 1."""
+        """Column in the PML that was sent, from 1; None: not known."""
         self.path: str = fields.get("path") or ""
         """Path of the module that is wrong."""
         known = {"message", "type", "param", "code", "line", "column", "path"}

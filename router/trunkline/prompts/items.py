@@ -44,12 +44,13 @@ class ArgumentSlot:
     """A place in the text for an argument."""
 
     argument: str
-    """Parameter of the function."""
+    """Name of the function's parameter that gives the argument."""
     name: str
-    """Parameter of the schema: the same name, unless the argument appears several times in the module."""
+    """Name of the schema's parameter: that of the function's parameter, unless the argument appears several times
+    in the module."""
     limit: MaxTokens
     default: str | None
-    """Default in the schema; None: prompts must give the argument."""
+    """Default value of the schema's parameter; None: prompts must give the argument."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,9 @@ class Branches:
     """Modules of which a call selects at most one."""
 
     members: tuple[ProgramModule | None, ...]
-    """One for each branch of the program, in order; None for a branch without text."""
+    """The module of each branch of the program, in order; None for a branch without text."""
     choose: Callable[[Values], int]
-    """Returns the branch that is taken; -1 for none."""
+    """Function that returns the index of the branch that is taken; -1 if no branch is."""
 
     @property
     def modules(self) -> tuple[ProgramModule, ...]:
@@ -82,7 +83,7 @@ class Nested:
     name: str
     program: Program
     bind: Callable[[Values], tuple[tuple[Any, ...], dict[str, Any]]]
-    """Returns positional and named arguments of the call."""
+    """Function that returns the positional and named arguments of the call."""
 
 
 Item: TypeAlias = str | ArgumentSlot | Branches | Nested

@@ -21,7 +21,7 @@ class SchemaParam(msgspec.Struct, frozen=True):
 
     name: str
     length: int
-    """Most tokens of an argument."""
+    """Largest number of tokens of an argument."""
     required: bool = False
     default: str | None = None
 
@@ -37,7 +37,7 @@ class SchemaModule(msgspec.Struct, frozen=True):
     """Number of positions, including parameters and nested modules."""
     params: tuple[SchemaParam, ...] = ()
     cached: bool = True
-    """False: the module is computed for each request."""
+    """Whether the module's KV is kept. If not, the module is computed for each request."""
     tokens: int = 0
     """Number of tokens in its own text, including placeholders."""
     bytes: int = 0

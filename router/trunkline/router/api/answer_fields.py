@@ -39,7 +39,7 @@ _Value = TypeVar("_Value")
 
 
 LOGPROBS_OFF_LOOP: Final = 20_000
-"""An answer with more log-probabilities is written in a thread."""
+"""Number of log-probabilities above which an answer is written in a thread."""
 
 
 class Collected(msgspec.Struct):
@@ -50,9 +50,10 @@ class Collected(msgspec.Struct):
     finish: FinishName = "length"
     tokens: list[int] = []
     score: float | None = None
-    """Score by which a beam search ranked this result, …"""
+    """Score by which a beam search ranked this result; None for other choices."""
     cumulative_logprob: float | None = None
-    """… and the sum of log-probabilities it was computed from."""
+    """Sum of the log-probabilities from which a beam search computed this result's score; None for other
+    choices."""
 
     @property
     def mean_logprob(self) -> float:
@@ -119,7 +120,7 @@ def prompt_scores_of(generation: Generation) -> PromptScores | None:
     """Return the scores of a prompt's tokens; None if the job did not ask for them. Call it after the first token.
 
     Raises:
-        ApiError: 503, the engine left some out.
+        ApiError: 503, the engine left some of the scores out.
     """
     count = generation.job.sampling.prompt_logprobs
     if count < 0:
@@ -180,7 +181,7 @@ def truncation_result(generation: Generation) -> TruncationResult | UnsetType:
 
 
 _LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot express (OpenAI's convention)."""
+"""Number written in place of minus infinity, which JSON cannot express (OpenAI's convention)."""
 
 
 def _finite(value: float) -> float:
@@ -200,7 +201,8 @@ def _own(entry: TokenLogprob) -> float:
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob], count: int, vocabulary: TokenVocabulary) -> ChatLogprobs | None:
-    """Return log-probabilities in the form of chat completions; None for no tokens. `count`: most alternatives."""
+    """Return log-probabilities in the form of chat completions; None for no tokens. `count`: largest number of
+    alternatives."""
     if not entries:
         return None
     return ChatLogprobs(
@@ -252,9 +254,9 @@ class PromptScores(msgspec.Struct, frozen=True):
     ranks: list[int]
     """`[prompt]`, ranks of the prompt's own tokens; 1 is the likeliest."""
     top_ids: list[list[int]]
-    """`[prompt, count]`, most likely first."""
+    """`[prompt, count]`, ids of the likeliest tokens at each position, the likeliest first."""
     top_logprobs: list[list[float]]
-    """`[prompt, count]`."""
+    """`[prompt, count]`, log-probabilities of the tokens in `top_ids`."""
 
     def top(self, position: int, count: int) -> list[tuple[int, float]]:
         """Return the `count` likeliest tokens at a position."""

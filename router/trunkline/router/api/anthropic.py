@@ -78,7 +78,7 @@ class OutputConfig(BaseModel):
 
     format: OutputFormat | None = None
     effort: None = None
-    """Not supported; declared so that it is refused."""
+    """A parameter that is not supported. It is declared so that requests with it are refused."""
 
 
 class MessagesRequest(CountTokensRequest):

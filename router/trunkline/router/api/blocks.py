@@ -55,7 +55,7 @@ class BlockChange(msgspec.Struct, frozen=True):
     kind: Literal["open", "grow", "close"]
     block: Block
     text: str = ""
-    """The text that is added, if it grows."""
+    """The text that is added to the block, if the change is that it grows."""
 
 
 class Blocks:

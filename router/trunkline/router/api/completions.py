@@ -63,9 +63,9 @@ from trunkline.router.text.detokenizer import make_detokenizer
 
 routes = APIRouter()
 _ECHO_OFF_LOOP_TOKENS: Final = 20_000
-"""An answer that repeats a prompt of more tokens is written in a thread, …"""
+"""Number of tokens of a prompt above which an answer that repeats the prompt is written in a thread."""
 _ANSWERS_OFF_LOOP: Final = 32
-"""… and so is an answer to more prompts."""
+"""Number of prompts above which the answer to all of them is written in a thread."""
 
 
 @routes.post("/v1/completions")

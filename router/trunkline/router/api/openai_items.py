@@ -129,7 +129,7 @@ def error_object(error: ApiError) -> Object:
 
 _ROLES: Final = ("user", "assistant", "system", "developer")
 _TEXT_PARTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Field that has the text, by the type of the part."""
+"""For each type of a part of a message, the name of the field that has its text."""
 
 Message = dict[str, Any]
 

@@ -17,7 +17,7 @@ PAGE_PARAMETERS: Final[list[dict[str, Any]]] = [
     {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": _PAGE_MAX}},
     {"name": "after", "in": "query", "schema": {"type": "string"}},
 ]
-"""Query parameters, for the OpenAPI document."""
+"""Query parameters of endpoints that answer with pages of a list, for the OpenAPI document."""
 
 
 ListOf = TypeVar("ListOf", bound=msgspec.Struct)

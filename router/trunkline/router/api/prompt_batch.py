@@ -17,7 +17,8 @@ from trunkline.router.service import RouterService
 from trunkline.router.streams.generation import Delta, Generation
 
 _TURN_S: Final = 0.005
-"""Seconds for which work may keep the event loop. Threads wait as long for Python's lock."""
+"""Longest time in seconds for which one piece of work keeps the event loop. It is also how long a thread waits for
+Python's lock."""
 
 
 class LoopTurns:
@@ -38,8 +39,8 @@ _TASKS_PER_TURN: Final = 64
 
 
 async def _begin_all(tasks: list[asyncio.Future[_T]], work: Iterable[Coroutine[Any, Any, _T]]) -> None:
-    """Start a task for each piece of work and put it into `tasks`. All new tasks run in one turn of the loop, so
-    only a few are started in each."""
+    """Start a task for each piece of work and put it into `tasks`. All tasks started in one turn of the event loop
+    begin in the next turn, so only a few are started per turn."""
     for each in work:
         tasks.append(asyncio.ensure_future(each))
         if len(tasks) % _TASKS_PER_TURN == 0:
@@ -86,10 +87,10 @@ class PromptBatch:
             generation.close()
 
     async def begin(self) -> None:
-        """Wait until an engine accepts the first generation.
+        """Wait until one of the generations, whichever is first, is accepted or refused.
 
         Raises:
-            ApiError: An engine refused one; all are aborted.
+            ApiError: The generation was refused; all generations are aborted.
         """
         tasks: list[asyncio.Future[None]] = []
         try:

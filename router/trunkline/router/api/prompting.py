@@ -45,9 +45,11 @@ from trunkline.router.text.truncation import (
 from trunkline.router.tools.plan import ToolPlan
 
 RENDER_CHARACTERS_MAX: Final = 8 << 20
-"""Longest conversation: a template joins its texts in single calls, during which no other thread runs."""
+"""Largest number of characters of a conversation. It is limited because no other thread runs during a call that
+joins a template's texts."""
 LOGPROBS_OF_PROMPTS_MAX: Final = 1 << 18
-"""Most log-probabilities of prompt tokens in a request. Each takes about 100 bytes until the answer is written."""
+"""Largest number of log-probabilities of prompt tokens in a request. Each takes about 100 bytes until the answer
+is written."""
 _INSTRUCTION_ROLES: Final = ("system", "developer")
 
 
@@ -333,9 +335,9 @@ async def instruction_tokens(
     """Return how many first tokens of a prompt are its instructions: leading system messages and tools.
 
     Args:
-        messages: The conversation …
-        text: … its text, made with `rendering`, …
-        tokens: … and its token ids.
+        messages: The conversation.
+        text: The conversation's text, made with `rendering`.
+        tokens: The token ids of `text`.
     """
     others = (i for i, message in enumerate(messages) if message.role not in _INSTRUCTION_ROLES)
     count = next(others, len(messages))

@@ -38,7 +38,8 @@ def check_model(service: RouterService, model: str | None) -> None:
 
 
 TOKENIZE_CHARACTERS_MAX: Final = 4 << 20
-"""Longest text that is tokenised although it cannot fit the context; `TEXT_BYTES_MAX` bounds every text."""
+"""Largest number of characters of a text that is tokenised although it cannot fit the context. `TEXT_BYTES_MAX`
+bounds every text."""
 
 
 def check_length(characters: int, param: str) -> None:

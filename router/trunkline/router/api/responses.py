@@ -41,14 +41,14 @@ class CacheUse(msgspec.Struct, kw_only=True):
     status: Literal["hit", "partial", "miss"]
     """"hit": everything but the last token, which is always computed, was found."""
     tier: str | None
-    """The slowest tier that was used."""
+    """The slowest tier in which KV of the prompt was found."""
     tiers: dict[str, int]
-    """Tokens found, by tier."""
+    """Number of prompt tokens whose KV was found, by tier."""
     exact: bool
     """False: some KV was computed after other tokens than the prompt has now, because tokens before it have been
     dropped since or because it belongs to a module."""
     reason: str | None
-    """Why the rest was not found."""
+    """Why the KV of the rest of the prompt was not found."""
     miss_token: int | None
     """Index in the prompt of the first token that was not found."""
 
@@ -145,7 +145,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     token_ids: Sequence[int] | UnsetType = UNSET
     score: float | UnsetType = UNSET
-    """Of a beam search's result."""
+    """Score of a beam search's result."""
     cumulative_logprob: float | UnsetType = UNSET
 
 
@@ -196,9 +196,9 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     choices: list[ChatChunkChoice]
     system_fingerprint: str
     usage: Usage | UnsetType | None = UNSET
-    """With `include_usage`: null in all chunks but the last."""
+    """Token counts, if the request has `include_usage`: null in all chunks but the last."""
     prompt_token_ids: list[int] | UnsetType = UNSET
-    """Only in the first chunk."""
+    """Token ids of the prompt, in the first chunk only."""
     cache: CacheUse | UnsetType = UNSET
     truncation: TruncationResult | UnsetType = UNSET
 
@@ -214,7 +214,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobList | UnsetType = UNSET
     score: float | UnsetType = UNSET
-    """Of a beam search's result."""
+    """Score of a beam search's result."""
     cumulative_logprob: float | UnsetType = UNSET
 
 

@@ -44,7 +44,7 @@ from trunkline.router.tenancy.auth import cache_salt
 routes = APIRouter()
 
 SCHEMAS: Final[dict[str, Any]] = components_of(SchemaObject, SchemaList, SchemaDeleted)
-"""For the OpenAPI document."""
+"""JSON schemas of the answers, for the OpenAPI document."""
 _OFF_LOOP_WEIGHT: Final = 64 << 10
 _SALT: Final = {
     "name": "cache_salt",

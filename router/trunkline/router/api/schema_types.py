@@ -19,9 +19,9 @@ class SchemaRequest(BaseModel):
 
     model: str | None = None
     pml: Annotated[str, Field(min_length=1)] | None = None
-    """The schema in PML; or …"""
+    """The schema in PML, unless `json` is given."""
     json_: Annotated[dict[str, Any] | None, Field(alias="json")] = None
-    """… the same as JSON."""
+    """The schema as JSON, unless `pml` is given."""
     ttl: SchemaTtl | None = None
     """Seconds without use after which the schema is deleted; 0: never."""
     pin: bool | None = None
@@ -51,7 +51,7 @@ class SchemaUpdate(BaseModel):
 
     ttl: SchemaTtl | None = None
     pin: bool | None = None
-    """true: missing modules are computed first."""
+    """Whether the schema's modules always stay in some tier. If true, missing modules are computed first."""
     cache_salt: SessionId | None = None
     """The salt that the schema was made with."""
 
@@ -61,7 +61,7 @@ class ParamObject(msgspec.Struct, kw_only=True):
 
     name: str
     length: int
-    """Most tokens of an argument."""
+    """Largest number of tokens of an argument."""
     required: bool
     default: str | None
 
@@ -72,9 +72,9 @@ class ModuleObject(msgspec.Struct, kw_only=True):
     path: str
     """Path of the module; "" for the schema's own text."""
     start: int
-    """Position of the first token …"""
+    """Position of the module's first token."""
     length: int
-    """… and number of positions, including nested modules."""
+    """Number of the module's positions, including those of nested modules."""
     params: list[ParamObject]
     cached: bool
     """False: the module is computed for each request."""
@@ -126,9 +126,9 @@ class SchemaObject(msgspec.Struct, kw_only=True):
     usage: SchemaUsage
     warnings: list[str]
     pml: str | UnsetType = UNSET
-    """With `?include=pml`, unless a text has characters that XML cannot write."""
+    """The schema in PML, with `?include=pml`, unless a text has characters that XML cannot write."""
     json_: dict[str, Any] | UnsetType = msgspec.field(name="json", default=UNSET)
-    """With `?include=pml`: the JSON form, of a schema that was sent so."""
+    """The JSON form of a schema that was sent as JSON, with `?include=pml`."""
 
 
 class SchemaSummary(msgspec.Struct, kw_only=True):

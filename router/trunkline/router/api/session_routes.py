@@ -64,7 +64,7 @@ from trunkline.router.text.truncation import (
 routes = APIRouter()
 
 SCHEMAS: Final[dict[str, Any]] = components_of(SessionObject, SessionList, SessionDeleted, SessionPrefetch)
-"""For the OpenAPI document."""
+"""JSON schemas of the answers, for the OpenAPI document."""
 
 
 @routes.post("/v1/sessions", responses=answer_of(SessionObject))

@@ -18,7 +18,7 @@ from trunkline.router.stores.session_history import SessionModules, SessionState
 from trunkline.router.text.truncation import TokenSpan
 
 DISCARDS_MAX: Final = DROPS_MAX - 1
-"""Most discarded ranges of a session. A cut may add one, and the engine takes one more at most."""
+"""Largest number of discarded ranges of a session: one less than the engine accepts, because a cut may add one."""
 
 
 def _ranges(value: Any) -> Any:
@@ -78,11 +78,11 @@ class SessionRequest(SessionUpdate):
     messages: Annotated[Messages, Field(min_length=1)] | None = None
     """First messages of the conversation."""
     pml: str | None = None
-    """A prompt of modules that precedes every turn, in PML, …"""
+    """A prompt of modules that precedes every turn, in PML."""
     prompt: ModulesPrompt | None = None
-    """… or as an object, …"""
+    """A prompt of modules that precedes every turn, as an object."""
     schema_: Annotated[str | None, Field(alias="schema", min_length=1)] = None
-    """… or the name of a schema whose own texts precede every turn."""
+    """The name of a schema whose own texts precede every turn."""
     trailing: Trailing | None = None
     cache_salt: SessionId | None = None
     """The salt that the schema was made with."""
@@ -121,9 +121,9 @@ class DiscardRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     tokens: _Ranges | None = None
-    """Ranges of history tokens, without their ends."""
+    """Ranges of history tokens that are to be hidden. The end of a range is not part of it."""
     messages: Annotated[list[_Index], Field(min_length=1, max_length=DISCARDS_MAX)] | None = None
-    """Indexes of messages."""
+    """Indices of messages that are to be hidden."""
 
     @model_validator(mode="after")
     def _check_one(self) -> DiscardRequest:
@@ -173,7 +173,7 @@ class SessionObject(msgspec.Struct, kw_only=True):
     truncation: SessionTruncation | Literal["disabled"]
     metadata: dict[str, str]
     messages: list[dict[str, Any]] | UnsetType = UNSET
-    """With `?include=messages`."""
+    """The session's messages, with `?include=messages`."""
 
 
 class SessionSummary(msgspec.Struct, kw_only=True):
@@ -215,6 +215,6 @@ class SessionPrefetch(msgspec.Struct, kw_only=True):
     tokens: int
     """Tokens of the history, with which the next request begins."""
     known_tokens: int
-    """Tokens among them whose KV is in some tier …"""
+    """Number of tokens of the history whose KV is in some tier."""
     coming_tokens: int
-    """… and tokens whose KV is now being fetched from a slow tier."""
+    """Number of tokens of the history whose KV is now being fetched from a slow tier."""

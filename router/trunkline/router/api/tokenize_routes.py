@@ -27,9 +27,9 @@ from trunkline.router.tools.plan import prepare_tools
 
 routes = APIRouter()
 _SLICE_TOKENS: Final = 2048
-"""Tokens of a slice, which takes a few milliseconds."""
+"""Number of tokens in a slice of an answer. Encoding a slice takes a few milliseconds."""
 _SLICED_TOKENS: Final = 16_384
-"""Answers with more tokens are encoded in slices."""
+"""Number of tokens above which an answer is encoded in slices."""
 _encode = msgspec.json.Encoder().encode
 
 

@@ -32,9 +32,9 @@ from trunkline.router.text.truncation import TokenSpan, clip_spans
 
 _FORMS: Final = {"chat": "conversations (/v1/chat/completions)", "text": "texts (/v1/completions)"}
 _MESSAGES_OFF_LOOP: Final = 500
-"""More messages are validated in a thread: each takes about 10 microseconds."""
+"""Number of messages above which they are validated in a thread. Each takes about 10 microseconds."""
 _MESSAGE_BYTES: Final = 256
-"""Size of a message in a record, without its text."""
+"""Approximate size in bytes of a message in a record, without its text."""
 
 
 class SessionTurn:

@@ -22,21 +22,21 @@ from starlette.types import Receive, Scope, Send
 from trunkline.router.errors import ApiError, RouterError
 
 CLIENT_LEFT_STATUS: Final = 499
-"""nginx's status for a client that has left; it appears in metrics and logs only."""
+"""Status of a request whose client has left, as in nginx. It appears in metrics and logs only."""
 BODY_SEND: Final = "trunkline.body_send"
 """Key in a request's scope: the `send` for the parts of the answer's body. Most middleware looks only at the
 beginning of an answer; passing each token through it would cost a few calls."""
 
 EVENT_STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-"""These headers make proxies pass each event on at once."""
+"""Headers of event streams, which make proxies pass each event on at once."""
 
 _T = TypeVar("_T")
 _log = structlog.get_logger("trunkline.router.api")
 _encode = msgspec.json.Encoder().encode
 _MARK: Final = "\ue000the text goes here\ue000"
 _MARK_JSON: Final = _encode(_MARK)
-"""Found from the right: behind the text an event has no field that a client or a model could fill with
-anything."""
+"""The mark, encoded as JSON, that `TextEvents` replaces by the text. It is searched from the right: no field
+behind the text can have contents chosen by a client or a model."""
 DONE_EVENT = b"data: [DONE]\n\n"
 _ANTHROPIC_PATH: Final = "/v1/messages"
 _ANTHROPIC_TYPES: Final = {

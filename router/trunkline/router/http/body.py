@@ -26,31 +26,31 @@ from trunkline.router.http.json_slices import PIECE_BYTES, TooManyPartsError, pa
 SMALL_BYTES: Final = 64 << 10
 """Bodies up to this size are not counted, and parsed in the event loop: mostly in 1 ms, in 20 ms at most."""
 BODIES_AT_ONCE: Final = 16
-"""So many bodies of the largest size may be in memory at once."""
+"""Largest number of bodies of the largest size that may be in memory at once."""
 _HELD: Final = "trunkline.body_bytes"
-"""Key in a request's scope: bytes that the request holds of the bound."""
+"""Key in a request's scope, for the number of bytes that the request counts for in `LargeRequests.bytes_held`."""
 _TRIM_BYTES: Final = 1 << 20
-"""After a request of so many bytes memory is given back to the system, …"""
+"""Smallest size in bytes of a request after which memory is given back to the system."""
 _TRIM_DELAY_S: Final = 0.5
-"""… after this delay, once for many requests that end together."""
+"""Delay in seconds before memory is given back to the system, so that it is done once for many requests that end
+together."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""glibc's names for what `mallopt` sets."""
+"""Numbers of glibc's parameters M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, which `mallopt` sets."""
 _BLOCK_BYTES: Final = 1 << 20
 _T = TypeVar("_T")
 _PYTHON_ONLY: Final = re.compile(r" or instance of \w+| after validation")
 """Parts of pydantic's messages that make sense in Python only."""
 SESSION_HEADER: Final = "X-Session-ID"
-"""Takes the place of a missing `session_id`, for clients and gateways that cannot change bodies."""
+"""Header that names the session if `session_id` is missing, for clients and gateways that cannot change bodies."""
 _SESSION_CHARACTERS_MAX: Final = 128
-"""The same limit as for `session_id` in the body."""
+"""Limit of the session header's length in characters, as for `session_id` in the body."""
 _Model = TypeVar("_Model", bound=BaseModel)
 _Result = TypeVar("_Result")
 
 
 class LargeRequests:
-    """The large requests of a router: their bytes, and the thread that works on them. Call it from the event
-    loop's
-    thread only."""
+    """The large requests of a router: their bytes, and the thread that works on them. Call its methods from the
+    event loop's thread only."""
 
     def __init__(self, body_bytes_max: int) -> None:
         """`body_bytes_max`: largest size of one body."""
@@ -266,7 +266,8 @@ async def read_request(
 
 
 async def beside_loop(request: Request, work: Callable[[], _Result]) -> _Result:
-    """Run `work` on the whole body and return its result. If the body is large, run it in the thread."""
+    """Return the result of `work`, which uses the request's whole body: run `work` in the thread for large
+    requests if the body is large, else in the event loop."""
     large = _large_requests(request)
     return await large.run(work) if large.holds(request.scope) else work()
 

@@ -42,16 +42,18 @@ from trunkline.router.streams.link import ControllerLink
 from trunkline.router.tenancy.tenants import current_meter
 
 BODY_BYTES_MAX: Final = 4 << 20
-"""Longest answer that is kept. A request whose answer was longer is generated again when it is repeated."""
+"""Largest size in bytes of an answer that is kept. If the answer was longer, a repeated request is generated
+again."""
 WAIT_SECONDS: Final = 60.0
-"""How long a request waits for the answer to an earlier one with the same key."""
+"""Longest time in seconds that a request waits for the answer to an earlier request with the same key."""
 LEASE_SECONDS: Final = 5.0
-"""A lease ends when it was not renewed for so long: its router has died."""
+"""Time in seconds after which a lease ends that was not renewed, because its router has died."""
 _RENEW_SECONDS: Final = 1.5
 _CALL_SECONDS: Final = 2.0
-"""Limit of a call about a record. It is short: without the controller's answer the request goes on."""
+"""Time limit in seconds of a call about a record. It is short because without the controller's answer the request
+goes on."""
 _PAUSES: Final = (0.02, 0.5)
-"""Pauses between two looks at a record that another request holds: the first, and the longest."""
+"""The first and the longest pause, in seconds, between two requests for a record that another request holds."""
 _KIND: Final = "idem"
 _KEY: Final = re.compile(r"[\x20-\x7e]{1,255}")
 _log = structlog.get_logger("trunkline.router.http.idempotency")
@@ -69,7 +71,7 @@ _SESSION_VERBS: Final = ("/fork", "/discard")
 _HEADER: Final = "Idempotency-Key"
 _UNAVAILABLE: Final = 503
 _OFF_LOOP_BYTES: Final = 1 << 20
-"""A longer body is hashed in a thread."""
+"""Size in bytes above which a body is hashed in a thread."""
 COPIES_BYTES_MAX: Final = 256 << 20
 """Largest size of all copies of answers together. An answer that does not fit is not kept."""
 

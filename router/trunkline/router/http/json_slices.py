@@ -24,16 +24,19 @@ from pydantic_core import from_json
 from trunkline.router.errors import RouterError
 
 PIECE_BYTES: Final = 256 << 10
-"""Largest piece that one call parses. A document of this size or less is one piece, and is not scanned."""
+"""Largest size in bytes of a piece that one call parses. A document of this size or less is one piece, and is not
+scanned."""
 PARTS_MAX: Final = 84 << 10
-"""Most objects, arrays and strings (keys included) in a document of more than one piece: some 16,384 messages."""
+"""Largest number of objects, arrays and strings (keys included) in a document of more than one piece: enough for
+16,384 messages."""
 VALUES_MAX: Final = 5 << 18
-"""Most members of objects and arrays in such a document: a million token ids, and a quarter of that besides."""
+"""Largest number of members of objects and arrays in a document of more than one piece: a million token ids, and
+25 % more."""
 STRING_BYTES_MAX: Final = 12 << 20
-"""Longest string in such a document, as it is written. No endpoint accepts a text of more than 8 MiB, but escapes
-make it longer."""
+"""Largest size in bytes of a string in a document of more than one piece, with its escapes. No endpoint accepts a
+text of more than 8 MiB, but escapes make it longer."""
 DEPTH_MAX: Final = 200
-"""The parser's own limit."""
+"""Deepest nesting of objects and arrays in a document: the parser's own limit."""
 _SLICE_BYTES: Final = 256 << 10
 _WHITE: Final = b" \t\n\r"
 
@@ -42,7 +45,7 @@ _KINDS: Final = np.zeros(256, np.uint8)
 for _characters, _kind in ((b"[{", _OPEN), (b"]}", _CLOSE), (b",", _COMMA), (b":", _COLON)):
     _KINDS[list(_characters)] = _kind
 _STEPS: Final = np.array([0, 1, -1, 0, 0], np.int32)
-"""By kind of mark: what it adds to the depth."""
+"""Change of the depth by each kind of mark."""
 _PAIRS: Final = {ord("["): ord("]"), ord("{"): ord("}")}
 
 
@@ -110,8 +113,7 @@ def _scan(body: bytes) -> _Marks:
 
 def _quotes(data: npt.NDArray[np.uint8], escapes: bool) -> tuple[npt.NDArray[np.bool_], bool]:
     """Return which bytes of a slice begin or end a string, and whether the next slice begins with an escaped
-    character.
-    `escapes`: this one does."""
+    character. `escapes`: this slice begins with one."""
     is_quote = data == ord('"')
     is_backslash = data == ord("\\")
     if not escapes and not is_backslash.any():

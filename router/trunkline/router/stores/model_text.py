@@ -10,7 +10,8 @@ from trunkline.router.text.tokenizer import Tokenizer
 
 _PLACEHOLDERS: Final = ("unk_token", "pad_token")
 _CHARACTERS_AT_ONCE: Final = 1 << 20
-"""Longer texts are encoded in pieces, because encoding needs hundreds of bytes per character."""
+"""Length in characters above which a text is encoded in pieces, because encoding needs hundreds of bytes per
+character."""
 
 
 class ModelText:

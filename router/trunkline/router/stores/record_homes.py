@@ -21,8 +21,8 @@ from trunkline.router.routing.policies import rendezvous
 from trunkline.router.streams.link import Answer, Call, ControllerLink
 
 VALUE_BYTES_MAX: Final = 15 << 20
-"""Largest value of a record. Controllers take slightly more; larger values are refused before work is spent on
-them."""
+"""Largest size in bytes of a record's value. Controllers take slightly more. A larger value is refused before work
+is spent on it."""
 CALL_SECONDS: Final = 10.0
 
 

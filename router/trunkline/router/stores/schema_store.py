@@ -50,13 +50,13 @@ Scope = Literal["ancestors", "self"]
 UNKNOWN: Final = "E_SCHEMA_UNKNOWN"
 CACHED_MAX: Final = 1024
 CACHED_BYTES_MAX: Final = 256 << 20
-"""Approximate size of all cached sources and compiled schemas."""
+"""Largest approximate size in bytes of all cached sources and compiled schemas together."""
 _PART_BYTES: Final = 600
-"""Approximate size of a compiled module, text or parameter; up to 25 times its source."""
+"""Approximate size in bytes of a compiled module, text or parameter: up to 25 times the size of its source."""
 _TRIES: Final = 8
-"""Attempts to change a schema that other requests change at the same time."""
+"""Largest number of attempts to change a schema that other requests change at the same time."""
 _OFF_LOOP_CHARACTERS: Final = 16 << 10
-"""Longer sources are compiled in a thread, one at a time."""
+"""Length in characters above which a source is compiled in a thread. The thread compiles one source at a time."""
 _MANY_TEXTS: Final = 512
 _HINT_SECONDS: Final = 1.0
 _HINT_TEXTS_MAX: Final = 16
@@ -68,9 +68,9 @@ class Definition(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     model: str
     source: str
-    """The source as the client sent it …"""
+    """The source as the client sent it."""
     form: Literal["xml", "json"] = "xml"
-    """… and its format."""
+    """The format of the source."""
     scope: Scope = "ancestors"
     relocate: bool = True
     version: int = 1

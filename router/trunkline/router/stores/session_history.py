@@ -24,10 +24,10 @@ from trunkline.router.text.truncation import RetentionPolicy, TokenSpan, clip_sp
 Form = Literal["", "chat", "text"]
 """What a session is used for: "" not decided yet, "chat" conversations, "text" plain completions."""
 _MARKS_MAX = 4096
-"""In a history with more marks, every second one of the older half is dropped."""
+"""Largest number of marks in a history. If there are more, every second mark of the older half is dropped."""
 _TAKE_BACK_MAX = 256 << 10
-"""Characters and token bytes that undoing a turn may need. Beyond this a turn cannot be undone: records are
-bounded."""
+"""Largest number of characters and token bytes stored for undoing a turn. A turn that needs more cannot be undone,
+because the size of records is bounded."""
 
 
 class HistoryMark(NamedTuple):
@@ -59,13 +59,13 @@ class LastTurn(msgspec.Struct, frozen=True, array_like=True):
     messages: int
     """Number of messages before the turn."""
     characters: int
-    """Length of the common beginning of both texts …"""
+    """Number of characters at the beginning that the texts before and after the turn have in common."""
     text: str
-    """… and the old text after it."""
+    """The rest of the text before the turn, after the common beginning."""
     tokens: int
-    """Length of the common beginning of both token lists …"""
+    """Number of tokens at the beginning that the token lists before and after the turn have in common."""
     rest: bytes
-    """… and the old tokens after it, as int32."""
+    """The rest of the tokens before the turn, after the common beginning, as int32."""
     marks: list[HistoryMark]
     discards: list[TokenSpan]
 

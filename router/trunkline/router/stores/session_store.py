@@ -35,11 +35,12 @@ TTL_DEFAULT_S: Final = 24 * 3600.0
 """Time to live of a session whose client gave none."""
 _KIND: Final = "session"
 _LEASE_SECONDS: Final = 10.0
-"""Duration of a lease, and so the time that a session stays busy after its router has died."""
+"""Duration of a lease in seconds, which is also the longest time that a session stays busy after its router has
+died."""
 PEEK_SECONDS: Final = 2.0
-"""How long the dashboard waits for a controller's answer."""
+"""Longest time in seconds that the dashboard waits for a controller's answer."""
 _RENEWALS: Final = 3
-"""Renewals during one lease: two messages may be lost."""
+"""Number of renewals during one lease, so that two messages may be lost."""
 
 
 def is_stored(session_id: str) -> bool:

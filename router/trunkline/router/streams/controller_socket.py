@@ -47,8 +47,8 @@ def _descriptor(socket: zmq.Socket[bytes]) -> int:
 
 
 class ControllerSocket:
-    """One connection's socket and monitor. They are never reconnected to another peer, but thrown away as a
-    whole."""
+    """The socket and the monitor of one connection. They are not reused for another connection: both are closed
+    with it."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, peer: WirePeer, link: ControllerLink

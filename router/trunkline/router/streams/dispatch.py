@@ -48,17 +48,18 @@ from trunkline.router.streams.streams import (
 from trunkline.router.telemetry.request_record import current_record
 
 FAILURES_MAX: Final = 3
-"""Attempts of a request that may be lost in a row without a token between them."""
+"""Largest number of attempts of a request that may be lost in a row without a token between them."""
 WAITING_LOSSES: Final = 3
-"""So many losses of a connection before the prompt was computed count as one lost attempt: a request that only
+"""Number of connections lost before the prompt was computed that count as one lost attempt. A request that only
 waited in a queue has probably not killed the controller, but it may have."""
 MOVE_SECONDS: Final = 3.0
-"""A controller that has lost its workers keeps its requests for so long; then they go to another controller."""
+"""Time in seconds for which a controller that has lost its workers keeps its requests. Then the requests go to
+another controller."""
 FULL_AGAIN_SECONDS: Final = 0.25
-"""Delay before a request that was admitted before, and has met full queues everywhere, tries again."""
+"""Delay in seconds before a request is sent again that was admitted before and then met full queues everywhere."""
 _REGULAR: Final = (FinishReason.STOP, FinishReason.LENGTH)
 _ELSEWHERE: Final = (FinishReason.ENGINE_FAILED, FinishReason.DRAINING, FinishReason.QUEUE_FULL)
-"""Reasons that do not lie in the request: another controller may take it."""
+"""Reasons for the end of an attempt that do not lie in the request: another controller may take the request."""
 _log = structlog.get_logger("trunkline.router.streams.dispatch")
 
 
@@ -101,7 +102,7 @@ class Dispatcher:
         self._waiting: dict[int, RoutedRequest] = {}
         self._starting_since: dict[int, float] = {}
         self._overdue: set[int] = set()
-        """Requests whose time to wait is over while a controller has them in its queue."""
+        """Requests whose waiting time is over while a controller has them in its queue."""
 
     @staticmethod
     def now() -> float:
@@ -338,8 +339,8 @@ class Dispatcher:
         return True
 
     def _all_full(self, routed: RoutedRequest, sample: int) -> None:
-        """Refuse a new request, because all queues are full. One that a controller had before, and lost or handed
-        over, tries again a little later."""
+        """Refuse a new request, because all queues are full. A request that a controller had before, and lost or
+        handed over, is sent again a little later."""
         is_known = bool(routed.failed) or any(routed.stream.outputs)
         if not is_known or not self._resume_seconds:
             end = routed.last_failure

@@ -29,11 +29,11 @@ from trunkline.router.text.detokenizer import StopMatcher, TokenVocabulary, make
 
 FinishName = Literal["stop", "length"]
 _FIRST_EVENT_SECONDS_MAX: Final = 10.0
-"""Until the first event, an error can still become the HTTP status. A request that queues for longer gets its
-response headers anyway: proxies give up on connections that stay without headers."""
+"""Longest time in seconds that the response headers wait for the first event. Until then an error can still become
+the HTTP status, but proxies give up on connections that stay without headers."""
 CLIENT_LEFT: Final = "client_left"
 OUTCOMES: Final[dict[str, str]] = {FinishReason.ABORT: "aborted", FinishReason.ENGINE_FAILED: "failed"}
-"""Names of some reasons in metrics and logs; all other reasons have their own names there."""
+"""Names in metrics and logs of some reasons for an end. All other reasons appear there under their own names."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
     token: int
     text_offset: int
-    """Characters of output before those of this token."""
+    """Number of characters of output before the text of this token."""
     logprobs: TopLogprobs | None
 
 
@@ -51,7 +51,8 @@ class Delta(msgspec.Struct):
     text: str = ""
     logprobs: list[TokenLogprob] = []
     finish: FinishName | None = None
-    """Set in the choice's last piece. After a stop string the engine must still drop the sample."""
+    """Why the choice ended, in its last piece; None in all others. After a stop string the engine must still drop
+    the sample."""
     stop: str | None = None
     """The stop string that ended the choice, if one did."""
     tokens: Sequence[int] = ()
@@ -59,9 +60,9 @@ class Delta(msgspec.Struct):
     index: int = 0
     """Index of the choice."""
     score: float | None = None
-    """Of a result of a beam search: the value by which results are ranked."""
+    """The value by which results of a beam search are ranked; None for other choices."""
     cumulative_logprob: float | None = None
-    """Of a result of a beam search: the sum of its tokens' log-probabilities."""
+    """The sum of the log-probabilities of a beam search result's tokens; None for other choices."""
 
 
 class TextAssembler:
@@ -226,11 +227,11 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         self._arrived_at = arrived_at
         self.first_token_at: float | None = None
-        """Loop time in seconds."""
+        """Loop time in seconds of the first token; None: there was none yet."""
         self._last_token_at: float | None = None
         self._submitted_at = self._loop.time()
         self.steps = 0
-        """Tokens of the sample that came furthest."""
+        """Number of tokens of the longest sample."""
         self.outcome = CLIENT_LEFT
         """How the generation ended. While it runs: the outcome if its reader left now."""
         self._timer: asyncio.TimerHandle | None = None

@@ -15,7 +15,7 @@ from trunkline.router.streams.streams import Stream, submission
 from trunkline.worker.messages import Sampling
 
 _FRESH_SECONDS: Final = 1.0
-"""No new probe within so long after a token, or after the last probe."""
+"""Time in seconds after a token, or after the last probe, in which no new probe is made."""
 _PROBE_SECONDS_MAX: Final = 2.0
 
 

@@ -31,22 +31,22 @@ from trunkline.runtime.wire_keys import WireKeysError
 from trunkline.runtime.wire_sockets import WirePeer
 
 STALE_SECONDS: Final = 5.0
-"""What is known of a controller may be old when it has sent neither event nor heartbeat for so long."""
+"""Time in seconds without an event or heartbeat after which the index of a controller may be out of date."""
 WAITING_BYTES_MAX: Final = 4 << 20
-"""Size of the events that wait for a snapshot; further events are dropped, and asked for later."""
+"""Largest total size of the events that wait for a snapshot. Further events are dropped, and asked for later."""
 RETRY_SECONDS: Final = 0.25
-"""Delay before a failed call is repeated. Each further failure doubles it, …"""
+"""Delay in seconds before a failed call is repeated. Each further failure doubles the delay."""
 RETRY_SECONDS_MAX: Final = 4.0
-"""… up to this."""
+"""Longest delay in seconds before a failed call is repeated."""
 CALL_SECONDS: Final = 10.0
-"""A controller that does not answer for so long is asked again."""
+"""Time in seconds without an answer after which a controller is asked again."""
 TICK_SECONDS: Final = 0.5
 _MESSAGES_PER_TURN: Final = 16
-"""Messages that are handled before other coroutines get a turn; one may hold thousands of chunks."""
+"""Number of messages handled before other coroutines get a turn. One message may hold thousands of chunks."""
 _HIGH_WATER: Final = 1_000
 _PROBE_MS: Final = 1000
-"""Interval of ZeroMQ's heartbeats. A dead host closes no TCP connection, and without heartbeats a socket that only
-receives would never connect to the host's successor."""
+"""Interval of ZeroMQ's heartbeats in milliseconds. A dead host closes no TCP connection, and without heartbeats a
+socket that only receives would never connect to the host's successor."""
 _log = structlog.get_logger("trunkline.router.streams.kv_feed")
 _rare = RareLog("trunkline.router.streams.kv_feed")
 
@@ -72,7 +72,7 @@ class Caller(Protocol):
 
 
 class Ask(NamedTuple):
-    """A call to be made. Its result goes to `FeedState.answered` or `failed`, with the call's number."""
+    """A call to be made. Its result goes to `FeedState.answered` or `FeedState.failed`, with the call's number."""
 
     number: int
     stream: bytes
@@ -105,7 +105,8 @@ class FeedState:
         self._retry_at = now
         self._retry_seconds = RETRY_SECONDS
         self._snapshot: tuple[int, int] | None = None
-        """Of the snapshot that is being fetched: number of the last event in it, and the next page."""
+        """The snapshot that is being fetched: the number of the last event in the snapshot, and the number of the
+        next page."""
         self._waiting: deque[KvEvents] = deque()
         """Events that have arrived while earlier ones are missing."""
         self._waiting_bytes = 0
@@ -261,10 +262,10 @@ class _Feed:
         self._socket.subscribe(b"")
         self._peer = peer
         self._attempt = -1
-        """Number of the peer's attempt with whose keys this socket was connected."""
+        """The value of the peer's `attempts` when this socket was connected, which tells whose keys were used."""
         self._connect_after = 0.0
-        """Loop time at which a silent socket is connected again: one that was refused would stay silent
-        forever."""
+        """Earliest loop time in seconds at which a silent socket is connected again. Without that, a socket whose
+        connection was refused would stay silent forever."""
         self._connect()
         descriptor = self._socket.get(zmq.FD)
         assert isinstance(descriptor, int)
@@ -355,12 +356,12 @@ class EventFeeds:
     ) -> None:
         """
         Args:
-            endpoints: the PUB socket of each controller, in the order of `links`; "": it has none. An empty list:
-                no
-                controller has one.
+            endpoints: address of each controller's PUB socket, in the order of `links`; "": the controller has no
+                such socket. Empty: no controller has one.
             links: connections over which missing events are asked for (`trunkline.router.streams.link`).
-            on_load: called with a controller's number, its requests and its queued tokens, of all routers.
-            peers: wire keys of the controllers, the same as those of their links; empty: no controller has keys.
+            on_load: called with a controller's number, and its numbers of requests and of queued tokens over all
+                routers.
+            peers: the controllers' wire keys, the same objects as their links have; empty: no controller has keys.
         """
         self._context = context
         self._endpoints = list(endpoints)

@@ -59,7 +59,8 @@ from trunkline.runtime.wire_sockets import WirePeer
 PING_SECONDS: Final = 1.0
 _RECONNECT_POLL_SECONDS: Final = 0.05
 _LASTING_SECONDS: Final = 1.0
-"""If a connection was lost sooner than this, the timer opens the next one."""
+"""Time in seconds after which a lost connection is replaced at once. If it was lost sooner, the timer opens the
+next one."""
 Call = FlushCache | Prefetch | ModulesCall | RecordCall | EventsCall | DescribeTree
 Answer = Flushed | Prefetched | ModulesReply | RecordReply | EventsReply | TreeDescription
 _log = structlog.get_logger("trunkline.router.streams.link")
@@ -67,7 +68,7 @@ _rare = RareLog("trunkline.router.streams.link")
 
 
 class ControllerLink:
-    """One controller, as this router sees it. All calls from the event loop's thread."""
+    """This router's connection to one controller. Call its methods from the event loop's thread only."""
 
     patience = 0.0
     """Seconds for which a caller may wait until a lost connection is there again (see `again`)."""
@@ -92,8 +93,8 @@ class ControllerLink:
         """Loop time at which a token last arrived, in seconds."""
         self.down_reason = "no controller has answered yet"
         self.connections = 0
-        """Connections so far, plus new worker groups behind them. When the number has grown, what the controller
-        and its workers held in memory may be gone."""
+        """Number of connections so far, plus the number of times that the controller got new workers. When it has
+        grown, the contents of the memory of the controller and its workers may be lost."""
         self.on_change: Callable[[ControllerLink], None] = lambda link: None
         """Called when a `State` has arrived, and when the connection is lost, before its attempts learn of
         that."""

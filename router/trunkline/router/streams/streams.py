@@ -43,7 +43,7 @@ TIMED_OUT: Final = "timeout"
 Event = Started | PromptScored | BeamsFound | Finished
 """News of a request from its controller, other than tokens."""
 ALL = -1
-"""In place of a sample's index: all samples of a request."""
+"""A value in place of a sample's index that stands for all samples of a request."""
 
 
 class End(NamedTuple):
@@ -53,7 +53,7 @@ class End(NamedTuple):
     """A `FinishReason`, or `TIMED_OUT`."""
     detail: str = ""
     param: str = ""
-    """The client's parameter that is wrong; "": none is."""
+    """The client's parameter that is wrong; "": no parameter is wrong."""
 
     def error(self) -> ApiError | None:
         """Return the error that the client gets; None: the request ended regularly."""
@@ -287,22 +287,22 @@ class RoutedRequest:
     timer: asyncio.TimerHandle | None = None
     """Limits how long the request may wait. It runs from the first wait until a controller admits the request."""
     failures: dict[int, int] = field(default_factory=dict)
-    """By sample (or `ALL`): attempts that were lost since its last token, each counted as `WAITING_LOSSES` or as
-    1. A controller that is lost with several samples counts once for each, not for all together."""
+    """For each sample (or `ALL`): attempts lost since the sample's last token, each counted as `WAITING_LOSSES` or
+    as 1. A controller that is lost with several samples counts once for each of them."""
     failed: set[int] = field(default_factory=set)
-    """Controllers that lost an attempt of the request; others are preferred."""
+    """Controllers that lost an attempt of the request: other controllers are preferred."""
     full: set[int] = field(default_factory=set)
     """Controllers that refused the request because their queues were full."""
     last_failure: End = NOTHING_FAILED
     """Why the last attempt was lost."""
     record: RequestRecord | None = None
-    """Record of the HTTP request; None: the work is for no client."""
+    """Record of the HTTP request; None: the request does not come from a client."""
     lost: list[SpanContext] = field(default_factory=list)
-    """If the request is traced: the span of the last attempt that was lost."""
+    """The span of the last attempt that was lost, if the request is traced; else empty."""
 
     @property
     def request_id(self) -> str:
-        """Id of the HTTP request; "": the work is for no client."""
+        """Id of the HTTP request; "": the request does not come from a client."""
         return "" if self.record is None else self.record.id
 
 
@@ -425,7 +425,7 @@ def end_of(job: Job, output: Sequence[int], max_context: int) -> FinishReason | 
 
     Args:
         output: the sample's tokens so far.
-        max_context: most tokens of prompt and output together; 0: not known.
+        max_context: largest number of tokens of prompt and output together; 0: not known.
     """
     if output and output[-1] in job.eos_ids:
         return FinishReason.STOP

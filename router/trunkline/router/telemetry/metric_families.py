@@ -22,7 +22,7 @@ class Family(NamedTuple):
     """Description of a metric family."""
 
     name: str
-    """The name in Prometheus; a counter's without `_total`."""
+    """The family's name in Prometheus. The name of a counter is without `_total`."""
     kind: str
     """"counter", "gauge" or "histogram"."""
     text: str

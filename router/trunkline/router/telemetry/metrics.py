@@ -46,7 +46,7 @@ LATENCY_BUCKETS: Final = (
 TOKEN_TIME_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 _LENGTH_BUCKETS: Final = tuple(float(1 << exponent) for exponent in range(18))
 TENANT_SERIES_MAX: Final = 200
-"""So many tenants have series of their own; the tokens of all later ones count as `OTHER`."""
+"""Largest number of tenants with series of their own. The tokens of all later tenants count as `OTHER`."""
 UNNAMED: Final = "unnamed"
 """Label of all tenants that are known only by their keys: their number is not bounded, and the name of each would
 reveal a part of its key's digest."""
@@ -154,14 +154,15 @@ class TokenMetrics(FamilyCollector):
     def __init__(self, bounds: Sequence[float]) -> None:
         """`bounds`: upper ends of the histogram's buckets, ascending, in seconds."""
         self.tokens = 0
-        """Delivered since the start."""
+        """Number of output tokens delivered since the start."""
         self._bounds = np.array(bounds)
         self._counts = np.zeros(len(bounds) + 1, np.int64)
         self._sum = 0.0
         self._noted: list[float] = []
 
     def between(self, seconds: float, tokens: int = 1) -> None:
-        """Note the time between a token and the one before it; if several came together, the time for each."""
+        """Note the time between consecutive output tokens. `seconds`: time per token since the previous arrival.
+        `tokens`: number of tokens that arrived together."""
         self._noted.append(seconds)
         for _ in range(tokens - 1):
             self._noted.append(seconds)
@@ -277,7 +278,7 @@ class ModuleMetrics:
 
 
 class _Build(FamilyCollector):
-    """The versions of what runs, as labels of a constant."""
+    """The metric `trunkline_build_info`: a constant with the running versions as labels."""
 
     _FAMILY: Final = Family(
         "trunkline_build_info", "gauge", "Always 1; the labels say what runs.", ("version", "model", "python")
@@ -298,7 +299,7 @@ class _Build(FamilyCollector):
 
 
 class _Spans(FamilyCollector):
-    """Spans that the tracer has exported, and those that it has lost."""
+    """Number of spans that the tracer has exported, and number of spans that it has lost."""
 
     _EXPORTED: Final = Family("trunkline_spans_exported", "counter", "Spans that a collector has taken.")
     _DROPPED: Final = Family(
@@ -386,19 +387,20 @@ class Metrics:
         )
         self.modules = ModuleMetrics(registry, live)
         self.tracer = OFF
-        """`create_app` replaces it before the first request if traces are on."""
+        """The router's tracer, which records nothing. If traces are on, `create_app` sets another before the first
+        request."""
         registry.register(_Spans(lambda: self.tracer))
         registry.foreign(lambda inner: ProcessCollector(registry=inner), _PROCESS)
 
     def own(self, labels: dict[str, str]) -> Exposition:
-        """Return this process's own values, with `labels` at each sample."""
+        """Return the values that only this process has, with `labels` at each sample."""
         return exposition(self.registry, labels)
 
     def scrape(self, own: Iterable[Exposition] | None = None) -> bytes:
         """Return all values in Prometheus' text form.
 
         Args:
-            own: what `own` returned in each router process; None: there is only this one.
+            own: the results of `own` from all router processes; None: this is the only process.
         """
         parts = [self.own({})] if own is None else own
         return joined([exposition(self.shared, {}), *parts])

@@ -25,7 +25,7 @@ from trunkline.router.telemetry.metric_families import Exposition, Family
 from trunkline.router.telemetry.metrics import Metrics
 
 ANSWER_SECONDS_MAX: Final = 2.0
-"""Prometheus gives up after ten by default."""
+"""Longest time in seconds to wait for another process's answer. Prometheus gives up after ten by default."""
 _ANSWER_BYTES_MAX: Final = 16 << 20
 UP: Final = Family(
     "trunkline_router_up",
@@ -42,8 +42,8 @@ class MetricsPage:
     def __init__(self, metrics: Metrics, path: str, number: int, routers: int) -> None:
         """
         Args:
-            metrics: those of this process.
-            path: path of each process's socket without its number at the end; "": there is one process only.
+            metrics: metrics of this process.
+            path: path of each process's socket without the number at its end; "": there is one process only.
             number: number of this process.
             routers: how many router processes there are.
         """

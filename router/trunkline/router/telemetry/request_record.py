@@ -23,9 +23,9 @@ from trunkline.runtime.tracing import Tracer, child_of
 if TYPE_CHECKING:
     from trunkline.router.streams.generation import Generation
 TEXTS_MAX: Final = 32
-"""So many spans `tokenize` per request; further texts have none."""
+"""Largest number of spans `tokenize` per request. Further texts have no span."""
 ROUTES_MAX: Final = 32
-"""Likewise spans `route`."""
+"""Largest number of spans `route` per request. Further choices of a controller have no span."""
 PROVIDER: Final = "trunkline"
 _OPERATIONS: Final = {"/v1/completions": "text_completion"}
 """`gen_ai.operation.name` by endpoint; all other endpoints that generate are chats."""
@@ -36,9 +36,9 @@ class RequestRecord:
     """The record of one HTTP request. Several prompts in one request, and all their samples, are added up."""
 
     id: str
-    """As in `X-Request-Id`."""
+    """Id of the request, as in `X-Request-Id`."""
     trace: RequestTrace | None = None
-    """None: it is not traced."""
+    """The spans of the request; None: the request is not traced."""
     tenant: str = ""
     groups: list[int] = field(default_factory=list)
     """Controllers that the request was sent to, in the order of the first time."""
@@ -48,7 +48,8 @@ class RequestRecord:
     cached_tokens: int = 0
     output_tokens: int = 0
     first_token_s: float | None = None
-    """Since the request's arrival; of several prompts the earliest."""
+    """Seconds from the request's arrival to its first token, of several prompts the earliest; None: there was
+    none."""
     outcomes: list[str] = field(default_factory=list)
     """How its generations ended: "stop", "length", or what went wrong."""
     job: Job | None = None
@@ -100,11 +101,11 @@ class AttemptTrace:
     """The span of an attempt that still runs."""
 
     context: SpanContext
-    """Sent to the controller with the request."""
+    """Context of the span, sent to the controller with the request."""
     start: float
     group: int
     sample: int
-    """-1: all."""
+    """Index of the sample that the attempt computes; -1: all samples."""
     continues: list[SpanContext]
     """The spans of earlier attempts that were lost."""
     output_tokens: int

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 FOLDER: Final = Path(__file__).parent / "static"
 PAGE: Final = "index.html"
 FILES_MAX: Final = 256
-"""Most files kept in memory; the dashboard has far fewer."""
+"""Largest number of files kept in memory. The dashboard has far fewer."""
 _TYPES: Final = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",

@@ -21,7 +21,7 @@ NODES_MAX: Final = 10_000
 HEAD_TOKENS: Final = 32
 TEXT_CHARACTERS_MAX: Final = 80
 SESSIONS_MAX: Final = 8
-"""Most sessions that are named at one node."""
+"""Largest number of sessions that are named at one node."""
 _TEXTS_MAX: Final = 30_000
 _ID_BYTES: Final = 8
 _KINDS: Final = ((NodeFlag.MODULE, "module"), (NodeFlag.OWN, "own"), (NodeFlag.CUT, "cut"))
@@ -34,7 +34,8 @@ def _kind(flags: int) -> str:
 
 
 _KIND_OF: Final = [_kind(flags) for flags in range(256)]
-"""Kinds by a node's flags, as a table: enumerations are slow, and there are thousands of nodes."""
+"""Table of the kind of a node by the node's flags. A table is faster than an enumeration, and there are thousands
+of nodes."""
 
 
 class Texts:

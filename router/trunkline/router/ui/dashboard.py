@@ -24,15 +24,17 @@ from trunkline.router.ui.stored import StoredSessions
 SAMPLE_SECONDS: Final = 1.0
 TREE_SECONDS_MAX: Final = 10.0
 TREE_FRESH_SECONDS: Final = 0.5
-"""A description of a tree is given to all clients that ask within this time after it was made, …"""
+"""Shortest time in seconds for which the description of a tree is given to all clients that ask."""
 TREE_FRESH_SHARE: Final = 3.0
-"""… or within this many times the time that it took to make, …"""
+"""Time for which the description of a tree is given to all clients that ask, as a multiple of the time that it
+took to make; between `TREE_FRESH_SECONDS` and `TREE_FRESH_SECONDS_MAX`."""
 TREE_FRESH_SECONDS_MAX: Final = 10.0
-"""… but never longer than this: it may have taken long because a controller was away."""
+"""Longest time in seconds for which the description of a tree is given to all clients that ask. It may have taken
+long to make because a controller was away."""
 _PORTION: Final = 25
 """Number of nodes that are made before streams get their turn."""
 _SESSIONS_MAX: Final = 300
-"""Number of sessions, the last used ones, whose chunks are looked for in a tree."""
+"""Largest number of sessions whose chunks are looked for in a tree. They are the ones that were used last."""
 
 
 class Dashboard:

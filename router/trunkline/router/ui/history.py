@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from trunkline.router.messages import State
 
 SERIES_MAX: Final = 2048
-"""Most series that are kept; they take some 20 MB."""
+"""Largest number of series that are kept. So many take some 20 MB."""
 FINE_SECONDS: Final = 1.0
 FINE_ROWS: Final = 900
 COARSE_SECONDS: Final = 15.0
@@ -36,9 +36,9 @@ class Curves(NamedTuple):
     """A part of a history; NaN where a value is not known."""
 
     times: list[float]
-    """Seconds, ascending."""
+    """Times of the values in seconds, ascending."""
     series: dict[str, list[float]]
-    """By a series' name, a value for each time. Series without any value are left out."""
+    """For each series, by its name, a value for each time. Series without any value are left out."""
 
 
 class Ring:
@@ -90,7 +90,7 @@ class History:
         """
         Args:
             fine: Seconds between two rows of the fine ring (about), and the number of rows that it keeps.
-            coarse: The same for the ring of means.
+            coarse: Seconds between two rows of the ring of means, and the number of rows that it keeps.
         """
         self.fine_seconds = fine[0] * fine[1]
         """How many seconds back the fine ring goes."""
@@ -104,7 +104,7 @@ class History:
         self._sums: dict[int, tuple[float, int]] = {}
         """Sum and count of the values of the means that are being made, by column."""
         self._until: float | None = None
-        """When these means are complete."""
+        """Time at which the means that are being made will be complete."""
 
     def add(self, now: float, values: Mapping[str, float]) -> None:
         """Add the values that are measured now, by series; NaN counts as no value."""
@@ -215,7 +215,7 @@ class HistorySampler:
         Args:
             groups: All groups, in order.
             requests: Number of this router's generations.
-            waiting: Number of those that no controller has yet.
+            waiting: Number of this router's generations that no controller has yet.
         """
         values: dict[str, float] = {"requests": requests, "router.waiting": waiting}
         counters: dict[str, float] = {}

@@ -19,9 +19,10 @@ from trunkline.router.streams.generation import Generation
 from trunkline.router.streams.link import ControllerLink
 
 REQUESTS_MAX: Final = 2000
-"""Most requests that are listed, the oldest first; a router may work on more."""
+"""Largest number of requests that are listed, the oldest first. A router may work on more."""
 GROUPS_MAX: Final = 16
-"""Most groups that are listed for a decision, those with the lowest costs: there may be hundreds."""
+"""Largest number of groups that are listed for a decision: those with the lowest costs, as there may be
+hundreds."""
 
 
 def overview(service: RouterService) -> dict[str, Any]:

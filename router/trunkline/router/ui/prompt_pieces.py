@@ -29,7 +29,7 @@ from trunkline.router.tools.plan import prepare_tools
 
 _T = TypeVar("_T")
 _OFF_LOOP_TOKENS: Final = 5_000
-"""Pieces of a longer prompt are made in a thread."""
+"""Number of tokens above which the pieces of a prompt are made in a thread."""
 _MARK: Final = "\ue000"
 _MARKED: Final = re.compile(f"{_MARK}([0-9]{{1,9}}){_MARK}")
 _KINDS: Final[dict[PieceKind, str]] = {
@@ -107,8 +107,8 @@ async def _chat(service: RouterService, body: ChatRequest, turn: SessionTurn | N
 
 
 async def _frame(service: RouterService, rendering: Rendering, messages: list[Message]) -> str:
-    """The conversation with a mark in the place of each message that says something; "" if the template takes no
-    such messages."""
+    """Return the conversation's text with a mark in the place of each message that is not empty; "" if the
+    template does not accept marks as messages."""
     marked = [
         message.model_copy(update={"content": f"{_MARK}{number}{_MARK}"}) if message.content.strip() else message
         for number, message in enumerate(messages)
@@ -268,7 +268,8 @@ def _piece(text: str, tokens: int, label: Label) -> dict[str, Any]:
 
 
 async def _of_modules(service: RouterService, placed: Placed, job: Job) -> dict[str, Any]:
-    """In ascending positions; what an argument leaves of its place is not seen, and is no piece."""
+    """Return the pieces of a prompt of modules, in ascending positions. The part of a parameter's place that its
+    argument does not fill is no piece, because the model does not see it."""
     prompt = placed.prompt
     pieces: list[dict[str, Any]] = []
     own = 0

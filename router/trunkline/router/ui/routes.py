@@ -31,7 +31,7 @@ _assets = Assets()
 _READ: Final = ["GET", "HEAD"]
 _API: Final = ("overview", "history", "tree", "requests", "sessions", "decisions", "prompt")
 PATHS: Final = frozenset({"/ui", *(f"/ui/api/{name}" for name in _API)})
-"""Labels of metrics."""
+"""Paths of the dashboard that have a label of their own in metrics."""
 _PAGE_HEADERS: Final = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",

@@ -27,24 +27,26 @@ from trunkline.router.ui.overview import wall_clock
 
 LIMIT_MAX: Final = 1000
 RECORDS_MAX: Final = 1000
-"""Records of each controller that are searched for those that were used last."""
+"""Largest number of records of each controller among which the last used ones are searched."""
 FRESH_SECONDS: Final = 1.0
-"""However many clients ask, the list of records is fetched once in this time, …"""
+"""Shortest time in seconds between two fetches of the list of records, however many clients ask."""
 FRESH_SHARE: Final = 10.0
-"""… or, if fetching takes long because of many tenants and groups, once in this many times that time, …"""
+"""Time between two fetches of the list of records, as a multiple of the time that the fetch took, which is long
+with many tenants and groups; between `FRESH_SECONDS` and `FRESH_SECONDS_MAX`."""
 FRESH_SECONDS_MAX: Final = 20.0
-"""… but at least once in this time."""
+"""Longest time in seconds between two fetches of the list of records."""
 FETCHED_MAX: Final = 16
-"""Most values that are fetched at each look, …"""
+"""Largest number of records whose values are fetched each time that the sessions are listed."""
 FETCH_SECONDS_MAX: Final = 0.1
-"""… and the time after which no further one is fetched: values may be long."""
+"""Time in seconds after which no further value of a record is fetched, because values may be long."""
 KNOWN_MAX: Final = 4096
 NAMES_MAX: Final = 1024
-"""Most chunks of a session whose places are looked up: the first ones."""
+"""Largest number of chunks of a session whose places are looked up. They are the session's first chunks."""
 _PORTION: Final = 16
 """Number of sessions that are looked up before streams get their turn."""
 _TIERS: Final = ("device", "host", "disk", "device")
-"""Tiers by the index's columns. The last column is for chunks that are being computed on the device."""
+"""Name of the tier of each column of the index. The last column is for chunks that are being computed on the
+device."""
 
 
 class Known(NamedTuple):
