@@ -31,7 +31,8 @@ from trunkline.router.jobs.parameters import (
 from trunkline.router.jobs.request_models import CompletionRequest, GenerationRequest
 
 CANDIDATES_MAX: Final = 4096
-"""Most continuations that a search considers in a step. They are sent to the controller in each step."""
+"""Largest number of continuations that a beam search may consider in a step. Each step sends them to the
+controller."""
 _BEAM_ONLY: Final[dict[str, tuple[Any, ...]]] = {
     "beam_width": (1,),
     "length_penalty": (1.0, 0.0),
@@ -64,10 +65,10 @@ class Decoding(msgspec.Struct, frozen=True):
     choices: int = 1
     """Number of texts that are returned."""
     samples: int = 1
-    """Number of samples that are drawn; in a beam search, of results."""
+    """Number of samples that are drawn; in a beam search, number of results."""
     beam: BeamSearch | None = None
     rows_param: str = "n"
-    """Parameter of the request that gives the number of `rows`."""
+    """Name of the request's parameter that gives the number of `rows`."""
 
     @property
     def rows(self) -> int:
@@ -91,10 +92,10 @@ class Decoding(msgspec.Struct, frozen=True):
 
 
 def decoding_of(request: GenerationRequest, rows_max: int) -> Decoding:
-    """Return the method a request asks for.
+    """Return the decoding method that a request asks for.
 
     Args:
-        rows_max: Sequences that the engine can decode at once; 0: not known yet.
+        rows_max: Number of sequences that the engine can decode at once; 0: not known yet.
 
     Raises:
         ApiError: 400, naming the parameter that contradicts another or is too large.
@@ -192,7 +193,7 @@ def grammar_of(request: GenerationRequest) -> Grammar | None:
     """Return the grammar that a request's answer has to follow, or None for free text.
 
     Raises:
-        ApiError: 400: two are asked for, or one is incomplete or too large.
+        ApiError: 400: the request asks for two grammars, or for one that is incomplete or too large.
     """
     grammars = list(_grammars(request))
     if len(grammars) > 1:
@@ -215,7 +216,7 @@ def spaced(grammar: Grammar, request: GenerationRequest) -> Grammar:
 
 
 def owned(grammar: Grammar | None, tenant: str) -> Grammar | None:
-    """Return the grammar with the tenant whose turn at the compiler it uses."""
+    """Return the grammar with its tenant. Tenants take turns at the compiler of grammars."""
     if grammar is None:
         return None
     digest = hashlib.blake2b(tenant.encode(), digest_size=_TENANT_BYTES).digest()

@@ -22,11 +22,13 @@ from trunkline.worker.messages import Sampling
 _Value = TypeVar("_Value", int, float)
 
 GREEDY_BELOW = 1e-5
-"""A lower temperature means "always the likeliest token": divided by it, logits would leave float32's range."""
+"""Temperature below which the likeliest token is always taken: divided by a lower one, logits would leave
+float32's range."""
 COMPLETION_TOKENS_DEFAULT = 16
-"""`max_tokens` of `/v1/completions` if the request gives none, as in OpenAI's API and vLLM."""
+"""Value of `max_tokens` of `/v1/completions` if the request gives none, as in OpenAI's API and vLLM."""
 REPEATED_BYTES_MAX = 16 << 20
-"""Most bytes of other parameters that are sent to the engine again for each of a request's prompts, in all."""
+"""Limit of the bytes that a request's prompts cause besides their tokens: the other parameters are sent to the
+engine again for each prompt."""
 _SEED_MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 
@@ -42,18 +44,19 @@ class Modules(msgspec.Struct, frozen=True):
     schema: str
     """Key of the schema's record (`StoredSchema.key`)."""
     hint: PromptLayout | None = None
-    """Texts that other requests of the schema will probably need soon."""
+    """Layout of the texts that other requests of the schema will probably need soon; None: there is no
+    prediction."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
     """A request's prompt, ready for the engine."""
 
     tokens: list[int]
-    """All tokens; in a prompt of modules only those that the request adds itself."""
+    """All tokens of the prompt; in a prompt of modules only those that the request adds itself."""
     param: str = ""
-    """Parameter that gives the prompt, for errors; "": `messages` or `prompt`."""
+    """Name of the parameter that gives the prompt, for errors; "": `messages` or `prompt`."""
     cut: PromptCut = PromptCut()
-    """The tokens that the model does not see."""
+    """The tokens of the prompt that the model does not see."""
     modules: Modules | None = None
 
     @property
@@ -66,11 +69,11 @@ class Job(msgspec.Struct, frozen=True):
     """All properties of a generation that do not depend on the group that runs it."""
 
     prompt: list[int]
-    """All tokens; in a prompt of modules only those that the request adds itself."""
+    """All tokens of the prompt; in a prompt of modules only those that the request adds itself."""
     max_tokens: int
     sampling: Sampling
     eos_ids: frozenset[int]
-    """Sampling one of these ends the text."""
+    """Token ids that end the text when one of them is sampled."""
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
@@ -87,7 +90,7 @@ class Job(msgspec.Struct, frozen=True):
     session_tokens: int = 0
     """Number of first tokens of `prompt` that come from a stored session's history."""
     ttl: float = 0.0
-    """Seconds for which the KV is kept; 0: as the engine is configured."""
+    """Seconds for which the request's KV is kept after its last use; 0: as the engine is configured."""
     modules: Modules | None = None
 
     @property
@@ -105,7 +108,7 @@ class Job(msgspec.Struct, frozen=True):
         return pack_int32(self.prompt)
 
     def packed_drops(self) -> bytes:
-        """Return the dropped ranges of the prompt as they are sent."""
+        """Return the dropped ranges of the prompt as they are sent to a controller."""
         return pack_int32([end for span in self.cut.drops for end in span])
 
 
@@ -117,7 +120,7 @@ class ModelLimits(msgspec.Struct, frozen=True):
     eos_ids: frozenset[int]
     defaults: SamplingDefaults
     max_rows: int = 0
-    """Sequences that an engine can decode at once; 0: not known yet."""
+    """Number of sequences that an engine can decode at once; 0: not known yet."""
 
 
 def check_prompt(prompt: Prompt, limits: ModelLimits, param: str) -> None:

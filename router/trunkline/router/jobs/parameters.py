@@ -17,19 +17,20 @@ from trunkline.router.text.truncation import RetentionPolicy
 
 STOPS_MAX: Final = 16
 STOP_CHARACTERS_MAX: Final = 1024
-"""Bounds the text that is held back, and the work for each token."""
+"""Largest length of a stop string. It bounds the text that a stream holds back, and the work for each token."""
 LOGPROBS_MAX: Final = 20
 STOP_IDS_MAX: Final = 256
 LOGIT_BIAS_MAX: Final = 4096
 ALLOWED_IDS_MAX: Final = 1 << 18
 BAD_WORDS_MAX: Final = 128
 BAD_WORD_CHARACTERS_MAX: Final = 256
-"""Each is tokenised twice, and each step looks for its tokens."""
+"""Largest length of one of `bad_words`. Each is tokenised twice, and each step looks for its tokens."""
 CHOICES_MAX: Final = 1024
-"""Most sequences that one HTTP request may start, over all its prompts."""
+"""Largest number of sequences that one HTTP request may start, over all its prompts."""
 BEAM_WIDTH_MAX: Final = 64
 REPETITION_PENALTY_MIN: Final = 0.01
-"""Logits are divided by it; a much smaller one would take them out of float32's range."""
+"""Smallest repetition penalty. Logits are divided by it, and a much smaller one would take them out of float32's
+range."""
 LENGTH_PENALTY_MAX: Final = 10.0
 GRAMMAR_CHARACTERS_MAX: Final = 256 << 10
 REGEX_CHARACTERS_MAX: Final = 64 << 10
@@ -38,9 +39,11 @@ SINK_TOKENS_MAX: Final = 4096
 SESSION_ID_CHARACTERS_MAX: Final = 128
 TTL_MAX_S: Final = 366 * 24 * 3600
 METADATA_MAX: Final = 16
+"""Largest number of entries of `metadata`, as in OpenAI's API."""
 METADATA_KEY_CHARACTERS_MAX: Final = 64
+"""Largest length of a key of `metadata`, as in OpenAI's API."""
 METADATA_VALUE_CHARACTERS_MAX: Final = 512
-"""These limits of metadata are OpenAI's."""
+"""Largest length of a value of `metadata`, as in OpenAI's API."""
 
 
 def _texts(value: Any, what: str, *, count_max: int, characters_max: int) -> list[str]:
@@ -359,11 +362,12 @@ StructuralTag = Annotated[Any, BeforeValidator(_object), WithJsonSchema(_OBJECT_
 GrammarChoices = Annotated[Any, BeforeValidator(_grammar_choices), WithJsonSchema(_TEXTS)]
 Regex = Annotated[str, Field(min_length=1, max_length=REGEX_CHARACTERS_MAX)]
 Tools = Annotated[Any, WithJsonSchema(_TOOLS)]
-"""`trunkline.router.tools.plan` checks tools and the choice."""
+"""Type of the field `tools`, which takes any JSON value: `trunkline.router.tools.plan` checks it later."""
 ToolChoice = Annotated[Any, WithJsonSchema(_TOOL_CHOICE)]
+"""Type of the field `tool_choice`, which takes any JSON value: `trunkline.router.tools.plan` checks it later."""
 Ebnf = Annotated[str, Field(min_length=1, max_length=GRAMMAR_CHARACTERS_MAX)]
 Whitespace = Literal["compact", "any"]
-"""White space that a grammar allows between the parts of JSON."""
+"""Type of the field that says which white space a grammar allows between the parts of JSON: none, or any."""
 
 
 class NamedSchema(BaseModel):

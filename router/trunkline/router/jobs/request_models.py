@@ -81,9 +81,9 @@ _CONTENT: Final[dict[str, Any]] = {
 
 
 MESSAGES_MAX: Final = 16_384
-"""Most messages of a conversation. Each is checked, translated and rendered, which takes 10 to 20 microseconds."""
+"""Largest number of messages of a conversation. To check, translate and render one takes 10 to 20 microseconds."""
 TOOL_CALLS_MAX: Final = MESSAGES_MAX
-"""Most calls of a message."""
+"""Largest number of tool calls in one message."""
 DETOKENIZE_IDS_MAX: Final = 1 << 20
 _SLICE_IDS: Final = 1 << 16
 
@@ -162,7 +162,7 @@ class GenerationRequest(_Request):
     session_id: SessionId | None = None
     """Id of a stored session, or any label for the conversation that the request belongs to."""
     cache_salt: SessionId | None = None
-    """Only requests with the same salt share KV and schemas."""
+    """Salt of the request: only requests with the same salt share KV and schemas."""
     prompt_cache_key: str | None = None
     """A label for requests that begin alike."""
     pml: str | None = None
@@ -211,7 +211,7 @@ class FunctionCall(BaseModel):
 
     name: Annotated[str, Field(min_length=1)]
     arguments: str
-    """JSON, as the model wrote it."""
+    """The call's arguments: JSON text, as the model wrote it."""
 
 
 class ToolCall(BaseModel):
@@ -231,11 +231,11 @@ class Message(BaseModel):
 
     role: str
     content: Annotated[Any, BeforeValidator(_content), WithJsonSchema(_CONTENT)]
-    """A text; null is allowed only with `tool_calls`."""
+    """Text of the message; null is allowed only with `tool_calls`."""
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=TOOL_CALLS_MAX, fail_fast=True)] | None = None
     tool_call_id: str | None = None
-    """The call that a message with role "tool" answers."""
+    """Id of the call that a message with role "tool" answers."""
 
     @model_validator(mode="before")
     @classmethod
@@ -279,7 +279,7 @@ class ChatRequest(GenerationRequest):
     """The request `POST /v1/chat/completions`."""
 
     messages: Messages = []
-    """May be empty in a prompt of modules. The messages follow the modules."""
+    """The conversation. In a prompt of modules the messages follow the modules, and there may be none."""
     prompt: ModulesPrompt | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
@@ -289,7 +289,8 @@ class ChatRequest(GenerationRequest):
     top_logprobs: LogprobCount | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
-    """Templates write their special tokens themselves."""
+    """Whether the tokenizer adds its special tokens. Chat templates write them themselves, so the default is
+    False."""
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -320,9 +321,10 @@ class CompletionRequest(GenerationRequest):
     """The request `POST /v1/completions`."""
 
     prompt: Prompts = []
-    """A list of texts or of lists of token ids; or an object, which is a prompt of modules."""
+    """The prompts: a list of texts or of lists of token ids; or an object, which is a prompt of modules."""
     max_tokens: CountOrZero | None = None
-    """0 is allowed only with `echo`: the answer repeats the prompt and adds nothing."""
+    """Largest number of output tokens. 0 is allowed only with `echo`: the answer repeats the prompt and adds
+    nothing."""
     logprobs: LogprobCount | None = None
     best_of: Choices | None = None
     echo: bool | None = None

@@ -35,7 +35,7 @@ ANONYMOUS: Final = "anonymous"
 KEY_PREFIX: Final = "key-"
 """Prefix of the name of a tenant that is known only by its key."""
 NAME: Final = re.compile(r"[\x21-\x7e]{1,128}")
-"""What a tenant may be called."""
+"""Matches the names that a tenant may have."""
 _LOOPBACK_NAME: Final = re.compile(r"(?:[a-z0-9-]+\.)*localhost")
 DEFAULT: Final = "default"
 """The tenant of the one key that is given without a file. It owns everything that no other tenant owns."""
@@ -47,38 +47,39 @@ _SALT_MARK: Final = b"\xff"
 """First byte of a tenant's salt. Clients' salts are UTF-8, which never has it, so no client can forge one."""
 _SALT_BYTES: Final = 16
 _ONCE: Final = ("authorization", "x-api-key", "host")
-"""Headers that a request may have only once: a proxy and this program might choose different ones of two."""
+"""Headers that a request may have only once. Of two such headers, a proxy and this program might read different
+ones."""
 
 
 class KeyRole(StrEnum):
-    """What a key may do."""
+    """The role of a key, which says what the key may do."""
 
     USER = "user"
-    """Text, sessions and schemas of its own tenant."""
+    """The key may generate text, and use the sessions and schemas of its own tenant."""
     METRICS = "metrics"
-    """Scraping, and nothing else."""
+    """The key may read metrics, and do nothing else."""
     ADMIN = "admin"
-    """Everything."""
+    """The key may do everything."""
 
 
 class Access(StrEnum):
-    """What an endpoint asks of a request's key."""
+    """The access that an endpoint asks of a request's key."""
 
     OPEN = "open"
-    """No key: the endpoint shows no tenant's data."""
+    """Requests need no key: the endpoint shows no tenant's data."""
     USER = "user"
     METRICS = "metrics"
     ADMIN = "admin"
     UNKNOWN = "unknown"
-    """There is no such endpoint: it is refused with every key."""
+    """The router has no endpoint at this path. Requests are refused with every key."""
 
 
 class Key(msgspec.Struct, frozen=True):
-    """What the router knows of a key. It does not have the key itself, only its digest."""
+    """The properties of a key. The router does not have the key itself, only its digest."""
 
     tenant: str
     name: str = ""
-    """For logs, and to tell which key to revoke."""
+    """Name of the key, for logs, and so that the operator knows which key to revoke."""
     role: KeyRole = KeyRole.USER
     expires: float | None = None
     """Unix time in seconds at which the key expires; None: never."""
@@ -95,13 +96,14 @@ class TenantRules(msgspec.Struct, frozen=True):
 
     default: TenantLimits = NO_LIMITS
     tenants: dict[str, TenantLimits] = {}
-    """Limits by tenant; `default` holds for all other tenants."""
+    """Limits by name of the tenant. Tenants that are not in it have the limits `default`."""
     keys: dict[str, Key] = {}
-    """By the key's SHA-256, in hexadecimal."""
+    """Keys by their SHA-256 in hexadecimal."""
     salts: dict[str, str] = {}
-    """By tenant: the name of a salt that it shares with other tenants. All others have salts of their own."""
+    """Names of salts by tenant, for tenants that share their salt with others. All other tenants have salts of
+    their own."""
     has_keys: bool = False
-    """Whether requests need a key, even if the file has none (any more)."""
+    """Whether requests need a key, even if the file has no keys or has lost its last one."""
 
     def limits_of(self, name: str) -> TenantLimits:
         """Return a tenant's limits."""
@@ -136,7 +138,7 @@ _BELOW: Final = {
     "/v1/sessions/": Access.USER,
     "/v1/schemas/": Access.USER,
 }
-"""By the beginning of a path."""
+"""What endpoints ask of a key, by the beginning of their path."""
 
 
 def access_needed(path: str) -> Access:
@@ -203,7 +205,7 @@ def is_loopback(host: str) -> bool:
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Who sends a request."""
+    """The sender of a request, and what the sender may see."""
 
     tenant: str = ANONYMOUS
     """The tenant whose limits the request counts against."""
@@ -214,7 +216,7 @@ class Identity(msgspec.Struct, frozen=True):
     owner: str = ""
     """The owner whose sessions and schemas the request sees."""
     salt: bytes = b""
-    """Salt of the tenant's KV. The request's own salt comes behind it."""
+    """Salt of the tenant's KV. In chunk names, the request's own salt follows it."""
     is_all: bool = False
     """Whether the request sees the sessions and schemas of all owners."""
 

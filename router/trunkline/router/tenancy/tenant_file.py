@@ -48,16 +48,16 @@ class _Default(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A key in the form of the file."""
+    """A key as the file of tenants describes it."""
 
     sha256: str
     name: str = ""
     role: KeyRole = KeyRole.USER
     expires: str | None = None
-    """RFC 3339."""
+    """Time at which the key expires, as in RFC 3339; None: never."""
     gateway: bool = False
     created: str = ""
-    """When the key was made; a note for the operator."""
+    """Time at which the key was made: a note for the operator."""
 
 
 class _Tenant(_Default, frozen=True, forbid_unknown_fields=True):
@@ -143,7 +143,7 @@ def parse_time(text: str, where: str) -> float:
     """Return Unix time in seconds from an RFC 3339 time.
 
     Raises:
-        ValueError: the text is no such time, or has no time zone.
+        ValueError: the text is no RFC 3339 time, or has no time zone.
     """
     try:
         moment = datetime.fromisoformat(text)
@@ -163,16 +163,16 @@ def _filled(given: _Default, base: TenantLimits, where: str) -> TenantLimits:
 
 
 def read_rules(path: str, base: TenantLimits) -> TenantRules:
-    """Return the rules of a file.
+    """Return the rules of the file of tenants at `path`. `base`: the limits where the file has none.
 
     Raises:
-        ValueError: it cannot be read, or is wrong; the text names it.
+        ValueError: the file cannot be read, or is wrong. The error names the file and says what is wrong.
     """
     return _read(path, base)[0]
 
 
 def _read(path: str, base: TenantLimits) -> tuple[TenantRules, bytes]:
-    """Return the rules of a file, and the file's text."""
+    """Return the rules of the file of tenants at `path`, and the file's text."""
     try:
         with Path(path).open("rb") as file:
             if os.fstat(file.fileno()).st_mode & stat.S_IWOTH:
@@ -191,7 +191,7 @@ class TenantFile:
     def __init__(self, path: str, base: TenantLimits, kept: str = "") -> None:
         """
         Args:
-            path: of the file.
+            path: path of the file of tenants.
             base: the limits where the file has none.
             kept: path where the last correct version is kept; "": it is not kept.
 
@@ -212,7 +212,8 @@ class TenantFile:
             _log.error("tenants_not_reloaded", detail=str(error))
 
     def poll(self, now: float) -> TenantRules:
-        """Return the rules. Check the file at most once in `CHECK_SECONDS`. `now`: in seconds."""
+        """Return the present rules. Check at most once in `CHECK_SECONDS` whether the file has changed. `now`: in
+        seconds."""
         if now >= self._next_check:
             self._next_check = now + CHECK_SECONDS
             stamp = _stamp(self._path)
@@ -248,7 +249,7 @@ def write_private(path: Path, text: bytes) -> None:
     """Write a file that only its owner may read, whatever the process's umask is. An older file is replaced.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:

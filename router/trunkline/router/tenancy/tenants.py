@@ -30,10 +30,11 @@ from trunkline.router.tenancy.auth import ANONYMOUS, Access, Authenticator, Iden
 from trunkline.router.tenancy.tenant_file import TenantFile
 
 TENANTS_MAX: Final = 10_000
-"""Most tenants in memory. If there are more, those that have been idle for longest are forgotten."""
+"""Largest number of tenants in memory. If there are more, those that have been idle for longest are forgotten."""
 MINUTE_S: Final = 60.0
 _ROUNDING: Final = 1e-6
-"""Tolerated rounding, in tokens: a client that waited as long as `Retry-After` said must not be refused again."""
+"""Rounding that is tolerated when a bucket is checked, in units of the bucket: a client that waited as long as
+`Retry-After` said must not be refused again."""
 
 
 # -- buckets and books
@@ -45,7 +46,8 @@ class Bucket:
     __slots__ = ("_at", "_capacity", "_level", "_per_second")
 
     def __init__(self, per_minute: float, now: float) -> None:
-        """Begin with a full bucket. It holds what a minute brings, but at least 1."""
+        """Begin with a full bucket. `per_minute`: units that flow in each minute; the bucket holds as many, at
+        least 1."""
         self._per_second = per_minute / MINUTE_S
         self._capacity = max(per_minute, 1.0)
         self._level = self._capacity
@@ -53,7 +55,7 @@ class Bucket:
 
     @property
     def capacity(self) -> float:
-        """The most that the bucket holds."""
+        """Amount that a full bucket holds."""
         return self._capacity
 
     def level(self, now: float) -> float:
@@ -146,7 +148,7 @@ class Meter:
         self._charged = True
 
     def charge_output(self, tokens: int) -> None:
-        """Charge an answer or a part of one. May be called after `close`."""
+        """Charge the tokens of an answer or of a part of it. May be called after `close`."""
         if self._tenant.minute_tokens is not None:
             self._tenant.minute_tokens.take(tokens, self._book.clock())
 
@@ -155,7 +157,7 @@ class Meter:
         return _headers(self._tenant, self._book.clock())
 
     def close(self) -> None:
-        """Free the request's place. May be called again."""
+        """Free the request's place among the tenant's running requests. Calling it again changes nothing."""
         if self._open:
             self._open = False
             self._book.leave(self._tenant)
@@ -171,10 +173,12 @@ class TenantBook:
         Args:
             clock: returns seconds that only go forward.
             routers: number of router processes; each grants an equal part of every limit.
-            tenants_max: most tenants in memory, besides those with running requests and those that the rules name.
+            tenants_max: largest number of tenants in memory, besides those with running requests and those that
+                the rules name.
         """
         self.rules = rules
-        """May be replaced at any time. What was used of the old limits counts in the new ones."""
+        """The rules that count now. They may be replaced at any time: what was used of the old limits counts in
+        the new ones."""
         self.clock = clock
         self._routers = routers
         self._tenants_max = tenants_max
@@ -216,7 +220,7 @@ class TenantBook:
         return Meter(self, tenant)
 
     def leave(self, tenant: _Tenant) -> None:
-        """Free the place of a request. Each `Meter` calls it once."""
+        """Free the place of a request among the tenant's running requests. Each `Meter` calls this once."""
         tenant.running -= 1
         if not tenant.running:
             self._idle[tenant.name] = tenant
@@ -300,8 +304,7 @@ class Tenants:
 
         Raises:
             ValueError: the file of tenants cannot be read or is wrong; or the server has no keys, and other
-                machines
-                reach it.
+                machines reach it.
         """
         self._file = (
             TenantFile(config.tenants, config.tenant_limits, config.tenants_kept) if config.tenants else None

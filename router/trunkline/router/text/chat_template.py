@@ -41,7 +41,8 @@ class ChatTemplateError(PromptError):
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %} … {% endgeneration %}`: rendered as if the tags were not there."""
+    """The block `{% generation %} … {% endgeneration %}`. Its content is rendered as if the tags were not
+    there."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
 
@@ -198,17 +199,18 @@ class ChatRenderer:
 
 
 STEPS_MAX: Final = 1_000_000
-"""Steps of one rendering, which take some seconds. Templates need a few steps per message."""
+"""Largest number of steps of one rendering; they take some seconds. Templates need a few steps per message."""
 TEXT_MAX: Final = 64 << 20
-"""Characters of one text: several times the largest request."""
+"""Largest number of characters of one text: several times the largest request."""
 LIST_MAX: Final = 1 << 20
-"""Entries of one list."""
+"""Largest number of entries of one list."""
 _CALL_STEPS: Final = 20
-"""Steps for calling a macro or anything else that may call itself: Jinja builds a context for each call."""
+"""Number of steps that a call of a macro, or of anything else that may call itself, counts as: Jinja builds a
+context for each call."""
 _TEXT_PER_STEP: Final = 4096
-"""Characters that take about as long as one step."""
+"""Number of characters whose handling takes about as long as one step."""
 _FREE: Final = 64
-"""Arguments up to this number cost no steps (widths of indents, for example)."""
+"""Largest number that costs no steps as an argument of a function (the width of an indent, for example)."""
 _NUMBER_BITS_MAX: Final = 4096
 _WIDE_FORMAT: Final = re.compile(r"[0-9]{4,}|\*|\{[^{}]*\{")
 """Matches a format with a width of four digits, or with a width given by an argument."""

@@ -32,7 +32,8 @@ REPLACEMENT: Final = "\ufffd"
 _SPACE_MARK: Final = "▁"
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WINDOW_TOKENS_MAX: Final = 16
-"""Tokens after which a window's text is shown although it still cannot be decoded completely."""
+"""Largest number of tokens of a window. After them its text is shown although it cannot be decoded completely
+yet."""
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -51,11 +52,11 @@ Family = Literal["byte_level", "spaces", "other"]
 
 
 class DecoderKind(NamedTuple):
-    """How a tokenizer's `decoder` joins tokens to text."""
+    """The way in which a tokenizer's `decoder` joins tokens to text."""
 
     family: Family
     strip_leading_spaces: int = 0
-    """Spaces removed from the front of a text, at most (spaces family)."""
+    """Largest number of spaces that are removed from the front of a text (spaces family)."""
     drop_first_marks: bool = False
     """Whether the first token loses all its space marks (the `Metaspace` decoder)."""
     byte_tokens: bool = False
@@ -94,7 +95,7 @@ class TokenPiece(NamedTuple):
 
     data: bytes
     raw: bool
-    """Whether `data` may be part of a character (else it is whole UTF-8 text)."""
+    """Whether `data` may be a part of a character. False: it is whole UTF-8 text."""
 
 
 class TokenStrings(Protocol):
@@ -152,7 +153,7 @@ def _spaces_piece_with_bytes(text: str) -> TokenPiece:
 
 
 class Detokenizer(Protocol):
-    """The state of one text."""
+    """The state of one text that is made from tokens, one by one."""
 
     def feed(self, token: int) -> str:
         """Take the next token; return the text that is final now."""
@@ -282,7 +283,7 @@ class StopMatcher:
     """Looks for several stop strings in one text."""
 
     def __init__(self, stops: Sequence[str] = (), *, include: bool = False) -> None:
-        """`include`: whether the text shown includes the stop string.
+        """Begin with an empty text. `include`: whether the text that is shown includes the stop string.
 
         Raises:
             ValueError: A stop string is empty; it would match everywhere.

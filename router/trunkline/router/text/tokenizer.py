@@ -45,17 +45,17 @@ class ModelFiles(msgspec.Struct, frozen=True):
     """A model's properties in its configuration files."""
 
     max_context: int
-    """Positions the model was trained for."""
+    """Number of positions that the model was trained for."""
     vocab_size: int
-    """Rows of the embedding; 0 if the configuration does not give them."""
+    """Number of rows of the embedding; 0: the configuration does not give it."""
     eos_ids: tuple[int, ...]
-    """Ids that end a text, without the tokenizer's own end token (`special_tokens["eos_token"]`)."""
+    """Ids of the tokens that end a text, without the tokenizer's own end token (`special_tokens["eos_token"]`)."""
     defaults: SamplingDefaults
     special_tokens: dict[str, str]
     """Special tokens by the names that templates use: `bos_token`, `eos_token`, …"""
     chat_template: str | None
     tool_chat_template: str | None = None
-    """Separate template for conversations with tools; few models have one."""
+    """Separate template for conversations with tools; None: the model has none, like most models."""
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -148,11 +148,13 @@ def read_model_files(folder: Path) -> ModelFiles:
 
 
 OFF_LOOP_CHARACTERS: Final = 64 << 10
-"""Longer texts are tokenised in a thread: in the event loop they would stop all streams for over 10 ms."""
+"""Length of a text from which on it is tokenised in a thread: in the event loop it would stop all streams for over
+10 ms."""
 TEXT_BYTES_MAX: Final = 6 << 20
-"""Bytes of one text in UTF-8. Each may become a token, which takes a hundred bytes while the text is encoded."""
+"""Largest number of bytes of one text in UTF-8. Each may become a token, which takes a hundred bytes while the
+text is encoded."""
 TOKENS_MAX: Final = 1 << 20
-"""Tokens of one text. Making the list of so many holds Python's lock for 20 to 40 ms."""
+"""Largest number of tokens of one text. Making a list of as many tokens holds Python's lock for 20 to 40 ms."""
 _LINE_END: Final = "\n"
 
 
@@ -174,7 +176,7 @@ class Tokenizer:
         except Exception as error:
             raise ValueError(f"{path} cannot be loaded: {error}") from error
         self.fingerprint: str = hashlib.blake2b(source.encode(), digest_size=8).hexdigest()
-        """Identifies the tokenizer: token ids of tokenizers with another fingerprint mean other texts."""
+        """Digest of the tokenizer: token ids of tokenizers with another fingerprint mean other texts."""
         # Truncation and padding of the checkpoint are meant for training.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -38,7 +38,8 @@ class ToolStyle(msgspec.Struct, frozen=True):
     special: frozenset[str] = frozenset()
     """Markers that are special tokens of the tokenizer. The detokenizer must not skip them."""
     newer: bool = False
-    """`mistral` only: whether the name is written before the arguments instead of in one object with them."""
+    """Whether a function's name is written before the arguments instead of in one object with them (`mistral`
+    only)."""
 
     @property
     def arguments_field(self) -> str:
@@ -56,7 +57,7 @@ def detect_style(
         template: Text of the chat template, the best evidence: many models keep tokens of the model they derive
         from.
         tokens: Added tokens of the tokenizer.
-        special: The special ones among `tokens`.
+        special: Those of `tokens` that are special tokens.
     """
     name = next((name for name in STYLE_NAMES if name == option), None) or _guess(template or "", tokens)
     return ToolStyle(

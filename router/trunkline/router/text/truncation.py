@@ -20,8 +20,8 @@ import msgspec
 from trunkline.router.errors import PromptError
 
 ROOM_SHARE: Final = 8
-"""If a request does not limit its answer, this fraction of the context (1/8) is kept free for it. A cut that left
-room for a single token would be useless."""
+"""Divisor of the context that gives the room for an answer without a limit: an eighth of the context is kept free.
+A cut that left room for a single token would be useless."""
 
 
 class TokenSpan(NamedTuple):
@@ -32,32 +32,33 @@ class TokenSpan(NamedTuple):
 
 
 class RetentionPolicy(msgspec.Struct, frozen=True):
-    """How to cut a prompt. The defaults are the policy "auto"."""
+    """The policy by which a prompt is cut. The defaults are the policy "auto"."""
 
     retention_ratio: float = 0.5
     """Share of the context that a cut leaves after an overflow, above 0 and below 1."""
     keep_instructions: bool = True
     """Whether the leading system messages stay."""
     sink_tokens: int = 4
-    """First tokens that always stay: attention sinks."""
+    """Number of first tokens that always stay: attention sinks."""
 
 
 class PromptCut(msgspec.Struct, frozen=True):
     """The tokens of a prompt that the model does not see."""
 
     drops: tuple[TokenSpan, ...] = ()
-    """Ascending, disjoint and not adjacent spans; the last token is in none."""
+    """Spans of tokens that are left out: ascending, disjoint and not adjacent. The prompt's last token is in
+    none."""
     asked: bool = False
     """Whether the request allows truncation, so that its answer reports it."""
 
     @property
     def dropped_tokens(self) -> int:
-        """Number of tokens left out."""
+        """Number of tokens that are left out."""
         return span_tokens(self.drops)
 
 
 class CutError(PromptError):
-    """No cut makes a prompt fit. The text says why."""
+    """No cut makes a prompt fit. The exception's text says why."""
 
 
 def merge_spans(spans: Iterable[TokenSpan | Sequence[int]]) -> tuple[TokenSpan, ...]:

@@ -14,7 +14,8 @@ from enum import Enum
 from typing import Final, Protocol
 
 DEPTH_MAX: Final = 200
-"""Deepest nesting, as for request bodies. It bounds the stack if a model writes brackets without end."""
+"""Deepest nesting of a call's arguments, as for request bodies. It bounds the stack if a model writes brackets
+without end."""
 WHITESPACE: Final = " \t\n\r"
 
 _LITERALS: Final = {"t": "rue", "f": "alse", "n": "ull"}
@@ -33,7 +34,7 @@ _NUMBER_MAY_END: Final = frozenset({"zero", "integer", "fraction", "power"})
 
 
 class Progress(Enum):
-    """The effect of a character."""
+    """The effect of a character on the object that is read."""
 
     MORE = 0
     DONE = 1
@@ -49,7 +50,8 @@ class ObjectScanner:
         self._closers: list[str] = []
         self._state = "begin"
         self._rest = ""
-        """The rest of a literal; or one character for each hexadecimal digit that an escape still needs."""
+        """Characters that a literal still needs; or one character for each hexadecimal digit that an escape still
+        needs."""
 
     def feed(self, character: str) -> Progress:
         """Read the next character."""
@@ -157,7 +159,7 @@ class ObjectScanner:
 _ARGUMENTS: Final = ("arguments", "parameters")
 _STRINGS: Final = ("name", "type", "id")
 _STRING_CHARACTERS_MAX: Final = 256
-"""Longest key or value besides the arguments, which is held back until it ends."""
+"""Largest length of a call's key, or of a value other than the arguments. Each is held back until it ends."""
 
 
 class CallReader(Protocol):

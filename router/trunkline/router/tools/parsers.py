@@ -38,7 +38,7 @@ class CallStart(msgspec.Struct, frozen=True):
     """The beginning of a call."""
 
     index: int
-    """Counts the calls of an answer from 0."""
+    """Number of the call in its answer, from 0 on."""
     id: str
     name: str
 
@@ -58,7 +58,7 @@ class ToolParser(Protocol):
 
     @property
     def calls(self) -> int:
-        """Calls that have begun so far."""
+        """Number of calls that have begun so far."""
 
     def feed(self, text: str) -> list[Piece]:
         """Read more of the model's text; return the pieces that are certain now."""
@@ -83,9 +83,9 @@ def joined(pieces: list[Piece]) -> list[Piece]:
 
 _NAME_CHARACTERS: Final = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 _SYNTAX_CHARACTERS_MAX: Final = 256
-"""Most characters held back at once outside a call's object: markers, names, white space."""
+"""Largest number of characters held back at once outside a call's object: markers, names, white space."""
 _HELD_CHARACTERS_MAX: Final = 64 << 10
-"""Most characters held back at once, for example arguments that come before the name."""
+"""Largest number of characters held back at once anywhere, for example arguments that come before the name."""
 
 _Step = Callable[[str], bool]
 
@@ -101,7 +101,7 @@ class _Parser:
     """Text that begins a call. Its first character does not occur again in it, so a mismatch needs no second
     look."""
     fillers: str = WHITESPACE
-    """Characters between calls that are dropped if the text ends there."""
+    """Characters between calls, which are dropped if the text ends with them."""
 
     def __init__(self, names: Collection[str], draw_id: Callable[[], str]) -> None:
         """`names`: names of the offered functions; `draw_id`: makes the id of a call."""
@@ -112,14 +112,14 @@ class _Parser:
         self._step: _Step | None = None
         """Method for the current state; None within text."""
         self._held = ""
-        """Text held back: the possible beginning of a call, or after a call its possible end."""
+        """Text that is held back: the possible beginning of a call, or after a call its possible end."""
         self._reader: CallReader | None = None
         self._announced = False
         """Whether the start of the current call was passed on."""
         self._bare = True
-        """Whether only white space came since the beginning or the last call."""
+        """Whether only white space came since the beginning of the text or since the last call."""
         self._space = ""
-        """White space since the beginning or the last call."""
+        """White space that came since the beginning of the text or since the last call."""
 
     def feed(self, text: str) -> list[Piece]:
         """Read more of the model's text; return the pieces that are certain now."""

@@ -26,9 +26,10 @@ from trunkline.router.text.tool_styles import ARGS, TOOL_CALL, TOOL_CALL_END, TO
 from trunkline.router.tools.parsers import ToolParser, make_parser
 
 TOOLS_MAX: Final = 128
-"""OpenAI's limit."""
+"""Largest number of tools of a request, which is OpenAI's limit, too."""
 TOOLS_BYTES_MAX: Final = 512 << 10
-"""Size of all definitions as JSON. They are part of the prompt, and their schemas are compiled."""
+"""Largest size of all definitions of tools, as JSON. They are part of the prompt, and their schemas are
+compiled."""
 NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 NO_PARAMETERS: Final[dict[str, Any]] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -64,7 +65,7 @@ class Choice(msgspec.Struct, frozen=True):
 
     kind: Literal["none", "auto", "required", "function"]
     name: str = ""
-    """Name of the function, for the kind "function"."""
+    """Name of the function that must be called, if `kind` is "function"; else ""."""
 
 
 def read_function(fields: Any, path: str, *, schema_field: str = "parameters") -> FunctionTool:
@@ -332,11 +333,11 @@ class ToolPlan(msgspec.Struct, frozen=True):
 
     style: ToolStyle
     names: frozenset[str] = frozenset()
-    """Functions that the answer may call. Without any, the answer is text and needs no parser."""
+    """Names of the functions that the answer may call. Without any, the answer is text and needs no parser."""
     template_tools: list[dict[str, Any]] | None = None
-    """Tools for the chat template (`Tokenizer.render_chat`); None: it shows no tools."""
+    """Tools that the chat template shows (`Tokenizer.render_chat`); None: it shows none."""
     grammar: Grammar | None = None
-    """Grammar of the answer, which excludes any other grammar."""
+    """Grammar of the answer, besides which the request can have no other grammar; None: any text is allowed."""
     parallel: bool = True
     """Whether the answer may have several calls."""
     demanded: bool = False
