@@ -51,7 +51,7 @@ _BODIES: dict[str, type[BaseModel]] = {
     "/v1/sessions/{session_id}/fork": ForkRequest,
     "/v1/sessions/{session_id}/discard": DiscardRequest,
 }
-"""By path; of its POST, or else its PATCH."""
+"""Types of request bodies by path: the body of POST or, where there is no POST, of PATCH."""
 _PATHS = frozenset(
     {*_BODIES, "/v1/models", "/health", "/version", "/metrics", "/reset_prefix_cache", "/flush_cache"}
 )

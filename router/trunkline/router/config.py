@@ -18,14 +18,14 @@ MODEL_NAME_CHARACTERS_MAX: Final = 256
 HOST: Final = re.compile(r"[A-Za-z0-9._-]{1,253}")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 HEADER_NAME: Final = re.compile(r"(?!(?i:authorization|x-api-key|cookie)\Z)[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
-"""Allowed names of the header with a tenant's name; headers that hold secrets are excluded."""
+"""Matches the names that the header with a tenant's name may have. Headers that hold secrets are excluded."""
 IDEMPOTENCY_TTL_S_MAX: Final = 86_400.0
 LIMIT_MAX: Final = 10**12
 """Largest value of a tenant's limit; a larger one would have no effect."""
 
 
 def problem_of_model_name(name: str) -> str:
-    """Return why no model can be served under this name; "": it can. Names go into answers and logs."""
+    """Return why no model can be served under this name; "": a model can. Names go into answers and logs."""
     if not 1 <= len(name) <= MODEL_NAME_CHARACTERS_MAX:
         return f"{name[:40]!r} has {len(name)} characters; allowed are 1 to {MODEL_NAME_CHARACTERS_MAX}"
     bad = next((character for character in name if not character.isprintable()), "")
@@ -36,16 +36,16 @@ def problem_of_model_name(name: str) -> str:
 
 
 class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits of a tenant; None: there is no limit."""
+    """Limits of a tenant. In each field None means that there is no limit."""
 
     requests: int | None = None
-    """Requests at once."""
+    """Largest number of requests at once."""
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    """Tokens of prompts and answers together."""
+    """Largest number of tokens in a minute, of prompts and answers together."""
     priority: int | None = None
-    """Priority of requests that ask for none, and the most urgent one that a request gets. Smaller is more
-    urgent."""
+    """Priority of requests that ask for none, and at the same time the most urgent priority that a request gets.
+    Smaller numbers are more urgent."""
 
     def problem(self) -> str:
         """Return what is wrong with the limits; "": nothing."""
@@ -74,74 +74,85 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     controllers: list[str]
     """ZeroMQ endpoints of the controllers' ROUTER sockets, e.g. "ipc:///run/trunkline/controller-0"."""
     events: list[str] = []
-    """Endpoints of their PUB sockets with KV events, in the same order; empty: the controllers publish none."""
+    """ZeroMQ endpoints of the controllers' PUB sockets with KV events, in the order of `controllers`; empty: the
+    controllers publish no events."""
     policy: str = "prefix"
-    """How the controller for a request is chosen, a name from `routing.policies.POLICIES`."""
+    """Rule by which the controller for a request is chosen: a name from `routing.policies.POLICIES`."""
     host: str = "127.0.0.1"
     """Address to listen on. Local by default: without keys the server listens nowhere else."""
     port: int = 8000
     """TCP port; 0 lets the system choose one (it is logged)."""
     listen_fd: int = 0
-    """Descriptor of an inherited listening socket, from which other routers may accept, too. `host` and `port`
-    then only name its address. 0: none; the process binds a socket of its own."""
+    """Descriptor of an inherited listening socket, from which other routers may accept, too; `host` and `port`
+    then only name its address. 0: there is none, and the process binds a socket of its own."""
     status_path: str = ""
     """Socket on which the supervisor gets this process's status (`trunkline.runtime.process`); "": none."""
     served_model_name: str = ""
-    """Name clients use; empty: the name of the folder `model_path`."""
+    """Name of the model for clients; empty: the name of the folder `model_path`."""
     served_model_aliases: list[str] = []
-    """More names for the same model."""
+    """More names under which clients may ask for the model."""
     tool_call_parser: str = "auto"
     """How the model writes tool calls, one of `TOOL_CALL_PARSERS`; "auto": as its files suggest."""
     max_context: int = 0
-    """Prompt + output at most, in tokens; 0: what the model's configuration says. A controller that can
-    hold less (its `State.max_context`) lowers it further."""
+    """Largest number of tokens of prompt and output together; 0: what the model's configuration says. A controller
+    that can hold fewer (its `State.max_context`) lowers it further."""
     max_body_bytes: int = 16 << 20
-    """Larger request bodies are refused (413). 16 MiB holds a million-token prompt several times."""
+    """Largest size of a request's body; larger ones are refused (413). 16 MiB holds a million-token prompt several
+    times."""
     max_header_bytes: int = 64 << 10
     """Largest size of a request's first line and headers together; more is refused (431). Browsers send less than
     8 KiB."""
     max_headers: int = 128
-    """A request with more headers is refused (431). Clients send about a dozen, and proxies add a few."""
+    """Largest number of a request's headers; more are refused (431). Clients send about a dozen, and proxies add a
+    few."""
     max_url_bytes: int = 8 << 10
-    """A request with a longer address is refused (414). The API's longest ones have some hundred bytes."""
+    """Largest length of a request's address; longer ones are refused (414). The API's longest ones have some
+    hundred bytes."""
     header_seconds: float = 15.0
-    """A request whose headers take longer is refused (408): slow clients must not hold connections for nothing."""
+    """Time for the headers of a request; slower requests are refused (408): slow clients must not hold connections
+    for nothing."""
     body_seconds: float = 60.0
-    """A request whose body takes longer is refused (408). `max_body_bytes` take so long at 2 Mbit/s."""
+    """Time for the body of a request; slower requests are refused (408). A body of `max_body_bytes` takes this
+    time at 2 Mbit/s."""
     max_connections: int = 8192
-    """More connections are refused (503). Twice `max_inflight`, since clients keep idle connections; each costs
-    some 20 KiB."""
+    """Largest number of connections; more are refused (503). Twice `max_inflight`, since clients keep idle
+    connections; each costs some 20 KiB."""
     max_inflight: int = 4096
-    """Requests this router works on at once; more are refused (429), so that its memory is bounded."""
+    """Largest number of requests that this router works on at once; more are refused (429), so that its memory is
+    bounded."""
     request_timeout_seconds: float = 3600.0
-    """A request that takes longer is aborted (504); 0: never. An hour bounds leaks, not long answers."""
+    """Time for a request, after which it is aborted (504); 0: there is no limit. An hour bounds leaks, not long
+    answers."""
     drain_seconds: float = 30.0
-    """After SIGTERM, how long running requests may go on. Kubernetes kills after 30 by default."""
+    """Time for which running requests may go on after SIGTERM. Kubernetes kills a process after 30 seconds by
+    default."""
     resume_seconds: float = 60.0
-    """How long a request, or a stream that has lost its controller, waits until one is ready. 0: a request fails
-    at once, and a stream that loses its controller ends with an error."""
+    """Longest time for which a request, or a stream that has lost its controller, waits until a controller is
+    ready. 0: a request fails at once, and a stream that loses its controller ends with an error."""
     silence_seconds: float = 5.0
-    """A controller that sends nothing for so long counts as dead (it answers a ping each second)."""
+    """Time without a message after which a controller counts as dead (it answers a ping each second)."""
     tenants: str = ""
-    """JSON file with the tenants' keys and limits (`tenant_file.py`), reloaded when it changes. Empty: none."""
+    """JSON file with the tenants' keys and limits (`tenant_file.py`), reloaded when it changes. Empty: there is no
+    file."""
     tenants_kept: str = ""
-    """Path where the last correct version of that file is kept, for a router that is started while the file is
-    wrong. Empty: it is not kept."""
+    """Path where the last correct version of the file `tenants` is kept, for a router that is started while the
+    file is wrong. Empty: no version is kept."""
     tenant_limits: TenantLimits = NO_LIMITS
-    """Limits of tenants that the file does not name. None by default."""
+    """Limits of tenants that the file `tenants` does not name. There are no limits by default."""
     tenant_header: str = ""
     """Header in which a trusted gateway names the tenant, "X-Tenant" for example; empty: keys tell tenants apart.
     Clients must not be able to send it themselves."""
     api_key_digest: str = ""
-    """SHA-256 in hexadecimal of the one key that clients share, without a file; "": none."""
+    """SHA-256 in hexadecimal of the one key that all clients share if there is no file of tenants; "": there is no
+    such key."""
     admin_key_digest: str = ""
-    """SHA-256 in hexadecimal of the key of role admin that commands on this machine use. It is drawn at each start
-    of a cluster. "": none."""
+    """SHA-256 in hexadecimal of the key of role admin that commands on this machine use. The key is drawn at
+    each start of a cluster. "": there is none."""
     needs_keys: bool = False
-    """Whether requests need keys even if none is known. Decided when the cluster starts: if the file loses its
-    last key, a router that is started later must not be open to everyone."""
+    """Whether requests need keys even if the router knows no key. It is decided when the cluster starts: if the
+    file of tenants loses its last key, a router that is started later must not be open to everyone."""
     allow_anonymous: bool = False
-    """Whether a server without keys may listen where other machines reach it."""
+    """Whether a server without keys may listen on an address that other machines reach."""
     allowed_hosts: list[str] = []
     """Names of this machine that a server without keys answers to, besides addresses and localhost. A page that
     was loaded under another name may be a stranger's (DNS rebinding)."""
@@ -151,29 +162,30 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Number of router processes on the same port. They share no counters: each grants an equal part of every
     limit."""
     number: int = 0
-    """Number of this router process among them, from 0."""
+    """Number of this router among the `routers` processes, from 0 on."""
     metrics_path: str = ""
-    """Path, without the number at its end, of the sockets by which they ask each other for metrics
-    (`metrics_page.py`); "": none."""
+    """Path, without the number at its end, of the sockets by which router processes ask each other for metrics
+    (`metrics_page.py`); "": there are none."""
     idempotency_ttl_seconds: float = 600.0
-    """How long an answer is kept for a client that repeats its request with the same `Idempotency-Key`; 0: such
-    keys are ignored."""
+    """Time for which an answer is kept for a client that repeats its request with the same `Idempotency-Key`; 0:
+    these keys are ignored."""
     wire_keys: str = ""
     """File with the keys of sockets between hosts (`trunkline key wire`); "": there is none."""
     plain_tcp: bool = False
-    """Sockets between hosts need no keys: for tests, and for networks without other users."""
+    """Whether sockets between hosts need no keys: for tests, and for networks without other users."""
     parent_pid: int = 0
-    """Process id of the supervisor: when it ends, this process ends, too. 0: there is no supervisor."""
+    """Process id of the supervisor. When the supervisor ends, this process ends, too. 0: there is no
+    supervisor."""
     log_level: str = "info"
-    """One of `LOG_LEVELS`."""
+    """Lowest level of messages that are logged, one of `LOG_LEVELS`."""
     log_format: str = "auto"
-    """"json", "text", or "auto": text on a terminal."""
+    """Form of log lines: "json", "text", or "auto", which is text on a terminal and else JSON."""
     otlp_endpoint: str = ""
-    """Collector that spans are sent to; "": the one in OpenTelemetry's environment variables
+    """Address of the collector that spans are sent to; "": the one in OpenTelemetry's environment variables
     (`runtime/tracing.py`)."""
     trace_sample: float | None = None
-    """Part of the requests that is traced, from 0 to 1, unless the caller has decided. None: as in OpenTelemetry's
-    environment variables, or all."""
+    """Part of the requests that is traced, from 0 to 1, unless the caller has decided. None: the part in
+    OpenTelemetry's environment variables or, without them, all requests."""
 
     def validate(self) -> None:
         """Check the settings against each other and the file system.
@@ -300,7 +312,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Every name a request may use, the main one first."""
+        """Every name that a request may use for the model, the main one first."""
         return (self.model_name, *self.served_model_aliases)
 
 
@@ -308,7 +320,7 @@ def load_config(path: str) -> RouterConfig:
     """Read and check a JSON configuration file.
 
     Raises:
-        ValueError: it cannot be read, or breaks a rule; the text says which.
+        ValueError: the file cannot be read, or breaks a rule, which the error names.
     """
     try:
         config = msgspec.json.decode(Path(path).read_bytes(), type=RouterConfig)

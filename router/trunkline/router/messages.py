@@ -26,26 +26,27 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     """`max_tokens` or the context's end was reached."""
     ABORT = "abort"
-    """Its router has aborted it."""
+    """The router has aborted the request."""
     INVALID = "invalid"
-    """The controller can never run it; `detail` says why (HTTP 400)."""
+    """The controller can never run the request; `Finished.detail` says why (HTTP 400)."""
     QUEUE_FULL = "queue_full"
-    """Too many requests wait (HTTP 429)."""
+    """The controller has refused the request, because too many requests wait (HTTP 429)."""
     DRAINING = "draining"
-    """The controller takes no new requests (HTTP 503)."""
+    """The controller has refused the request, because it takes no new ones (HTTP 503)."""
     ENGINE_FAILED = "engine_failed"
-    """The workers were lost (HTTP 503)."""
+    """The workers that computed the request were lost (HTTP 503)."""
 
 
 class Started(msgspec.Struct, array_like=True, frozen=True):
-    """The whole prompt of a request has been planned, so its first token is next. Sent once per request, also if
-    it is preempted later."""
+    """The whole prompt of a request has been planned, so its first token is next. It is sent once per request,
+    even if the request is preempted later."""
 
     request: int
     cached_tokens: int
     """Prompt tokens whose KV was found, not computed."""
     tier_tokens: list[int] = []
-    """`cached_tokens` by where they were: device, host, disk, remote (`trunkline.kvstore.tier.TierKind`)."""
+    """Number of cached prompt tokens by the tier in which they were found: device, host, disk, remote
+    (`trunkline.kvstore.tier.TierKind`)."""
     miss: str = ""
     """Why the other prompt tokens were not found: a `MissReason`; "": all were, but for the last one, which is
     always computed."""
@@ -58,8 +59,8 @@ class Started(msgspec.Struct, array_like=True, frozen=True):
     """What happened to the KV behind a cut: "kept" (it is used), "recomputed" (it was not cached, or the model's
     positions cannot shift); "": the request drops nothing."""
     module_tokens: int = 0
-    """Prompt tokens that are parts of modules. `cached_tokens` has those of them that were not computed for this
-    request."""
+    """Prompt tokens that are parts of modules. Those of them that were not computed for this request count in
+    `cached_tokens`, too."""
     queued_s: float = 0.0
     """Seconds from the request's arrival at the controller to its first admission."""
 
@@ -91,7 +92,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
 
     request: int
     reason: str
-    """A `FinishReason`."""
+    """Why the request ended: a `FinishReason`."""
     detail: str = ""
     sample: int = -1
     """Index of the sample that has ended; the request ends with its last sample. -1: the whole request."""
@@ -105,11 +106,11 @@ class Hypothesis(msgspec.Struct, array_like=True, frozen=True):
     tokens: bytes
     """The output as int32, including its stop token."""
     score: float
-    """Sum of the log-probabilities, divided by the length to the power of the length penalty."""
+    """Sum of the tokens' log-probabilities, divided by the length to the power of the length penalty."""
     logprob: float
-    """Sum of the log-probabilities."""
+    """Sum of the tokens' log-probabilities."""
     reason: str
-    """`STOP` or `LENGTH`."""
+    """Why the result ended: `FinishReason.STOP` or `LENGTH`."""
 
 
 class BeamsFound(msgspec.Struct, array_like=True, frozen=True):
@@ -133,7 +134,7 @@ class Outputs(msgspec.Struct, array_like=True, frozen=True, tag="outputs"):
     requests: bytes = b""
     """uint32 little-endian: for each token the request that it belongs to (each sample at most once)."""
     tokens: bytes = b""
-    """int32."""
+    """int32: the tokens that were sampled, in the order of `requests`."""
     started: list[Started] = []
     finished: list[Finished] = []
     logprobs: dict[int, TopLogprobs] | None = None
@@ -153,15 +154,15 @@ class TierState(msgspec.Struct, array_like=True, frozen=True):
     """Chunks that the tier can hold; 0: not known (remote)."""
     used: int
     hit_tokens: int
-    """Prompt tokens found there."""
+    """Prompt tokens that were found in the tier."""
     writes: int
     """Chunks moved into the tier."""
     reads: int
-    """Chunks moved out of it towards the device."""
+    """Chunks moved out of the tier towards the device."""
     evictions: int
-    """Chunks that left it to make room, or because their time was over."""
+    """Chunks that left the tier to make room, or because their time was over."""
     failures: int
-    """Moves that failed, and reads that did not bring back what was written."""
+    """Number of moves of chunks that failed, and of reads that did not bring back what was written."""
     problem: str = ""
     """Why the tier is not used at present; "": it is used."""
 
@@ -178,7 +179,7 @@ class State(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     blocks_total: int
     blocks_free: int
     blocks_cached: int
-    """Blocks that hold reusable KV no running sequence refers to."""
+    """Blocks with reusable KV to which no running sequence refers."""
     prompt_tokens: int
     """Prompt tokens admitted since the start."""
     cached_tokens: int
@@ -190,25 +191,25 @@ class State(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     plan_copies: int
     """Steps for which the decode plan was rebuilt and copied to the kernels."""
     kv_bytes_read: int
-    """KV read by decode attention on rank 0."""
+    """Bytes of KV that decode attention has read on rank 0 since the start."""
     evicted_blocks: int
     max_context: int
-    """Longest prompt + output this group can hold, in tokens."""
+    """Largest number of tokens of prompt and output together that this group can hold."""
     blocks_logical: int = 0
     """Entries in the block tables of all running sequences: the blocks that they would hold without sharing. What
     they do hold is `blocks_total - blocks_free - blocks_cached`."""
     forks: int = 0
-    """Sequences that were forked from another one's prompt."""
+    """Number of sequences that were forked from the prompt of another sequence."""
     swapped: int = 0
-    """Preemptions that moved blocks to the host pool."""
+    """Number of preemptions that moved blocks to the host pool."""
     blocks_saved: int = 0
-    """Device blocks copied to the host pool."""
+    """Number of device blocks copied to the host pool."""
     blocks_loaded: int = 0
-    """Blocks copied back from the host pool to the device."""
+    """Number of blocks copied back from the host pool to the device."""
     host_slots: int = 0
     host_slots_free: int = 0
     max_rows: int = 0
-    """Sequences that can decode at once, which is also the most samples or beams of a request."""
+    """Number of sequences that can decode at once, which also limits the samples or beams of a request."""
     tiers: list[TierState] = []
     misses: dict[str, int] = {}
     """Number of requests by `MissReason`, since the start."""
@@ -217,15 +218,16 @@ class State(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     texts_encoded: int = 0
     """Texts of modules that were computed since the start."""
     text_tokens_encoded: int = 0
-    """Tokens of these texts."""
+    """Tokens of the module texts that were computed since the start."""
     texts_encoding: int = 0
-    """Texts of modules that are being computed, or wait for it."""
+    """Texts of modules that are being computed or wait to be computed."""
     chunks_pinned: int = 0
     """Chunks of schemas that are pinned."""
     epoch: int = 0
     """Epoch of the worker group. When it changes, what was in the workers' memory is gone."""
     fingerprint: bytes = b""
-    """Of the model, with `dtype` and `chunk_size` what chunk names begin with (`trunkline.kvstore.chunks`)."""
+    """Fingerprint of the model. Chunk names depend on it, on `dtype` and on `chunk_size`
+    (`trunkline.kvstore.chunks`)."""
     dtype: str = ""
     chunk_size: int = 0
     prefill_us: float = 0.0
@@ -278,7 +280,7 @@ class ModulesReply(msgspec.Struct, array_like=True, frozen=True, tag="modules"):
     computed_tokens: int = 0
     """Tokens that were computed for this call, including placeholders."""
     block_bytes: int = 0
-    """Of a chunk, all ranks together."""
+    """Size of a chunk, all ranks together."""
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):
@@ -288,10 +290,10 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
     version: int
     value: bytes
     created: float
-    """Seconds since the epoch (UTC)."""
+    """Time at which the record was made, in seconds since the epoch (UTC)."""
     used: float
     expires: float
-    """Seconds since the epoch at which the record expires; 0: never."""
+    """Time at which the record expires, in seconds since the epoch (UTC); 0: never."""
 
 
 class RecordReply(msgspec.Struct, array_like=True, frozen=True, tag="record"):
@@ -301,13 +303,13 @@ class RecordReply(msgspec.Struct, array_like=True, frozen=True, tag="record"):
     ticket: int
     status: str
     """"ok"; "missing"; "exists"; "busy": another router has acquired the record; "conflict": `version` is not the
-    present one; "failed": it could not be stored."""
+    present one; "failed": the record could not be stored."""
     records: list[Record] = []
     detail: str = ""
 
 
 class KvEvents(msgspec.Struct, array_like=True, frozen=True, tag="kv_events"):
-    """What has changed among a controller's chunks, on its PUB socket. It is sent after each turn of the
+    """A message on a controller's PUB socket: what has changed among its chunks. It is sent after each turn of the
     controller in which a chunk has changed. Otherwise it is sent as a heartbeat, with the number of the last
     event."""
 
@@ -318,10 +320,10 @@ class KvEvents(msgspec.Struct, array_like=True, frozen=True, tag="kv_events"):
     names: bytes = b""
     """16 bytes for each chunk (`trunkline.kvstore.chunks`; for texts of modules see docs/protocol.md)."""
     tiers: bytes = b""
-    """One byte for each chunk: the tiers in which it is now, as a sum of `1 << TierKind`; 0: in none. The remote
-    tier, which all groups share, is left out."""
+    """One byte for each chunk of `names`: the tiers in which the chunk is now, as a sum of `1 << TierKind`; 0: in
+    none. The remote tier, which all groups share, is left out."""
     requests: int = 0
-    """As in `State`."""
+    """Requests that have not ended, of all routers."""
     queued_tokens: int = 0
 
 
@@ -332,10 +334,11 @@ class EventsReply(msgspec.Struct, array_like=True, frozen=True, tag="events"):
     ticket: int
     stream: bytes
     upto: int
-    """All events up to this number are in this reply, or in the snapshot of which it is a page."""
+    """Number of the last event that is contained: in this reply or, if it is a page of a snapshot, in the
+    snapshot."""
     snapshot: bool
-    """True: a page of all chunks of the controller, which replaces what was known before. False: the changes after
-    the event `EventsCall.after`."""
+    """Whether the reply is a page of a snapshot: of all chunks of the controller, which replace what was known
+    before. False: it has the changes after the event `EventsCall.after`."""
     names: bytes
     tiers: bytes
     more: bool
@@ -348,13 +351,13 @@ class NodeFlag(IntFlag):
     MODULE = 1
     """The node is part of a module's text."""
     CUT = 2
-    """Its KV was kept behind a cut."""
+    """The KV of the node was kept behind a cut."""
     OWN = 4
-    """It holds the own tokens of a prompt with modules."""
+    """The node holds the own tokens of a prompt with modules."""
     SALTED = 8
-    """It belongs to a salt."""
+    """The node belongs to a salt."""
     COMPUTING = 16
-    """It is being computed."""
+    """The node is being computed."""
 
 
 class TreeDescription(msgspec.Struct, array_like=True, frozen=True, kw_only=True, tag="tree"):
@@ -372,19 +375,19 @@ class TreeDescription(msgspec.Struct, array_like=True, frozen=True, kw_only=True
     parents: bytes = b""
     """int32: index of the parent; -1: the node begins a prompt or a text."""
     tokens: bytes = b""
-    """int32: number of tokens."""
+    """int32: number of the node's tokens."""
     chunks: bytes = b""
-    """int32: number of chunks."""
+    """int32: number of the node's chunks."""
     tiers: bytes = b""
     """uint8: the tiers of the node's chunks as a sum of `1 << TierKind`, including the remote tier."""
     flags: bytes = b""
-    """uint8: `NodeFlag`s."""
+    """uint8: the node's flags as a sum of `NodeFlag`s."""
     users: bytes = b""
     """int32: number of running sequences that hold the node or a node below it."""
     ages: bytes = b""
-    """float32: seconds since its last use."""
+    """float32: seconds since the node's last use."""
     hidden: bytes = b""
-    """int32: number of children that are left out."""
+    """int32: number of the node's children that are left out."""
     heads: bytes = b""
     """int32: the first tokens of all nodes, one node after the other."""
     head_tokens: bytes = b""

@@ -1,4 +1,5 @@
-"""The context of the HTTP request at hand: its record, sender and meter, and its random numbers.
+"""The context of the HTTP request at hand: its log record, its identity (the tenant that sends it), the meter that
+counts its tokens, and its random numbers.
 
     RequestMiddleware ─► id, record     AccessMiddleware ─► identity     AdmissionMiddleware ─► meter
                                                                           ReplayMiddleware   ─► random
@@ -35,7 +36,7 @@ class RequestRandom:
     def __init__(self, name: bytes, created: int) -> None:
         """
         Args:
-            name: name of the request; when it is repeated it has the same name. 1 to 64 bytes.
+            name: name of the request, 1 to 64 bytes. A repeated request has the same name as the first one.
             created: Unix time in seconds at which the request first came.
         """
         self.name = name
@@ -56,11 +57,11 @@ class RequestContext:
     record: RequestRecord | None = None
     """The request's id, its trace, and the fields of its log line."""
     identity: Identity | None = None
-    """Who sends the request, and what the sender may do."""
+    """The tenant that sends the request, and what its key may do."""
     meter: Meter | None = None
     """The tenant's account to which the request's tokens are charged."""
     random: RequestRandom | None = None
-    """The source of the request's random bytes; only with an `Idempotency-Key`."""
+    """The source of the request's random bytes; None: the request has no `Idempotency-Key`."""
 
 
 _current: Final[ContextVar[RequestContext]] = ContextVar("request_context", default=RequestContext())  # noqa: B039
@@ -104,7 +105,7 @@ def draw_seed() -> int:
 
 
 def created_at() -> int:
-    """Return the Unix time in seconds at which the request at hand was made; of a repeated request the first
-    time."""
+    """Return the Unix time in seconds at which the request at hand was made. For a repeated request it is the time
+    of the first one."""
     random = _current.get().random
     return int(time.time()) if random is None else random.created

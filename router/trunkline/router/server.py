@@ -48,26 +48,28 @@ from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.runtime.process import report_status
 
 _FILES_FOR_OTHERS: Final = 256
-"""File descriptors that are reserved for other uses than clients' connections."""
+"""Number of file descriptors that are reserved for other uses than clients' connections."""
 _BODY_MARGIN: Final = 1.1
 _AUTHORITY_END: Final = re.compile(rb"[/?#]")
 _ALLOCATIONS_PER_COLLECTION: Final = 20_000
 _BACKLOG: Final = 2048
 _KEEP_ALIVE_SECONDS: Final = 75
-"""Proxies keep idle connections for less than this, so that it is they who close them."""
+"""Time after which an idle connection is closed. Proxies keep idle connections for less, so that they close them
+themselves."""
 _CLOSE_SECONDS: Final = 2
-"""Time after the last generation for answers that are still being written."""
+"""Time that answers still get to be written after the last generation has ended."""
 _MEET_SECONDS_MAX: Final = 3.0
 """Longest wait for a controller before connections are accepted. When a whole cluster starts, which takes longer,
 `/health` should answer and show how far the start is."""
 _MEET_INTERVAL_S: Final = 0.02
 _IDLE_SECONDS: Final = 2.0
-"""While a router hands over: time in which a connection may send another request after an answer."""
+"""Time for which a connection may send another request after an answer, while the router hands over."""
 _log = structlog.get_logger("trunkline.router")
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True):
-    """Limits per connection: sizes in bytes, times in seconds. The fields of `RouterConfig` give the reasons."""
+    """Limits of one connection: sizes in bytes, times in seconds. The fields of `RouterConfig` give the
+    reasons."""
 
     connections: int
     header_bytes: int
@@ -79,7 +81,7 @@ class ConnectionLimits(msgspec.Struct, frozen=True):
 
 
 class ConnectionState(ServerState):
-    """What all connections of a process share."""
+    """The state that all connections of a process share."""
 
     limits: ConnectionLimits
     hands_over = False
@@ -123,7 +125,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(414, f"the address has more than {self.server_state.limits.url_bytes} bytes")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Add a header, up to the limit. Trailers behind a body arrive here, too, and are ignored."""
+        """Add a header, up to the limit. Ignore trailers, which arrive here, too, after a body."""
         if self._in_headers and not self._is_refused:
             super().on_header(name, value)
             if len(self.headers) > self.server_state.limits.headers:
@@ -186,7 +188,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(431, f"the headers have more than {limit} bytes")
 
     def _wait(self, seconds: float | None) -> None:
-        """Disconnect after `seconds`; None: stop the timer."""
+        """Start the timer that disconnects after `seconds`; None: stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if seconds is None else self.loop.call_later(seconds, self._too_slow)
@@ -233,7 +235,7 @@ def connections_max(wanted: int) -> int:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling, which can hand over to other processes on the same socket."""
+    """uvicorn's server without its signal handling. It can hand over to other processes on the same socket."""
 
     def __init__(self, config: uvicorn.Config, limits: ConnectionLimits) -> None:
         super().__init__(config)
@@ -385,7 +387,7 @@ async def _meet(service: RouterService, seconds_max: float) -> None:
 
 
 class _Signals:
-    """Drains, hands over or cuts off on the process's signals (see the module)."""
+    """The reaction to the process's signals: drain, hand over, or cut everything off (see the module)."""
 
     def __init__(
         self, config: RouterConfig, service: RouterService, server: _Server, drained: asyncio.Future[bool]

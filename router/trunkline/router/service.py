@@ -44,12 +44,12 @@ _CREATED: Final = int(time.time())
 
 
 class LiveRequest(NamedTuple):
-    """What the dashboard shows of a generation that runs or waits."""
+    """A generation that runs or waits, as the dashboard shows it."""
 
     origin: Origin
     stream: Stream
     arrived_at: float
-    """Loop time in seconds."""
+    """Loop time in seconds at which the request arrived."""
 
 
 class RouterService:
@@ -91,7 +91,7 @@ class RouterService:
 
     @property
     def created(self) -> int:
-        """Start of this process, Unix time in seconds."""
+        """Unix time in seconds at which this process was started."""
         return _CREATED
 
     @cached_property
@@ -250,7 +250,7 @@ class RouterService:
 
     @property
     def live_count(self) -> int:
-        """How many generations run or wait."""
+        """Number of generations that run or wait."""
         return len(self._generations)
 
     @property
@@ -276,7 +276,7 @@ class RouterService:
         return sum(await asyncio.gather(*(link.flush_cache(timeout_seconds=10.0) for link in connected)))
 
     async def drain(self, timeout_seconds: float) -> bool:
-        """Refuse new requests and wait for the running ones. Return False if some had to be cut off."""
+        """Refuse new requests and wait for the running ones. Return False if some of them had to be cut off."""
         self.draining = True
         try:
             async with asyncio.timeout(timeout_seconds):
