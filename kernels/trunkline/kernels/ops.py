@@ -33,8 +33,9 @@ class KvPool:
     """The device tier of the KV cache on one rank."""
 
     data: Tensor
-    """`[blocks, layers, 2, kv_heads, chunk_size, head_dim]` (0 keys, 1 values), contiguous, heads being those of
-    this rank: one chunk is one contiguous region for tier moves, and a strided view per layer."""
+    """KV of all blocks, `[blocks, layers, 2, kv_heads, chunk_size, head_dim]` (0 keys, 1 values), contiguous,
+    heads being those of this rank: one chunk is one contiguous region for tier moves, and a strided view per
+    layer."""
     packed: Tensor
     """uint8 `[blocks, layers]`. 1: the block's tiles of that layer are permuted in place, into an order private to
     the kernels that wrote them. Other code reads such a block through `gather_blocks`, which always gives the
@@ -67,7 +68,8 @@ class QkNorm(NamedTuple):
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 Quantisation = Literal["", "int8"]
-"""How a linear layer's weight is stored: in its own type, or as `trunkline.kernels.quantisation` says."""
+"""The form in which a linear layer's weight is stored: its own type (""), or as `trunkline.kernels.quantisation`
+says."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,8 @@ BoolArray = NDArray[np.bool_]
 
 @dataclass
 class Segments:
-    """What rows read, one entry per (row, token range of a block), ordered by row, then by position.
+    """The token ranges that rows read: one entry per (row, token range of a block), ordered by row, then by
+    position.
 
     All arrays are int32 `[n]`. The last segment of each row is its tail, which grows with each step.
     """
@@ -240,7 +241,8 @@ def _group(segments: Segments, chosen: NDArray[np.int64], chunk_size: int) -> tu
 
 @dataclass(frozen=True)
 class WorkOptions:
-    """How a decode plan is cut into pieces; `WorkOptions` in `csrc/common/work_plan.h` documents the fields."""
+    """Options for cutting a decode plan into pieces; `WorkOptions` in `csrc/common/work_plan.h` documents the
+    fields."""
 
     kv_heads: int
     group: int

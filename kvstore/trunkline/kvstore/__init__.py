@@ -1,1 +1,1 @@
-"""Where KV lives: names, layouts and tiers."""
+"""Names, layouts and tiers of KV."""

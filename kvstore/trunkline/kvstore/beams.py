@@ -1,4 +1,4 @@
-"""How the beams of a search move from step to step: rules that the controller and the workers share.
+"""Rules by which the beams of a search move from step to step, shared by the controller and the workers.
 
 The workers know first which beams go on. The controller hears of it a step or two later and must come to the same
 block tables (PagedAttention §4.4). So both apply these functions to the same candidates.

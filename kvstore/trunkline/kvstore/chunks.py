@@ -1,4 +1,4 @@
-"""What a chunk is: its ids, its name, the positions at which its KV acts, and where its copies are.
+"""Chunks: their ids, their names, the positions at which their KV acts, and where their copies are.
 
 Controllers, workers and routers share this vocabulary:
 
@@ -132,7 +132,7 @@ QueueKey = tuple[float, ...]
 
 
 class CopyLocations:
-    """Where the copies of a chunk are.
+    """The places of a chunk's copies.
 
     A copy is *ready* when it may be read. The copy of a planned save is ready at once, because loads are planned
     after it. The copy that a background move brings is ready when every rank has verified it; until then its slot

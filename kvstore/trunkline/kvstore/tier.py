@@ -20,7 +20,7 @@ from trunkline.kvstore.chunks import ChunkName, SlotId
 
 
 class TierKind(IntEnum):
-    """Where a chunk can be, fastest first."""
+    """The places where a chunk can be, fastest first."""
 
     DEVICE = 0
     HOST = 1
@@ -30,7 +30,8 @@ class TierKind(IntEnum):
 
 @dataclass(slots=True)
 class TierTotals:
-    """What a tier has done since the start of its controller. The totals go on when workers are replaced."""
+    """Counts of what a tier has done since the start of its controller. The counts go on when workers are
+    replaced."""
 
     writes: int = 0
     """Number of chunks that were copied into the tier. For the device: loads from host memory."""
