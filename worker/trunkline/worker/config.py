@@ -43,8 +43,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quantisation: Literal["", "int8"] = ""
     """How the layers' weights are quantised while they are loaded: "int8" (per output channel), or "" for none."""
     collectives: str = "auto"
-    """How ranks exchange: "auto" is NCCL between GPUs and shared memory (or else gloo) between CPUs; "shared"
-    insists on shared memory; "gloo" works everywhere, also for ranks that share a GPU, which NCCL refuses."""
+    """The means by which ranks exchange data: "auto" is NCCL between GPUs and shared memory (or else gloo) between
+    CPUs; "shared" insists on shared memory; "gloo" works everywhere, also for ranks that share a GPU, which NCCL
+    refuses."""
     chunk_size: int = 64
     """Number of tokens per block; the controller's value."""
     pool_blocks: int = 0

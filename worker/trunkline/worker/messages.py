@@ -36,7 +36,7 @@ def member_topic(incarnation: bytes) -> bytes:
 
 
 class Sampling(msgspec.Struct, array_like=True, frozen=True):
-    """How the next token is drawn. Noise depends on (seed, output index, token id) only."""
+    """The parameters by which the next token is drawn. Noise depends on (seed, output index, token id) only."""
 
     temperature: float = 1.0
     """Divisor of the logits before sampling; 0 is greedy."""
@@ -112,7 +112,7 @@ class Join(msgspec.Struct, array_like=True, frozen=True):
     """int32 block table for everything allocated so far."""
     sampling: Sampling
     extents: bytes = b""
-    """int32 `[n, 5]` (`trunkline.kvstore.chunks.Extent`); empty: `PLAIN_LAYOUT`."""
+    """Layout of the sequence, int32 `[n, 5]` (`trunkline.kvstore.chunks.Extent`); empty: `PLAIN_LAYOUT`."""
     beam_position: BeamPosition | None = None
 
 
@@ -148,13 +148,15 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     """int32 ids of sequences to forget."""
     joins: list[Join] = []
     saves: bytes = b""
-    """int32 `[n, 3]`: block, host slot, generation: device to host. What is in the block now is saved."""
+    """Copies from device to host, int32 `[n, 3]`: block, host slot, generation. What is in the block now is
+    saved."""
     loads: bytes = b""
-    """int32 `[n, 3]`: block, host slot, generation: host to device, layer by layer."""
+    """Copies from host to device, layer by layer, int32 `[n, 3]`: block, host slot, generation."""
     copies: bytes = b""
-    """int32 `[n, 4]`: source block, destination block, first token, token count (`copy_blocks`)."""
+    """Copies between blocks, int32 `[n, 4]`: source block, destination block, first token, token count
+    (`copy_blocks`)."""
     blocks: bytes = b""
-    """int32 `[n, 3]`: sequence, index, block: entries of block tables set or appended."""
+    """Entries of block tables that are set or appended, int32 `[n, 3]`: sequence, index, block."""
     prefill: bytes = b""
     """int32 `[n, 5]`: sequence, start, count, write_from, sample. Compute the tokens with indices `[start, start +
     count)`; store KV only from index `write_from` on (before it, a shared block holds it already); `sample` 1: the
@@ -174,8 +176,8 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     forks: list[Fork] = []
     """Forks of sequences whose prefill entry has `sample` 1."""
     late_saves: bytes = b""
-    """int32 `[n, 3]`: block, host slot, generation of the blocks that this step's prefill fills; each layer is
-    saved once it is computed."""
+    """Saves of the blocks that this step's prefill fills, int32 `[n, 3]`: block, host slot, generation. Each layer
+    is saved once it is computed."""
     save_fence: int = 0
     """Number of the last plan whose saves and late saves must be done before this plan's loads, copies and
     computation begin, because these write into blocks or read slots of those saves. The plan's own number: its
@@ -219,7 +221,7 @@ class TierMoves(msgspec.Struct, array_like=True, frozen=True, tag="moves"):
 
 
 class Probe(msgspec.Struct, array_like=True, frozen=True, tag="probe"):
-    """Ask which chunks the remote tier has. Every rank answers with `Probed`."""
+    """Question to the remote tier: which chunks does it have? Every rank answers with `Probed`."""
 
     id: int
     names: bytes

@@ -84,7 +84,7 @@ class TensorParallel:
         self.size = size
         self.device = device
         self.backend = backend
-        """What carries the collectives: "none", "shared", "gloo" or "nccl"."""
+        """The transport of the collectives: "none", "shared", "gloo" or "nccl"."""
         self._shared: SharedGroup | None = None
         # Gloo works in the memory of the CPU; tensors of a GPU go through a copy there.
         self._staged = backend == "gloo" and device.type != "cpu"

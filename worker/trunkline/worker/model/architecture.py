@@ -13,7 +13,7 @@ from typing import Final
 
 
 class NormKind(StrEnum):
-    """How hidden states are normalised."""
+    """The kind of a norm of hidden states."""
 
     RMS = "rms"
     RMS_OFFSET = "rms, weights stored minus one"

@@ -38,7 +38,8 @@ class MlpWeights(NamedTuple):
     """An MLP on one rank, or a whole expert."""
 
     up: PackedLinear
-    """`[intermediate, hidden]`; of a gated MLP `[2 * intermediate, hidden]`: gate, up, and the activation."""
+    """First matrix of the MLP, `[intermediate, hidden]`; of a gated MLP `[2 * intermediate, hidden]`: gate, up,
+    and the activation."""
     down: PackedLinear
 
 

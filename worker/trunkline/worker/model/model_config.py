@@ -92,7 +92,7 @@ class ModelConfig:
         return self.architecture.positions is not Positions.LEARNED
 
     def kv_block_bytes(self, chunk_size: int, tp: int, dtype: str) -> int:
-        """Bytes of one block on one rank."""
+        """Return the bytes of one block on one rank."""
         width = 4 if dtype == "float32" else 2
         return self.layers * 2 * max(1, self.kv_heads // tp) * chunk_size * self.head_dim * width
 

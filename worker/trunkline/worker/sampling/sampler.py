@@ -125,7 +125,7 @@ class Sampler:
 
 
 class _Limits(NamedTuple):
-    """How many of the most likely tokens each row may draw, by row."""
+    """Limits on how many of the most likely tokens each row may draw, by row."""
 
     top_k: Tensor
     top_p: Tensor | None

@@ -41,7 +41,8 @@ log = structlog.get_logger()
 
 
 class CopyOptions(NamedTuple):
-    """How copies go on beside the computation. Only benchmarks and tests use other values than the defaults."""
+    """Options of the copies beside the computation. Only benchmarks and tests use other values than the
+    defaults."""
 
     link_bytes_per_s: float = 0.0
     """Speed of an emulated slower link between device and host, in each direction; 0: no emulation."""
