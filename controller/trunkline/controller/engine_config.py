@@ -41,7 +41,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: int = 1024
     """Requests that wait at most; more are refused (HTTP 429), so that memory and delay stay bounded."""
     prefix_cache: bool = True
-    """Off: every request computes all its KV and gives it back when it ends (for comparison)."""
+    """Whether KV stays cached after a request. If not, every request computes all its KV and gives it back when it
+    ends (for comparison)."""
     preemption: str = "auto"
     """How a preempted request gets back what it had computed and what has left the device since: "swap" keeps it
     on the host and loads it, "recompute" computes it again and loads none of it, "auto" does what was measured to

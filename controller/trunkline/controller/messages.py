@@ -11,7 +11,7 @@ from trunkline.worker.messages import Sampling
 
 
 class Grammar(msgspec.Struct, array_like=True, frozen=True):
-    """What the output must look like; kinds as in `trunkline.worker.messages.CompileGrammar`."""
+    """The form that the output must have; kinds as in `trunkline.worker.messages.CompileGrammar`."""
 
     kind: str
     text: str
@@ -71,7 +71,7 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
     request: int
     """Number of the request: chosen by the router, 32 bits, unique among the router's live requests."""
     tokens: bytes
-    """int32 prompt (and, when a stream is resumed, output so far)."""
+    """int32 token ids of the prompt (and, when a stream is resumed, of the output so far)."""
     prompt_len: int
     """Boundary between prompt and output in `tokens`; equal to their number for a new request."""
     max_tokens: int
@@ -298,7 +298,7 @@ class WorkerReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
 
 
 class LoadProgress(msgspec.Struct, array_like=True, frozen=True, tag="progress"):
-    """How far a rank is with its start, for the person who waits."""
+    """Progress of a rank with its start, for the person who waits."""
 
     rank: int
     stage: str

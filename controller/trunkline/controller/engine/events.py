@@ -138,7 +138,7 @@ Event = (
 
 @dataclass(slots=True)
 class EngineOutputs:
-    """What routers are told, as the messages that they get: starts first, then tokens and beams, then ends.
+    """The messages that routers get: starts first, then tokens and beams, then ends.
 
     Requests and calls have the engine's ids, and messages are not numbered yet.
     """
@@ -282,7 +282,7 @@ class Timelines:
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """What has to be done after a step of the engine, in the order of the fields."""
+    """The actions that follow from a step of the engine, in the order of the fields."""
 
     grammars: Sequence[CompileGrammar | ForgetGrammar]
     """Send these messages to all workers before `plan`, which may name the grammars."""

@@ -262,7 +262,7 @@ def _unbegun(call: TextsCall, call_id: int) -> TextsCall:
 
 
 class ModuleEncoding:
-    """What the scheduler needs for modules of prompts: encoding jobs, calls, and the chunks held for both."""
+    """The scheduler's state for modules of prompts: encoding jobs, calls, and the chunks held for both."""
 
     def __init__(self, kv: KVCacheManager, queue: RequestQueue, fetching: Fetching) -> None:
         self.jobs = ModuleJobs(kv.tree, queue, fetching)

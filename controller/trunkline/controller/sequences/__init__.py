@@ -1,1 +1,1 @@
-"""What is computed: sequences, their samples and beams, and the rows and plans made of them. Pure."""
+"""Sequences, their samples and beams, and the rows and plans made of them. Pure."""

@@ -142,7 +142,7 @@ class Stem(NamedTuple):
 
 
 class PrefixMatch(NamedTuple):
-    """What is cached of a sequence's tokens, and in which trees."""
+    """The cached chunks of a sequence's tokens, and the trees in which they are."""
 
     stem: Stem
     match: Match
@@ -155,14 +155,14 @@ class CutPrompt:
 
     cut: ContextCut
     history: bytes
-    """int32 tokens of the prompt, dropped ones included."""
+    """int32 token ids of the prompt, dropped ones included."""
     chain: list[ChunkName]
     """Names of the whole chunks of the history (`ContextCut.chain`)."""
 
 
 @dataclass(slots=True)
 class CacheReport:
-    """What was cached of a request's prompt at its first admission."""
+    """Report on what was cached of a request's prompt at its first admission."""
 
     started: Started
     """The report to its router; `cut` and `queued_s` are filled in when the last part of the prompt is planned."""
@@ -365,7 +365,7 @@ class Sequence:
 
     @property
     def prefill_stop(self) -> int:
-        """How many tokens to compute before it decodes.
+        """Number of tokens to compute before the sequence decodes.
 
         A sequence that resumes with others of its group leaves its last token to the step in which all of them are
         sampled. It stores that token in a block of its own.

@@ -1,4 +1,4 @@
-"""What a step and a move cost, as past steps show, and what follows: how much prefill, and when to load. Pure.
+"""Costs of steps and moves, learnt from past steps, and what follows: how much prefill, and when to load. Pure.
 
     step time ≈ base + rows · row + prompt tokens · token          (µs, without saves and loads)
     move time ≈ blocks · move

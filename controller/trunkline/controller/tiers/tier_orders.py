@@ -28,7 +28,7 @@ class _Answers:
 
 @dataclass(frozen=True, slots=True)
 class ProbeAnswer:
-    """What the remote tier has of a path, on all ranks."""
+    """The part of a path that the remote tier has, on all ranks."""
 
     id: int
     present: int
