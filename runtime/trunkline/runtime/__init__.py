@@ -1,1 +1,2 @@
-"""What the process of every role needs: its title and parent, status notes, tracing, keys on the wire."""
+"""Parts that the processes of all roles need: title and parent of a process, status reports, tracing, keys on the
+wire."""

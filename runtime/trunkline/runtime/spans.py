@@ -32,7 +32,7 @@ class SpanContext(NamedTuple):
 
     @property
     def traceparent(self) -> str:
-        """The `traceparent` header of W3C for a sampled span."""
+        """The span's `traceparent` header (W3C), which says that the span is sampled."""
         return f"00-{self.trace_id.hex()}-{self.span_id.hex()}-{_SAMPLED:02x}"
 
 
@@ -44,7 +44,7 @@ def unpack_context(packed: bytes) -> SpanContext | None:
 
 
 def parse_traceparent(header: str) -> tuple[SpanContext, bool] | None:
-    """Return the caller's span and whether it is sampled; None for a header that is missing or malformed."""
+    """Return the caller's span and whether the span is sampled; None for a header that is missing or malformed."""
     match = _TRACEPARENT.fullmatch(header.strip())
     if match is None:
         return None
@@ -95,7 +95,7 @@ class StepTrace(NamedTuple):
     batch_seq_id: int
     """The sequence's id in the workers' batch."""
     tokens: int
-    """Tokens of the prompt that this step computes."""
+    """Number of tokens of the prompt that the step computes."""
 
 
 def pack_steps(steps: Iterable[StepTrace]) -> bytes:

@@ -106,7 +106,7 @@ class WireKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def names(self) -> str:
-        """The names of its generations, for logs."""
+        """The names of the generations of keys, for logs."""
         return ", ".join(generation.name for generation in self.generations)
 
     def lets_in(self, role: Role) -> frozenset[str]:
@@ -194,7 +194,7 @@ def load(path: str | Path) -> WireKeys:
     """Return the keys in a file that only its owner can read.
 
     Raises:
-        WireKeysError: It cannot be read, others may read it, or it is not a file of keys.
+        WireKeysError: The file cannot be read, other users may read it, or it is not a file of keys.
     """
     try:
         with open(path, "rb") as file:
@@ -220,7 +220,7 @@ def load(path: str | Path) -> WireKeys:
 
 
 def _readers(status: os.stat_result) -> str:
-    """Return why the file is not safe; "" if it is.
+    """Return why the file of keys is not safe, such as that other users can read it; "" if it is safe.
 
     A group may read a file of another user: volumes of secrets belong to root and to a group of the process.
     """
@@ -316,7 +316,7 @@ def read_seed(path: str | Path) -> str:
     """Return the text of a seed.
 
     Raises:
-        WireKeysError: It cannot be read, or is not text.
+        WireKeysError: The file cannot be read, or is not text.
     """
     try:
         with open(path, "rb") as file:

@@ -40,7 +40,7 @@ HANDSHAKE_FAILED: Final = (
 )
 """Events of a socket's monitor that `refusal_of` explains."""
 HANDSHAKE_MS: Final = 5000
-"""Milliseconds after which a handshake has failed, also that of a peer that connects and sends nothing."""
+"""Longest time in milliseconds of a handshake, also of a peer that connects and sends nothing."""
 _RETRY_MS: Final = 100
 _RETRY_MS_MAX: Final = 1000
 _ZAP: Final = "inproc://zeromq.zap.01"
@@ -59,9 +59,9 @@ _SO_ATTACH_FILTER: Final = 26  # from <asm/socket.h>
 _SO_DETACH_FILTER: Final = 27
 _BPF_RETURN: Final = 0x06  # from <linux/filter.h>
 MESSAGE_BYTES_MAX: Final = 128 << 20
-"""Bytes of the longest message of a router or worker: a prompt of 16 million tokens is half of it."""
+"""Largest number of bytes in a message of a router or worker. A prompt of 16 million tokens takes half of that."""
 SUBSCRIPTION_BYTES_MAX: Final = 4096
-"""Bytes of the longest message of a peer that only subscribes."""
+"""Largest number of bytes in a message of a peer that only subscribes."""
 _LOOK_SECONDS: Final = 1.0
 """Shortest time in seconds between two checks whether the file of keys has changed."""
 _CONNECTIONS_MIN: Final = 64
@@ -93,7 +93,7 @@ class Port:
     refused: int = 0
     """Connections that were closed because of their handshake."""
     strangers: dict[int, str] = field(default_factory=dict)
-    """Addresses of connections that have certainly not finished their handshake, by descriptor."""
+    """Addresses of connections whose handshake is certainly not finished, by descriptor."""
     failure: MonitorEvent | None = None
     """The event of a failed handshake, until the next event reports the end of the same connection."""
 
@@ -161,7 +161,8 @@ def _address_of(descriptor: int) -> str:
 
 
 def _let_through(listener: int, whether: bool) -> None:
-    """Have the kernel drop new connections to a listening socket, or not any more; those that exist go on.
+    """Have the kernel accept new connections to a listening socket, or drop them if `whether` is false. Existing
+    connections go on.
 
     Raises:
         OSError: This kernel cannot do that.
@@ -321,7 +322,8 @@ class Gate:
         return [*frames[:at], version, number, *verdict, b""]
 
     def _current(self) -> WireKeys:
-        """Return the keys in the file; if it cannot be used, those read before."""
+        """Return the keys in the file of keys. If the file cannot be used, return the keys that were read
+        before."""
         assert self._keys is not None
         now = time.monotonic()
         if now - self._looked_at < _LOOK_SECONDS:
@@ -339,7 +341,7 @@ class Gate:
 
 
 def _stamp(path: str) -> tuple[int, ...]:
-    """Return a value that changes when the file does."""
+    """Return a value that changes when the file at `path` changes."""
     if not path:
         return ()
     try:
