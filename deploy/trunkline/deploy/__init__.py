@@ -1,1 +1,1 @@
-"""What people run: the command line, the supervisor, the demo model."""
+"""The parts that people run: the command line, the supervisor, the demo model."""

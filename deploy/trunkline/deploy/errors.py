@@ -1,4 +1,4 @@
-"""What can go wrong before and while a cluster runs, as far as a person can do something about it."""
+"""Errors before and during the run of a cluster that a person can do something about."""
 
 from __future__ import annotations
 

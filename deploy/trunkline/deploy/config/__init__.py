@@ -1,2 +1,2 @@
-"""What a cluster was asked for, checked: settings, models, placement, tiers, and the configuration of each
+"""Checked settings of a cluster, and what follows from them: models, placement, tiers, the configuration of each
 process."""

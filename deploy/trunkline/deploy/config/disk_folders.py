@@ -16,8 +16,8 @@ however it ends. In its own cache folder it takes the first ones that are free, 
 each other. In a folder that the user named, it is an error if another server uses them.
 
 What KV other configurations left in PATH counts towards SIZE: they keep up to half of it, the last used first, and
-the rest is deleted. So what unused folders and this server have together never exceeds SIZE. Records count, too,
-up to half of SIZE, but stay, however many they are: KV can be computed again, they cannot.
+the rest is deleted. So the files of unused folders and of this server together never exceed SIZE. Records count,
+too, up to half of SIZE, but stay, however many they are: KV can be computed again, they cannot.
 
 Earlier versions had records in `index.sqlite`. Where that is so, it stays, too, until its configuration is served
 again and the controller moves them (`controller/storage/persistence.py`).
@@ -54,7 +54,8 @@ _OURS: Final = re.compile(
 )
 """Names of the files that may be deleted: those that a server writes into a group's folder."""
 _INDEX: Final = re.compile(r"(index\.sqlite(\.(old|damaged)(-\d+)?)?)(-wal|-shm|-journal)?")
-"""A file that may hold records of an earlier version, or that belongs to it; the first group is its name."""
+"""Names of an index that may hold records of an earlier version, and of files that belong to such an index. The
+first group of the match is the index's name."""
 
 DEFAULT_BYTES_MAX: Final = 10 << 30
 DEFAULT_SHARE: Final = 0.1
@@ -110,7 +111,7 @@ class DiskFolders:
     rank_bytes: int = 0
     """Bytes that each worker's slab may take."""
     warnings: list[str] = field(default_factory=list)
-    """Sentences that the user should see."""
+    """Warnings that are shown to the user, as sentences."""
 
 
 def plan_disk(
@@ -321,7 +322,8 @@ def _unused_groups(plan: DiskPlan, taken: list[Path]) -> list[_Unused]:
 
 
 def _remove_group(folder: Path) -> bool:
-    """Delete our files in a group folder, but for an index with records, and folders that are then empty.
+    """Delete the files of servers in a group folder, except an index with records; then delete the folders that
+    are empty.
 
     Returns:
         False if a server uses the folder by now.

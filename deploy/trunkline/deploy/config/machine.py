@@ -47,7 +47,7 @@ class Gpus:
 
     devices: tuple[Gpu, ...] = ()
     problem: str = ""
-    """Why no GPU can be used although a driver is installed; "": there is no such problem."""
+    """Why no GPU can be used although a driver is installed; "": GPUs can be used, or no driver is installed."""
 
     @property
     def count(self) -> int:
@@ -177,7 +177,7 @@ def _version_1(folder: Path) -> int | None:
 
 
 def _ratio(quota: str, period: str) -> int | None:
-    """Return the quota in whole cores; None where there is none, which is written "max" or -1."""
+    """Return the quota in whole cores; None if there is no quota, which is written as "max" or -1."""
     try:
         quota_us, period_us = int(quota), int(period)
     except ValueError:

@@ -230,8 +230,8 @@ def _digest_piece(file: int, start: int) -> bytes:
 
 
 def _identity(path: Path) -> tuple[int, int, int, int]:
-    """Return a file's size, inode and times, which change with its content; the last one even if its date is set
-    back."""
+    """Return a file's size, inode and times, which change with its content. The last of the times changes even if
+    the file's date is set back."""
     stat = path.stat()
     return stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns
 

@@ -90,7 +90,8 @@ def parse_ranks(text: str, tp: int, *, is_leader: bool) -> range:
     """Return the ranks in a text of the form `A-B` (both included) or `A`.
 
     Args:
-        is_leader: Whether they run beside the controller. Then rank 0 is one of them, and "" means all.
+        is_leader: Whether the ranks run beside the controller. Then rank 0 must be one of them, and "" means all
+            ranks.
 
     Raises:
         UserError: A group of `tp` ranks has no such ranks.

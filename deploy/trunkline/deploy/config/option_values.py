@@ -67,7 +67,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration in one unit, such as `5 min`, with two of it at least."""
+    """Return a duration in one unit, such as `5 min`: the largest unit of which there are two at least."""
     for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -111,7 +111,7 @@ def check_remote_url(url: str) -> None:
     """Check that this is the URL of a store that can be a remote tier.
 
     Raises:
-        UserError: It is not. The text says what is allowed, and does not show the password.
+        UserError: It is not such a URL. The text says what is allowed, and does not show the password.
     """
     try:
         find_store(url)

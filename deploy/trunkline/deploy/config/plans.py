@@ -196,9 +196,9 @@ class Meeting:
     plan: str
     report: str
     plan_at: str
-    """Where the ranks connect for plans."""
+    """The endpoint to which the ranks connect for step plans."""
     report_at: str
-    """Where the ranks send reports."""
+    """The endpoint to which the ranks send reports."""
     rendezvous: str
 
 

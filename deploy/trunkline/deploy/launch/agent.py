@@ -293,7 +293,7 @@ def _probe(port: int) -> tuple[str, str]:
 
 
 def _get(port: int, path: str) -> tuple[int, str]:
-    """Return the status, 0 if there is no answer, and the first line of the answer."""
+    """Return the HTTP status of the answer and the answer's first line. The status is 0 if there is no answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_PROBE_S_MAX)
     try:
         connection.request("GET", path)
@@ -309,7 +309,7 @@ def _get(port: int, path: str) -> tuple[int, str]:
 
 
 def _gpu_names(count: int, visible: str | None) -> list[str]:
-    """Return the names of the GPUs, of which a variable of this host may show only a part."""
+    """Return the names of this host's GPUs, or only of those that `CUDA_VISIBLE_DEVICES` shows."""
     if visible is None:
         return [str(index) for index in range(count)]
     return [name.strip() for name in visible.split(",")][:count]

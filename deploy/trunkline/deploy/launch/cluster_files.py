@@ -56,7 +56,7 @@ class Loaded:
         """Return the plan for the file.
 
         Raises:
-            UserError: It cannot work.
+            UserError: The cluster cannot work as the file describes it.
         """
         return make_plan(self.document, self.cluster, command_rules(), facts, self.name, self.path.parent)
 
@@ -67,7 +67,8 @@ def is_file(word: str) -> bool:
 
 
 def split(words: list[str]) -> tuple[Path | None, list[str]]:
-    """Return the file, if the first word is one, and the units."""
+    """Return the path of the file if the first word names one, else None, and the names of units in the other
+    words."""
     if words and is_file(words[0]):
         return Path(words[0]), words[1:]
     return None, words

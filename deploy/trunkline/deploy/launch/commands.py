@@ -110,7 +110,7 @@ def _prepare(loaded: Loaded, hosts: Hosts, reporter: ConsoleReporter, options: U
 
 
 def _facts_of(found: Mapping[str, HostFacts]) -> dict[str, Facts]:
-    """Return what the plan needs to know of hosts."""
+    """Return the facts about hosts that the plan needs."""
     return {label: Facts(facts.cores, facts.memory_bytes, tuple(facts.gpus)) for label, facts in found.items()}
 
 
@@ -201,7 +201,7 @@ def _announce(plan: Plan, console: Console, path: Path, *, detached: bool) -> No
 
 
 def _watch(launcher: Launcher, reporter: ConsoleReporter) -> int:
-    """Show what changes, until Ctrl-C or until no group or no router is left."""
+    """Show changes of the units' states until Ctrl-C, or until no group or no router is left."""
     plan, told = launcher.plan, set[str]()
     try:
         while True:

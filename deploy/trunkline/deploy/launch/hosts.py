@@ -203,7 +203,7 @@ class Connection:
                 yield reply
 
     def close(self) -> None:
-        """Let the agent end; what it started goes on."""
+        """Let the agent end. The units that it started go on."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(OSError):  # what it has not read is lost with it
@@ -296,7 +296,7 @@ class Hosts:
         return self._connections
 
     def connect(self) -> dict[str, HostError]:
-        """Connect to the hosts that are not connected yet; return why that failed, by host."""
+        """Connect to the hosts that are not connected yet. Return the errors of the hosts where that failed."""
         sockets = socket_folder()
         missing = [label for label in self._hosts if label not in self._connections]
 

@@ -115,7 +115,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What the command lines of all units are made from."""
+    """The values from which the command lines of all units are made."""
 
     document: Document
     cluster: Cluster
@@ -347,7 +347,7 @@ ENDED: Final = ("stopped", "failed", "gone")
 
 @dataclass
 class Decision:
-    """What `up` does with each unit."""
+    """The decisions of `up`: which units it keeps, starts, restarts, stops or forgets."""
 
     keep: list[str] = field(default_factory=list)
     """Units that run as they should."""
@@ -368,7 +368,7 @@ class Decision:
 def decide(
     plan: Plan, digests: Mapping[str, str], versions: Mapping[str, str], states: Mapping[Place, UnitState]
 ) -> Decision:
-    """Return what is to be done with each unit.
+    """Return the decision of `up` about each unit.
 
     Args:
         digests: Digests of the plan's units.

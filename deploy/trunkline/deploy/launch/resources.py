@@ -61,7 +61,7 @@ def plan_groups(document: Document, cluster: Cluster, hosts: list[str]) -> list[
 
 
 def host_named(document: Document, given: str, hosts: list[str], path: Path) -> str:
-    """Return `given` if it is a host; the only host if it is "".
+    """Return `given` if it is the name of a host, or the only host if `given` is "".
 
     Raises:
         FileError: There is no such host, or there are several.
@@ -123,7 +123,7 @@ class Ports:
         """Take ports that the file gives.
 
         Raises:
-            FileError: Another unit has them, or they do not exist.
+            FileError: Another unit has one of the ports, or their numbers are too large.
         """
         if port + count - 1 > _PORT_MAX:
             raise self._document.error(path, f"is {port}, the first of {count}; the last one would be too large")
@@ -208,7 +208,8 @@ class Facts:
 
 @dataclass
 class Shares:
-    """What each part of a group gets of its host. A part that is missing here decides for itself."""
+    """The share of a host's resources that each part of a group gets. A part that is missing here decides for
+    itself."""
 
     threads: dict[str, int]
     """Threads of each rank, by host, where ranks of several units share its cores."""
@@ -231,7 +232,7 @@ def share(
     groups: list[GroupPlan],
     facts: Mapping[str, Facts],
 ) -> Shares:
-    """Return what each part of a group gets of its host.
+    """Return the share of its host's resources that each part of a group gets.
 
     Raises:
         FileError: A host has less than its groups need, as far as that is known.

@@ -151,7 +151,7 @@ class TokenProbe:
         """Return the next message.
 
         Raises:
-            zmq.Again: None came in time.
+            zmq.Again: No message came in time.
         """
         if not socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
             raise zmq.Again
@@ -160,7 +160,7 @@ class TokenProbe:
 
 
 Probe = Callable[[], tuple[Verdict, Verdict]]
-"""Asks a part itself whether it has started, and whether it is ready."""
+"""A function that asks a part of the cluster whether it has started, and whether it is ready."""
 
 
 class NodeHealth:

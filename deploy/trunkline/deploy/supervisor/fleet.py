@@ -19,7 +19,7 @@ _ROUTERS: Final = "routers"
 
 @dataclass(frozen=True)
 class _Round:
-    """A unit to be restarted."""
+    """A unit that is to be restarted by a rolling restart."""
 
     ticket: int
     unit: Unit

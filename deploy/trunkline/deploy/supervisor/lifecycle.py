@@ -59,7 +59,7 @@ class Phase(StrEnum):
 
 @dataclass
 class _Failure:
-    """What is still to be done after the loss of a process without which the cluster cannot go on."""
+    """The work that is left after the loss of a process without which the cluster cannot go on."""
 
     orphans: list[str]
     """Workers of the lost group, to be killed: they may sit in a collective that never ends."""
@@ -255,7 +255,7 @@ class Lifecycle:
         return self._fleet.close("the cluster has failed and stops")
 
     def _judge(self, name: str, member: Member, status: int, words: str, now: float) -> Sequence[Action]:
-        """Return what to say of a child that ended during a stop.
+        """Return the sentences about a child that ended during a stop.
 
         The end of a child that was told to stop is expected, and that of a worker that its controller dismissed.
         """

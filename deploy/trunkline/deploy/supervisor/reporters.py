@@ -191,11 +191,11 @@ class JsonReporter:
         self._write("info", "begins", title=title)
 
     def spawned(self, name: str, pid: int) -> None:
-        """A child runs."""
+        """Write that a child process was started."""
         self._write("info", "process_started", process=name, pid=pid)
 
     def health(self, answer: Mapping[str, Any] | None) -> None:
-        """Say what the router says when it changes."""
+        """Write the router's answer whenever it changes."""
         detail = describe_health(answer)
         if detail != self._detail:
             self._detail = detail

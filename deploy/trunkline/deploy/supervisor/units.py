@@ -61,16 +61,16 @@ class Slot:
     record: DeathRecord = field(default_factory=DeathRecord)
 
     def begin(self, now: float) -> None:
-        """Note that its process is started."""
+        """Note that the member's process is started."""
         self.running, self.since, self.restart_at, self.state = True, now, NEVER, "starting"
         self.restarts += 1
 
     def end(self, now: float) -> None:
-        """Note that its process ended."""
+        """Note that the member's process ended."""
         self.running, self.since, self.state = False, now, "down"
 
     def describe(self, now: float) -> dict[str, object]:
-        """Return its row of a status table, without the process id."""
+        """Return the member's row of a status table, without the process id."""
         state = self.state
         if self.running and self.member.role is Role.WORKER and state == "starting":
             state = "running"
@@ -200,7 +200,7 @@ class Group:
         return self._begin_stop(now)
 
     def restart(self, now: float) -> list[Action]:
-        """Stop it, then start it again."""
+        """Stop the group, then start it again."""
         return self.stop(Mode.UP, now)
 
     def start(self, now: float) -> list[Action]:
@@ -212,7 +212,8 @@ class Group:
 
     @property
     def outcome(self) -> str | None:
-        """How a restart ended: "" it is ready again; None: not yet; else why it never will be."""
+        """The result of a restart: "": the group is ready again; None: it is not ready yet; else why it never will
+        be."""
         if self.is_to_be_down:
             return "was drained meanwhile"
         if self.mode is Mode.LOST:
@@ -381,7 +382,8 @@ class Router:
 
     @property
     def outcome(self) -> str | None:
-        """How a restart ended: "" the router is ready again; None: not yet; else why it never will be."""
+        """The result of a restart: "": the router is ready again; None: it is not ready yet; else why it never
+        will be."""
         if self._failure or self.mode is Mode.LOST:
             return self._failure or f"was given up: {self.why_lost}"
         return "" if self.is_ready and not self._successor and not self._leaving else None

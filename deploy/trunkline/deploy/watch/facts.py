@@ -97,7 +97,7 @@ class Source:
         """Return the JSON at a path.
 
         Raises:
-            WatchError: There is none; the text says why.
+            WatchError: There is no JSON at the path; the text says why.
         """
         answer = self.fetch(path)
         if answer.status_code in (401, 403):
@@ -181,7 +181,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Facts:
-    """All facts about a deployment. None: it could not be found out, or does not apply."""
+    """All facts about a deployment. A fact that is None could not be found out, or does not apply."""
 
     url: str
     is_loopback: bool
