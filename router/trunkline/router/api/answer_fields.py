@@ -168,7 +168,8 @@ def cache_use(*generations: Generation) -> CacheUse | UnsetType:
 
 
 def truncation_result(generation: Generation) -> TruncationResult | UnsetType:
-    """Return what was left out of a prompt; UNSET if the request has no cut and allows none."""
+    """Return the field `truncation`, which tells what was left out of a prompt; UNSET if the request has no cut
+    and allows none."""
     job, started = generation.job, generation.started
     if not (job.cut.asked or job.cut.drops):
         return UNSET

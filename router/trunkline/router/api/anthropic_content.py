@@ -156,7 +156,8 @@ def to_functions(tools: Any) -> list[FunctionTool]:
 
 
 def to_choice(choice: Any, functions: list[FunctionTool]) -> tuple[Choice, bool | None]:
-    """Read `tool_choice`: the choice, and whether several calls are allowed (None: it does not say).
+    """Return the choice in `tool_choice`, and whether several calls are allowed (None: `tool_choice` does not
+    say).
 
     Raises:
         ApiError: 400, naming the field that is wrong.

@@ -27,7 +27,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Block(msgspec.Struct):
-    """A part of an answer: a text, or a call if it has a name."""
+    """A part of an answer: a tool call if the block has a name, else a text."""
 
     index: int
     text: str = ""

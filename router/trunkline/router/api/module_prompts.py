@@ -176,7 +176,7 @@ async def place(
 
 
 async def _beside_loop(is_long: bool, work: Callable[[], _T]) -> _T:
-    """Do work, in a thread if it may take long."""
+    """Return the result of `work`, which runs in a thread if `is_long`, else in the event loop."""
     return await asyncio.to_thread(work) if is_long else work()
 
 

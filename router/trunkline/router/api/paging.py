@@ -1,4 +1,4 @@
-"""What `/v1/sessions` and `/v1/schemas` share: pages of lists, and their answers in the OpenAPI document."""
+"""Common parts of `/v1/sessions` and `/v1/schemas`: pages of lists, and answers in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def page_of(request: Request) -> Page:
 
 
 def make_page(kind: type[ListOf], found: Sequence[Any], limit: int) -> ListOf:
-    """Return a page of a list; `found`: its entries, and one more if others follow."""
+    """Return a page of a list. `found`: the entries of the page, and one more entry if others follow."""
     data = list(found[:limit])
     return kind(
         data=data,

@@ -45,8 +45,8 @@ class CacheUse(msgspec.Struct, kw_only=True):
     tiers: dict[str, int]
     """Number of prompt tokens whose KV was found, by tier."""
     exact: bool
-    """False: some KV was computed after other tokens than the prompt has now, because tokens before it have been
-    dropped since or because it belongs to a module."""
+    """Whether all KV was computed behind the tokens that precede it in the prompt. False: some KV was not, because
+    tokens before it were dropped since, or because it belongs to a module."""
     reason: str | None
     """Why the KV of the rest of the prompt was not found."""
     miss_token: int | None

@@ -77,7 +77,7 @@ class ModuleObject(msgspec.Struct, kw_only=True):
     """Number of the module's positions, including those of nested modules."""
     params: list[ParamObject]
     cached: bool
-    """False: the module is computed for each request."""
+    """Whether the module's KV is kept. If not, the module is computed for each request."""
     tokens: int
     """Number of tokens in its texts, including parameters."""
     bytes: int
@@ -108,7 +108,7 @@ class SchemaObject(msgspec.Struct, kw_only=True):
     name: str
     """The same as `id`."""
     version: int
-    """1, and one more each time that a schema of this name is posted."""
+    """Version of the schema: 1 at first, one more each time that a schema of this name is posted."""
     model: str
     status: SchemaStatus
     """"ready": all modules are computed; "cold": none is. Requests compute missing modules."""
@@ -121,7 +121,7 @@ class SchemaObject(msgspec.Struct, kw_only=True):
     created_at: int
     last_used_at: int
     expires_at: int | None
-    """When the schema is deleted if it is not used before; null: never."""
+    """Time at which the schema is deleted if it is not used before; null: never."""
     modules: list[ModuleObject]
     usage: SchemaUsage
     warnings: list[str]

@@ -155,12 +155,12 @@ class SessionObject(msgspec.Struct, kw_only=True):
     created_at: int
     last_used_at: int
     expires_at: int
-    """When the session is deleted if it is not used before."""
+    """Time at which the session is deleted if it is not used before."""
     ttl: int
-    """Seconds without use after which it is deleted."""
+    """Seconds without use after which the session is deleted."""
     model: str
     parent: str | None
-    """Id of the session that it was forked from."""
+    """Id of the session that this one was forked from; None: it was not forked."""
     schema: str | None
     """The schema whose modules precede every turn."""
     turns: int

@@ -151,7 +151,7 @@ class SessionTurn:
         """Append the prompt and the answer to the session.
 
         Args:
-            shown: Text of the answer, without what ended it.
+            shown: Text of the answer, without the stop string or end token.
             tokens: Tokens of the answer.
 
         Raises:

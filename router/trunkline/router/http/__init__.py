@@ -1,1 +1,1 @@
-"""Around the API: connections, access, admission, replay of kept answers."""
+"""The layers around the API: connections, access, admission, replay of kept answers."""

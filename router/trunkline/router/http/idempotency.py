@@ -100,7 +100,7 @@ class RequestName(msgspec.Struct, frozen=True):
 
     @property
     def bytes(self) -> bytes:
-        """Both digests."""
+        """Both digests, one after the other."""
         return bytes.fromhex(self.record) + self.request
 
 
@@ -186,7 +186,8 @@ class IdempotencyStore:
         return claim
 
     async def _make(self, home: ControllerLink, name: RequestName) -> Record:
-        """Make the key's record, and return it. If there was one already, return that one without its value."""
+        """Make the key's record, and return the record. If the key had a record already, return that record
+        without its value."""
         value = msgspec.msgpack.encode(Result(name.request, int(time.time())))
         reply = await _ask(home, "create", name.record, value=value, ttl=self._ttl)
         if reply.status not in ("ok", "exists"):
@@ -205,8 +206,8 @@ class IdempotencyStore:
 
 
 class Claim:
-    """The right of a request to answer for its key, as a lease of the key's record. Always call `close` in the
-    end."""
+    """A request's right to store the answer for its key, held as a lease of the key's record. Always call `close`
+    in the end."""
 
     def __init__(self, home: ControllerLink, record: Record, token: str, ttl_seconds: float) -> None:
         self._home = home
@@ -224,7 +225,8 @@ class Claim:
         return self._asked.created
 
     def begin(self, asked: Result) -> None:
-        """Begin to renew the lease until the answer is stored. `asked`: the record's value, without an answer."""
+        """Begin to renew the lease, until the answer is stored. `asked`: the value of the key's record, which has
+        no answer yet."""
         self._asked = asked
         self._renew_later()
 

@@ -196,8 +196,8 @@ def _log_failure(error: Exception) -> None:
 
 
 class AccessMiddleware:
-    """Finds out who sends a request. Inside of it `current_identity()` returns the sender, and `scope["state"]`
-    has "tenant" and "role"."""
+    """Identifies the sender of each request. Inside of it `current_identity()` returns the sender, and
+    `scope["state"]` has "tenant" and "role"."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""Requests under way: where they are sent, what comes back, and what happens when a group is lost."""
+"""Requests under way: sending them to controllers, reading their tokens, and going on when a group is lost."""

@@ -233,7 +233,8 @@ class Generation:
         self.steps = 0
         """Number of tokens of the longest sample."""
         self.outcome = CLIENT_LEFT
-        """How the generation ended. While it runs: the outcome if its reader left now."""
+        """How the generation ended. While the generation runs: the outcome that it would have if its reader left
+        now."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -316,7 +317,7 @@ class Generation:
             self.close()
 
     def limit(self, seconds: float) -> None:
-        """Cut the generation off if it is not over after `seconds`."""
+        """End the generation with an error if it is not over after `seconds`."""
         detail = f"the request took longer than {seconds:.0f} s"
         self._timer = self._loop.call_later(seconds, self._stream.cut, TIMED_OUT, detail)
 

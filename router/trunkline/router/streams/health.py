@@ -24,7 +24,7 @@ class Health(msgspec.Struct, frozen=True):
 
     ok: bool
     why: str
-    """What shows that tokens can be generated, or what is wrong."""
+    """The observation that shows that tokens can be generated, or else the fault."""
 
 
 class HealthProbe:

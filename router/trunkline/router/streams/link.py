@@ -190,7 +190,7 @@ class ControllerLink:
 
         Args:
             make: makes the message of the call's ticket.
-            timeout_seconds: how long to wait for the answer; None: without a limit.
+            timeout_seconds: longest time to wait for the answer; None: no limit.
             give_up: makes a message with the same ticket, which is sent if the caller stops waiting.
 
         Raises:

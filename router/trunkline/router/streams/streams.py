@@ -80,11 +80,12 @@ class Batch(msgspec.Struct):
 
     tokens: list[int]
     logprobs: list[TopLogprobs | None]
-    """One per token; empty if the request asked for none."""
+    """Log-probabilities, one entry per token; empty if the request did not ask for them."""
     samples: list[int] | None = None
     """Index of the sample that each token belongs to; None: the request has only one sample."""
     ended: dict[int, str] | None = None
-    """`FinishReason` by sample, of samples that have ended. None: the request has only one sample."""
+    """The `FinishReason` of each sample that has ended, by the sample's index. None: the request has only one
+    sample."""
     hypotheses: list[Hypothesis] | None = None
     """Results of a beam search, best first."""
     end: End | None = None
@@ -421,10 +422,11 @@ def continuation(job: Job, request: int, sample: int, output: Sequence[int]) -> 
 
 
 def end_of(job: Job, output: Sequence[int], max_context: int) -> FinishReason | None:
-    """Return why a sample is complete; None: it is not. The message that it has ended may have been lost.
+    """Return why a sample is complete; None if it is not. A sample may be complete without a message of its end,
+    because that message can be lost with a controller.
 
     Args:
-        output: the sample's tokens so far.
+        output: the sample's output tokens so far.
         max_context: largest number of tokens of prompt and output together; 0: not known.
     """
     if output and output[-1] in job.eos_ids:

@@ -93,7 +93,7 @@ class History:
             coarse: Seconds between two rows of the ring of means, and the number of rows that it keeps.
         """
         self.fine_seconds = fine[0] * fine[1]
-        """How many seconds back the fine ring goes."""
+        """Number of seconds that the fine ring reaches back."""
         self._coarse_step = coarse[0]
         self._lasts = coarse[0] * coarse[1] + self.fine_seconds
         self._fine, self._coarse = Ring(fine[1]), Ring(coarse[1])

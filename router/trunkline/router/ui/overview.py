@@ -1,4 +1,4 @@
-"""What the dashboard shows of this moment: groups with loads and tiers, running requests, routing decisions.
+"""The dashboard's view of the present: groups with loads and tiers, running requests, routing decisions.
 
 All of it is the router's own data: the last reports of the controllers, its generations and its decision log.
 """
