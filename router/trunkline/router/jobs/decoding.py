@@ -1,4 +1,4 @@
-"""How the answer to a request is decoded: by which method, and by which grammar. Pure.
+"""The decoding of an answer: choose the method and the grammar that a request asks for. Pure.
 
 The method is sampling, parallel sampling, best of, or beam search (`decoding_of`). Structured output may be asked
 for with several parameters, from which one grammar follows (`grammar_of`). Wishes that contradict each other are

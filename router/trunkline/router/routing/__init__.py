@@ -1,4 +1,4 @@
-"""Which controller gets a request. Pure: all that is known comes in as arguments, and so does the time.
+"""The choice of the controller that gets a request. Pure: all knowledge and the time come in as arguments.
 
       KvEvents ──► index.py: which chunks each controller has ─────────┐
       State ─────► controllers.py: what each has to do, who has failed ┼─► policies.py ──► Decision

@@ -1,5 +1,4 @@
-"""What routing knows of each controller: how much it has to do, whether it has just failed, and its sessions.
-Pure.
+"""The state of each controller as routing knows it: its load, its recent failures, and its sessions. Pure.
 
 Load. A router knows its own requests exactly, and other routers' requests from the controllers' reports. A report
 also counts this router's requests. So the others have what was reported less this router's own at that moment;

@@ -1,4 +1,4 @@
-"""Which controller gets a request: index, loads, breakers, sessions and a rule put together. Pure.
+"""The choice of a controller for a request, from index, loads, circuit breakers, sessions and a rule. Pure.
 
       route ──► Decision ──► sent(ticket) ──► started(ticket) ──► ended(ticket)
                              load, expected     no queued          no load

@@ -1,5 +1,5 @@
-"""Which chunks each controller has, and in which tiers: an exact copy of what controllers publish (`KvEvents`),
-plus what requests that were just sent are expected to compute. Pure.
+"""The index of the chunks that each controller has, by tier. It is an exact copy of what controllers publish
+(`KvEvents`), and has besides what requests that were just sent are expected to compute. Pure.
 
 One dictionary entry per name, however many controllers have it: an integer with four bits per *column*.
 
@@ -61,8 +61,8 @@ class _Ticket(NamedTuple):
 
 
 class ChunkIndex:
-    """Which chunks each controller has. Names have 16 bytes; times are seconds of any clock that does not go
-    back."""
+    """The index of the chunks that each controller has. Names have 16 bytes. Times are seconds of any clock that
+    does not go back."""
 
     def __init__(self, controllers: int, bytes_max: int = 256 << 20) -> None:
         """
@@ -79,7 +79,7 @@ class ChunkIndex:
         self._columns = np.arange(1, controllers + 1)
         """Number of the column of each controller."""
         self._shadows: dict[int, int] = {}
-        """By controller: the column of a snapshot that is not complete."""
+        """By controller: number of the column to which an unfinished snapshot of its chunks is written."""
         self._clean: list[int] = []
         """Wiped columns without an owner, the lowest last."""
         self._dirty: dict[int, int] = {}
@@ -135,7 +135,7 @@ class ChunkIndex:
         """Add chunks to a snapshot. Arguments are those of `apply`.
 
         Raises:
-            ValueError: see `apply`, or no snapshot has begun.
+            ValueError: the numbers of names and tiers differ, or no snapshot has begun.
         """
         if controller not in self._shadows:
             raise ValueError(f"no snapshot of controller {controller} has begun")

@@ -84,7 +84,7 @@ class RoutingSettings(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True):
-    """What a rule sees of a request and of all controllers. Arrays are by controller."""
+    """The properties of a request and of all controllers that a rule sees. Arrays are by controller."""
 
     candidates: IntArray
     """The controllers that can take the request, ascending; at least one."""

@@ -13,7 +13,7 @@ from trunkline.controller.messages import PromptLayout
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """Where a request comes from, for the dashboard and logs; no choice depends on it."""
+    """The origin of a request, for the dashboard and logs; no choice depends on it."""
 
     request: str = ""
     """Id of the HTTP request."""
@@ -52,7 +52,7 @@ class RouteRequest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weighed:
-    """What was known of all controllers when one was chosen."""
+    """The knowledge of all controllers at the time when one of them was chosen."""
 
     candidates: NDArray[np.int64]
     """The controllers that could take the request."""

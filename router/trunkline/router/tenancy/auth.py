@@ -1,4 +1,4 @@
-"""Who sends a request, what its key may do, and whose sessions, schemas and cached KV it sees.
+"""Identities: who sends a request, what its key may do, and whose sessions, schemas and cached KV it sees.
 
     headers ─► Authenticator ─► Identity ─► current_identity() in all code that works for the request
     path ─► access_needed ─► may_enter(role of the key) ─► served, or 401, 403

@@ -193,10 +193,10 @@ class TenantFile:
         Args:
             path: path of the file of tenants.
             base: the limits where the file has none.
-            kept: path where the last correct version is kept; "": it is not kept.
+            kept: path where the last correct version of the file is kept; "": no version is kept.
 
         Raises:
-            ValueError: as `read_rules`, and no version was kept.
+            ValueError: the file cannot be read, or is wrong, and no correct version was kept.
         """
         self._path = path
         self._base = base

@@ -59,7 +59,7 @@ class Bucket:
         return self._capacity
 
     def level(self, now: float) -> float:
-        """Return what is in the bucket; below zero: it is overdrawn."""
+        """Return the amount in the bucket; below zero: the bucket is overdrawn."""
         if now > self._at:
             self._level = min(self._capacity, self._level + (now - self._at) * self._per_second)
             self._at = now

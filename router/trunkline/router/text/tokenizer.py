@@ -245,7 +245,7 @@ class Tokenizer:
         """Encode a text in which special tokens count as plain text.
 
         Raises:
-            ApiError: As in `encode`.
+            ApiError: 400, the text is too long or has too many tokens.
         """
         return _encode(self._plain, text, add_special_tokens=False)
 
