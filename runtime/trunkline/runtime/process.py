@@ -160,7 +160,7 @@ class RareLog:
 
     def __init__(self, name: str, interval_s: float = RARE_LOG_S) -> None:
         self.counts: dict[str, int] = {}
-        """How often each kind of warning came, written or not."""
+        """Number of warnings of each kind, written or not."""
         self._log = structlog.get_logger(name)
         self._interval_s = interval_s
         self._last: dict[str, tuple[float, int]] = {}
