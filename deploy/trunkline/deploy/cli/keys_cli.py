@@ -133,9 +133,9 @@ class Row:
     role: str
     digest: str
     expires: str
-    """When the key expires; "" if it never does."""
+    """Time at which the key expires; "" if it never does."""
     created: str
-    """When the key was made; "" if that is not known."""
+    """Time at which the key was made; "" if that is not known."""
     gateway: bool
 
     def is_over(self, now: datetime) -> bool:

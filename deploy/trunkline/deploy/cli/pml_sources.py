@@ -124,7 +124,7 @@ def read_source(path: str) -> Source:
 
 @dataclass(frozen=True)
 class Counting:
-    """How to count: tokens of a model, or words if no model was named."""
+    """The unit of counting: tokens of a model, or words if no model was named."""
 
     tokenizer: pml.PmlTokenizer
     context: int

@@ -113,7 +113,7 @@ class Demand:
     """Number of tokens of a session, including its history: the largest number for a safe result, or the average
     for a lower one."""
     ttl_s: float
-    """How long KV is kept after its last use."""
+    """Time in seconds for which KV is kept after its last use."""
     concurrent: int
     """Sequences that run at once."""
 

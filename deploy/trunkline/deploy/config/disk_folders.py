@@ -202,7 +202,7 @@ class _Unused(NamedTuple):
 
 @dataclass(frozen=True)
 class _Division:
-    """How the disk is divided."""
+    """The division of the disk between this server and unused folders."""
 
     wanted: int
     """Bytes that this server's workers should have together."""

@@ -51,7 +51,7 @@ class Gpus:
 
     @property
     def count(self) -> int:
-        """How many GPUs workers can use."""
+        """Number of GPUs that workers can use."""
         return len(self.devices)
 
 

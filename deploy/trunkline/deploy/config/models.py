@@ -33,7 +33,8 @@ DEMO_FOLDER: Final = Path(__file__).parents[1] / "demo_model"
 
 _WEIGHTS: Final = "*.safetensors"
 HUB_PATTERNS: Final = (_WEIGHTS, "*.json", "tokenizer.model", "*.jinja", "merges.txt", "vocab.txt")
-"""What a hub download fetches: weights in safetensors only (other formats can run code), and text files."""
+"""Patterns of the files that are fetched from the hub: weights in safetensors only (other formats can run code),
+and text files."""
 
 
 def resolve(model: str, *, needs_weights: bool = True) -> Path:

@@ -19,7 +19,7 @@ from trunkline.deploy.errors import UserError
 
 GROUP_PORT: Final = 7400
 GROUP_PORTS: Final = 5
-"""How many ports a group has, from its first on: requests, KV events, step plans, reports, rendezvous of ranks."""
+"""Number of consecutive ports of a group: for requests, KV events, step plans, reports, rendezvous of ranks."""
 ADDRESSES_MAX: Final = 256
 ANY_HOST: Final = "0.0.0.0"
 _HOST: Final = re.compile(r"(?!-)[A-Za-z0-9_.-]{1,253}")

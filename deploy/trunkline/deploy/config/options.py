@@ -31,7 +31,7 @@ Scalar = str | int | float | bool
 
 @dataclass(frozen=True)
 class CliOption:
-    """How a field of the settings is given on the command line."""
+    """The command-line option for a field of the settings."""
 
     field: str
     help: str

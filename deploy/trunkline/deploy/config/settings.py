@@ -53,11 +53,11 @@ class ServeSettings:
     routers: int = 1
     """Processes that share the port. One streams some thousand tokens a second."""
     policy: str = "prefix"
-    """How a router chooses the group for a request."""
+    """The rule by which a router chooses the group for a request."""
     restart: bool = True
     """Whether a process that dies is started again."""
     resume_seconds: float = 60.0
-    """How long a stream that lost its group waits for it, or for another one."""
+    """Longest time in seconds that a stream whose group was lost waits for that group or for another one."""
     tp: int | None = None
     """Tensor-parallel workers per group. None: by the model and the GPUs that each group can have
     (`plans.settle`)."""
@@ -65,7 +65,7 @@ class ServeSettings:
     device: str = "auto"
     kernels: str = "auto"
     quantization: str = "none"
-    """How the weights are stored: "none" or "int8"."""
+    """The number format in which weights are stored: "int8", or "none" for that of the computation."""
     host: str = "127.0.0.1"
     """Address on which routers listen. By default only this machine may connect."""
     port: int = 8000

@@ -56,7 +56,7 @@ class Launcher:
     contents: Mapping[str, bytes]
     """Contents of the files that units need, by name."""
     start_s: float
-    """How long a unit may take to be ready."""
+    """Longest time in seconds until a unit is ready."""
     started: list[str] = field(default_factory=list)
     """Units that did not run before this launcher started them."""
     begun: set[str] = field(default_factory=set)

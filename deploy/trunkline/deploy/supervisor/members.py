@@ -52,7 +52,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long each step of starting, serving and stopping may take, in seconds."""
+    """Time limits of the steps of starting, serving and stopping, in seconds."""
 
     start_s: float = 1800.0
     """Time from the first spawn to a generated token, also for a group that is started again. Large checkpoints on
@@ -69,17 +69,19 @@ class Limits:
     settle_s: float = 5.0
     """Time for controllers to end after SIGTERM, and then the same time for workers."""
     grace_s: float = 3.0
-    """How long routers go on after a failure, so that clients read an error instead of a reset connection."""
+    """Time for which routers go on after a failure, so that clients read an error instead of a reset
+    connection."""
     orphan_s: float = 1.0
-    """After a failure, how long the other processes of the lost group may go on before they are killed: they may
-    wait in a collective that never ends."""
+    """Time after a failure until the other processes of the lost group are killed, which may wait in a collective
+    that never ends."""
     leave_s: float = 3.0
     """Time for workers to end by themselves once their controller has died. After that they are killed, because
     they may be frozen."""
     quick_s: float = 2.0
     """Time for all processes together to end, if a start failed or a second stop was requested."""
     reap_s: float = 5.0
-    """How long to wait after SIGKILL: a process in an uninterruptible system call outlives it."""
+    """Longest time to wait for a process to end after SIGKILL. A process in an uninterruptible system call
+    outlives the signal."""
 
     def validate(self) -> None:
         """Raise ValueError unless every duration is positive (`drain_s` and `pause_s` may be 0)."""

@@ -44,8 +44,8 @@ class TerminalReporter:
         self._model_name = model_name
         self._level = logging.getLevelNamesMapping()[log_level.upper()]
         self._held: list[tuple[str, str]] | None = [] if self._level >= logging.WARNING else None
-        """What children wrote while the cluster starts: shown once it serves, or for the child that failed. None:
-        lines are shown at once."""
+        """Lines that children wrote while the cluster starts. They are shown once the cluster serves; of a child
+        that failed, at once. None: all lines are shown at once."""
         self._started = time.monotonic()
         self._pids: dict[str, int] = {}
         self._detail = ""

@@ -52,7 +52,7 @@ class Slot:
 
     member: Member
     since: float
-    """When the process was started, or ended."""
+    """Time at which the process was started or, if it is not running, ended."""
     running: bool = True
     restart_at: float = NEVER
     restarts: int = 0

@@ -31,7 +31,7 @@ RESTARTS_MAX: Final = 3
 
 
 class Level(StrEnum):
-    """How bad a finding is."""
+    """The severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
