@@ -75,7 +75,7 @@ def has_modules(body: ChatRequest | CompletionRequest, turn: SessionTurn | None)
 
 
 class Rendering(NamedTuple):
-    """How a conversation is written for the model: the options of its chat template."""
+    """The way in which a conversation is written for the model: the options of the model's chat template."""
 
     add_generation_prompt: bool = False
     add_special_tokens: bool = False

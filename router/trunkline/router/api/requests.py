@@ -58,7 +58,7 @@ def check_length(characters: int, param: str) -> None:
 
 
 Neutral = dict[str, tuple[Any, ...]]
-"""For each parameter, the values that ask for nothing."""
+"""The values of each parameter that change nothing and so may be sent, by the parameter's name."""
 
 
 class RefusedFields(NamedTuple):
@@ -66,7 +66,7 @@ class RefusedFields(NamedTuple):
 
     neutral: Neutral
     reasons: dict[str, str] = {}  # noqa: RUF012 (a NamedTuple's default, never changed)
-    """For some parameters, a more helpful message than "is not supported"."""
+    """Messages for some parameters that help more than "is not supported", by the parameter's name."""
 
     def check(self, fields: dict[str, Any]) -> None:
         """Look through the raw fields of a request.

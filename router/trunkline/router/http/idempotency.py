@@ -414,13 +414,13 @@ def _replay(result: Result) -> Response:
 
 
 class _Room:
-    """A number of bytes that all copies share."""
+    """The limit of bytes for all copies of answers together."""
 
     def __init__(self, size: int) -> None:
         self._free = size
 
     def take(self, size: int) -> bool:
-        """Take `size` bytes if so many are free, and return whether they were."""
+        """Take `size` bytes if that many are free; return whether they were taken."""
         if size > self._free:
             return False
         self._free -= size

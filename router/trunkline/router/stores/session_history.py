@@ -22,7 +22,8 @@ from trunkline.router.text.detokenizer import TokenVocabulary, make_detokenizer
 from trunkline.router.text.truncation import RetentionPolicy, TokenSpan, clip_spans
 
 Form = Literal["", "chat", "text"]
-"""What a session is used for: "" not decided yet, "chat" conversations, "text" plain completions."""
+"""The kind of requests that a session is used for: "chat" conversations, "text" plain completions, "" not decided
+yet."""
 _MARKS_MAX = 4096
 """Largest number of marks in a history. If there are more, every second mark of the older half is dropped."""
 _TAKE_BACK_MAX = 256 << 10
@@ -50,7 +51,8 @@ class SessionModules(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LastTurn(msgspec.Struct, frozen=True, array_like=True):
-    """What is needed to undo a session's last turn: the state before it, as a difference to the state after it."""
+    """The data for undoing a session's last turn: the state before the turn, as a difference to the state after
+    it."""
 
     request: bytes
     """Name of the turn's request (`request_context.py`)."""

@@ -116,7 +116,7 @@ class Dispatcher:
 
     @property
     def waiting_count(self) -> int:
-        """How many requests wait for a controller."""
+        """Number of requests that wait for a controller."""
         return len(self._waiting)
 
     # -- from above

@@ -244,7 +244,8 @@ class Generation:
 
     @property
     def started(self) -> Started | None:
-        """What the controller found cached of the prompt; None until it has admitted the request."""
+        """The controller's report of the part of the prompt that was cached; None until it has admitted the
+        request."""
         return self._stream.started
 
     @property

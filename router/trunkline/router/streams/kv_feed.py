@@ -85,7 +85,8 @@ class Ask(NamedTuple):
 
 
 class FeedState:
-    """How far one controller's events have been applied to the index. Time is an argument, in seconds.
+    """The progress of one controller's events: which of them have been applied to the index. Time is an argument,
+    in seconds.
 
     Methods return the call that is to be made next, if any. There is one call at a time.
     """

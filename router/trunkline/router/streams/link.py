@@ -130,7 +130,7 @@ class ControllerLink:
 
     @property
     def inflight(self) -> int:
-        """How many requests of this router the controller has."""
+        """Number of this router's requests that the controller has."""
         return len(self._receivers)
 
     def why_not_ready(self) -> str:

@@ -47,7 +47,7 @@ ALL = -1
 
 
 class End(NamedTuple):
-    """Why a request is over."""
+    """The end of a request: its reason, with details for the client."""
 
     reason: str
     """A `FinishReason`, or `TIMED_OUT`."""
@@ -89,7 +89,7 @@ class Batch(msgspec.Struct):
     hypotheses: list[Hypothesis] | None = None
     """Results of a beam search, best first."""
     end: End | None = None
-    """Set once the request has ended as a whole; this is the last batch then."""
+    """The end of the request, in its last batch; None in all earlier ones."""
 
 
 class Stream:
@@ -111,7 +111,8 @@ class Stream:
         """
         self.request = request
         self.started: Started | None = None
-        """What the controller found cached of the prompt; None until it has admitted the request."""
+        """The controller's report of the part of the prompt that was cached; None until it has admitted the
+        request."""
         self.prompt_logprobs: list[PromptLogprobs] = []
         """Log-probabilities of the prompt, in the order of arrival. They are complete before the first token."""
         self.outputs: list[list[int]] = [[] for _ in range(samples)]
@@ -119,7 +120,7 @@ class Stream:
         self._release: Callable[[int, bool], None] | None = release
         self._wants_logprobs = wants_logprobs
         self.samples = samples
-        """How many samples the request began with."""
+        """Number of samples that the request began with."""
         self._running = set(range(samples))
         self._drop = drop
         self._batch = self._fresh()
@@ -295,7 +296,7 @@ class RoutedRequest:
     full: set[int] = field(default_factory=set)
     """Controllers that refused the request because their queues were full."""
     last_failure: End = NOTHING_FAILED
-    """Why the last attempt was lost."""
+    """The end of the last attempt that was lost."""
     record: RequestRecord | None = None
     """Record of the HTTP request; None: the request does not come from a client."""
     lost: list[SpanContext] = field(default_factory=list)

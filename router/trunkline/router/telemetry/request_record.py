@@ -43,7 +43,7 @@ class RequestRecord:
     groups: list[int] = field(default_factory=list)
     """Controllers that the request was sent to, in the order of the first time."""
     attempts: int = 0
-    """How many times the request, or one of its samples, was sent to a controller."""
+    """Number of times that the request, or one of its samples, was sent to a controller."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0

@@ -100,7 +100,7 @@ class History:
         self._series_max = series_max
         self._columns: dict[str, int] = {}
         self._seen: dict[str, float] = {}
-        """When each series last had a value."""
+        """Time at which each series last had a value."""
         self._sums: dict[int, tuple[float, int]] = {}
         """Sum and count of the values of the means that are being made, by column."""
         self._until: float | None = None
