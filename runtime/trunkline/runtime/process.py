@@ -153,9 +153,10 @@ def report_status(path: str, status: str, detail: str = "", *, epoch: int = 0) -
 
 
 class RareLog:
-    """Limits warnings that a peer can cause.
+    """Writes warnings that a peer can cause, but only a few of each kind.
 
-    The first warning of a kind is written at once; then one in each interval, with the number of those left out.
+    The first warning of a kind is written at once; then one in each interval, with the number of warnings left
+    out.
     """
 
     def __init__(self, name: str, interval_s: float = RARE_LOG_S) -> None:

@@ -44,11 +44,11 @@ class Sink(Protocol):
 
     @property
     def exported(self) -> int:
-        """Spans that a collector has taken."""
+        """Number of spans that a collector has accepted."""
 
     @property
     def dropped(self) -> int:
-        """Spans that were lost."""
+        """Number of spans that were lost."""
 
     def put(self, span: Span) -> None:
         """Take a span, or drop it; never wait."""
@@ -72,16 +72,17 @@ class Tracer:
 
     @property
     def exported(self) -> int:
-        """Spans that a collector has taken."""
+        """Number of spans that a collector has accepted."""
         return 0 if self._sink is None else self._sink.exported
 
     @property
     def dropped(self) -> int:
-        """Spans that were lost: the queue was full, or no collector took them."""
+        """Number of spans that were lost: the queue was full, or no collector accepted them."""
         return 0 if self._sink is None else self._sink.dropped
 
     def begin(self, traceparent: str) -> tuple[SpanContext, bytes] | None:
-        """Return the context of a new request's span and the id of its caller's span; None if it is not traced."""
+        """Return the context of a new request's span, and the id of the caller's span; None if the request is not
+        traced."""
         if self._sink is None:
             return None
         caller = parse_traceparent(traceparent) if traceparent else None

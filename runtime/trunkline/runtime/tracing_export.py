@@ -69,7 +69,7 @@ class SpanExport:
             wall_offset_ns: Nanoseconds to add to the monotonic clock's time to get Unix time.
         """
         self.exported = 0
-        """Spans that a collector has taken."""
+        """Number of spans that a collector has accepted."""
         self._refused = 0
         self._lost = 0
         self._queue: deque[Span] = deque()
@@ -93,7 +93,7 @@ class SpanExport:
 
     @property
     def dropped(self) -> int:
-        """Spans that were lost: too many waited, or no collector took them."""
+        """Number of spans that were lost: too many waited, or no collector accepted them."""
         return self._refused + self._lost
 
     def put(self, span: Span) -> None:
