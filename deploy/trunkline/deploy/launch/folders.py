@@ -56,7 +56,7 @@ class KeeperState(msgspec.Struct, frozen=True):
     state: str
     """`running`, `waiting`, `stopping`, `stopped` or `failed`."""
     since: float
-    """Wall-clock time of the last change, seconds."""
+    """Wall-clock time of the last change of the state, in seconds."""
     restarts: int = 0
     exit_code: int | None = None
     """The exit code of the unit's last end. A negative number is the signal that killed the unit. None: it has not
@@ -175,7 +175,7 @@ class UnitFolder:
         """Take the lock and return its descriptor; None if another process has it.
 
         Raises:
-            OSError: This cannot be found out.
+            OSError: It cannot be found out whether the lock is held.
         """
         descriptor = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:

@@ -79,7 +79,7 @@ class Look(Message, frozen=True):
     """Ask for the state of all units that were started and not forgotten. Answered by `UnitState`s."""
 
     probe: bool = True
-    """Whether units are asked for their health."""
+    """Whether each unit is asked for its health."""
 
 
 class Logs(Message, frozen=True):

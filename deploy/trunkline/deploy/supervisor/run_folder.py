@@ -72,7 +72,7 @@ def run_folder(base: Path | None = None) -> Iterator[Path]:
     """Make a new, private, locked run folder, and remove it with its contents at the end.
 
     Raises:
-        UserError: It cannot be made.
+        UserError: The folder cannot be made.
     """
     try:
         base = base or base_folder()
@@ -107,7 +107,7 @@ def is_stale(folder: Path) -> bool:
     """Return whether the supervisor of a run folder is dead.
 
     Raises:
-        OSError: This cannot be found out, or the folder is gone.
+        OSError: The supervisor's state cannot be found out, or the folder is gone.
     """
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)

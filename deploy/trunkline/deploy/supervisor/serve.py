@@ -226,7 +226,7 @@ def _has_room_on_host(settings: ServeSettings, device: str, chunk_bytes: int) ->
     """Return whether KV can pass through host memory on its way to and from the tiers below it.
 
     Raises:
-        UserError: It cannot, but such a tier was asked for.
+        UserError: KV cannot pass through host memory, but a tier below it was asked for.
     """
     memory, asked = settings.host_tier_per_worker(device), settings.asked_tier
     if settings.prefix_cache and memory >= 2 * chunk_bytes:
