@@ -1,4 +1,4 @@
-"""Endpoints besides generation: models, health, version, metrics, cache.
+"""Endpoints that do not generate: models, health, version, metrics, cache.
 
 Endpoints that answer GET also answer HEAD, which load balancers and `wget --spider` use.
 """

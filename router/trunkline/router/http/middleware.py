@@ -211,7 +211,7 @@ class AccessMiddleware:
         Args:
             tenants: knows the keys.
             on_refusal: called with the status of each refusal.
-            hosts: names of this machine that clients without keys may use, besides its addresses.
+            hosts: names of this machine, besides its addresses, that clients without keys may use.
             origins: origins of web pages that may send requests.
         """
         self._app = app
@@ -344,8 +344,8 @@ def _for_logs(identity: Identity) -> dict[str, str]:
 
 
 def is_metered(path: str) -> bool:
-    """Return whether requests to a path count against the tenant's limits. Those of operators and load balancers
-    do not."""
+    """Return whether requests to a path count against the tenant's limits. Requests of operators and load
+    balancers do not."""
     if path in _TOKENIZING:
         return True
     return path.startswith("/v1/") and path != "/v1/models" and not path.startswith("/v1/models/")

@@ -54,7 +54,7 @@ async def _page(link: ControllerLink, kind: str, after: str, limit: int) -> list
 
 
 def record_call(op: str, kind: str, record_id: str, **fields: Any) -> Callable[[int], RecordCall]:
-    """Return a function that makes the call, given its ticket."""
+    """Return a function that makes a call about a record, given the call's ticket."""
     return lambda ticket: RecordCall(ticket, op, kind, record_id, **fields)
 
 

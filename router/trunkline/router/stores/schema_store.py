@@ -103,7 +103,7 @@ class Compiled(NamedTuple):
     texts: list[ModuleText]
     """All texts of the schema, as messages to a controller."""
     warnings: list[str]
-    """Advice to the schema's author."""
+    """Warnings for the schema's author."""
 
 
 class StoredSchema:

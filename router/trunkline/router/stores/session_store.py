@@ -133,7 +133,8 @@ class SessionStore:
         return await self._homes.page(_kind_of(current_identity().owner), after, limit)
 
     async def page_of_all(self, owners: Sequence[str], after: str, limit: int) -> list[tuple[str, Record]]:
-        """Return a page like `page` for several owners (`auth.py`), each record with its owner."""
+        """Return up to `limit` records of several owners (`auth.py`), each with its owner; otherwise like
+        `page`."""
         pages = await asyncio.gather(*(self._homes.page(_kind_of(owner), after, limit) for owner in owners))
         found = [(owner, record) for owner, page in zip(owners, pages, strict=True) for record in page]
         return sorted(found, key=lambda pair: pair[1].id)[:limit]
@@ -158,8 +159,8 @@ class SessionStore:
         salt: bytes = b"",
         layout: PromptLayout | None = None,
     ) -> Prefetched:
-        """Ask a session's controller to fetch the KV of a prompt from slow tiers. `layout`: of a prompt with
-        modules."""
+        """Ask a session's controller to fetch the KV of a prompt from slow tiers. `layout`: the prompt's layout,
+        if it has modules."""
         packed, cut = pack_int32(list(tokens)), pack_int32([end for span in drops for end in span])
         answer, _ = await call_persistently(
             self.home_of(session_id), lambda ticket: Prefetch(ticket, packed, salt, cut, layout), CALL_SECONDS
@@ -238,7 +239,7 @@ def ttl_of(session: SessionState) -> float:
 
 
 def _call_of(op: str, session_id: str, **fields: Any) -> Callable[[int], RecordCall]:
-    """Return a function that makes a call, given its ticket, for the owner of the current request."""
+    """Return a function that makes a call for the owner of the current request, given the call's ticket."""
     return record_call(op, _kind_of(current_identity().owner), session_id, **fields)
 
 

@@ -64,7 +64,7 @@ _log = structlog.get_logger("trunkline.router.streams.dispatch")
 
 
 class Dispatcher:
-    """All requests of a router that are not over. Call it from the event loop's thread only."""
+    """All requests of a router that are not over. Call its methods from the event loop's thread only."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Dispatcher:
                 router
                 has seen a prompt with it start, until that controller is lost.
             on_event: called with "resumed", "retried", "waited" or "gave_up", for metrics.
-            on_route: called with every decision that was carried out, for metrics.
+            on_route: called with each routing decision that was carried out, for metrics.
         """
         self.core = core
         self.has_served = False

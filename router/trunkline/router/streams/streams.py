@@ -142,7 +142,7 @@ class Stream:
         return 0 if self.started is None else self.started.cached_tokens
 
     def receive(self, event: Event) -> None:
-        """Take news of the request.
+        """Take a message about the request from its controller.
 
         Raises:
             ValueError: a sample has ended that the request does not have.
