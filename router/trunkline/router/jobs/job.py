@@ -90,7 +90,7 @@ class Job(msgspec.Struct, frozen=True):
     session_tokens: int = 0
     """Number of first tokens of `prompt` that come from a stored session's history."""
     ttl: float = 0.0
-    """Seconds for which the request's KV is kept after its last use; 0: as the engine is configured."""
+    """Seconds for which the KV is kept after the request's end; 0: as the engine is configured."""
     modules: Modules | None = None
 
     @property

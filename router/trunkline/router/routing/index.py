@@ -89,7 +89,7 @@ class ChunkIndex:
         self._shared: list[dict[bytes, int]] = [{} for _ in range(1 + controllers)]
         """By column: names that several tickets expect at its controller, with the number of these tickets."""
         self._settled: deque[tuple[float, int]] = deque()
-        """Expectations of requests that have started, as (time at which it ends, ticket), in order of time."""
+        """Pairs (time at which the expectation ends, ticket) of requests that have started, in order of time."""
 
     @property
     def size(self) -> int:
