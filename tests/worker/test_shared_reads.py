@@ -19,7 +19,7 @@ from worker.driver import VOCAB_SIZE
 from worker.engine_driver import RealWorkers, make_simulation
 
 from trunkline.controller.messages import StepResult
-from trunkline.controller.sequences import decode_rows as rows_module
+from trunkline.controller.sequences import plan_builder
 from trunkline.controller.sequences.plan_builder import shared_runs
 from trunkline.kvstore.chunks import Int32Array, unpack_int32
 from trunkline.worker.messages import StepPlan
@@ -100,7 +100,7 @@ def test_a_wrong_sharing_plan_is_noticed(folder: Path, mutant: str, monkeypatch:
     """It changes no text, and only the count of bytes tells it."""
     outputs, _ = decode(folder)
     plan, again = MUTANTS[mutant]
-    monkeypatch.setattr(rows_module, "shared_runs", plan)
+    monkeypatch.setattr(plan_builder, "shared_runs", plan)
     mutated, reads = decode(folder)
     assert mutated == outputs
     assert reads == [once(step) + again for step in range(1, OUTPUT)]
