@@ -47,3 +47,10 @@ def test_empty_stop_strings() -> None:
     with pytest.raises(ValueError, match="empty"):
         StopMatcher(["a", ""])
     assert StopMatcher().feed("abc") == ("abc", None)
+
+
+@pytest.mark.parametrize("cut", range(1, 5))
+def test_a_stop_string_is_found_wherever_it_is_cut(cut: int) -> None:
+    text = "x-abc"
+    matcher = StopMatcher(["-abc"])
+    assert (matcher.feed(text[:cut]).text, matcher.feed(text[cut:])) == ("x", ("", "-abc"))
