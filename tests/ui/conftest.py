@@ -105,8 +105,8 @@ def served() -> Iterator[Cluster]:
 def dashboard(served: Cluster) -> Iterator[Dashboard]:
     """Two groups that have answered a few requests with a common beginning, and a browser.
 
-    The browser lives for one file of tests. While it lives, Playwright runs an event loop in this thread, and other
-    tests could not call `asyncio.run`.
+    The browser lives for one file of tests. While it lives, Playwright runs an event loop in this thread, and
+    other tests could not call `asyncio.run`.
     """
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
