@@ -132,5 +132,5 @@ def test_a_group_that_fits_can_be_admitted_member_by_member(seed: int) -> None:
         fitted += 1
         admit_all(kv, members, bench.step)
         check_kv_cache(kv, running + members, waiting)
-    assert fitted > 50
+    assert fitted > 10
     assert refused > 5

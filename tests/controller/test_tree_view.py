@@ -161,8 +161,8 @@ def test_a_description_is_the_tree(name: str) -> None:
         flagged += any(f & ~NodeFlag.COMPUTING for f in shown.found.flags)
         runs += max(shown.chunks, default=0) > 1
     if config.prefix_cache:
-        assert shared > 10
-        assert runs > 10
+        assert shared > 2
+        assert runs > 2
         assert flagged > 5 or name == "tiers"
 
 
@@ -190,7 +190,7 @@ def test_what_is_cut_short_is_what_is_used_least() -> None:
         shown = [u for u in part.users if u]
         assert len(shown) == min(6, sum(u > 0 for u in whole.users))
         cuts += whole.count > 6
-    assert cuts > 10
+    assert cuts > 2
 
 
 @pytest.mark.parametrize("name", TRAFFIC)
@@ -213,7 +213,7 @@ def test_a_walk_in_traffic_shows_nothing_impossible(name: str) -> None:
             if walk.advance(5):
                 Shown(walk.description(1)).check(50)
                 walk, done = None, done + 1
-    assert done > 10
+    assert done > 2
 
 
 def test_descriptions_are_shared_by_who_asks_at_once() -> None:

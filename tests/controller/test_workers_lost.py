@@ -1,4 +1,4 @@
-"""Workers that are lost and replaced: no request notices more than a pause (design.md §3 "Worker lost").
+"""Workers that are lost and replaced: no request notices more than a pause.
 
 What a stream says is compared with its oracle, by token, score and hypothesis; the driver asserts that nothing is
 said twice.

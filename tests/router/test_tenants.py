@@ -204,8 +204,8 @@ def test_a_book_admits_what_the_limits_allow(seed: int) -> None:
             model.running -= 1
         for each in names:
             assert book.running(each) == models[each].running, (seed, now)
-    assert admitted > 100, seed
-    assert refused > 10, seed
+    assert admitted > 20, seed
+    assert refused > 2, seed
     for _, admission in held:
         admission.close()
     assert all(book.running(name) == 0 for name in names)

@@ -56,8 +56,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     session_ttl_s: float = 0.0
     """Seconds without use after which cached KV is forgotten, unless its request says otherwise; 0: never."""
     positions_shift: bool = True
-    """Cached KV may stand at other positions than those it was computed at (CachedAttention §3.4). False: where
-    tokens before it are cut off, it is computed again."""
+    """Whether the model can read cached KV at other positions than those at which it was computed (CachedAttention
+    §3.4); not with learned positions. If not, what remains behind a cut is computed again."""
 
 
 class EngineConfig(EngineLimits, frozen=True, kw_only=True):

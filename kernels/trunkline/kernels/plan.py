@@ -6,7 +6,7 @@ An *item* is a token range of one block together with the rows (queries) that re
                rows[row_indptr[i] : row_indptr[i + 1]],  shifts[same range]
 
 Shared items (more than one row) come first, then private ones: the two phases of ChunkAttention §3.2. An
-item is read once however many rows it has. Rows of one item may have different shifts (design.md, idea 5).
+item is read once however many rows it has. Rows of one item may have different shifts.
 
 Frame: positions are those at which keys were rotated. A row's query is rotated at `query_position`, in the
 frame of the row's open extent; `shift` says how many positions later, in that frame, an item acts. So an

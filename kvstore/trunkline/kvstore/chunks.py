@@ -10,15 +10,15 @@ Controllers, workers and routers share this vocabulary:
 
 **Names.** A root's name stands for everything that KV depends on besides the tokens. Two chunks have the same name
 only if model, precision, chunk size, tenant salt and every token up to their end agree, and, for chunks behind a
-cut, the cut (`trunkline.kvstore.cuts.cut_name`). So equal names in any tiers of any processes mean the same KV
-(design.md section 2). Controllers tell routers by these names which chunks they have, with one exception: a
-module's text serves at any place, but the names of its chunks depend on where it was computed. So its chunks are
-announced under the chain that begins with the text's place, `chain(place, tokens, chunk_size)`, whose last name
-may be that of a partial chunk.
+cut, the cut (`trunkline.kvstore.cuts.cut_name`). So equal names in any tiers of any processes mean the same KV.
+Controllers tell routers by these names which chunks they have, with one exception: a module's text serves at any
+place, but the names of its chunks depend on where it was computed. So its chunks are announced under the chain
+that begins with the text's place, `chain(place, tokens, chunk_size)`, whose last name may be that of a partial
+chunk.
 
 **Extents.** A sequence's *layout* is its ordered list of extents over its block table. A plain sequence has one
-open extent from position 0. Truncation, token discards and prompt modules make more of them (design.md, ideas 1
-and 5): the KV stays where it is and only the extents change.
+open extent from position 0. Truncation, token discards and prompt modules make more of them: the KV stays where it
+is and only the extents change.
 """
 
 from __future__ import annotations

@@ -64,8 +64,9 @@ class ContextCut:
         self.closed_end = (
             closed[-1].table_start * chunk_size + closed[-1].first_token + closed[-1].token_count if closed else 0
         )
-        """Index in the table behind the last token that is seen before the last dropped range. All KV before this
-        index must exist, because new tokens can be computed behind the last dropped range only."""
+        """Index in the table behind the last token that is seen before the last dropped range; 0 if none is. The
+        cut can be used only if the KV of all entries before this index is cached, because new tokens can be
+        computed behind the last dropped range only."""
 
     def table_tokens(self, history: Int32Array) -> Int32Array:
         """Return the tokens of the chunks that are in the table, holes included."""

@@ -1,4 +1,4 @@
-"""The interface of a storage tier below the device pool (design.md section 7).
+"""The interface of a storage tier below the device pool.
 
 The controller's directory decides which chunk lies in which slot of which tier and orders the moves; a tier only
 stores and returns bytes. Every rank keeps its own shard of a chunk under the same `SlotId`. The disk and

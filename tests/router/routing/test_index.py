@@ -177,7 +177,7 @@ def test_a_full_index_misses_things_but_tells_nothing_wrong(seed: int) -> None:
             hits += sum(tiers)
         assert machine.index.estimated_bytes <= 20 * 200, (seed, step)
     assert machine.index.evicted > 0
-    assert hits > 300
+    assert hits > 50
     assert machine.index.size == sum(len(shard) for shard in machine.index._shards)
 
 

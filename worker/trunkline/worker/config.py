@@ -51,8 +51,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pool_blocks: int = 0
     """Number of blocks of the KV pool; 0: as many as `kv_memory_bytes`, or on a GPU its memory, allows."""
     kv_memory_bytes: int = 0
-    """Memory of the KV pool if `pool_blocks` is 0; 0 on a GPU: what `gpu_memory_fraction` leaves beside the
-    weights and the largest step."""
+    """Bytes of the KV pool; ignored if `pool_blocks` is given. If both are 0, a GPU takes what
+    `gpu_memory_fraction` leaves beside the weights and the largest step; on a CPU one of them must be given."""
     host_memory_bytes: int = 0
     """Main memory for KV blocks outside the pool (preemption by swapping); 0: none."""
     disk_path: str = ""

@@ -2,7 +2,7 @@
 
 `Runner.execute` is one step: the state that a plan changes, the copies that it orders, the forward pass, the
 next tokens. All ranks execute every plan in the same order. The controller has decided everything, so the ranks
-need not agree on anything but the sampled ids, which rank 0 draws (design.md, idea 3).
+need not agree on anything but the sampled ids, which rank 0 draws.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Each text of a schema has its own radix tree. The root is named after everything that the text sees before itself
 and after its own first tokens. So a text is found at any position and in any schema, if the texts above it are the
-same; where it stands at another position than that at which it was computed, its keys are shifted (design.md, idea
-5). Below such a root are ordinary chunks, except that the last chunk of a text may be partial and still shared.
+same; where it stands at another position than that at which it was computed, its keys are shifted. Below such a
+root are ordinary chunks, except that the last chunk of a text may be partial and still shared.
 
       root of a text      [64]─[64]─[17]          "miami", behind the schema's first text
       root of a text      [64]─[9]                the schema's first text

@@ -4,7 +4,7 @@
       prompt with parts cut off    the pieces that are left, each in a tree of its own
       prompt with modules          each text in a tree of its own (`modules.py`), then the request's own tokens
 
-**Cuts** (CachedAttention §3.4, design.md "Names after a cut"). What is left of a history behind a cut has its own
+**Cuts** (CachedAttention §3.4). What is left of a history behind a cut has its own
 root, named after the history and after the dropped ranges. The first request with that cut *grafts* the chunks
 there: the first kept chunk moves, with everything below it, from the tree in which it was computed to the new
 root. Nothing is computed, copied or rotated. The part that was cut off stays behind; as nothing hangs from it any

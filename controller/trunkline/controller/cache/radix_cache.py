@@ -1,4 +1,4 @@
-"""The radix cache: where every chunk of the radix tree is, and how it leaves (design.md §4 and §7).
+"""The radix cache: where every chunk of the radix tree is, and how it leaves.
 
 A chunk is *resident* on the device if it has a block. It may have *copies* below: in a slot of the host pool, in a
 slot of the disk tier, in the remote tier. Chunks are immutable, so all copies stay valid. The directory knows the

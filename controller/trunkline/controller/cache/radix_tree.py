@@ -1,5 +1,4 @@
-"""The radix tree: every cached chunk of a group of workers, found by its tokens (ChunkAttention §3.1, design.md
-§4).
+"""The radix tree: every cached chunk of a group of workers, found by its tokens (ChunkAttention §3.1).
 
       root (per salt)
        ├── [64 tokens]──[64]──[64]──[17]      a finished session; its tail is a partial leaf
@@ -20,7 +19,7 @@ hold `chunk_size` tokens; shorter ones are leaves.
        └── [64]──[23]                         own tokens of those that see the same texts at the same places
 
 The root of a cut stands for the history before the cut and for the part of it that can still be seen. Its name is
-a digest of both, so a request that sees more or less never finds KV computed behind the cut (design.md section 4).
+a digest of both, so a request that sees more or less never finds KV computed behind the cut.
 The history itself is not kept: a request that sends it again finds the root by that digest.
 
 This file has structure, matching and holding; `trunkline.controller.cache.radix_cache` adds where chunks are and

@@ -1,4 +1,4 @@
-"""Keep requests when the workers that compute them are lost (design.md §3 "Worker lost"). Pure.
+"""Keep requests when the workers that compute them are lost. Pure.
 
 All that counts of a request is its output so far: tokens are drawn from (seed, index), so other workers draw the
 same ones. All else (blocks, chunks, places in the batch, steps that will not be answered) is forgotten with the

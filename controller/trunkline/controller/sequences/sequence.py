@@ -220,7 +220,8 @@ class SequenceGroup:
         """The layout, if the prompt has modules. Then `prompt_len`, `limit` and tokens count in the block table,
         too."""
         self.prompt_scored = request.submit.sampling.prompt_logprobs < 0
-        """Whether the log-probabilities of the prompt are computed, or were not asked for."""
+        """Whether nothing is left to score in the prompt: its log-probabilities were not asked for, or the step
+        that computes the last of them is planned."""
         self.waits_for_grammar = False
         self.search: BeamHistory | None = None
         """Beams and hypotheses of a beam search; None for other requests."""

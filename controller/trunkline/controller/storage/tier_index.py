@@ -1,4 +1,4 @@
-"""The index of the disk tier: the chunks that a restarted controller finds (CachedAttention §3.3, design.md §7).
+"""The index of the disk tier: the chunks that a restarted controller finds (CachedAttention §3.3).
 
 The ranks' slabs hold KV by slot. The index says which chunk is in which slot, what its tokens are and below which
 chunk it stands, so that a controller can build its radix tree again. The index follows the directory in memory, a

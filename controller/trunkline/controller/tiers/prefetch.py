@@ -2,8 +2,7 @@
 
 When a request arrives, the chunks that it will use are known. The directory fetches those that are far away into
 host memory while the request waits (CachedAttention §3.3.1), and keeps chunks that other requests would evict.
-Where the radix tree ends, the remote tier is asked for chunks that other controllers have put there (design.md
-§7).
+Where the radix tree ends, the remote tier is asked for chunks that other controllers have put there.
 
 If chunks are still far away when the request's turn comes, it waits for them only if computing them would take
 longer. It waits at most twice the predicted time, or half the time saved, whichever is longer; then they are

@@ -1,7 +1,7 @@
 """Orders to the ranks' lower tiers (moves and probes), and their answers. Pure.
 
 Every rank holds its own shard of a chunk. So a move ends when all ranks have answered, with the worst of their
-answers: a chunk is published only if every rank has verified it (design.md §7).
+answers: a chunk is published only if every rank has verified it.
 """
 
 from __future__ import annotations

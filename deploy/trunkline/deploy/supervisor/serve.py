@@ -435,7 +435,8 @@ def _worker_configs(
 
 
 def expected_folders(plan: ClusterPlan) -> DiskFolders:
-    """Return the disk tier's folders as they will be if no other server uses them, to check before any is made."""
+    """Return the folders that the disk tier gets if no other server uses them, without making any: `check_configs`
+    checks the processes' configurations with them. The size of a slab in it is a placeholder."""
     if plan.disk is None:
         return DiskFolders()
     groups = [plan.disk.group_folder(group) for group in range(plan.settings.groups)]

@@ -327,7 +327,8 @@ class Router:
         return name in self._leaving
 
     def expects(self, name: str) -> bool:
-        """Return whether the end of this process is expected, or at least no loss."""
+        """Return whether this process may end without being counted as a failure: it is not the current router
+        process, or its successor has been started."""
         return name != self.current or bool(self._successor)
 
     def exited(self, name: str, status: int, now: float, words: str = "") -> list[Action]:

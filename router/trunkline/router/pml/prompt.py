@@ -169,8 +169,9 @@ class _Resolver:
             self._insert(atoms, around, found, [])
 
     def _flatten(self, items: Sequence[PromptItem], in_role: bool) -> Iterator[tuple[_Step, bool]]:
-        """Yield texts, atoms around roles, and imports in the prompt's order, each with whether it is in a
-        role."""
+        """Yield, in the prompt's order, an atom for each text, each import, and for each role an atom before and
+        (unless the role is open) one after its content. The flag says whether the step belongs to a role; the
+        atoms around a role do."""
         for item in items:
             match item:
                 case Text():

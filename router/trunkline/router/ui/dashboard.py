@@ -35,6 +35,9 @@ _PORTION: Final = 25
 """Number of nodes that are made before streams get their turn."""
 _SESSIONS_MAX: Final = 300
 """Largest number of sessions whose chunks are looked for in a tree. They are the ones that were used last."""
+_SAME_SAMPLE_S: Final = 0.05
+"""Largest difference in seconds between two wall-clock times of one sample. Each answer reads the distance of both
+clocks anew, and samples are a second apart."""
 
 
 class Dashboard:
@@ -73,7 +76,7 @@ class Dashboard:
         """Return the samples of the last `seconds`; only those younger than `after` (seconds since the epoch)."""
         offset = wall_clock()
         now = asyncio.get_running_loop().time()
-        curves = self._history.read(now, seconds, None if after is None else after - offset + 1e-3)
+        curves = self._history.read(now, seconds, None if after is None else after - offset + _SAME_SAMPLE_S)
         return {
             "now": now + offset,
             "t": [round(t + offset, 3) for t in curves.times],

@@ -225,7 +225,7 @@ class _Prefill:
         """Indices, among all prefill tokens, of the token before each scored one."""
         self._sequences: list[BatchSequence] = []
         self._stops: list[int] = []
-        """For each entry, the index behind its last token."""
+        """For each entry, the index in its sequence behind the entry's last token."""
         total = 0
         for sequence_id, start, count, write_from, sample in entries.tolist():
             sequence, stop = sequences[sequence_id], start + count

@@ -1,4 +1,4 @@
-"""Model families as data, from which the decoder is composed (design.md §5).
+"""Model families as data, from which the decoder is composed.
 
 A new family is a record here and a reader of its config.json in `families`, not a new class of model. What may
 differ between two models of a family is in `ModelConfig`; a reader may also change parts of the record

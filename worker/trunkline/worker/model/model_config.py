@@ -88,7 +88,7 @@ class ModelConfig:
 
     @property
     def positions_shift(self) -> bool:
-        """Whether KV computed at one position can act at another (design.md, idea 5)."""
+        """Whether KV computed at one position can act at another."""
         return self.architecture.positions is not Positions.LEARNED
 
     def kv_block_bytes(self, chunk_size: int, tp: int, dtype: str) -> int:
