@@ -312,7 +312,7 @@ class Engine:
             if chosen is None or not group.forked:
                 return
             if len(group.members) > 1:
-                self.scheduler.end(chosen, now)
+                self._requests.drop(self.scheduler, chosen, now)
                 return
         self._requests.end(self.scheduler, group, Finished(request_id, FinishReason.ABORT), now)
 

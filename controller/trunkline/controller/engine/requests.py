@@ -79,16 +79,19 @@ class RequestTable:
             sample = -1 if group.request.submit.n == 1 else sequence.sample
             self.end(scheduler, group, Finished(group.id, reason, sample=sample), now)
             return
-        self.timelines.sampled(group.id, _output_tokens(scheduler, sequence))
-        scheduler.end(sequence, now)
+        self.drop(scheduler, sequence, now)
         self.pending_outputs.finished.append(Finished(group.id, reason, sample=sequence.sample))
+
+    def drop(self, scheduler: Scheduler, sequence: Sequence, now: float) -> None:
+        """Release what a sample holds, and count its tokens for the request's timeline."""
+        self.timelines.sampled(sequence.group.id, _output_tokens(scheduler, sequence))
+        scheduler.end(sequence, now)
 
     def end(self, scheduler: Scheduler, group: SequenceGroup, finished: Finished, now: float) -> None:
         """End a request and release everything that it holds. All requests that hold anything end here."""
         del self.groups[group.id]
         for sequence in reversed(group.members.copy()):
-            self.timelines.sampled(group.id, _output_tokens(scheduler, sequence))
-            scheduler.end(sequence, now)
+            self.drop(scheduler, sequence, now)
         if group.request.submit.grammar is not None:
             self.grammars.leave(group.request.submit.grammar, group.id)
         self.gone(finished)
