@@ -1,0 +1,1 @@
+"""The record store: sessions, schemas and kept answers, shared by routers."""
