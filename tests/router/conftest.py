@@ -77,7 +77,7 @@ def router(cluster: tuple[RunningRouter, FakeController]) -> RunningRouter:
 
 @pytest.fixture
 def fake(cluster: tuple[RunningRouter, FakeController], tokenizer: Tokenizer) -> Iterator[FakeController]:
-    """The shared controller, with fresh behaviour and records; a test must leave nothing running there."""
+    """The shared controller, with fresh behaviour; a test must leave nothing running there."""
     router, controller = cluster
     controller.behaviour = Behaviour(make_answer(tokenizer))
     router.forgive()

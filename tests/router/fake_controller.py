@@ -1,5 +1,4 @@
-"""A controller without an engine: real ZeroMQ and records, scripted tokens, samples and beams, made-up
-log-probabilities.
+"""A controller without an engine: real ZeroMQ, scripted tokens, samples and beams, made-up log-probabilities.
 
 It runs in a thread. What it generates is in its `script`; a request's behaviour can be changed through the
 attributes while it runs.
@@ -25,12 +24,10 @@ from trunkline.controller.messages import (
     Prefetch,
     PromptLayout,
     PromptLogprobs,
-    RecordCall,
     RouterRequest,
     Submit,
     TopLogprobs,
 )
-from trunkline.controller.storage.records import RecordStore
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.router.messages import (
     BeamsFound,
@@ -115,8 +112,6 @@ class Behaviour:
     tree: TreeDescription | None = None
     """What it answers who asks for its tree; None: nothing."""
     described: list[DescribeTree] = field(default_factory=list)
-    records: RecordStore = field(default_factory=RecordStore)
-    calls: list[RecordCall] = field(default_factory=list)
     prefetches: list[Prefetch] = field(default_factory=list)
     modules: FakeModules = field(default_factory=lambda: FakeModules())
     submits: list[Submit] = field(default_factory=list)
@@ -255,9 +250,6 @@ class FakeController:
             if tree is not None:
                 answer_with = msgspec.structs.replace
                 self._send(socket, router, lambda seq: answer_with(tree, seq=seq, ticket=message.ticket))
-        elif isinstance(message, RecordCall):
-            behaviour.calls.append(message)
-            self._send(socket, router, lambda seq: behaviour.records.handle(message, seq, time.time())[0])
         elif isinstance(message, Prefetch):
             behaviour.prefetches.append(message)
             known = len(message.tokens) // 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -86,6 +87,11 @@ class RunningRouter:
         self._thread.join(10)
         assert not self._thread.is_alive()
 
+    def call[Result](self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run something in the router's event loop and return its result, such as a call of its record store."""
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
+
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run something in the router's event loop."""
         assert self._loop is not None
@@ -120,6 +126,13 @@ def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port
+
+
+@contextmanager
+def shared_records() -> Iterator[str]:
+    """The URL of a record store for several routers (`running(…, records=url)`). By default each has its own."""
+    with tempfile.TemporaryDirectory(prefix="tl-") as folder:
+        yield f"sqlite:{folder}/records.sqlite"
 
 
 @contextmanager

@@ -30,7 +30,6 @@ from trunkline.router.http.idempotency import IdempotencyStore, ReplayMiddleware
 from trunkline.router.http.middleware import AccessMiddleware, AdmissionMiddleware, RequestMiddleware
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from trunkline.router.service import RouterService
-from trunkline.router.stores.record_homes import RecordHomes
 from trunkline.router.telemetry.metrics_page import MetricsPage
 from trunkline.router.ui import routes as ui
 from trunkline.router.ui.dashboard import Dashboard
@@ -74,7 +73,7 @@ def create_app(service: RouterService) -> FastAPI:
                 yield
         finally:
             dashboard.close()
-            service.close()
+            await service.close()
             await asyncio.to_thread(metrics.tracer.close)
 
     app = FastAPI(
@@ -94,7 +93,7 @@ def create_app(service: RouterService) -> FastAPI:
     if config.idempotency_ttl_seconds:
         app.add_middleware(
             ReplayMiddleware,
-            store=IdempotencyStore(RecordHomes(service.links), config.idempotency_ttl_seconds),
+            store=IdempotencyStore(service.records, config.idempotency_ttl_seconds),
             bytes_max=config.max_body_bytes,
             on_result=lambda result: metrics.admission.keys.labels(result).inc(),
         )

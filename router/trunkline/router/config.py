@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from trunkline.kvstore.records import problem_of_records
 from trunkline.router.text.tool_styles import STYLE_NAMES
 from trunkline.runtime.wire_keys import Role, problem_of
 
@@ -169,6 +170,14 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     idempotency_ttl_seconds: float = 600.0
     """Time for which an answer is kept for a client that repeats its request with the same `Idempotency-Key`; 0:
     these keys are ignored."""
+    records: str = "sqlite::memory:"
+    """URL of the store of sessions, schemas and kept answers, which all routers share (`kvstore/records/`). The
+    default is a store of this process alone, which ends with it."""
+    records_bytes_max: int = 8 << 30
+    """Largest size in bytes of all records together; 0: there is no limit. Beyond it, records that were not used
+    for the longest time are deleted."""
+    records_tenant_bytes: int = 0
+    """Size in bytes of a tenant's records from which on it can make no more (429); 0: there is no limit."""
     wire_keys: str = ""
     """File with the keys of sockets between hosts (`trunkline key wire`); "": there is none."""
     plain_tcp: bool = False
@@ -229,6 +238,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ),
             (not self.tenant_limits.problem(), f"tenant_limits: {self.tenant_limits.problem()}"),
             *self._access_rules(),
+            *self._records_rules(),
             (self.routers >= 1, f"routers: {self.routers} is less than 1"),
             (0 <= self.number < self.routers, f"number: {self.number} is not between 0 and {self.routers - 1}"),
             (
@@ -302,6 +312,19 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                     f"allowed_hosts: {host!r} is no name of a machine (without a port)",
                 )
                 for host in self.allowed_hosts
+            ),
+        )
+
+    def _records_rules(self) -> tuple[tuple[bool, str], ...]:
+        """Return the rules about the store of records."""
+        return (
+            (not problem_of_records(self.records), f"records: {problem_of_records(self.records)}"),
+            *(
+                (count >= 0, f"{name}: {count} is negative; 0 means no limit")
+                for name, count in (
+                    ("records_bytes_max", self.records_bytes_max),
+                    ("records_tenant_bytes", self.records_tenant_bytes),
+                )
             ),
         )
 

@@ -18,7 +18,10 @@ RouterError
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from trunkline.kvstore.records import StoreAwayError
 
 RETRY_AFTER_SECONDS: Final = 1
 """`Retry-After` of a 429 or 503 without a better estimate: queues and restarts move within seconds."""
@@ -118,3 +121,14 @@ def overloaded(message: str) -> ApiError:
 def draining() -> ApiError:
     """Return a 503: this process is about to exit."""
     return unavailable("the server is shutting down and takes no new requests", code="draining")
+
+
+def records_away(error: StoreAwayError) -> ApiError:
+    """Return a 503: the store of records, which the request needs, does not answer."""
+    return unavailable(f"stored sessions and schemas are not available: {error}", code="records_unavailable")
+
+
+def records_full() -> ApiError:
+    """Return a 429: the tenant's records have reached their quota."""
+    message = "your sessions and schemas fill the room that they may take; delete some, or wait until some expire"
+    return ApiError(429, message, kind="rate_limit_error", code="records_quota")

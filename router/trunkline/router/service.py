@@ -17,16 +17,18 @@ from typing import Final, NamedTuple
 import zmq
 
 from trunkline.controller.messages import Prefetch
+from trunkline.kvstore.chunks import pack_int32
+from trunkline.kvstore.records import open_records
 from trunkline.router.config import RouterConfig
 from trunkline.router.errors import draining, overloaded, unavailable
 from trunkline.router.http.body import LargeRequests
 from trunkline.router.jobs.job import Job, ModelLimits, Modules
-from trunkline.router.messages import FinishReason
+from trunkline.router.messages import FinishReason, Prefetched
 from trunkline.router.routing.core import RouteRequest, RoutingCore
 from trunkline.router.routing.request import Origin
-from trunkline.router.stores.record_homes import RecordHomes
+from trunkline.router.stores.homes import CALL_SECONDS, Homes, call_persistently
 from trunkline.router.stores.schema_store import SchemaStore
-from trunkline.router.stores.session_store import SessionStore, is_stored
+from trunkline.router.stores.session_store import SessionStore
 from trunkline.router.streams.dispatch import Dispatcher
 from trunkline.router.streams.generation import Choices, Generation
 from trunkline.router.streams.health import Health, HealthProbe, describe
@@ -52,6 +54,14 @@ class LiveRequest(NamedTuple):
     """Loop time in seconds at which the request arrived."""
 
 
+class _Opened(NamedTuple):
+    """What a router has from `RouterService.open` to `close`."""
+
+    zmq: zmq.Context[zmq.Socket[bytes]]
+    health: HealthProbe
+    feeds: EventFeeds
+
+
 class RouterService:
     """Everything behind the HTTP endpoints. Make it before the event loop runs; call `open` and `close` in the
     loop."""
@@ -60,15 +70,22 @@ class RouterService:
         self.config = config
         self.tokenizer = tokenizer
         self.links: list[ControllerLink] = []
-        homes = RecordHomes(self.links)
-        self.sessions = SessionStore(homes)
+        self.records = open_records(config.records, bytes_max=config.records_bytes_max)
+        """Sessions, schemas and kept answers, which all routers share. Connects when it is used."""
+        self.sessions = SessionStore(self.records, config.records_tenant_bytes)
         self.metrics = Metrics(
             lambda: self.links,
             LiveGauges(lambda: len(self.schemas), lambda: self.live_count, lambda: self.dispatcher.waiting_count),
             version=self.version,
             model=config.model_name,
         )
-        self.schemas = SchemaStore(homes, tokenizer, lambda code: self.metrics.modules.errors.labels(code).inc())
+        self.schemas = SchemaStore(
+            self.records,
+            Homes(self.links),
+            tokenizer,
+            lambda code: self.metrics.modules.errors.labels(code).inc(),
+            owner_bytes_max=config.records_tenant_bytes,
+        )
         self.tenants = Tenants(config)
         self.large_requests = LargeRequests(config.max_body_bytes)
         self.draining = False
@@ -85,9 +102,7 @@ class RouterService:
         self._generations: dict[Generation, LiveRequest] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-        self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._health: HealthProbe | None = None
-        self._feeds: EventFeeds | None = None
+        self._opened: _Opened | None = None
 
     @property
     def created(self) -> int:
@@ -117,39 +132,40 @@ class RouterService:
 
     def open(self) -> None:
         """Begin to connect to the controllers."""
-        self._zmq = zmq.Context()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         peers: list[WirePeer] = []
         for index, endpoint in enumerate(self.config.controllers):
             peer = WirePeer(self.config.wire_keys, Role.ROUTER)
-            link = ControllerLink(index, endpoint, self._zmq, self.config.silence_seconds, peer)
+            link = ControllerLink(index, endpoint, context, self.config.silence_seconds, peer)
             peers.append(peer)
             link.patience = self.config.resume_seconds
             link.on_change = self.dispatcher.link_changed
             self.links.append(link)
         bos = self.tokenizer.special_token_id("bos_token")
-        self._health = HealthProbe(self.links, 0 if bos is None else bos)
-        self._feeds = EventFeeds(
-            self._zmq,
+        feeds = EventFeeds(
+            context,
             self.config.events,
             self.links,
             self.dispatcher.core.index,
             self.dispatcher.load_changed,
             peers,
         )
-        self._feeds.open()
+        self._opened = _Opened(context, HealthProbe(self.links, 0 if bos is None else bos), feeds)
+        feeds.open()
         for link in self.links:
             link.open()
 
-    def close(self) -> None:
-        """Disconnect from the controllers; generations that still run fail."""
-        if self._feeds is not None:
-            self._feeds.close()
+    async def close(self) -> None:
+        """Disconnect from the controllers and the store of records; generations that still run fail."""
+        if self._opened is not None:
+            self._opened.feeds.close()
         for link in self.links:
             link.close()
         self.tokenizer.close()
         self.large_requests.close()
-        if self._zmq is not None:
-            self._zmq.term()
+        await self.records.close()
+        if self._opened is not None:
+            self._opened.zmq.term()
 
     @property
     def limits(self) -> ModelLimits:
@@ -214,24 +230,35 @@ class RouterService:
     def events_status(self, controller: int) -> str:
         """Return how current the index of a controller's chunks is: "current", "catching up", "stale", or
         "off"."""
-        return "off" if self._feeds is None else self._feeds.status(controller)
+        return "off" if self._opened is None else self._opened.feeds.status(controller)
 
     def _route_of(self, job: Job) -> RouteRequest:
         """Return the job as routing sees it."""
-        home = -1
-        if is_stored(job.session):
-            home = self.sessions.home_of(job.session).index
-        elif job.modules is not None:
-            home = self.schemas.home_of(job.modules.schema).index
         return RouteRequest(
             tokens=job.packed_prompt(),
             salt=job.salt,
-            session=_scoped(job) if job.session else "",
-            home=home,
+            session=scoped_session(job.session, job.salt),
+            home=-1 if job.modules is None else self.schemas.home_of(job.modules.schema).index,
             drops=job.cut.drops,
             layout=None if job.modules is None else job.modules.layout,
             origin=_origin_of(job),
         )
+
+    async def prefetch(self, route: RouteRequest) -> Prefetched:
+        """Have the controller that a request would go to fetch the request's KV from slow tiers.
+
+        Raises:
+            ApiError: 503, no controller is ready, or it does not answer.
+        """
+        drops = pack_int32([end for span in route.drops for end in span])
+        answer = await call_persistently(
+            self.dispatcher.choose(route),
+            lambda ticket: Prefetch(ticket, route.tokens, route.salt, drops, route.layout),
+            CALL_SECONDS,
+        )
+        if not isinstance(answer, Prefetched):
+            raise unavailable("the engine gave another answer than the one to the question")
+        return answer
 
     def _count_modules(self, job: Job, modules: Modules, link: ControllerLink | None) -> None:
         self.metrics.modules.requests.inc()
@@ -260,9 +287,9 @@ class RouterService:
 
     async def health(self) -> Health:
         """Return whether tokens can be generated and new requests are accepted."""
-        if self.draining or self._health is None:
+        if self.draining or self._opened is None:
             return Health(False, "shutting down" if self.draining else "starting")
-        return await self._health.check()
+        return await self._opened.health.check()
 
     async def flush_cache(self) -> int:
         """Drop the cached blocks of all controllers that no request uses; return their number.
@@ -293,11 +320,14 @@ class RouterService:
             generation.cut(FinishReason.DRAINING, "the server is shutting down")
 
 
-def _scoped(job: Job) -> str:
-    """Return a session's name together with its tenant. Clients choose names, so two tenants may choose the
-    same."""
-    meter = current_meter()
-    return f"{meter.tenant}/{job.salt.hex()}/{job.session}"
+def scoped_session(session: str, salt: bytes) -> str:
+    """Return `RouteRequest.session` of a session's name. Clients choose names, so two tenants may choose the same.
+
+    Args:
+        session: the session's id or label; "": the request belongs to none.
+        salt: the request's salt.
+    """
+    return f"{current_meter().tenant}/{salt.hex()}/{session}" if session else ""
 
 
 def _origin_of(job: Job) -> Origin:

@@ -144,6 +144,17 @@ class Dispatcher:
             raise
         return stream
 
+    def choose(self, route: RouteRequest) -> ControllerLink:
+        """Return the link to the controller that would get a request now.
+
+        Raises:
+            ApiError: 503, no controller is ready.
+        """
+        try:
+            return self._links[self.core.route(route, self.now()).controller]
+        except NoControllerError:
+            raise unavailable(f"no engine is ready: {describe(self._links)}") from None
+
     def link_of(self, stream: Stream) -> ControllerLink | None:
         """Return the link to a controller that works on a request; None: it waits for one, or is over."""
         routed = self._routed.get(stream.request)
