@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import uvloop
@@ -26,6 +26,7 @@ from trunkline.router.service import RouterService
 from trunkline.router.tenancy.auth import hash_key
 from trunkline.router.text.tokenizer import Tokenizer
 
+Result = TypeVar("Result")
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "deploy/trunkline/deploy/demo_model"
 EOS = 1
 ADMIN_KEY = "tl-an-admin-of-these-tests"
@@ -87,7 +88,7 @@ class RunningRouter:
         self._thread.join(10)
         assert not self._thread.is_alive()
 
-    def call[Result](self, work: Coroutine[Any, Any, Result]) -> Result:
+    def call(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run something in the router's event loop and return its result, such as a call of its record store."""
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
