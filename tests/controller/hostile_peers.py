@@ -28,7 +28,6 @@ from trunkline.controller.messages import (
     Ping,
     Prefetch,
     PromptLayout,
-    RecordCall,
     Submit,
     WorkerHello,
     WorkerReady,
@@ -81,8 +80,6 @@ def requests(chosen: random.Random) -> list[msgspec.Struct]:
         ModulesCall(
             number, chosen.choice(("encode", "look", "unpin", "cancel")), LAYOUT.texts, b"", "schema/a", 1.0
         ),
-        RecordCall(number, chosen.choice(("create", "get", "put", "delete")), "session", "a", b"value", 1, 5.0),
-        RecordCall(number, chosen.choice(("list", "acquire", "release")), "session", "a", lease="l", lease_s=1.0),
         EventsCall(number, b"12345678", 3, 1, 2),
         DescribeTree(number, 100, 4),
     ]
@@ -96,7 +93,6 @@ class Group:
             group_config(folder),
             events_endpoint=f"ipc://{folder}/events",
             index_path=str(folder / "index.sqlite"),
-            records_path=str(folder / "records.sqlite"),
             tier_fingerprint="00",
             vocab_size=VOCAB,
             router_silence_seconds_max=1e9,

@@ -10,14 +10,11 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import sqlite3
 import time
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import structlog
 from controller.module_harness import ask, jobs_of, words
 from controller.tier_harness import CHUNK, TIERED, Session, settle, simulate, tiers_of
 from msgspec.structs import replace
@@ -25,13 +22,11 @@ from seeds import seeds
 from simulation.driver import Simulation
 from simulation.module_prompts import text
 from simulation.traffic import Mix, Traffic
-from xxhash import xxh3_64_digest
 
 from trunkline.controller.engine.disk_chunks import take_disk_changes
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import RecordCall
 from trunkline.controller.storage.persistence import Persistence
 
 CONFIG = replace(TIERED, remote=False, ranks=2)
@@ -321,98 +316,3 @@ def test_a_session_of_one_run_is_right_in_the_next_whatever_became_of_it(tmp_pat
         session.simulation = machine.restart()
         session.turn(3, drops=((4, 12),) if told % 2 else ((4, 20),))
         check_integrity(machine.simulation.engine.scheduler)
-
-
-OLD_LAYOUT = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE roots (name BLOB PRIMARY KEY, key BLOB NOT NULL, digest BLOB NOT NULL) WITHOUT ROWID;
-CREATE TABLE chunks (
-    slot INTEGER PRIMARY KEY, generation INTEGER NOT NULL, name BLOB NOT NULL UNIQUE, parent BLOB NOT NULL,
-    tokens BLOB NOT NULL, digest BLOB NOT NULL, last_use REAL NOT NULL, expires REAL NOT NULL
-);
-CREATE TABLE records (
-    kind TEXT NOT NULL, id TEXT NOT NULL, version INTEGER NOT NULL, value BLOB NOT NULL, digest BLOB NOT NULL,
-    created REAL NOT NULL, used REAL NOT NULL, ttl REAL NOT NULL, PRIMARY KEY (kind, id)
-);
-PRAGMA application_id = 0x54726B6C;
-PRAGMA user_version = 1;
-INSERT INTO meta VALUES ('fingerprint', CAST('a model' AS BLOB)), ('boot', 7);
-INSERT INTO roots VALUES ('name', 'key', 'digest');
-"""
-
-
-def write_old_layout(path: Path, ids: str) -> None:
-    """An index as earlier versions wrote it, with records inside."""
-    with closing(sqlite3.connect(path)) as old:
-        old.executescript(OLD_LAYOUT)
-        for id_ in ids:
-            value = f"of {id_}".encode()
-            digest = xxh3_64_digest(f"session\0{id_}\x003\0".encode() + value)
-            row = ("session", id_, 3, value, digest, 1.0, 2.0, 0.0)
-            old.execute("INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
-        old.commit()
-
-
-def sessions(persistence: Persistence) -> dict[str, bytes]:
-    calls = [RecordCall(0, "get", "session", id_) for id_ in "abcd"]
-    replies = [persistence.records.handle(call, 0, 10.0)[0] for call in calls]
-    return {reply.records[0].id: reply.records[0].value for reply in replies if reply.status == "ok"}
-
-
-def test_records_of_earlier_versions_move_to_their_file(tmp_path: Path) -> None:
-    index, records = tmp_path / "index.sqlite", tmp_path / "records.sqlite"
-    write_old_layout(index, "abc")
-    expected = {id_: f"of {id_}".encode() for id_ in "abc"}
-    with structlog.testing.capture_logs() as logs:
-        persistence = Persistence(str(index), FINGERPRINT, 10.0, 0.0, str(records))
-    assert [entry["records"] for entry in logs] == [3]
-    assert persistence.first_generation == 8 << 32  # the index itself goes on
-    assert sessions(persistence) == expected
-    _, change = persistence.records.handle(RecordCall(0, "delete", "session", "a"), 0, 10.0)
-    assert change is not None
-    persistence.close()
-    for _ in range(2):  # nothing comes back
-        persistence = Persistence(str(index), FINGERPRINT, 10.0, 0.0, str(records))
-        assert sessions(persistence) == {"b": b"of b", "c": b"of c"}
-        persistence.close()
-
-
-def test_records_do_not_share_the_fate_of_the_index(tmp_path: Path) -> None:
-    """It may be damaged, of another configuration, or deleted."""
-    index, records = tmp_path / "index.sqlite", tmp_path / "records.sqlite"
-    write_old_layout(index, "ab")
-    Persistence(str(index), FINGERPRINT, 10.0, 0.0, str(records)).close()
-    for harm in (lambda: index.write_bytes(b"x" * 9000), index.unlink, lambda: write_old_layout(index, "c")):
-        index.unlink(missing_ok=True) if harm != index.unlink else None
-        harm()
-        persistence = Persistence(str(index), b"another model", 10.0, 0.0, str(records))
-        assert {"a", "b"} <= set(sessions(persistence))
-        persistence.close()
-    assert set(sessions(Persistence("", b"", 10.0, 0.0, str(records)))) == {"a", "b", "c"}
-
-
-def test_what_can_be_read_of_damaged_records_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "records.sqlite"
-    persistence = Persistence("", b"", 10.0, 0.0, str(path))
-    for number in range(300):
-        call = RecordCall(
-            0, "create", "session", f"s{number}", bytes([number % 256]) * (20_000 if number % 50 == 0 else 40)
-        )
-        assert persistence.records.handle(call, 0, 10.0)[0].status == "ok"
-    persistence.close()
-    rng = random.Random(1)
-    data = bytearray(path.read_bytes())
-    for page in rng.sample(range(2, len(data) // 4096), 3):
-        data[page * 4096 : page * 4096 + 4096] = rng.randbytes(4096)
-    path.write_bytes(data)
-    with structlog.testing.capture_logs() as logs:
-        persistence = Persistence("", b"", 10.0, 0.0, str(path))
-    assert 100 < len(persistence.records) < 300
-    assert logs[0]["kept"] == {"records": len(persistence.records)}
-    assert path.with_name("records.sqlite.damaged").read_bytes() == data
-    reply, _ = persistence.records.handle(RecordCall(0, "list", "session", "", limit=1000), 0, 10.0)
-    for record in reply.records:
-        number = int(record.id[1:])
-        got = persistence.records.handle(RecordCall(0, "get", "session", record.id), 0, 10.0)[0].records[0]
-        assert set(got.value) == {number % 256}
-    persistence.close()

@@ -30,7 +30,6 @@ from trunkline.controller.engine.events import (
     Event,
     ExpectRequest,
     Ready,
-    UnpinTexts,
     WorkersBack,
     WorkersLost,
 )
@@ -140,7 +139,8 @@ class Transcript:
                 call = ModulesCall(int(rest[0]), "encode", texts, holder=said.get("holder", ""))
                 return CallTexts(call.ticket, call)
             case "unpin":
-                return UnpinTexts(rest[0])
+                call = ModulesCall(int(rest[0]), "unpin", holder=rest[1])
+                return CallTexts(call.ticket, call)
             case "workers-lost":
                 return WorkersLost(self.engine.epoch + 1)
             case "workers-back":

@@ -31,7 +31,6 @@ from trunkline.controller.engine.events import (
     ExpectRequest,
     Ready,
     RequestTimeline,
-    UnpinTexts,
     WorkersBack,
     WorkersLost,
 )
@@ -158,7 +157,7 @@ class Simulation:
         self.receive(DropCache())
 
     def unpin(self, holder: str) -> None:
-        self.receive(UnpinTexts(holder))
+        self.replies.pop(self.modules_call("unpin", [], holder=holder))
 
     def expect(self, request: Request) -> tuple[int, int]:
         """Announce a request; return the tokens of it that are known, and those that have to be fetched."""

@@ -32,7 +32,6 @@ from trunkline.controller.engine.events import (
     Event,
     ExpectRequest,
     Ready,
-    UnpinTexts,
     WorkerEvent,
     WorkersBack,
     WorkersLost,
@@ -164,8 +163,6 @@ class Engine:
                 self._grammar_ready(event, now)
             case CallTexts(call_id, call):
                 self._call_texts(call_id, call, now)
-            case UnpinTexts(holder):
-                self.scheduler.encoding.calls.unpin(holder, now)
             case ExpectRequest(caller, request):
                 self._expect_request(caller, request, now)
             case DropCache(caller):

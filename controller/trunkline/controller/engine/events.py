@@ -95,13 +95,6 @@ class CallTexts:
 
 
 @dataclass(frozen=True, slots=True)
-class UnpinTexts:
-    """Undo what was pinned under a name. An unknown name changes nothing."""
-
-    holder: str
-
-
-@dataclass(frozen=True, slots=True)
 class WorkersLost:
     """The workers are gone with all that was in their memory. Requests wait for the next workers, with the tokens
     known so far; only those that probably kill workers end (`scheduling/admission.py`)."""
@@ -130,7 +123,6 @@ Event = (
     | DropCache
     | ExpectRequest
     | CallTexts
-    | UnpinTexts
     | WorkersLost
     | WorkersBack
 )

@@ -34,7 +34,6 @@ from trunkline.controller.engine.events import (
     Event,
     ExpectRequest,
     Ready,
-    UnpinTexts,
     WorkersBack,
     WorkersLost,
 )
@@ -55,13 +54,11 @@ from trunkline.controller.messages import (
     ModulesCall,
     Ping,
     Prefetch,
-    RecordCall,
     RouterRequest,
     Submit,
 )
 from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.service.membership import GroupLostError
-from trunkline.controller.service.record_replies import RecordReplies
 from trunkline.controller.service.request_log import RequestLog
 from trunkline.controller.service.routers import NUMBER_MASK, ROUTER_SHIFT, Routers
 from trunkline.controller.service.status import Descriptions, EventPublisher, state_of
@@ -127,7 +124,7 @@ class ControllerService:
     def __init__(self, config: ControllerConfig) -> None:
         """
         Raises:
-            DatabaseUnavailableError: the disk tier's index, or the file of records, cannot be used.
+            DatabaseUnavailableError: the disk tier's index cannot be used.
             WireKeysError: the file of wire keys cannot be used.
         """
         self.config = config
@@ -141,9 +138,7 @@ class ControllerService:
             bytes.fromhex(config.tier_fingerprint),
             time.time(),
             time.monotonic(),
-            config.records_path,
         )
-        self.record_replies = RecordReplies(self.routers, self.persistence)
         self.engine: Engine | None = None
         self._pending = _Pending()
         self._deadlines = _Deadlines()
@@ -161,7 +156,6 @@ class ControllerService:
         """
         # Ctrl-C in a terminal reaches all processes; the supervisor alone decides what follows from it.
         self._wake_ups.install(ignore_interrupts=bool(self.config.parent_pid))
-        self.persistence.wake(self._wake_ups.wake)
         report_status(self.config.status_path, self.status, epoch=self.group.epoch)
         poller = zmq.Poller()
         for readable in (self.group.plans, self.group.reports, self.routers.socket):
@@ -228,8 +222,7 @@ class ControllerService:
         if self.descriptions.is_busy:
             return 0
         until = min(self._deadlines.drain, self._deadlines.settle, self.events.next_deadline)
-        until = min(until, now + self.group.patience_s, self.record_replies.next_deadline)
-        until = min(until, self._deadlines.engine)
+        until = min(until, now + self.group.patience_s, self._deadlines.engine)
         return int(max(0, min(POLL_MS_MAX, math.ceil((until - now) * 1000) if until < math.inf else POLL_MS_MAX)))
 
     def _turn(self) -> None:
@@ -252,10 +245,8 @@ class ControllerService:
         for router in self.routers.silent(now, self.config.router_silence_seconds_max):
             self.routers.forget(router)
             self._abort_all(router)
-        self._forget_pins(now)
         self._step(now)
         self._send_state()
-        self.record_replies.turn(now)
         self.events.turn(self.engine, now)
         for router, description in self.descriptions.turn(self.engine, now):
             self.routers.send(router, description)
@@ -297,13 +288,6 @@ class ControllerService:
             if ready.outputs is not None:
                 self._publish(ready.outputs)
             self._request_log.look(engine, ready.ended, time.monotonic())
-
-    def _forget_pins(self, now: float) -> None:
-        """Unpin what was pinned for records that are gone."""
-        self.persistence.records.expire(self.persistence.wall(now))
-        gone = self.persistence.records.take_gone()
-        if self.engine is not None:
-            self._pending.events += [UnpinTexts(f"{kind}/{id_}") for kind, id_ in gone]
 
     def _lose(self, reason: str, now: float) -> None:
         """Give up the workers: requests wait for new ones."""
@@ -378,8 +362,6 @@ class ControllerService:
                 self.routers.send(router, Flushed(0, message.ticket, 0))
             case FlushCache():
                 self._pending.events.append(DropCache((router, message.ticket)))
-            case RecordCall():
-                self.record_replies.handle(router, message, now)
             case Prefetch():
                 self._prefetch(router, message)
             case ModulesCall():
@@ -414,9 +396,6 @@ class ControllerService:
         if problem:
             self.routers.send(router, ModulesReply(0, call.ticket, "failed", problem))
             return
-        kind, slash, id_ = call.holder.partition("/")
-        if call.op == "encode" and slash and not self.persistence.records.has(kind, id_):
-            call = msgspec.structs.replace(call, holder="")  # the record that it was pinned for is gone already
         self._pending.events.append(CallTexts(router << ROUTER_SHIFT | call.ticket, call))
 
     def _refusal(self, message: Submit) -> Finished | None:

@@ -1,4 +1,4 @@
-"""Wake the controller's loop for reasons other than messages: for signals, and for threads that have news."""
+"""Wake the controller's loop for signals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import FrameType
 
 
 class WakeUps:
-    """A pair of sockets: a signal or thread writes a byte into one to wake the loop, which polls the other."""
+    """A pair of sockets: a signal writes a byte into one to wake the loop, which polls the other."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -26,19 +26,14 @@ class WakeUps:
         """Return the file descriptor that the loop polls."""
         return self._reader.fileno()
 
-    def wake(self) -> None:
-        """Wake the loop. Any thread may call this."""
-        with suppress(OSError):  # it is awake already, or has ended
-            self._writer.send(b"\0")
-
     def read(self) -> bytes:
-        """Return the bytes that have arrived: a signal's number each, or zero for a thread."""
+        """Return the numbers of the signals that have arrived, a byte each."""
         with suppress(BlockingIOError):
             return self._reader.recv(4096)
         return b""
 
     def close(self) -> None:
-        """Close the sockets: signals and threads no longer wake the loop."""
+        """Close the sockets: signals no longer wake the loop."""
         signal.set_wakeup_fd(-1)
         self._reader.close()
         self._writer.close()

@@ -1,2 +1,1 @@
-"""What a controller keeps in SQLite: the index of the disk tier and the records (sessions, schemas, kept
-answers)."""
+"""What a controller keeps in SQLite: the index of the disk tier."""

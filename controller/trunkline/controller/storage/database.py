@@ -1,16 +1,14 @@
 """An SQLite database of the controller's, read at the start and then written by a thread of its own.
 
-    loop ──write(key, statement)───► pending {key: statement} ──every 50 ms──► one transaction (writer thread)
-         ──commit(key, statement)──► the same, at once; its `Outcome` says whether it is in the file
+    loop ──write(key, statement)──► pending {key: statement} ──every 50 ms──► one transaction (writer thread)
 
 The loop never waits for the disk. Its statements go into a dictionary in which a later statement of a key
-replaces the earlier one; so even while a disk stalls, it has no more entries than there are slots and records.
-Statements are applied in the order in which each key was written last. A `write` that fails is tried again; a
-`commit` that fails is not, and its caller is told.
+replaces the earlier one; so even while a disk stalls, it has no more entries than there are slots. Statements are
+applied in the order in which each key was written last. A transaction that fails is tried again.
 
-There are two such files: the index of the disk tier (`tier_index.py`), which is only a hint, because every slot
-itself says what it holds; and the records (`records.py`), which cannot be made again. So a damaged file is read as
-far as possible (`salvage.py`), and a file that cannot be used is never deleted: it is moved aside.
+The index of the disk tier (`tier_index.py`) is such a file. It is only a hint, because every slot itself says what
+it holds. But without it the KV on disk is not found, so a damaged file is read as far as possible (`salvage.py`),
+and a file that cannot be used is never deleted: it is moved aside.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -63,22 +61,11 @@ class Form(NamedTuple):
     """The tables whose rows are saved from a damaged file."""
 
 
-class Outcome:
-    """Whether a statement given to `Database.commit` is in the file. Written by the writer thread."""
-
-    def __init__(self) -> None:
-        self.is_known = False
-        self.problem = ""
-        """Why the statement is not in the file and will not be; "" if it is."""
-
-
 class _Pending(NamedTuple):
     """A statement that is not in the file yet."""
 
     statement: str
     parameters: Parameters
-    outcome: Outcome | None
-    """Set when the statement is in the file or has failed; None if no caller waits for that."""
 
 
 class DatabaseUnavailableError(RuntimeError):
@@ -118,13 +105,11 @@ class Database:
         self._connection = self._open(fingerprint)
         self._connection_in_use = threading.Lock()
         self._pending: dict[Hashable, _Pending] = {}
-        self._changed = threading.Condition()  # of an RLock: may be taken again
-        self.rounds = 0
+        self._changed = threading.Condition()
+        self._rounds = 0
         """Number of rounds (commits, or attempts at one) that the writer thread has finished."""
         self._rounds_wanted = 0
         """The greatest value of `rounds` that a caller waits for."""
-        self.on_round: Callable[[], None] = lambda: None
-        """Called by the writer thread after a round that a caller waits for."""
         self._closing = False
         self.boot: int = self._connection.execute("SELECT value FROM meta WHERE key = 'boot'").fetchone()[0]
         """A number that grows with each opening, even if the file was lost in between."""
@@ -145,23 +130,10 @@ class Database:
         with self._changed:
             if freshens and len(self._pending) >= _FRESHENING_MAX:
                 return
-            self._put(key, _Pending(statement, parameters, None))
-
-    def commit(self, key: Hashable, statement: str, parameters: Parameters) -> Outcome:
-        """Have `statement` committed at once. Unlike with `write`, it is not tried again if it fails."""
-        outcome = Outcome()
-        with self._changed:
-            self._put(key, _Pending(statement, parameters, outcome))
-            self.hurry()
-        return outcome
-
-    def _put(self, key: Hashable, entry: _Pending) -> None:
-        replaced = self._pending.pop(key, None)
-        if replaced is not None and replaced.outcome is not None:
-            replaced.outcome.is_known = True
-        self._pending[key] = entry
-        if len(self._pending) == 1:
-            self._changed.notify_all()
+            self._pending.pop(key, None)  # to be applied as the last one, not in the place of the earlier one
+            self._pending[key] = _Pending(statement, parameters)
+            if len(self._pending) == 1:
+                self._changed.notify_all()
 
     def rows(self, query: str) -> list[Parameters]:
         """Return the result of a query, after any commit that is under way.
@@ -177,34 +149,12 @@ class Database:
         with self._connection_in_use:
             return list(readable_rows(self._connection, table))
 
-    def import_rows(self, table: Table, rows: list[Parameters]) -> None:
-        """Add those of these rows that the table does not have yet, in one transaction. Meant for the start.
-
-        Raises:
-            sqlite3.Error: The rows cannot be written.
-        """
-        marks = ", ".join("?" * (table.columns.count(",") + 1))
-        statement = f"INSERT OR IGNORE INTO {table.name} ({table.columns}) VALUES ({marks})"
-        with self._connection_in_use, self._connection:
-            self._connection.execute("BEGIN IMMEDIATE")
-            self._connection.executemany(statement, rows)
-
-    def hurry(self) -> int:
-        """Have all pending statements committed at once.
-
-        Returns:
-            The value of `rounds` at which they have been committed, or have failed.
-        """
-        with self._changed:
-            self._rounds_wanted = self.rounds + 2  # the present round may have begun before
-            self._changed.notify_all()
-            return self._rounds_wanted
-
     def flush(self) -> bool:
-        """Wait until all pending statements are committed; return False if that fails or takes too long."""
+        """Have all pending statements committed, and wait for it; return False if that fails or takes too long."""
         with self._changed:
-            target = self.hurry()
-            done = self._changed.wait_for(lambda: self.rounds >= target, _WAIT_S_MAX)
+            target = self._rounds_wanted = self._rounds + 2  # the present round may have begun before
+            self._changed.notify_all()
+            done = self._changed.wait_for(lambda: self._rounds >= target, _WAIT_S_MAX)
             return done and not self.problem
 
     def close(self) -> None:
@@ -230,24 +180,18 @@ class Database:
                 batch, self._pending = self._pending, {}
             with self._connection_in_use:
                 problem = self._commit(batch) if batch else self.problem
-                problems = self._commit_each(batch, problem)
             self._note(problem)
             with self._changed:
-                for key, failure in problems.items():
-                    _tell(batch.pop(key).outcome, failure)
                 if problem:  # what was written meanwhile is newer
                     self._pending = {k: v for k, v in batch.items() if k not in self._pending} | self._pending
                 self.problem = problem
-                is_wanted = self._rounds_wanted > self.rounds
-                self.rounds += 1
+                self._rounds += 1
                 self._changed.notify_all()
-            if is_wanted:
-                self.on_round()
         with suppress(sqlite3.Error):
             self._connection.close()
 
     def _is_hurried(self) -> bool:
-        return self._closing or self._rounds_wanted > self.rounds
+        return self._closing or self._rounds_wanted > self._rounds
 
     def _commit(self, batch: dict[Hashable, _Pending]) -> str:
         """Apply the statements in one transaction; return why that failed, or "" if it did not."""
@@ -261,17 +205,6 @@ class Database:
                 self._connection.execute("ROLLBACK")
             return str(error)
         return ""
-
-    def _commit_each(self, batch: dict[Hashable, _Pending], problem: str) -> dict[Hashable, str]:
-        """Return, by key, why each statement that a caller waits for is not in the file ("" if it is).
-
-        If the batch failed (`problem`), each of them is tried alone: one large statement for which the disk has no
-        room must not make small ones fail.
-        """
-        waited = [key for key, entry in batch.items() if entry.outcome is not None]
-        if not problem or len(batch) == 1:
-            return dict.fromkeys(waited, problem)
-        return {key: self._commit({key: batch[key]}) for key in waited}
 
     def _note(self, problem: str) -> None:
         """Log when commits begin to fail, and when they work again."""
@@ -420,12 +353,6 @@ def _check(connection: sqlite3.Connection, fingerprint: bytes, form: Form) -> No
         raise _UnusableError("it is of another model, precision, chunk size or number of ranks")
     if not isinstance(meta.get("boot"), int):
         raise _UnusableError("it is damaged: its count of starts is missing", is_damaged=True)
-
-
-def _tell(outcome: Outcome | None, problem: str) -> None:
-    if outcome is not None:
-        outcome.problem = problem
-        outcome.is_known = True
 
 
 def _moved_aside(path: Path, ending: str) -> Path:

@@ -69,14 +69,14 @@ def save_rows(
     Args:
         into: A database with the same tables, empty, in a transaction.
         first_page: First page of a new file. It says where the tables are, and replaces the damaged file's own
-            first page if that is lost.
+            first page if nothing of a table is found by that.
 
     Raises:
         sqlite3.Error: `into` cannot be written.
         OSError: There is no room for a copy.
     """
     found = _save_rows(damaged, into, tables)
-    if any(rows.kept for rows in found.values()):
+    if all(rows.kept or rows.lost == 0 for rows in found.values()):
         return found
     copy = damaged.with_name(f"{damaged.name}.copy")
     try:

@@ -39,7 +39,7 @@ CREATE TABLE chunks (
 );
 """
 INDEX_VERSION: Final = 2
-"""Version of the index's schema. Version 1 had the records in the same file (`persistence.move_records`)."""
+"""Version of the index's schema."""
 
 log = structlog.get_logger()
 
@@ -195,7 +195,7 @@ class TierIndex:
 
 
 def _sound(fields: Row, kind: type[RowT]) -> RowT | None:
-    """Return the row as a record; None if a column has a wrong type, or the digest in the last column is wrong.
+    """Return the row as a `kind`; None if a column has a wrong type, or the digest in the last column is wrong.
 
     A damaged file may have values of any type.
     """
