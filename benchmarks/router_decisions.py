@@ -49,7 +49,7 @@ class Cluster:
         self.case = case
         self.rng = random.Random(0)
         self.random_bytes = np.random.default_rng(0)
-        self.core = RoutingCore(case.controllers, case.policy)
+        self.core = RoutingCore(map(str, range(case.controllers)), case.policy)
         root = root_name(IDENTITY.fingerprint, IDENTITY.dtype, CHUNK)
         self.chunks = case.prompt_tokens // CHUNK
         self.prompts = [self._tokens(case.prompt_tokens) for _ in range(case.indexed // self.chunks)]

@@ -351,7 +351,7 @@ class Simulation:
 
 
 def _core(setting: Setting, policy: str, seed: int, away: range) -> RoutingCore:
-    core = RoutingCore(setting.controllers, policy, settings=setting.settings, replica_seed=seed)
+    core = RoutingCore(map(str, range(setting.controllers)), policy, settings=setting.settings, replica_seed=seed)
     gpu = setting.gpu
     for index in range(setting.controllers):
         core.set_identity(index, _IDENTITY)

@@ -92,7 +92,7 @@ class RouterService:
         """Whether new requests are refused because the process is about to exit."""
         self.dispatcher = Dispatcher(
             self.links,
-            RoutingCore(len(config.controllers), config.policy, replica_seed=os.getpid()),
+            RoutingCore(map(str, range(len(config.controllers))), config.policy, replica_seed=os.getpid()),
             resume_seconds=config.resume_seconds,
             max_context=lambda: self.limits.max_context,
             learns=not any(config.events),

@@ -12,7 +12,7 @@ from seeds import seeds
 
 from trunkline.router.routing.core import Decision, NoControllerError, RouteRequest, RoutingCore, RoutingSettings
 from trunkline.router.routing.names import KvIdentity
-from trunkline.router.routing.policies import rendezvous_among
+from trunkline.router.routing.policies import rendezvous
 
 CHUNK = 4
 IDENTITY = KvIdentity(b"model", "float32", CHUNK)
@@ -27,7 +27,7 @@ def ready(controllers: int, **options: Any) -> RoutingCore:
     """A core whose controllers are all there: a cost is (new tokens + 1) · (1 + requests + queued tokens / 2048)
     unless a test says otherwise."""
     settings = RoutingSettings(chunk_tokens=2048, request_tokens=2048, floor_tokens=1)
-    core = RoutingCore(controllers, settings=settings, **options)
+    core = RoutingCore(map(str, range(controllers)), settings=settings, **options)
     for controller in range(controllers):
         core.set_identity(controller, IDENTITY)
         core.set_available(controller, True, 0.0)
@@ -45,7 +45,9 @@ class Machine:
     def __init__(self, seed: int, policy: str) -> None:
         self.rng = random.Random(seed)
         self.count = self.rng.choice((1, 2, 5, 9))
-        self.core = RoutingCore(self.count, policy, settings=RoutingSettings(chunk_tokens=32), replica_seed=seed)
+        self.core = RoutingCore(
+            map(str, range(self.count)), policy, settings=RoutingSettings(chunk_tokens=32), replica_seed=seed
+        )
         self.available: set[int] = set()
         self.now = 0.0
         self.next_ticket = 0
@@ -244,7 +246,7 @@ def test_routers_agree_on_new_sessions() -> None:
         core.set_available(5, False, 0.0)
     for number in range(50):
         request = RouteRequest(packed([number] * 100), session=f"session {number}")
-        wanted = rendezvous_among(request.session, [c for c in range(8) if c != 5])
+        wanted = int(rendezvous(request.session, [str(c) for c in range(8) if c != 5]))
         assert {core.route(request, 1.0).controller for core in cores} == {wanted}
     for core in cores[:1]:
         core.loads.report(wanted, requests=9, queued_tokens=0, kv_used=0.0, running=9)
@@ -327,13 +329,13 @@ def test_names_may_be_given() -> None:
 
 def test_wrong_calls_are_refused() -> None:
     with pytest.raises(ValueError, match="policy is 'best'; it must be one of prefix, "):
-        RoutingCore(1, "best")
+        RoutingCore("0", "best")
     with pytest.raises(ValueError, match="floor_tokens is 0; it must be at least 1"):
-        RoutingCore(1, settings=RoutingSettings(floor_tokens=0))
+        RoutingCore("0", settings=RoutingSettings(floor_tokens=0))
     with pytest.raises(ValueError, match=r"stay_ratio is 0.5; it must be at least 1"):
-        RoutingCore(1, settings=RoutingSettings(stay_ratio=0.5))
+        RoutingCore("0", settings=RoutingSettings(stay_ratio=0.5))
     with pytest.raises(ValueError, match="disk_worth is 2; it must be from 0 to 1"):
-        RoutingCore(1, settings=RoutingSettings(disk_worth=2))
+        RoutingCore("0", settings=RoutingSettings(disk_worth=2))
     core = ready(1)
     request = RouteRequest(packed([1]))
     decision = core.route(request, 0.0)
@@ -343,4 +345,4 @@ def test_wrong_calls_are_refused() -> None:
     with pytest.raises(ValueError, match="a prompt of 3 bytes"):
         core.route(RouteRequest(b"abc"), 0.0)
     with pytest.raises(NoControllerError):
-        RoutingCore(2).route(request, 0.0)
+        RoutingCore("01").route(request, 0.0)

@@ -39,7 +39,7 @@ class Controller:
     def predict(self, request: RouteRequest) -> Decision:
         """As a router that has just heard of everything."""
         told = truth(self.simulation.engine.scheduler.kv.tree)
-        core = RoutingCore(1)
+        core = RoutingCore("0")
         core.set_identity(0, self.identity)
         core.set_available(0, True, 0.0)
         core.index.apply(0, b"".join(told), bytes(told.values()))
@@ -137,7 +137,7 @@ def test_names_depend_on_all_that_kv_depends_on() -> None:
 
 
 def test_a_text_counts_only_as_a_whole() -> None:
-    core = RoutingCore(1)
+    core = RoutingCore("0")
     identity = KvIdentity(b"m", "float32", 4)
     core.set_identity(0, identity)
     core.set_available(0, True, 0.0)

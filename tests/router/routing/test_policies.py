@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from trunkline.router.routing.policies import POLICIES, RoutingSettings, Turns, View, rendezvous, rendezvous_among
+from trunkline.router.routing.policies import POLICIES, RoutingSettings, Turns, View, rendezvous
 
 
 def view(controllers: int, **known: Any) -> View:
@@ -32,6 +32,7 @@ def view(controllers: int, **known: Any) -> View:
         session="",
         place=-1,
         home=-1,
+        names=[str(controller) for controller in range(controllers)],
     )
     arrays = {name: np.array(value) if isinstance(value, list) else value for name, value in known.items()}
     return msgspec.structs.replace(idle, **arrays)
@@ -98,24 +99,26 @@ def test_rules(policy: str, known: dict[str, Any], expected: set[int]) -> None:
 def test_session_hash_keeps_sessions_and_balances_the_rest() -> None:
     loads = {"inflight": [5, 0, 9]}
     for name in "abcdefgh":
-        assert chosen("session-hash", view(3, session=name, **loads)) == {rendezvous(name, 3)}
+        assert chosen("session-hash", view(3, session=name, **loads)) == {int(rendezvous(name, "012"))}
     assert chosen("session-hash", view(3, **loads)) == {1}
 
 
 def test_new_sessions_break_near_ties_by_hash() -> None:
     for name in "abcdefgh":
         seen = {"session": name, "costs": [1.0, 1.2, 1.3]}
-        assert chosen("prefix", view(3, **seen)) == {rendezvous_among(name, [0, 1])}
+        assert chosen("prefix", view(3, **seen)) == {int(rendezvous(name, "01"))}
         cached = view(3, **seen, matched_tokens=[10, 0, 0])
         assert chosen("prefix", cached) == {0}, "what is cached decides"
 
 
-def test_when_a_controller_goes_only_its_own_sessions_move() -> None:
+def test_when_a_controller_comes_or_goes_only_its_own_keys_move() -> None:
     keys = [f"session {number}" for number in range(2000)]
-    before = {key: rendezvous(key, 8) for key in keys}
+    before = {key: rendezvous(key, "abcdefgh") for key in keys}
     assert all(180 < count < 320 for count in Counter(before.values()).values())
     for key, place in before.items():
-        after = rendezvous_among(key, [c for c in range(8) if c != 3])
-        assert after == place or place == 3
+        assert rendezvous(key, "bcdaefhg") == place, "the order does not matter"
+        after = rendezvous(key, "abcefgh")
+        assert after == place or place == "d"
+        assert rendezvous(key, "abcdefghi") in (place, "i")
     with pytest.raises(ValueError, match="empty"):
-        rendezvous_among("x", [])
+        rendezvous("x", [])

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +44,16 @@ class SentRequest:
     blocks: int
     """Number of chunks of the request's prompt."""
     sent_at: float
+    breaker: Breaker
+    """The controller's circuit breaker at that time; the controller has another one if it has been away since."""
     started: bool = False
+
+
+def resized(values: NDArray[Any], rows: int) -> NDArray[Any]:
+    """Return a longer copy of an array; the new rows at its end are zero."""
+    longer = np.zeros((rows, *values.shape[1:]), values.dtype)
+    longer[: len(values)] = values
+    return longer
 
 
 class Loads:
@@ -76,6 +85,12 @@ class Loads:
     def queued(self) -> FloatArray:
         """Prompt tokens of all routers' requests that have still to be computed."""
         return self.own_queued + self.other_queued
+
+    def grow(self, controllers: int) -> None:
+        """Make room for so many controllers."""
+        for name, values in vars(self).items():
+            if isinstance(values, np.ndarray):
+                setattr(self, name, resized(values, controllers))
 
     def report(self, controller: int, *, requests: int, queued_tokens: int, kv_used: float, running: int) -> None:
         """Note a controller's report about the requests of all routers.
@@ -132,20 +147,20 @@ class Loads:
 
 
 class SessionPlaces:
-    """The controller to which this router has sent each session last; a bounded number of sessions."""
+    """The controller to which this router has sent each session last, by name; a bounded number of sessions."""
 
     def __init__(self, sessions_max: int) -> None:
-        self._places: OrderedDict[str, int] = OrderedDict()
+        self._places: OrderedDict[str, str] = OrderedDict()
         self._sessions_max = sessions_max
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def find(self, session: str) -> int:
-        """Return the controller of a session; -1: not known."""
-        return self._places.get(session, -1)
+    def find(self, session: str) -> str:
+        """Return the name of a session's controller; "": not known."""
+        return self._places.get(session, "")
 
-    def sent(self, session: str, controller: int) -> None:
+    def sent(self, session: str, controller: str) -> None:
         """Note that a request of the session was sent to a controller."""
         self._places[session] = controller
         self._places.move_to_end(session)

@@ -6,12 +6,16 @@
 
 A *ticket* is one sending of one request to one controller. `route` changes nothing but whose turn it is among
 equals, so a decision that is not carried out leaves nothing behind.
+
+Controllers come and go. Each has a name and, as long as it is here, a slot (`slots.py`): the number by which all
+methods and arrays know it. Arrays have room for more slots than there are controllers; a slot without a controller
+is never available.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -19,11 +23,19 @@ import numpy as np
 
 from trunkline.kvstore.chunks import blocks_for
 from trunkline.router.errors import RouterError
-from trunkline.router.routing.controllers import Breaker, FloatArray, Loads, SentRequest, SessionPlaces
+from trunkline.router.routing.controllers import (
+    Breaker,
+    FloatArray,
+    Loads,
+    SentRequest,
+    SessionPlaces,
+    resized,
+)
 from trunkline.router.routing.index import TIERS, ChunkIndex, IntArray
 from trunkline.router.routing.names import Chain, KvIdentity, Names, prompt_names
 from trunkline.router.routing.policies import POLICIES, Policy, RoutingSettings, Turns, View
 from trunkline.router.routing.request import Decision, Origin, RouteRequest, Weighed
+from trunkline.router.routing.slots import Slots
 
 DECISIONS_MAX: Final = 1000
 __all__ = ["Decision", "NoControllerError", "RouteRequest", "RoutingCore", "RoutingSettings"]
@@ -40,6 +52,8 @@ class Logged(NamedTuple):
     """Time of the decision: the router's loop time, in seconds."""
     origin: Origin
     controller: int
+    name: str
+    """The controller's name; its slot may belong to another one by now."""
     reason: str
     """Why the controller was chosen (`Decision.reason`)."""
     prompt_tokens: int
@@ -69,6 +83,7 @@ class DecisionLog:
                 now,
                 request.origin,
                 decision.controller,
+                decision.name,
                 decision.reason,
                 decision.new_tokens + decision.cached_tokens,
                 bool(request.exclude),
@@ -103,12 +118,60 @@ class _Found(NamedTuple):
     """Each chain, with how many of its chunks each controller has in each tier, `[controllers, 4]`."""
 
 
+class _Traits:
+    """What controllers have told of themselves; arrays are by controller."""
+
+    def __init__(self, host_worth: float, disk_worth: float) -> None:
+        self.members: dict[KvIdentity, IntArray] = {}
+        """The controllers of each identity."""
+        self.chunk_size = np.zeros(0, np.int64)
+        self.worth = np.zeros((0, TIERS))
+        """Part of the work of computing a token that a cached token of each tier saves, 0 to 1; `[controllers,
+        4]`."""
+        self._identities: dict[int, KvIdentity] = {}
+        self._default_worth = (1.0, host_worth, disk_worth, 1.0)
+
+    def grow(self, controllers: int) -> None:
+        """Make room for so many controllers."""
+        self.chunk_size = resized(self.chunk_size, controllers)
+        self.worth = resized(self.worth, controllers)
+
+    def reset(self, controller: int) -> None:
+        """Forget what a controller has told."""
+        self.chunk_size[controller] = _UNKNOWN_CHUNK
+        self.worth[controller] = self._default_worth
+        if self._identities.pop(controller, None) is not None:
+            self._group()
+
+    def identity(self, controller: int) -> KvIdentity | None:
+        return self._identities.get(controller)
+
+    def set_identity(self, controller: int, identity: KvIdentity) -> None:
+        if self._identities.get(controller) != identity:
+            self._identities[controller] = identity
+            self.chunk_size[controller] = identity.chunk_size
+            self._group()
+
+    def set_costs(self, controller: int, prefill_us: float, load_us: Sequence[float]) -> None:
+        for tier in (1, 2):
+            load = load_us[tier] if tier < len(load_us) else 0.0
+            is_measured = prefill_us > 0 and load > 0
+            default = self._default_worth[tier]
+            self.worth[controller, tier] = 1.0 - min(1.0, load / prefill_us) if is_measured else default
+
+    def _group(self) -> None:
+        members: dict[KvIdentity, list[int]] = {}
+        for controller, identity in self._identities.items():
+            members.setdefault(identity, []).append(controller)
+        self.members = {identity: np.array(sorted(slots)) for identity, slots in members.items()}
+
+
 class RoutingCore:
-    """Chooses controllers. They are numbers from 0 on; times are seconds of any clock that does not go back."""
+    """Chooses controllers. Times are seconds of any clock that does not go back."""
 
     def __init__(
         self,
-        controllers: int,
+        controllers: Iterable[str] = (),
         policy: str = "prefix",
         *,
         settings: RoutingSettings | None = None,
@@ -116,7 +179,7 @@ class RoutingCore:
     ) -> None:
         """
         Args:
-            controllers: how many there are.
+            controllers: names of those that are there from the start; they get the slots 0, 1, ….
             policy: name of a rule in `POLICIES`.
             settings: None: the defaults.
             replica_seed: differs between routers, so that they do not all choose the same one of equal
@@ -129,35 +192,84 @@ class RoutingCore:
             raise ValueError(f"policy is {policy!r}; it must be one of {', '.join(POLICIES)}")
         self.settings = settings or RoutingSettings()
         self.settings.validate()
-        self.index = ChunkIndex(controllers, self.settings.index_bytes_max)
-        self.loads = Loads(controllers)
+        self.index = ChunkIndex(0, self.settings.index_bytes_max)
+        self.loads = Loads(0)
         self.log = DecisionLog()
         self._policy_name = policy
         self._policy: Policy = POLICIES[policy](self.settings, Turns(replica_seed))
-        self._available = np.zeros(controllers, bool)
-        self._breakers = [Breaker() for _ in range(controllers)]
+        self._slots = Slots()
+        self._available = np.zeros(0, bool)
+        self._breakers: list[Breaker] = []
         self._failing: set[int] = set()
         """Controllers whose breakers are not closed."""
         self._sessions = SessionPlaces(self.settings.sessions_max)
-        self._identities: list[KvIdentity | None] = [None] * controllers
-        self._members: dict[KvIdentity, IntArray] = {}
-        self._chunk_size = np.full(controllers, _UNKNOWN_CHUNK)
-        self._worth = np.tile([1.0, self.settings.host_worth, self.settings.disk_worth, 1.0], (controllers, 1))
-        """Part of the work of computing a token that a cached token of each tier saves, 0 to 1; `[controllers,
-        4]`."""
+        self._traits = _Traits(self.settings.host_worth, self.settings.disk_worth)
+        names = list(controllers)
+        self._grow(len(names))
+        for name in names:
+            self.add(name)
+
+    # Controllers that come and go
+
+    @property
+    def names(self) -> Sequence[str]:
+        """By slot: the name of the controller that is there or was there a moment ago; ""."""
+        return self._slots.names
+
+    def add(self, name: str) -> int:
+        """Add a controller, which is not available yet, and return its slot.
+
+        A controller that was removed less than `slots.AWAY_SECONDS` ago gets its old slot. Its chunks are still in
+        the index, and count until its next snapshot replaces them. Its load and its failures begin anew.
+
+        Raises:
+            ValueError: a controller with this name is there.
+        """
+        slot = self._slots.add(name)
+        if slot >= len(self._available):
+            self._grow(max(slot + 1, 2 * len(self._available)))
+        if slot not in self.index:
+            self.index.add(slot)
+        self._breakers[slot] = Breaker()
+        self._traits.reset(slot)
+        return slot
+
+    def remove(self, slot: int, now: float) -> None:
+        """Remove a controller: it gets no more requests. Those that it has end as usual. Another controller gets
+        the slot when they have ended and the time is over in which this one may come back.
+
+        Raises:
+            ValueError: there is no such controller.
+        """
+        self._slots.remove(slot, now)
+        self._available[slot] = False
+        self._failing.discard(slot)
+        self.loads.lost(slot)
+        self._forget_gone(now)
+
+    def _grow(self, slots: int) -> None:
+        self.index.grow(slots)
+        self.loads.grow(slots)
+        self._traits.grow(slots)
+        self._available = resized(self._available, slots)
+        self._breakers += [Breaker() for _ in range(slots - len(self._breakers))]
+
+    def _forget_gone(self, now: float) -> None:
+        """Forget the controllers that were away for too long."""
+        while (slot := self._slots.next_gone(now)) >= 0:
+            self.index.remove(slot)
+            self._traits.reset(slot)
+            self._free_unused(slot)
+
+    def _free_unused(self, slot: int) -> None:
+        if not self.loads.own_inflight[slot]:
+            self._slots.free(slot)
 
     # What is known of controllers
 
     def set_identity(self, controller: int, identity: KvIdentity) -> None:
         """Set by which identity a controller names its chunks; until then nothing is found cached there."""
-        if self._identities[controller] == identity:
-            return
-        self._identities[controller] = identity
-        self._chunk_size[controller] = identity.chunk_size
-        distinct = {identity for identity in self._identities if identity is not None}
-        self._members = {
-            each: np.array([i for i, other in enumerate(self._identities) if other == each]) for each in distinct
-        }
+        self._traits.set_identity(controller, identity)
 
     def set_costs(self, controller: int, prefill_us: float, load_us: Sequence[float]) -> None:
         """Set what a controller has measured of the time per prompt token.
@@ -166,15 +278,13 @@ class RoutingCore:
             prefill_us: time to compute a token; 0: not measured.
             load_us: time to load a token, by `TierKind`; 0 or left out: not measured.
         """
-        settings = self.settings
-        for tier, default in ((1, settings.host_worth), (2, settings.disk_worth)):
-            load = load_us[tier] if tier < len(load_us) else 0.0
-            is_measured = prefill_us > 0 and load > 0
-            self._worth[controller, tier] = 1.0 - min(1.0, load / prefill_us) if is_measured else default
+        self._traits.set_costs(controller, prefill_us, load_us)
 
     def set_available(self, controller: int, available: bool, now: float) -> None:
         """Set whether a controller can take requests. Only a change has an effect: a controller that comes back
-        after failures gets a single request first."""
+        after failures gets a single request first. One that was removed stays unavailable."""
+        if not self._slots.is_present(controller):
+            return
         if not available:
             self.loads.lost(controller)
         elif not self._available[controller]:
@@ -198,6 +308,7 @@ class RoutingCore:
             NoControllerError: no controller can take it now.
             ValueError: see `prompt_names`.
         """
+        self._forget_gone(now)
         candidates = self._candidates(request, now)
         found, tiers, effective = self._look_up(request, now)
         prompt = max((each.names.prompt_tokens for each in found.values()), default=_prompt_tokens(request))
@@ -215,7 +326,7 @@ class RoutingCore:
             view = View(
                 candidates,
                 prompt,
-                self._chunk_size,
+                self._traits.chunk_size,
                 new,
                 matched,
                 inflight,
@@ -227,11 +338,12 @@ class RoutingCore:
                 loads.kv_used,
                 costs,
                 request.session,
-                self._sessions.find(request.session) if request.session else -1,
+                self._slots.find(self._sessions.find(request.session)) if request.session else -1,
                 request.home,
+                self._slots.names,
             )
             chosen, reason = self._policy.choose(view)
-        identity = self._identities[chosen]
+        identity = self._traits.identity(chosen)
         return Decision(
             chosen,
             reason or self._policy_name,
@@ -241,8 +353,9 @@ class RoutingCore:
             float(costs[chosen]),
             float(costs[candidates].min()),
             _missing(found[identity], chosen) if identity is not None else [],
-            blocks_for(prompt, int(self._chunk_size[chosen])),
-            Weighed(candidates, tiers, costs),
+            blocks_for(prompt, int(self._traits.chunk_size[chosen])),
+            Weighed(candidates, tiers, costs, self._slots.names),
+            self._slots.names[chosen],
         )
 
     def sent(self, ticket: int, decision: Decision, request: RouteRequest, now: float) -> None:
@@ -253,18 +366,19 @@ class RoutingCore:
         """
         controller = decision.controller
         self.log.add(decision, request, now)
-        self.loads.sent(ticket, SentRequest(controller, decision.new_tokens, decision.blocks, now))
+        breaker = self._breakers[controller]
+        self.loads.sent(ticket, SentRequest(controller, decision.new_tokens, decision.blocks, now, breaker))
         self.index.expect(ticket, controller, decision.names, now)
-        self._breakers[controller].sent(ticket)
+        breaker.sent(ticket)
         if request.session:
-            self._sessions.sent(request.session, controller)
+            self._sessions.sent(request.session, decision.name)
 
     def started(self, ticket: int, now: float) -> None:
         """Note that a request's prompt is computed. Do nothing if its ticket is unknown or has started before."""
         live = self.loads.started(ticket)
         if live is not None:
             self.index.settle(ticket, now)
-            self._breakers[live.controller].succeeded(live.sent_at)
+            live.breaker.succeeded(live.sent_at)
             if self._breakers[live.controller].is_closed:
                 self._failing.discard(live.controller)
 
@@ -278,13 +392,15 @@ class RoutingCore:
         live = self.loads.ended(ticket)
         if live is None:
             return
-        breaker = self._breakers[live.controller]
-        breaker.ended(ticket)
+        live.breaker.ended(ticket)
         if failed:
-            breaker.failed(live.sent_at, now)
-            self._failing.add(live.controller)
+            live.breaker.failed(live.sent_at, now)
+            if live.breaker is self._breakers[live.controller] and self._slots.is_present(live.controller):
+                self._failing.add(live.controller)
         if failed or not live.started:
             self.index.drop(ticket)
+        if self._slots.is_gone(live.controller):
+            self._free_unused(live.controller)
 
     # Inside
 
@@ -298,7 +414,7 @@ class RoutingCore:
             if not usable[request.pinned]:
                 wait = self._breakers[request.pinned].wait_seconds(now)
                 raise NoControllerError(
-                    f"controller {request.pinned}, which the request needs, is not available",
+                    f"controller {self._slots.names[request.pinned]}, which the request needs, is not available",
                     wait if self._available[request.pinned] else float("inf"),
                 )
             return np.array([request.pinned])
@@ -324,13 +440,13 @@ class RoutingCore:
         tiers = np.zeros((count, TIERS), np.int64)
         effective = np.zeros(count)
         found: dict[KvIdentity, _Found] = {}
-        for identity, members in self._members.items():
+        for identity, members in self._traits.members.items():
             names = prompt_names(request, identity)
             overlaps = [(chain, self.index.match(chain.names, now)) for chain in names.chains]
             found[identity] = _Found(names, overlaps)
             cached = _best_way(overlaps)[members]
             tiers[members] = cached
-            effective[members] = (cached * self._worth[members]).sum(axis=1)
+            effective[members] = (cached * self._traits.worth[members]).sum(axis=1)
         return found, tiers, effective
 
 

@@ -7,9 +7,9 @@ One dictionary entry per name, however many controllers have it: an integer with
 
 A lookup of a whole prompt packs its integers into a matrix and goes on in numpy, so its cost does not depend on
 which controllers have the chunks. Each controller owns a column. A snapshot is written to a free column while the
-old one serves. Forgetting a controller only takes its column away: a column without an owner is wiped little by
-little, a shard of the dictionary at each call, before another controller gets it. So no call takes long, however
-large the index is.
+old one serves. Forgetting a controller only takes its column away: columns without an owner are wiped little by
+little, all of them in a shard of the dictionary at each call, before other controllers get them. So no call takes
+long, however large the index is.
 
 The index is bounded by bytes. A name that was removed is missing until its controller publishes it again: a match
 may find too little, never too much. Names are removed by second chance: bit 0 of column 0 notes that a name was
@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkline.kvstore.chunks import NAME_BYTES
+from trunkline.router.routing.controllers import resized
 
 IntArray = NDArray[np.int64]
 
@@ -77,13 +78,15 @@ class ChunkIndex:
         self._shards: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
         self._names = _Bound(self._row_bytes, bytes_max)
         self._columns = np.arange(1, controllers + 1)
-        """Number of the column of each controller."""
+        """Number of the column of each controller; 0: the index does not know the controller."""
         self._shadows: dict[int, int] = {}
         """By controller: number of the column to which an unfinished snapshot of its chunks is written."""
         self._clean: list[int] = []
         """Wiped columns without an owner, the lowest last."""
         self._dirty: dict[int, int] = {}
-        """By number of a column that is being wiped: the next shard to wipe."""
+        """By number of a column that is being wiped: how many shards have still to be wiped."""
+        self._wiping = 0
+        """The next shard to wipe."""
         self._tickets: dict[int, _Ticket] = {}
         """Names that each ticket expects."""
         self._shared: list[dict[bytes, int]] = [{} for _ in range(1 + controllers)]
@@ -106,6 +109,24 @@ class ChunkIndex:
         """Number of names that were removed for lack of room since the start."""
         return self._names.evicted
 
+    # Controllers that come and go
+
+    def __contains__(self, controller: int) -> bool:
+        """Return whether the index knows a controller."""
+        return controller < len(self._columns) and bool(self._columns[controller])
+
+    def grow(self, controllers: int) -> None:
+        """Make room for so many controllers; the index does not know the new ones yet."""
+        self._columns = resized(self._columns, controllers)
+
+    def add(self, controller: int) -> None:
+        """Know a controller from now on, without any chunks."""
+        self._columns[controller] = self._take_column()
+
+    def remove(self, controller: int) -> None:
+        """Forget a controller with all its chunks and expectations. What is said of it from now on is ignored."""
+        self._release(controller, 0)
+
     # Events and snapshots of controllers
 
     def apply(self, controller: int, names: bytes, tiers: bytes) -> None:
@@ -120,6 +141,8 @@ class ChunkIndex:
             ValueError: the numbers of names and tiers differ.
         """
         self._wipe()
+        if controller not in self:
+            return
         self._write(int(self._columns[controller]), names, tiers)
         shadow = self._shadows.get(controller)
         if shadow is not None:
@@ -129,7 +152,8 @@ class ChunkIndex:
         """Begin a snapshot of all chunks of a controller. Until `end_snapshot` the index serves what it knew
         before, and `apply` writes to both."""
         self._drop_shadow(controller)
-        self._shadows[controller] = self._take_column()
+        if controller in self:
+            self._shadows[controller] = self._take_column()
 
     def add_snapshot(self, controller: int, names: bytes, tiers: bytes) -> None:
         """Add chunks to a snapshot. Arguments are those of `apply`.
@@ -158,17 +182,22 @@ class ChunkIndex:
                 self._tickets[ticket] = entry._replace(column=new)
                 for name in entry.names:
                     self._set(name, bit)
-        self._dirty[old] = 0
+        self._dirty[old] = SHARDS
         self._make_room()
 
     def forget(self, controller: int) -> None:
         """Forget all chunks and expectations of a controller that has ended or was started again."""
+        if controller in self:
+            self._release(controller, self._take_column())
+
+    def _release(self, controller: int, new: int) -> None:
+        """Give a controller another column, or none (0)."""
         self._drop_shadow(controller)
         old = int(self._columns[controller])
-        self._columns[controller] = self._take_column()
+        self._columns[controller] = new
         self._shared[old] = {}
         self._tickets = {ticket: entry for ticket, entry in self._tickets.items() if entry.column != old}
-        self._dirty[old] = 0
+        self._dirty[old] = SHARDS
 
     # Expectations
 
@@ -185,6 +214,8 @@ class ChunkIndex:
         """
         self.drop(ticket)
         self._expire(now)
+        if controller not in self:
+            return
         column = int(self._columns[controller])
         told, bit = _TOLD << TIERS * column, _EXPECTED_BIT << TIERS * column
         shards, shared = self._shards, self._shared[column]
@@ -266,6 +297,7 @@ class ChunkIndex:
         counts = np.zeros(bits.shape[1], np.int64)
         for start in range(0, len(bits), _COUNTED_AT_ONCE):
             counts += np.add.reduce(bits[start : start + _COUNTED_AT_ONCE], axis=0, dtype=np.uint8)
+        counts[:TIERS] = 0  # column 0 stands for controllers that the index does not know
         overlap: IntArray = counts.reshape(-1, TIERS)[self._columns]
         return overlap
 
@@ -309,7 +341,7 @@ class ChunkIndex:
     def _drop_shadow(self, controller: int) -> None:
         shadow = self._shadows.pop(controller, None)
         if shadow is not None:
-            self._dirty[shadow] = 0
+            self._dirty[shadow] = SHARDS
 
     def _take_column(self) -> int:
         # Each controller may have two columns, one of them for a snapshot; all others wait to be wiped.
@@ -318,18 +350,17 @@ class ChunkIndex:
         if self._clean:
             return self._clean.pop()
         self._shared.append({})
-        self._row_bytes = max(self._row_bytes, _row_bytes(len(self._shared)))
-        self._names.widen(self._row_bytes)
+        self._set_width()
         self._make_room()
         return len(self._shared) - 1
 
     def _wipe(self) -> None:
-        """Clear the bits of a column without an owner in one more shard."""
+        """Clear the bits of the columns without owners in one more shard."""
         if not self._dirty:
             return
-        column, at = next(iter(self._dirty.items()))
-        bits = 0xF << TIERS * column
-        shard = self._shards[at]
+        bits = sum(0xF << TIERS * column for column in self._dirty)
+        shard = self._shards[self._wiping]
+        self._wiping = (self._wiping + 1) % SHARDS
         for name, mask in [(name, mask) for name, mask in shard.items() if mask & bits]:
             rest = mask & ~bits
             if rest > _USED:
@@ -337,12 +368,20 @@ class ChunkIndex:
             else:
                 del shard[name]
                 self._names.count -= 1
-        if at + 1 < SHARDS:
-            self._dirty[column] = at + 1
-        else:
-            del self._dirty[column]
-            self._clean.append(column)
-            self._clean.sort(reverse=True)
+        for column, left in list(self._dirty.items()):
+            if left > 1:
+                self._dirty[column] = left - 1
+            else:
+                del self._dirty[column]
+                self._clean.append(column)
+        self._clean.sort(reverse=True)
+        while self._clean and self._clean[0] == len(self._shared) - 1:
+            del self._clean[0], self._shared[-1]
+        self._set_width()
+
+    def _set_width(self) -> None:
+        self._row_bytes = _row_bytes(len(self._shared))
+        self._names.set_width(self._row_bytes)
 
     def _make_room(self) -> None:
         """Remove names by second chance, shard by shard, the oldest first."""
@@ -367,7 +406,7 @@ class _Bound:
 
     def __init__(self, row_bytes: int, bytes_max: int) -> None:
         self.bytes_max = bytes_max
-        self.widen(row_bytes)
+        self.set_width(row_bytes)
         if not self.names_max:
             raise ValueError(f"an index of {bytes_max} bytes holds nothing: a name takes {self.bytes_each}")
         self.count = 0
@@ -375,7 +414,7 @@ class _Bound:
         self.hand = 0
         """The shard from which names are evicted next."""
 
-    def widen(self, row_bytes: int) -> None:
+    def set_width(self, row_bytes: int) -> None:
         """Set the number of bytes that a name takes from now on."""
         digits = -(-8 * row_bytes // 30)
         self.bytes_each = _NAME_OVERHEAD_BYTES + -(-(24 + 4 * digits) // 16) * 16

@@ -16,7 +16,7 @@ Controllers with equal values take turns.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -109,6 +109,8 @@ class View(msgspec.Struct, frozen=True):
     """The controller to which this router sent the session's last request; -1: not known."""
     home: int
     """The controller that keeps the record of the request's session or schema; -1: there is none."""
+    names: Sequence[str]
+    """The controllers' names."""
 
 
 class Turns:
@@ -171,7 +173,7 @@ class PrefixAware(_Rule):
             else:
                 is_new = not view.matched_tokens[candidates].any()
                 near = candidates[among <= best * (self.settings.near_ratio if is_new else _EQUAL)]
-                chosen = rendezvous_among(view.session, near.tolist())
+                chosen = rendezvous_among(view.session, near.tolist(), view.names)
                 return chosen, "prefix" if view.matched_tokens[chosen] else "load"
         if view.home in candidates and costs[view.home] <= self.settings.stay_ratio * best:
             return view.home, "home"  # the home of its schema, where the modules' KV was computed
@@ -207,7 +209,7 @@ class SessionHash(_Rule):
     def choose(self, view: View) -> tuple[int, str]:
         """See `Policy`."""
         if view.session:
-            return rendezvous_among(view.session, view.candidates.tolist()), ""
+            return rendezvous_among(view.session, view.candidates.tolist(), view.names), ""
         return self.turns.lowest(view.inflight, view.candidates), ""
 
 
@@ -277,19 +279,29 @@ POLICIES: Final[dict[str, Callable[[RoutingSettings, Turns], Policy]]] = {
 """The routing rules by the names that `--policy` takes."""
 
 
-def rendezvous(key: str, count: int) -> int:
-    """Return which of `count` controllers keeps the records of `key` (rendezvous hashing).
+def rendezvous(key: str, names: Iterable[str]) -> str:
+    """Return which of some controllers `key` belongs to, by their names (rendezvous hashing).
 
-    It is the controller with the highest hash of `key` and its index, so that processes agree without talking, and
-    only a new controller's share moves when one is added. Indices are used since addresses change at each start.
+    It is the name with the highest hash of name and key, so that processes agree without talking. If a controller
+    goes, only the keys that belonged to it move; if one is added, only those that belong to it from then on.
+
+    Raises:
+        ValueError: `names` is empty.
     """
-    return rendezvous_among(key, range(count))
+    return max(names, key=lambda name: _hash(key, name))
 
 
-def rendezvous_among(key: str, controllers: Iterable[int]) -> int:
-    """Return which of some controllers `key` belongs to. When one goes, only the keys that belonged to it move.
+def rendezvous_among(key: str, controllers: Iterable[int], names: Sequence[str]) -> int:
+    """Return which of some controllers `key` belongs to.
+
+    Args:
+        names: of all controllers, by controller.
 
     Raises:
         ValueError: `controllers` is empty.
     """
-    return max(controllers, key=lambda index: hashlib.blake2b(f"{index} {key}".encode(), digest_size=8).digest())
+    return max(controllers, key=lambda controller: _hash(key, names[controller]))
+
+
+def _hash(key: str, name: str) -> bytes:
+    return hashlib.blake2b(f"{name} {key}".encode(), digest_size=8).digest()

@@ -61,6 +61,8 @@ class Weighed:
     expected."""
     costs: NDArray[np.float64]
     """Cost of each controller by the prefix-aware rule."""
+    names: Sequence[str]
+    """The controllers' names; "": there is no such controller. Arrays may have further rows that mean nothing."""
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -88,3 +90,5 @@ class Decision(msgspec.Struct, frozen=True):
     """Number of chunks of the prompt."""
     weighed: Weighed | None = None
     """The costs and cached tokens of all controllers, for the dashboard and traces; None: not known."""
+    name: str = ""
+    """The controller's name."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from trunkline.router.errors import ApiError
-from trunkline.router.routing.policies import rendezvous_among
+from trunkline.router.routing.policies import rendezvous
 from trunkline.router.streams.link import Answer, Call, ControllerLink
 
 CALL_SECONDS: Final = 10.0
@@ -29,9 +29,9 @@ class Homes:
 
     def home_of(self, key: str) -> ControllerLink:
         """Return the home of a key among the ready controllers or, if none is ready, among all."""
-        links = {link.index: link for link in self._links if link.ready}
-        links = links or {link.index: link for link in self._links}
-        return links[rendezvous_among(key, links)]
+        links = {str(link.index): link for link in self._links if link.ready}
+        links = links or {str(link.index): link for link in self._links}
+        return links[rendezvous(key, links)]
 
 
 async def call_persistently(

@@ -35,7 +35,7 @@ class RecordHomes:
 
     def home_of(self, key: str) -> ControllerLink:
         """Return the controller that stores the record with this key."""
-        return self._links[rendezvous(key, len(self._links))]
+        return self._links[int(rendezvous(key, map(str, range(len(self._links)))))]
 
     async def page(self, kind: str, after: str, limit: int) -> list[Record]:
         """Return up to `limit` records of a kind whose ids follow `after`, in the order of ids, without their

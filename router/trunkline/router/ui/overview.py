@@ -154,7 +154,8 @@ def _match(logged: Logged) -> list[dict[str, Any]]:
         return []
     candidates = set(weighed.candidates.tolist())
     costs = weighed.costs.tolist()
-    shown = sorted(range(len(costs)), key=lambda index: (index != logged.controller, costs[index]))[:GROUPS_MAX]
+    known = [index for index, name in enumerate(weighed.names) if name]
+    shown = sorted(known, key=lambda index: (index != logged.controller, costs[index]))[:GROUPS_MAX]
     found = []
     for index in sorted(shown):
         device, host, disk, expected = weighed.tiers[index].tolist()
