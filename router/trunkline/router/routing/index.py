@@ -141,9 +141,10 @@ class ChunkIndex:
             ValueError: the numbers of names and tiers differ.
         """
         self._wipe()
-        if controller not in self:
+        column = int(self._columns[controller])
+        if not column:
             return
-        self._write(int(self._columns[controller]), names, tiers)
+        self._write(column, names, tiers)
         shadow = self._shadows.get(controller)
         if shadow is not None:
             self._write(shadow, names, tiers)
@@ -214,9 +215,9 @@ class ChunkIndex:
         """
         self.drop(ticket)
         self._expire(now)
-        if controller not in self:
-            return
         column = int(self._columns[controller])
+        if not column:
+            return
         told, bit = _TOLD << TIERS * column, _EXPECTED_BIT << TIERS * column
         shards, shared = self._shards, self._shared[column]
         noted: list[bytes] = []
