@@ -8,7 +8,16 @@ import jsonschema_rs
 from kubernetes.rendering import Object, containers, of_kind, pod_templates
 from kubernetes.schemas import CUSTOM, VERSIONS, problems
 
-WRITABLE: Final = ("/tmp", "/var/lib/trunkline", "/run/trunkline/wire", "/model", "/kv", "/dev/shm")
+WRITABLE: Final = (
+    "/tmp",
+    "/var/lib/trunkline",
+    "/run/trunkline/wire",
+    "/model",
+    "/kv",
+    "/data",
+    "/records",
+    "/dev/shm",
+)
 """Where pods may write, or what they only read."""
 
 

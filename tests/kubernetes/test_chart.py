@@ -112,6 +112,16 @@ def test_every_value_changes_something_or_is_used_by_a_template() -> None:
         ({"model": {"source": "hostPath"}}, "model.hostPath is empty"),
         ({"model": {"source": "hub"}}, "model.hub.repository is empty"),
         ({"remoteTier": {"mode": "external"}}, "remoteTier.external.secret is empty"),
+        ({"records": {"mode": "memory"}}, "mode"),
+        ({"records": {"mode": "external"}}, "records.external.secret is empty"),
+        (
+            {"records": {"mode": "sqlite"}},
+            "set routers.replicas to 1 without routers.autoscaling, or records.mode",
+        ),
+        (
+            {"records": {"mode": "sqlite"}, "routers": {"replicas": 1, "autoscaling": {"enabled": True}}},
+            "a file that only one router can use",
+        ),
         (
             {"auth": {"existingSecret": "mine"}, "monitoring": {"serviceMonitor": {"enabled": True}}},
             "monitoring.serviceMonitor.keySecret.name",
@@ -141,7 +151,7 @@ def test_routers_know_every_group_by_its_name() -> None:
     for replicas, expected in ((1, "tl-trunkline-group-0."), (5, "tl-trunkline-group-{0..4}.")):
         objects = render({"groups": {"replicas": replicas}})
         router = only(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]
-        groups = only(objects, "StatefulSet")
+        groups = only(objects, "StatefulSet", "-group")
         assert option(router, "controllers") == f"{expected}tl-trunkline-group.llm.svc:7400"
         assert groups["spec"]["serviceName"] == "tl-trunkline-group"
         assert only(objects, "Service", "-group")["spec"]["publishNotReadyAddresses"] is True
@@ -185,7 +195,9 @@ def test_a_group_has_a_rank_for_each_gpu_unless_it_is_told_otherwise(values: Obj
 
 def _group(values: Object) -> Object:
     """The container of a group's pods."""
-    (container,) = only(render({"groups": values}), "StatefulSet")["spec"]["template"]["spec"]["containers"]
+    (container,) = only(render({"groups": values}), "StatefulSet", "-group")["spec"]["template"]["spec"][
+        "containers"
+    ]
     return dict(container)
 
 
@@ -240,16 +252,48 @@ def test_no_secret_is_on_a_command_line_or_in_a_pod() -> None:
                 if any(f"$({name})" in found.get("value", "") for name in hidden)
             }
             line = json.dumps([container.get("command", []), container.get("args", [])])
-            if container["name"] == "group":
-                assert next(found.variable for found in SERVE_OPTIONS if found.field == "remote_tier") in made_of
+            field = {"group": "remote_tier", "router": "records"}.get(container["name"])
+            if field is not None:
+                assert next(found.variable for found in SERVE_OPTIONS if found.field == field) in made_of
             # Kubernetes puts values in the place of $(NAME), and everybody on the node may read command lines.
             assert not [name for name in hidden | made_of if f"$({name})" in line]
+
+
+def test_routers_have_records_in_common_and_those_last() -> None:
+    server = only(render(), "StatefulSet", "-records")
+    (container,) = server["spec"]["template"]["spec"]["containers"]
+    assert option(container, "appendonly") == "yes"
+    assert option(container, "maxmemory-policy") == "noeviction"
+    (claim,) = server["spec"]["volumeClaimTemplates"]
+    (mount,) = container["volumeMounts"]
+    assert mount == {"name": claim["metadata"]["name"], "mountPath": option(container, "dir")}
+    assert option(_router(), "records-max-bytes") == "768MiB", "three quarters of what the server has"
+    assert option(_router({"records": {"maxMiB": 0}}), "records-max-bytes") == "0"
+    own = _router({"records": {"mode": "external", "external": {"secret": "mine"}}})
+    assert "--records-max-bytes" not in own["args"]
+    assert {"name": "TRUNKLINE_RECORDS", "valueFrom": {"secretKeyRef": {"name": "mine", "key": "url"}}} in own[
+        "env"
+    ]
+
+
+def test_one_router_can_have_a_file() -> None:
+    objects = render({"records": {"mode": "sqlite"}, "routers": {"replicas": 1}})
+    check_all(objects)
+    deployment = only(objects, "Deployment")["spec"]
+    assert deployment["strategy"] == {"type": "Recreate"}, "two pods on two nodes cannot have the volume"
+    (router,) = deployment["template"]["spec"]["containers"]
+    (mount,) = (mount for mount in router["volumeMounts"] if mount["name"] == "records")
+    url = next(each["value"] for each in router["env"] if each["name"] == "TRUNKLINE_RECORDS")
+    assert url.startswith(f"sqlite:{mount['mountPath']}/")
+    claim = only(objects, "PersistentVolumeClaim", "-records")
+    assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
 
 
 def test_only_the_step_that_makes_the_keys_sees_the_seed() -> None:
     for _, template in pod_templates(render({"groups": {"tp": 2, "podsPerGroup": 2}})):
         mounted = {c["name"]: [mount["name"] for mount in c["volumeMounts"]] for c in containers(template)}
-        assert [name for name, volumes in mounted.items() if "wire-seed" in volumes] == ["wire-keys"]
+        if "valkey" not in mounted:
+            assert [name for name, volumes in mounted.items() if "wire-seed" in volumes] == ["wire-keys"]
 
 
 def test_notes_tell_what_is_open() -> None:

@@ -28,6 +28,7 @@ EVERYTHING: Object = {
     "routers": {"tenantHeader": "X-Tenant"},
     "model": {"servedName": "mine"},
     "remoteTier": {"mode": "valkey"},
+    "records": {"maxMiB": 512},
     "tracing": {"endpoint": "http://collector:4318", "sample": 0.5},
 }
 

@@ -37,7 +37,9 @@ class Pods:
         self.health = {
             role: self.group_port + 6 + index for index, role in enumerate(("group", "workers", "router"))
         }
-        self.objects = render({"groups": {"replicas": 1, **groups}})
+        self.objects = render(
+            {"groups": {"replicas": 1, **groups}, "routers": {"replicas": 1}, "records": {"mode": "sqlite"}}
+        )
         self.templates = {
             template["spec"]["containers"][0]["name"]: template for _, template in pod_templates(self.objects)
         }
@@ -84,6 +86,8 @@ class Pods:
 
     def _environment(self, role: str, container: Object) -> dict[str, str]:
         given = {variable["name"]: variable["value"] for variable in container.get("env", [])}
+        if "TRUNKLINE_RECORDS" in given:
+            given["TRUNKLINE_RECORDS"] = given["TRUNKLINE_RECORDS"].replace("/records/", f"{self.folder}/{role}/")
         home = {"HOME": str(self.folder / role), "XDG_CACHE_HOME": str(self.folder / role / "cache")}
         # A run folder's sockets need a short path.
         operators = {"LWS_WORKER_INDEX": "1"}

@@ -52,15 +52,16 @@ def _groups(draw: st.DrawFn) -> Object:
 
 
 @st.composite
-def _routers(draw: st.DrawFn) -> Object:
+def _routers(draw: st.DrawFn, mode: str) -> Object:
+    """Routers, of which there is one if records are in a file."""
     return {
-        "replicas": draw(st.integers(1, 9)),
+        "replicas": 1 if mode == "sqlite" else draw(st.integers(1, 9)),
         "resumeSeconds": draw(st.sampled_from([0, 7.5, 60, 86400])),
         "drainSeconds": draw(st.integers(0, 3600)),
         "preStopSeconds": draw(st.integers(0, 300)),
         "tenantHeader": draw(st.sampled_from(["", "X-Tenant"])),
         "autoscaling": {
-            "enabled": draw(st.booleans()),
+            "enabled": mode != "sqlite" and draw(st.booleans()),
             "cpuPercent": draw(st.sampled_from([50, 70])),
             "requests": {"enabled": draw(st.booleans())},
         },
@@ -93,9 +94,16 @@ _PEERS = st.sampled_from([[], [{"namespaceSelector": {"matchLabels": {"name": "i
 @st.composite
 def _values(draw: st.DrawFn) -> Object:
     own = st.sampled_from(["", "mine"])
+    records = draw(st.sampled_from(["valkey", "external", "sqlite"]))
     return {
         "groups": draw(_groups()),
-        "routers": draw(_routers()),
+        "routers": draw(_routers(records)),
+        "records": {
+            "mode": records,
+            "maxMiB": draw(_some(st.integers(0, 10**6))),
+            "external": {"secret": "mine"},
+            "valkey": {"existingSecret": draw(own), "storageClass": draw(st.sampled_from(["", "fast"]))},
+        },
         "model": draw(_MODELS),
         "image": {
             "digest": draw(st.sampled_from(["", "sha256:" + "0" * 64])),
@@ -128,22 +136,28 @@ _VALKEY: Object = {"remoteTier": {"mode": "valkey"}}
 def test_every_way_is_closed_at_both_ends() -> None:
     """With the other end's policies taken away, too: each side alone keeps to what is needed."""
     objects = render(_VALKEY)
-    router, group, valkey = (
+    router, group, valkey, records = (
         _labels(objects, "router"),
         _labels(objects, "group", "group"),
         _labels(objects, "valkey"),
+        _labels(objects, "records"),
     )
     stranger = {"role": "stranger"}
-    for sender, allowed in ((router, {(0, 7400), (0, 7401)}), (group, {(1, 6379)}), (valkey, set())):
+    for sender, allowed in (
+        (router, {(0, 7400), (0, 7401), (2, 6379)}),
+        (group, {(1, 6379)}),
+        (valkey, set()),
+        (records, set()),
+    ):
         open_ways = {
             (index, port)
-            for index, receiver in enumerate((group, valkey))
+            for index, receiver in enumerate((group, valkey, records))
             for port in (22, 443, 6379, 7400, 7401, 7402, 7404, 7480, 8000)
             if sends(objects, sender, receiver, port)
         }
         assert open_ways == allowed
         assert not sends(objects, sender, stranger, 443)
-    for receiver, port in ((group, 7400), (valkey, 6379)):
+    for receiver, port in ((group, 7400), (valkey, 6379), (records, 6379)):
         assert not admits(objects, stranger, receiver, port)
 
 
@@ -189,10 +203,18 @@ def _check_network(objects: list[Object], values: Object) -> None:
         assert not admits(objects, group, None, 80)
         assert admits(objects, group, None, 443) is (values["model"]["source"] == "hub")
         assert admits(objects, router, None, 443) is (values["model"]["source"] == "hub")
+    if values["records"]["mode"] == "valkey":
+        records = _labels(objects, "records")
+        assert admits(objects, router, records, 6379)
+        assert not admits(objects, group, records, 6379)
+        assert not admits(objects, CLIENTS, records, 6379)
+        assert not admits(objects, records, None, 443)
+    elif values["records"]["mode"] == "external":
+        assert admits(objects, router, None, 6379)
     if values["remoteTier"]["mode"] == "valkey":
         valkey = _labels(objects, "valkey")
         assert admits(objects, group, valkey, 6379)
-        assert not admits(objects, router, valkey, 6379)
+        assert not admits(objects, router, valkey, 6379) or values["records"]["mode"] == "external"
         assert not admits(objects, CLIENTS, valkey, 6379)
         assert not admits(objects, valkey, None, 443)
     elif values["remoteTier"]["mode"] == "external":

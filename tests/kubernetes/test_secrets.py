@@ -148,7 +148,9 @@ def test_upgrades_keep_them_and_restart_nothing(cluster: FakeCluster) -> None:
     before = cluster.apply(VALKEY)
     after = cluster.apply(VALKEY, upgrade=True)
     assert _data(after) == _data(before)
-    assert set(_data(before)) == {f"tl-trunkline-{name}" for name in ("wire", "keys", "clients", "valkey")}
+    assert set(_data(before)) == {
+        f"tl-trunkline-{name}" for name in ("wire", "keys", "clients", "valkey", "records")
+    }
     for kind in ("Deployment", "StatefulSet"):
         assert of_kind(after, kind) == of_kind(before, kind)
 
@@ -209,8 +211,9 @@ def test_own_secrets_are_used_and_none_is_made() -> None:
             "auth": {"existingSecret": "my-keys"},
             "wire": {"existingSecret": "my-wire"},
             "remoteTier": {"mode": "valkey", "valkey": {"existingSecret": "my-valkey"}},
+            "records": {"valkey": {"existingSecret": "my-records"}},
         }
     )
     assert of_kind(objects, "Secret") == []
     text = json.dumps(objects)
-    assert all(f'"{name}"' in text for name in ("my-keys", "my-wire", "my-valkey"))
+    assert all(f'"{name}"' in text for name in ("my-keys", "my-wire", "my-valkey", "my-records"))

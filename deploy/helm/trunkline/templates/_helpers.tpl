@@ -154,6 +154,12 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | quote }}
 {{- if and (eq $v.remoteTier.mode "external") (not $v.remoteTier.external.secret) -}}
 {{- fail "remoteTier.mode is external, but remoteTier.external.secret is empty; name a Secret whose key url holds redis://:PASSWORD@HOST:PORT/DB" -}}
 {{- end -}}
+{{- if and (eq $v.records.mode "external") (not $v.records.external.secret) -}}
+{{- fail "records.mode is external, but records.external.secret is empty; name a Secret whose key url holds redis://:PASSWORD@HOST:PORT/DB" -}}
+{{- end -}}
+{{- if and (eq $v.records.mode "sqlite") (or $v.routers.autoscaling.enabled (gt (int $v.routers.replicas) 1)) -}}
+{{- fail "records.mode is sqlite, a file that only one router can use, but there may be several; set routers.replicas to 1 without routers.autoscaling, or records.mode to valkey or external" -}}
+{{- end -}}
 {{- if and $v.monitoring.serviceMonitor.enabled $v.auth.enabled $v.auth.existingSecret (not $v.monitoring.serviceMonitor.keySecret.name) -}}
 {{- fail "monitoring.serviceMonitor is enabled and auth.existingSecret is yours, so the chart knows no key of role metrics; name the Secret that holds one in monitoring.serviceMonitor.keySecret.name" -}}
 {{- end -}}
