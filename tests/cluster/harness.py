@@ -25,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 START_SECONDS_MAX = 90.0
 STOP_SECONDS_MAX = 30.0
+COMMAND_SECONDS_MAX = 150.0
 _LAUNCHER = ("-P", "-m", "trunkline.deploy.cli.app")
 _SPAWNED = re.compile(r"^(\S+) started \(process (\d+)\)$", re.MULTILINE)
 _READY = re.compile(r"^Ready after .* s: (http://\S+)$", re.MULTILINE)
@@ -142,6 +143,18 @@ class Cluster:
         answer = httpx.post(f"{self.url}{path}", json=body, headers=self.admin_headers, timeout=60.0)
         assert answer.status_code == 200, answer.text
         return cast(dict[str, Any], answer.json())
+
+    def command(self, *words: str) -> str:
+        """What `trunkline …` prints, as a person on this machine would type it."""
+        done = subprocess.run(
+            [sys.executable, *_LAUNCHER, *words],
+            env={**os.environ, **self.folders, "NO_COLOR": "1", "COLUMNS": "200"},
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_SECONDS_MAX,
+        )
+        assert done.returncode == 0, (words, done.stdout, done.stderr)
+        return done.stdout
 
     def blocks_in_use(self) -> int:
         """Device blocks that running requests hold."""

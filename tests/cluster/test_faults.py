@@ -82,7 +82,7 @@ class Faulty:
         """Have the same asked again, with a fault in the middle of it, and compare.
 
         Args:
-            stores: sessions, too, which a cluster refuses that cannot store them.
+            stores: sessions, too, whose turns are refused while they cannot be stored.
         """
         flush(self.cluster)
         played = [script for script in self.played if stores or not script.is_session]
@@ -161,7 +161,7 @@ def test_a_full_disk_is_reported_and_used_again_when_there_is_room(faulty: Fault
     with shim.fault(write_errno=errno.ENOSPC):
         faulty.disturb(lambda: None, stores=False)
         refused = httpx.post(f"{faulty.cluster.url}/v1/sessions", json={"text": "Keep this."}, timeout=60.0)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "session_not_stored")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "records_unavailable")
         assert shim.hits > hits
         wait_for(lambda: faulty.cluster.metric("tier_failures_total", tier="disk") > failures, 20)
         wait_for(lambda: faulty.cluster.metric("tier_up", tier="disk") < 2, 20)

@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -21,28 +19,24 @@ import httpx
 import psutil
 import pytest
 from cluster.chaos import View
-from cluster.crowd import COMPLETIONS, Answer, Crowd, Script, events, scripts, take
+from cluster.crowd import COMPLETIONS, Answer, Crowd, events, scripts, take
 from cluster.harness import Cluster, wait_for
 
 pytestmark = pytest.mark.processes
 
 OPTIONS = ("--groups", "2", "--routers", "2", "--tp", "1", "--dtype", "float32", "--threads", "1")
 CLIENTS = 4
-COMMAND_SECONDS_MAX = 150.0
 SCRIPTS = scripts(9, 24, 60, ("greedy", "sampled", "several", "shared", "session"))
-WITHOUT_SESSIONS = tuple(script for script in SCRIPTS if not script.is_session)
-"""A session's turns wait while the group that has its record is down."""
 LONG = {"prompt": "The function os.path.join", "max_tokens": 600, "temperature": 1.0, "ignore_eos": True}
 
 
 class Traffic(threading.Thread):
-    """Clients who play these scripts again and again."""
+    """Clients who play the scripts again and again."""
 
-    def __init__(self, cluster: Cluster, scripts: Sequence[Script] = SCRIPTS) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(daemon=True)
         self.rounds: list[Crowd] = []
         self._cluster = cluster
-        self._scripts = scripts
         self._is_over = False
         self.start()
 
@@ -52,8 +46,8 @@ class Traffic(threading.Thread):
             if self._is_over:
                 return
             # Another order each time; the clients keep their connections within a round.
-            first = number % len(self._scripts)
-            played = [*self._scripts[first:], *self._scripts[:first]]
+            first = number % len(SCRIPTS)
+            played = [*SCRIPTS[first:], *SCRIPTS[:first]]
             crowd = Crowd(self._cluster.url)
             self.rounds.append(crowd)
             asyncio.run(crowd.all(played, CLIENTS))
@@ -84,18 +78,6 @@ class Served:
     view: View
     expected: Crowd
 
-    def command(self, *words: str) -> str:
-        """What `trunkline …` prints."""
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "trunkline.deploy.cli.app", *words],
-            env={**os.environ, **self.cluster.folders, "NO_COLOR": "1", "COLUMNS": "200"},
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_SECONDS_MAX,
-        )
-        assert done.returncode == 0, (words, done.stdout, done.stderr)
-        return done.stdout
-
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
@@ -112,7 +94,7 @@ def test_a_rolling_restart_is_not_noticed(served: Served) -> None:
     assert len(before) == 6
     traffic = Traffic(served.cluster)
     try:
-        said = served.command("restart")
+        said = served.cluster.command("restart")
     finally:
         traffic.stop()
     after = served.view.pids("worker", "controller", "router")
@@ -125,15 +107,15 @@ def test_a_rolling_restart_is_not_noticed(served: Served) -> None:
 
 def test_a_group_is_drained_and_comes_back(served: Served) -> None:
     pid = served.view.pid("controller-0")
-    traffic = Traffic(served.cluster, WITHOUT_SESSIONS)
+    traffic = Traffic(served.cluster)
     try:
         wait_for(lambda: traffic.streams > CLIENTS, 60)
-        assert "group 0 is down" in served.command("drain", "0")
+        assert "group 0 is down" in served.cluster.command("drain", "0")
         assert not psutil.pid_exists(pid)
         assert served.view.pid("worker-0.0") == 0
         streams = traffic.streams
         wait_for(lambda: traffic.streams > streams + CLIENTS, 60)
-        assert "group 0 is ready" in served.command("undrain", "0")
+        assert "group 0 is ready" in served.cluster.command("undrain", "0")
     finally:
         traffic.stop()
     print(f"{traffic.streams} streams during drain and undrain")

@@ -50,7 +50,7 @@ def test_files_are_for_their_owner(careless: Cluster) -> None:
     wait_for(careless.is_idle, 10)
     found = {path: path.lstat().st_mode for path in careless.folder.rglob("*")}
     names = {path.name for path in found}
-    assert {"admin.key", "router.json", "cluster.json", "tenants"} <= names
+    assert {"admin.key", "router.json", "cluster.json", "tenants", "records.sqlite"} <= names
     assert any(name.endswith(".slab") for name in names)
     own = {careless.folder / "log", careless.folder / "cache", careless.temporary}
     for path, mode in found.items():
