@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from trunkline.controller.engine.disk_chunks import DiskChunk
-from trunkline.controller.storage.salvage import Table, readable_rows
 from trunkline.controller.storage.tier_index import TierIndex
+from trunkline.kvstore.salvage import Table, readable_rows
 
 FINGERPRINT = bytes(range(16))
 ROOT = b"r" * 16

@@ -7,7 +7,7 @@ replaces the earlier one; so even while a disk stalls, it has no more entries th
 applied in the order in which each key was written last. A transaction that fails is tried again.
 
 The index of the disk tier (`tier_index.py`) is such a file. It is only a hint, because every slot itself says what
-it holds. But without it the KV on disk is not found, so a damaged file is read as far as possible (`salvage.py`),
+it holds. But without it the KV on disk is not found, so a damaged file is read as far as possible (`kvstore/salvage.py`),
 and a file that cannot be used is never deleted: it is moved aside.
 """
 
@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 
 import structlog
 
-from trunkline.controller.storage.salvage import UNREADABLE, Table, readable_rows, save_rows
+from trunkline.kvstore.salvage import UNREADABLE, Table, readable_rows, save_rows
 
 COMMIT_S: Final = 0.05
 """Statements are collected for this long and committed together: one commit costs as much as a thousand rows."""

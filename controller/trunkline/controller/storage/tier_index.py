@@ -29,7 +29,7 @@ from trunkline.controller.engine.disk_chunks import (
     StoredChunks,
 )
 from trunkline.controller.storage.database import Database, Form
-from trunkline.controller.storage.salvage import Row, Table
+from trunkline.kvstore.salvage import Row, Table
 
 _SCHEMA: Final = """
 CREATE TABLE roots (name BLOB PRIMARY KEY, key BLOB NOT NULL, digest BLOB NOT NULL) WITHOUT ROWID;
