@@ -7,8 +7,8 @@ replaces the earlier one; so even while a disk stalls, it has no more entries th
 applied in the order in which each key was written last. A transaction that fails is tried again.
 
 The index of the disk tier (`tier_index.py`) is such a file. It is only a hint, because every slot itself says what
-it holds. But without it the KV on disk is not found, so a damaged file is read as far as possible (`kvstore/salvage.py`),
-and a file that cannot be used is never deleted: it is moved aside.
+it holds. But without it the KV on disk is not found, so a damaged file is read as far as possible
+(`kvstore/salvage.py`), and a file that cannot be used is never deleted: it is moved aside.
 """
 
 from __future__ import annotations

@@ -1,0 +1,259 @@
+"""The thread that works on an SQLite file for an event loop.
+
+    loop ──submit──► reads  ──► one read transaction for all that wait
+                 └─► writes ──► one write transaction for all that wait, each operation in a savepoint
+
+Readers never wait for a writer of another process. Writers of several processes take turns: while the file is
+busy, operations wait for their patience, and those that only read go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import structlog
+
+from trunkline.kvstore.records.sqlite_file import FileBusyError, FileError, OpenFile
+from trunkline.kvstore.records.sqlite_tables import NeedsWriteError, RecordTables
+from trunkline.kvstore.records.store import StoreAwayError
+
+BATCH_MAX: Final = 128
+"""Operations in a transaction: others wait for the file no longer than these take."""
+PAUSE_S_MIN: Final = 0.0005
+PAUSE_S_MAX: Final = 0.02
+"""Time between two attempts at a busy file."""
+_BUSY: Final = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+
+T = TypeVar("T")
+
+log = structlog.get_logger()
+
+
+class _Operation:
+    """An operation, and the future that waits for its result."""
+
+    def __init__(self, run: Callable[[RecordTables], Any], patience_s: float, *, writes: bool) -> None:
+        self.run = run
+        self.writes = writes
+        self.loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[Any] = self.loop.create_future()
+        self.deadline = time.monotonic() + patience_s
+        self.result: Any = None
+        self.error: Exception | None = None
+
+    def deliver(self) -> None:
+        """Give the result to the future, in its loop."""
+        if self.future.done():
+            return
+        if self.error is not None:
+            self.future.set_exception(self.error)
+        else:
+            self.future.set_result(self.result)
+
+
+class SqliteThread:
+    """The thread and its queue. It begins with the first operation, and opens the file then."""
+
+    def __init__(self, opened: Callable[[], tuple[OpenFile, RecordTables]], path: str, patience_s: float) -> None:
+        """
+        Args:
+            opened: Opens the file.
+            path: The file's path, for messages.
+            patience_s: For how many seconds an operation waits for a busy file.
+        """
+        self._open = opened
+        self._path = path
+        self._patience_s = patience_s
+        self._changed = threading.Condition()
+        self._reads: list[_Operation] = []
+        self._writes: list[_Operation] = []
+        self._is_closing = False
+        self._pause_s = 0.0
+        self._file: OpenFile | None = None
+        self._tables: RecordTables | None = None
+        self._problem = ""
+        self._thread: threading.Thread | None = None
+
+    async def carry_out(self, run: Callable[[RecordTables], T], *, writes: bool) -> T:
+        """Carry out an operation in a transaction. `run` may be called several times; the last call counts.
+
+        Raises:
+            StoreAwayError: The file could not be used; nothing was changed.
+        """
+        operation = _Operation(run, self._patience_s, writes=writes)
+        with self._changed:
+            if self._is_closing:
+                raise StoreAwayError("the record store is closed")
+            (self._writes if writes else self._reads).append(operation)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._main, name="records", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        result: T = await operation.future
+        return result
+
+    async def close(self) -> None:
+        """Finish what has begun, and close the file."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    def _main(self) -> None:
+        while True:
+            with self._changed:
+                if self._pause_s:
+                    self._changed.wait(self._pause_s)
+                self._changed.wait_for(lambda: self._reads or self._writes or self._is_closing)
+                if not self._reads and not self._writes:
+                    break
+                reads, self._reads = self._reads[:BATCH_MAX], self._reads[BATCH_MAX:]
+            self._take_turns(reads)
+        self._disconnect()
+
+    def _take_turns(self, reads: list[_Operation]) -> None:
+        """Carry out reads, then the writes that wait by then."""
+        was_busy = self._carry_out(reads, writes=False)
+        with self._changed:
+            writes, self._writes = self._writes[:BATCH_MAX], self._writes[BATCH_MAX:]
+        was_busy |= self._carry_out(writes, writes=True)
+        self._pause_s = min(PAUSE_S_MAX, max(PAUSE_S_MIN, 2 * self._pause_s)) if was_busy else 0.0
+
+    def _carry_out(self, operations: list[_Operation], *, writes: bool) -> bool:
+        """Carry out operations in one transaction; return whether the file was busy, so that they wait again."""
+        operations = [each for each in operations if not each.future.cancelled()]
+        if not operations:
+            return False
+        try:
+            self._transact(operations, writes=writes)
+        except FileBusyError as error:
+            return self._put_off(operations, error, writes=writes)
+        except FileError as error:
+            self._fail(operations, error)
+            return False
+        except sqlite3.Error as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _BUSY:
+                return self._put_off(operations, error, writes=writes)
+            return self._without(operations, error, writes=writes)
+        if writes:
+            self._note("")
+        wanting = [each for each in operations if isinstance(each.error, NeedsWriteError)]
+        with self._changed:
+            self._writes[:0] = wanting
+        _deliver([each for each in operations if not isinstance(each.error, NeedsWriteError)])
+        return False
+
+    def _transact(self, operations: list[_Operation], *, writes: bool, notes_uses: bool = True) -> None:
+        tables = self._connected()
+        connection = tables.connection
+        try:
+            connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
+            tables.may_write, tables.notes_uses = writes, notes_uses
+            for operation in operations:
+                self._attempt(tables, operation)
+            connection.execute("COMMIT")
+        except sqlite3.Error:
+            if connection.in_transaction:
+                with suppress(sqlite3.Error):
+                    connection.execute("ROLLBACK")
+            raise
+
+    def _attempt(self, tables: RecordTables, operation: _Operation) -> None:
+        """Carry out an operation; one that is refused changes nothing."""
+        connection = tables.connection
+        operation.error = None
+        if tables.may_write:
+            connection.execute("SAVEPOINT operation")
+        try:
+            operation.result = operation.run(tables)
+        except sqlite3.Error:
+            raise
+        except Exception as error:  # noqa: BLE001 (raised again where the operation was called)
+            operation.error = error
+            if tables.may_write:
+                connection.execute("ROLLBACK TO operation")
+        if tables.may_write:
+            connection.execute("RELEASE operation")
+
+    def _without(self, operations: list[_Operation], error: sqlite3.Error, *, writes: bool) -> bool:
+        """Carry out operations of a transaction that has failed, each by itself: one for which there is no room
+        must not make others fail."""
+        if self._file is not None and self._file.is_damage(error):
+            self._file.report_damage()
+            self._disconnect()
+        elif len(operations) > 1:
+            return sum(self._carry_out([each], writes=writes) for each in operations) > 0
+        else:
+            if writes:
+                self._note(str(error))
+            if writes and not operations[0].writes:  # it reads, and only the time of use was to be written
+                with suppress(sqlite3.Error, FileError):
+                    self._transact(operations, writes=False, notes_uses=False)
+                    if not isinstance(operations[0].error, NeedsWriteError):
+                        _deliver(operations)
+                        return False
+        self._fail(operations, error)
+        return False
+
+    def _put_off(self, operations: list[_Operation], error: Exception, *, writes: bool) -> bool:
+        """Let operations wait for their next turn, but for those whose patience is over."""
+        now = time.monotonic()
+        over = [each for each in operations if each.deadline <= now]
+        waiting = [each for each in operations if each.deadline > now]
+        with self._changed:
+            (self._writes if writes else self._reads)[:0] = waiting
+        for each in over:
+            if each.writes or not writes:
+                self._fail([each], error)
+            else:
+                self._without([each], sqlite3.OperationalError(str(error)), writes=True)
+        return True
+
+    def _fail(self, operations: list[_Operation], error: Exception) -> None:
+        for each in operations:
+            each.error = StoreAwayError(f"records cannot be used: {error}")
+            each.error.__cause__ = error
+        _deliver(operations)
+
+    def _connected(self) -> RecordTables:
+        if self._file is not None and not self._file.is_current():
+            self._disconnect()
+        if self._tables is None:
+            self._file, self._tables = self._open()
+        return self._tables
+
+    def _disconnect(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = self._tables = None
+
+    def _note(self, problem: str) -> None:
+        """Log when the file cannot be written any more, and when it can again."""
+        with suppress(OSError):  # the log may be on the same disk
+            if problem and not self._problem:
+                log.warning("records cannot be written", path=str(Path(self._path)), error=problem)
+            elif self._problem and not problem:
+                log.info("records can be written again", path=str(Path(self._path)))
+        self._problem = problem
+
+
+def _deliver(operations: list[_Operation]) -> None:
+    by_loop: dict[asyncio.AbstractEventLoop, list[_Operation]] = {}
+    for each in operations:
+        by_loop.setdefault(each.loop, []).append(each)
+    for loop, done in by_loop.items():
+        with suppress(RuntimeError):  # the loop has ended, and with it who waits
+            loop.call_soon_threadsafe(_deliver_here, done)
+
+
+def _deliver_here(operations: list[_Operation]) -> None:
+    for each in operations:
+        each.deliver()
