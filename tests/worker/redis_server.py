@@ -1,8 +1,9 @@
-"""A real server of the Redis protocol, for tests of the remote tier."""
+"""A real server of the Redis protocol, for tests of the remote tier and of records."""
 
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -17,13 +18,15 @@ DEADLINE_S = 20.0
 
 
 class RedisServer:
-    """One that keeps nothing, on a free port of this machine; may be killed and started again."""
+    """One on a free port of this machine; may be killed and started again."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
+        """Set up the server. `options`: of its command line; without them, it keeps nothing over its death."""
         binary = shutil.which("redis-server") or shutil.which("valkey-server")
         if binary is None:
             pytest.skip("neither redis-server nor valkey-server is installed (Debian: apt install redis-server)")
         self._binary = binary
+        self._options = options or ("--save", "", "--appendonly", "no")
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         with socket.socket() as probe:
@@ -35,7 +38,7 @@ class RedisServer:
 
     def start(self) -> None:
         """Returns when it answers."""
-        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        options = ["--port", str(self.port), "--bind", "127.0.0.1", *self._options]
         options += ["--unixsocket", str(self._socket)]
         command = [self._binary, *options, "--dir", str(self._folder)]
         self._socket.parent.mkdir(exist_ok=True)
@@ -68,6 +71,15 @@ class RedisServer:
     def value(self, key: bytes) -> bytes:
         found: Any = self.client().get(key)
         return bytes(found)
+
+    def pause(self) -> None:
+        """Make it answer nothing until `resume`."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         if self._process is not None:

@@ -1,0 +1,263 @@
+"""Records on Redis (6.2 and later) or Valkey, for routers on several hosts. Not for Redis Cluster.
+
+Each operation is one call of the script records.lua, which the server carries out as a whole; only a chain or page
+of several megabytes takes more. The server's clock decides when leases and records end, so the hosts' clocks need
+not agree. A change has a random name, which the server keeps with the record: if an answer is lost and the change
+is sent again, it is not carried out a second time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import redis.exceptions as refusals
+
+from .redis_script import RedisScript
+from .store import (
+    LEASE_S_MAX,
+    PAGE_MAX,
+    RECORD_BYTES,
+    SEGMENT_BYTES,
+    BaseMissingError,
+    BusyError,
+    Change,
+    ConflictError,
+    ExistsError,
+    MissingError,
+    QuotaError,
+    Reading,
+    Record,
+    RecordKey,
+    Segment,
+    Tended,
+    Usage,
+    chain_of,
+)
+
+_CONSTANTS: Final = (
+    f"local RECORD_BYTES, SEGMENT_BYTES, LEASE_US_MAX = {RECORD_BYTES}, {SEGMENT_BYTES}, {LEASE_S_MAX * 1e6:.0f}\n"
+)
+_READINGS_MAX: Final = 10
+"""How often a long chain is read anew because it was changed meanwhile."""
+_VERSION_MIN: Final = (6, 2)
+
+
+class RedisRecords:
+    """A `RecordStore` on one server, or on a server with replicas."""
+
+    def __init__(self, url: str, *, bytes_max: int = 0, patience_s: float = 10.0) -> None:
+        """Set up the store without connecting yet.
+
+        Args:
+            url: as for the remote tier: redis://, rediss://, valkey://, valkeys:// or unix://.
+            bytes_max: size in bytes of all records over which `tend` deletes some; 0: no limit.
+            patience_s: how long an operation is tried.
+
+        Raises:
+            ValueError: the URL cannot be read.
+        """
+        body = Path(__file__).with_name("records.lua").read_text(encoding="utf-8")
+        self._script = RedisScript(url, _CONSTANTS + body, patience_s=patience_s)
+        self._bytes_max = bytes_max
+
+    async def create(self, key: RecordKey, change: Change, *, owner_bytes_max: int = 0) -> Record:
+        """See `RecordStore.create`."""
+        written = _change_args(key, change)
+        fields = await self._call("create", *key, _new_name(), owner_bytes_max, *written)
+        return _record(key, fields, change.header)
+
+    async def get(self, key: RecordKey, known: Sequence[bytes] = (), *, use: bool = True) -> Reading:
+        """See `RecordStore.get`."""
+        return await self._read(key, known, "get", *key, int(use))
+
+    async def acquire(self, key: RecordKey, token: str, seconds: float, known: Sequence[bytes] = ()) -> Reading:
+        """See `RecordStore.acquire`."""
+        return await self._read(key, known, "acquire", *key, token, _lease_us(seconds))
+
+    async def renew(self, key: RecordKey, token: str, seconds: float) -> bool:
+        """See `RecordStore.renew`."""
+        answer = await self._script.call("renew", *key, token, _lease_us(seconds), grows=False)
+        return next(_fields(answer)) == b"ok"
+
+    async def release(self, key: RecordKey, token: str) -> None:
+        """See `RecordStore.release`."""
+        await self._call("release", *key, token)
+
+    async def put(
+        self, key: RecordKey, version: int, change: Change, *, lease: str = "", release: bool = False
+    ) -> Record:
+        """See `RecordStore.put`."""
+        written = _change_args(key, change)
+        fields = await self._call("put", *key, _new_name(), version, lease, int(release), *written)
+        return _record(key, fields, change.header)
+
+    async def delete(self, key: RecordKey, *, lease: str = "") -> None:
+        """See `RecordStore.delete`."""
+        await self._call("delete", *key, _new_name(), lease)
+
+    async def page(
+        self, kind: str, owner: str, after: str = "", limit: int = 100, *, prefix: str = "", headers: bool = False
+    ) -> list[Record]:
+        """See `RecordStore.page`."""
+        limit = min(limit, PAGE_MAX)
+        start, end = prefix.encode(), b"[" + prefix.encode() + b"\xff" if prefix else b"+"
+        least = b"(" + after.encode() if after and after.encode() >= start else b"[" + start if start else b"-"
+        records: list[Record] = []
+        while len(records) < limit:
+            count = limit - len(records)
+            fields = await self._call("page", kind, owner, least, end, count, int(headers))
+            ended, last = next(fields) == b"1", next(fields)
+            for id_ in fields:
+                record = _record(RecordKey(kind, owner, id_.decode()), fields, b"")
+                records.append(record._replace(header=next(fields)))
+            if ended:
+                break
+            least = b"(" + last
+        return records
+
+    async def usage(self, owner: str | None = None) -> Usage:
+        """See `RecordStore.usage`."""
+        fields = await self._call("usage", "tl:r:a" if owner is None else f"tl:r:o:{owner}")
+        return Usage(int(next(fields)), int(next(fields)))
+
+    async def tend(self) -> Tended:
+        """See `RecordStore.tend`."""
+        fields = await self._call("tend", _new_name(), self._bytes_max)
+        is_done = next(fields) == b"1"
+        parts = [field.decode() for field in fields]
+        return Tended([RecordKey(*parts[at : at + 3]) for at in range(0, len(parts), 3)], is_done)
+
+    async def check(self) -> str:
+        """See `RecordStore.check`."""
+        info = _info(await self._script.command("INFO"))
+        found = [*_unsuited(info), *await self._losses(info)]
+        least = int(info.get("maxmemory", "0"))
+        policy = info.get("maxmemory_policy", "noeviction")
+        if policy.startswith("allkeys-"):
+            found.append(f"it evicts records when its memory is full (maxmemory-policy {policy}; use noeviction)")
+        elif 0 < least < self._bytes_max:
+            found.append(
+                f"its maxmemory of {least} bytes is less than the {self._bytes_max} that records may take"
+            )
+        return "; ".join(found)
+
+    async def close(self) -> None:
+        """See `RecordStore.close`."""
+        await self._script.close()
+
+    async def _losses(self, info: dict[str, str]) -> list[str]:
+        if info.get("aof_enabled") != "1":
+            save = await self._setting("save")
+            if save:
+                return ["if it dies, it loses the records' changes since its last snapshot (appendonly no)"]
+            if save is None:
+                return ["if it dies, it loses records (appendonly no; whether it writes snapshots is unknown)"]
+            return ["it keeps records in memory only (appendonly no, no snapshots)"]
+        found = []
+        if await self._setting("appendfsync") == "no":
+            found.append("if its machine dies, it loses changes of half a minute (appendfsync no; use everysec)")
+        if info.get("aof_last_write_status", "ok") != "ok":
+            found.append("it cannot write its append-only file")
+        return found
+
+    async def _setting(self, name: str) -> str | None:
+        """Return a setting of the server; None: we may not know."""
+        try:
+            answer = await self._script.command("CONFIG", "GET", name)
+        except refusals.ResponseError:
+            return None
+        return bytes(answer[1]).decode() if len(answer) == 2 else None
+
+    async def _call(self, operation: str, *args: bytes | str | int) -> Iterator[bytes]:
+        """Call an operation and return the fields of its answer after the first, which told of its success."""
+        answer = await self._script.call(operation, *args, grows=operation in ("create", "put", "acquire"))
+        fields = _fields(answer)
+        if (status := next(fields)) != b"ok":
+            _refuse(status, fields)
+        return fields
+
+    async def _read(self, key: RecordKey, known: Sequence[bytes], *args: bytes | str | int) -> Reading:
+        for _ in range(_READINGS_MAX):
+            fields = await self._call(str(args[0]), *args[1:], *known)
+            record = _record(key, fields, b"")
+            record = record._replace(header=next(fields))
+            owner_bytes = int(next(fields))
+            after, rest, *pieces = fields
+            while rest:
+                answer = await self._script.call("continue", *key, record.version, rest, *known, grows=False)
+                more = _fields(answer)
+                if next(more) != b"ok":
+                    break
+                after, rest, *older = more
+                pieces += older
+            else:
+                segments = [Segment(pieces[at], pieces[at + 1]) for at in range(0, len(pieces), 2)]
+                return Reading(record, after, segments[::-1], owner_bytes)
+        raise MissingError("there is no such record any more")
+
+
+def _change_args(key: RecordKey, change: Change) -> list[bytes | str]:
+    chain = chain_of(key.owner, change)
+    args: list[bytes | str] = [change.header, repr(float(change.ttl)), change.base]
+    for segment in chain:
+        args += segment
+    return args
+
+
+def _new_name() -> bytes:
+    return os.urandom(8)
+
+
+def _lease_us(seconds: float) -> int:
+    return int(min(seconds, LEASE_S_MAX) * 1e6)
+
+
+def _fields(answer: bytes) -> Iterator[bytes]:
+    at, end = 0, len(answer)
+    while at < end:
+        start = at + 4
+        at = start + int.from_bytes(answer[at:start], "big")
+        yield answer[start:at]
+
+
+def _record(key: RecordKey, fields: Iterator[bytes], header: bytes) -> Record:
+    version, head = int(next(fields)), next(fields)
+    created, used, ttl = int(next(fields)) / 1e6, int(next(fields)) / 1e6, float(next(fields))
+    return Record(key, version, header, head, created, used, ttl)
+
+
+def _refuse(status: bytes, fields: Iterator[bytes]) -> NoReturn:
+    match status:
+        case b"missing":
+            raise MissingError("there is no such record")
+        case b"exists":
+            raise ExistsError("the record exists already")
+        case b"busy":
+            raise BusyError(int(next(fields)) / 1e6)
+        case b"conflict":
+            raise ConflictError(int(next(fields)))
+        case b"base":
+            raise BaseMissingError("there is no such segment")
+        case b"quota":
+            raise QuotaError("the owner's records have reached their quota")
+    raise AssertionError(f"records.lua answered {status!r}")
+
+
+def _info(answer: Any) -> dict[str, str]:
+    lines = bytes(answer).decode(errors="replace").splitlines()
+    return dict(line.split(":", 1) for line in lines if ":" in line)
+
+
+def _unsuited(info: dict[str, str]) -> list[str]:
+    found = []
+    version = tuple(int(part) for part in info.get("redis_version", "6.2").split(".")[:2])
+    if version < _VERSION_MIN:
+        found.append(f"it is Redis {info['redis_version']}; records need 6.2 or later")
+    if info.get("cluster_enabled") == "1":
+        found.append("it is a Redis Cluster; records need one server, with or without replicas")
+    if info.get("role") == "slave":
+        found.append("it is a replica, which takes no changes")
+    return found
