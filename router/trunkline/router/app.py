@@ -26,8 +26,9 @@ from trunkline.router.api.schema_types import SchemaRequest, SchemaUpdate
 from trunkline.router.api.session_types import DiscardRequest, ForkRequest, SessionRequest, SessionUpdate
 from trunkline.router.errors import ApiError
 from trunkline.router.http.answers import SCHEMAS, error_response, schema_of
-from trunkline.router.http.idempotency import IdempotencyStore, ReplayMiddleware
+from trunkline.router.http.idempotency import IdempotencyStore
 from trunkline.router.http.middleware import AccessMiddleware, AdmissionMiddleware, RequestMiddleware
+from trunkline.router.http.replay import ReplayMiddleware
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from trunkline.router.service import RouterService
 from trunkline.router.telemetry.metrics_page import MetricsPage
@@ -93,7 +94,9 @@ def create_app(service: RouterService) -> FastAPI:
     if config.idempotency_ttl_seconds:
         app.add_middleware(
             ReplayMiddleware,
-            store=IdempotencyStore(service.records, config.idempotency_ttl_seconds),
+            store=IdempotencyStore(
+                service.records, config.idempotency_ttl_seconds, owner_bytes_max=config.records_tenant_bytes
+            ),
             bytes_max=config.max_body_bytes,
             on_result=lambda result: metrics.admission.keys.labels(result).inc(),
         )

@@ -27,6 +27,8 @@ from trunkline.router.messages import FinishReason, Prefetched
 from trunkline.router.routing.core import RouteRequest, RoutingCore
 from trunkline.router.routing.request import Origin
 from trunkline.router.stores.homes import CALL_SECONDS, Homes, call_persistently
+from trunkline.router.stores.metered_records import MeteredRecords
+from trunkline.router.stores.record_tender import RecordTender
 from trunkline.router.stores.schema_store import SchemaStore
 from trunkline.router.stores.session_store import SessionStore
 from trunkline.router.streams.dispatch import Dispatcher
@@ -42,6 +44,8 @@ from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.runtime.wire_keys import Role
 from trunkline.runtime.wire_sockets import WirePeer
 
+RECORDS_PATIENCE_S: Final = 10.0
+"""Time in seconds for which an operation of the record store is tried before the store counts as away."""
 _CREATED: Final = int(time.time())
 
 
@@ -60,6 +64,7 @@ class _Opened(NamedTuple):
     zmq: zmq.Context[zmq.Socket[bytes]]
     health: HealthProbe
     feeds: EventFeeds
+    tender: RecordTender
 
 
 class RouterService:
@@ -70,15 +75,16 @@ class RouterService:
         self.config = config
         self.tokenizer = tokenizer
         self.links: list[ControllerLink] = []
-        self.records = open_records(config.records, bytes_max=config.records_bytes_max)
-        """Sessions, schemas and kept answers, which all routers share. Connects when it is used."""
-        self.sessions = SessionStore(self.records, config.records_tenant_bytes)
         self.metrics = Metrics(
             lambda: self.links,
             LiveGauges(lambda: len(self.schemas), lambda: self.live_count, lambda: self.dispatcher.waiting_count),
             version=self.version,
             model=config.model_name,
         )
+        store = open_records(config.records, bytes_max=config.records_bytes_max, patience_s=RECORDS_PATIENCE_S)
+        self.records = MeteredRecords(store, self.metrics.records.measured)
+        """Sessions, schemas and kept answers, which all routers share. Connects when it is used."""
+        self.sessions = SessionStore(self.records, config.records_tenant_bytes)
         self.schemas = SchemaStore(
             self.records,
             Homes(self.links),
@@ -150,7 +156,14 @@ class RouterService:
             self.dispatcher.load_changed,
             peers,
         )
-        self._opened = _Opened(context, HealthProbe(self.links, 0 if bos is None else bos), feeds)
+        tender = RecordTender(
+            self.records,
+            self.schemas.gone,
+            self.metrics.records.noted,
+            phase=self.config.number / self.config.routers,
+        )
+        self._opened = _Opened(context, HealthProbe(self.links, 0 if bos is None else bos), feeds, tender)
+        tender.open()
         feeds.open()
         for link in self.links:
             link.open()
@@ -159,6 +172,7 @@ class RouterService:
         """Disconnect from the controllers and the store of records; generations that still run fail."""
         if self._opened is not None:
             self._opened.feeds.close()
+            await self._opened.tender.close()
         for link in self.links:
             link.close()
         self.tokenizer.close()

@@ -63,6 +63,12 @@ async def model(request: Request, model: str) -> Response:
     return JsonResponse(_model_card(service, model))
 
 
+def _records_health(away: str) -> dict[str, str]:
+    """Return what `/health` says of the record store. `away`: why it does not answer. Requests without stored
+    sessions or schemas do not need it, so it makes no 503."""
+    return {"records": "away", "records_reason": away} if away else {"records": "ok"}
+
+
 @routes.head("/health", include_in_schema=False)
 @routes.get("/health")
 async def health(request: Request) -> Response:
@@ -72,6 +78,7 @@ async def health(request: Request) -> Response:
     body = {
         "status": "ok" if result.ok else "unavailable",
         "reason": result.why,
+        **_records_health(service.records.away),
         "controllers": [
             {
                 "index": link.index,

@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from trunkline.kvstore.records import Record
 from trunkline.router.errors import bad_value
 
 _PAGE_MAX: Final = 100
@@ -52,6 +53,11 @@ def make_page(kind: type[ListOf], found: Sequence[Any], limit: int) -> ListOf:
         last_id=data[-1].id if data else None,
         has_more=len(found) > limit,
     )
+
+
+def expiry_of(record: Record) -> int | None:
+    """Return the Unix time in seconds at which a record will be deleted if it is not used; None: never."""
+    return int(record.used + record.ttl) if record.ttl else None
 
 
 def components_of(*answers: type[msgspec.Struct]) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from pydantic_core import to_json
 from starlette.requests import Request
 
 from trunkline.kvstore.chunks import unpack_int32
+from trunkline.kvstore.records import Record
 from trunkline.kvstore.tier import TierKind
 from trunkline.router import pml
-from trunkline.router.api.paging import PAGE_PARAMETERS, answer_of, components_of, make_page, page_of
+from trunkline.router.api.paging import PAGE_PARAMETERS, answer_of, components_of, expiry_of, make_page, page_of
 from trunkline.router.api.requests import check_model, service_of
 from trunkline.router.api.schema_types import (
     ModuleObject,
@@ -36,9 +37,10 @@ from trunkline.router.api.schema_types import (
 from trunkline.router.http.answers import JsonResponse, while_connected
 from trunkline.router.http.body import is_heavier, read_request
 from trunkline.router.jobs.parameters import SESSION_ID_CHARACTERS_MAX
-from trunkline.router.messages import ModulesReply, Record
+from trunkline.router.messages import ModulesReply
 from trunkline.router.service import RouterService
-from trunkline.router.stores.schema_store import Definition, StoredSchema
+from trunkline.router.stores.schema_records import Definition
+from trunkline.router.stores.schema_store import StoredSchema
 from trunkline.router.tenancy.auth import cache_salt
 
 routes = APIRouter()
@@ -124,7 +126,7 @@ async def update_schema(request: Request, schema_id: str) -> JsonResponse:
             pml.check_encoding((await service.schemas.get(schema_id, salt, context)).compiled)
         schema = await service.schemas.change(schema_id, salt, context, change)
     if body.pin is False:
-        service.schemas.unpin(schema.key)
+        service.schemas.unpin(schema.record.key)
     # The engine keeps pinned texts for the schema's time to live, so it must know a new one.
     if schema.definition.pin:
         return await _answer(service, *await _encode(request, service, schema))
@@ -174,11 +176,11 @@ def _salt_asked(request: Request) -> bytes:
 
 def _summary(record: Record) -> SchemaSummary:
     return SchemaSummary(
-        id=record.id,
-        name=record.id,
+        id=record.key.id,
+        name=record.key.id,
         created_at=int(record.created),
         last_used_at=int(record.used),
-        expires_at=int(record.expires) or None,
+        expires_at=expiry_of(record),
     )
 
 
@@ -223,7 +225,7 @@ def _object(schema: StoredSchema, reply: ModulesReply) -> SchemaObject:
         ttl=int(definition.ttl),
         created_at=int(record.created),
         last_used_at=int(record.used),
-        expires_at=int(record.expires) or None,
+        expires_at=expiry_of(record),
         modules=[_module(module, tiers, blocks, reply.block_bytes) for module in compiled.modules],
         usage=SchemaUsage(
             sum(len(text.tokens) for text in compiled.texts),

@@ -5,13 +5,10 @@
       ├─────► its request is being answered: wait ──► its answer; or Claim, if its router died and the lease ended
       └─────► it was used for another request: 422
 
-The records are kept by the controllers (`record_homes.py`), so it does not matter which router a request comes to,
-nor whether the first router still runs. A repeated request that is generated again gets the same answer:
-everything drawn at random follows from the tenant, the key and the request (`request_context.py`). So a request
-whose record cannot be had is answered without one.
-
-`ReplayMiddleware` copies an answer while it is sent, streams included. The copy is stored before the client gets
-the end of the answer. Errors are not kept, nor streams that end with one: the next request tries again.
+The records are in the store that all routers share (`kvstore/records/`), so it does not matter which router a
+request comes to, nor whether the first router still runs. A repeated request that is generated again gets the same
+answer: everything drawn at random follows from the tenant, the key and the request (`request_context.py`). So a
+request whose record cannot be had is answered without one.
 """
 
 from __future__ import annotations
@@ -21,63 +18,46 @@ import hashlib
 import re
 import secrets
 import time
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Awaitable, Coroutine
+from contextlib import suppress
+from typing import Any, Final, TypeVar
 
 import msgspec
 import structlog
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trunkline.controller.messages import RecordCall
-from trunkline.router.errors import ApiError, in_conflict, unavailable
-from trunkline.router.http.answers import BODY_SEND, EVENT_STREAM_HEADERS, error_response, while_connected
-from trunkline.router.http.body import SESSION_HEADER, read_body
-from trunkline.router.messages import Record, RecordReply
-from trunkline.router.request_context import RequestRandom, created_at, known
-from trunkline.router.stores.record_homes import RecordHomes, record_call, record_reply
-from trunkline.router.streams.link import ControllerLink
-from trunkline.router.tenancy.tenants import current_meter
+from trunkline.kvstore.records import (
+    BusyError,
+    Change,
+    ConflictError,
+    ExistsError,
+    MissingError,
+    Record,
+    RecordError,
+    RecordKey,
+    RecordStore,
+    StoreAwayError,
+)
+from trunkline.router.errors import ApiError, in_conflict
+from trunkline.router.tenancy.auth import current_identity
 
-BODY_BYTES_MAX: Final = 4 << 20
-"""Largest size in bytes of an answer that is kept. If the answer was longer, a repeated request is generated
-again."""
 WAIT_SECONDS: Final = 60.0
 """Longest time in seconds that a request waits for the answer to an earlier request with the same key."""
 LEASE_SECONDS: Final = 5.0
 """Time in seconds after which a lease ends that was not renewed, because its router has died."""
 _RENEW_SECONDS: Final = 1.5
 _CALL_SECONDS: Final = 2.0
-"""Time limit in seconds of a call about a record. It is short because without the controller's answer the request
+"""Time limit in seconds of an operation on a record. It is short because without the store's answer the request
 goes on."""
 _PAUSES: Final = (0.02, 0.5)
 """The first and the longest pause, in seconds, between two requests for a record that another request holds."""
-_KIND: Final = "idem"
+_KIND: Final = "answer"
 _KEY: Final = re.compile(r"[\x20-\x7e]{1,255}")
 _log = structlog.get_logger("trunkline.router.http.idempotency")
-_PATHS: Final = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/v1/sessions",
-        "/v1/schemas",
-    }
-)
-_SESSION_VERBS: Final = ("/fork", "/discard")
-_HEADER: Final = "Idempotency-Key"
-_UNAVAILABLE: Final = 503
-_OFF_LOOP_BYTES: Final = 1 << 20
-"""Size in bytes above which a body is hashed in a thread."""
-COPIES_BYTES_MAX: Final = 256 << 20
-"""Largest size of all copies of answers together. An answer that does not fit is not kept."""
+_T = TypeVar("_T")
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True):
-    """The value of a record: digest of a request, and its answer. MessagePack; new fields need defaults."""
+    """The header of a record: digest of a request, and its answer. MessagePack; new fields need defaults."""
 
     request: bytes
     """Digest of the request."""
@@ -131,168 +111,193 @@ def _digest(*parts: bytes) -> bytes:
 class IdempotencyStore:
     """The records of all idempotency keys."""
 
-    def __init__(self, homes: RecordHomes, ttl_seconds: float, wait_seconds: float = WAIT_SECONDS) -> None:
+    def __init__(
+        self,
+        records: RecordStore,
+        ttl_seconds: float,
+        *,
+        owner_bytes_max: int = 0,
+        wait_seconds: float = WAIT_SECONDS,
+    ) -> None:
         """
         Args:
-            homes: finds the controller that keeps a record.
             ttl_seconds: how long an answer is kept after it was last used.
+            owner_bytes_max: size in bytes of an owner's records from which on no answers are kept for it; 0: there
+                is no limit.
             wait_seconds: see `WAIT_SECONDS`.
         """
-        self._homes = homes
-        self._ttl = ttl_seconds
+        self.records = records
+        self.ttl_seconds = ttl_seconds
+        self.owner_bytes_max = owner_bytes_max
         self._wait_seconds = wait_seconds
+        self._background: set[asyncio.Task[None]] = set()
 
     async def claim(self, name: RequestName) -> Claim | Result:
         """Return the right to answer a request, or the answer to an earlier request with the same name.
 
         Raises:
             ApiError: 422, the key was used for another request; 409, the earlier request still runs after
-                `wait_seconds`; 503, the record is not available.
+                `wait_seconds`.
+            RecordError: the record is not available.
         """
-        home = self._homes.home_of(name.record)
-        token = secrets.token_hex(8)
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._wait_seconds
-        pause, longest = _PAUSES
-        record = await self._make(home, name)
-        while True:
-            reply = await self._acquire(home, name, token)
-            if reply.status == "ok":
-                record = reply.records[0]
-                break
-            if reply.status == "missing":  # it has expired, or its controller was started again
-                record = await self._make(home, name)
-                continue
-            if not record.value:  # another request made it: check that it is the same request
-                seen = await _ask(home, "get", name.record)
-                if seen.status == "ok":
-                    record = seen.records[0]
-                    _check_same(_read(record), name)
-            if loop.time() >= deadline:
-                raise _in_use(self._wait_seconds)
-            await asyncio.sleep(pause)
-            pause = min(1.5 * pause, longest)
-        claim = Claim(home, record, token, self._ttl)
+        claim = Claim(self, RecordKey(_KIND, current_identity().owner, name.record), name)
         try:
-            result = _read(record)
-            _check_same(result, name)
-        except BaseException:
+            result = await self._taken(claim)
+        except BaseException:  # also a cancellation, when the client leaves
             claim.close()
             raise
         if result.status:
             claim.close()
             return result
-        claim.begin(result)
+        claim.begin()
         return claim
 
-    async def _make(self, home: ControllerLink, name: RequestName) -> Record:
-        """Make the key's record, and return the record. If the key had a record already, return that record
-        without its value."""
-        value = msgspec.msgpack.encode(Result(name.request, int(time.time())))
-        reply = await _ask(home, "create", name.record, value=value, ttl=self._ttl)
-        if reply.status not in ("ok", "exists"):
-            raise unavailable(f"the request could not be recorded: {reply.detail}")
-        return reply.records[0]
+    async def _taken(self, claim: Claim) -> Result:
+        """Take the key's record as soon as no other request holds it; return its header."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._wait_seconds
+        pause, longest = _PAUSES
+        is_first = True
+        while True:
+            try:
+                return await claim.take(is_new=is_first)
+            except BusyError:
+                await claim.check_holder()
+            if loop.time() >= deadline:
+                raise _in_use(self._wait_seconds)
+            await asyncio.sleep(pause)
+            pause, is_first = min(1.5 * pause, longest), False
 
-    async def _acquire(self, home: ControllerLink, name: RequestName, token: str) -> RecordReply:
-        try:
-            reply = await _ask(home, "acquire", name.record, lease=token, lease_s=LEASE_SECONDS)
-        except BaseException:  # also a cancellation, when the client leaves
-            home.tell(_call("release", name.record, lease=token))
-            raise
-        if reply.status not in ("ok", "missing", "busy"):
-            raise unavailable(f"the request's record cannot be had: {reply.detail}")
-        return reply
+    def in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run an operation whose result does not matter."""
+
+        async def run() -> None:
+            with suppress(RecordError):
+                await work
+
+        task = asyncio.create_task(run())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
 
 class Claim:
     """A request's right to store the answer for its key, held as a lease of the key's record. Always call `close`
     in the end."""
 
-    def __init__(self, home: ControllerLink, record: Record, token: str, ttl_seconds: float) -> None:
-        self._home = home
-        self._record = record
-        self._token = token
-        self._ttl = ttl_seconds
-        self._asked = Result(b"", 0)
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, store: IdempotencyStore, key: RecordKey, name: RequestName) -> None:
+        self._store = store
+        self._records = store.records
+        self._key = key
+        self._name = name
+        self._token = secrets.token_hex(8)
+        self._asked = Result(name.request, int(time.time()))
+        """The record's header until the answer is in it."""
+        self._version = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._open = True
+        self._is_open = True
 
     @property
     def created(self) -> int:
         """Unix time in seconds at which the request first came."""
         return self._asked.created
 
-    def begin(self, asked: Result) -> None:
-        """Begin to renew the lease, until the answer is stored. `asked`: the value of the key's record, which has
-        no answer yet."""
-        self._asked = asked
-        self._renew_later()
+    async def take(self, *, is_new: bool) -> Result:
+        """Take the lease of the key's record; return the record's header.
+
+        Args:
+            is_new: whether the key is probably new, so that its record must be made first.
+
+        Raises:
+            ApiError: 422, the key was used for another request.
+            RecordError: see `RecordStore`; `BusyError`, another request holds the lease.
+        """
+        while True:
+            if is_new:
+                change = Change(msgspec.msgpack.encode(self._asked), self._store.ttl_seconds)
+                with suppress(ExistsError):
+                    made = self._records.create(self._key, change, owner_bytes_max=self._store.owner_bytes_max)
+                    await _soon(made)
+            with suppress(MissingError):  # it has expired
+                reading = await _soon(self._records.acquire(self._key, self._token, LEASE_SECONDS))
+                self._version, self._asked = reading.record.version, self._read(reading.record)
+                return self._asked
+            is_new = True
+
+    async def check_holder(self) -> None:
+        """Check that the request that holds the key's record is the same one.
+
+        Raises:
+            ApiError: 422, it is another one.
+            RecordError: see `RecordStore`.
+        """
+        with suppress(MissingError):
+            self._read((await _soon(self._records.get(self._key))).record)
+
+    def begin(self) -> None:
+        """Begin to renew the lease, until the answer is stored."""
+        self._timer = asyncio.get_running_loop().call_later(_RENEW_SECONDS, self._renew)
 
     async def finish(self, status: int, content_type: str, body: bytes) -> bool:
         """Store the answer and release the key; return whether it was stored."""
         self._stop()
         answer = msgspec.structs.replace(self._asked, status=status, content_type=content_type, body=body)
-        value, record = msgspec.msgpack.encode(answer), self._record
-        fields: dict[str, Any] = {"value": value, "ttl": self._ttl}
-        version, token = record.version, self._token
+        change = Change(msgspec.msgpack.encode(answer), self._store.ttl_seconds)
+        put = self._records.put(self._key, self._version, change, lease=self._token, release=True)
         try:
-            reply = await _ask(self._home, "put", record.id, version=version, lease=token, release=True, **fields)
-            if reply.status == "missing":  # the controller was started again meanwhile
-                reply = await _ask(self._home, "create", record.id, **fields)
-        except ApiError as error:
-            _log.warning("answer_not_kept", detail=error.message)
+            try:
+                await _soon(put)
+            except MissingError:  # it was deleted for lack of room
+                await _soon(self._records.create(self._key, change))
+        except (BusyError, ConflictError, ExistsError):  # the lease had ended, and another request has the key now
             return False
-        if reply.status == "ok":
-            self._open = False
-        elif reply.status not in ("busy", "conflict", "exists"):  # in these cases another router has the key now
-            _log.warning("answer_not_kept", detail=reply.detail)
-        return reply.status == "ok"
+        except RecordError as error:
+            _log.warning("answer_not_kept", detail=str(error))
+            return False
+        self._is_open = False
+        return True
 
     def close(self) -> None:
         """Release the key. If no answer was stored, the next request may try. May be called again."""
         self._stop()
-        if self._open:
-            self._open = False
-            self._home.tell(_call("release", self._record.id, lease=self._token))
+        if self._is_open:
+            self._is_open = False
+            self._store.in_background(self._records.release(self._key, self._token))
 
     def _stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _renew_later(self) -> None:
-        self._timer = self._loop.call_later(_RENEW_SECONDS, self._renew)
-
     def _renew(self) -> None:
-        self._home.tell(_call("acquire", self._record.id, lease=self._token, lease_s=LEASE_SECONDS))
-        self._renew_later()
+        self._store.in_background(self._records.renew(self._key, self._token, LEASE_SECONDS))
+        self.begin()
+
+    def _read(self, record: Record) -> Result:
+        try:
+            result = msgspec.msgpack.decode(record.header, type=Result)
+        except msgspec.DecodeError as error:
+            raise RecordError(f"the request's record cannot be read: {error}") from None
+        if result.request != self._name.request:
+            raise ApiError(
+                422,
+                "this Idempotency-Key was used for another request; please choose a new key for each",
+                param="Idempotency-Key",
+                code="idempotency_key_reused",
+            )
+        return result
 
 
-def _call(op: str, record_id: str, **fields: Any) -> Callable[[int], RecordCall]:
-    return record_call(op, _KIND, record_id, **fields)
+async def _soon(work: Awaitable[_T]) -> _T:
+    """Return the result of an operation.
 
-
-async def _ask(home: ControllerLink, op: str, record_id: str, **fields: Any) -> RecordReply:
-    return record_reply(await home.call(_call(op, record_id, **fields), _CALL_SECONDS))
-
-
-def _read(record: Record) -> Result:
+    Raises:
+        RecordError: see `RecordStore`; also if it takes longer than `_CALL_SECONDS`.
+    """
     try:
-        return msgspec.msgpack.decode(record.value, type=Result)
-    except msgspec.DecodeError as error:
-        raise unavailable(f"the request's record cannot be read: {error}") from None
-
-
-def _check_same(result: Result, name: RequestName) -> None:
-    if result.request != name.request:
-        raise ApiError(
-            422,
-            "this Idempotency-Key was used for another request; please choose a new key for each",
-            param="Idempotency-Key",
-            code="idempotency_key_reused",
-        )
+        async with asyncio.timeout(_CALL_SECONDS):
+            return await work
+    except TimeoutError:
+        raise StoreAwayError(f"no answer within {_CALL_SECONDS:g} s") from None
 
 
 def _in_use(seconds: float) -> ApiError:
@@ -303,177 +308,3 @@ def _in_use(seconds: float) -> ApiError:
     )
     error.retry_after = 5
     return error
-
-
-def takes_key(method: str, path: str) -> bool:
-    """Return whether `Idempotency-Key` counts for requests of this method to this path."""
-    if method != "POST":
-        return False
-    return path in _PATHS or (path.startswith("/v1/sessions/") and path.endswith(_SESSION_VERBS))
-
-
-class ReplayMiddleware:
-    """Answers each `Idempotency-Key` once. It stands inside of `AdmissionMiddleware`, which sets the tenant. Plain
-    ASGI."""
-
-    def __init__(
-        self, app: ASGIApp, store: IdempotencyStore, bytes_max: int, on_result: Callable[[str], Any]
-    ) -> None:
-        """
-        Args:
-            bytes_max: largest size of a request's body.
-            on_result: called for each request with a key, with "new", "replayed", "refused" or "unavailable".
-        """
-        self._app = app
-        self._store = store
-        self._bytes_max = bytes_max
-        self._room = _Room(COPIES_BYTES_MAX)
-        self._on_result = on_result
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry point."""
-        key = None
-        if scope["type"] == "http" and takes_key(scope["method"], scope["path"]):
-            key = Headers(scope=scope).get(_HEADER)
-        if key is None:
-            await self._app(scope, receive, send)
-            return
-        try:
-            await self._answer(key, scope, receive, send)
-        except ApiError as error:
-            self._on_result("refused")
-            await error_response(scope["path"], error)(scope, receive, send)
-
-    async def _answer(self, key: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """
-        Raises:
-            ApiError: before anything was sent.
-        """
-        request = Request(scope, receive)
-        name, receive_again = await self._read(key, request)
-        claim: Claim | Result | None
-        try:
-            claim = await while_connected(request, self._store.claim(name))
-        except ApiError as error:
-            if error.status != _UNAVAILABLE:
-                raise
-            claim = None
-        if isinstance(claim, Result):
-            self._on_result("replayed")
-            await _replay(claim)(scope, receive, send)
-            return
-        self._on_result("new" if claim is not None else "unavailable")
-        await self._run(name, claim, scope, receive_again, send)
-
-    async def _read(self, key: str, request: Request) -> tuple[RequestName, Receive]:
-        """Return a request's name, and a `receive` that gives its body again."""
-        body = await read_body(request, self._bytes_max)
-        scope = request.scope
-        session = request.headers.get(SESSION_HEADER, "").encode()
-        asked = (scope["method"].encode(), scope["path"].encode(), scope.get("query_string", b""), session, body)
-        tenant = current_meter().tenant
-        if len(body) > _OFF_LOOP_BYTES:
-            name = await asyncio.to_thread(name_request, tenant, key, *asked)
-        else:
-            name = name_request(tenant, key, *asked)
-        return name, _with_body(body, request.receive)
-
-    async def _run(
-        self, name: RequestName, claim: Claim | None, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        copy = _Copy(scope, claim, send, self._room)
-        scope[BODY_SEND] = copy.send
-        try:
-            with known(random=RequestRandom(name.bytes, created_at() if claim is None else claim.created)):
-                await self._app(scope, receive, copy.send)
-        finally:
-            copy.close()
-            if claim is not None:
-                claim.close()
-
-
-def _with_body(body: bytes, receive: Receive) -> Receive:
-    unread: bytes | None = body
-
-    async def again() -> Message:
-        nonlocal unread
-        if unread is None:
-            return await receive()
-        message = {"type": "http.request", "body": unread, "more_body": False}
-        unread = None  # free its memory while the answer is made
-        return message
-
-    return again
-
-
-def _replay(result: Result) -> Response:
-    headers = {"Content-Type": result.content_type, "Idempotent-Replayed": "true"}
-    if result.content_type.startswith("text/event-stream"):
-        headers |= EVENT_STREAM_HEADERS
-    return Response(result.body, result.status, headers)
-
-
-class _Room:
-    """The limit of bytes for all copies of answers together."""
-
-    def __init__(self, size: int) -> None:
-        self._free = size
-
-    def take(self, size: int) -> bool:
-        """Take `size` bytes if that many are free; return whether they were taken."""
-        if size > self._free:
-            return False
-        self._free -= size
-        return True
-
-    def give_back(self, size: int) -> None:
-        """Give `size` bytes back."""
-        self._free += size
-
-
-class _Copy:
-    """Passes an answer on to the client, and stores a copy of it once it is complete."""
-
-    def __init__(self, scope: Scope, claim: Claim | None, send: Send, room: _Room) -> None:
-        self._scope = scope
-        self._room = room
-        self._claim = claim
-        self._send = send
-        self._status = 0
-        self._content_type = ""
-        self._body: bytearray | None = None
-        """The copy so far; None: this answer is not kept."""
-
-    async def send(self, message: Message) -> None:
-        """Pass a message of ASGI on, and copy its part of the answer."""
-        if message["type"] == "http.response.start":
-            self._start(message)
-        elif message["type"] == "http.response.body" and self._body is not None:
-            part = message.get("body", b"")
-            if len(self._body) + len(part) > BODY_BYTES_MAX or not self._room.take(len(part)):
-                self.close()
-            else:
-                self._body += part
-                if not message.get("more_body", False):
-                    await self._keep(bytes(self._body))
-        await self._send(message)
-
-    def close(self) -> None:
-        """Forget the copy. May be called again."""
-        if self._body is not None:
-            self._room.give_back(len(self._body))
-            self._body = None
-
-    def _start(self, message: Message) -> None:
-        headers = MutableHeaders(scope=message)
-        self._status = message["status"]
-        self._content_type = headers.get("content-type", "")
-        if self._claim is None:
-            headers["Idempotency-Status"] = "unavailable"
-        elif 200 <= self._status < 300:
-            self._body = bytearray()
-
-    async def _keep(self, body: bytes) -> None:
-        self.close()
-        if self._claim is not None and not self._scope.get("state", {}).get("stream_failed"):
-            await self._claim.finish(self._status, self._content_type, body)

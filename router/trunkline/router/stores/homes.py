@@ -25,12 +25,12 @@ class Homes:
     def __init__(self, links: Sequence[ControllerLink]) -> None:
         """`links`: the connections to all controllers. The sequence may change later; it must not be empty when a
         home is asked for."""
-        self._links = links
+        self.links = links
 
     def home_of(self, key: str) -> ControllerLink:
         """Return the home of a key among the ready controllers or, if none is ready, among all."""
-        links = {str(link.index): link for link in self._links if link.ready}
-        links = links or {str(link.index): link for link in self._links}
+        links = {str(link.index): link for link in self.links if link.ready}
+        links = links or {str(link.index): link for link in self.links}
         return links[rendezvous(key, links)]
 
 

@@ -1,53 +1,59 @@
 """The store of schemas (Prompt Cache §3.2), with a cache of compiled ones.
 
-    POST /v1/schemas ─► compiled ─► record: source, version ─► its home controller computes and pins its texts
+    POST /v1/schemas ─► compiled ─► record: definition, source ─► its home controller computes and pins its texts
     a request ─────────► current version? ─► compiled schema from the cache ─► layout of the prompt
 
-A schema is a record (`record_homes.py`) whose id is its name. Every request reads the record, so that changes by
-other routers are seen at once. If this router has compiled that version already, the record comes without its
-source.
+A schema is a record (`kvstore/records/`) whose id is its name. The header is its definition, the only segment its
+source. Every request reads the record, so that changes by other routers are seen at once. If this router has the
+source already, only the header is read.
 
 Names belong to a tenant and a `cache_salt`, like KV: the same name with another salt is another schema, and a
 request without the salt cannot find it.
 
-Controllers hold pins in memory. The first use of a pinned schema over a new connection sets the pin again, because
-the controller may have been restarted.
+Controllers hold pins in memory. The first use of a pinned schema over a new connection, or at a new home
+(`homes.py`), sets the pin again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, Final, Literal, NamedTuple
+from contextlib import contextmanager, suppress
+from typing import Final, NamedTuple
 
-import msgspec
 from msgspec.structs import replace
 
 from trunkline.controller.messages import ModulesCall, ModuleText, PromptLayout
+from trunkline.kvstore.records import (
+    BaseMissingError,
+    ConflictError,
+    ExistsError,
+    MissingError,
+    Record,
+    RecordKey,
+    RecordStore,
+)
 from trunkline.router import pml
-from trunkline.router.errors import ApiError, bad_value, in_conflict, not_found, unavailable
-from trunkline.router.messages import ModulesReply, Record, RecordReply
-from trunkline.router.pml.tree import NAME_CHARACTERS_MAX
+from trunkline.router.errors import ApiError, in_conflict, not_found, unavailable
+from trunkline.router.messages import ModulesReply
 from trunkline.router.request_context import request_name
+from trunkline.router.stores.homes import CALL_SECONDS, Homes, call_persistently
 from trunkline.router.stores.model_text import ModelText
-from trunkline.router.stores.record_homes import (
-    CALL_SECONDS,
-    VALUE_BYTES_MAX,
-    RecordHomes,
-    ask,
-    call_persistently,
-    record_call,
+from trunkline.router.stores.schema_records import (
+    UNKNOWN,
+    Definition,
+    change_of,
+    definition_of,
+    holder_of,
+    is_schema,
+    key_of,
+    store_errors,
+    unpack,
 )
 from trunkline.router.streams.link import Answer, ControllerLink
-from trunkline.router.tenancy.auth import current_identity
 from trunkline.router.text.tokenizer import Tokenizer
 
-_KIND: Final = "schema"
-Scope = Literal["ancestors", "self"]
-UNKNOWN: Final = "E_SCHEMA_UNKNOWN"
 CACHED_MAX: Final = 1024
 CACHED_BYTES_MAX: Final = 256 << 20
 """Largest approximate size in bytes of all cached sources and compiled schemas together."""
@@ -61,39 +67,6 @@ _MANY_TEXTS: Final = 512
 _HINT_SECONDS: Final = 1.0
 _HINT_TEXTS_MAX: Final = 16
 _USES_MAX: Final = 4096
-
-
-class Definition(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A schema as its record stores it, in MessagePack. New fields need a default: old records lack them."""
-
-    model: str
-    source: str
-    """The source as the client sent it."""
-    form: Literal["xml", "json"] = "xml"
-    """The format of the source."""
-    scope: Scope = "ancestors"
-    relocate: bool = True
-    version: int = 1
-    """Counts the sources stored under this name."""
-    pin: bool = False
-    ttl: float = 0.0
-    """Seconds without use after which the schema is deleted; 0: never."""
-    request: bytes = b""
-    """Name of the request that made this version (`request_context.py`); sent again, it makes no new version."""
-
-    def parse(self) -> pml.SchemaDocument:
-        """Parse the source.
-
-        Raises:
-            PmlError: The source is wrong.
-        """
-        if self.form == "xml":
-            return pml.parse_schema(self.source)
-        return pml.schema_from_json(msgspec.json.decode(self.source))
-
-    def compiles_like(self, other: Definition) -> bool:
-        """Return whether both definitions compile to the same schema."""
-        return (self.source, self.form, self.scope) == (other.source, other.form, other.scope)
 
 
 class Compiled(NamedTuple):
@@ -111,8 +84,6 @@ class StoredSchema:
 
     def __init__(self, salt: bytes, record: Record, definition: Definition, ready: Compiled) -> None:
         self.salt = salt
-        self.kind = kind_of(salt, current_identity().owner)
-        """Kind of the schema's record."""
         self.record = record
         self.definition = definition
         self.ready = ready
@@ -120,19 +91,21 @@ class StoredSchema:
         """Bytes counted for this schema in the cache."""
         self.uses: Counter[str] = Counter()
         """Recent imports of each module, by path, as seen by this router."""
+        self.pinned_at: ControllerLink | None = None
+        """The home where this router set the pin last; None: it has set none."""
         self.pinned_on = 0
-        """Number of the home controller's connection over which the pin was set."""
+        """Number of that home's connection over which the pin was set; 0: it must be set again."""
         self._hinted_at = float("-inf")
 
     @property
     def name(self) -> str:
         """Name of the schema, which is also its id."""
-        return self.record.id
+        return self.record.key.id
 
     @property
     def key(self) -> str:
         """Key that determines the schema's home controller and names the holder of its pins."""
-        return key_of(self.kind, self.name)
+        return holder_of(self.record.key)
 
     @property
     def compiled(self) -> pml.CompiledSchema:
@@ -167,14 +140,29 @@ class StoredSchema:
 
 
 class SchemaStore:
-    """The schemas of all controllers. Calls that no controller answers raise `ApiError` 503."""
+    """The schemas of all routers. If the record store is away, its methods raise `ApiError` 503."""
 
-    def __init__(self, homes: RecordHomes, tokenizer: Tokenizer, on_error: Callable[[str], None]) -> None:
-        """`on_error(code)` is called for each wrong source or prompt."""
+    def __init__(
+        self,
+        records: RecordStore,
+        homes: Homes,
+        tokenizer: Tokenizer,
+        on_error: Callable[[str], None],
+        *,
+        owner_bytes_max: int = 0,
+    ) -> None:
+        """
+        Args:
+            on_error: called with the error's code for each wrong source or prompt.
+            owner_bytes_max: size in bytes of an owner's records from which on no schema is made for it; 0: there
+                is no limit.
+        """
+        self._records = records
         self._homes = homes
         self._tokenizer = tokenizer
         self._on_error = on_error
-        self._cached: OrderedDict[str, StoredSchema] = OrderedDict()
+        self._owner_bytes_max = owner_bytes_max
+        self._cached: OrderedDict[RecordKey, StoredSchema] = OrderedDict()
         self._bytes = 0
         self._compiling = asyncio.Lock()
         self._encoding: Counter[str] = Counter()
@@ -183,7 +171,7 @@ class SchemaStore:
         return len(self._cached)
 
     def home_of(self, key: str) -> ControllerLink:
-        """Return the controller that stores a schema and computes its modules."""
+        """Return the controller that computes a schema's modules. `key`: `StoredSchema.key`."""
         return self._homes.home_of(key)
 
     def is_encoding(self, schema: StoredSchema) -> bool:
@@ -196,9 +184,10 @@ class SchemaStore:
         """Store a schema, replacing the one of this name.
 
         Raises:
-            ApiError: 409, other requests keep changing it; 503, it was not stored.
+            ApiError: 409, other requests keep changing it; 429, the tenant's quota is used up; 503, it was not
+                stored.
         """
-        kind = kind_of(salt, current_identity().owner)
+        key = key_of(name, salt)
         definition.request = request_name()
 
         def replaced(present: Definition) -> Definition:
@@ -206,21 +195,18 @@ class SchemaStore:
             definition.version = present.version + (not again)
             return definition
 
-        for _ in range(_TRIES):
-            definition.version = 1
-            reply = await self._ask(kind, name, "create", value=_pack(definition), ttl=definition.ttl)
-            if reply.status != "exists":
-                record = _checked(reply, name).records[0]
-                return self._keep(StoredSchema(salt, record, definition, ready))
-            try:
-                record, before = await self._change(kind, name, replaced)
-            except ApiError as error:
-                if error.code != UNKNOWN:
-                    raise
-                continue  # another request has just deleted it
-            if before.pin and not definition.pin:
-                self.unpin(key_of(kind, name))
-            return self._keep(StoredSchema(salt, record, definition, ready))
+        with store_errors(name):
+            for _ in range(_TRIES):
+                definition.version = 1
+                with suppress(ExistsError):
+                    change = change_of(definition)
+                    record = await self._records.create(key, change, owner_bytes_max=self._owner_bytes_max)
+                    return self._keep(StoredSchema(salt, record, definition, ready))
+                with suppress(MissingError):  # another request has just deleted it
+                    record, before = await self._change(key, replaced)
+                    if before.pin and not definition.pin:
+                        self.unpin(key)
+                    return self._keep(StoredSchema(salt, record, definition, ready))
         raise _contended(name)
 
     async def get(self, name: str, salt: bytes, context: int) -> StoredSchema:
@@ -230,27 +216,25 @@ class SchemaStore:
             context: The model's context in tokens.
 
         Raises:
-            ApiError: 404, there is no such schema; 503, its controller is away.
+            ApiError: 404, there is no such schema; 503, the record store is away.
             PmlError: It does not fit into the context, which may have been larger when it was stored.
         """
-        kind = kind_of(salt, current_identity().owner)
-        key = key_of(kind, name)
+        key = key_of(name, salt)
         known = self._cached.get(key)
-        record = await self._record(kind, name, 0 if known is None else known.record.version)
-        if known is not None and not record.value:
-            if record.created == known.record.created:
-                self._cached.move_to_end(key)
-                known.record = record
-                return known
-            record = await self._record(kind, name, 0)  # deleted and created again: the version says nothing
-        definition = _unpack(record)
+        with store_errors(name):
+            reading = await self._records.get(key, () if known is None else (known.record.head,))
+        record = reading.record
+        if known is not None and (record.version, record.created) == (known.record.version, known.record.created):
+            self._cached.move_to_end(key)
+            known.record = record
+            return known
+        definition = definition_of(reading, None if known is None else known.definition)
         ready = known.ready if known is not None and definition.compiles_like(known.definition) else None
         if ready is None:
             ready = await self.compile(definition, context)
-        record = msgspec.structs.replace(record, value=b"")
         schema = StoredSchema(salt, record, definition, ready)
         if known is not None:
-            schema.uses = known.uses
+            schema.uses, schema.pinned_at = known.uses, known.pinned_at
         return self._keep(schema)
 
     async def change(
@@ -261,13 +245,13 @@ class SchemaStore:
         Raises:
             ApiError: 404, there is no such schema; 409, other requests keep changing it; 503, it was not stored.
         """
-        kind = kind_of(salt, current_identity().owner)
 
         def changed(definition: Definition) -> Definition:
             change(definition)
             return definition
 
-        await self._change(kind, name, changed)
+        with store_errors(name):
+            await self._change(key_of(name, salt), changed)
         return await self.get(name, salt, context)
 
     async def delete(self, name: str, salt: bytes) -> None:
@@ -276,34 +260,42 @@ class SchemaStore:
         Raises:
             ApiError: 404, there is no such schema.
         """
-        kind = kind_of(salt, current_identity().owner)
-        _checked(await self._ask(kind, name, "delete"), name)
-        self._drop(key_of(kind, name))
-        self.unpin(key_of(kind, name))
+        key = key_of(name, salt)
+        with store_errors(name):
+            await self._records.delete(key)
+        self.gone(key)
+
+    def gone(self, key: RecordKey) -> None:
+        """Forget a schema whose record was deleted, and remove its pins. Records of other kinds do not matter."""
+        if is_schema(key):
+            self._drop(key)
+            self.unpin(key)
 
     async def page(self, salt: bytes, after: str, limit: int) -> list[Record]:
-        """Return up to `limit` records whose names follow `after`, in the order of names, without their values."""
-        return await self._homes.page(kind_of(salt, current_identity().owner), after, limit)
+        """Return up to `limit` records without headers whose names follow `after`, in the order of names."""
+        kind, owner, _ = key_of("", salt)
+        with store_errors(after):
+            return await self._records.page(kind, owner, after, limit)
 
     async def _change(
-        self, kind: str, name: str, change: Callable[[Definition], Definition]
+        self, key: RecordKey, change: Callable[[Definition], Definition]
     ) -> tuple[Record, Definition]:
-        """Store a changed definition; return its record and the definition before."""
+        """Store a changed definition; return its record and the definition before.
+
+        Args:
+            change: makes the new definition of the present one, which lacks its source. If it leaves the source
+                away, the source stays.
+
+        Raises:
+            ApiError: 409, other requests keep changing the schema.
+            RecordError: see `RecordStore`.
+        """
         for _ in range(_TRIES):
-            record = await self._record(kind, name, 0)
-            before, after = _unpack(record), change(_unpack(record))
-            reply = await self._ask(kind, name, "put", value=_pack(after), version=record.version, ttl=after.ttl)
-            if reply.status != "conflict":
-                return _checked(reply, name).records[0], before
-        raise _contended(name)
-
-    async def _record(self, kind: str, name: str, version: int) -> Record:
-        if len(name) > NAME_CHARACTERS_MAX:
-            raise schema_unknown(name)
-        return _checked(await self._ask(kind, name, "get", version=version), name).records[0]
-
-    async def _ask(self, kind: str, name: str, op: str, **fields: Any) -> RecordReply:
-        return await ask(self.home_of(key_of(kind, name)), record_call(op, kind, name, **fields))
+            record = (await self._records.get(key)).record
+            before, after = unpack(record), change(unpack(record))
+            with suppress(ConflictError, BaseMissingError):
+                return await self._records.put(key, record.version, change_of(after, record.head)), before
+        raise _contended(key.id)
 
     # -- compiled schemas
 
@@ -328,14 +320,14 @@ class SchemaStore:
             return await asyncio.to_thread(run)
 
     def _keep(self, schema: StoredSchema) -> StoredSchema:
-        self._drop(schema.key)
-        self._cached[schema.key] = schema
+        self._drop(schema.record.key)
+        self._cached[schema.record.key] = schema
         self._bytes += schema.weight
         while len(self._cached) > CACHED_MAX or (self._bytes > CACHED_BYTES_MAX and len(self._cached) > 1):
             self._drop(next(iter(self._cached)))
         return schema
 
-    def _drop(self, key: str) -> None:
+    def _drop(self, key: RecordKey) -> None:
         dropped = self._cached.pop(key, None)
         if dropped is not None:
             self._bytes -= dropped.weight
@@ -350,10 +342,10 @@ class SchemaStore:
             ApiError: 503, the controller is away.
         """
         home, make = self.home_of(schema.key), self._encode_call(schema)
-        schema.pinned_on = home.connections
+        schema.pinned_at, schema.pinned_on = home, home.connections
         self._encoding[schema.key] += 1
         try:
-            answer, _ = await call_persistently(
+            answer = await call_persistently(
                 home, make, timeout_seconds, give_up=lambda ticket: ModulesCall(ticket, "cancel")
             )
             return _modules_reply(answer)
@@ -373,21 +365,26 @@ class SchemaStore:
         """
         home, salt, relocate = self.home_of(schema.key), schema.salt, schema.definition.relocate
         texts = schema.ready.texts
-        answer, _ = await call_persistently(
+        answer = await call_persistently(
             home, lambda ticket: ModulesCall(ticket, "look", texts, salt, relocate=relocate), CALL_SECONDS
         )
         return _modules_reply(answer)
 
     def keep_pinned(self, schema: StoredSchema) -> None:
-        """Set a schema's pin again if the controller may have been restarted. Call it with every use."""
-        home = self.home_of(schema.key)
-        if schema.definition.pin and home.ready and schema.pinned_on != home.connections:
-            schema.pinned_on = home.connections
-            home.tell(self._encode_call(schema))
+        """Set a schema's pin again if its home has changed or may have been restarted. Call it with every use."""
+        home, before = self.home_of(schema.key), schema.pinned_at
+        if not schema.definition.pin or not home.ready or (before, schema.pinned_on) == (home, home.connections):
+            return
+        schema.pinned_at, schema.pinned_on = home, home.connections
+        home.tell(self._encode_call(schema))
+        if before is not None and before is not home:
+            before.tell(_unpin_call(schema.record.key))
 
-    def unpin(self, key: str) -> None:
-        """Remove a schema's pin, so that its modules may be evicted."""
-        self.home_of(key).tell(lambda ticket: ModulesCall(ticket, "unpin", holder=key))
+    def unpin(self, key: RecordKey) -> None:
+        """Remove a schema's pins from all controllers, so that its modules may be evicted. A controller that was
+        the schema's home earlier may have some, too."""
+        for link in self._homes.links:
+            link.tell(_unpin_call(key))
 
     @staticmethod
     def _encode_call(schema: StoredSchema) -> Callable[[int], ModulesCall]:
@@ -424,21 +421,6 @@ def _weight(definition: Definition, ready: Compiled) -> int:
     return size + parts * _PART_BYTES
 
 
-def kind_of(salt: bytes, owner: str) -> str:
-    """Return the kind of an owner's schema records with a salt (`auth.py`). It holds a hash, not the salt
-    itself."""
-    if not (salt or owner):
-        return _KIND
-    # Owners are printable, so the zero byte separates owner and salt unambiguously.
-    said = b"\0" + owner.encode() + b"\0" + salt if owner else salt
-    return f"{_KIND}:{hashlib.blake2b(said, digest_size=16).hexdigest()}"
-
-
-def key_of(kind: str, name: str) -> str:
-    """Return the key of a schema (see `StoredSchema.key`)."""
-    return f"{kind}/{name}"
-
-
 def pml_error(error: pml.PmlError, param: str) -> ApiError:
     """Return a PML error as an answer to the client."""
     details = {"line": error.line, "column": error.column, "path": error.path, **error.extra}
@@ -446,13 +428,8 @@ def pml_error(error: pml.PmlError, param: str) -> ApiError:
     return ApiError(status, error.message, param=param, code=error.code, details=details)
 
 
-def schema_unknown(name: str) -> ApiError:
-    """Return the error 404 for a schema that does not exist."""
-    return not_found(
-        "schema",
-        f"schema {name[:80]!r} does not exist (any more) with this `cache_salt`; see GET /v1/schemas",
-        code=UNKNOWN,
-    )
+def _unpin_call(key: RecordKey) -> Callable[[int], ModulesCall]:
+    return lambda ticket: ModulesCall(ticket, "unpin", holder=holder_of(key))
 
 
 def _contended(name: str) -> ApiError:
@@ -460,33 +437,6 @@ def _contended(name: str) -> ApiError:
     return in_conflict(
         "schema", f"other requests keep changing schema {name!r}; try again", code="schema_conflict"
     )
-
-
-def _pack(definition: Definition) -> bytes:
-    value = msgspec.msgpack.encode(definition)
-    if len(value) > VALUE_BYTES_MAX:
-        raise bad_value("json", f"the schema has {len(value)} bytes; {VALUE_BYTES_MAX} are kept at most")
-    return value
-
-
-def _unpack(record: Record) -> Definition:
-    try:
-        return msgspec.msgpack.decode(record.value, type=Definition)
-    except msgspec.DecodeError as error:
-        raise unavailable(f"schema {record.id!r} cannot be read: {error}", code="schema_unreadable") from None
-
-
-def _checked(reply: RecordReply, name: str) -> RecordReply:
-    """Return a successful answer.
-
-    Raises:
-        ApiError: The error that the answer reports.
-    """
-    if reply.status == "ok":
-        return reply
-    if reply.status == "missing":
-        raise schema_unknown(name)
-    raise unavailable(f"schema {name[:80]!r} could not be stored: {reply.detail}", code="schema_not_stored")
 
 
 def _modules_reply(answer: Answer) -> ModulesReply:

@@ -27,6 +27,7 @@ from trunkline.router.telemetry.metric_families import (
     exposition,
     joined,
 )
+from trunkline.router.telemetry.record_metrics import RecordMetrics
 from trunkline.router.tenancy.auth import KEY_PREFIX
 from trunkline.runtime.tracing import OFF, Tracer
 
@@ -386,6 +387,7 @@ class Metrics:
             ["kv"],
         )
         self.modules = ModuleMetrics(registry, live)
+        self.records = RecordMetrics(registry, self.shared)
         self.tracer = OFF
         """The router's tracer, which records nothing. If traces are on, `create_app` sets another before the first
         request."""

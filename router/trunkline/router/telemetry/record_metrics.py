@@ -1,0 +1,65 @@
+"""Metrics of the record store: its size, and the operations of this router."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from trunkline.kvstore.records import (
+    BaseMissingError,
+    BusyError,
+    ConflictError,
+    ExistsError,
+    MissingError,
+    QuotaError,
+    RecordError,
+    StoreAwayError,
+    Usage,
+)
+from trunkline.router.telemetry.metric_families import FamilyRegistry
+
+_BUCKETS: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5, 10.0)
+_REASONS: Final[dict[type[RecordError], str]] = {
+    MissingError: "missing",
+    ExistsError: "exists",
+    BusyError: "busy",
+    ConflictError: "conflict",
+    BaseMissingError: "base_missing",
+    QuotaError: "quota",
+    StoreAwayError: "away",
+}
+
+
+class RecordMetrics:
+    """Size of the record store, and durations and failures of operations."""
+
+    def __init__(self, registry: FamilyRegistry, shared: FamilyRegistry) -> None:
+        """`shared`: for what is the same in every router process."""
+        self._usage = Usage(0, 0)
+        shared.gauge(
+            "trunkline_records",
+            "Records in the record store (sessions, schemas, kept answers), as of some seconds ago.",
+            lambda: float(self._usage.records),
+        )
+        shared.gauge("trunkline_record_bytes", "Their size in bytes.", lambda: float(self._usage.bytes))
+        self._seconds = registry.histogram(
+            "trunkline_record_operation_seconds",
+            "Durations of operations of the record store, those that were not carried out included, by operation.",
+            _BUCKETS,
+            ["operation"],
+        )
+        self._failures = registry.counter(
+            "trunkline_record_failures",
+            "Operations of the record store that were not carried out: away (the store did not answer), quota, "
+            "busy, conflict, missing, exists, base_missing.",
+            ["operation", "reason"],
+        )
+
+    def noted(self, usage: Usage) -> None:
+        """Note the present size of all records."""
+        self._usage = usage
+
+    def measured(self, operation: str, seconds: float, failure: RecordError | None) -> None:
+        """Count an operation."""
+        self._seconds.labels(operation).observe(seconds)
+        if failure is not None:
+            self._failures.labels(operation, _REASONS.get(type(failure), "other")).inc()
