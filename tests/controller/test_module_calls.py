@@ -49,6 +49,7 @@ def test_a_schema_is_encoded_before_anybody_asks_for_it(simulation: Simulation) 
 
 def test_a_call_about_nothing(simulation: Simulation) -> None:
     assert call(simulation, "encode", [], holder="x").status == "ok"
+    assert simulation.scheduler.encoding.calls.begin_again() == []
     assert call(simulation, "look", []).tiers == b""
     assert call(simulation, "unpin", [], holder="nobody").status == "ok"
     simulation.cancel_call(12345)

@@ -87,7 +87,8 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
     from `sampling.seed` and i (`trunkline.controller.sequences.beam_search.sample_seed`)."""
     beam: BeamSearch | None = None
     priority: int = 0
-    """Priority of the request: smaller goes first, equal ones in order of arrival."""
+    """Priority of the request: smaller goes first. Of equal ones, tenants take turns, and a tenant's own requests
+    go in order of arrival."""
     grammar: Grammar | None = None
     drops: bytes = b""
     """int32 `[n, 2]`: ranges `[start, stop)` of `tokens`, ascending, disjoint and not touching, which the
@@ -104,6 +105,9 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
     trace: bytes = b""
     """The ids of the trace (16 bytes) and of the router's span (8 bytes), the parent of the controller's spans.
     Empty: the request is not traced."""
+    tenant: str = ""
+    """Name of the tenant that pays for the request; at most 128 bytes as UTF-8. Tenants with requests of the same
+    priority take turns."""
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
@@ -153,9 +157,9 @@ class ModulesCall(msgspec.Struct, array_like=True, frozen=True, tag="modules"):
     """The texts. A text's parent comes before it; `seen` is not looked at."""
     salt: bytes = b""
     holder: str = ""
-    """Name for pins, a record's kind and id with a slash between them: pins under it end with the record. encode:
-    pin the texts under this name instead of those that were pinned under it before, so that they stay in some
-    tier; "": pin nothing. unpin: end the pins under this name."""
+    """Name for pins, of the router's choice. encode: pin the texts under this name instead of those that were
+    pinned under it before, so that they stay in some tier; "": pin nothing. unpin: end the pins under this name.
+    Pins are kept in memory: they end with the process, too."""
     ttl: float = 0.0
     """encode: seconds for which the texts are kept; 0: the group's own setting."""
     relocate: bool = True

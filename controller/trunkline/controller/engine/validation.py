@@ -37,8 +37,10 @@ OPERATIONS: Final = ("encode", "look", "unpin", "cancel")
 _PAIR_BYTES: Final = 8
 NUMBER_BITS: Final = 32
 """Number of bits of a router's request numbers."""
+HOLDER_CHARACTERS_MAX: Final = 2048
 REQUEST_ID_CHARACTERS_MAX: Final = 128
-TENANT_BYTES_MAX: Final = 64
+GRAMMAR_TENANT_BYTES_MAX: Final = 64
+TENANT_BYTES_MAX: Final = 128
 _INT32_MAX: Final = (1 << 31) - 1
 _FLOAT32_MAX: Final = 3.4028234e38
 GRAMMAR_KINDS: Final = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
@@ -111,6 +113,8 @@ def problem_of_submit(message: Submit, vocab_size: int) -> str:
         return f"request_id has {len(message.request_id)} characters; at most {REQUEST_ID_CHARACTERS_MAX} are kept"
     if len(message.trace) not in (0, CONTEXT_BYTES):
         return f"trace is {len(message.trace)} bytes; it is {CONTEXT_BYTES}, or none"
+    if len(message.tenant.encode()) > TENANT_BYTES_MAX:
+        return f"tenant has {len(message.tenant.encode())} bytes; at most {TENANT_BYTES_MAX} are allowed"
     if not 0.0 <= message.ttl < math.inf:
         return f"ttl is {message.ttl}; it is a time in seconds"
     id_max = vocab_size - 1 if vocab_size else _INT32_MAX
@@ -127,8 +131,9 @@ def problem_of_submit(message: Submit, vocab_size: int) -> str:
             return f"a search of width {message.beam.width} looks at {candidates} tokens; there are {vocab_size}"
     if message.grammar is not None and message.grammar.kind not in GRAMMAR_KINDS:
         return f"grammars of kind {message.grammar.kind!r} are unknown; known are {', '.join(GRAMMAR_KINDS)}"
-    if message.grammar is not None and len(message.grammar.tenant) > TENANT_BYTES_MAX:
-        return f"a grammar's tenant is {len(message.grammar.tenant)} bytes; at most {TENANT_BYTES_MAX} are kept"
+    if message.grammar is not None and len(message.grammar.tenant) > GRAMMAR_TENANT_BYTES_MAX:
+        size = len(message.grammar.tenant)
+        return f"a grammar's tenant is {size} bytes; at most {GRAMMAR_TENANT_BYTES_MAX} are kept"
     return _sampling_problem(message.sampling, id_max)
 
 
@@ -175,6 +180,8 @@ def problem_of_call(call: ModulesCall, vocab_size: int) -> str:
         return f"operation {call.op!r} is unknown; known are {', '.join(OPERATIONS)}"
     if not 0.0 <= call.ttl < math.inf:
         return f"ttl is {call.ttl}; it is a time in seconds"
+    if len(call.holder) > HOLDER_CHARACTERS_MAX:
+        return f"holder has {len(call.holder)} characters; at most {HOLDER_CHARACTERS_MAX} are allowed"
     return _problem_of_texts(call.texts, vocab_size)
 
 

@@ -200,7 +200,8 @@ class ModuleCalls:
             if -1 in call.tiers:
                 status, detail = "quota", "there is no room for all of its texts at once, so none is pinned"
             elif self._pin(call.holder, nodes):
-                self._pinned_by[call.holder] = _unbegun(call, call.id)
+                if nodes:  # without, the room for pins would not limit the number of holders
+                    self._pinned_by[call.holder] = _unbegun(call, call.id)
             else:
                 status = "quota"
                 detail = f"{len(nodes)} chunks would be pinned; this group pins {self._room()} more at most"
