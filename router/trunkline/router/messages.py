@@ -283,31 +283,6 @@ class ModulesReply(msgspec.Struct, array_like=True, frozen=True, tag="modules"):
     """Size of a chunk, all ranks together."""
 
 
-class Record(msgspec.Struct, array_like=True, frozen=True):
-    """A record that the controller keeps for the routers; see `RecordCall`."""
-
-    id: str
-    version: int
-    value: bytes
-    created: float
-    """Time at which the record was made, in seconds since the epoch (UTC)."""
-    used: float
-    expires: float
-    """Time at which the record expires, in seconds since the epoch (UTC); 0: never."""
-
-
-class RecordReply(msgspec.Struct, array_like=True, frozen=True, tag="record"):
-    """Answer to `RecordCall`."""
-
-    seq: int
-    ticket: int
-    status: str
-    """"ok"; "missing"; "exists"; "busy": another router has acquired the record; "conflict": `version` is not the
-    present one; "failed": the record could not be stored."""
-    records: list[Record] = []
-    detail: str = ""
-
-
 class KvEvents(msgspec.Struct, array_like=True, frozen=True, tag="kv_events"):
     """A message on a controller's PUB socket: what has changed among its chunks. It is sent after each turn of the
     controller in which a chunk has changed. Otherwise it is sent as a heartbeat, with the number of the last
@@ -394,4 +369,4 @@ class TreeDescription(msgspec.Struct, array_like=True, frozen=True, kw_only=True
     """uint8: how many tokens of `heads` each node has."""
 
 
-RouterMessage = EventsReply | Outputs | State | Flushed | Prefetched | ModulesReply | RecordReply | TreeDescription
+RouterMessage = EventsReply | Outputs | State | Flushed | Prefetched | ModulesReply | TreeDescription

@@ -31,7 +31,6 @@ from trunkline.controller.messages import (
     FlushCache,
     ModulesCall,
     Prefetch,
-    RecordCall,
     RouterRequest,
     Submit,
 )
@@ -45,7 +44,6 @@ from trunkline.router.messages import (
     ModulesReply,
     Outputs,
     Prefetched,
-    RecordReply,
     RouterMessage,
     State,
     TreeDescription,
@@ -61,8 +59,8 @@ _RECONNECT_POLL_SECONDS: Final = 0.05
 _LASTING_SECONDS: Final = 1.0
 """Time in seconds after which a lost connection is replaced at once. If it was lost sooner, the timer opens the
 next one."""
-Call = FlushCache | Prefetch | ModulesCall | RecordCall | EventsCall | DescribeTree
-Answer = Flushed | Prefetched | ModulesReply | RecordReply | EventsReply | TreeDescription
+Call = FlushCache | Prefetch | ModulesCall | EventsCall | DescribeTree
+Answer = Flushed | Prefetched | ModulesReply | EventsReply | TreeDescription
 _log = structlog.get_logger("trunkline.router.streams.link")
 _rare = RareLog("trunkline.router.streams.link")
 
