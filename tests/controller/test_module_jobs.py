@@ -204,7 +204,7 @@ def test_a_text_that_is_being_computed_when_somebody_more_urgent_wants_it(simula
     job = next(jobs_of(simulation).groups())
     assert not job.queued
     submit(simulation, texts, [(60, 1)], priority=1)
-    assert job.rank[0] == 1, "others of priority 5 would be before it if it were preempted"
+    assert job.request.submit.priority == 1, "others of priority 5 would be before it if it were preempted"
     simulation.finish()
 
 

@@ -245,7 +245,7 @@ class Engine:
 
     def _submit(self, request: Request, now: float) -> None:
         """Queue a new request, or end it at once if it cannot run here."""
-        if (refusal := self._refusal(request)) is not None:
+        if (refusal := self._refusal(request, now)) is not None:
             self._requests.pending_outputs.finished.append(refusal)
             return
         self._arrivals += 1
@@ -288,16 +288,19 @@ class Engine:
             if self.config.host_slots and job.members:
                 self.prefetcher.arrived(job, self._step + 1, now)
 
-    def _refusal(self, request: Request) -> Finished | None:
+    def _refusal(self, request: Request, now: float) -> Finished | None:
         if request.id in self._requests.groups:
             return Finished(request.id, FinishReason.INVALID, f"request id {request.id} is in use")
         problem, param = problem_of_request(request, self.config)
         if problem:
             return Finished(request.id, FinishReason.INVALID, problem, param=param)
-        if self.scheduler.waiting_count >= self.config.max_waiting:
-            return Finished(
-                request.id, FinishReason.QUEUE_FULL, f"{self.config.max_waiting} requests are waiting already"
-            )
+        if self.scheduler.waiting_count < self.config.max_waiting:
+            return None
+        detail = f"{self.config.max_waiting} requests are waiting already"
+        if (other := self.scheduler.queue.makes_way(request.submit)) is None:
+            return Finished(request.id, FinishReason.QUEUE_FULL, detail)
+        detail += ", most of them of this tenant; another tenant's request took the place of this one"
+        self._requests.end(self.scheduler, other, Finished(other.id, FinishReason.QUEUE_FULL, detail), now)
         return None
 
     def _abort(self, request_id: int, sample: int, now: float) -> None:

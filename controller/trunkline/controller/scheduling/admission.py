@@ -1,21 +1,21 @@
 """Admission: which waiting request may enter the batch next, and what of its prompt was cached when it did. Pure.
 
-- `RequestQueue`: the waiting groups in order, and how much must be computed for them.
-- `AdmissionOrder`: which of them may enter the batch with this plan.
+- `AdmissionOrder`: which of the waiting groups may enter the batch with this plan.
 - `Quarantine`: requests that were running when workers died, until one of them is found to be the cause.
 - `explain`: the report to a client on how much of its prompt was cached, in which tiers, and why the rest was not.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Final
 
 import numpy as np
 
 from trunkline.controller.allocation.kv_manager import KVCacheManager
 from trunkline.controller.cache.radix_tree import SALT_ROOT, TOKEN_BYTES
+from trunkline.controller.scheduling.fair_queue import FairQueue
 from trunkline.controller.sequences.plan_builder import Int64Array, PlanBuilder
 from trunkline.controller.sequences.sequence import CacheReport, Phase, Sequence, SequenceGroup
 from trunkline.controller.tiers.prefetch import Fetching
@@ -31,75 +31,10 @@ DEADLY: Final = f"the workers were lost {LOSSES_MAX} times while they computed t
 """Error of a request that ends because the workers were lost too often."""
 
 
-def tokens_to_compute(group: SequenceGroup) -> int:
-    """Return how many tokens must be computed for a group if none of them is cached.
-
-    Dropped parts and texts of modules do not count; tokens that its samples share count once.
-    """
-    if not group.members:
-        return 0
-    tokens = group.members[0].tokens.count
-    if len(group.members) > 1:
-        tokens = group.prompt_len + sum(member.tokens.count - group.prompt_len for member in group.members)
-    if group.modules is not None:
-        return max(0, tokens - group.modules.entries * group.modules.chunk_size)
-    return max(0, tokens - group.holes)
-
-
-class RequestQueue:
-    """The waiting groups in order (`SequenceGroup.key`): by priority, preempted before new ones, by arrival.
-
-    Keys are unique and do not change while a group is in the queue.
-    """
-
-    def __init__(self) -> None:
-        self._groups: list[SequenceGroup] = []
-        self._tokens: dict[SequenceGroup, int] = {}
-        self.tokens = 0
-        """Tokens that must be computed for all groups in the queue, as far as is known."""
-
-    def __len__(self) -> int:
-        return len(self._groups)
-
-    def __iter__(self) -> Iterator[SequenceGroup]:
-        """Iterate over a copy: the queue may change during the loop."""
-        return iter(self._groups.copy())
-
-    def add(self, group: SequenceGroup) -> None:
-        assert not group.queued
-        group.queued = True
-        insort(self._groups, group, key=_key)
-        self._tokens[group] = tokens = tokens_to_compute(group)
-        self.tokens += tokens
-
-    def found(self, group: SequenceGroup, tokens: int) -> None:
-        """Note how many tokens of a group are cached; nothing happens if the group is not in the queue."""
-        known = self._tokens.get(group)
-        if known is not None and group.prompt_scored:  # a scored prompt is computed whole in any case
-            self._tokens[group] = rest = max(1, known - tokens)
-            self.tokens += rest - known
-
-    def tokens_of(self, group: SequenceGroup) -> int:
-        """Return how many tokens must be computed for a group in the queue."""
-        return self._tokens[group]
-
-    def remove(self, group: SequenceGroup) -> None:
-        assert group.queued
-        index = bisect_left(self._groups, group.key, key=_key)
-        assert self._groups[index] is group, "a group's key changed while it was in the queue"
-        del self._groups[index]
-        self.tokens -= self._tokens.pop(group)
-        group.queued = False
-
-
-def _key(group: SequenceGroup) -> tuple[int, bool, int, int]:
-    return group.key
-
-
 class AdmissionOrder:
     """Tells which waiting groups may enter the batch next."""
 
-    def __init__(self, queue: RequestQueue, quarantine: Quarantine) -> None:
+    def __init__(self, queue: FairQueue, quarantine: Quarantine) -> None:
         self.quarantine = quarantine
         self._queue = queue
         self.entering: dict[int, SequenceGroup] = {}
@@ -107,7 +42,7 @@ class AdmissionOrder:
         self._blocked: tuple[int, int, int] | None = None
         """(request, available blocks, running sequences) of the last admission that failed for lack of blocks."""
 
-    def candidates(self, available: int, running: int, *, going: bool) -> list[SequenceGroup]:
+    def candidates(self, available: int, running: int, *, going: bool) -> Iterator[SequenceGroup]:
         """Return the groups that may start now, in order; none while the first one still lacks blocks.
 
         Resumed sequences hold blocks and compute nothing until their whole group is in the batch. So a group that
@@ -116,13 +51,12 @@ class AdmissionOrder:
         Args:
             going: whether running sequences make progress.
         """
-        waiting = list(self._queue)
-        for entering in self.entering.values():
-            waiting.remove(entering)
-            waiting.insert(0, entering)
-        if not waiting or (going and self._blocked == (waiting[0].id, available, running)):
-            return []
-        return waiting
+        entering = list(reversed(self.entering.values()))
+        waiting = chain(entering, (group for group in self._queue if group not in entering))
+        first = next(waiting, None)
+        if first is None or (going and self._blocked == (first.id, available, running)):
+            return iter(())
+        return chain([first], waiting)
 
     def blocked(self, group: SequenceGroup, available: int, running: int) -> None:
         """Note that a group lacks blocks. It counts as lacking them as long as the two numbers do not change."""

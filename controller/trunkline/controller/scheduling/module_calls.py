@@ -10,7 +10,7 @@ from trunkline.controller.allocation.kv_manager import KVCacheManager
 from trunkline.controller.allocation.modules import find_text, name_texts
 from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.messages import ModuleText
-from trunkline.controller.scheduling.admission import RequestQueue
+from trunkline.controller.scheduling.fair_queue import FairQueue
 from trunkline.controller.scheduling.module_jobs import ModuleJobs, Wish
 from trunkline.controller.sequences.module_prompt import CachedText
 from trunkline.controller.sequences.sequence import Sequence as TokenSequence
@@ -265,7 +265,7 @@ def _unbegun(call: TextsCall, call_id: int) -> TextsCall:
 class ModuleEncoding:
     """The scheduler's state for modules of prompts: encoding jobs, calls, and the chunks held for both."""
 
-    def __init__(self, kv: KVCacheManager, queue: RequestQueue, fetching: Fetching) -> None:
+    def __init__(self, kv: KVCacheManager, queue: FairQueue, fetching: Fetching) -> None:
         self.jobs = ModuleJobs(kv.tree, queue, fetching)
         self.calls = ModuleCalls(kv, self.jobs)
         self._queue = queue

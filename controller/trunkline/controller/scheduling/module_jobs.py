@@ -21,7 +21,7 @@ from trunkline.controller.allocation.modules import encoding_of, find_text, lay_
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.messages import Submit
-from trunkline.controller.scheduling.admission import RequestQueue
+from trunkline.controller.scheduling.fair_queue import FairQueue
 from trunkline.controller.sequences.module_prompt import CachedText, ModulePrompt
 from trunkline.controller.sequences.sequence import Request, SequenceGroup
 from trunkline.controller.tiers.prefetch import Fetching
@@ -57,17 +57,18 @@ class Wish:
     preempted: bool
     arrival: int
     ttl: float
+    tenant: str = ""
 
     @property
     def key(self) -> tuple[int, bool, int]:
-        """Place in the queue of the wish's jobs: right before the request."""
+        """Place of the wish's jobs among the tenant's requests: right before the request."""
         return self.priority, not self.preempted, self.arrival
 
 
 class ModuleJobs:
     """The jobs that encode texts, by the texts' content."""
 
-    def __init__(self, tree: RadixCache, queue: RequestQueue, fetching: Fetching) -> None:
+    def __init__(self, tree: RadixCache, queue: FairQueue, fetching: Fetching) -> None:
         self._tree = tree
         self._queue = queue
         self._fetching = fetching
@@ -162,19 +163,28 @@ class ModuleJobs:
             self._queue.add(job.group)
             self.started_texts += 1
             self._new.append(job.group)
-        elif wish.key < job.group.key[:3]:
+        elif self._is_before(wish, job.group):
             self._hurry(job.group, wish)
         if far:
             self._fetching.give_up(job.group)
         job.waiters[wish.waiter] = None
         self._waits.setdefault(wish.waiter, {})[text.content] = None
 
+    def _is_before(self, wish: Wish, job: SequenceGroup) -> bool:
+        """Return whether a wish has its turn before a job that computes the same text for other requests."""
+        submit = job.request.submit
+        if wish.tenant == submit.tenant:
+            return wish.key < (submit.priority, not job.preempted, job.arrival)
+        if wish.priority != submit.priority or not (isinstance(wish.waiter, SequenceGroup) and job.queued):
+            return wish.priority < submit.priority
+        return wish.waiter.queued and self._queue.is_before(wish.waiter, job)
+
     def _hurry(self, group: SequenceGroup, wish: Wish) -> None:
         """Make a job as urgent as a new wish. For a running job, that matters when groups are preempted."""
         queued = group.queued
         if queued:
             self._queue.remove(group)
-        submit = structs.replace(group.request.submit, priority=wish.priority)
+        submit = structs.replace(group.request.submit, priority=wish.priority, tenant=wish.tenant)
         group.request = replace(group.request, submit=submit)
         group.preempted |= wish.preempted
         group.arrival = wish.arrival
@@ -185,6 +195,7 @@ class ModuleJobs:
         sampling = Sampling(temperature=0.0)
         tokens, count = texts[index].tokens, texts[index].token_count
         submit = Submit(0, tokens, count, 1, sampling, salt=wish.salt, priority=wish.priority, ttl=wish.ttl)
+        submit = structs.replace(submit, tenant=wish.tenant)
         request = Request.of(self._next_id, submit)
         self._next_id -= 1
         group = SequenceGroup(request, wish.arrival, _NO_LIMIT, sampling)
@@ -259,6 +270,7 @@ class ModuleJobs:
         if first is None or first.modules is None or not self._waits.get(first):
             return
         self._holder = first
+        self._queue.call(first)
         for part in first.modules.parts:
             self._hold(first.modules.texts[part.text], part.tokens(first.modules), step)
 
@@ -273,6 +285,7 @@ class ModuleJobs:
         for node in self._held:
             self._tree.release(node, node.last_use)
         self._held, self._holder = [], None
+        self._queue.call(None)
 
     def make_way(self, blocked: SequenceGroup, *, going: bool) -> bool:
         """Release the texts that are held for a request behind a group that lacks blocks; return whether any were.
@@ -283,7 +296,9 @@ class ModuleJobs:
         Args:
             going: whether running sequences make progress.
         """
-        if self._holder is None or not self._held or (going and blocked.key >= self._holder.key):
+        if self._holder is None or not self._held:
+            return False
+        if going and not self._queue.is_before(blocked, self._holder):
             return False
         if blocked.encodes and self._serves(blocked, self._holder):
             return False
@@ -305,7 +320,7 @@ class ModuleJobs:
 
 def _wish_of(group: SequenceGroup, prompt: ModulePrompt) -> Wish:
     submit = group.request.submit
-    return Wish(group, submit.salt, submit.priority, group.preempted, group.arrival, prompt.ttl)
+    return Wish(group, submit.salt, submit.priority, group.preempted, group.arrival, prompt.ttl, submit.tenant)
 
 
 def _target(group: SequenceGroup) -> CachedText:

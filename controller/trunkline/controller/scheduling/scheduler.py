@@ -1,4 +1,4 @@
-"""Decide what the next step computes: first come first served, decode first, prefill in chunks.
+"""Decide what the next step computes: tenants take turns, decode first, prefill in chunks.
 
       plan ─► _grow            give a block to each row that begins a new chunk; preempt the newest groups if
                                there are too few blocks
@@ -7,13 +7,13 @@
            ─► _close           add fences, and the changes that the workers do not know yet
 
 This is PagedAttention §4.5 with iteration-level batching: every running row decodes one token, and what is left of
-the token budget goes to prompts, in order of priority, then arrival. Admission reserves all blocks of a prompt at
-once, so no prompt holds blocks while it waits for blocks. When a row needs a block and none is free, idle cache is
-evicted first. Then the newest group is preempted as a whole: it gives up its blocks, and later matches its own
-prefix again.
+the token budget goes to prompts, in the order of `FairQueue`. Admission reserves all blocks of a prompt at once,
+so no prompt holds blocks while it waits for blocks. When a row needs a block and none is free, idle cache is
+evicted first. Then the last group in the same order is preempted as a whole: it gives up its blocks, and later
+matches its own prefix again, before new groups of its tenant start.
 
-Progress: the oldest group (of the best priority) is never preempted and always fits (checked when it comes), so it
-ends; then the next one is the oldest. Preempted groups resume before new groups of their priority start.
+Progress: a group is preempted only for one that goes on with at least one more token. Each fits alone (checked
+when it comes), so the last one that runs is not preempted: with one tenant, the oldest of the best priority.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from trunkline.controller.allocation.prefix_match import keep_or_compact
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.scheduling.admission import AdmissionOrder, Quarantine, RequestQueue, explain
+from trunkline.controller.scheduling.admission import AdmissionOrder, Quarantine, explain
+from trunkline.controller.scheduling.fair_queue import FairQueue
 from trunkline.controller.scheduling.forks import Forks, move_beams, restore_output
 from trunkline.controller.scheduling.module_calls import ModuleEncoding
 from trunkline.controller.sequences.plan_builder import NO_ROWS, DecodeRows, PendingChanges, PlanBuilder
@@ -72,7 +73,7 @@ class Scheduler:
         self.preloads = Preloads()
         self.fetching = Fetching(tree.tiers, self.costs, config.chunk_size)
         self.rows = DecodeRows(config.max_rows, config.chunk_size, config.max_table_blocks)
-        self.queue = RequestQueue()
+        self.queue = FairQueue(config.token_budget)
         self.admission = AdmissionOrder(self.queue, quarantine or Quarantine())
         self.encoding = ModuleEncoding(self.kv, self.queue, self.fetching)
         self.prefilling: list[Sequence] = []
@@ -106,6 +107,7 @@ class Scheduler:
         self._unpark(plan)
         if self._pending.rows_changed:
             self.row_set, plan.new_runs = self.rows.arrange(self.rows.active_slots())
+            self.queue.decode(self.rows.sequences[slot] for slot in self.row_set.slots.tolist())
         plan.rows = self.row_set
         self._prefill(plan)
         self.kv.tree.save_waiting(plan)
@@ -125,6 +127,7 @@ class Scheduler:
         plan.save_fence, plan.load_fence = self.kv.tree.fences.close(plan.step, self.kv.pool.taken, moved)
         slots = plan.rows.slots
         self.rows.planned[slots] += 1
+        self.queue.charge_rows()
         sampled_last = (self.rows.planned[slots] + 1 >= self.rows.limit[slots]).any()
         self._pending.rows_changed = bool(plan.sampling) or bool(sampled_last)
         plan.leaves, self._pending.left = self._pending.left, []
@@ -158,7 +161,7 @@ class Scheduler:
             return
         groups: dict[int, list[Sequence]] = {}
         rows = [s for slot in starting.tolist() if (s := self.rows.sequences[slot]) is not None]
-        for sequence in sorted(rows, key=lambda s: (s.group.rank, s.sample)):
+        for sequence in sorted(rows, key=lambda s: (self.queue.rank(s.group), s.sample)):
             groups.setdefault(sequence.request, []).append(sequence)
         for members in groups.values():
             self._preempt_until_room(members, plan)
@@ -173,7 +176,7 @@ class Scheduler:
     def _preempt_until_room(self, members: list[Sequence], plan: PlanBuilder) -> None:
         """Preempt the newest groups until each of these rows can have a block, or their own group is preempted."""
         while members[0].slot >= 0 and not self.kv.make_room(len(members), plan):
-            newest = max((s.group for s in self.running()), key=lambda group: group.rank)
+            newest = max((s.group for s in self.running()), key=self.queue.rank)
             going = any(sequence.group is not newest for sequence in self.running())
             if not self.encoding.make_way(newest, plan.now, going=going):
                 self.preempt(newest, plan.now)
@@ -425,6 +428,7 @@ class Scheduler:
             self.preloads.wait(sequence.batch_seq_id, step)
         sequence.phase = Phase.PREFILL
         self.prefilling.append(sequence)
+        self.queue.started(group, sequence.prefill_stop - sequence.computed)
         self.admission.note(group)
         self.admission.unblock()
 

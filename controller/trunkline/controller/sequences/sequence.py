@@ -1,7 +1,7 @@
 """Requests, their sequence groups, and sequences: tokens, limits, and what each owns of the tree and the pool.
 
       Request ──► SequenceGroup ──► Sequence 0 … n−1
-                  rank, limits      tokens, path, private blocks, id in the batch
+                  key, limits       tokens, path, private blocks, id in the batch
 
 The scheduler works with groups: the samples or beams of a request are admitted, preempted and resumed together
 (PagedAttention §4.5, gang scheduling). A group begins with the prompt's sequence; the others fork from it when the
@@ -190,6 +190,7 @@ class SequenceGroup:
         "request",
         "search",
         "started",
+        "turn",
         "waits_for_grammar",
     )
 
@@ -207,6 +208,8 @@ class SequenceGroup:
         self.preempted = False
         self.queued = False
         """Whether the group is in the queue, because one of its sequences waits."""
+        self.turn = 0
+        """The expected turn of the group, in the order of `FairQueue`; set when it comes to the queue."""
         self.forked = request.width == 1
         """Whether the group's sequences have forked (or there is only one)."""
         self.started = False
@@ -234,15 +237,11 @@ class SequenceGroup:
         return self.request.id
 
     @property
-    def key(self) -> tuple[int, bool, int, int]:
-        """Order in the queue: priority; preempted before new; arrival; a job that encodes a text for a request
-        (its id is negative) before that request."""
-        return self.request.submit.priority, not self.preempted, self.arrival, self.id
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Order among running groups: the group with the largest rank is preempted first."""
-        return self.request.submit.priority, self.arrival
+    def key(self) -> tuple[int, int, bool, int, int]:
+        """The place in the queue that was expected when the group came to it, for fetching chunks: priority; turn;
+        preempted before new; arrival; a job that encodes a text for a request (its id is negative) before that
+        request."""
+        return self.request.submit.priority, self.turn, not self.preempted, self.arrival, self.id
 
     @property
     def holes(self) -> int:

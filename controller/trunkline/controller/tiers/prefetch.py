@@ -317,7 +317,7 @@ class Prefetcher:
         if path:
             job, self._next_job = self._next_job, self._next_job - 1
             # Behind all waiting requests, in order of arrival.
-            self._tree.tiers.want(job, (inf, 1.0, float(-job), 0.0), path + head)
+            self._tree.tiers.want(job, (inf, inf, 1.0, float(-job), 0.0), path + head)
             self._announced[job] = now + ANNOUNCED_S
             if len(self._announced) > ANNOUNCED_MAX:
                 self._forget(next(iter(self._announced)))

@@ -296,6 +296,7 @@ def job_for(
         salt=cache_salt(body.cache_salt),
         priority=meter.priority(body.priority),
         grammar=owned(job.grammar, meter.tenant),
+        tenant=meter.tenant,
     )
 
 

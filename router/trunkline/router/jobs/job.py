@@ -92,6 +92,8 @@ class Job(msgspec.Struct, frozen=True):
     ttl: float = 0.0
     """Seconds for which the KV is kept after the request's end; 0: as the engine is configured."""
     modules: Modules | None = None
+    tenant: str = ""
+    """Name of the tenant that pays for the request."""
 
     @property
     def module_tokens(self) -> int:

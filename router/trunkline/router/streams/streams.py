@@ -404,6 +404,7 @@ def submission(job: Job, request: int) -> Submit:
         drops=job.packed_drops(),
         ttl=job.ttl,
         layout=None if job.modules is None else job.modules.layout,
+        tenant=job.tenant,
     )
 
 
