@@ -30,6 +30,7 @@ from trunkline.controller.messages import (
 )
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.router.messages import (
+    PROTOCOL,
     BeamsFound,
     Finished,
     FinishReason,
@@ -323,6 +324,7 @@ class FakeController:
             max_rows=behaviour.max_rows,
             tiers=behaviour.tiers,
             misses=behaviour.misses,
+            protocol=PROTOCOL,
         )
 
     def _step(self, socket: zmq.Socket[bytes]) -> None:

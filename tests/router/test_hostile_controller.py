@@ -22,6 +22,7 @@ from simulation.hostile import altered
 from trunkline.controller.messages import PromptLogprobs, TopLogprobs
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.messages import (
+    PROTOCOL,
     BeamsFound,
     EventsReply,
     Finished,
@@ -32,8 +33,6 @@ from trunkline.router.messages import (
     Outputs,
     Prefetched,
     PromptScored,
-    Record,
-    RecordReply,
     Started,
     State,
     TierState,
@@ -69,7 +68,6 @@ def replies(chosen: random.Random, live: list[int], state: State) -> list[msgspe
         Flushed(1, number, 3),
         Prefetched(1, number, 3, 4),
         ModulesReply(1, number, "ok", "", one, one, 3, 100),
-        RecordReply(1, number, "ok", [Record("a", 1, b"{}", 1.0, 2.0, 0.0)]),
         EventsReply(1, number, b"12345678", 3, False, bytes(32), b"\1\2", False),
         TreeDescription(seq=1, ticket=number, names=bytes(16), parents=pack_int32([-1]), tokens=pack_int32([4])),
     ]
@@ -201,10 +199,10 @@ def test_a_controller_of_another_version_is_told_apart(folder: Path, tokenizer: 
     with running(place, tokenizer, controllers=2) as (router, fakes):
         state = fakes[1]._state
         fakes[1]._state = lambda sequence: msgspec.structs.replace(  # type: ignore[method-assign]
-            state(sequence), protocol=2
+            state(sequence), protocol=PROTOCOL - 1
         )
         wait_until(lambda: router.ready == 1)
-        assert "speaks protocol 2, this router 1" in router.service.links[1].why_not_ready()
+        assert f"speaks protocol {PROTOCOL - 1}, this router {PROTOCOL}" in router.service.links[1].why_not_ready()
         for _ in range(4):
             assert httpx.post(f"{router.url}/v1/completions", json=PROMPT, timeout=20).status_code == 200
         assert not fakes[1].live

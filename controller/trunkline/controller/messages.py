@@ -167,33 +167,6 @@ class ModulesCall(msgspec.Struct, array_like=True, frozen=True, tag="modules"):
     `PromptLayout`."""
 
 
-class RecordCall(msgspec.Struct, array_like=True, frozen=True, tag="record"):
-    """An operation on a record: a small document that outlives requests, such as a session. Answered by
-    `RecordReply`. The controller does not look into `value`.
-
-    Operations: "create" (id must be new), "get" (without the value if `version` is the present one), "peek" (get,
-    which does not count as use), "put" (replace; `version` must be the present one), "delete", "list" (ids after
-    `id`, `limit` of them, without values), "acquire" (get, and no other router may acquire, put or delete it until
-    "release", "put" with `release`, or `lease_s` have passed), "release".
-    """
-
-    ticket: int
-    op: str
-    kind: str
-    """Kind of the record, such as "session". Ids are unique within a kind."""
-    id: str
-    value: bytes = b""
-    version: int = 0
-    ttl: float = 0.0
-    """create, put: seconds without use after which the record is forgotten; 0: never."""
-    lease: str = ""
-    """acquire: a token of the caller's choice; put, delete, release: the token with which the record was
-    acquired."""
-    lease_s: float = 0.0
-    release: bool = False
-    limit: int = 100
-
-
 class EventsCall(msgspec.Struct, array_like=True, frozen=True, tag="events"):
     """Question for the `KvEvents` that a router missed, or for all if it has seen none. Answered by `EventsReply`.
 
@@ -221,9 +194,7 @@ class DescribeTree(msgspec.Struct, array_like=True, frozen=True, tag="describe")
     """Number of each node's first tokens to describe; they are part of a client's prompt."""
 
 
-RouterRequest = (
-    Submit | Abort | Ping | FlushCache | Prefetch | ModulesCall | RecordCall | EventsCall | DescribeTree
-)
+RouterRequest = Submit | Abort | Ping | FlushCache | Prefetch | ModulesCall | EventsCall | DescribeTree
 
 
 class TopLogprobs(msgspec.Struct, array_like=True, frozen=True):

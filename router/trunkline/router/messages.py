@@ -13,7 +13,7 @@ import msgspec
 
 from trunkline.controller.messages import PromptLogprobs, TopLogprobs
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 """Version of the messages between routers, controllers and workers. It grows when the other side would
 misunderstand a new form. New fields at the end with defaults do not need that: both sides understand them."""
 
