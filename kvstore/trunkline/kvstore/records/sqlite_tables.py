@@ -55,8 +55,8 @@ VERSION: Final = 1
 _SCHEMA: Final = """
 CREATE TABLE records (
     number INTEGER PRIMARY KEY, kind TEXT NOT NULL, owner TEXT NOT NULL, id TEXT NOT NULL,
-    version INTEGER NOT NULL, head INTEGER, created REAL NOT NULL, used REAL NOT NULL, ttl REAL NOT NULL, digest BLOB NOT NULL,
-    header BLOB NOT NULL);
+    version INTEGER NOT NULL, head INTEGER, created REAL NOT NULL, used REAL NOT NULL, ttl REAL NOT NULL,
+    digest BLOB NOT NULL, header BLOB NOT NULL);
 CREATE TABLE segments (
     number INTEGER PRIMARY KEY, owner TEXT NOT NULL, name BLOB NOT NULL, parent INTEGER, content BLOB NOT NULL);
 CREATE UNIQUE INDEX records_by_key ON records (kind, owner, id);
