@@ -1,7 +1,8 @@
 -- The operations of a record store on Redis or Valkey. Each call is one operation, which is atomic and bounded.
 --
 -- redis_store.py puts a line before this text that defines RECORD_BYTES, SEGMENT_BYTES and LEASE_US_MAX.
--- ARGV: the operation's name, then its arguments. The answer is one string: fields, each behind its length.
+-- ARGV: the operation's name, then its arguments. The answer is one string: fields, each behind its length. That of
+-- a reading is an array of such a string and of segments.
 -- Times are microseconds of the server's clock. KEYS is not used: the store does not run on Redis Cluster.
 --
 --   tl:r:r:KIND\0OWNER\0ID   hash, a record: v version, s head, c created, u used, t ttl in seconds,
@@ -288,39 +289,36 @@ function operations.delete()
   return answer('ok')
 end
 
--- The chain from a segment back to one that the remaining arguments name, or to its beginning. Returns the fields
--- of an answer: the known segment, the one to continue with, then names and contents, the last one first; nil: a
--- segment is missing.
-local function walk(owner, name)
+-- Read the chain from a segment back to one that the remaining arguments name, or to its beginning. Returns an
+-- answer to which are added the known segment and the one to continue with; then follow segments as they are
+-- stored, the last one first: joining them would take the server longer than reading them. nil: one is missing.
+local function walk(owner, name, front)
   local known = {}
   while at < #ARGV do known[arg()] = true end
-  local fields, bytes = {'', ''}, 0
+  local parts, bytes = {''}, 0
   while name ~= '' and not known[name] do
-    if #fields >= 2 * WALK_SEGMENTS or bytes >= ANSWER_BYTES then
-      fields[2] = name
-      return fields
+    if #parts > WALK_SEGMENTS or bytes >= ANSWER_BYTES then
+      parts[1] = front .. answer('', name)
+      return parts
     end
-    local content = call('GET', segment(owner, name))
-    if not content then return nil end
-    fields[#fields + 1] = name
-    fields[#fields + 1] = string.sub(content, 21)
-    bytes = bytes + #content
-    local parent = string.sub(content, 5, 20)
+    local stored = call('GET', segment(owner, name))
+    if not stored then return nil end
+    parts[#parts + 1] = stored
+    bytes = bytes + #stored
+    local parent = string.sub(stored, 5, 20)
     name = parent == NO_PARENT and '' or parent
   end
-  fields[1] = name
-  return fields
+  parts[1] = front .. answer(name, '')
+  return parts
 end
 
 -- A record whose segments the server has evicted is of no use.
 local function reading(record, key, owner)
-  local fields = walk(owner, record.head)
-  if not fields then
-    remove(record, key)
-    return answer('missing')
-  end
-  return written(record) .. answer(call('GET', P .. 'h:' .. key) or '', whole(bytes_of(owner)))
-    .. answer(unpack(fields))
+  local header = call('GET', P .. 'h:' .. key)
+  local parts = header and walk(owner, record.head, written(record) .. answer(header, whole(bytes_of(owner))))
+  if parts then return parts end
+  remove(record, key)
+  return answer('missing')
 end
 
 function operations.get()
@@ -336,8 +334,8 @@ end
 operations['continue'] = function()
   local kind, owner, id, version, name = arg(), arg(), arg(), tonumber(arg()), arg()
   local key = whole_key(kind, owner, id)
-  local fields = walk(owner, name)
-  if fields then return answer('ok') .. answer(unpack(fields)) end
+  local parts = walk(owner, name, answer('ok'))
+  if parts then return parts end
   local record = load(key)
   if record and record.version == version then remove(record, key) end
   return answer('changed')
@@ -357,9 +355,9 @@ end
 function operations.renew()
   local key, token, duration = whole_key(arg(), arg(), arg()), arg(), tonumber(arg())
   local record = load(key)
-  if not record or record.lease <= 0 or record.token ~= token then return answer('no') end
+  if not record or record.lease <= 0 or record.token ~= token then return answer('ok', '0') end
   call('HSET', P .. 'r:' .. key, 'e', whole(now + duration))
-  return answer('ok')
+  return answer('ok', '1')
 end
 
 function operations.release()

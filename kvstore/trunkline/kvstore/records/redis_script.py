@@ -86,8 +86,8 @@ class RedisScript:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def call(self, *args: bytes | str | int, grows: bool) -> bytes:
-        """Call the script.
+    async def call(self, *args: bytes | str | int, grows: bool) -> Any:
+        """Call the script and return its answer: bytes, or a list of bytes.
 
         Args:
             grows: whether a server whose memory is full may refuse this.
@@ -96,19 +96,19 @@ class RedisScript:
             StoreAwayError: the server does not answer, or refuses.
         """
 
-        async def ask(connection: Any) -> bytes:
+        async def ask(connection: Any) -> Any:
             text = self._texts[grows]
             try:
-                return bytes(await _ask(connection, "EVALSHA", text.digest, 0, *args))
+                return await _ask(connection, "EVALSHA", text.digest, 0, *args)
             except refusals.NoScriptError:
                 pass
             try:
-                return bytes(await _ask(connection, "EVAL", text.text, 0, *args))
+                return await _ask(connection, "EVAL", text.text, 0, *args)
             except refusals.ResponseError as error:
                 if "compiling script" not in str(error):
                     raise
             self._texts = [_Text(self._body)] * 2  # Redis 6.2 knows no flags
-            return bytes(await _ask(connection, "EVAL", self._body, 0, *args))
+            return await _ask(connection, "EVAL", self._body, 0, *args)
 
         return await self._persistently(ask)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -43,6 +44,8 @@ _CONSTANTS: Final = (
 _READINGS_MAX: Final = 10
 """How often a long chain is read anew because it was changed meanwhile."""
 _VERSION_MIN: Final = (6, 2)
+_GROWING: Final = ("create", "put", "acquire")
+"""Operations that a server whose memory is full may refuse."""
 
 
 class RedisRecords:
@@ -79,8 +82,8 @@ class RedisRecords:
 
     async def renew(self, key: RecordKey, token: str, seconds: float) -> bool:
         """See `RecordStore.renew`."""
-        answer = await self._script.call("renew", *key, token, _lease_us(seconds), grows=False)
-        return next(_fields(answer)) == b"ok"
+        fields = await self._call("renew", *key, token, _lease_us(seconds))
+        return next(fields) == b"1"
 
     async def release(self, key: RecordKey, token: str) -> None:
         """See `RecordStore.release`."""
@@ -171,38 +174,49 @@ class RedisRecords:
             return None
         return bytes(answer[1]).decode() if len(answer) == 2 else None
 
-    async def _call(self, operation: str, *args: bytes | str | int) -> Iterator[bytes]:
+    async def _call(self, *args: bytes | str | int) -> Iterator[bytes]:
         """Call an operation and return the fields of its answer after the first, which told of its success."""
-        answer = await self._script.call(operation, *args, grows=operation in ("create", "put", "acquire"))
-        fields = _fields(answer)
+        answer = await self._script.call(*args, grows=args[0] in _GROWING)
+        fields = _fields(answer) if isinstance(answer, bytes) else chain(_fields(answer[0]), answer[1:])
         if (status := next(fields)) != b"ok":
             _refuse(status, fields)
         return fields
 
     async def _read(self, key: RecordKey, known: Sequence[bytes], *args: bytes | str | int) -> Reading:
         for _ in range(_READINGS_MAX):
-            fields = await self._call(str(args[0]), *args[1:], *known)
+            fields = await self._call(*args, *known)
             record = _record(key, fields, b"")
             record = record._replace(header=next(fields))
-            owner_bytes = int(next(fields))
-            after, rest, *pieces = fields
+            owner_bytes, after, rest = int(next(fields)), next(fields), next(fields)
+            stored = list(fields)
             while rest:
-                answer = await self._script.call("continue", *key, record.version, rest, *known, grows=False)
-                more = _fields(answer)
-                if next(more) != b"ok":
+                try:
+                    fields = await self._call("continue", *key, record.version, rest, *known)
+                except _ChangedError:
                     break
-                after, rest, *older = more
-                pieces += older
+                after, rest = next(fields), next(fields)
+                stored += fields
             else:
-                segments = [Segment(pieces[at], pieces[at + 1]) for at in range(0, len(pieces), 2)]
-                return Reading(record, after, segments[::-1], owner_bytes)
+                return Reading(record, after, _chain(record.head, stored), owner_bytes)
         raise MissingError("there is no such record any more")
 
 
+class _ChangedError(Exception):
+    """A chain was removed while it was read."""
+
+
+def _chain(head: bytes, stored: list[bytes]) -> list[Segment]:
+    """Return segments, the oldest first, from what the script stores of them, the last one first."""
+    segments = []
+    for value in stored:
+        segments.append(Segment(head, value[20:]))
+        head = value[4:20]
+    return segments[::-1]
+
+
 def _change_args(key: RecordKey, change: Change) -> list[bytes | str]:
-    chain = chain_of(key.owner, change)
     args: list[bytes | str] = [change.header, repr(float(change.ttl)), change.base]
-    for segment in chain:
+    for segment in chain_of(key.owner, change):
         args += segment
     return args
 
@@ -241,6 +255,8 @@ def _refuse(status: bytes, fields: Iterator[bytes]) -> NoReturn:
             raise ConflictError(int(next(fields)))
         case b"base":
             raise BaseMissingError("there is no such segment")
+        case b"changed":
+            raise _ChangedError
         case b"quota":
             raise QuotaError("the owner's records have reached their quota")
     raise AssertionError(f"records.lua answered {status!r}")
