@@ -30,8 +30,6 @@ class ControllerConfig(EngineLimits, frozen=True, kw_only=True):
     """Digest of the model that the workers compute with, hexadecimal."""
     index_path: str = ""
     """SQLite file with the disk tier's chunks; "": there is no disk tier."""
-    records_path: str = ""
-    """SQLite file with the records (sessions, schemas, kept answers); "": they live as long as the process."""
     tier_fingerprint: str = ""
     """Hexadecimal digest of all that the tiers' bytes depend on (`trunkline.kvstore.fingerprint`). A disk index
     with another digest is not read."""
