@@ -77,10 +77,12 @@ def router(cluster: tuple[RunningRouter, FakeController]) -> RunningRouter:
 
 @pytest.fixture
 def fake(cluster: tuple[RunningRouter, FakeController], tokenizer: Tokenizer) -> Iterator[FakeController]:
-    """The shared controller, with fresh behaviour; a test must leave nothing running there."""
+    """The shared controller, with fresh behaviour, and no records in the router's store; a test must leave nothing
+    running there."""
     router, controller = cluster
     controller.behaviour = Behaviour(make_answer(tokenizer))
     router.forgive()
+    router.forget_records()
     wait_until(lambda: router.ready == 1)
     yield controller
     controller.behaviour.hold = controller.behaviour.mute = controller.behaviour.queue = False

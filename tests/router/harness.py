@@ -19,6 +19,7 @@ from router.fake_controller import FakeController, prompt_of
 from router.in_process import InProcess
 
 from trunkline.controller.messages import Submit
+from trunkline.kvstore.records import open_records
 from trunkline.router.config import RouterConfig
 from trunkline.router.routing.controllers import Breaker
 from trunkline.router.server import listen, make_server
@@ -87,6 +88,16 @@ class RunningRouter:
         self._server.should_exit = True
         self._thread.join(10)
         assert not self._thread.is_alive()
+
+    def forget_records(self) -> None:
+        """Go on with an empty record store."""
+        records = self.service.records
+
+        async def replace() -> None:
+            old, records._store = records._store, open_records("sqlite::memory:")
+            await old.close()
+
+        self.call(replace())
 
     def call(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run something in the router's event loop and return its result, such as a call of its record store."""

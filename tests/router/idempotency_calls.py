@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 from router.fake_controller import FakeController
 from router.harness import JSON, MESSAGES, RunningRouter, running, wait_until
 
-from trunkline.controller.messages import RecordCall
-from trunkline.router.http.idempotency import RequestName, name_request
-from trunkline.router.messages import RecordReply
+from trunkline.kvstore.records import BusyError, Change, MissingError, RecordKey
+from trunkline.router.http.idempotency import RequestName, Result, name_request
 from trunkline.router.tenancy.auth import ANONYMOUS
 from trunkline.router.text.tokenizer import Tokenizer
 
@@ -36,8 +35,34 @@ def name_of(key: str, path: str = PATH, /, **fields: Any) -> RequestName:
     return name_request(ANONYMOUS, key, b"POST", path.encode(), b"", b"", json.dumps(body).encode())
 
 
-def record(fake: FakeController, op: str, name: RequestName, **fields: Any) -> RecordReply:
-    return fake.behaviour.records.handle(RecordCall(1, op, "idem", name.record, **fields), 1, time.time())[0]
+def key_of(name: RequestName) -> RecordKey:
+    """Of the record with a request's answer."""
+    return RecordKey("answer", "", name.record)
+
+
+def kept(router: RunningRouter, name: RequestName) -> Result:
+    reading = router.call(router.service.records.get(key_of(name)))
+    return msgspec.msgpack.decode(reading.record.header, type=Result)
+
+
+def forget(router: RunningRouter, name: RequestName) -> None:
+    """As if the router had died before it could record its answer."""
+
+    def deleted() -> bool:
+        try:
+            router.call(router.service.records.delete(key_of(name)))
+        except (BusyError, MissingError):
+            return False
+        return True
+
+    wait_until(deleted)
+
+
+def leave_unfinished(router: RunningRouter, name: RequestName, lease_s: float) -> None:
+    """What a router that died at work leaves behind."""
+    records, header = router.service.records, msgspec.msgpack.encode(Result(name.request, 1234567890))
+    router.call(records.create(key_of(name), Change(header, 600.0)))
+    router.call(records.acquire(key_of(name), "of the dead", lease_s))
 
 
 def seeds(fake: FakeController) -> list[int]:

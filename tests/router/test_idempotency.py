@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 from router.fake_controller import FakeController
-from router.harness import MESSAGES, wait_until
+from router.harness import MESSAGES, RunningRouter, wait_until
 from router.idempotency_calls import (
     CHAT,
     PATH,
     REPLAYED,
     ask,
     essence,
+    forget,
+    kept,
+    key_of,
     name_of,
     one_router,
     patiently,
-    record,
     seeds,
 )
 from router.session_calls import error_of
-from seeds import seeds as rotating_seeds
 
-from trunkline.controller.messages import RecordCall
-from trunkline.controller.storage.records import SHARES, Limits, RecordStore
-from trunkline.kvstore.chunks import pack_int32
+from trunkline.kvstore.records import BusyError
 from trunkline.router.errors import ApiError
-from trunkline.router.http.idempotency import Result, name_request, takes_key
+from trunkline.router.http.idempotency import name_request
+from trunkline.router.http.replay import takes_key
 from trunkline.router.request_context import RequestRandom, created_at, draw_hex, draw_seed, known, request_name
-from trunkline.router.stores.session_history import KnownPrompt, SessionState, pack_session, unpack_session
 from trunkline.router.text.tokenizer import Tokenizer
 
 # -- what is drawn
@@ -84,67 +81,6 @@ def test_which_requests_may_have_a_key() -> None:
     assert not takes_key("POST", "/v1/sessions/sess_1/prefetch")
 
 
-@pytest.mark.parametrize("seed", rotating_seeds(3))
-def test_a_turn_that_is_taken_back_leaves_no_trace(seed: int, tokenizer: Tokenizer) -> None:
-    """Turns of random texts; each may be taken back and made again, as often as its request comes."""
-    rng = random.Random(seed)
-    vocabulary = tokenizer.vocabulary
-    session = SessionState(model="demo", vocabulary="v")
-
-    def turn(name: bytes) -> tuple[SessionState, SessionState]:
-        session.begin_turn(name)
-        before = msgspec.structs.replace(session)
-        keep = rng.choice([len(session.text), rng.randint(0, len(session.text))])  # some templates rewrite
-        reused = (
-            min(session.token_count, rng.randint(0, keep)) if keep < len(session.text) else session.token_count
-        )
-        text = session.text[:keep] + "".join(rng.choices("ab c", k=rng.randint(0, 40)))
-        tokens = session.ids()[:reused] + [rng.randint(2, 60) for _ in range(rng.randint(1, 30))]
-        session.messages = [*session.messages, {"role": "user", "content": text}]
-        session.form = "chat"
-        session.remember(KnownPrompt(text, tokens, reused), [rng.randint(2, 60) for _ in range(5)], vocabulary)
-        session.end_turn(name, before)
-        return before, msgspec.structs.replace(session)
-
-    for number in range(40):
-        name = f"request {number}".encode()
-        before, _ = turn(name)
-        for _ in range(rng.randint(0, 3)):
-            session = unpack_session(pack_session(session))  # as another router finds it
-            again, _ = turn(name)
-            assert msgspec.structs.replace(again, last=None) == msgspec.structs.replace(before, last=None), number
-        assert session.turns == number + 1
-        if rng.random() < 0.3:
-            session.begin_turn(b"")
-            assert session.turns == number + 1, "a request without a name takes nothing back"
-
-
-def test_too_much_is_not_taken_back() -> None:
-    before = SessionState(model="demo", text="x" * 300_000, tokens=pack_int32([1] * 10))
-    session = msgspec.structs.replace(before, text="y")
-    session.end_turn(b"name", before)
-    assert session.last is None
-
-
-def test_copies_of_answers_do_not_take_the_room_of_sessions() -> None:
-    store = RecordStore(limits=Limits(records=40, total_bytes=4000))
-    share = SHARES["idem"]
-
-    def make(kind: str, number: int, size: int) -> str:
-        call = RecordCall(1, "create", kind, f"{kind}-{number}", value=bytes(size))
-        return store.handle(call, 1, 0.0)[0].status
-
-    assert make("idem", 0, 4000 // share) == "ok"
-    assert make("idem", 1, 1) == "failed"
-    assert make("session", 0, 4000 - 4000 // share) == "ok"
-    for kind in ("idem", "session"):
-        assert store.handle(RecordCall(1, "delete", kind, f"{kind}-0"), 1, 0.0)[0].status == "ok"
-    made = [make("idem", number, 1) for number in range(40)]
-    assert made.count("ok") == 40 // share
-    assert made[-1] == "failed"
-    assert all(make("session", number, 1) == "ok" for number in range(40 - 40 // share))
-
-
 CALLS: list[tuple[str, dict[str, Any]]] = [
     (PATH, {}),
     (PATH, {"stream": True, "stream_options": {"include_usage": True}}),
@@ -180,18 +116,17 @@ def test_an_answer_comes_again(
     ("path", "fields"), [call for call in CALLS if call[0] not in ("/v1/sessions", "/v1/schemas")]
 )
 def test_an_answer_that_is_made_again_is_the_same(
-    http: httpx.Client, fake: FakeController, path: str, fields: dict[str, Any]
+    router: RunningRouter, http: httpx.Client, fake: FakeController, path: str, fields: dict[str, Any]
 ) -> None:
     """The record is gone, but what was drawn was drawn from the key: seeds, ids and all."""
     key = f"anew {path} {fields.get('stream')}"
     first = ask(http, key, path, **fields)
     count = len(fake.behaviour.submits)
-    kept = record(fake, "get", name_of(key, path, **fields)).records[0]
-    assert record(fake, "delete", name_of(key, path, **fields)).status == "ok"
+    result = kept(router, name_of(key, path, **fields))
+    forget(router, name_of(key, path, **fields))
     second = ask(http, key, path, **fields)
     assert REPLAYED not in second.headers
     assert seeds(fake)[:count] == seeds(fake)[count:]
-    result = msgspec.msgpack.decode(kept.value, type=Result)
     assert result.body == first.content
 
     assert essence(second) == essence(first)
@@ -258,16 +193,26 @@ def test_refusals_are_not_kept(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_lets_go_of_its_key(http: httpx.Client, fake: FakeController, stream: bool) -> None:
+def test_a_client_that_leaves_lets_go_of_its_key(
+    router: RunningRouter, http: httpx.Client, fake: FakeController, stream: bool
+) -> None:
     key = f"left {stream}"
     fake.behaviour.hold = True
     with pytest.raises(httpx.ReadTimeout):
         http.post(
             PATH, content=json.dumps(CHAT | {"stream": stream}), headers={"Idempotency-Key": key}, timeout=0.3
         )
-    name = name_of(key, stream=stream)
-    wait_until(lambda: record(fake, "acquire", name, lease="test", lease_s=1.0).status == "ok")
-    record(fake, "release", name, lease="test")
+    records, record = router.service.records, key_of(name_of(key, stream=stream))
+
+    def is_free() -> bool:
+        try:
+            router.call(records.acquire(record, "test", 1.0))
+        except BusyError:
+            return False
+        return True
+
+    wait_until(is_free)
+    router.call(records.release(record, "test"))
     fake.behaviour.hold = False
     answer = ask(http, key, stream=stream)
     assert answer.status_code == 200
@@ -291,7 +236,7 @@ def test_who_waits_may_leave(http: httpx.Client, fake: FakeController) -> None:
 def test_what_is_too_long_is_made_again(
     http: httpx.Client, fake: FakeController, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr("trunkline.router.http.idempotency.BODY_BYTES_MAX", 200)
+    monkeypatch.setattr("trunkline.router.http.replay.BODY_BYTES_MAX", 200)
     first, second = (ask(http, f"long {stream}", stream=stream) for _ in range(2))
     assert first.status_code == second.status_code == 200
     assert essence(first) == essence(second)
@@ -303,7 +248,7 @@ def test_what_is_too_long_is_made_again(
 
 
 def test_copies_share_a_bounded_room(place: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trunkline.router.http.idempotency.COPIES_BYTES_MAX", 3000)
+    monkeypatch.setattr("trunkline.router.http.replay.COPIES_BYTES_MAX", 3000)
     with one_router(place, tokenizer) as (_, http, fake):
         for number in range(10):  # each gives its room back …
             assert ask(http, f"short {number}").status_code == 200

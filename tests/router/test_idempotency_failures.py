@@ -1,8 +1,7 @@
-"""Requests that come again with the same `Idempotency-Key` while routers die, or controllers are away."""
+"""Requests that come again with the same `Idempotency-Key` while routers die, or their record store is away."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,35 +10,41 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 from router.fake_controller import FakeController
-from router.harness import DEMO_MODEL, RunningRouter, running, wait_until
-from router.idempotency_calls import PATH, REPLAYED, ask, essence, name_of, one_router, record, seeds
+from router.harness import DEMO_MODEL, RunningRouter, free_port, running, shared_records, wait_until
+from router.idempotency_calls import (
+    PATH,
+    REPLAYED,
+    ask,
+    essence,
+    forget,
+    leave_unfinished,
+    name_of,
+    one_router,
+    seeds,
+)
 from router.session_calls import create, error_of, get
 
-from trunkline.controller.messages import RecordCall
+from trunkline.kvstore.records import RecordKey
 from trunkline.router.config import RouterConfig
 from trunkline.router.http import idempotency
-from trunkline.router.http.idempotency import IdempotencyStore, RequestName, Result
+from trunkline.router.http.idempotency import IdempotencyStore, RequestName
 from trunkline.router.request_context import RequestRandom
-from trunkline.router.routing.policies import rendezvous
 from trunkline.router.text.tokenizer import Tokenizer
+
+WAITS = 'trunkline_record_failures_total{operation="acquire",reason="busy"}'
+"""In the metrics of a router with a request that waits for another router's answer."""
 
 # -- routers that die
 
 
-def leave_unfinished(fake: FakeController, name: RequestName, lease_s: float) -> None:
-    """What a router that died at work leaves behind."""
-    value = msgspec.msgpack.encode(Result(name.request, 1234567890))
-    assert record(fake, "create", name, value=value, ttl=600.0).status == "ok"
-    assert record(fake, "acquire", name, lease="of the dead", lease_s=lease_s).status == "ok"
-
-
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_dead_routers_request_is_taken_over(http: httpx.Client, fake: FakeController, stream: bool) -> None:
+def test_a_dead_routers_request_is_taken_over(
+    router: RunningRouter, http: httpx.Client, fake: FakeController, stream: bool
+) -> None:
     key = f"dead {stream}"
-    leave_unfinished(fake, name_of(key, stream=stream), lease_s=0.3)
+    leave_unfinished(router, name_of(key, stream=stream), lease_s=0.3)
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda _: ask(http, key, stream=stream), range(4)))
     assert len(fake.behaviour.submits) == 1
@@ -50,8 +55,8 @@ def test_a_dead_routers_request_is_taken_over(http: httpx.Client, fake: FakeCont
 
 def test_nobody_waits_for_ever(place: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trunkline.router.app.IdempotencyStore", partial(IdempotencyStore, wait_seconds=0.3))
-    with one_router(place, tokenizer) as (_, http, fake):
-        leave_unfinished(fake, name_of("slow"), lease_s=100.0)
+    with one_router(place, tokenizer) as (router, http, fake):
+        leave_unfinished(router, name_of("slow"), lease_s=100.0)
         answer = ask(http, "slow")
         assert error_of(answer) == (409, "idempotency_key_in_use", "Idempotency-Key")
         assert int(answer.headers["retry-after"]) >= 1
@@ -59,37 +64,38 @@ def test_nobody_waits_for_ever(place: Path, tokenizer: Tokenizer, monkeypatch: p
 
 
 @contextmanager
-def two_routers(place: Path, tokenizer: Tokenizer, controllers: int = 1) -> Iterator[Any]:
-    """Both with the same controllers: their urls, and the controllers."""
-    with running(place, tokenizer, controllers=controllers) as (router, fakes):
+def two_routers(place: Path, tokenizer: Tokenizer) -> Iterator[Any]:
+    """Both with the same controller and record store: the first, clients of both, and the controller."""
+    with shared_records() as records, running(place, tokenizer, records=records) as (router, [fake]):
         config = RouterConfig(
             model_path=str(DEMO_MODEL),
-            controllers=[fake.endpoint for fake in fakes],
+            controllers=[fake.endpoint],
             port=0,
             served_model_name="demo",
+            records=records,
         )
         other = RunningRouter(config, Tokenizer(DEMO_MODEL))
         other.start()
         try:
-            wait_until(lambda: other.ready == controllers)
+            wait_until(lambda: other.ready == 1)
             with (
                 httpx.Client(base_url=router.url, timeout=20, trust_env=False) as http,
                 httpx.Client(base_url=other.url, timeout=20, trust_env=False) as other_http,
             ):
-                yield router, http, other_http, fakes
+                yield router, http, other_http, fake
         finally:
             other.stop()
 
 
 @pytest.mark.processes
 def test_another_router_has_the_answer(place: Path, tokenizer: Tokenizer) -> None:
-    with two_routers(place, tokenizer) as (_, http, other, [fake]):
+    with two_routers(place, tokenizer) as (_, http, other, fake):
         fake.behaviour.hold = True
         with ThreadPoolExecutor(2) as pool:
             one = pool.submit(ask, http, "shared", stream=True)
             wait_until(lambda: bool(fake.behaviour.submits))
             two = pool.submit(ask, other, "shared", stream=True)
-            time.sleep(0.2)
+            wait_until(lambda: WAITS in other.get("/metrics").text)
             fake.behaviour.hold = False
             first, second = one.result(), two.result()
         assert first.content == second.content
@@ -104,7 +110,7 @@ def test_a_router_that_leaves_hands_its_request_on(
 ) -> None:
     monkeypatch.setattr(idempotency, "LEASE_SECONDS", 1.0)
     monkeypatch.setattr(idempotency, "_RENEW_SECONDS", 0.2)
-    with two_routers(place, tokenizer) as (router, http, other, [fake]):
+    with two_routers(place, tokenizer) as (router, http, other, fake):
         fake.behaviour.hold = True
         with ThreadPoolExecutor(2) as pool:
             lost = pool.submit(ask, http, "handed on", stream=True)
@@ -118,12 +124,12 @@ def test_a_router_that_leaves_hands_its_request_on(
         assert len(set(seeds(fake))) == 1
 
 
-def test_without_its_controller_a_key_still_gives_the_same_text(place: Path, tokenizer: Tokenizer) -> None:
-    key = next(key for key in map(str, range(100)) if rendezvous(name_of(key).record, 2) == 1)
-    with two_routers(place, tokenizer, controllers=2) as (router, http, other, [fake, home]):
-        home.stop()
-        wait_until(lambda: router.ready == 1)
-        first, second = ask(http, key), ask(other, key)
+def test_without_the_store_a_key_still_gives_the_same_text(
+    place: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idempotency, "_CALL_SECONDS", 0.05)
+    with one_router(place, tokenizer, records=f"redis://127.0.0.1:{free_port()}") as (_, http, fake):
+        first, second = ask(http, "same"), ask(http, "same")
         for answer in (first, second):
             assert answer.status_code == 200
             assert answer.headers["idempotency-status"] == "unavailable"
@@ -132,41 +138,59 @@ def test_without_its_controller_a_key_still_gives_the_same_text(place: Path, tok
         assert len(set(seeds(fake))) == 1
 
 
+def test_answers_are_not_kept_beyond_the_quota(place: Path, tokenizer: Tokenizer) -> None:
+    with one_router(place, tokenizer, records_tenant_bytes=1) as (_, http, _):
+        assert "idempotency-status" not in ask(http, "first").headers
+        assert ask(http, "second").headers["idempotency-status"] == "unavailable"
+        assert ask(http, "first").headers[REPLAYED] == "true"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_whose_record_was_deleted_is_kept_all_the_same(
+    router: RunningRouter, http: httpx.Client, fake: FakeController, stream: bool
+) -> None:
+    """As it is when the store lacks room while the answer is made."""
+    key = f"no room {stream}"
+    fake.behaviour.hold = True
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, http, key, stream=stream)
+        wait_until(lambda: bool(fake.behaviour.submits))
+        router.forget_records()
+        fake.behaviour.hold = False
+        assert answer.result().status_code == 200
+    assert ask(http, key, stream=stream).headers[REPLAYED] == "true"
+
+
 def test_keys_may_be_switched_off(place: Path, tokenizer: Tokenizer) -> None:
-    with one_router(place, tokenizer, idempotency_ttl_seconds=0) as (_, http, fake):
+    with one_router(place, tokenizer, idempotency_ttl_seconds=0) as (router, http, fake):
         for _ in range(2):
             assert REPLAYED not in ask(http, "off").headers
         assert len(set(seeds(fake))) == 2
-        assert fake.behaviour.calls == []
+        assert router.call(router.service.records.usage()).records == 0
 
 
 # -- sessions and schemas
 
 
-def forget(fake: FakeController, name: RequestName) -> None:
-    """As if the router had died before it could record its answer."""
-    wait_until(lambda: record(fake, "delete", name).status == "ok")
-
-
-def test_a_session_is_made_once(http: httpx.Client, fake: FakeController) -> None:
+def test_a_session_is_made_once(router: RunningRouter, http: httpx.Client) -> None:
     fields: dict[str, Any] = {"metadata": {"who": "once"}}
     first = ask(http, "make", "/v1/sessions", **fields).json()
-    forget(fake, name_of("make", "/v1/sessions", **fields))
+    forget(router, name_of("make", "/v1/sessions", **fields))
     second = ask(http, "make", "/v1/sessions", **fields)
     assert REPLAYED not in second.headers
     assert second.json()["id"] == first["id"]
     path = f"/v1/sessions/{first['id']}/fork"
     fork = ask(http, "fork", path).json()
-    forget(fake, name_of("fork", path))
+    forget(router, name_of("fork", path))
     assert ask(http, "fork", path).json()["id"] == fork["id"] != first["id"]
     assert create(http)["id"] != create(http)["id"]
 
 
-def test_a_schema_gets_one_version(http: httpx.Client, fake: FakeController) -> None:
+def test_a_schema_gets_one_version(router: RunningRouter, http: httpx.Client, fake: FakeController) -> None:
     pml = '<schema name="once"><module name="m">Some text.</module></schema>'
     first = ask(http, "schema", "/v1/schemas", pml=pml)
     assert (first.status_code, first.json()["version"]) == (201, 1)
-    forget(fake, name_of("schema", "/v1/schemas", pml=pml))
+    forget(router, name_of("schema", "/v1/schemas", pml=pml))
     second = ask(http, "schema", "/v1/schemas", pml=pml)
     assert REPLAYED not in second.headers
     assert (second.status_code, second.json()["version"]) == (201, 1)
@@ -175,7 +199,9 @@ def test_a_schema_gets_one_version(http: httpx.Client, fake: FakeController) -> 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("chat", [True, False])
-def test_a_turn_counts_once(http: httpx.Client, fake: FakeController, chat: bool, stream: bool) -> None:
+def test_a_turn_counts_once(
+    router: RunningRouter, http: httpx.Client, fake: FakeController, chat: bool, stream: bool
+) -> None:
     """The router died between storing the turn and recording the answer: the turn is made again in its place."""
     session = create(http)["id"]
     path = PATH if chat else "/v1/completions"
@@ -192,11 +218,10 @@ def test_a_turn_counts_once(http: httpx.Client, fake: FakeController, chat: bool
     after = get(http, session, include="messages")
     assert (before["turns"], after["turns"]) == (1, 2)
     for _ in range(2):
-        forget(fake, name)
+        forget(router, name)
         # It also still holds the session.
         token = RequestRandom(name.bytes, 0).draw("lease", 8).hex()
-        held = RecordCall(1, "acquire", "session", session, lease=token, lease_s=30.0)
-        assert fake.behaviour.records.handle(held, 1, time.time())[0].status == "ok"
+        router.call(router.service.records.acquire(RecordKey("session", "", session), token, 30.0))
         again, _ = turn("second", "two")
         assert again.status_code == 200, again.text
         assert REPLAYED not in again.headers

@@ -13,10 +13,11 @@ from router.schema_calls import PLAN, PLAN_OBJECT, TRIP, complete, post, runs_of
 from router.session_calls import error_of
 
 from trunkline.kvstore.chunks import unpack_int32
+from trunkline.kvstore.records import Record, RecordKey
 from trunkline.router import pml
-from trunkline.router.messages import Record
 from trunkline.router.stores.model_text import ModelText
-from trunkline.router.stores.schema_store import Compiled, Definition, StoredSchema
+from trunkline.router.stores.schema_records import Definition
+from trunkline.router.stores.schema_store import Compiled, StoredSchema
 from trunkline.router.text.tokenizer import Tokenizer
 
 CHAT = """<schema name="talk">
@@ -156,7 +157,8 @@ def made_of(tokenizer: Tokenizer, source: str, prompt: str) -> tuple[StoredSchem
     ready = Compiled(compiled, pml.texts_message(compiled), [])
     document = pml.parse_prompt(prompt)
     made = pml.compile_prompt(compiled, document, text, context=2048, add_generation_prompt=False)
-    return StoredSchema(b"", Record("trip", 1, b"", 0.0, 0.0, 0.0), definition, ready), made
+    record = Record(RecordKey("schema", "", "trip"), 1, b"", b"", 0.0, 0.0, 0.0)
+    return StoredSchema(b"", record, definition, ready), made
 
 
 def test_not_with_every_request(tokenizer: Tokenizer) -> None:

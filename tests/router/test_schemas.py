@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from router.fake_controller import FakeController
-from router.harness import DEMO_MODEL, RunningRouter, running, wait_until
+from router.harness import DEMO_MODEL, RunningRouter, running, shared_records, wait_until
 from router.schema_calls import PLAN, TRIP, complete, look, post
 from router.session_calls import error_of
 
-from trunkline.controller.messages import RecordCall
-from trunkline.controller.storage.records import Change
+from trunkline.kvstore.records import Change, MissingError, Reading, RecordKey
 from trunkline.router import pml
 from trunkline.router.config import RouterConfig
-from trunkline.router.messages import RecordReply
+from trunkline.router.stores import record_tender
+from trunkline.router.stores.schema_records import Definition
 from trunkline.router.text.tokenizer import Tokenizer
 
 
@@ -51,7 +52,6 @@ def test_a_schema_is_computed_once(http: httpx.Client, fake: FakeController, tok
     assert told | {"last_used_at": 0, "usage": 0} == again | {"last_used_at": 0, "usage": 0}
     assert "pml" not in told
     assert complete(http).status_code == 200
-    assert [call for call in fake.behaviour.calls if call.op == "get"][-1].version == 2, "no value is sent again"
 
 
 def test_the_same_as_json(http: httpx.Client) -> None:
@@ -102,8 +102,8 @@ def test_lists(http: httpx.Client, fake: FakeController) -> None:
 def test_pins(http: httpx.Client, fake: FakeController) -> None:
     post(http, pin=True, ttl=60)
     [call] = encodes(fake)
-    assert (call.holder, call.ttl) == ("schema/trip", 60)
-    assert fake.behaviour.modules.pins == {"schema/trip": 4}
+    assert (call.holder, call.ttl) == ("schema//trip", 60)
+    assert fake.behaviour.modules.pins == {"schema//trip": 4}
     for ttl, expires in ((600, 600), (0, None)):
         told = http.patch("/v1/schemas/trip", json={"ttl": ttl}).json()
         assert told["expires_at"] == (expires and told["last_used_at"] + expires)
@@ -112,7 +112,7 @@ def test_pins(http: httpx.Client, fake: FakeController) -> None:
     assert (changed["pin"], changed["version"], changed["ttl"]) == (False, 1, 60)
     wait_until(lambda: not fake.behaviour.modules.pins)
     assert http.patch("/v1/schemas/trip", json={"pin": True}).json()["pin"] is True
-    assert fake.behaviour.modules.pins == {"schema/trip": 4}
+    assert fake.behaviour.modules.pins == {"schema//trip": 4}
     post(http)  # not pinned any more
     wait_until(lambda: not fake.behaviour.modules.pins)
     post(http, pin=True)
@@ -154,20 +154,109 @@ def test_deleted(http: httpx.Client, fake: FakeController) -> None:
     assert "no hills" in look(http, include="pml")["pml"]
 
 
-def test_deleted_while_it_is_posted_again(http: httpx.Client, fake: FakeController) -> None:
+def test_deleted_while_it_is_posted_again(
+    http: httpx.Client, fake: FakeController, router: RunningRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between the answer that it exists and the change of it."""
     post(http)
-    handle = fake.behaviour.records.handle
+    records = router.service.records
+    get = records.get
 
-    def delete_first(call: RecordCall, seq: int, now: float) -> tuple[RecordReply, Change | None]:
-        if call.op == "get":
-            fake.behaviour.records.handle = handle  # type: ignore[method-assign]
-            handle(RecordCall(0, "delete", call.kind, call.id), 0, now)
-        return handle(call, seq, now)
+    async def delete_first(key: RecordKey, known: Any = (), *, use: bool = True) -> Reading:
+        monkeypatch.undo()
+        await records.delete(key)
+        return await get(key, known, use=use)
 
-    fake.behaviour.records.handle = delete_first  # type: ignore[method-assign]
+    monkeypatch.setattr(records, "get", delete_first)
     assert post(http)["version"] == 1
     assert post(http)["version"] == 2
+
+
+def test_a_source_is_read_once(
+    http: httpx.Client, fake: FakeController, router: RunningRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request whose router has compiled the schema reads the record's header only."""
+    post(http)
+    records, read = router.service.records, []
+    get = records.get
+
+    async def watched(key: RecordKey, known: Any = (), *, use: bool = True) -> Reading:
+        reading = await get(key, known, use=use)
+        read.append(len(reading.segments))
+        return reading
+
+    monkeypatch.setattr(records, "get", watched)
+    for _ in range(2):
+        assert complete(http).status_code == 200
+    assert http.patch("/v1/schemas/trip", json={"ttl": 60}).status_code == 200
+    assert complete(http).status_code == 200
+    assert read == [0, 0, 1, 0, 0], "the change reads all"
+    assert http.patch("/v1/schemas/trip", json={"ttl": 0}).json()["version"] == 1
+    assert look(http, include="pml")["pml"] == pml.schema_to_xml(pml.parse_schema(TRIP))
+
+
+def test_schemas_of_earlier_versions(http: httpx.Client, router: RunningRouter) -> None:
+    """Their headers have the source in them, until they are changed."""
+    records, key = router.service.records, RecordKey("schema", "", "trip")
+    old = msgspec.msgpack.encode(Definition(model="demo", source=TRIP, version=7, ttl=60.0))
+    router.call(records.create(key, Change(old, 60.0)))
+    assert complete(http).status_code == 200
+    told = look(http, include="pml")
+    assert (told["version"], told["ttl"]) == (7, 60)
+    assert pml.parse_schema(told["pml"]) == pml.parse_schema(TRIP)
+    assert http.patch("/v1/schemas/trip", json={"ttl": 600}).json()["version"] == 7
+    reading = router.call(records.get(key))
+    assert [segment.content for segment in reading.segments] == [TRIP.encode()]
+    assert TRIP.encode() not in reading.record.header
+    assert complete(http).status_code == 200
+    assert post(http)["version"] == 8
+
+
+def test_the_quota_of_a_tenant(place: Path, tokenizer: Tokenizer) -> None:
+    with running(place, tokenizer, records_tenant_bytes=600) as (router, _), router.client() as http:
+        post(http)
+        assert post(http)["version"] == 2, "a schema that is there may be changed"
+        answer = http.post("/v1/schemas", json={"pml": TRIP.replace("trip", "tour")})
+        assert error_of(answer)[:2] == (429, "records_quota")
+        assert http.delete("/v1/schemas/trip").status_code == 200
+        post(http, TRIP.replace("trip", "tour"))
+
+
+def test_an_expired_schema_loses_its_pins(
+    place: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every controller: the one that was its home at first is not its home any more."""
+    monkeypatch.setattr(record_tender, "PERIOD_SECONDS", 0.05)
+    with running(place, tokenizer, controllers=2) as (router, fakes), router.client() as http:
+        post(http, pin=True)
+        for fake in fakes:
+            fake.behaviour.modules.pins["schema//trip"] = 4
+        records, key = router.service.records, RecordKey("schema", "", "trip")
+        record = router.call(records.get(key)).record
+        router.call(records.put(key, record.version, Change(record.header, 0.01, record.head)))
+        wait_until(lambda: not any(fake.behaviour.modules.pins for fake in fakes))
+        with pytest.raises(MissingError):
+            router.call(records.get(key))
+        assert complete(http).status_code == 404
+        assert len(router.service.schemas) == 0
+
+
+def test_pins_move_with_their_home(place: Path, tokenizer: Tokenizer) -> None:
+    """A pinned schema's home goes: its next use pins it at another controller. The home comes back: the other
+    controller's pin ends."""
+    with running(place, tokenizer, controllers=2) as (router, fakes), router.client() as http:
+        post(http, pin=True)
+        [home] = [fake for fake in fakes if fake.behaviour.modules.pins]
+        [other] = [fake for fake in fakes if fake is not home]
+        home.behaviour.status = "starting"
+        wait_until(lambda: router.ready == 1)
+        assert complete(http).status_code == 200
+        wait_until(lambda: other.behaviour.modules.pins == {"schema//trip": 4})
+        home.behaviour.status = "ready"
+        wait_until(lambda: router.ready == 2)
+        assert complete(http).status_code == 200
+        wait_until(lambda: not other.behaviour.modules.pins)
+        assert home.behaviour.modules.pins == {"schema//trip": 4}
 
 
 def test_a_client_that_leaves_ends_the_work(
@@ -183,7 +272,7 @@ def test_a_client_that_leaves_ends_the_work(
     fake.behaviour.modules.hold = False
     assert look(http)["status"] == "cold"
     assert complete(http).status_code == 200
-    assert encodes(fake)[-1].holder == "schema/trip", "its first use sets the pin that was not"
+    assert encodes(fake)[-1].holder == "schema//trip", "its first use sets the pin that was not"
 
 
 def test_pins_are_set_again_over_a_new_connection(
@@ -203,13 +292,13 @@ def test_pins_are_set_again_over_a_new_connection(
     wait_until(lambda: link.connections > connections and link.ready)
     assert complete(http).status_code == 200
     assert complete(http).status_code == 200
-    assert [call.holder for call in encodes(fake)] == ["schema/trip"] * 2
-    assert fake.behaviour.modules.pins == {"schema/trip": 4}
+    assert [call.holder for call in encodes(fake)] == ["schema//trip"] * 2
+    assert fake.behaviour.modules.pins == {"schema//trip": 4}
 
 
 def test_another_router_sees_every_change(place: Path, tokenizer: Tokenizer) -> None:
-    with running(place, tokenizer) as (one, [fake]):
-        config = RouterConfig(model_path=str(DEMO_MODEL), controllers=[fake.endpoint], port=0)
+    with shared_records() as records, running(place, tokenizer, records=records) as (one, [fake]):
+        config = RouterConfig(model_path=str(DEMO_MODEL), controllers=[fake.endpoint], port=0, records=records)
         two = RunningRouter(config, Tokenizer(DEMO_MODEL))
         two.start()
         try:
