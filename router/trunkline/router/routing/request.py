@@ -33,7 +33,7 @@ class RouteRequest(msgspec.Struct, frozen=True):
     """Name of the session that the request is a turn of, different for each tenant; "": it belongs to no
     session."""
     home: int = -1
-    """The controller that keeps the record of the session or schema, and most likely its KV; -1: there is none."""
+    """The home of the request's schema, which most likely has the modules' KV; -1: there is none."""
     drops: tuple[tuple[int, int], ...] = ()
     """Ranges `[start, stop)` of the prompt that the model does not see (`Submit.drops`)."""
     layout: PromptLayout | None = None
@@ -71,8 +71,8 @@ class Decision(msgspec.Struct, frozen=True):
     controller: int
     reason: str
     """"prefix": lowest cost, and part of the prompt is cached there; "load": lowest cost; "session": the session's
-    last request went there; "home": the session's record is there; "only": no other controller can take the
-    request; "pinned"; or the name of a policy other than "prefix"."""
+    last request went there; "home": it is the home of the request's schema; "only": no other controller can take
+    the request; "pinned"; or the name of a policy other than "prefix"."""
     new_tokens: int
     """Prompt tokens that the controller will have to compute, as far as is known."""
     cached_tokens: int

@@ -236,7 +236,7 @@ class RoutingMetrics:
             "trunkline_routing_decisions",
             "Requests sent to a controller, by it and by the reason for choosing it: prefix (cheapest, some of "
             "the prompt is cached there), load (cheapest), session (its session's last request went there), home "
-            "(its record is there), only (no other takes it), or the name of a --policy other than prefix.",
+            "(the home of its schema), only (no other takes it), or the name of a --policy other than prefix.",
             ["controller", "reason"],
         )
         self.expected = registry.counter(

@@ -22,7 +22,7 @@ const REASONS = /** @type {Record<string, string>} */ ({
   prefix: "more of its prompt is cached there than what its load costs",
   load: "nothing is cached anywhere: the cheapest by load",
   session: "its session is there, and no other is much cheaper",
-  home: "the group that keeps its session or schema",
+  home: "the home of its schema",
   hash: "a new session: by its hash, among the cheapest",
   only: "no other group could take it",
   pinned: "it may run in this group only",
