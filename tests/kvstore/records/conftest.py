@@ -10,12 +10,16 @@ from typing import Final
 import pytest
 from kvstore.records.labs import sqlite_lab
 from kvstore.records.records_model import Lab
+from kvstore.records.redis_lab import redis_lab
 
-LABS: Final[dict[str, Callable[[Path], AbstractContextManager[Lab]]]] = {"sqlite": sqlite_lab}
+LABS: Final[dict[str, Callable[[Path], AbstractContextManager[Lab]]]] = {
+    "sqlite": sqlite_lab,
+    "redis": redis_lab,
+}
 """Context managers that make an empty lab, given a folder."""
 
 
-@pytest.fixture(params=list(LABS))
+@pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.processes)])
 def lab(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lab]:
     """An empty lab of each kind."""
     with LABS[request.param](tmp_path) as made:

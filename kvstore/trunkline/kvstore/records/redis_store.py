@@ -62,8 +62,7 @@ class RedisRecords:
         Raises:
             ValueError: the URL cannot be read.
         """
-        body = Path(__file__).with_name("records.lua").read_text(encoding="utf-8")
-        self._script = RedisScript(url, _CONSTANTS + body, patience_s=patience_s)
+        self._script = RedisScript(url, script_body(), patience_s=patience_s)
         self._bytes_max = bytes_max
 
     async def create(self, key: RecordKey, change: Change, *, owner_bytes_max: int = 0) -> Record:
@@ -199,6 +198,11 @@ class RedisRecords:
             else:
                 return Reading(record, after, _chain(record.head, stored), owner_bytes)
         raise MissingError("there is no such record any more")
+
+
+def script_body() -> str:
+    """Return the script without its line of flags."""
+    return _CONSTANTS + Path(__file__).with_name("records.lua").read_text(encoding="utf-8")
 
 
 class _ChangedError(Exception):
