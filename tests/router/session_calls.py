@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import httpx
-from router.fake_controller import FakeController
+from router.harness import RunningRouter
 
-from trunkline.controller.messages import RecordCall
-from trunkline.router.messages import Record
+from trunkline.kvstore.records import Record, RecordKey
 
 
 def create(http: httpx.Client, **fields: Any) -> Any:
@@ -34,6 +32,5 @@ def error_of(answer: httpx.Response) -> tuple[int, str | None, str]:
     return answer.status_code, error["code"], error["param"]
 
 
-def record_of(fake: FakeController, session: str) -> Record:
-    reply = fake.behaviour.records.handle(RecordCall(1, "get", "session", session), 1, time.time())[0]
-    return reply.records[0]
+def record_of(router: RunningRouter, session: str) -> Record:
+    return router.call(router.service.records.get(RecordKey("session", "", session))).record
