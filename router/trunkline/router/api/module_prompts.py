@@ -28,7 +28,8 @@ from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest,
 from trunkline.router.service import RouterService
 from trunkline.router.stores.model_text import ModelText
 from trunkline.router.stores.schema_store import StoredSchema
-from trunkline.router.stores.session_history import PromptPart, SessionModules
+from trunkline.router.stores.session_history import PromptPart
+from trunkline.router.stores.session_state import SessionModules
 from trunkline.router.tenancy.auth import cache_salt
 from trunkline.router.text.chat_template import has_calls
 from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer

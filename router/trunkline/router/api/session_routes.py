@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 
 from trunkline.kvstore.chunks import pack_int32
+from trunkline.kvstore.records import Record
 from trunkline.router.api.module_prompts import as_roles, place
 from trunkline.router.api.paging import PAGE_PARAMETERS, answer_of, components_of, make_page, page_of
 from trunkline.router.api.prompting import Rendering, instruction_tokens
@@ -33,22 +34,18 @@ from trunkline.router.api.session_types import (
     SessionTruncation,
     SessionUpdate,
 )
-from trunkline.router.api.turn import stored_messages
+from trunkline.router.api.turn import check_messages, stored_messages
 from trunkline.router.errors import bad_value, not_found
 from trunkline.router.http.answers import JsonResponse
 from trunkline.router.http.body import beside_loop, parse_json_object, read_body, read_request, validate
 from trunkline.router.jobs.request_models import Message
-from trunkline.router.messages import Record
-from trunkline.router.service import RouterService
-from trunkline.router.stores.record_homes import VALUE_BYTES_MAX
-from trunkline.router.stores.session_history import (
-    HistoryMark,
-    SessionModules,
-    SessionState,
-    common_length,
-    token_at,
-)
-from trunkline.router.stores.session_store import StoredSession, is_stored, ttl_of
+from trunkline.router.routing.request import RouteRequest
+from trunkline.router.service import RouterService, scoped_session
+from trunkline.router.stores.session_history import History, HistoryMark, common_length, token_at
+from trunkline.router.stores.session_lease import ttl_of
+from trunkline.router.stores.session_memory import StoredSession
+from trunkline.router.stores.session_state import SessionModules, SessionState
+from trunkline.router.stores.session_store import is_stored
 from trunkline.router.tenancy.auth import cache_salt, current_identity
 from trunkline.router.text.truncation import (
     CutError,
@@ -73,43 +70,43 @@ async def create_session(request: Request) -> JsonResponse:
     service = service_of(request)
     body = await read_request(request, SessionRequest, service.config.max_body_bytes, check_session)
     check_model(service, body.model)
-    session = SessionState(
-        model=body.model or service.model_name,
-        vocabulary=service.tokenizer.fingerprint,
-        truncation=RetentionPolicy(),
-    )
-    beside = await _bind(service, session, body)
+    session = SessionState(model=body.model or service.model_name, truncation=RetentionPolicy())
+    await _bind(service, session, body)
     body.apply(session)
     if body.messages is not None:
         await _begin(service, session, body.messages)
-    return _answer(await service.sessions.create(service.sessions.draw_id(beside), session))
+    return _answer(await service.sessions.create(service.sessions.draw_id(), session))
 
 
-async def _bind(service: RouterService, session: SessionState, body: SessionRequest) -> str:
-    """Give a session the modules that the request asks for; return the key of their schema, "" without modules."""
+async def _bind(service: RouterService, session: SessionState, body: SessionRequest) -> None:
+    """Give a session the modules that the request asks for, if any."""
     given = body.modules()
     if given is None:
-        return ""
+        return
     messages = as_roles(service.tokenizer, body.messages or [])
     placed = await place(service, given, body.modules_param, messages, add_generation_prompt=True)
-    session.form, session.truncation = "chat", None
+    session.truncation, session.history = None, History(form="chat")
     session.modules = replace(given, schema=placed.schema.name)
-    return placed.schema.key
 
 
 async def _begin(service: RouterService, session: SessionState, messages: list[Message]) -> None:
     """Put messages into an empty session."""
-    session.messages = [message.model_dump(exclude_none=True) for message in messages]
+    stored = [message.model_dump(exclude_none=True) for message in messages]
+    check_messages(stored, "messages")
     if session.modules is not None:  # the first turn will encode them
+        session.history = replace(session.history, messages=stored)
         return
     text = await Rendering().text(service, messages)
     check_length(len(text), "messages")
-    if 8 * len(text.encode()) > VALUE_BYTES_MAX:
-        raise bad_value("messages", "`messages` are too long to be kept", code="session_too_long")
     tokens = await service.tokenizer.encode_async(text, add_special_tokens=False)
-    session.form = "chat"
-    session.text, session.tokens = text, pack_int32(tokens)
-    session.marks = [HistoryMark(len(text), len(tokens))] if tokens else []
+    session.history = History(
+        form="chat",
+        messages=stored,
+        text=text,
+        tokens=pack_int32(tokens),
+        vocabulary=service.tokenizer.fingerprint,
+        marks=[HistoryMark(len(text), len(tokens))] if tokens else [],
+    )
 
 
 @routes.get("/v1/sessions", responses=answer_of(SessionList), openapi_extra={"parameters": PAGE_PARAMETERS})
@@ -117,11 +114,12 @@ async def list_sessions(request: Request) -> JsonResponse:
     """List the tenant's sessions, page by page, in the order of their ids; for admins those of all tenants."""
     page, service = page_of(request), service_of(request)
     if current_identity().is_all:
-        owners = service.tenants.owners()
-        found = await service.sessions.page_of_all(owners, page.after, page.limit + 1)
+        found = await service.sessions.page(service.tenants.owners(), page.after, page.limit + 1)
+        summaries = [_summary(record, record.key.owner) for record in found]
     else:
-        found = [("", record) for record in await service.sessions.page(page.after, page.limit + 1)]
-    return JsonResponse(make_page(SessionList, [_summary(record, owner) for owner, record in found], page.limit))
+        found = await service.sessions.page([current_identity().owner], page.after, page.limit + 1)
+        summaries = [_summary(record) for record in found]
+    return JsonResponse(make_page(SessionList, summaries, page.limit))
 
 
 @routes.get("/v1/sessions/{session_id}", responses=answer_of(SessionObject))
@@ -153,7 +151,7 @@ async def delete_session(request: Request, session_id: str) -> JsonResponse:
 
 @routes.post("/v1/sessions/{session_id}/fork", responses=answer_of(SessionObject))
 async def fork_session(request: Request, session_id: str) -> JsonResponse:
-    """Copy a session. Both have the same tokens, so they share the KV of the history."""
+    """Copy a session. Both share the stored history and its KV."""
     service = service_of(request)
     content = await read_body(request, service.config.max_body_bytes)
 
@@ -162,9 +160,10 @@ async def fork_session(request: Request, session_id: str) -> JsonResponse:
 
     body = await beside_loop(request, parse)
     source = await service.sessions.get(_stored_id(session_id))
-    fork = replace(source.session, parent=session_id)
+    fork = replace(source.session, parent=session_id, last_turn=None)
     body.apply(fork)
-    return _answer(await service.sessions.create(service.sessions.draw_id(beside=session_id), fork))
+    base = b"" if source.rewrites else source.record.head
+    return _answer(await service.sessions.create(service.sessions.draw_id(), fork, base))
 
 
 @routes.post("/v1/sessions/{session_id}/prefetch", responses=answer_of(SessionPrefetch))
@@ -174,11 +173,17 @@ async def prefetch_session(request: Request, session_id: str) -> JsonResponse:
     session = _with_known_tokens(service, (await service.sessions.get(_stored_id(session_id))).session)
     if session.modules is not None:
         return JsonResponse(await _prefetch_modules(service, session_id, session, session.modules))
-    tokens = session.ids()
+    tokens = session.history.ids()
     known = coming = 0
     if tokens:
-        drops = await _drops(service, session, tokens)
-        found = await service.sessions.prefetch(session_id, tokens, drops, salt=cache_salt(None))
+        salt = cache_salt(None)
+        route = RouteRequest(
+            session.history.tokens,
+            salt,
+            scoped_session(session_id, salt),
+            drops=await _drops(service, session, tokens),
+        )
+        found = await service.prefetch(route)
         known, coming = found.known_tokens, found.coming_tokens
     return JsonResponse(
         SessionPrefetch(id=session_id, tokens=len(tokens), known_tokens=known, coming_tokens=coming)
@@ -190,10 +195,16 @@ async def _prefetch_modules(
 ) -> SessionPrefetch:
     messages = as_roles(service.tokenizer, await stored_messages(service, session))
     placed = await place(service, given, "session_id", messages, add_generation_prompt=True)
-    own = placed.prompt.own.tolist()[: placed.prompt.messages_from] + session.ids()
-    found = await service.sessions.prefetch(
-        session_id, own, salt=cache_salt(given.salt), layout=placed.layout(len(own))
+    own = placed.prompt.own.tolist()[: placed.prompt.messages_from] + session.history.ids()
+    salt = cache_salt(given.salt)
+    route = RouteRequest(
+        pack_int32(own),
+        salt,
+        scoped_session(session_id, salt),
+        service.schemas.home_of(placed.schema.key).index,
+        layout=placed.layout(len(own)),
     )
+    found = await service.prefetch(route)
     tokens = len(own) + placed.prompt.module_tokens
     # The engine counts a text's last chunk as if it were full.
     return SessionPrefetch(
@@ -208,12 +219,13 @@ async def _drops(service: RouterService, session: SessionState, tokens: list[int
     """Return the ranges of the history that the next request will probably not see."""
     context, policy = service.limits.max_context, session.truncation
     room = room_for(None, context)
-    discards = clip_spans(session.discards, len(tokens) - 1)
+    history = session.history
+    discards = clip_spans(history.discards, len(tokens) - 1)
     head = 0
     overflows = len(tokens) - span_tokens(discards) + room > context
-    if policy is not None and policy.keep_instructions and session.messages and overflows:
+    if policy is not None and policy.keep_instructions and history.messages and overflows:
         messages = await stored_messages(service, session)
-        head = await instruction_tokens(service, Rendering(), messages, session.text, tokens)
+        head = await instruction_tokens(service, Rendering(), messages, history.text, tokens)
     try:
         return plan_cut(len(tokens), context, room, policy, head=head, discards=discards).drops
     except CutError:  # the next request will report it
@@ -231,24 +243,24 @@ async def discard_tokens(request: Request, session_id: str) -> JsonResponse:
         if session.modules is not None:
             raise bad_value("session_id", "nothing can be discarded in a session with modules")
         if body.tokens is not None:
-            spans = _token_spans(session, body.tokens)
+            spans = _token_spans(session.history, body.tokens)
         else:
             spans = [await _message_span(service, session, index) for index in body.messages or []]
-        merged = merge_spans([*session.discards, *spans])
+        merged = merge_spans([*session.history.discards, *spans])
         if len(merged) > DISCARDS_MAX:
             raise bad_value("tokens", f"a session has {DISCARDS_MAX} discarded ranges at most, not {len(merged)}")
-        session.discards = list(merged)
+        session.history = replace(session.history, discards=list(merged))
         return _answer(await lease.put())
     finally:
         lease.close()
 
 
-def _token_spans(session: SessionState, ranges: list[list[int]]) -> list[TokenSpan]:
+def _token_spans(history: History, ranges: list[list[int]]) -> list[TokenSpan]:
     for index, (start, stop) in enumerate(ranges):
-        if not 0 <= start < stop <= session.token_count:
+        if not 0 <= start < stop <= history.token_count:
             raise bad_value(
                 f"tokens[{index}]",
-                f"`tokens[{index}]` is [{start}, {stop}]; a range lies within the {session.token_count} tokens of "
+                f"`tokens[{index}]` is [{start}, {stop}]; a range lies within the {history.token_count} tokens of "
                 "the history and is not empty",
             )
     return [TokenSpan(start, stop) for start, stop in ranges]
@@ -265,24 +277,22 @@ async def _message_span(service: RouterService, session: SessionState, index: in
         raise bad_value(
             "messages", f"`messages`: there is no message {index}; the session has {len(messages)} of them"
         )
-    start, stop = 0, session.token_count
+    start, stop = 0, session.history.token_count
     first = service.tokenizer.special_token_id("bos_token")
-    if index == 0 and session.ids()[:1] == [first]:
+    if index == 0 and session.history.ids()[:1] == [first]:
         start = 1  # keep the BOS, which every model expects
     if index > 0:
-        start = await _tokens_before(service, session, messages, index)
+        start = await _tokens_before(service, session.history, messages, index)
     if index + 1 < len(messages):
-        stop = await _tokens_before(service, session, messages, index + 1)
+        stop = await _tokens_before(service, session.history, messages, index + 1)
     return TokenSpan(start, stop)
 
 
-async def _tokens_before(
-    service: RouterService, session: SessionState, messages: list[Message], index: int
-) -> int:
+async def _tokens_before(service: RouterService, history: History, messages: list[Message], index: int) -> int:
     before = await Rendering().text(service, messages[:index])
     found = None
-    if common_length(before, session.text) == len(before):
-        found = token_at(session, len(before), service.tokenizer.vocabulary)
+    if common_length(before, history.text) == len(before):
+        found = token_at(history, len(before), service.tokenizer.vocabulary)
     if found is None:
         raise bad_value(
             "messages",
@@ -300,41 +310,39 @@ def _stored_id(session_id: str) -> str:
 
 def _with_known_tokens(service: RouterService, session: SessionState) -> SessionState:
     """Return a session after dropping token ids of another tokenizer."""
-    if session.vocabulary != service.tokenizer.fingerprint:
-        session.forget_tokens()
-        session.vocabulary = service.tokenizer.fingerprint
+    session.history = session.history.in_vocabulary(service.tokenizer.fingerprint)
     return session
 
 
 def _summary(record: Record, owner: str = "") -> SessionSummary:
     return SessionSummary(
         tenant=owner or UNSET,
-        id=record.id,
+        id=record.key.id,
         created_at=int(record.created),
         last_used_at=int(record.used),
-        expires_at=int(record.expires),
+        expires_at=int(record.used + record.ttl),
     )
 
 
 def _answer(stored: StoredSession, *, messages: bool = False) -> JsonResponse:
-    record, session = stored.record, stored.session
+    record, session, history = stored.record, stored.session, stored.session.history
     return JsonResponse(
         SessionObject(
-            id=record.id,
+            id=record.key.id,
             created_at=int(record.created),
             last_used_at=int(record.used),
-            expires_at=int(record.expires),
+            expires_at=int(record.used + record.ttl),
             ttl=int(ttl_of(session)),
             model=session.model,
             parent=session.parent or None,
             schema=None if session.modules is None else session.modules.schema,
             turns=session.turns,
-            tokens=session.token_count,
-            discards=session.discards,
-            message_count=len(session.messages),
+            tokens=history.token_count,
+            discards=history.discards,
+            message_count=len(history.messages),
             truncation=_truncation(session.truncation),
             metadata=session.metadata,
-            messages=session.messages if messages else UNSET,
+            messages=history.messages if messages else UNSET,
         )
     )
 

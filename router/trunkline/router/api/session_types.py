@@ -14,7 +14,7 @@ from trunkline.kvstore.cuts import DROPS_MAX
 from trunkline.router.errors import bad_value
 from trunkline.router.jobs.parameters import Metadata, ModulesPrompt, SessionId, SessionTtl, Trailing, Truncation
 from trunkline.router.jobs.request_models import Messages
-from trunkline.router.stores.session_history import SessionModules, SessionState
+from trunkline.router.stores.session_state import SessionModules, SessionState
 from trunkline.router.text.truncation import TokenSpan
 
 DISCARDS_MAX: Final = DROPS_MAX - 1

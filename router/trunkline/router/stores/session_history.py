@@ -1,9 +1,9 @@
 """The history of a stored session, and how the next prompt reuses its token ids. Pure.
 
-A session keeps its messages. Of its last turn it also keeps the text of prompt and answer, with the token ids that
-the engine saw. The next prompt is rendered from all messages. Where it begins with the stored text, the stored ids
-are used, and only the rest is tokenised. This way an answer hits the cache even if tokenising its text would give
-other tokens than the model chose, which is common.
+A history has the session's messages. Of the last turn it also has the text of prompt and answer, with the token
+ids that the engine saw. The next prompt is rendered from all messages. Where it begins with the stored text, the
+stored ids are used, and only the rest is tokenised. This way an answer hits the cache even if tokenising its text
+would give other tokens than the model chose, which is common.
 
 A template may rewrite what it showed before, for example the reasoning of earlier turns. Then the texts differ
 from some place on, and the tokens up to that place are reused. *Marks* and the text of the tokens after the last
@@ -13,22 +13,20 @@ mark show where that place is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.router.text.detokenizer import TokenVocabulary, make_detokenizer
-from trunkline.router.text.truncation import RetentionPolicy, TokenSpan, clip_spans
+from trunkline.router.text.truncation import TokenSpan, clip_spans
 
 Form = Literal["", "chat", "text"]
 """The kind of requests that a session is used for: "chat" conversations, "text" plain completions, "" not decided
 yet."""
-_MARKS_MAX = 4096
+_MARKS_MAX: Final = 4096
 """Largest number of marks in a history. If there are more, every second mark of the older half is dropped."""
-_TAKE_BACK_MAX = 256 << 10
-"""Largest number of characters and token bytes stored for undoing a turn. A turn that needs more cannot be undone,
-because the size of records is bounded."""
 
 
 class HistoryMark(NamedTuple):
@@ -38,51 +36,14 @@ class HistoryMark(NamedTuple):
     tokens: int
 
 
-class SessionModules(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The prompt of modules that precedes every turn of a session."""
+class History(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The history of a session. It never changes: each turn makes another one, so histories may be shared."""
 
-    source: str | dict[str, Any]
-    """PML, or the equivalent JSON object."""
-    trailing: Literal["fixed", "compact"] = "fixed"
-    salt: str = ""
-    """`cache_salt` under which the schema is found and KV is shared."""
-    schema: str = ""
-    """Name of the schema, for answers to clients."""
-
-
-class LastTurn(msgspec.Struct, frozen=True, array_like=True):
-    """The data for undoing a session's last turn: the state before the turn, as a difference to the state after
-    it."""
-
-    request: bytes
-    """Name of the turn's request (`request_context.py`)."""
-    form: Form
-    vocabulary: str
-    messages: int
-    """Number of messages before the turn."""
-    characters: int
-    """Number of characters at the beginning that the texts before and after the turn have in common."""
-    text: str
-    """The rest of the text before the turn, after the common beginning."""
-    tokens: int
-    """Number of tokens at the beginning that the token lists before and after the turn have in common."""
-    rest: bytes
-    """The rest of the tokens before the turn, after the common beginning, as int32."""
-    marks: list[HistoryMark]
-    discards: list[TokenSpan]
-
-
-class SessionState(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A stored session: the value of its record, in MessagePack. New fields need a default: old records lack
-    them."""
-
-    model: str
     form: Form = ""
     messages: list[dict[str, Any]] = []
     """Messages in OpenAI's form, answers included. Empty for plain completions."""
     text: str = ""
-    """Text of the last prompt and its answer, with special tokens written out and without the text of
-    `modules`."""
+    """Text of the last prompt and its answer, with special tokens written out and without the text of modules."""
     tokens: bytes = b""
     """Token ids of `text`, as int32."""
     vocabulary: str = ""
@@ -91,17 +52,6 @@ class SessionState(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Ends of prompts and answers, ascending."""
     discards: list[TokenSpan] = []
     """Tokens that no later request sees, merged."""
-    truncation: RetentionPolicy | None = None
-    """How to cut a prompt that does not fit; None: it is refused."""
-    ttl: float = 0.0
-    """Seconds without use after which the session is deleted; 0: the client gave none."""
-    metadata: dict[str, str] = {}
-    turns: int = 0
-    parent: str = ""
-    """Id of the session that this one was forked from."""
-    modules: SessionModules | None = None
-    last: LastTurn | None = None
-    """The last turn, if its request has a name under which it may be sent again."""
 
     @property
     def token_count(self) -> int:
@@ -113,67 +63,35 @@ class SessionState(msgspec.Struct, kw_only=True, omit_defaults=True):
         ids: list[int] = unpack_int32(self.tokens).tolist()
         return ids
 
-    def remember(self, prompt: KnownPrompt, answer: Sequence[int], vocabulary: TokenVocabulary) -> None:
-        """Replace the history by a prompt and its answer. Discards within the reused tokens are kept."""
-        self.discards = list(clip_spans(self.discards, prompt.reused_tokens))
-        kept = [mark for mark in self.marks if mark.tokens <= prompt.reused_tokens]
-        self.text = prompt.text + text_of(answer, vocabulary)
-        self.tokens = pack_int32([*prompt.tokens, *answer])
+    def answered(self, prompt: KnownPrompt, answer: Sequence[int], vocabulary: TokenVocabulary) -> History:
+        """Return the history of a prompt and its answer. Discards within the reused tokens are kept."""
+        reused = prompt.reused_tokens
+        text = prompt.text + text_of(answer, vocabulary)
+        tokens = self.tokens[: 4 * reused] + pack_int32([*prompt.tokens[reused:], *answer])
         marks = [
-            *kept,
+            *(mark for mark in self.marks if mark.tokens <= reused),
             HistoryMark(len(prompt.text), len(prompt.tokens)),
-            HistoryMark(len(self.text), self.token_count),
+            HistoryMark(len(text), len(tokens) // 4),
         ]
-        self.marks = _thinned([mark for mark in marks if mark.tokens])
+        return replace(
+            self,
+            text=text,
+            tokens=tokens,
+            marks=_thinned([mark for mark in marks if mark.tokens]),
+            discards=list(clip_spans(self.discards, reused)),
+        )
 
-    def show(self, mark: HistoryMark, text: str, rest: Sequence[int]) -> None:
-        """Replace the history by `text`: the same tokens up to `mark`, then the tokens `rest`."""
-        self.tokens = self.tokens[: 4 * mark.tokens] + pack_int32(list(rest))
-        self.text = text
-        self.marks = [each for each in self.marks if each.tokens <= mark.tokens]
-        self.marks.append(HistoryMark(len(text), self.token_count))
+    def shown(self, mark: HistoryMark, text: str, rest: Sequence[int]) -> History:
+        """Return the history of `text`: the same tokens up to `mark`, then the tokens `rest`."""
+        tokens = self.tokens[: 4 * mark.tokens] + pack_int32(list(rest))
+        marks = [each for each in self.marks if each.tokens <= mark.tokens]
+        return replace(self, text=text, tokens=tokens, marks=[*marks, HistoryMark(len(text), len(tokens) // 4)])
 
-    def begin_turn(self, request: bytes) -> None:
-        """Prepare for a request's turn. If the request was sent before and made the last turn, undo that turn.
-
-        Args:
-            request: The request's name; b"" if it has none.
-        """
-        last = self.last
-        if last is None or not request or last.request != request:
-            return
-        self.form, self.vocabulary, self.last = last.form, last.vocabulary, None
-        self.messages = self.messages[: last.messages]
-        self.text = self.text[: last.characters] + last.text
-        self.tokens = self.tokens[: 4 * last.tokens] + last.rest
-        self.marks, self.discards = last.marks, last.discards
-        self.turns -= 1
-
-    def end_turn(self, request: bytes, before: SessionState) -> None:
-        """Count a turn that was answered, and store how to undo it. `before`: the session as `begin_turn` left
-        it."""
-        self.turns += 1
-        self.last = None
-        characters = common_length(before.text, self.text)
-        tokens = _common_tokens(before.tokens, self.tokens)
-        text, rest = before.text[characters:], before.tokens[4 * tokens :]
-        if request and len(text) + len(rest) <= _TAKE_BACK_MAX:
-            self.last = LastTurn(
-                request,
-                before.form,
-                before.vocabulary,
-                len(before.messages),
-                characters,
-                text,
-                tokens,
-                rest,
-                before.marks,
-                before.discards,
-            )
-
-    def forget_tokens(self) -> None:
-        """Drop token ids of another tokenizer. Messages and text stay."""
-        self.tokens, self.marks, self.discards = b"", [], []
+    def in_vocabulary(self, fingerprint: str) -> History:
+        """Return the history for a tokenizer: without token ids, if they are another tokenizer's."""
+        if self.vocabulary == fingerprint:
+            return self
+        return replace(self, vocabulary=fingerprint, tokens=b"", marks=[], discards=[])
 
 
 class KnownPrompt(msgspec.Struct):
@@ -231,9 +149,11 @@ def text_of(tokens: Sequence[int], vocabulary: TokenVocabulary) -> str:
     return "".join([detokenizer.feed(token) for token in tokens]) + detokenizer.flush()
 
 
-def common_length(one: str, other: str) -> int:
-    """Return the length of the common beginning of two texts."""
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the length of the common beginning of two texts, or of two lists."""
     low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:  # the usual case: one continues the other
+        return high
     while low < high:
         middle = (low + high + 1) // 2
         if one[low:middle] == other[low:middle]:
@@ -243,77 +163,53 @@ def common_length(one: str, other: str) -> int:
     return low
 
 
-def _common_tokens(one: bytes, other: bytes) -> int:
-    """Return the number of tokens in the common beginning of two packed lists."""
-    length = min(len(one), len(other)) // 4
-    differing = (unpack_int32(one)[:length] != unpack_int32(other)[:length]).nonzero()[0]
-    return int(differing[0]) if len(differing) else length
-
-
-def common_mark(session: SessionState, text: str, vocabulary: TokenVocabulary) -> HistoryMark:
+def common_mark(history: History, text: str, vocabulary: TokenVocabulary) -> HistoryMark:
     """Return how much of the beginning of `text` the history's tokens can replace."""
-    end = HistoryMark(len(session.text), session.token_count)
-    if text.startswith(session.text):
+    end = HistoryMark(len(history.text), history.token_count)
+    if text.startswith(history.text):
         return end
-    agreed = common_length(session.text, text)
-    marks = [HistoryMark(0, 0), *session.marks, end]
+    agreed = common_length(history.text, text)
+    marks = [HistoryMark(0, 0), *history.marks, end]
     last = max(index for index, mark in enumerate(marks) if mark.characters <= agreed)
-    return _within(session, marks[last], marks[last + 1], agreed, vocabulary)
+    return _within(history, marks[last], marks[last + 1], agreed, vocabulary)
 
 
 def _within(
-    session: SessionState, start: HistoryMark, stop: HistoryMark, agreed: int, vocabulary: TokenVocabulary
+    history: History, start: HistoryMark, stop: HistoryMark, agreed: int, vocabulary: TokenVocabulary
 ) -> HistoryMark:
     """Return the last place between two marks, within `agreed` characters, where a token ends between
     characters."""
-    ids = unpack_int32(session.tokens)[start.tokens : stop.tokens].tolist()
+    ids = unpack_int32(history.tokens)[start.tokens : stop.tokens].tolist()
     detokenizer = make_detokenizer(vocabulary, skip_special_tokens=False, at_start=start.tokens == 0)
     found, characters = start, start.characters
     for index, token in enumerate(ids):
         piece = detokenizer.feed(token)
-        if not session.text.startswith(piece, characters) or characters + len(piece) > agreed:
+        if not history.text.startswith(piece, characters) or characters + len(piece) > agreed:
             break
         characters += len(piece)
         if piece:
             found = HistoryMark(characters, start.tokens + index + 1)
     # A token may end in the middle of a character: its text is not whole.
     whole = ids[: found.tokens - start.tokens]
-    if text_of(whole, vocabulary).lstrip() != session.text[start.characters : found.characters].lstrip():
+    if text_of(whole, vocabulary).lstrip() != history.text[start.characters : found.characters].lstrip():
         return start
     return found
 
 
-def token_at(session: SessionState, characters: int, vocabulary: TokenVocabulary) -> int | None:
+def token_at(history: History, characters: int, vocabulary: TokenVocabulary) -> int | None:
     """Return the index of the first token whose text begins at `characters` or later; None if text and tokens
     differ."""
-    if characters >= len(session.text):
-        return session.token_count
-    marks = [HistoryMark(0, 0), *session.marks]
+    if characters >= len(history.text):
+        return history.token_count
+    marks = [HistoryMark(0, 0), *history.marks]
     start = max((mark for mark in marks if mark.characters <= characters), key=lambda mark: mark.characters)
-    position, ids = start.characters, unpack_int32(session.tokens)[start.tokens :].tolist()
+    position, ids = start.characters, unpack_int32(history.tokens)[start.tokens :].tolist()
     detokenizer = make_detokenizer(vocabulary, skip_special_tokens=False, at_start=start.tokens == 0)
     for index, token in enumerate(ids):
         if position >= characters:
             return start.tokens + index
         piece = detokenizer.feed(token)
-        if not session.text.startswith(piece, position):
+        if not history.text.startswith(piece, position):
             return None
         position += len(piece)
-    return session.token_count
-
-
-def pack_session(session: SessionState) -> bytes:
-    """Return a session as the value of a record."""
-    return msgspec.msgpack.encode(session)
-
-
-def unpack_session(value: bytes) -> SessionState:
-    """Return the session in the value of a record.
-
-    Raises:
-        ValueError: The value is not a session.
-    """
-    try:
-        return msgspec.msgpack.decode(value, type=SessionState)
-    except msgspec.DecodeError as error:
-        raise ValueError(f"not a session: {error}") from error
+    return history.token_count

@@ -1,46 +1,56 @@
-"""The store of sessions: each is a record of a controller (`record_homes.py`), leased by a router that changes it.
+"""The store of sessions: each is a record (`kvstore/records/`), leased by a router that changes it.
 
-While a request holds the lease of a session, other requests get the error "busy". The lease ends when the session
-is stored or released. It expires if its router dies, and is renewed while a long answer is generated.
+    record ─► header: all but the history     segments: the changes of the history (`session_changes.py`)
+
+Any router may work on any session. While a request holds the lease of a session, other requests get the error
+"busy". A router remembers the sessions that it has used last, and reads only what was added to them since.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final
 
-import msgspec
+import structlog
+from msgspec.structs import replace
 
-from trunkline.controller.messages import Prefetch, PromptLayout, RecordCall
-from trunkline.kvstore.chunks import pack_int32
-from trunkline.router.errors import ApiError, in_conflict, not_found, unavailable
-from trunkline.router.messages import Prefetched, Record, RecordReply
-from trunkline.router.request_context import draw_hex, request_name
-from trunkline.router.stores.record_homes import (
-    CALL_SECONDS,
-    RecordHomes,
-    ask,
-    call_persistently,
-    record_call,
-    record_reply,
+from trunkline.kvstore.records import (
+    BaseMissingError,
+    BusyError,
+    Change,
+    ExistsError,
+    MissingError,
+    Reading,
+    Record,
+    RecordError,
+    RecordKey,
+    RecordStore,
+    StoreAwayError,
 )
-from trunkline.router.stores.session_history import SessionState, pack_session, unpack_session
-from trunkline.router.streams.link import ControllerLink
+from trunkline.router.errors import ApiError, records_away, records_full
+from trunkline.router.request_context import draw_hex, request_name
+from trunkline.router.stores.session_changes import read_segments
+from trunkline.router.stores.session_history import History
+from trunkline.router.stores.session_lease import (
+    LEASE_SECONDS,
+    Background,
+    Lease,
+    segments_for,
+    session_errors,
+    ttl_of,
+)
+from trunkline.router.stores.session_memory import SessionMemory, StoredSession
+from trunkline.router.stores.session_state import SessionState, pack_header, unpack_header
 from trunkline.router.tenancy.auth import current_identity
-from trunkline.router.text.truncation import TokenSpan
 
 SESSION_PREFIX: Final = "sess_"
-TTL_DEFAULT_S: Final = 24 * 3600.0
-"""Time to live of a session whose client gave none."""
-_KIND: Final = "session"
-_LEASE_SECONDS: Final = 10.0
-"""Duration of a lease in seconds, which is also the longest time that a session stays busy after its router has
-died."""
-PEEK_SECONDS: Final = 2.0
-"""Longest time in seconds that the dashboard waits for a controller's answer."""
-_RENEWALS: Final = 3
-"""Number of renewals during one lease, so that two messages may be lost."""
+KIND: Final = "session"
+"""The kind of sessions' records."""
+MEMORY_BYTES: Final = 256 << 20
+"""Largest approximate size in bytes of the sessions that a router remembers."""
+_log = structlog.get_logger("trunkline.router.stores.sessions")
 
 
 def is_stored(session_id: str) -> bool:
@@ -49,43 +59,60 @@ def is_stored(session_id: str) -> bool:
     return session_id.startswith(SESSION_PREFIX)
 
 
-class StoredSession(msgspec.Struct):
-    """A session together with its record."""
-
-    record: Record
-    session: SessionState
-
-
 class SessionStore:
-    """The sessions of all controllers. Calls that no controller answers raise `ApiError` 503."""
+    """The sessions of all tenants. Calls raise `ApiError` 503 if the store of records does not answer."""
 
-    def __init__(self, homes: RecordHomes) -> None:
-        self._homes = homes
+    def __init__(
+        self, records: RecordStore, owner_bytes_max: int = 0, *, memory_bytes: int = MEMORY_BYTES
+    ) -> None:
+        """
+        Args:
+            owner_bytes_max: size in bytes of a tenant's records from which on it gets no more sessions and turns;
+                0: there is no limit.
+            memory_bytes: largest approximate size in bytes of all remembered sessions.
+        """
+        self._records = records
+        self._owner_bytes_max = owner_bytes_max
+        self._memory = SessionMemory(memory_bytes)
+        self._background = Background()
 
-    def home_of(self, session_id: str) -> ControllerLink:
-        """Return the controller that stores a session."""
-        return self._homes.home_of(session_id)
+    def draw_id(self) -> str:
+        """Draw the id of a new session."""
+        return SESSION_PREFIX + draw_hex("session", 16)
 
-    def draw_id(self, beside: str = "") -> str:
-        """Draw the id of a new session, on the same controller as `beside` so that both share cached KV.
+    async def create(self, session_id: str, session: SessionState, base: bytes = b"") -> StoredSession:
+        """Store a new session. If its id exists, the request was sent twice, and the stored session is returned.
 
         Args:
-            beside: The id of another session, or the key of another kind of record; "": any controller will do.
-        """
-        while True:
-            drawn = SESSION_PREFIX + draw_hex("session", 16)
-            if not beside or self.home_of(drawn) is self.home_of(beside):
-                return drawn
+            base: name of the segment of another session that ends the same history, which both sessions share
+                then; b"": there is none.
 
-    async def create(self, session_id: str, session: SessionState) -> StoredSession:
-        """Store a new session. If its id exists, the request was sent twice, and the stored session is
-        returned."""
-        value = pack_session(session)
-        create = _call_of("create", session_id, value=value, ttl=ttl_of(session))
-        reply = await ask(self.home_of(session_id), create)
-        if reply.status == "exists" and request_name():
-            return await self.get(session_id)
-        return StoredSession(_checked(reply, session_id).records[0], session)
+        Raises:
+            ApiError: 429, the tenant's records have reached their quota; 400, the session is too large.
+        """
+        key = _key_of(session_id)
+        with session_errors(session_id, not_stored=True):
+            try:
+                record = await self._create(key, session, base)
+            except ExistsError:
+                if not request_name():
+                    raise
+                return await self.get(session_id)
+            except StoreAwayError as error:
+                raise records_away(error) from None
+            except ValueError as error:
+                raise ApiError(400, f"the session is too large: {error}", code="session_too_long") from None
+        stored = StoredSession(record, session)
+        self._memory.keep(stored)
+        return stored
+
+    async def _create(self, key: RecordKey, session: SessionState, base: bytes) -> Record:
+        header, ttl, quota = pack_header(session), ttl_of(session), self._owner_bytes_max
+        if base:
+            with suppress(BaseMissingError):  # the other session was deleted meanwhile
+                return await self._records.create(key, Change(header, ttl, base), owner_bytes_max=quota)
+        change = Change(header, ttl, segments=segments_for(History(), session.history))
+        return await self._records.create(key, change, owner_bytes_max=quota)
 
     async def get(self, session_id: str) -> StoredSession:
         """Return a session as it was last stored, even if another request holds its lease.
@@ -93,32 +120,60 @@ class SessionStore:
         Raises:
             ApiError: 404, there is no such session.
         """
-        return _read(await self._call(session_id, "get"))
+        key = _key_of(session_id)
+        remembered = self._memory.find(key)
+        with session_errors(session_id):
+            stored = _read(await self._records.get(key, _known(remembered)), remembered)
+        self._memory.keep(stored)
+        return stored
 
     async def peek(self, session_id: str) -> StoredSession:
-        """Return a session like `get`, without prolonging its life and without waiting for a controller that is
-        away.
+        """Return a session like `get`, without prolonging its life.
 
         Raises:
-            ApiError: 404, there is no such session; 503, its controller is away.
+            ApiError: 404, there is no such session.
         """
-        reply = record_reply(await self.home_of(session_id).call(_call_of("peek", session_id), PEEK_SECONDS))
-        return _read(_checked(reply, session_id))
+        key = _key_of(session_id)
+        remembered = self._memory.find(key)
+        with session_errors(session_id):
+            return _read(await self._records.get(key, _known(remembered), use=False), remembered)
 
-    async def acquire(self, session_id: str) -> Lease:
+    async def acquire(self, session_id: str, *, extends: bool = False) -> Lease:
         """Acquire the lease of a session.
 
+        Args:
+            extends: whether the request may make the session longer, which the tenant's quota limits.
+
         Raises:
-            ApiError: 404, there is no such session; 409, another request holds its lease.
+            ApiError: 404, there is no such session; 409, another request holds its lease; 429, the tenant's
+                records have reached their quota.
         """
+        key = _key_of(session_id)
         token = draw_hex("lease", 8)  # the same for the router that takes over a dead router's request
+        remembered = self._memory.find(key)
+        work = self._background.start(self._records.acquire(key, token, LEASE_SECONDS, _known(remembered)))
         try:
-            reply = await self._call(session_id, "acquire", lease=token, lease_s=_LEASE_SECONDS)
-            return Lease(self.home_of(session_id), _read(reply), token)
-        except BaseException as error:  # cancellation included: the client left
-            if not isinstance(error, ApiError) or error.status == 503:
-                self.home_of(session_id).tell(_call_of("release", session_id, lease=token))
+            with session_errors(session_id):
+                reading = await asyncio.shield(work)
+                if extends and 0 < self._owner_bytes_max <= reading.owner_bytes:
+                    raise records_full()
+                stored = _read(reading, remembered)
+        except BaseException:  # cancellation included: the client left
+            self._background.start(self._release(key, token, work))
             raise
+        self._memory.keep(stored)
+        return Lease(self._records, self._background, self._memory, stored, token)
+
+    async def _release(self, key: RecordKey, token: str, acquiring: asyncio.Task[Any]) -> None:
+        """End a lease that is being acquired, if it is."""
+        try:
+            await acquiring
+        except (MissingError, BusyError):
+            return
+        except RecordError:  # it may have been acquired all the same
+            pass
+        with suppress(RecordError):
+            await self._records.release(key, token)
 
     async def delete(self, session_id: str) -> None:
         """Delete a session.
@@ -126,158 +181,58 @@ class SessionStore:
         Raises:
             ApiError: 404, there is no such session; 409, it is in use.
         """
-        await self._call(session_id, "delete")
+        key = _key_of(session_id)
+        with session_errors(session_id):
+            await self._records.delete(key)
+        self._memory.forget(key)
 
-    async def page(self, after: str, limit: int) -> list[Record]:
-        """Return up to `limit` records whose ids follow `after`, in the order of ids, without their values."""
-        return await self._homes.page(_kind_of(current_identity().owner), after, limit)
-
-    async def page_of_all(self, owners: Sequence[str], after: str, limit: int) -> list[tuple[str, Record]]:
-        """Return up to `limit` records of several owners (`auth.py`), each with its owner; otherwise like
-        `page`."""
-        pages = await asyncio.gather(*(self._homes.page(_kind_of(owner), after, limit) for owner in owners))
-        found = [(owner, record) for owner, page in zip(owners, pages, strict=True) for record in page]
-        return sorted(found, key=lambda pair: pair[1].id)[:limit]
-
-    async def page_at(self, home: ControllerLink, owner: str, limit: int) -> list[Record]:
-        """Return up to `limit` of an owner's records on one controller, without values and without waiting.
-
-        Raises:
-            ApiError: 503, the controller is away.
-        """
-        reply = record_reply(await home.call(record_call("list", _kind_of(owner), "", limit=limit), PEEK_SECONDS))
-        if reply.status != "ok":
-            raise unavailable(f"stored records cannot be listed: {reply.detail}", code="not_listed")
-        return reply.records
-
-    async def prefetch(
-        self,
-        session_id: str,
-        tokens: Sequence[int],
-        drops: Sequence[TokenSpan] = (),
-        *,
-        salt: bytes = b"",
-        layout: PromptLayout | None = None,
-    ) -> Prefetched:
-        """Ask a session's controller to fetch the KV of a prompt from slow tiers. `layout`: the prompt's layout,
-        if it has modules."""
-        packed, cut = pack_int32(list(tokens)), pack_int32([end for span in drops for end in span])
-        answer, _ = await call_persistently(
-            self.home_of(session_id), lambda ticket: Prefetch(ticket, packed, salt, cut, layout), CALL_SECONDS
-        )
-        if not isinstance(answer, Prefetched):
-            raise unavailable("the engine gave another answer than the one to the question")
-        return answer
-
-    async def _call(self, session_id: str, op: str, **fields: Any) -> RecordReply:
-        return _checked(await ask(self.home_of(session_id), _call_of(op, session_id, **fields)), session_id)
-
-
-class Lease:
-    """An acquired session. Call `close` at the end in any case."""
-
-    def __init__(self, home: ControllerLink, stored: StoredSession, token: str) -> None:
-        self.record = stored.record
-        self.session = stored.session
-        """The session as it was acquired; only `put` stores changes."""
-        self._home = home
-        self._token = token
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
-        self._renew_later()
-
-    async def put(self) -> StoredSession:
-        """Store the session and release its lease.
-
-        Raises:
-            ApiError: 404 or 409, the lease had expired and the session was deleted or changed; 503, it was not
-            stored.
-        """
-        self._stop()
-        value = pack_session(self.session)
-        put = _call_of(
-            "put",
-            self.record.id,
-            value=value,
-            version=self.record.version,
-            ttl=ttl_of(self.session),
-            lease=self._token,
-            release=True,
-        )
+    async def page(self, owners: Sequence[str], after: str, limit: int, *, headers: bool = False) -> list[Record]:
+        """Return up to `limit` records of some owners (`auth.py`) whose ids follow `after`, in the order of ids.
+        Without `headers`, their headers are empty."""
+        page = self._records.page
         try:
-            reply = _checked(await ask(self._home, put), self.record.id)
-        except BaseException:  # cancellation included: the client left
-            self._release()
-            raise
-        return StoredSession(reply.records[0] if reply.records else self.record, self.session)
-
-    def close(self) -> None:
-        """Release the lease; changes that were not stored are lost. Calling it again has no effect."""
-        if self._timer is not None:
-            self._stop()
-            self._release()
-
-    def _stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _release(self) -> None:
-        self._home.tell(_call_of("release", self.record.id, lease=self._token))
-
-    def _renew_later(self) -> None:
-        self._timer = self._loop.call_later(_LEASE_SECONDS / _RENEWALS, self._renew)
-
-    def _renew(self) -> None:
-        self._home.tell(_call_of("acquire", self.record.id, lease=self._token, lease_s=_LEASE_SECONDS))
-        self._renew_later()
+            pages = await asyncio.gather(*(page(KIND, each, after, limit, headers=headers) for each in owners))
+        except StoreAwayError as error:
+            raise records_away(error) from None
+        return sorted((record for page in pages for record in page), key=lambda record: record.key.id)[:limit]
 
 
-def ttl_of(session: SessionState) -> float:
-    """Return the seconds without use after which a session is deleted."""
-    return session.ttl or TTL_DEFAULT_S
+def _key_of(session_id: str) -> RecordKey:
+    """Return the key of a session of the current request's tenant, who finds no other tenant's sessions."""
+    return RecordKey(KIND, current_identity().owner, session_id)
 
 
-def _call_of(op: str, session_id: str, **fields: Any) -> Callable[[int], RecordCall]:
-    """Return a function that makes a call for the owner of the current request, given the call's ticket."""
-    return record_call(op, _kind_of(current_identity().owner), session_id, **fields)
+def _known(remembered: StoredSession | None) -> tuple[bytes, ...]:
+    return () if remembered is None or not remembered.record.head else (remembered.record.head,)
 
 
-def _kind_of(owner: str) -> str:
-    """Return the kind of an owner's session records. Each owner has a kind, so ids of other owners find
-    nothing."""
-    return f"{_KIND}:{owner}" if owner else _KIND
+def _read(reading: Reading, remembered: StoredSession | None) -> StoredSession:
+    """Return the session that was read.
 
-
-def _read(reply: RecordReply) -> StoredSession:
-    record = reply.records[0]
-    try:
-        return StoredSession(record, unpack_session(record.value))
-    except ValueError as error:
-        raise unavailable(f"session {record.id} cannot be read: {error}", code="session_unreadable") from None
-
-
-def _checked(answer: RecordReply, session_id: str) -> RecordReply:
-    """Return a successful answer.
+    Args:
+        remembered: what was known of it.
 
     Raises:
-        ApiError: The error that the answer reports.
+        ValueError: it cannot be read.
     """
-    if answer.status == "ok":
-        return answer
-    name = f"session {session_id[:80]!r}"
-    if answer.status == "missing":
-        raise not_found("session_id", f"{name} does not exist (any more)", code="session_not_found")
-    if answer.status == "busy":
-        raise in_conflict(
-            "session_id",
-            f"{name} is in use: another request of it has not ended yet. Wait for that, or fork the session.",
-            code="session_busy",
-        )
-    if answer.status in ("conflict", "exists"):
-        raise in_conflict(
-            "session_id",
-            f"{name} was changed by another request meanwhile; nothing was stored",
-            code="session_conflict",
-        )
-    raise unavailable(f"{name} could not be stored: {answer.detail}", code="session_not_stored")
+    record = reading.record
+    if remembered is not None and _is_lost(remembered.record, record):
+        _log.warning("session_restored", session=record.key.id, version=remembered.record.version)
+        return StoredSession(record, replace(remembered.session), rewrites=True)
+    session, is_old = unpack_header(record.header)
+    if is_old:
+        return StoredSession(record, session, rewrites=True)
+    history = History()
+    if reading.after:
+        if remembered is None or remembered.record.head != reading.after:
+            raise ValueError("its beginning is missing")
+        history = remembered.session.history
+    if reading.segments or not reading.after:
+        history = read_segments(history, [segment.content for segment in reading.segments])
+    session.history = history
+    return StoredSession(record, session)
+
+
+def _is_lost(remembered: Record, found: Record) -> bool:
+    """Return whether the store has lost changes of a record that it had stored."""
+    return found.version < remembered.version and found.created == remembered.created

@@ -22,7 +22,7 @@ from trunkline.router.jobs.job import Job
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, Message
 from trunkline.router.pml.compiled import PieceKind
 from trunkline.router.service import RouterService
-from trunkline.router.stores.session_store import Lease, StoredSession, is_stored
+from trunkline.router.stores.session_store import is_stored
 from trunkline.router.text.detokenizer import TokenVocabulary, make_detokenizer
 from trunkline.router.text.truncation import TokenSpan
 from trunkline.router.tools.plan import prepare_tools
@@ -58,21 +58,6 @@ class Label(NamedTuple):
     """Whether the model does not see the token, because it was cut off or discarded."""
 
 
-class _Glance(Lease):
-    """A session that is only read, without a lease: it cannot be changed."""
-
-    def __init__(self, stored: StoredSession) -> None:
-        self.record = stored.record
-        self.session = stored.session
-
-    async def put(self) -> StoredSession:
-        """Refuse: this session is only read."""
-        raise NotImplementedError("a session that is only looked at is not stored")
-
-    def close(self) -> None:
-        """Do nothing: no lease is held."""
-
-
 async def prompt_pieces(service: RouterService, content: bytes) -> dict[str, Any]:
     """Return the pieces of the prompt of a body for `/v1/chat/completions` (with `messages`) or `/v1/completions`.
 
@@ -87,7 +72,7 @@ async def prompt_pieces(service: RouterService, content: bytes) -> dict[str, Any
     turn = None
     if body.session_id is not None and is_stored(body.session_id):
         stored = await service.sessions.peek(body.session_id)
-        turn = SessionTurn(service, _Glance(stored), "chat" if is_chat else "text")
+        turn = SessionTurn(service, stored.session, "chat" if is_chat else "text")
     if isinstance(body, ChatRequest):
         return await _chat(service, body, turn)
     return await _completion(service, body, turn)

@@ -1,7 +1,7 @@
-"""List sessions for the dashboard: stored sessions (records of the controllers), and those that are only labels.
+"""List sessions for the dashboard: stored sessions (records), and those that are only labels.
 
-A record's value says how long its session is and which chunks it has; the list of records does not. So a few
-values are fetched at each look, and their contents are remembered for as long as the record does not change. The
+A record's header says how long its session is. Which chunks it has follows from its history. So a few histories
+are read at each look, and the names of their chunks are remembered for as long as the record does not change. The
 router knows from the controllers' events where chunks are (`routing/index.py`), except for chunks in the remote
 tier only, and for KV behind cuts and modules.
 """
@@ -15,30 +15,33 @@ from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from trunkline.kvstore.chunks import root_name
+from trunkline.kvstore.records import Record, RecordKey
 from trunkline.router.errors import ApiError
-from trunkline.router.messages import Record
 from trunkline.router.request_context import known
 from trunkline.router.routing.names import whole_chunks
 from trunkline.router.service import RouterService
-from trunkline.router.stores.session_history import SessionState
+from trunkline.router.stores.session_memory import StoredSession
+from trunkline.router.stores.session_state import HeaderSummary, summary_of
 from trunkline.router.stores.session_store import is_stored
 from trunkline.router.tenancy.auth import Identity, current_identity
 from trunkline.router.ui.overview import wall_clock
 
 LIMIT_MAX: Final = 1000
 RECORDS_MAX: Final = 1000
-"""Largest number of records of each controller among which the last used ones are searched."""
+"""Largest number of records of each tenant among which the last used ones are searched."""
+_PAGE: Final = 100
+"""Number of records that are fetched at once. The headers of earlier versions are long."""
 FRESH_SECONDS: Final = 1.0
 """Shortest time in seconds between two fetches of the list of records, however many clients ask."""
 FRESH_SHARE: Final = 10.0
 """Time between two fetches of the list of records, as a multiple of the time that the fetch took, which is long
-with many tenants and groups; between `FRESH_SECONDS` and `FRESH_SECONDS_MAX`."""
+with many tenants; between `FRESH_SECONDS` and `FRESH_SECONDS_MAX`."""
 FRESH_SECONDS_MAX: Final = 20.0
 """Longest time in seconds between two fetches of the list of records."""
 FETCHED_MAX: Final = 16
-"""Largest number of records whose values are fetched each time that the sessions are listed."""
+"""Largest number of sessions whose histories are read each time that the sessions are listed."""
 FETCH_SECONDS_MAX: Final = 0.1
-"""Time in seconds after which no further value of a record is fetched, because values may be long."""
+"""Time in seconds after which no further history is read, because histories may be long."""
 KNOWN_MAX: Final = 4096
 NAMES_MAX: Final = 1024
 """Largest number of chunks of a session whose places are looked up. They are the session's first chunks."""
@@ -50,31 +53,28 @@ device."""
 
 
 class Known(NamedTuple):
-    """The contents of a session's record, as far as the dashboard shows them."""
+    """The chunks of a session, as of one version of its record."""
 
     version: int
-    turns: int
-    tokens: int
-    parent: str
-    schema: str
     names: Sequence[bytes]
     """Names of the session's full chunks; empty for a session with modules."""
     chunk_size: int
 
 
 class Listed(NamedTuple):
-    """A stored session: its record and the tenant that owns it."""
+    """A stored session: its record without the header, and what the header says."""
 
-    owner: str
     record: Record
+    summary: HeaderSummary | None
+    """None: the header cannot be read."""
 
 
 class StoredSessions:
-    """All stored sessions that this router has seen."""
+    """The stored sessions of all tenants."""
 
     def __init__(self, service: RouterService) -> None:
         self._service = service
-        self._known: OrderedDict[str, Known] = OrderedDict()
+        self._known: OrderedDict[RecordKey, Known] = OrderedDict()
         self._listed: list[Listed] = []
         self._fresh_until = float("-inf")
         self._look: asyncio.Task[None] | None = None
@@ -83,7 +83,7 @@ class StoredSessions:
         """Fetch the list of sessions, unless the present one is still fresh.
 
         Raises:
-            ApiError: 503, no controller answers.
+            ApiError: 503, the store of records does not answer.
         """
         if asyncio.get_running_loop().time() < self._fresh_until:
             return
@@ -98,82 +98,60 @@ class StoredSessions:
             task.exception()  # callers of `look` get it
 
     async def _refresh(self) -> None:
-        home_of, clock = self._service.sessions.home_of, asyncio.get_running_loop().time
+        clock = asyncio.get_running_loop().time
         began = clock()
-        listed = await self._list()
+        pages = await asyncio.gather(*(self._list(owner) for owner in self._service.tenants.owners()))
+        listed = [each for page in pages for each in page]
         listed.sort(key=lambda each: -each.record.used)
         self._listed = listed = listed[:KNOWN_MAX]
-        missing = (
-            each
-            for each in listed
-            if self._known_of(each.record) is None and home_of(each.record.id).state is not None
-        )
+        missing = (each.record for each in listed if self._known_of(each.record) is None)
         fetching = clock()
-        for each in islice(missing, FETCHED_MAX):
-            await self._fetch(each)
+        for record in islice(missing, FETCHED_MAX):
+            await self._fetch(record)
             if clock() - fetching > FETCH_SECONDS_MAX:
                 break
         lasts = min(FRESH_SECONDS_MAX, FRESH_SHARE * (clock() - began))
         self._fresh_until = clock() + max(FRESH_SECONDS, lasts)
 
-    async def _list(self) -> list[Listed]:
-        """Return the sessions of all controllers; for those that are away, the sessions of the last look.
-
-        Raises:
-            ApiError: 503, all controllers are away.
-        """
-        service = self._service
-        asked = [(link, owner) for link in service.links for owner in service.tenants.owners()]
-        pages = await asyncio.gather(
-            *(service.sessions.page_at(link, owner, RECORDS_MAX) for link, owner in asked), return_exceptions=True
-        )
+    async def _list(self, owner: str) -> list[Listed]:
+        """Return an owner's sessions."""
         listed: list[Listed] = []
-        missing: set[tuple[int, str]] = set()
-        problem: ApiError | None = None
-        for (link, owner), page in zip(asked, pages, strict=True):
-            if isinstance(page, ApiError):
-                missing.add((link.index, owner))
-                problem = page
-            elif isinstance(page, BaseException):
-                raise page
-            else:
-                listed += [Listed(owner, record) for record in page]
-        if problem is not None and len(missing) == len(asked):
-            raise problem
-        if missing:
-            home_of = service.sessions.home_of
-            listed += [each for each in self._listed if (home_of(each.record.id).index, each.owner) in missing]
+        after = ""
+        while len(listed) < RECORDS_MAX:
+            page = await self._service.sessions.page([owner], after, _PAGE, headers=True)
+            listed += [Listed(record._replace(header=b""), _summary(record.header)) for record in page]
+            if len(page) < _PAGE:
+                break
+            after = page[-1].key.id
         return listed
 
     def _known_of(self, record: Record) -> Known | None:
-        known = self._known.get(record.id)
+        known = self._known.get(record.key)
         return known if known is not None and known.version == record.version else None
 
-    async def _fetch(self, listed: Listed) -> None:
+    async def _fetch(self, record: Record) -> None:
         identity = Identity()
         try:
-            if listed.owner:
-                identity = self._service.tenants.acting_for(current_identity(), listed.owner)
+            if record.key.owner:
+                identity = self._service.tenants.acting_for(current_identity(), record.key.owner)
             with known(identity=identity):
-                stored = await self._service.sessions.peek(listed.record.id)
+                stored = await self._service.sessions.peek(record.key.id)
         except ApiError:
             return  # the record has just been deleted, or cannot be read
-        self._known[listed.record.id] = self._read(stored.record.version, stored.session, identity.salt)
-        self._known.move_to_end(listed.record.id)
+        self._known[record.key] = self._read(stored, identity.salt)
+        self._known.move_to_end(record.key)
         if len(self._known) > KNOWN_MAX:
             self._known.popitem(last=False)
 
-    def _read(self, version: int, session: SessionState, salt: bytes) -> Known:
-        names: Sequence[bytes] = ()
-        size = 0
+    def _read(self, stored: StoredSession, salt: bytes) -> Known:
+        version, session = stored.record.version, stored.session
         state = next((link.state for link in self._service.links if link.state and link.state.chunk_size), None)
-        if state is not None:
-            size = state.chunk_size
-            root = root_name(state.fingerprint, state.dtype, size, salt)
-            is_plain = session.modules is None and session.vocabulary == self._service.tokenizer.fingerprint
-            names = whole_chunks(root, session.tokens[: 4 * size * NAMES_MAX], size) if is_plain else ()
-        schema = "" if session.modules is None else session.modules.schema
-        return Known(version, session.turns, session.token_count, session.parent, schema, names, size)
+        is_plain = session.modules is None and session.history.vocabulary == self._service.tokenizer.fingerprint
+        if state is None or not is_plain:
+            return Known(version, (), 0)
+        size = state.chunk_size
+        root = root_name(state.fingerprint, state.dtype, size, salt)
+        return Known(version, whole_chunks(root, session.history.tokens[: 4 * size * NAMES_MAX], size), size)
 
     async def table(self, limit: int) -> list[dict[str, Any]]:
         """Return the sessions that were used last, both stored ones and labels.
@@ -192,32 +170,25 @@ class StoredSessions:
         return rows[:limit]
 
     def _row(self, listed: Listed) -> dict[str, Any]:
-        record = listed.record
-        known = self._known_of(record)
+        record, summary = listed.record, listed.summary or HeaderSummary()
+        is_read = listed.summary is not None
         row = {
-            "id": record.id,
+            "id": record.key.id,
             "stored": True,
-            "turns": None,
-            "tokens": None,
+            "turns": summary.turns if is_read else None,
+            "tokens": (summary.token_count or len(summary.tokens) // 4) if is_read else None,
             "cached_tokens": None,
             "tier": None,
-            "group": self._service.sessions.home_of(record.id).index,
+            "group": None,
             "created": record.created,
             "used": record.used,
-            "expires": record.expires or None,
-            "tenant": listed.owner,
-            "parent": None,
-            "schema": None,
+            "expires": record.used + record.ttl if record.ttl else None,
+            "tenant": record.key.owner,
+            "parent": summary.parent or None,
+            "schema": None if summary.modules is None else summary.modules.schema or None,
         }
-        if known is None:
-            return row
-        told = {
-            "turns": known.turns,
-            "tokens": known.tokens,
-            "parent": known.parent or None,
-            "schema": known.schema or None,
-        }
-        return row | told | self._place(known)
+        known = self._known_of(record)
+        return row if known is None else row | self._place(known)
 
     def _place(self, known: Known) -> dict[str, Any]:
         """Return where a session's KV is: the group that has most of it, how many tokens, and in which tier."""
@@ -245,8 +216,15 @@ class StoredSessions:
             known = self._known_of(listed.record)
             for name in () if known is None else known.names:
                 if name in names:
-                    found.setdefault(name, []).append(listed.record.id)
+                    found.setdefault(name, []).append(listed.record.key.id)
         return found
+
+
+def _summary(header: bytes) -> HeaderSummary | None:
+    try:
+        return summary_of(header)
+    except ValueError:
+        return None
 
 
 def labels(service: RouterService) -> list[dict[str, Any]]:

@@ -1,0 +1,83 @@
+"""The sessions that a router has used last, so that it reads only what other routers have added to them since."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from typing import Final
+
+import msgspec
+from msgspec.structs import replace
+
+from trunkline.kvstore.records import Record, RecordKey
+from trunkline.router.stores.session_history import History
+from trunkline.router.stores.session_state import SessionState
+
+_BYTES: Final = 1000
+"""Approximate memory in bytes of a remembered session without its history."""
+_MESSAGE_BYTES: Final = 400
+"""Approximate memory in bytes of a message without its text."""
+_MARK_BYTES: Final = 120
+"""Approximate memory in bytes of a mark."""
+
+
+class StoredSession(msgspec.Struct, frozen=True):
+    """A session together with its record."""
+
+    record: Record
+    session: SessionState
+    rewrites: bool = False
+    """Whether the next change must write all of the history, because it is not in the record's segments: an
+    earlier version wrote the record, or the store has lost changes."""
+
+
+class SessionMemory:
+    """Remembered sessions, the ones that were used last; their number is limited by their approximate size."""
+
+    def __init__(self, bytes_max: int) -> None:
+        """`bytes_max`: largest approximate size in bytes of all remembered sessions together."""
+        self._bytes_max = bytes_max
+        self._sessions: OrderedDict[RecordKey, StoredSession] = OrderedDict()
+        self.bytes = 0
+        """Approximate size in bytes of all remembered sessions together."""
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def find(self, key: RecordKey) -> StoredSession | None:
+        """Return a session as it was last seen; None: it is not remembered."""
+        found = self._sessions.get(key)
+        if found is not None:
+            self._sessions.move_to_end(key)
+        return found
+
+    def keep(self, stored: StoredSession) -> None:
+        """Remember a session as it is stored now, unless its record is to be written anew."""
+        if stored.rewrites:
+            return
+        key = stored.record.key
+        self.forget(key)
+        # The header's bytes are not needed any more; callers may change their copy of the session.
+        record = stored.record._replace(header=b"")
+        self._sessions[key] = StoredSession(record, replace(stored.session))
+        self.bytes += _size_of(stored.session.history)
+        while self.bytes > self._bytes_max:
+            self.forget(next(iter(self._sessions)))
+
+    def forget(self, key: RecordKey) -> None:
+        """Forget a session, if it is remembered."""
+        found = self._sessions.pop(key, None)
+        if found is not None:
+            self.bytes -= _size_of(found.session.history)
+
+
+def _size_of(history: History) -> int:
+    """Return the approximate memory of a session in bytes. Messages are counted as long as the rendered text."""
+    text = max(sys.getsizeof(history.text), len(history.text))
+    return (
+        _BYTES
+        + 2 * text
+        + len(history.tokens)
+        + _MESSAGE_BYTES * len(history.messages)
+        + _MARK_BYTES * len(history.marks)
+    )
