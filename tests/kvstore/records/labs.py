@@ -8,7 +8,8 @@ from pathlib import Path
 
 from kvstore.records.records_model import Lab
 
-from trunkline.kvstore.records import RecordStore, SqliteRecords
+from trunkline.kvstore.records import RecordStore
+from trunkline.kvstore.records.sqlite_store import SqliteRecords
 
 
 class SqliteLab:
