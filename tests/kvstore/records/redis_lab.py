@@ -21,17 +21,21 @@ class RedisLab:
     """The script reads by how much to move the server's clock from a key beside the records."""
 
     slack_s = 5.0
-    counts_at_once = True
 
-    def __init__(self, server: RedisServer) -> None:
+    def __init__(self, server: RedisServer, *, is_lazy: bool) -> None:
         self.server = server
+        self.counts_at_once = not is_lazy
+        self._numbers = {"INLINE_SEGMENTS = 200": "INLINE_SEGMENTS = 1", "TEND_STEPS = 400": "TEND_STEPS = 4"}
+        """What to change in the script if it is to do little at a time."""
         self.shift_s = 0.0
 
     def open(self, *, bytes_max: int = 0, patience_s: float = 30.0) -> RedisRecords:
-        records = RedisRecords(self.server.url, bytes_max=bytes_max, patience_s=patience_s)
         body = redis_store.script_body()
-        assert _CLOCK in body
-        records._script = RedisScript(self.server.url, body.replace(_CLOCK, _SHIFTED), patience_s=patience_s)
+        for old, new in {_CLOCK: _SHIFTED, **({} if self.counts_at_once else self._numbers)}.items():
+            assert old in body
+            body = body.replace(old, new)
+        records = RedisRecords(self.server.url, bytes_max=bytes_max, patience_s=patience_s)
+        records._script = RedisScript(self.server.url, body, patience_s=patience_s)
         return records
 
     def now(self) -> float:
@@ -43,10 +47,11 @@ class RedisLab:
 
 
 @contextmanager
-def redis_lab(folder: Path) -> Iterator[RedisLab]:
+def redis_lab(folder: Path, *, is_lazy: bool = False) -> Iterator[RedisLab]:
+    """Start a server. With `is_lazy`, an operation removes one segment, and `tend` four."""
     server = RedisServer(folder, "--save", "", "--appendonly", "yes")
     try:
         server.start()
-        yield RedisLab(server)
+        yield RedisLab(server, is_lazy=is_lazy)
     finally:
         server.kill()
