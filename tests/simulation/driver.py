@@ -130,6 +130,7 @@ class Simulation:
             n=n,
             beam=beam,
             priority=options.get("priority", 0),
+            tenant=options.get("tenant", ""),
             grammar=options.get("grammar"),
             layout=layout,
         )

@@ -30,6 +30,7 @@ class Options(TypedDict, total=False):
     n: int
     beam: BeamSearch | None
     priority: int
+    tenant: str
     prompt_logprobs: int
     grammar: Grammar | None
     drops: tuple[tuple[int, int], ...]

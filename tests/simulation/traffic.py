@@ -40,6 +40,8 @@ class Mix:
     samples: float = 0.2
     beams: float = 0.2
     priorities: float = 0.2
+    tenants: float = 0.3
+    """Of a request: it is of one of three tenants with names."""
     salts: float = 0.1
     scored: float = 0.1
     grammars: float = 0.1
@@ -81,6 +83,7 @@ class Traffic:
         self.needed_tokens = 0
         """Computed by a group that forgets everything but shares nothing, and is never short of blocks."""
         self._rng = random.Random(seed)
+        self._tenants = random.Random(seed)
         self._bases = [self._tokens(mix.prompt_max) for _ in range(5)]
         self._schemas = Schemas(self._rng, config.chunk_size, count=mix.schemas, span=config.max_context // 2)
         self._callers = ModuleCallers(self.simulation, self._schemas, self._rng)
@@ -122,6 +125,8 @@ class Traffic:
                 options["prompt_logprobs"] = rng.randrange(3)
         if self._chance(mix.priorities):
             options["priority"] = rng.randrange(-1, 3)
+        if self._tenants.random() < mix.tenants:
+            options["tenant"] = self._tenants.choice("abc")
         if self._chance(mix.salts):
             options["salt"] = b"tenant"
         if self._chance(mix.cuts) and "beam" not in options and "prompt_logprobs" not in options:
@@ -153,6 +158,8 @@ class Traffic:
             options["grammar"] = Grammar("regex", rng.choice(["a", "b", "c", BAD_GRAMMAR]), "structured_outputs")
         if self._chance(mix.priorities):
             options["priority"] = rng.randrange(-1, 3)
+        if self._tenants.random() < mix.tenants:
+            options["tenant"] = self._tenants.choice("abc")
         if self._chance(mix.salts):
             options["salt"] = b"tenant"
         if self._chance(mix.ttl):

@@ -157,8 +157,10 @@ class FairQueue:
         called = self._called
         calling = None if called is None or not self._is_at(called, level) else self._line(called)
         heap = level.turns.copy()  # a sorted list is a heap
-        if calling is not None:
-            heap = [(0 if line is calling else turn, place, line) for turn, place, line in heap]
+        if heap and (
+            calling is not None or heap[0][0] < level.round
+        ):  # some were passed over: they could not start
+            heap = [(0 if line is calling else max(turn, level.round), place, line) for turn, place, line in heap]
             heapq.heapify(heap)
         walks: dict[int, _Walk] = {}
         while heap:
