@@ -63,7 +63,7 @@ def test_sessions_of_a_drained_group_are_answered_by_another(served: Cluster, pl
 
 def test_a_group_that_loses_memory_and_disk_loses_no_session(served: Cluster, plain: Cluster) -> None:
     """Its host has burnt down: its processes are killed, and its folder is gone."""
-    expected, view = expected_of(plain, "burnt"), View(served)
+    expected, view = expected_of(plain, "burnt", turns=4), View(served)
     conversations = Conversations(served, "burnt")
     assert [conversations.turn(served, number) for number in range(2)] == expected[:2]
     folder = disk_of(served, 0)
@@ -72,6 +72,8 @@ def test_a_group_that_loses_memory_and_disk_loses_no_session(served: Cluster, pl
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
     assert conversations.turn(served, 2) == expected[2]
+    wait_for(lambda: view.pid("controller-0") not in (0, victims[0]) and view.is_healthy(), 60)
+    assert conversations.turn(served, 3) == expected[3]
 
 
 def test_a_router_that_dies_in_a_turn_keeps_its_session_for_a_moment_only(served: Cluster) -> None:

@@ -140,3 +140,16 @@ def test_a_test_that_fails_leaves_nothing_behind(config: ControllerConfig, tmp_p
     assert process.returncode is not None
     assert not ranks.is_alive()
     assert socket.closed
+
+
+def test_without_the_folder_of_its_index_a_group_serves_all_the_same(
+    config: ControllerConfig, tmp_path: Path
+) -> None:
+    """The disk may be lost; what was on it is computed again."""
+    index = str(tmp_path / "gone" / "index.sqlite")
+    with run_controller(replace(config, index_path=index, tier_fingerprint="00"), tmp_path) as (_, router):
+        start_ranks(config)
+        router.wait_state("ready")
+        router.submit(1, [1, 2, 3], 3)
+        router.wait_finished(1)
+        assert router.finished[1] == ("length", "")

@@ -17,7 +17,7 @@ import pytest
 import structlog
 
 from trunkline.controller.engine.disk_chunks import DiskChunk
-from trunkline.controller.storage.database import Database, DatabaseUnavailableError
+from trunkline.controller.storage.database import Database, DatabaseInUseError, DatabaseUnavailableError
 from trunkline.controller.storage.tier_index import INDEX, TierIndex
 
 FINGERPRINT = bytes(range(16))
@@ -301,7 +301,7 @@ def test_an_index_in_use_is_not_shared(path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"open\n"
-        with pytest.raises(DatabaseUnavailableError, match="in use by another process"):
+        with pytest.raises(DatabaseInUseError, match="in use by another process"):
             Database(path, FINGERPRINT, INDEX, wait_s=0.1)
         ending = threading.Timer(0.2, other.kill)
         ending.start()

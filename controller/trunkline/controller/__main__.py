@@ -12,7 +12,7 @@ import zmq
 from trunkline.controller.config import ControllerConfig
 from trunkline.controller.engine_config import ConfigError
 from trunkline.controller.service.service import ControllerService
-from trunkline.controller.storage.database import DatabaseUnavailableError
+from trunkline.controller.storage.database import DatabaseInUseError
 from trunkline.runtime.process import enter_role
 from trunkline.runtime.tracing import TracingError
 from trunkline.runtime.wire_keys import WireKeysError
@@ -42,7 +42,7 @@ def main() -> int:
     except zmq.ZMQError as error:  # an address in use, a folder that is not there, a path too long
         print(f"controller: {arguments.config}: cannot listen: {error}", file=sys.stderr)
         return 1
-    except (DatabaseUnavailableError, WireKeysError, TracingError) as error:
+    except (DatabaseInUseError, WireKeysError, TracingError) as error:
         print(f"controller: {error}", file=sys.stderr)
         return 1
     return service.run()

@@ -124,7 +124,7 @@ class ControllerService:
     def __init__(self, config: ControllerConfig) -> None:
         """
         Raises:
-            DatabaseUnavailableError: the disk tier's index cannot be used.
+            DatabaseInUseError: another process has the disk tier's index.
             WireKeysError: the file of wire keys cannot be used.
         """
         self.config = config
@@ -322,9 +322,13 @@ class ControllerService:
         if not self.group.is_complete:
             return
         group = self.group
-        for problem in group.tier_problems:
-            log.warning("a tier is not used", problem=problem)
         limits = group.engine_config(self.config)
+        problems = group.tier_problems
+        if self.persistence.problem:
+            problems.append(self.persistence.problem)
+            limits = msgspec.structs.replace(limits, disk_slots=0)
+        for problem in problems:
+            log.warning("a tier is not used", problem=problem)
         limits.validate()
         stored = self.persistence.load(limits.disk_slots if limits.prefix_cache else 0, now)
         if self.engine is None:

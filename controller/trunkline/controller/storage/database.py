@@ -72,6 +72,10 @@ class DatabaseUnavailableError(RuntimeError):
     """A database cannot be used at all: its folder is missing or read-only, or another process has the file."""
 
 
+class DatabaseInUseError(DatabaseUnavailableError):
+    """Another process has the file, such as one that is just ending."""
+
+
 class _UnusableError(Exception):
     """The present file cannot be used and has to be replaced; the message says why."""
 
@@ -377,7 +381,7 @@ def _mapped(error: Exception, path: Path) -> Exception:
     """Return the exception of this module that stands for an error at opening the file."""
     primary = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
     if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return DatabaseUnavailableError(f"{path} is in use by another process")
+        return DatabaseInUseError(f"{path} is in use by another process")
     if _is_damage(error):
         return _UnusableError(f"it is damaged: {error}", is_damaged=True)
     return DatabaseUnavailableError(f"{path} cannot be used: {error}")

@@ -13,6 +13,7 @@ from pathlib import Path
 import structlog
 
 from trunkline.controller.engine.disk_chunks import DiskChange, StoredChunks
+from trunkline.controller.storage.database import DatabaseInUseError, DatabaseUnavailableError
 from trunkline.controller.storage.tier_index import TierIndex
 
 log = structlog.get_logger()
@@ -30,9 +31,18 @@ class Persistence:
             monotonic: The same moment by the controller's clock.
 
         Raises:
-            DatabaseUnavailableError: The file cannot be used.
+            DatabaseInUseError: Another process has the file.
         """
-        self.index = TierIndex.open(Path(index_path), fingerprint, wall - monotonic) if index_path else None
+        self.index: TierIndex | None = None
+        self.problem = ""
+        """Why there is no index although there should be one: the disk may be lost. A group goes on without."""
+        try:
+            if index_path:
+                self.index = TierIndex.open(Path(index_path), fingerprint, wall - monotonic)
+        except DatabaseInUseError:
+            raise
+        except DatabaseUnavailableError as error:
+            self.problem = str(error)
 
     @property
     def first_generation(self) -> int:
