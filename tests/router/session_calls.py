@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 from router.harness import RunningRouter
 
-from trunkline.kvstore.records import Record, RecordKey
+from trunkline.kvstore.records import Reading, RecordKey
 
 
 def create(http: httpx.Client, **fields: Any) -> Any:
@@ -32,5 +32,15 @@ def error_of(answer: httpx.Response) -> tuple[int, str | None, str]:
     return answer.status_code, error["code"], error["param"]
 
 
-def record_of(router: RunningRouter, session: str) -> Record:
-    return router.call(router.service.records.get(RecordKey("session", "", session))).record
+def key_of(session: str, owner: str = "") -> RecordKey:
+    return RecordKey("session", owner, session)
+
+
+def reading_of(router: RunningRouter, session: str) -> Reading:
+    """The session's record with all its segments; reading it is no use of it."""
+    return router.call(router.service.records.get(key_of(session), use=False))
+
+
+def is_free(http: httpx.Client, session: str) -> bool:
+    """Whether no request holds the session's lease."""
+    return http.patch(f"/v1/sessions/{session}", json={}).status_code == 200

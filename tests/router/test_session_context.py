@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import httpx
+from msgspec.structs import replace
 from router.fake_controller import FakeController, drops_of, prompt_of
-from router.harness import ANSWER
-from router.session_calls import chat, create, error_of, get, record_of
+from router.harness import ANSWER, RunningRouter
+from router.session_calls import chat, create, error_of, get, reading_of
 
-from trunkline.controller.messages import RecordCall
-from trunkline.router.stores.session_history import pack_session, unpack_session
+from trunkline.kvstore.records import Change
+from trunkline.router.stores.session_changes import change_between, read_segments, segments_of
+from trunkline.router.stores.session_history import History
 from trunkline.router.text.tokenizer import Tokenizer
 
 
@@ -93,15 +95,15 @@ def test_overflow_cuts_by_default(http: httpx.Client, fake: FakeController) -> N
     assert head == start
 
 
-def test_another_tokenizer(http: httpx.Client, fake: FakeController) -> None:
+def test_another_tokenizer(router: RunningRouter, http: httpx.Client, fake: FakeController) -> None:
     session = create(http)["id"]
     assert chat(http, session).status_code == 200
     assert http.post(f"/v1/sessions/{session}/discard", json={"tokens": [[3, 5]]}).status_code == 200
-    record = record_of(fake, session)
-    stored = unpack_session(record.value)
-    stored.vocabulary = "another"
-    call = RecordCall(1, "put", "session", session, pack_session(stored), record.version)
-    assert fake.behaviour.records.handle(call, 1, record.used)[0].status == "ok"
+    record, _, segments, _ = reading_of(router, session)
+    history = read_segments(History(), [segment.content for segment in segments])
+    added = segments_of(change_between(history, replace(history, vocabulary="another")))
+    change = Change(record.header, record.ttl, record.head, added)
+    router.call(router.service.records.put(record.key, record.version, change))
     answer = chat(http, session).json()
     assert answer["usage"]["prompt_tokens_details"]["session_tokens"] == 0
     assert not drops_of(fake.behaviour.submits[1]), "its tokens are others"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,13 +13,13 @@ import openai
 import pytest
 from router.api_calls import last_prompt, say
 from router.fake_controller import FakeController, prompt_of
-from router.harness import ANSWER, EOS, MESSAGES, running, wait_until
-from router.session_calls import chat, create, error_of, get, record_of
+from router.harness import ANSWER, EOS, MESSAGES, RunningRouter, wait_until
+from router.session_calls import chat, create, error_of, get, is_free, key_of, reading_of
 
-from trunkline.controller.messages import RecordCall
-from trunkline.controller.storage.records import Limits
+from trunkline.kvstore.records import Change, StoreAwayError
 from trunkline.router.messages import FinishReason, Started
-from trunkline.router.routing.policies import rendezvous
+from trunkline.router.stores import session_lease, session_store
+from trunkline.router.stores.session_state import SessionState, pack_header
 from trunkline.router.text.tokenizer import Tokenizer
 
 FIRST = "<|bos|><|user|>What does os.path.join do?<|end|><|assistant|>"
@@ -182,20 +180,33 @@ def test_busy(http: httpx.Client, fake: FakeController) -> None:
 
 
 def test_a_lease_is_renewed_while_an_answer_is_made(
-    http: httpx.Client, fake: FakeController, monkeypatch: pytest.MonkeyPatch
+    router: RunningRouter, http: httpx.Client, fake: FakeController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trunkline.router.stores.session_store._LEASE_SECONDS", 0.6)
+    for module in (session_lease, session_store):
+        monkeypatch.setattr(module, "LEASE_SECONDS", 0.6)
+    renewed: list[bool] = []
+    renew = router.service.records.renew
+
+    async def counted(*asked: Any) -> bool:
+        renewed.append(await renew(*asked))
+        return renewed[-1]
+
+    monkeypatch.setattr(router.service.records, "renew", counted)
     session = create(http)["id"]
     with in_use(http, fake, session):
-        wait_until(lambda: sum(call.op == "acquire" for call in fake.behaviour.calls) > 4)
+        wait_until(lambda: len(renewed) > 4)
         assert error_of(chat(http, session))[1] == "session_busy"
-    acquired = [call.lease for call in fake.behaviour.calls if call.op == "acquire"]
-    assert acquired.count(acquired[0]) > 3
+    assert all(renewed)
     assert get(http, session)["turns"] == 1
 
 
-def test_what_cannot_be_stored_is_an_error(http: httpx.Client, fake: FakeController) -> None:
+def test_what_cannot_be_stored_is_an_error(
+    router: RunningRouter, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stream has its text first."""
+
+    async def away(*asked: Any, **also: Any) -> None:
+        raise StoreAwayError("it is gone")
 
     def events(session: str, path: str) -> list[dict[str, Any]]:
         asked = {"messages": MESSAGES} if "chat" in path else {"prompt": "And then"}
@@ -210,25 +221,28 @@ def test_what_cannot_be_stored_is_an_error(http: httpx.Client, fake: FakeControl
     for path in ("/v1/chat/completions", "/v1/completions"):
         expected = events(create(http)["id"], path)
         session = create(http)["id"]
-        fake.behaviour.records.limits = Limits(value_bytes=10)
-        said = events(session, path)
+        with monkeypatch.context() as patch:
+            patch.setattr(router.service.records, "put", away)
+            said = events(session, path)
         assert text(said) == text(expected) != ""
         assert all(event["choices"][0]["finish_reason"] is None for event in said[:-1])
         assert said[-1]["error"]["code"] == "session_not_stored"
-        fake.behaviour.records.limits = Limits()
         assert get(http, session)["turns"] == 0
-    fake.behaviour.records.limits = Limits(value_bytes=10)
-    assert error_of(chat(http, session))[1] == "session_not_stored"
-    fake.behaviour.records.limits = Limits()
+    with monkeypatch.context() as patch:
+        patch.setattr(router.service.records, "put", away)
+        session = create(http)["id"]
+        assert error_of(chat(http, session))[:2] == (503, "session_not_stored")
     assert get(http, session)["turns"] == 0
-    assert http.delete(f"/v1/sessions/{session}").status_code == 200, "its lease was released"
+    wait_until(lambda: is_free(http, session))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failed_turn_leaves_the_session(http: httpx.Client, fake: FakeController, stream: bool) -> None:
+def test_a_failed_turn_leaves_the_session(
+    router: RunningRouter, http: httpx.Client, fake: FakeController, stream: bool
+) -> None:
     session = create(http)["id"]
     assert chat(http, session).status_code == 200
-    before = record_of(fake, session).value
+    before = reading_of(router, session)
     fake.behaviour.fail_after = 3
     failed = chat(http, session, stream=stream)
     assert "engine_failed" in failed.text
@@ -238,7 +252,8 @@ def test_a_failed_turn_leaves_the_session(http: httpx.Client, fake: FakeControll
     fake.behaviour.refuse = None
     assert chat(http, session, temperature=5).status_code == 400
     assert chat(http, session, max_tokens=5000).status_code == 400
-    assert record_of(fake, session).value == before
+    after = reading_of(router, session)
+    assert (after.record.version, after.segments) == (before.record.version, before.segments)
     assert chat(http, session, stream=stream).status_code == 200, "it is free again"
     assert get(http, session)["turns"] == 2
 
@@ -255,7 +270,7 @@ def test_a_client_that_leaves_leaves_the_session(http: httpx.Client, fake: FakeC
     else:
         with pytest.raises(httpx.ReadTimeout):
             http.post("/v1/chat/completions", json=body, timeout=0.2)
-    wait_until(lambda: bool(fake.behaviour.aborts) and fake.behaviour.calls[-1].op == "release")
+    wait_until(lambda: bool(fake.behaviour.aborts) and is_free(http, session))
     told = get(http, session)
     assert (told["turns"], told["tokens"]) == (0, 0)
     fake.behaviour.script = lambda submit: [7, EOS]
@@ -343,32 +358,17 @@ def test_fork(http: httpx.Client, fake: FakeController) -> None:
     assert http.post(f"/v1/sessions/{source}/fork", json={"ttl": 0}).status_code == 400
 
 
-def test_a_record_that_nobody_can_read(http: httpx.Client, fake: FakeController) -> None:
-    call = RecordCall(1, "create", "session", "sess_broken", b"\xc1")
-    fake.behaviour.records.handle(call, 1, time.time())
-    assert http.get("/v1/sessions/sess_broken").json()["error"]["code"] == "session_unreadable"
-    assert chat(http, "sess_broken").status_code == 503
-    assert chat(http, "sess_broken").json()["error"]["code"] == "session_unreadable", "it is not held"
-
-
-def test_two_controllers(place: Path, tokenizer: Tokenizer) -> None:
-    with running(place, tokenizer, controllers=2) as (router, fakes), router.client() as http:
-        made = [create(http)["id"] for _ in range(16)]
-        assert {rendezvous(session, 2) for session in made} == {0, 1}
-        for session in made:
-            assert chat(http, session).status_code == 200
-            fork = http.post(f"/v1/sessions/{session}/fork").json()["id"]
-            assert rendezvous(fork, 2) == rendezvous(session, 2)
-            http.post(f"/v1/sessions/{session}/prefetch")
-            fake = fakes[rendezvous(session, 2)]
-            assert record_of(fake, session).version == 2
-            assert len(fake.behaviour.submits) == len(fake.behaviour.prefetches) > 0, "KV is where the record is"
-        listed = http.get("/v1/sessions", params={"limit": 100}).json()
-        ids = [item["id"] for item in listed["data"]]
-        assert ids == sorted(ids)
-        assert len(ids) == 32
-        lost = next(session for session in made if rendezvous(session, 2) == 1)
-        fakes[1].stop()
-        wait_until(lambda: router.ready == 1)
-        assert chat(http, lost).status_code == 503
-        assert http.get("/v1/sessions").status_code == 503
+@pytest.mark.parametrize(
+    "change", [Change(b"\xc1"), Change(pack_header(SessionState(model="demo")), segments=[b"\xc1"])]
+)
+def test_a_record_that_nobody_can_read(router: RunningRouter, http: httpx.Client, change: Change) -> None:
+    router.call(router.service.records.create(key_of("sess_broken"), change))
+    try:
+        assert http.get("/v1/sessions/sess_broken").json()["error"]["code"] == "session_unreadable"
+        assert chat(http, "sess_broken").status_code == 503
+        wait_until(
+            lambda: chat(http, "sess_broken").json()["error"]["code"] == "session_unreadable"
+        )  # it is not held
+        assert "sess_broken" in [each["id"] for each in http.get("/v1/sessions?limit=100").json()["data"]]
+    finally:
+        wait_until(lambda: http.delete("/v1/sessions/sess_broken").status_code == 200)
