@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from kvstore.records.cutting_proxy import CuttingProxy
+from kvstore.records.redis_lab import RedisLab
 from seeds import seeds
 from worker.redis_server import RedisServer
 
@@ -309,6 +310,28 @@ def test_a_record_whose_segment_was_evicted_is_gone(lasting: RedisServer) -> Non
         assert [segment.content for segment in (await records.get(key("a"))).segments] == [b"x", b"y"]
 
     run_with(lasting.url, body)
+
+
+def test_a_clock_that_is_put_back_locks_nothing(lasting: RedisServer) -> None:
+    lab = RedisLab(lasting, is_lazy=False)
+
+    async def test() -> None:
+        records = lab.open()
+        lab.advance(100_000.0)
+        await records.create(key("a"), Change(b"1", 1000.0))
+        await records.acquire(key("a"), "mine", 100.0)
+        lab.advance(-50_000.0)
+        await records.acquire(key("a"), "theirs", 100.0)
+        with pytest.raises(BusyError) as busy:
+            await records.put(key("a"), 1, Change(b"2"), lease="mine")
+        assert busy.value.seconds <= 100.0
+        reading = await records.get(key("a"))
+        assert reading.record.used < reading.record.created  # its time to live begins anew, too
+        lab.advance(1_100.0)
+        assert (await records.tend()).deleted == [key("a")]
+        await records.close()
+
+    asyncio.run(test())
 
 
 # --- settings

@@ -464,6 +464,14 @@ function operations.tend()
   return result
 end
 
-local result = operations[arg()]()
+local name = arg()
+-- These change nothing. A replica refuses both, so that no operation reads what is out of date; and a server whose
+-- memory is full refuses the first, but no operation that needs no room.
+if name == 'create' or name == 'put' or name == 'acquire' then
+  call('SETRANGE', P .. 'x', 0, '')
+else
+  call('UNLINK', P .. 'x')
+end
+local result = operations[name]()
 settle()
 return result

@@ -43,12 +43,6 @@ _NAMED: Final = (
 _Answer = TypeVar("_Answer")
 
 
-class _Text:
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.digest = hashlib.sha1(text.encode()).hexdigest()
-
-
 class RedisScript:
     """Calls one script with one answer per call, in one round trip.
 
@@ -59,7 +53,7 @@ class RedisScript:
         """Set up the connections without connecting yet.
 
         Args:
-            body: the script without its first line, which tells servers from Redis 7 on to refuse it on replicas.
+            body: the script.
             patience_s: how long a call is tried.
 
         Raises:
@@ -77,8 +71,7 @@ class RedisScript:
             **keepalive,
         )
         self._body = body
-        self._texts = [_Text("#!lua flags=allow-oom\n" + body), _Text("#!lua\n" + body)]
-        """The script for operations that need no more memory, and for those that do."""
+        self._digest = hashlib.sha1(body.encode()).hexdigest()
         self._patience_s = patience_s
         self._free: list[Any] = []
         self._slots = asyncio.Semaphore(_CONNECTIONS)
@@ -86,29 +79,18 @@ class RedisScript:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def call(self, *args: bytes | str | int, grows: bool) -> Any:
+    async def call(self, *args: bytes | str | int) -> Any:
         """Call the script and return its answer: bytes, or a list of bytes.
-
-        Args:
-            grows: whether a server whose memory is full may refuse this.
 
         Raises:
             StoreAwayError: the server does not answer, or refuses.
         """
 
         async def ask(connection: Any) -> Any:
-            text = self._texts[grows]
             try:
-                return await _ask(connection, "EVALSHA", text.digest, 0, *args)
+                return await _ask(connection, "EVALSHA", self._digest, 0, *args)
             except refusals.NoScriptError:
-                pass
-            try:
-                return await _ask(connection, "EVAL", text.text, 0, *args)
-            except refusals.ResponseError as error:
-                if "compiling script" not in str(error):
-                    raise
-            self._texts = [_Text(self._body)] * 2  # Redis 6.2 knows no flags
-            return await _ask(connection, "EVAL", self._body, 0, *args)
+                return await _ask(connection, "EVAL", self._body, 0, *args)
 
         return await self._persistently(ask)
 

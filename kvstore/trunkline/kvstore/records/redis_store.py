@@ -44,8 +44,6 @@ _CONSTANTS: Final = (
 _READINGS_MAX: Final = 10
 """How often a long chain is read anew because it was changed meanwhile."""
 _VERSION_MIN: Final = (6, 2)
-_GROWING: Final = ("create", "put", "acquire")
-"""Operations that a server whose memory is full may refuse."""
 
 
 class RedisRecords:
@@ -175,7 +173,7 @@ class RedisRecords:
 
     async def _call(self, *args: bytes | str | int) -> Iterator[bytes]:
         """Call an operation and return the fields of its answer after the first, which told of its success."""
-        answer = await self._script.call(*args, grows=args[0] in _GROWING)
+        answer = await self._script.call(*args)
         fields = _fields(answer) if isinstance(answer, bytes) else chain(_fields(answer[0]), answer[1:])
         if (status := next(fields)) != b"ok":
             _refuse(status, fields)
@@ -201,7 +199,7 @@ class RedisRecords:
 
 
 def script_body() -> str:
-    """Return the script without its line of flags."""
+    """Return the script."""
     return _CONSTANTS + Path(__file__).with_name("records.lua").read_text(encoding="utf-8")
 
 
