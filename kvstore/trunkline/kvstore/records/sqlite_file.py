@@ -19,7 +19,8 @@ from typing import Final
 import structlog
 
 from trunkline.kvstore.records.sqlite_salvage import is_damage, put_aside, salvage
-from trunkline.kvstore.records.sqlite_tables import APPLICATION_ID, VERSION, create_tables
+from trunkline.kvstore.records.sqlite_tables import APPLICATION_ID, VERSION, DamagedError, create_tables
+from trunkline.kvstore.salvage import UNREADABLE
 
 MEMORY: Final = ":memory:"
 CHECKED_BYTES_MAX: Final = 64 << 20
@@ -66,14 +67,18 @@ class OpenFile:
             return
         try:
             self._lock = self._locked()
-            self.connection = _connected(self._path)
-            _check_format(self.connection, self._path)
+            if not self._path.exists():  # deleted while others have it open
+                raise FileBusyError(f"{self._path} was deleted; other processes are still closing it")
             self._identity = _identity(self._path)
+            self.connection = _connected(self._path)
         except OSError as error:
             self._unlock()
             raise FileError(f"{path}: {error.strerror or error}") from error
-        except (FileError, sqlite3.Error):
+        except (FileError, *UNREADABLE) as error:
             self._unlock()
+            if is_damage(error):  # it was not repaired, so other processes have it open
+                self.report_damage()
+                raise FileBusyError(f"{path} is damaged; other processes are still closing it") from error
             raise
 
     def is_current(self) -> bool:
@@ -81,12 +86,8 @@ class OpenFile:
         damage."""
         return not self._is_file or (_identity(self._path) == self._identity and not self._marker.exists())
 
-    def is_damage(self, error: sqlite3.Error) -> bool:
-        """Return whether an error means that the file is damaged."""
-        return self._is_file and is_damage(error)
-
     def report_damage(self) -> None:
-        """Have all processes close the file, so that one of them can repair it."""
+        """Have all processes close the file, so that the first one that has it alone repairs it."""
         with suppress(OSError):
             self._marker.touch(0o600)
 
@@ -136,17 +137,18 @@ def _prepare(path: Path, *, was_damaged: bool) -> None:
     os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
     try:
         with closing(_connected(path)) as connection:
-            if _pragma(connection, "schema_version") == 0 and _pragma(connection, "application_id") == 0:
+            if _pragma(connection, "schema_version") == 0:
                 connection.execute("BEGIN IMMEDIATE")
                 create_tables(connection)
                 connection.execute("COMMIT")
-            _check_format(connection, path)
-            if was_damaged or path.stat().st_size <= CHECKED_BYTES_MAX:
+            if was_damaged:
+                raise DamagedError("a query met damage")
+            if path.stat().st_size <= CHECKED_BYTES_MAX:
                 verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
                 if verdict != "ok":
-                    raise sqlite3.DatabaseError(verdict)
+                    raise DamagedError(verdict)
         return
-    except (sqlite3.Error, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         if not is_damage(error):
             raise
         why = str(error)
@@ -168,6 +170,8 @@ def _connected(path: Path) -> sqlite3.Connection:
     try:
         for pragma in _PRAGMAS:
             connection.execute(f"PRAGMA {pragma}")
+        if _pragma(connection, "schema_version") or _pragma(connection, "application_id"):
+            _check_format(connection, path)
     except BaseException:
         connection.close()
         raise

@@ -17,7 +17,11 @@ from trunkline.kvstore.records.store import RECORD_BYTES, SEGMENT_BYTES, Record,
 from trunkline.kvstore.salvage import Row, Table, save_rows
 
 _DAMAGE: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-_UNREADABLE: Final = (sqlite3.SQLITE_IOERR_SHORT_READ, sqlite3.SQLITE_IOERR_CORRUPTFS)
+_DETAILED: Final = (
+    *(sqlite3.SQLITE_IOERR_SHORT_READ, sqlite3.SQLITE_IOERR_CORRUPTFS),
+    *(sqlite3.SQLITE_CONSTRAINT_UNIQUE, sqlite3.SQLITE_CONSTRAINT_PRIMARYKEY, sqlite3.SQLITE_CONSTRAINT_ROWID),
+)
+"""The last ones: an index lacks what its table has, for nothing is stored twice."""
 _RECORD_COLUMNS: Final = "number, kind, owner, id, version, head, created, used, ttl, digest, header"
 _COUNT_AGAIN: Final = f"""
 INSERT INTO counts
@@ -41,8 +45,10 @@ class Found(NamedTuple):
 
 def is_damage(error: Exception) -> bool:
     """Return whether an error means that the file is damaged, rather than that it cannot be used at the moment."""
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
-    return code & 0xFF in _DAMAGE or code in _UNREADABLE
+    if isinstance(error, UnicodeDecodeError):  # a message that quotes bytes which are no text
+        return True
+    code = getattr(error, "sqlite_errorcode", 0)
+    return code & 0xFF in _DAMAGE or code in _DETAILED
 
 
 def salvage(damaged: Path, into: Path) -> Found:

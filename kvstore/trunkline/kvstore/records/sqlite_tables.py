@@ -38,6 +38,7 @@ from trunkline.kvstore.records.store import (
     Tended,
     Usage,
     chain_of,
+    segment_name,
 )
 
 USE_S_MAX: Final = 60.0
@@ -71,7 +72,7 @@ CREATE TABLE owners (name TEXT PRIMARY KEY, records INTEGER NOT NULL, bytes INTE
 
 _COLUMNS: Final = "r.number, r.kind, r.owner, r.id, r.version, r.head, s.name, r.created, r.used, r.ttl"
 _FIND: Final = f"""
-SELECT {_COLUMNS}, r.header FROM records r LEFT JOIN segments s ON s.number = r.head
+SELECT {_COLUMNS}, r.header, r.digest FROM records r LEFT JOIN segments s ON s.number = r.head
 WHERE r.kind = ? AND r.owner = ? AND r.id = ?"""
 _PAGE: Final = """
 SELECT {} FROM records r LEFT JOIN segments s ON s.number = r.head
@@ -92,6 +93,12 @@ WHERE {_FREE} ORDER BY r.used LIMIT ?"""
 
 class NeedsWriteError(Exception):
     """The operation turned out to write; it has to be repeated in a transaction that may."""
+
+
+class DamagedError(sqlite3.DatabaseError):
+    """What is read contradicts itself."""
+
+    sqlite_errorcode = sqlite3.SQLITE_CORRUPT
 
 
 class Clocks(NamedTuple):
@@ -138,7 +145,7 @@ class RecordTables:
             raise QuotaError(f"the records of the owner have reached {owner_bytes_max} bytes")
         head, name, grown = self._extend(key.owner, change, base, None)
         now = self._clocks.wall()
-        record = Record(key, 1, change.header, name, now, now, change.ttl)
+        record = Record(key, 1, change.header, name, now, now, float(change.ttl))
         self.connection.execute(
             "INSERT INTO records (kind, owner, id, version, head, created, used, ttl, digest, header)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -183,7 +190,7 @@ class RecordTables:
         head, name, grown = self._extend(key.owner, change, base, row.head)
         now, before = self._clocks.wall(), row.record
         used = before.used if change.ttl == before.ttl and _is_fresh(before, now) else now
-        record = Record(key, version + 1, change.header, name, before.created, used, change.ttl)
+        record = Record(key, version + 1, change.header, name, before.created, float(used), float(change.ttl))
         self.connection.execute(
             "UPDATE records SET version = ?, head = ?, digest = ?, header = ? WHERE number = ?",
             (record.version, head, digest_of(record), change.header, row.number),
@@ -205,7 +212,7 @@ class RecordTables:
 
     def page(self, kind: str, owner: str, after: str, limit: int, prefix: str, *, headers: bool) -> list[Record]:
         """See `RecordStore.page`."""
-        query = _PAGE.format(f"{_COLUMNS}, {'r.header' if headers else 'NULL'}")
+        query = _PAGE.format(f"{_COLUMNS}, {'r.header, r.digest' if headers else 'NULL, NULL'}")
         rows = self.connection.execute(query, (kind, owner, after, prefix, max(0, min(limit, PAGE_MAX))))
         found = []
         for each in rows:
@@ -262,7 +269,7 @@ class RecordTables:
     def _select(self, query: str, *values: float) -> list[_Row]:
         free = self._clocks.boot, self._clocks.steady()
         rows = self.connection.execute(query, (*values, *free, DELETIONS_MAX)).fetchall()
-        return [_Row(row[0], row[5], row[10], _row((*row[:10], None)).record) for row in rows]
+        return [_Row(row[0], row[5], row[10], _row((*row[:10], None, None)).record) for row in rows]
 
     def _unneeded(self) -> list[tuple[int, str]]:
         query = "SELECT segment, owner FROM counts JOIN segments ON number = segment WHERE count = 0 LIMIT 4"
@@ -284,8 +291,11 @@ class RecordTables:
             return row.record
         if not self.may_write:
             raise NeedsWriteError
-        self.connection.execute("UPDATE records SET used = ? WHERE number = ?", (now, row.number))
-        return row.record._replace(used=now)
+        record = row.record._replace(used=now)
+        self.connection.execute(
+            "UPDATE records SET used = ?, digest = ? WHERE number = ?", (now, digest_of(record), row.number)
+        )
+        return record
 
     def _reading(self, row: _Row, record: Record, known: Iterable[bytes]) -> Reading:
         owner_bytes = self.usage(record.key.owner).bytes
@@ -300,12 +310,16 @@ class RecordTables:
                 break
             chain.append((number, name))
         if parent is not None:
-            raise sqlite3.DatabaseError(f"segment {parent} is missing")
+            raise DamagedError(f"segment {parent} is missing")
         query = "SELECT content FROM segments WHERE number = ?"
-        segments = [
-            Segment(name, self.connection.execute(query, (number,)).fetchone()[0])
-            for number, name in reversed(chain)
-        ]
+        segments: list[Segment] = []
+        before = after
+        for number, name in reversed(chain):
+            content = self.connection.execute(query, (number,)).fetchone()[0]
+            if name != segment_name(record.key.owner, before, content):
+                raise DamagedError(f"segment {number} is damaged")
+            segments.append(Segment(name, content))
+            before = name
         return Reading(record, after, segments, owner_bytes)
 
     def _lease_of(self, number: int) -> tuple[str, float] | None:
@@ -404,7 +418,10 @@ class RecordTables:
         freed = 0
         for _ in range(REMOVALS_MAX):
             query = "SELECT parent, length(content) FROM segments WHERE number = ?"
-            parent, size = self.connection.execute(query, (number,)).fetchone()
+            row = self.connection.execute(query, (number,)).fetchone()
+            if row is None:
+                raise DamagedError(f"segment {number} is missing")
+            parent, size = row
             self.connection.execute("DELETE FROM segments WHERE number = ?", (number,))
             self.connection.execute("DELETE FROM counts WHERE segment = ?", (number,))
             freed += SEGMENT_BYTES + size
@@ -445,10 +462,10 @@ def create_tables(connection: sqlite3.Connection) -> None:
 
 
 def digest_of(record: Record) -> bytes:
-    """Return a digest of what changes only with a record's version, by which damage is found."""
+    """Return a digest of a record, by which damage is found."""
     hashed = hashlib.blake2b(digest_size=8)
     parts = (*(part.encode() for part in record.key), record.head)
-    for part in (*parts, repr((record.version, record.created)).encode(), record.header):
+    for part in (*parts, repr((record.version, *map(float, record[4:]))).encode(), record.header):
         hashed.update(len(part).to_bytes(4, "little"))
         hashed.update(part)
     return hashed.digest()
@@ -461,6 +478,9 @@ def _is_fresh(record: Record, now: float) -> bool:
 
 
 def _row(columns: Iterable[object]) -> _Row:
-    number, kind, owner, id_, version, head, name, created, used, ttl, header = columns
+    """Return a row of a query for `_COLUMNS`, header and digest; None for those that are not asked for."""
+    number, kind, owner, id_, version, head, name, created, used, ttl, header, digest = columns
     record = Record(RecordKey(kind, owner, id_), version, header or b"", name or b"", created, used, ttl)  # type: ignore[arg-type]
+    if digest is not None and digest != digest_of(record):
+        raise DamagedError(f"record {number} is damaged")
     return _Row(number, head, len(record.header), record)  # type: ignore[arg-type]

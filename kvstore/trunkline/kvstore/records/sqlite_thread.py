@@ -21,8 +21,10 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from trunkline.kvstore.records.sqlite_file import FileBusyError, FileError, OpenFile
+from trunkline.kvstore.records.sqlite_salvage import is_damage
 from trunkline.kvstore.records.sqlite_tables import NeedsWriteError, RecordTables
 from trunkline.kvstore.records.store import StoreAwayError
+from trunkline.kvstore.salvage import UNREADABLE
 
 BATCH_MAX: Final = 128
 """Operations in a transaction: others wait for the file no longer than these take."""
@@ -30,6 +32,10 @@ PAUSE_S_MIN: Final = 0.0005
 PAUSE_S_MAX: Final = 0.02
 """Time between two attempts at a busy file."""
 _BUSY: Final = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_AT_WRITING: Final = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_TRUNCATE)
+"""Error codes of a disk that takes no more, for example because of a quota."""
+_WRONG_USE: Final = (sqlite3.InterfaceError, sqlite3.ProgrammingError)
+"""What is raised for arguments of a wrong type."""
 
 T = TypeVar("T")
 
@@ -139,8 +145,8 @@ class SqliteThread:
         except FileError as error:
             self._fail(operations, error)
             return False
-        except sqlite3.Error as error:
-            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _BUSY:
+        except UNREADABLE as error:
+            if _primary_code(error) in _BUSY:
                 return self._put_off(operations, error, writes=writes)
             return self._without(operations, error, writes=writes)
         if writes:
@@ -160,7 +166,7 @@ class SqliteThread:
             for operation in operations:
                 self._attempt(tables, operation)
             connection.execute("COMMIT")
-        except sqlite3.Error:
+        except UNREADABLE:
             if connection.in_transaction:
                 with suppress(sqlite3.Error):
                     connection.execute("ROLLBACK")
@@ -174,48 +180,52 @@ class SqliteThread:
             connection.execute("SAVEPOINT operation")
         try:
             operation.result = operation.run(tables)
-        except sqlite3.Error:
-            raise
+        except UNREADABLE as error:
+            if not isinstance(error, _WRONG_USE):
+                raise
+            operation.error = error
         except Exception as error:  # noqa: BLE001 (raised again where the operation was called)
             operation.error = error
-            if tables.may_write:
-                connection.execute("ROLLBACK TO operation")
         if tables.may_write:
+            if operation.error is not None:
+                connection.execute("ROLLBACK TO operation")
             connection.execute("RELEASE operation")
 
-    def _without(self, operations: list[_Operation], error: sqlite3.Error, *, writes: bool) -> bool:
+    def _without(self, operations: list[_Operation], error: Exception, *, writes: bool) -> bool:
         """Carry out operations of a transaction that has failed, each by itself: one for which there is no room
-        must not make others fail."""
-        if self._file is not None and self._file.is_damage(error):
+        must not make others fail. Return whether the file was busy."""
+        if self._file is not None and is_damage(error):
             self._file.report_damage()
             self._disconnect()
-        elif len(operations) > 1:
+            return self._put_off(operations, error, writes=writes)
+        if _primary_code(error) == sqlite3.SQLITE_IOERR and not (writes and _is_about_writing(error)):
+            self._disconnect()
+        if len(operations) > 1:
             return sum(self._carry_out([each], writes=writes) for each in operations) > 0
-        else:
-            if writes:
-                self._note(str(error))
-            if writes and not operations[0].writes:  # it reads, and only the time of use was to be written
-                with suppress(sqlite3.Error, FileError):
-                    self._transact(operations, writes=False, notes_uses=False)
-                    if not isinstance(operations[0].error, NeedsWriteError):
-                        _deliver(operations)
-                        return False
-        self._fail(operations, error)
+        self._give_up(operations[0], error, writes=writes)
         return False
 
     def _put_off(self, operations: list[_Operation], error: Exception, *, writes: bool) -> bool:
         """Let operations wait for their next turn, but for those whose patience is over."""
         now = time.monotonic()
-        over = [each for each in operations if each.deadline <= now]
-        waiting = [each for each in operations if each.deadline > now]
         with self._changed:
-            (self._writes if writes else self._reads)[:0] = waiting
-        for each in over:
-            if each.writes or not writes:
-                self._fail([each], error)
-            else:
-                self._without([each], sqlite3.OperationalError(str(error)), writes=True)
+            (self._writes if writes else self._reads)[:0] = [each for each in operations if each.deadline > now]
+        for each in operations:
+            if each.deadline <= now:
+                self._give_up(each, error, writes=writes)
         return True
+
+    def _give_up(self, operation: _Operation, error: Exception, *, writes: bool) -> None:
+        """Let an operation fail; but if it reads, and only the time of use was to be written, leave that out."""
+        if writes:
+            self._note(str(error))
+        if writes and not operation.writes:
+            with suppress(*UNREADABLE, FileError):
+                self._transact([operation], writes=False, notes_uses=False)
+                if not isinstance(operation.error, NeedsWriteError):
+                    _deliver([operation])
+                    return
+        self._fail([operation], error)
 
     def _fail(self, operations: list[_Operation], error: Exception) -> None:
         for each in operations:
@@ -243,6 +253,16 @@ class SqliteThread:
             elif self._problem and not problem:
                 log.info("records can be written again", path=str(Path(self._path)))
         self._problem = problem
+
+
+def _primary_code(error: Exception) -> int:
+    """Return SQLite's error code without its details; 0 if there is none."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def _is_about_writing(error: Exception) -> bool:
+    """Return whether an I/O error leaves the file as it was, for readers. To open it again takes room on the disk."""
+    return getattr(error, "sqlite_errorcode", 0) in _AT_WRITING
 
 
 def _deliver(operations: list[_Operation]) -> None:
