@@ -49,6 +49,7 @@ _SECTIONS: Final = (
     Section("Tiers and cache", ("trunkline_tier_", "trunkline_prefix_miss")),
     Section("Groups", ("trunkline_controller_",)),
     Section("Routing", ("trunkline_routing_", "trunkline_dispatches")),
+    Section("Record store", ("trunkline_record",)),
     Section("Prompts made of modules", ("trunkline_module_", "trunkline_pml_", "trunkline_schemas_")),
     Section(
         "Keys, tenants, limits, retries",
@@ -104,6 +105,11 @@ _ALERTS: Final = (
         "KV memory is too small for what runs at once",
     ),
     (
+        "the record store is away",
+        'sum(rate(trunkline_record_failures_total{reason="away"}[5m])) > 0',
+        "requests with stored sessions and schemas get 503; `/health` of a router says why",
+    ),
+    (
         "spans are lost",
         "sum(rate(trunkline_spans_dropped_total[10m])) > 0",
         "the collector is slow or away; requests are not affected",
@@ -144,6 +150,10 @@ _QUERIES: Final = (
     (
         "bytes per second to disk",
         'sum(max by (controller) (rate(trunkline_tier_written_bytes_total{tier="disk"}[5m])))',
+    ),
+    (
+        "time of an operation of the record store, 99 %",
+        "histogram_quantile(0.99, sum by (le, operation) (rate(trunkline_record_operation_seconds_bucket[5m])))",
     ),
     ("tokens by tenant", "sum by (tenant, kind) (rate(trunkline_tenant_tokens_total[5m]))"),
 )

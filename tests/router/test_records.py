@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -155,7 +156,7 @@ def test_sessions_of_one_router_are_another_routers(place: Path, tokenizer: Toke
         ("records_tenant_bytes", -1),
     ],
 )
-def test_wrong_settings(field: str, value: object) -> None:
+def test_wrong_settings(field: str, value: Any) -> None:
     config = RouterConfig(**{"model_path": str(DEMO_MODEL), "controllers": ["ipc:///x"], field: value})
     with pytest.raises(ValueError, match=field):
         config.validate()

@@ -358,7 +358,7 @@ class Generation:
             self._metrics.cached_tokens.inc(self.cached_tokens)
             self._metrics.modules.tokens.inc(self.job.module_tokens)
             if self.job.cut.drops and self.started is not None:
-                self._metrics.truncations.labels(self.started.cut or "kept").inc()
+                self._metrics.phases.truncations.labels(self.started.cut or "kept").inc()
         elif count:
             self._metrics.per_token.between((now - self._last_token_at) / count, count)
         self._last_token_at = now

@@ -128,6 +128,12 @@ class RequestMetrics:
             f"{TENANT_SERIES_MAX} tenants the last.",
             ["tenant"],
         )
+        self.truncations = registry.counter(
+            "trunkline_truncations",
+            "Requests of which a part of the prompt was left out, by what became of the KV behind it: kept, "
+            "recomputed.",
+            ["kv"],
+        )
         self._labels = TenantLabels()
 
     def ended(self, generation: Generation, tenant: str) -> None:
@@ -379,12 +385,6 @@ class Metrics:
         self.prompt_tokens = registry.counter("trunkline_prompt_tokens", "Prompt tokens of requests that started.")
         self.cached_tokens = registry.counter(
             "trunkline_cached_prompt_tokens", "Of these, tokens whose KV was found."
-        )
-        self.truncations = registry.counter(
-            "trunkline_truncations",
-            "Requests of which a part of the prompt was left out, by what became of the KV behind it: kept, "
-            "recomputed.",
-            ["kv"],
         )
         self.modules = ModuleMetrics(registry, live)
         self.records = RecordMetrics(registry, self.shared)

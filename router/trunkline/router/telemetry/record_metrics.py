@@ -37,20 +37,20 @@ class RecordMetrics:
         self._usage = Usage(0, 0)
         shared.gauge(
             "trunkline_records",
-            "Records in the record store (sessions, schemas, kept answers), as of some seconds ago.",
+            "Stored sessions, schemas and kept answers in the record store, as of some seconds ago.",
             lambda: float(self._usage.records),
         )
         shared.gauge("trunkline_record_bytes", "Their size in bytes.", lambda: float(self._usage.bytes))
         self._seconds = registry.histogram(
             "trunkline_record_operation_seconds",
-            "Durations of operations of the record store, those that were not carried out included, by operation.",
+            "Duration of an operation of the record store, whether it was carried out or not.",
             _BUCKETS,
             ["operation"],
         )
         self._failures = registry.counter(
             "trunkline_record_failures",
-            "Operations of the record store that were not carried out: away (the store did not answer), quota, "
-            "busy, conflict, missing, exists, base_missing.",
+            "Operations that were not carried out: away (the store did not answer), quota, busy (another request "
+            "has the lease), conflict, missing, exists, base_missing.",
             ["operation", "reason"],
         )
 
