@@ -71,7 +71,8 @@ def test_no_variable_means_two_things() -> None:
     known = {name for text in sources for name in re.findall(r'"(TRUNKLINE_[A-Z_]+)"', text)}
     assert "TRUNKLINE_API_KEY" in known
     assert known & {f"TRUNKLINE_{option.parameter.upper()}" for option in SERVE_OPTIONS} == {
-        "TRUNKLINE_REMOTE_TIER"
+        "TRUNKLINE_REMOTE_TIER",
+        "TRUNKLINE_RECORDS",
     }
 
 

@@ -175,13 +175,14 @@ def test_ranks_of_two_hosts_meet_at_the_leaders_ports() -> None:
     assert len(near.terms["model"]) == 32
 
 
-def test_a_router_knows_requests_and_events_of_each_group(tmp_path: Path) -> None:
+def test_a_router_knows_requests_and_events_of_each_group(tmp_path: Path, cache_home: Path) -> None:
     settings, node = NodeSettings(plain_tcp=True, controllers="g-{0..1}.g:7400").plan(Kind.ROUTER, SETTINGS)
     plan = dataclasses.replace(plan_cluster(SETTINGS), settings=settings, node=node)
     (config,) = configs_of(plan, tmp_path, DiskFolders()).values()
     assert isinstance(config, RouterConfig)
     assert config.controllers == ["tcp://g-0.g:7400", "tcp://g-1.g:7400"]
     assert config.events == ["tcp://g-0.g:7401", "tcp://g-1.g:7401"]
+    assert config.records == f"sqlite:{cache_home}/trunkline/kv/records/records.sqlite"
 
 
 @pytest.mark.parametrize(

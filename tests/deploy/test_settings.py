@@ -58,6 +58,8 @@ from trunkline.router.routing.policies import POLICIES as POLICY_RULES
         ({"host_tier_bytes": 9}, "--host-tier is 9 B; a chunk of 64 tokens takes .* or 0 for none"),
         ({"host_tier_bytes": 1 << 50}, "--host-tier is 1024 TiB .* 2048 TiB in all; this machine has"),
         ({"disk_tier": DiskOption(1 << 10)}, "--disk-tier is 1 KiB; 2 workers with two chunks"),
+        ({"records": "http://:secret@h"}, "--records is 'http://:.*@h'. The URL of a record store is sqlite:PATH"),
+        ({"records": "sqlite::memory:", "routers": 2}, "which each process has for itself, but --routers is 2"),
         ({"tenants": "nowhere.json"}, "--tenants: .*nowhere.json: No such file"),
         ({"tenant_header": "X Tenant"}, "--tenant-header is 'X Tenant'"),
         ({"idempotency_ttl": 0.5}, "--idempotency-ttl is 0.5"),
@@ -173,12 +175,11 @@ def test_every_process_is_told_of_its_tiers(tmp_path: Path) -> None:
         children(plan, folder, disk)
         line = plan.describe_tiers(disk)
     told = configs(folder)
+    assert told["router"]["records"] == url, "the server is there already"
     base = tmp_path / "kv" / plan.tier_fingerprint
     for group in range(2):
         controller = told[f"controller-{group}"]
         assert controller["index_path"] == str(base / f"group-{group}" / "index.sqlite")
-        records = tmp_path / "kv" / "records" / plan.tier_fingerprint / f"group-{group}.sqlite"
-        assert controller["records_path"] == str(records)
         assert controller["tier_fingerprint"] == plan.tier_fingerprint
         assert (controller["remote_tier"], controller["session_ttl_s"]) == (True, 60.0)
         assert (controller["tier_policy"], controller["positions_shift"]) == ("look-ahead", True)
@@ -187,9 +188,9 @@ def test_every_process_is_told_of_its_tiers(tmp_path: Path) -> None:
             assert worker["disk_path"] == str(base / f"group-{group}" / f"rank-{rank}.slab")
             assert worker["disk_bytes"] == disk.rank_bytes > (1 << 30) // 4 * 0.9
             assert (worker["remote_url"], worker["tier_fingerprint"]) == (url, plan.tier_fingerprint)
-    # Only workers need the password, nobody but us can read the files, and people are not shown it.
+    # Controllers do not need the password, nobody but us can read the files, and people are not shown it.
     assert [name for name, config in told.items() if "secret" in str(config)] == [
-        name for name in told if name.startswith("worker")
+        name for name in told if not name.startswith("controller")
     ]
     assert {path.stat().st_mode & 0o777 for path in folder.glob("*.json")} == {0o600}
     assert line == (
@@ -216,7 +217,6 @@ def test_the_disk_tier_of_the_default_is_off_where_it_cannot_be(
         children(plan, tmp_path, disk)
     told = configs(tmp_path)
     assert (told["controller"]["index_path"], told["worker-0"]["disk_path"]) == ("", "")
-    assert told["controller"]["records_path"] == ""
     assert plan.describe_tiers(disk) == expected
 
 

@@ -115,6 +115,7 @@ def test_any_figures_can_be_shown() -> None:
 
 MACHINE = Machine(65_536, 8, 64 << 30, 32 << 30, 0, 8 << 30, 100 << 30)
 STATUS = {"processes": [{"name": "worker-0", "role": "worker", "pid": 5, "restarts": 0, "state": "running"}]}
+RECORDS = {"store": "sqlite", "bytes_max": 8 << 30, "away": "", "problem": "", "records": 7, "bytes": 5 << 20}
 HEALTHY = Facts(
     url="http://127.0.0.1:8000",
     is_loopback=True,
@@ -123,6 +124,7 @@ HEALTHY = Facts(
     version="0.1.0",
     own_version="0.1.0",
     overview=overview(group(0)),
+    records=RECORDS,
     open_paths=("/v1/models", "/metrics"),
     probe=Probe(200, "", (0.1, 0.05), 96, 100),
     status=STATUS,
@@ -170,6 +172,10 @@ CASES: list[tuple[dict[str, Any], str, Level]] = [
     ({"machine": replace(MACHINE, memory_free_bytes=0)}, "machine", Level.WARNING),
     ({"overview": overview(group(0, misses={"evicted": 60, "new": 40}))}, "cache", Level.WARNING),
     ({"overview": overview(group(0, preemptions=90))}, "memory", Level.WARNING),
+    ({"records": {**RECORDS, "away": "no answer", "records": None, "bytes": None}}, "records", Level.FAILURE),
+    ({"records": {**RECORDS, "problem": "it keeps records in memory only"}}, "records", Level.WARNING),
+    ({"records": {**RECORDS, "bytes": 8 << 30}}, "records", Level.WARNING),
+    ({"records": {**RECORDS, "bytes_max": 0}}, "records", Level.OK),
     ({"status": {"processes": [{**STATUS["processes"][0], "restarts": 9}]}}, "processes", Level.WARNING),
     ({"status": {"processes": [{**STATUS["processes"][0], "pid": 0}]}}, "processes", Level.WARNING),
 ]
@@ -178,6 +184,18 @@ CASES: list[tuple[dict[str, Any], str, Level]] = [
 @pytest.mark.parametrize(("changed", "about", "level"), CASES)
 def test_what_is_wrong_is_said(changed: dict[str, Any], about: str, level: Level) -> None:
     assert levels(replace(HEALTHY, **changed))[about] is level
+
+
+def test_of_a_file_of_records_it_is_said_whom_it_is_for() -> None:
+    for kind, store, expected in (
+        ("router", "sqlite", True),
+        ("router", "redis", False),
+        ("cluster", "sqlite", False),
+    ):
+        found = examine(replace(HEALTHY, kind=kind, records={**RECORDS, "store": store}))
+        [finding] = [one for one in found if one.about == "records"]
+        assert finding.text.startswith(f"7 sessions, schemas and kept answers (5 MiB) in {store}")
+        assert ("routers on other hosts" in finding.text) is expected
 
 
 def test_a_process_that_dies_again_and_again_is_not_to_be_undrained() -> None:

@@ -116,7 +116,7 @@ def test_every_value_changes_something_or_is_used_by_a_template() -> None:
         ({"records": {"mode": "external"}}, "records.external.secret is empty"),
         (
             {"records": {"mode": "sqlite"}},
-            "set routers.replicas to 1 without routers.autoscaling, or records.mode",
+            "set routers.replicas to 1 without routers.autoscaling",
         ),
         (
             {"records": {"mode": "sqlite"}, "routers": {"replicas": 1, "autoscaling": {"enabled": True}}},

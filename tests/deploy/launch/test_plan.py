@@ -83,6 +83,8 @@ def random_file(random: random.Random) -> dict[str, Any]:
         {"host": random.choice(list(hosts)), "port": random.choice([8000, 8001, 7300, 7404]), "name": f"r{n}"}
         for n in range(random.randint(1, 3))
     ]
+    if random.random() < 0.8:
+        file["records"] = "redis://10.0.0.9:6379/1"
     if random.random() < 0.3:
         file["ports"] = {"groups": random.choice([7400, 7301, 65500]), "health": random.choice([7300, 7399])}
     return file
@@ -112,6 +114,15 @@ def check_invariants(made: Plan, about: str = "") -> None:
             if {part.host for part in parts} != {router.host}:
                 assert address.host != "127.0.0.1"
     check_gpus(made)
+    check_records(made)
+
+
+def check_records(made: Plan) -> None:
+    """All routers have one store, which those of several hosts reach."""
+    routers = [unit for unit in made.units if unit.kind == "router"]
+    urls = {unit.environment.get("TRUNKLINE_RECORDS", "") for unit in routers}
+    assert len(urls) == 1
+    assert len({unit.host for unit in routers}) == 1 or urls.pop().startswith("redis:")
 
 
 def check_gpus(made: Plan) -> None:
@@ -191,6 +202,38 @@ def test_passwords_and_keys_are_not_on_command_lines(rules: Rules) -> None:
     assert "hunter2" not in repr([unit.argv for unit in made.units])
     assert made.units[0].environment["TRUNKLINE_REMOTE_TIER"] == "redis://:hunter2@x/0"
     assert [unit.files for unit in made.units] == [(WIRE_KEYS["group"],), (WIRE_KEYS["router"], API_KEYS)]
+
+
+_TWO_HOSTS = "version: 1\nhosts: {a: {ssh: a}, b: {ssh: b}}\ngroups: [{hosts: a}]\n"
+_TWO_ROUTERS = f"{_TWO_HOSTS}routers: [{{host: a}}, {{host: b}}]\n"
+
+
+def test_routers_are_told_where_records_are_and_groups_are_not(rules: Rules) -> None:
+    for text, expected in (
+        (_TWO_HOSTS, None),
+        (f"{_TWO_HOSTS}records: 'sqlite:/data/records.sqlite'", "sqlite:/data/records.sqlite"),
+        (f"{_TWO_ROUTERS}records: 'redis://:hunter2@x/0'", "redis://:hunter2@x/0"),
+        (f"{_TWO_ROUTERS}tiers: {{remote: 'redis://y/0'}}", "redis://y/0"),
+        (f"{_TWO_ROUTERS}tiers: {{remote: 'redis://y/0'}}\nrecords: 'redis://x/1'", "redis://x/1"),
+    ):
+        group, *routers = plan(text, rules).units
+        assert "TRUNKLINE_RECORDS" not in group.environment
+        assert {router.environment.get("TRUNKLINE_RECORDS") for router in routers} == {expected}
+        assert "hunter2" not in repr([router.argv for router in routers])
+
+
+def test_routers_of_several_hosts_need_a_server_for_records(rules: Rules) -> None:
+    assert problem(_TWO_ROUTERS, rules) == (
+        "c.yaml:4: routers: there are routers on a and b, which need common sessions and schemas; say `records: "
+        "redis://HOST:PORT/DB`, with a Redis or Valkey server that all of them reach"
+    )
+    assert "c.yaml:5: records: there are routers on a and b" in problem(
+        f"{_TWO_ROUTERS}records: 'sqlite:/r'", rules
+    )
+    said = problem(f"{_TWO_ROUTERS}records: 'http://:hunter2@x'", rules)
+    assert said.startswith("c.yaml:5: records: --records is 'http://:***@x'")
+    assert "is not given here: records says it" in problem("version: 1\noptions: {records: 'sqlite:/r'}", rules)
+    plan(f"{_TWO_HOSTS}routers: [{{host: b, port: 1}}, {{host: b, port: 2, name: other}}]", rules)
 
 
 def test_each_group_has_a_folder_of_its_own_on_disk(rules: Rules) -> None:

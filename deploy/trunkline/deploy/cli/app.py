@@ -14,6 +14,7 @@ from trunkline.deploy.cli import (
     cluster_cli,
     keys_cli,
     launch_cli,
+    records_cli,
     schema_cli,
     sizing_cli,
     watch_cli,
@@ -32,7 +33,7 @@ FILES: Final = "Keys, sizes, prompt schemas"
 HOSTS: Final = "A cluster on several hosts"
 ORDER: Final = """serve chat ui
     status top doctor restart drain undrain flush
-    key size schema
+    key size schema records
     launch group workers router""".split()
 """Commands in the order in which a newcomer needs them."""
 
@@ -55,6 +56,7 @@ app = typer.Typer(
 )
 app.add_typer(keys_cli.app, name="key", rich_help_panel=FILES)
 app.add_typer(schema_cli.app, name="schema", rich_help_panel=FILES)
+app.add_typer(records_cli.app, name="records", rich_help_panel=FILES)
 app.add_typer(launch_cli.app, name="launch", rich_help_panel=HOSTS)
 app.command("size", rich_help_panel=FILES)(sizing_cli.size)
 app.command("top", rich_help_panel=RUNNING)(watch_cli.top)

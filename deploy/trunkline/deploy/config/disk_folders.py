@@ -8,8 +8,8 @@
           index.sqlite                   of the controller (`trunkline.controller.storage.tier_index`)
           rank-0.slab, rank-1.slab, …    of the workers
         group-1/ …
-      records/                           sessions and schemas: nothing here is ever deleted
-        <fingerprint>/group-0.sqlite     of the controller (`trunkline.controller.storage.records`)
+      records/                           sessions, schemas and kept answers (`record_files.py`): nothing here is
+                                         ever deleted
 
 A server takes as many group folders of its fingerprint as it has groups and holds their locks until it ends,
 however it ends. In its own cache folder it takes the first ones that are free, so that two servers do not disturb
@@ -19,8 +19,8 @@ What KV other configurations left in PATH counts towards SIZE: they keep up to h
 the rest is deleted. So the files of unused folders and of this server together never exceed SIZE. Records count,
 too, up to half of SIZE, but stay, however many they are: KV can be computed again, they cannot.
 
-Earlier versions had records in `index.sqlite`. Where that is so, it stays, too, until its configuration is served
-again and the controller moves them (`controller/storage/persistence.py`).
+Early versions had records in `index.sqlite`. Where that is so, it stays, too, until they are taken over
+(`record_files.py`).
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from trunkline.deploy.errors import UserError
 INDEX_NAME: Final = "index.sqlite"
 _MARK: Final = "TRUNKLINE-KV"
 _MARK_TEXT: Final = "Cached KV of one model in one configuration. It may be deleted while no server uses it.\n"
-_RECORDS: Final = "records"
-_RECORDS_NOTE: Final = "Stored sessions and schemas. They exist nowhere else: what is deleted here is lost.\n"
+RECORDS_NAME: Final = "records"
 _LOCK: Final = "lock"
 _FINGERPRINT: Final = re.compile(r"[0-9a-f]{32}")
 _GROUP: Final = re.compile(r"group-\d{1,4}")
 _OURS: Final = re.compile(
-    r"lock|index\.sqlite(\.(old|damaged)(-\d+)?|\.salvaged|\.copy)?(-wal|-shm|-journal)?|rank-\d{1,4}\.slab"
+    r"lock|index\.sqlite(\.(old|damaged)(-\d+)?|\.salvaged|\.copy|\.imported)?(-wal|-shm|-journal)?"
+    r"|rank-\d{1,4}\.slab"
 )
 """Names of the files that may be deleted: those that a server writes into a group's folder."""
 _INDEX: Final = re.compile(r"(index\.sqlite(\.(old|damaged)(-\d+)?)?)(-wal|-shm|-journal)?")
-"""Names of an index that may hold records of an earlier version, and of files that belong to such an index. The
+"""Names of an index that may hold records of an early version, and of files that belong to such an index. The
 first group of the match is the index's name."""
 
 DEFAULT_BYTES_MAX: Final = 10 << 30
@@ -94,10 +94,6 @@ class DiskPlan:
     def group_folder(self, number: int) -> Path:
         return self.base / self.fingerprint / f"group-{number}"
 
-    def records_file(self, group_folder: Path) -> Path:
-        """Return the file of records of the group whose KV is in this folder."""
-        return self.base / _RECORDS / self.fingerprint / f"{group_folder.name}.sqlite"
-
 
 @dataclass
 class DiskFolders:
@@ -105,13 +101,21 @@ class DiskFolders:
 
     groups: list[Path] = field(default_factory=list)
     """The folder of each group; empty: there is no disk tier."""
-    records: list[Path] = field(default_factory=list)
-    """The file of records of each group; empty: records are kept in memory only. There may be room for records but
-    not for KV."""
     rank_bytes: int = 0
     """Bytes that each worker's slab may take."""
     warnings: list[str] = field(default_factory=list)
     """Warnings that are shown to the user, as sentences."""
+
+
+def base_of(option: DiskOption | None) -> Path | None:
+    """Return the folder for what outlives the server: the one that `--disk-tier` names, else one in the user's
+    cache folder. None: there is to be none, or there is no cache folder."""
+    if option is not None and not option.size_bytes:
+        return None
+    if option is not None and option.path is not None:
+        return option.path
+    cache = cache_folder()
+    return None if cache is None else cache / "kv"
 
 
 def plan_disk(
@@ -124,8 +128,7 @@ def plan_disk(
     """
     if option is not None and not option.size_bytes:
         return None
-    cache = cache_folder()
-    base = option.path if option is not None and option.path is not None else cache and cache / "kv"
+    base = base_of(option)
     if base is None:
         if option is None:
             return None
@@ -158,17 +161,13 @@ def _taken(plan: DiskPlan, locks: contextlib.ExitStack) -> DiskFolders:
         _make_private(plan.base / plan.fingerprint)
         (plan.base / plan.fingerprint / _MARK).write_text(_MARK_TEXT)
         found.groups = _take_groups(plan, locks)
-        found.records = [plan.records_file(folder) for folder in found.groups]
-        _make_private(plan.base / _RECORDS)
-        _make_private(plan.base / _RECORDS / plan.fingerprint)
-        (plan.base / _RECORDS / "README").write_text(_RECORDS_NOTE)
         _bound(plan, found)
     except OSError as error:
         reason = f"{plan.base} cannot be used for KV: {error.strerror or error}"
         if plan.option is not None:
             raise UserError(f"--disk-tier: {reason}; name another folder, or give 0 for none") from error
-        found.warnings.append(f"No disk tier: {reason}. Sessions and schemas are kept in memory only.")
-        found.groups, found.records = [], []
+        found.warnings.append(f"No disk tier: {reason}.")
+        found.groups = []
     return found
 
 
@@ -246,11 +245,11 @@ def _bound(plan: DiskPlan, found: DiskFolders) -> None:
         UserError: There is less room than was asked for.
     """
     ours = sum(_used_bytes(folder) for folder in found.groups)
-    unused = _unused_groups(plan, found.groups)
+    unused = _unused_groups(plan.base, found.groups)
     disk = shutil.disk_usage(plan.base)
     left_alone = min(FREE_BYTES_MIN, disk.total // _FREE_SHARE)
     size = plan.option.size_bytes if plan.option is not None else 0
-    records = sum(_used_bytes(folder) for folder in (plan.base / _RECORDS).iterdir() if folder.is_dir())
+    records = sum(_used_bytes(Path(folder)) for folder, _, _ in os.walk(plan.base / RECORDS_NAME))
     division = _divide(size, disk.free, left_alone, ours, unused, records, _least_bytes(plan))
     if size and division.available < division.wanted:
         share = (
@@ -269,7 +268,7 @@ def _bound(plan: DiskPlan, found: DiskFolders) -> None:
         found.groups = []
         found.warnings.append(
             f"No disk tier: of {format_bytes(disk.free)} that are free in {plan.base}, {format_bytes(left_alone)} "
-            f"are left alone. Sessions and schemas are still kept there, as long as there is room."
+            f"are left alone."
         )
         return
     for folder in division.superfluous:
@@ -286,10 +285,7 @@ def _deleted(unused: _Unused) -> list[str]:
         f"To make room, {format_bytes(unused.used)} of another configuration's KV were deleted: {unused.folder}."
     ]
     if unused.folder.exists() and any(_INDEX.fullmatch(name) for name in os.listdir(unused.folder)):
-        said.append(
-            f"Sessions and schemas of an earlier version are still in {unused.folder}; they are moved to "
-            f"{_RECORDS}/ when that configuration is served again."
-        )
+        said.append(f"Sessions and schemas of an early version are still in {unused.folder}.")
     return said
 
 
@@ -304,10 +300,10 @@ def _least_bytes(plan: DiskPlan) -> int:
     return slab * plan.groups * plan.tp * (_INDEX_SHARE + 1) // _INDEX_SHARE
 
 
-def _unused_groups(plan: DiskPlan, taken: list[Path]) -> list[_Unused]:
+def _unused_groups(base: Path, taken: list[Path]) -> list[_Unused]:
     """Return the group folders below the base that no server uses."""
     unused = []
-    for parent in plan.base.iterdir():
+    for parent in base.iterdir():
         if not _FINGERPRINT.fullmatch(parent.name) or parent.is_symlink() or not (parent / _MARK).is_file():
             continue
         with contextlib.suppress(FileNotFoundError):  # another server deletes, too
@@ -347,19 +343,32 @@ def _remove_group(folder: Path) -> bool:
     return True
 
 
+def indexes_with_records(base: Path, taken: list[Path]) -> list[Path]:
+    """Return the indexes below the base that hold records, as those of early versions did.
+
+    Args:
+        taken: The group folders of this server. Those of other servers are passed over.
+    """
+    folders = [*taken, *(unused.folder for unused in _unused_groups(base, taken))]
+    indexes = [folder / INDEX_NAME for folder in folders]
+    return [index for index in indexes if index.is_file() and _holds_records(index)]
+
+
 def _has_records(folder: Path, name: str) -> bool:
-    """Return whether a file is, or belongs to, an index that holds records, as those of earlier versions did; True
-    if that cannot be found out."""
+    """Return whether a file is, or belongs to, an index that holds records, or may hold some."""
     index = _INDEX.fullmatch(name)
-    if index is None or not (folder / index[1]).is_file():
-        return False
+    return index is not None and (folder / index[1]).is_file() and _holds_records(folder / index[1]) is not False
+
+
+def _holds_records(index: Path) -> bool | None:
+    """Return whether an index holds records; None: that cannot be found out."""
     try:
-        with contextlib.closing(sqlite3.connect(folder / index[1])) as connection:
+        with contextlib.closing(sqlite3.connect(index)) as connection:
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")
             tables = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'records'").fetchone()
             return bool(tables and connection.execute("SELECT 1 FROM records LIMIT 1").fetchone())
     except (sqlite3.Error, UnicodeDecodeError):  # the second: a message that quotes bytes which are no text
-        return True
+        return None
 
 
 def _try_lock(folder: Path, *, claims: bool = True) -> int | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from trunkline.deploy.errors import UserError
+from trunkline.kvstore.records import problem_of_records
 from trunkline.kvstore.remote_stores import RemoteUrlError, find_store
 from trunkline.router.config import NO_LIMITS, TenantLimits
 from trunkline.router.tenancy.auth import hash_key, is_loopback
@@ -55,6 +56,15 @@ def parse_bytes(text: str, option: str) -> int:
     if count < 1:
         raise UserError(f"{option} is {text!r}, which is less than one byte")
     return count
+
+
+def parse_limit(text: str, option: str) -> int:
+    """Return the number of bytes in `text`, the value of `option`, where "0" means that there is no limit.
+
+    Raises:
+        UserError: The text is neither 0 nor a size.
+    """
+    return 0 if text.strip() == "0" else parse_bytes(text, option)
 
 
 def format_bytes(count: int) -> str:
@@ -117,6 +127,20 @@ def check_remote_url(url: str) -> None:
         find_store(url)
     except RemoteUrlError as error:
         raise UserError(f"--remote-tier is {redacted(url)!r}; {error}") from None
+
+
+SQLITE: Final = "sqlite:"
+"""What URLs of records begin with that are in a file of one host."""
+
+
+def check_records_url(url: str) -> None:
+    """Check that this is the URL of a store of records.
+
+    Raises:
+        UserError: It is not such a URL. The text says what is allowed, and does not show the password.
+    """
+    if problem := problem_of_records(url):
+        raise UserError(f"--records is {redacted(url)!r}. {problem.rstrip('.')}")
 
 
 def redacted(url: str) -> str:

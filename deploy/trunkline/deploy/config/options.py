@@ -13,7 +13,13 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, get_type_hints
 
 from trunkline.deploy.config.node_settings import Kind, NodeSettings
-from trunkline.deploy.config.option_values import parse_bytes, parse_disk_tier, parse_names, parse_tenant_limits
+from trunkline.deploy.config.option_values import (
+    parse_bytes,
+    parse_disk_tier,
+    parse_limit,
+    parse_names,
+    parse_tenant_limits,
+)
 from trunkline.deploy.config.settings import POLICIES, TOOL_CALL_PARSERS, ServeSettings
 
 MODEL: Final = "Model"
@@ -100,10 +106,6 @@ FIELD_DEFAULTS: Final = {
 """The defaults of the settings' fields."""
 
 
-def _parse_host_tier(text: str) -> int:
-    return 0 if text.strip() == "0" else parse_bytes(text, "--host-tier")
-
-
 SERVE_OPTIONS: Final = (
     CliOption(
         "model",
@@ -160,7 +162,7 @@ SERVE_OPTIONS: Final = (
         "GPUs, as much as --kv-memory on CPUs.",
         MEMORY,
         name="host_tier",
-        parse=_parse_host_tier,
+        parse=lambda text: parse_limit(text, "--host-tier"),
     ),
     CliOption(
         "disk_tier",
@@ -197,6 +199,15 @@ SERVE_OPTIONS: Final = (
         "Answer requests without an API key even where other machines can connect.",
         SERVER,
         flags=("--allow-anonymous",),
+    ),
+    CliOption(
+        "records",
+        "Where sessions, schemas and kept answers are: sqlite:PATH for the routers of one host, "
+        "redis://HOST:PORT/DB (or rediss://, unix://) for those of several. Default: the server of --remote-tier, "
+        "if there is one; else a file beside the disk tier.",
+        SERVER,
+        metavar="URL",
+        variable="TRUNKLINE_RECORDS",
     ),
     CliOption("drain_seconds", "Seconds for running requests to finish when the cluster stops.", SERVER),
     CliOption("log_level", "Log lines to show: debug, info (one for each request), warning or error.", SERVER),
@@ -259,6 +270,22 @@ SERVE_OPTIONS: Final = (
         "idempotency_ttl",
         "Seconds for which an answer is kept for retries with the same Idempotency-Key header; 0: none is kept.",
         OPERATION,
+    ),
+    CliOption(
+        "records_max_bytes",
+        "Size of all sessions, schemas and kept answers, above which those that were not used for the longest "
+        "time are deleted; 0: no limit. Default: 8 GiB.",
+        OPERATION,
+        metavar="SIZE",
+        parse=lambda text: parse_limit(text, "--records-max-bytes"),
+    ),
+    CliOption(
+        "records_tenant_bytes",
+        "Size of a tenant's sessions and schemas, above which the tenant can store no new ones. Default: no "
+        "limit.",
+        OPERATION,
+        metavar="SIZE",
+        parse=lambda text: parse_limit(text, "--records-tenant-bytes"),
     ),
     CliOption(
         "allowed_hosts",
@@ -343,7 +370,8 @@ _CLUSTER_ONLY: Final = frozenset({"groups", "ranks_here"})
 """Fields that only `serve` makes use of."""
 _ROUTER_ONLY: Final = frozenset(
     """served_model_name tool_call_parser routers policy resume_seconds host port tenants tenant_limits
-    tenant_header idempotency_ttl api_key_file allow_anonymous allowed_hosts cors_origins""".split()
+    tenant_header idempotency_ttl records records_max_bytes records_tenant_bytes api_key_file allow_anonymous
+    allowed_hosts cors_origins""".split()
 )
 _ENGINE_ONLY: Final = frozenset(
     """tp dtype device threads kernels quantization chunk_size kv_memory_bytes gpu_memory_fraction host_tier_bytes

@@ -23,6 +23,7 @@ from trunkline.deploy.config import machine
 from trunkline.deploy.config.disk_folders import DiskFolders, DiskPlan
 from trunkline.deploy.config.node_settings import ANY_HOST, Address, NodePlan
 from trunkline.deploy.config.option_values import format_bytes, redacted
+from trunkline.deploy.config.record_files import RecordsPlan
 from trunkline.deploy.config.settings import GPU_MEMORY_FRACTION, ServeSettings
 from trunkline.deploy.errors import UserError
 from trunkline.worker.errors import ParallelismError, WorkerError
@@ -232,6 +233,8 @@ class ClusterPlan:
     listen_fd: int = 0
     """File descriptor of the listening socket that routers inherit; 0: there is no such socket, and the only
     router binds its own."""
+    records: RecordsPlan | None = None
+    """The place of sessions, schemas and kept answers; None: no routers run on this host."""
     node: NodePlan | None = None
     """The part of the cluster that runs on this host; None: the whole cluster runs on this machine."""
 

@@ -7,7 +7,13 @@ from typing import Final
 
 from trunkline.controller.engine_config import TIER_POLICIES
 from trunkline.deploy.config.machine import available_cores
-from trunkline.deploy.config.option_values import DiskOption, check_exposure, check_remote_url, check_tenants
+from trunkline.deploy.config.option_values import (
+    DiskOption,
+    check_exposure,
+    check_records_url,
+    check_remote_url,
+    check_tenants,
+)
 from trunkline.deploy.errors import UserError
 from trunkline.router.config import (
     HEADER_NAME,
@@ -117,6 +123,13 @@ class ServeSettings:
     """Pages of other servers that may use this one from a browser."""
     idempotency_ttl: float = 600.0
     """Seconds for which answers are kept for clients that send an `Idempotency-Key`; 0: none are."""
+    records: str = ""
+    """URL of the store of sessions, schemas and kept answers; "": see `record_files.plan_records`. May hold a
+    password."""
+    records_max_bytes: int = 8 << 30
+    """Bytes that all records may take; 0: no limit. Beyond it the least recently used ones are deleted."""
+    records_tenant_bytes: int = 0
+    """Bytes that the records of one tenant may take; 0: no limit. Beyond it the tenant can make no new ones."""
     threads: int | None = None
     """CPU threads per worker."""
     log_level: str = "warning"
@@ -161,6 +174,8 @@ class ServeSettings:
             raise UserError("--preemption is swap, but --host-tier is 0; swapping needs memory to swap to")
         if self.remote_tier:
             check_remote_url(self.remote_tier)
+        if self.records:
+            check_records_url(self.records)
         asked = self.asked_tier
         if asked and not self.prefix_cache:
             raise UserError(f"{asked} keeps KV to be found again, but --no-prefix-cache finds nothing again")

@@ -234,6 +234,14 @@ class Cluster(Record, frozen=True):
     ] = []
     routers: Annotated[list[Router], Meta(description="Routers. Default: one, on the first host.")] = []
     tiers: Annotated[Tiers, Meta(description="Tiers of all groups.")] = Tiers()
+    records: Annotated[
+        str,
+        Meta(
+            description="`--records` of the routers: where sessions, schemas and kept answers are. Routers on "
+            "several hosts need a Redis or Valkey server: redis://HOST:PORT/DB. Default: that of `tiers.remote`, "
+            "if it is given; else a file on the routers' host."
+        ),
+    ] = ""
     options: Annotated[
         Options, Meta(description="Options for all units whose command has them; names without dashes.")
     ] = {}

@@ -24,7 +24,8 @@ from typing import Final
 from msgspec import structs
 
 from trunkline.deploy.config.node_settings import GROUP_PORTS
-from trunkline.deploy.config.option_values import API_KEY_VARIABLE
+from trunkline.deploy.config.option_values import API_KEY_VARIABLE, SQLITE, check_records_url
+from trunkline.deploy.errors import UserError
 from trunkline.deploy.launch.document import Document, Path
 from trunkline.deploy.launch.fileformat import Cluster, Environment, Host, Router, Security
 from trunkline.deploy.launch.folders import STATE
@@ -125,6 +126,8 @@ class _Parts:
     shares: Shares
     listens: Mapping[str, str]
     """`HOST:PORT` of each group's controller."""
+    records: str
+    """URL of the store of records; "": routers choose it."""
 
     def wire(self, kind: str) -> tuple[list[str], tuple[str, ...]]:
         """Return options and files for connections between processes."""
@@ -168,7 +171,8 @@ def make_plan(
         group.name: joined(_address(document, hosts, group, routers), first[group.name]) for group in groups
     }
     shares = share(document, cluster, hosts, groups, facts or {})
-    parts = _Parts(document, cluster, hosts, OptionWords(document, cluster, rules), ports, shares, listens)
+    words, records = OptionWords(document, cluster, rules), _records(document, cluster, routers)
+    parts = _Parts(document, cluster, hosts, words, ports, shares, listens, records)
     units = [unit for group in groups for unit in _group_units(parts, group, first[group.name])]
     units += [_router_unit(parts, router, path) for router, path in routers]
     used = {unit.host for unit in units}
@@ -237,6 +241,7 @@ def _router_unit(parts: _Parts, router: Router, path: Path) -> Unit:
     argv = ["router", cluster.model, f"--controllers={','.join(parts.listens.values())}"]
     argv += [f"--host={router.listen}", f"--port={router.port}", f"--routers={router.processes}"]
     words, variables = parts.words.for_options("router", router.options, path)
+    where, secrets = parts.words.for_records("router", parts.records)
     wire, files = parts.wire("router")
     if cluster.security.api_keys:
         words.append(f"--tenants={STATE}/{API_KEYS}")
@@ -246,11 +251,12 @@ def _router_unit(parts: _Parts, router: Router, path: Path) -> Unit:
         host=router.host,
         kind="router",
         group="",
-        argv=(*argv, *words, *wire, f"--health-port={health}"),
+        argv=(*argv, *words, *where, *wire, f"--health-port={health}"),
         environment={
             **_texts(parts.hosts[router.host].environment),
             **_texts(router.environment),
             **variables,
+            **secrets,
         },
         ports=(router.port,),
         health_port=health,
@@ -271,6 +277,28 @@ def _routers(document: Document, cluster: Cluster, hosts_by_name: Mapping[str, H
         _check_exposure(document, cluster, hosts_by_name[host], router, path)
         found.append((structs.replace(router, name=name, host=host), path))
     return found
+
+
+def _records(document: Document, cluster: Cluster, routers: list[tuple[Router, Path]]) -> str:
+    """Return the URL of the store of records; "": the routers choose it.
+
+    Raises:
+        FileError: The URL is wrong, or routers on several hosts would have records of their own.
+    """
+    url = cluster.records or cluster.tiers.remote
+    if cluster.records:
+        try:
+            check_records_url(url)
+        except UserError as error:
+            raise document.error(("records",), str(error)) from error
+    hosts = sorted({router.host for router, _ in routers})
+    if len(hosts) > 1 and (not url or url.startswith(SQLITE)):
+        raise document.error(
+            ("records",) if url else ("routers",),
+            f"there are routers on {' and '.join(hosts)}, which need common sessions and schemas; say `records: "
+            "redis://HOST:PORT/DB`, with a Redis or Valkey server that all of them reach",
+        )
+    return url
 
 
 def _check_exposure(document: Document, cluster: Cluster, host: Host, router: Router, path: Path) -> None:

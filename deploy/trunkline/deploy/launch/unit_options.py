@@ -31,6 +31,7 @@ _FIELDS: Final = {
     "disk-tier": "tiers.disk",
     "remote-tier": "tiers.remote",
     "tier-policy": "tiers.policy",
+    "records": "records",
 }
 """Options that the plan sets: for each, the field of the file that gives its value."""
 
@@ -117,6 +118,10 @@ class OptionWords:
                 value = f"{base.rstrip('/')}/{folder}:{size}"
             values[name] = value, (*path, "tiers", field)
         return self._written(rules, values)
+
+    def for_records(self, command: str, url: str) -> tuple[list[str], dict[str, str]]:
+        """Return the command-line words and the environment variables that tell where records are."""
+        return self._written(self._rules[command], {"records": (url, ("records",))} if url else {})
 
     def _written(
         self, rules: Mapping[str, CliOption], values: Mapping[str, tuple[Scalar, Path]]

@@ -20,12 +20,20 @@ from trunkline.deploy.config.disk_folders import disk_folders
 from trunkline.deploy.config.machine import open_listener
 from trunkline.deploy.config.node_settings import GROUP_PORTS, Address, Kind, NodePlan, NodeSettings
 from trunkline.deploy.config.plans import TP_ON_CPUS, ClusterPlan, Placement, settle
+from trunkline.deploy.config.record_files import plan_records
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.node.health import NodeHealth, probe_of, serving
 from trunkline.deploy.supervisor.members import Limits
 from trunkline.deploy.supervisor.run_folder import Running, announced, run_folder
-from trunkline.deploy.supervisor.serve import announce, check_configs, children, plan_cluster, reporter_of
+from trunkline.deploy.supervisor.serve import (
+    announce,
+    check_configs,
+    children,
+    plan_cluster,
+    reporter_of,
+    with_records,
+)
 from trunkline.deploy.supervisor.supervisor import Supervisor
 from trunkline.runtime.process import enter_role
 
@@ -61,6 +69,7 @@ def run_node(kind: Kind, settings: ServeSettings, node_settings: NodeSettings) -
         reporter = stack.enter_context(closing(reporter_of(settings, console, title)))
         if kind is not Kind.ROUTER:
             announce(plan, disk, reporter)
+        plan = with_records(plan, disk, reporter)
         folder = stack.enter_context(run_folder())
         stack.enter_context(announced(folder, _running(kind, plan, node_settings, title)))
         supervisor = Supervisor(
@@ -111,6 +120,7 @@ def plan_routers(settings: ServeSettings, node: NodePlan, listener: socket.socke
         tier_fingerprint="",
         positions_shift=True,
         disk=None,
+        records=plan_records(settings),
         port=listener.getsockname()[1],
         listen_fd=listener.fileno(),
         node=node,

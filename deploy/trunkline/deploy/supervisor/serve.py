@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ from trunkline.deploy.config.machine import free_port, open_listener
 from trunkline.deploy.config.node_settings import NodePlan
 from trunkline.deploy.config.option_values import format_bytes, keys_needed, server_key_digest
 from trunkline.deploy.config.plans import ClusterPlan, Meeting, local_endpoint, settle
+from trunkline.deploy.config.record_files import plan_records, prepare_records
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.supervisor.members import Limits, Member, Role
@@ -115,6 +117,7 @@ def plan_cluster(
         )
         if _has_room_on_host(settings, device, chunk_bytes)
         else None,
+        records=plan_records(settings) if node is None else None,
         port=free_port(settings.host, settings.port) if listener is None else listener.getsockname()[1],
         listen_fd=0 if listener is None else listener.fileno(),
         node=node,
@@ -182,6 +185,7 @@ def _supervise(plan: ClusterPlan, disk: DiskFolders, listener: socket.socket, co
     reporter = reporter_of(settings, console, plan.title, plan.url, plan.model_name)
     try:
         announce(plan, disk, reporter)
+        plan = with_records(plan, disk, reporter)
         running = Running(plan.port, plan.url, plan.title, os.getpid())
         with run_folder() as folder, announced(folder, running):
             supervisor = Supervisor(
@@ -220,6 +224,19 @@ def announce(plan: ClusterPlan, disk: DiskFolders, reporter: TerminalReporter | 
     for warning in (plan.placement.warning, *disk.warnings):
         if warning:
             reporter.say(warning, "warning")
+
+
+def with_records(plan: ClusterPlan, disk: DiskFolders, reporter: TerminalReporter | JsonReporter) -> ClusterPlan:
+    """Return the plan with a place for records that can be used, and say where it is.
+
+    Raises:
+        UserError: The place that was asked for cannot be used.
+    """
+    if plan.records is None:
+        return plan
+    records = prepare_records(plan.records, disk.groups, reporter.say)
+    reporter.say(f"Sessions and schemas: {records.described}", "info")
+    return replace(plan, records=records)
 
 
 def _has_room_on_host(settings: ServeSettings, device: str, chunk_bytes: int) -> bool:
@@ -287,7 +304,7 @@ Config = RouterConfig | ControllerConfig | WorkerConfig
 
 # Settings that a process gets as they were given, under their own names.
 _OF_ROUTERS: Final = """policy routers host resume_seconds drain_seconds tool_call_parser tenant_limits
-    tenant_header allow_anonymous trace_sample"""
+    tenant_header allow_anonymous trace_sample records_tenant_bytes"""
 _OF_CONTROLLERS: Final = """chunk_size token_budget max_waiting prefix_cache preemption target_itl_ms tier_policy
     drain_seconds"""
 _OF_WORKERS: Final = "kernels chunk_size"
@@ -334,6 +351,7 @@ def _as_given(plan: ClusterPlan, names: str) -> dict[str, Any]:
 
 def _router_config(plan: ClusterPlan, folder: Path) -> RouterConfig:
     settings, node = plan.settings, plan.node
+    assert plan.records is not None
     if node is None:
         meetings = [plan.meeting(folder, group) for group in range(settings.groups)]
         controllers = [meeting.router for meeting in meetings]
@@ -355,6 +373,8 @@ def _router_config(plan: ClusterPlan, folder: Path) -> RouterConfig:
         allowed_hosts=list(settings.allowed_hosts),
         cors_origins=list(settings.cors_origins),
         idempotency_ttl_seconds=settings.idempotency_ttl,
+        records=plan.records.url_in(folder),
+        records_bytes_max=settings.records_max_bytes,
         port=plan.port,
         listen_fd=plan.listen_fd,
         status_path=str(folder / STATUS_SOCKET),
@@ -385,7 +405,6 @@ def _controller_config(
         dtype=plan.dtype,
         max_rows=settings.max_batch,
         index_path=str(kept / INDEX_NAME) if kept else "",
-        records_path=str(disk.records[group]) if disk.records else "",
         tier_fingerprint=plan.tier_fingerprint if kept or settings.remote_tier else "",
         remote_tier=bool(settings.remote_tier),
         session_ttl_s=settings.session_ttl,
@@ -439,5 +458,4 @@ def expected_folders(plan: ClusterPlan) -> DiskFolders:
     checks the processes' configurations with them. The size of a slab in it is a placeholder."""
     if plan.disk is None:
         return DiskFolders()
-    groups = [plan.disk.group_folder(group) for group in range(plan.settings.groups)]
-    return DiskFolders(groups, [plan.disk.records_file(folder) for folder in groups], 1)
+    return DiskFolders([plan.disk.group_folder(group) for group in range(plan.settings.groups)], 1)

@@ -26,6 +26,8 @@ it, and containers get 64 MiB unless told otherwise."""
 SLOW_PROBE_S: Final = 10.0
 EVICTED_SHARE_MAX: Final = 0.2
 """Part of the missing prefixes that were evicted before, above which more memory would pay."""
+FULL_RECORDS_SHARE: Final = 0.9
+"""Part of the size that records may take above which it is worth a word that old ones are deleted."""
 MISSES_MIN: Final = 50
 RESTARTS_MAX: Final = 3
 
@@ -152,6 +154,28 @@ def tiers(facts: Facts) -> Findings:
         yield Finding(Level.OK, "tiers", f"{', '.join(sorted(names))}: no problem, no failed move")
 
 
+def records(facts: Facts) -> Findings:
+    """Check that sessions and schemas can be read and changed, and that they last."""
+    found = facts.records
+    if found is None:
+        return
+    away, problem, size, limit = found["away"], found["problem"], found["bytes"], found["bytes_max"]
+    if away:
+        remedy = "requests of stored sessions and schemas fail until it answers; others go on"
+        yield Finding(Level.FAILURE, "records", f"the store ({found['store']}) is away: {away}", remedy)
+    if problem:
+        yield Finding(Level.WARNING, "records", str(problem), "docs/operating.md, where sessions and schemas are")
+    if limit and size is not None and size > FULL_RECORDS_SHARE * limit:
+        text = f"sessions and schemas take {format_bytes(size)} of {format_bytes(limit)}"
+        remedy = "the least recently used ones are deleted; a larger --records-max-bytes keeps them"
+        yield Finding(Level.WARNING, "records", text, remedy)
+    if not away and not problem:
+        text = f"{found['records']} sessions, schemas and kept answers ({format_bytes(size)}) in {found['store']}"
+        if found["store"] == "sqlite" and facts.kind == "router":
+            text += "; routers on other hosts would need a common server (--records)"
+        yield Finding(Level.OK, "records", text)
+
+
 def cache(facts: Facts) -> Findings:
     """Check whether more memory for KV would pay."""
     reasons: defaultdict[str, int] = defaultdict(int)
@@ -275,6 +299,7 @@ CHECKS: Final[tuple[Callable[[Facts], Findings], ...]] = (
     groups,
     processes,
     tiers,
+    records,
     cache,
     probe,
     access,

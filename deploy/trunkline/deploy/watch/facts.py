@@ -194,9 +194,13 @@ class Facts:
     overview: Mapping[str, Any] | None = None
     no_overview: str = ""
     """Why the overview is missing; "" if it is there."""
+    records: Mapping[str, Any] | None = None
+    """The state of the store of records, as the router gives it."""
     open_paths: tuple[str, ...] = ()
     """Paths that answer without a key, although they need one where strangers can connect."""
     probe: Probe | None = None
+    kind: str = ""
+    """The part of a cluster that runs on this machine (`Running.kind`); "": not known."""
     status: Mapping[str, Any] | None = None
     """The status that the supervisor of a cluster on this machine gives."""
     loose_files: tuple[str, ...] = ()
@@ -219,8 +223,9 @@ def gather(source: Source, own_version: str, *, probes: bool) -> Facts:
     }
     local = _local(address.port or 80) if known["is_loopback"] else None
     if local is not None:
-        known["status"] = _status(local)
-        known["loose_files"] = loose_files(local)
+        folder, known["kind"] = local
+        known["status"] = _status(folder)
+        known["loose_files"] = loose_files(folder)
     try:
         health = source.fetch("/health")
         known["health_status"], known["health"] = health.status_code, _json(health)
@@ -231,6 +236,8 @@ def gather(source: Source, own_version: str, *, probes: bool) -> Facts:
         known["overview"] = source.get("/ui/api/overview")
     except DeployError as error:
         known["no_overview"] = str(error)
+    with contextlib.suppress(DeployError):
+        known["records"] = source.get("/ui/api/records")
     with contextlib.suppress(DeployError):
         known["open_paths"] = _open_paths(source.url)
     if probes and known["health_status"] == 200:
@@ -274,8 +281,10 @@ def _free(folder: Path) -> int | None:
         return None
 
 
-def _local(port: int) -> Path | None:
-    return next((folder for folder, running in running_clusters().items() if running.port == port), None)
+def _local(port: int) -> tuple[Path, str] | None:
+    """Return the run folder of what serves on a port of this machine, and its kind."""
+    found = running_clusters().items()
+    return next(((folder, running.kind) for folder, running in found if running.port == port), None)
 
 
 def _status(folder: Path) -> Mapping[str, Any] | None:

@@ -31,6 +31,8 @@ _INDEX_VERSION: Final = 2
 _BATCH: Final = 64
 """Records that are stored at the same time."""
 _NEW: Final = "are new"
+_WAIT_S: Final = 1.0
+"""Time in seconds for which a file is waited for that another process uses."""
 
 
 def _is_sound(row: Row) -> bool:
@@ -60,17 +62,22 @@ async def import_old_files(store: RecordStore, paths: Sequence[Path], log: Calla
 
     Raises:
         StoreAwayError: The store cannot be used.
-        OSError: A file cannot be renamed.
-        sqlite3.Error: A file cannot be opened.
     """
     owners = {owner for path in paths for owner in _owners(path)}
-    return sum([await _import_file(store, path, owners, log) for path in paths])
+    count = 0
+    for path in paths:
+        try:
+            count += await _import_file(store, path, owners, log)
+        except (OSError, sqlite3.Error) as error:
+            log(f"The sessions and schemas in {path} were not taken over: {error}.")
+    return count
 
 
 async def _import_file(store: RecordStore, path: Path, owners: Iterable[str], log: Callable[[str], None]) -> int:
     names = {_schema_kind(owner): owner for owner in owners}
     outcomes: Counter[str] = Counter()
-    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+    with closing(sqlite3.connect(path, timeout=_WAIT_S, isolation_level=None)) as connection:
+        _lock(connection)
         if not _is_ours(connection):
             log(f"{path} is not a file of records, so it is passed over.")
             return 0
@@ -104,6 +111,22 @@ async def _take(store: RecordStore, row: Row, owners: dict[str, str]) -> str:
     return _NEW
 
 
+def _lock(connection: sqlite3.Connection) -> None:
+    """Keep other processes from a file until the connection is closed. A controller of an earlier version may
+    still use it; without the lock, what cannot be read because of that would count as damaged.
+
+    Raises:
+        sqlite3.OperationalError: Another process uses the file.
+    """
+    try:
+        for statement in ("PRAGMA locking_mode = EXCLUSIVE", "BEGIN EXCLUSIVE", "COMMIT"):
+            connection.execute(statement)
+    except UNREADABLE as error:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            raise
+
+
 def _is_ours(connection: sqlite3.Connection) -> bool:
     """Return whether a file is of an earlier controller, or too damaged to tell."""
     try:
@@ -120,7 +143,7 @@ def _is_wanted(row: Row) -> bool:
 def _owners(path: Path) -> set[str]:
     """Return the owners of the sessions in a file."""
     try:
-        with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        with closing(sqlite3.connect(path, timeout=_WAIT_S, isolation_level=None)) as connection:
             rows = connection.execute("SELECT DISTINCT kind FROM records WHERE kind LIKE 'session:%'").fetchall()
     except UNREADABLE:
         return set()

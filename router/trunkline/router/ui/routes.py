@@ -23,13 +23,14 @@ from trunkline.router.ui.chunk_tree import NODES_DEFAULT, NODES_MAX
 from trunkline.router.ui.dashboard import Dashboard
 from trunkline.router.ui.overview import decisions, overview, requests
 from trunkline.router.ui.prompt_pieces import prompt_pieces
+from trunkline.router.ui.records import records
 from trunkline.router.ui.stored import LIMIT_MAX
 
 _Number = TypeVar("_Number", int, float)
 routes = APIRouter(include_in_schema=False)
 _assets = Assets()
 _READ: Final = ["GET", "HEAD"]
-_API: Final = ("overview", "history", "tree", "requests", "sessions", "decisions", "prompt")
+_API: Final = ("overview", "history", "tree", "requests", "sessions", "records", "decisions", "prompt")
 PATHS: Final = frozenset({"/ui", *(f"/ui/api/{name}" for name in _API)})
 """Paths of the dashboard that have a label of their own in metrics."""
 _PAGE_HEADERS: Final = {
@@ -130,6 +131,12 @@ async def get_sessions(request: Request) -> Response:
     """Sessions, the ones that were used last first."""
     limit = number_of(request, "limit", 200, 1, LIMIT_MAX)
     return _answer(await _dashboard(request).sessions.table(limit))
+
+
+@routes.get("/ui/api/records")
+async def get_records(request: Request) -> Response:
+    """The store of sessions, schemas and kept answers."""
+    return _answer(await records(service_of(request)))
 
 
 @routes.get("/ui/api/decisions")

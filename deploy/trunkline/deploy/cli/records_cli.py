@@ -1,0 +1,101 @@
+"""`trunkline records`: look at the store of sessions, schemas and kept answers, and bring old files into it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+
+from trunkline.deploy.cli.option_commands import run
+from trunkline.deploy.config.option_values import check_records_url, format_bytes, redacted
+from trunkline.deploy.config.record_files import PATIENCE_S, plan_records, take_over
+from trunkline.deploy.config.settings import ServeSettings
+from trunkline.deploy.errors import DeployError, UserError
+from trunkline.kvstore.records import RecordError, Usage, open_records
+
+app = typer.Typer(no_args_is_help=True, help="Look at stored sessions and schemas as a whole, and move old ones.")
+_Url = Annotated[
+    str,
+    typer.Option(
+        "--records", metavar="URL", envvar="TRUNKLINE_RECORDS", help="As for serve. Default: as serve has it."
+    ),
+]
+_STYLES: Final = {"warning": "yellow"}
+
+
+class RecordsError(DeployError):
+    """The store does not answer."""
+
+
+@app.command()
+def check(records: _Url = "") -> None:
+    """Say how many records there are, and what endangers them.
+
+    Exit code: 0 if they last, 1 if they could be lost or the store does not
+    answer.
+
+    [bold]Example[/]
+
+    trunkline records check --records redis://10.0.0.9:6379/0
+    """
+    console = Console(highlight=False)
+    url = run(lambda: _url(records))
+    usage, problem = run(lambda: asyncio.run(_looked(url)))
+    count = f"{usage.records} record{'' if usage.records == 1 else 's'}"
+    console.print(f"{count}, {format_bytes(usage.bytes)}, in {redacted(url)}", markup=False)
+    if problem:
+        console.print(problem, style="yellow", markup=False)
+        raise typer.Exit(1)
+
+
+@app.command("import")
+def import_(
+    folder: Annotated[Path, typer.Argument(metavar="PATH", help="The folder of a disk tier.")],
+    records: _Url = "",
+) -> None:
+    """Bring sessions and schemas that earlier versions kept beside the KV of
+    each group into the store.
+
+    `serve` and `router` do this themselves with the folder of their own disk
+    tier; this is for the folders of groups on other hosts.
+
+    [bold]Example[/]
+
+    trunkline records import /scratch/kv/group-0 --records redis://10.0.0.9:6379/0
+    """
+    console = Console(highlight=False)
+
+    def say(text: str, level: str) -> None:
+        console.print(text, style=_STYLES.get(level), markup=False)
+
+    def imported() -> None:
+        try:
+            take_over(_url(records), folder, [], say)
+        except OSError as error:
+            raise UserError(f"{folder}: {error.strerror or error}") from error
+        except RecordError as error:
+            raise RecordsError(f"the store does not answer: {error}; nothing was lost") from error
+
+    run(imported)
+
+
+def _url(given: str) -> str:
+    if given:
+        check_records_url(given)
+    plan = plan_records(ServeSettings(records=given))
+    if not plan.url:
+        raise UserError("there is no home folder, so there is no default; give --records URL")
+    return plan.url
+
+
+async def _looked(url: str) -> tuple[Usage, str]:
+    store = open_records(url, patience_s=PATIENCE_S)
+    try:
+        return await store.usage(), await store.check()
+    except RecordError as error:
+        raise RecordsError(f"{redacted(url)} does not answer: {error}") from error
+    finally:
+        await store.close()
