@@ -43,6 +43,8 @@ _CONSTANTS: Final = (
 )
 _READINGS_MAX: Final = 10
 """How often a long chain is read anew because it was changed meanwhile."""
+_MEMORY: Final = 1.5
+"""Bytes of the server's memory that a counted byte of records may take."""
 _VERSION_MIN: Final = (6, 2)
 
 
