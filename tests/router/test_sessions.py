@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,7 +15,7 @@ import openai
 import pytest
 from router.api_calls import last_prompt, say
 from router.fake_controller import FakeController, prompt_of
-from router.harness import ANSWER, EOS, MESSAGES, RunningRouter, wait_until
+from router.harness import ANSWER, EOS, MESSAGES, RunningRouter, running, shared_records, wait_until
 from router.session_calls import chat, create, error_of, get, is_free, key_of, reading_of
 
 from trunkline.kvstore.records import Change, StoreAwayError
@@ -372,3 +374,33 @@ def test_a_record_that_nobody_can_read(router: RunningRouter, http: httpx.Client
         assert "sess_broken" in [each["id"] for each in http.get("/v1/sessions?limit=100").json()["data"]]
     finally:
         wait_until(lambda: http.delete("/v1/sessions/sess_broken").status_code == 200)
+
+
+def test_routers_share_sessions(place: Path, tokenizer: Tokenizer) -> None:
+    """Two routers on one file work on a session in turn; each sees what the other has stored."""
+    with ExitStack() as work:
+        url = work.enter_context(shared_records())
+        routers = []
+        for name in ("one", "two"):
+            (place / name).mkdir()
+            router, [fake] = work.enter_context(running(place / name, tokenizer, records=url))
+            routers.append((work.enter_context(router.client()), fake))
+        (here, fake), (there, other) = routers
+        session = create(here, metadata={"a": "b"})["id"]
+        for turns, (http, _) in enumerate(routers * 2, 1):
+            assert get(http, session)["turns"] == turns - 1
+            assert chat(http, session, f"turn {turns}").status_code == 200
+        pairs = zip(fake.behaviour.submits, other.behaviour.submits, strict=True)
+        prompts = [prompt_of(submit) for pair in pairs for submit in pair]
+        for one, two in itertools.pairwise(prompts):
+            assert two[: len(one)] == one
+        assert get(here, session, include="messages") == get(there, session, include="messages")
+        with in_use(here, fake, session):
+            assert error_of(chat(there, session)) == (409, "session_busy", "session_id")
+            fork = there.post(f"/v1/sessions/{session}/fork").json()
+        assert (fork["turns"], fork["metadata"]) == (4, {"a": "b"})
+        assert there.post(f"/v1/sessions/{session}/prefetch").json()["tokens"] == get(there, session)["tokens"]
+        assert {each["id"] for each in here.get("/v1/sessions").json()["data"]} == {session, fork["id"]}
+        assert there.delete(f"/v1/sessions/{session}").status_code == 200
+        assert error_of(chat(here, session))[1] == "session_not_found"
+        assert chat(here, fork["id"]).status_code == 200
