@@ -32,10 +32,12 @@ from trunkline.router.routing.controllers import (
     resized,
 )
 from trunkline.router.routing.index import TIERS, ChunkIndex, IntArray
-from trunkline.router.routing.names import Chain, KvIdentity, Names, prompt_names
+from trunkline.router.routing.names import KvIdentity, prompt_names
+from trunkline.router.routing.overlaps import Found, best_way, known_tails, missing, own_tail
 from trunkline.router.routing.policies import POLICIES, Policy, RoutingSettings, Turns, View
 from trunkline.router.routing.request import Decision, Origin, RouteRequest, Weighed
 from trunkline.router.routing.slots import Slots
+from trunkline.router.routing.tails import Tails
 
 DECISIONS_MAX: Final = 1000
 __all__ = ["Decision", "NoControllerError", "RouteRequest", "RoutingCore", "RoutingSettings"]
@@ -108,14 +110,6 @@ class NoControllerError(RouterError):
         super().__init__(message)
         self.wait_seconds = wait_seconds
         """Seconds until a controller that has failed may be tried again; infinity: waiting alone does not help."""
-
-
-class _Found(NamedTuple):
-    """A request's chunks under the names of one identity."""
-
-    names: Names
-    overlaps: list[tuple[Chain, IntArray]]
-    """Each chain, with how many of its chunks each controller has in each tier, `[controllers, 4]`."""
 
 
 class _Traits:
@@ -203,6 +197,7 @@ class RoutingCore:
         self._failing: set[int] = set()
         """Controllers whose breakers are not closed."""
         self._sessions = SessionPlaces(self.settings.sessions_max)
+        self._tails = Tails()
         self._traits = _Traits(self.settings.host_worth, self.settings.disk_worth)
         names = list(controllers)
         self._grow(len(names))
@@ -310,7 +305,7 @@ class RoutingCore:
         """
         self._forget_gone(now)
         candidates = self._candidates(request, now)
-        found, tiers, effective = self._look_up(request, now)
+        found, tiers, effective, tail = self._look_up(request, now)
         prompt = max((each.names.prompt_tokens for each in found.values()), default=_prompt_tokens(request))
         new = prompt - effective
         loads, settings = self.loads, self.settings
@@ -341,6 +336,8 @@ class RoutingCore:
                 self._slots.find(self._sessions.find(request.session)) if request.session else -1,
                 request.home,
                 self._slots.names,
+                tail,
+                request.opening if prompt < self._traits.chunk_size[candidates].max() else "",
             )
             chosen, reason = self._policy.choose(view)
         identity = self._traits.identity(chosen)
@@ -352,10 +349,11 @@ class RoutingCore:
             tiers[chosen].tolist(),
             float(costs[chosen]),
             float(costs[candidates].min()),
-            _missing(found[identity], chosen) if identity is not None else [],
+            missing(found[identity], chosen) if identity is not None else [],
             blocks_for(prompt, int(self._traits.chunk_size[chosen])),
             Weighed(candidates, tiers, costs, self._slots.names),
             self._slots.names[chosen],
+            found[identity].tail if identity is not None else None,
         )
 
     def sent(self, ticket: int, decision: Decision, request: RouteRequest, now: float) -> None:
@@ -369,6 +367,8 @@ class RoutingCore:
         breaker = self._breakers[controller]
         self.loads.sent(ticket, SentRequest(controller, decision.new_tokens, decision.blocks, now, breaker))
         self.index.expect(ticket, controller, decision.names, now)
+        if decision.tail is not None:
+            self._tails.expect(ticket, decision.tail, decision.name)
         breaker.sent(ticket)
         if request.session:
             self._sessions.sent(request.session, decision.name)
@@ -393,6 +393,7 @@ class RoutingCore:
         if live is None:
             return
         live.breaker.ended(ticket)
+        self._tails.ended(ticket, now, is_kept=live.started and not failed)
         if failed:
             live.breaker.failed(live.sent_at, now)
             if live.breaker is self._breakers[live.controller] and self._slots.is_present(live.controller):
@@ -429,68 +430,34 @@ class RoutingCore:
         candidates: IntArray = usable.nonzero()[0]
         return candidates
 
-    def _look_up(self, request: RouteRequest, now: float) -> tuple[dict[KvIdentity, _Found], IntArray, FloatArray]:
+    def _look_up(
+        self, request: RouteRequest, now: float
+    ) -> tuple[dict[KvIdentity, Found], IntArray, FloatArray, int]:
         """Look up what is cached of a request's prompt.
 
         Returns:
-            The names of the prompt's chunks by identity; the cached tokens, `[controllers, 4]`; and by controller
-            the number of computed tokens that they save.
+            The names of the prompt's chunks by identity; the cached tokens, `[controllers, 4]`; by controller the
+            number of computed tokens that they save; and `View.tail`.
         """
         count = len(self._available)
         tiers = np.zeros((count, TIERS), np.int64)
         effective = np.zeros(count)
-        found: dict[KvIdentity, _Found] = {}
+        found: dict[KvIdentity, Found] = {}
+        longest, tail = 0, -1
         for identity, members in self._traits.members.items():
             names = prompt_names(request, identity)
             overlaps = [(chain, self.index.match(chain.names, now)) for chain in names.chains]
-            found[identity] = _Found(names, overlaps)
-            cached = _best_way(overlaps)[members]
+            found[identity] = Found(names, overlaps, own_tail(request.tokens, names, identity.chunk_size))
+            cached = best_way(overlaps)[members]
+            whole = cached.sum(axis=1)
+            for name, depth, tokens in known_tails(request.tokens, found[identity], whole, self._tails, now):
+                own = np.flatnonzero((members == self._slots.find(name)) & (whole >= depth))
+                cached[own[whole[own] == depth], -1] += tokens
+                if len(own) and depth + tokens > longest:
+                    longest, tail = depth + tokens, int(members[own[0]])
             tiers[members] = cached
             effective[members] = (cached * self._traits.worth[members]).sum(axis=1)
-        return found, tiers, effective
-
-
-def _best_way(overlaps: Sequence[tuple[Chain, IntArray]]) -> IntArray:
-    """Return the cached tokens of each controller by tier, in the way (see `Chain.way`) that has most of them."""
-    ways: dict[int, IntArray] = {}
-    for chain, chunks in overlaps:
-        tokens = _tokens(chain, chunks)
-        ways[chain.way] = ways[chain.way] + tokens if chain.way in ways else tokens
-    first, *others = ways.values()
-    for other in others:
-        first = np.where((other.sum(axis=1) > first.sum(axis=1))[:, None], other, first)
-    return first
-
-
-def _tokens(chain: Chain, chunks: IntArray) -> IntArray:
-    """Return how many tokens the prompt sees of the chunks that each controller has, by tier."""
-    tokens = chunks * chain.tokens
-    if chain.least <= 1 and chain.last_tokens == chain.tokens and not chain.unseen_tokens:
-        return tokens
-    counts = chunks.sum(axis=1)
-    slowest = TIERS - 1 - np.argmax(chunks[:, ::-1] > 0, axis=1)
-    everyone = np.arange(len(chunks))
-    tokens[everyone, slowest] -= np.where(counts == len(chain.names), chain.tokens - chain.last_tokens, 0)
-    # Tokens that the prompt does not see are taken off the tier with most chunks: the sum, which counts, is exact.
-    unseen = np.minimum(chain.unseen_tokens, tokens.sum(axis=1))
-    for _ in range(TIERS):
-        fullest = tokens.argmax(axis=1)
-        taken = np.minimum(unseen, tokens[everyone, fullest])
-        tokens[everyone, fullest] -= taken
-        unseen -= taken
-    return np.where((counts >= chain.least)[:, None], tokens, 0)
-
-
-def _missing(found: _Found, controller: int) -> list[bytes]:
-    """Return the names of the chunks that the controller has yet to compute."""
-    names: list[bytes] = []
-    for chain, chunks in found.overlaps:
-        if chain.way:
-            continue  # after a cut the controller goes on in the first way if it can
-        *told, expected = chunks[controller].tolist()
-        # Chunks that another request is expected to compute are expected of this one, too: the other may fail.
-        names += chain.names if expected else chain.names[sum(told) :]
-    return names
+        return found, tiers, effective, tail
 
 
 def _prompt_tokens(request: RouteRequest) -> int:

@@ -65,6 +65,8 @@ class Names(NamedTuple):
     chains: list[Chain]
     prompt_tokens: int
     """Number of tokens that the prompt sees."""
+    root: bytes = b""
+    """Name of the root of a plain prompt's chunks; empty for other prompts."""
 
 
 def prompt_names(request: RouteRequest, identity: KvIdentity) -> Names:
@@ -86,7 +88,7 @@ def prompt_names(request: RouteRequest, identity: KvIdentity) -> Names:
     if request.drops:
         seen = count - sum(stop - start for start, stop in request.drops)
         return Names(_cut_chains(request, root, identity), seen)
-    return Names([Chain(whole_chunks(root, request.tokens, size), size, size)], count)
+    return Names([Chain(whole_chunks(root, request.tokens, size), size, size)], count, root)
 
 
 def whole_chunks(root: bytes, tokens: bytes, chunk_size: int, marker: bytes = b"") -> list[bytes]:

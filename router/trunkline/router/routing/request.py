@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkline.controller.messages import PromptLayout
+from trunkline.router.routing.tails import Tail
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -48,6 +49,9 @@ class RouteRequest(msgspec.Struct, frozen=True):
     token_count: int = 0
     """Tokens of the prompt; used only with `names`."""
     origin: Origin = Origin()
+    opening: str = ""
+    """Digest of the beginning of a conversation, equal in all of its turns; "": not known. Routers send a short
+    conversation to the same controller by it, although controllers tell nothing of chunks that are not full."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,15 +75,16 @@ class Decision(msgspec.Struct, frozen=True):
     controller: int
     reason: str
     """"prefix": lowest cost, and part of the prompt is cached there; "load": lowest cost; "session": the session's
-    last request went there; "home": it is the home of the request's schema; "only": no other controller can take
-    the request; "pinned"; or the name of a policy other than "prefix"."""
+    last request went there; "tail": the controller has computed the open tail with which the prompt goes on;
+    "home": it is the home of the request's schema; "only": no other controller can take the request; "pinned"; or
+    the name of a policy other than "prefix"."""
     new_tokens: int
     """Prompt tokens that the controller will have to compute, as far as is known."""
     cached_tokens: int
     """Prompt tokens that the controller has cached in some tier."""
     tier_tokens: list[int]
     """The cached prompt tokens by tier: on the device, in host memory, on disk, and those that other requests are
-    expected to compute. Their sum is `cached_tokens`."""
+    expected to compute, or have computed behind the last full chunk. Their sum is `cached_tokens`."""
     cost: float
     """Cost of the chosen controller by the prefix-aware rule, whatever the policy."""
     best_cost: float
@@ -92,3 +97,5 @@ class Decision(msgspec.Struct, frozen=True):
     """The costs and cached tokens of all controllers, for the dashboard and traces; None: not known."""
     name: str = ""
     """The controller's name."""
+    tail: Tail | None = None
+    """The prompt's open tail; None for prompts with modules or dropped ranges."""
