@@ -12,7 +12,7 @@ from copy import deepcopy
 from pathlib import Path
 
 import pytest
-from kvstore.records.labs import SqliteLab, stores
+from kvstore.records.labs import SqliteLab, counted_again, stores
 from kvstore.records.records_model import Model
 from seeds import seeds
 
@@ -20,15 +20,14 @@ from trunkline.kvstore.records import (
     LEASE_S_MAX,
     BusyError,
     Change,
+    ExistsError,
     MissingError,
     RecordKey,
     StoreAwayError,
-    Usage,
     open_records,
 )
-from trunkline.kvstore.records import sqlite_tables as tables_module
 from trunkline.kvstore.records.sqlite_store import SqliteRecords
-from trunkline.kvstore.records.sqlite_tables import Clocks, NeedsWriteError, RecordTables, create_tables
+from trunkline.kvstore.records.sqlite_tables import VERSION, Clocks, NeedsWriteError, RecordTables, create_tables
 
 KEY = RecordKey("session", "", "sess_1")
 PAGE = 4096
@@ -37,27 +36,6 @@ PAGE = 4096
 @pytest.fixture
 def lab(tmp_path: Path) -> SqliteLab:
     return SqliteLab(str(tmp_path / "records.sqlite"))
-
-
-def counted_again(path: str) -> dict[str, Usage]:
-    """Count records, bytes and references from the rows; check what the file says of them."""
-    with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
-        segments = connection.execute("SELECT number, parent, owner, length(content) FROM segments").fetchall()
-        records = connection.execute("SELECT head, owner, length(header) FROM records").fetchall()
-        needs = [parent for _, parent, _, _ in segments] + [head for head, _, _ in records]
-        counts = dict(connection.execute("SELECT segment, count FROM counts"))
-        assert {number: counts.get(number, 1) for number, *_ in segments} == {
-            number: needs.count(number) for number, *_ in segments
-        }
-        said = connection.execute("SELECT name, records, bytes FROM owners").fetchall()
-    found = {}
-    for name, number, size in said:
-        mine = sum(tables_module.RECORD_BYTES + length for _, owner, length in records if owner == name)
-        mine += sum(tables_module.SEGMENT_BYTES + length for *_, owner, length in segments if owner == name)
-        assert (number, size) == (sum(owner == name for _, owner, _ in records), mine)
-        found[name] = Usage(number, size)
-    return found
 
 
 # --- time
@@ -165,7 +143,7 @@ def test_all_that_wait_share_a_transaction(lab: SqliteLab) -> None:
         is_free.set()
         await first
         await asyncio.gather(*made)
-        with pytest.raises(tables_module.ExistsError):
+        with pytest.raises(ExistsError):
             await again
         assert statements.count("BEGIN IMMEDIATE") == 1
         await store.close()
@@ -186,7 +164,7 @@ def test_a_file_that_is_not_for_us_is_left_alone(lab: SqliteLab, problem: str) -
             with closing(sqlite3.connect(lab.path)) as connection:
                 if problem == "later":
                     create_tables(connection)
-                    connection.execute(f"PRAGMA user_version = {tables_module.VERSION + 1}")
+                    connection.execute(f"PRAGMA user_version = {VERSION + 1}")
                 else:
                     connection.execute("CREATE TABLE records (number)")
             before = Path(lab.path).read_bytes()
@@ -362,6 +340,7 @@ def test_a_turn_writes_as_much_as_it_adds(lab: SqliteLab) -> None:
     async def test() -> None:
         log = Path(f"{lab.path}-wal")
         async with stores(lab) as (store,):
+            assert isinstance(store, SqliteRecords)
             record = await store.create(KEY, Change(bytes(300), segments=[bytes(2000)] * 10))
             sizes = {}
             for history in (10, 3000):
