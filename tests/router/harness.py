@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import pytest
 import uvloop
 from router.fake_controller import FakeController, prompt_of
 from router.in_process import InProcess
+from worker.redis_server import RedisServer
 
 from trunkline.controller.messages import Submit
 from trunkline.kvstore.records import open_records
@@ -28,6 +30,8 @@ from trunkline.router.tenancy.auth import hash_key
 from trunkline.router.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
+STORES = ("sqlite", pytest.param("redis", marks=pytest.mark.processes))
+"""Kinds of record stores that routers may share, for `pytest.mark.parametrize`."""
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "deploy/trunkline/deploy/demo_model"
 EOS = 1
 ADMIN_KEY = "tl-an-admin-of-these-tests"
@@ -141,10 +145,19 @@ def free_port() -> int:
 
 
 @contextmanager
-def shared_records() -> Iterator[str]:
-    """The URL of a record store for several routers (`running(…, records=url)`). By default each has its own."""
+def shared_records(kind: str = "sqlite") -> Iterator[str]:
+    """The URL of a record store for several routers (`running(…, records=url)`). By default each has its own.
+    `kind`: "sqlite" or "redis"."""
     with tempfile.TemporaryDirectory(prefix="tl-") as folder:
-        yield f"sqlite:{folder}/records.sqlite"
+        if kind == "sqlite":
+            yield f"sqlite:{folder}/records.sqlite"
+            return
+        server = RedisServer(Path(folder), "--save", "")
+        try:
+            server.start()
+            yield server.url
+        finally:
+            server.kill()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from router.fake_controller import FakeController
-from router.harness import DEMO_MODEL, RunningRouter, free_port, running, shared_records, wait_until
+from router.harness import DEMO_MODEL, STORES, RunningRouter, free_port, running, shared_records, wait_until
 from router.idempotency_calls import (
     PATH,
     REPLAYED,
@@ -64,9 +64,9 @@ def test_nobody_waits_for_ever(place: Path, tokenizer: Tokenizer, monkeypatch: p
 
 
 @contextmanager
-def two_routers(place: Path, tokenizer: Tokenizer) -> Iterator[Any]:
+def two_routers(place: Path, tokenizer: Tokenizer, store: str = "sqlite") -> Iterator[Any]:
     """Both with the same controller and record store: the first, clients of both, and the controller."""
-    with shared_records() as records, running(place, tokenizer, records=records) as (router, [fake]):
+    with shared_records(store) as records, running(place, tokenizer, records=records) as (router, [fake]):
         config = RouterConfig(
             model_path=str(DEMO_MODEL),
             controllers=[fake.endpoint],
@@ -87,9 +87,9 @@ def two_routers(place: Path, tokenizer: Tokenizer) -> Iterator[Any]:
             other.stop()
 
 
-@pytest.mark.processes
-def test_another_router_has_the_answer(place: Path, tokenizer: Tokenizer) -> None:
-    with two_routers(place, tokenizer) as (_, http, other, fake):
+@pytest.mark.parametrize("store", STORES)
+def test_another_router_has_the_answer(place: Path, tokenizer: Tokenizer, store: str) -> None:
+    with two_routers(place, tokenizer, store) as (_, http, other, fake):
         fake.behaviour.hold = True
         with ThreadPoolExecutor(2) as pool:
             one = pool.submit(ask, http, "shared", stream=True)

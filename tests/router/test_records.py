@@ -9,7 +9,16 @@ from typing import Any
 
 import httpx
 import pytest
-from router.harness import DEMO_MODEL, MESSAGES, RunningRouter, free_port, running, shared_records, wait_until
+from router.harness import (
+    DEMO_MODEL,
+    MESSAGES,
+    STORES,
+    RunningRouter,
+    free_port,
+    running,
+    shared_records,
+    wait_until,
+)
 from router.schema_calls import TRIP, complete, post
 from router.session_calls import error_of
 
@@ -128,9 +137,10 @@ def test_beyond_the_limit_what_was_used_least_goes(place: Path, tokenizer: Token
         router.call(records.get(RecordKey("x", "", "9")))
 
 
-def test_sessions_of_one_router_are_another_routers(place: Path, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("store", STORES)
+def test_sessions_of_one_router_are_another_routers(place: Path, tokenizer: Tokenizer, store: str) -> None:
     """Routers that share a store share its sessions, also while they have other controllers."""
-    with shared_records() as records:
+    with shared_records(store) as records:
         for name in ("one", "two"):
             (place / name).mkdir()
         with (

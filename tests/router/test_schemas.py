@@ -10,7 +10,7 @@ import httpx
 import msgspec
 import pytest
 from router.fake_controller import FakeController
-from router.harness import DEMO_MODEL, RunningRouter, running, shared_records, wait_until
+from router.harness import DEMO_MODEL, STORES, RunningRouter, running, shared_records, wait_until
 from router.schema_calls import PLAN, TRIP, complete, look, post
 from router.session_calls import error_of
 
@@ -296,8 +296,9 @@ def test_pins_are_set_again_over_a_new_connection(
     assert fake.behaviour.modules.pins == {"schema//trip": 4}
 
 
-def test_another_router_sees_every_change(place: Path, tokenizer: Tokenizer) -> None:
-    with shared_records() as records, running(place, tokenizer, records=records) as (one, [fake]):
+@pytest.mark.parametrize("store", STORES)
+def test_another_router_sees_every_change(place: Path, tokenizer: Tokenizer, store: str) -> None:
+    with shared_records(store) as records, running(place, tokenizer, records=records) as (one, [fake]):
         config = RouterConfig(model_path=str(DEMO_MODEL), controllers=[fake.endpoint], port=0, records=records)
         two = RunningRouter(config, Tokenizer(DEMO_MODEL))
         two.start()
