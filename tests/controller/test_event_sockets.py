@@ -17,6 +17,7 @@ from trunkline.controller.config import ControllerConfig
 from trunkline.controller.engine_config import ConfigError
 from trunkline.controller.messages import FlushCache
 from trunkline.kvstore.chunks import chain, pack_int32, root_name
+from trunkline.router.membership.member import Member
 from trunkline.router.streams.kv_feed import EventFeeds
 from trunkline.router.streams.link import ControllerLink
 
@@ -77,10 +78,8 @@ async def until(condition: Callable[[], bool]) -> None:
 async def follow(config: ControllerConfig, folder: Path) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     index, loads = Index(), list[tuple[int, int]]()
-    link = ControllerLink(0, config.router_endpoint, context, 5.0)
-    feeds = EventFeeds(
-        context, [config.events_endpoint], [link], index, lambda _, *load: loads.append((load[0], load[1]))
-    )
+    link = ControllerLink(0, Member("0", config.router_endpoint), context, 5.0)
+    feeds = EventFeeds(context, index, lambda _, *load: loads.append((load[0], load[1])))
 
     def knows(*sequences: list[int]) -> bool:
         """Whether exactly the full chunks of these are known, all of them on the device."""
@@ -96,6 +95,7 @@ async def follow(config: ControllerConfig, folder: Path) -> None:
         first = await asyncio.to_thread(compute, router, 1, list(range(20)))
         link.open()
         feeds.open()
+        feeds.add(0, config.events_endpoint, link)
         await until(lambda: link.ready and feeds.status(0) == "current")
         assert link.state is not None
         assert (link.state.fingerprint, link.state.requests) == (b"\xab\xcd", 0)

@@ -356,13 +356,14 @@ async def until(condition: Callable[[], bool], *controllers: Controller) -> None
 async def follow_two_controllers(place: Path) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     endpoints = [f"ipc://{place}/0", "", f"ipc://{place}/2"]
-    first, silent = Controller(context, endpoints[0]), Controller(context, "")
-    third = Controller(context, endpoints[2])
+    first, third = Controller(context, endpoints[0]), Controller(context, endpoints[2])
     first.compute(list(range(30)))  # nobody hears that
     first.refuses = 1
     index, loads = Index(3), dict[int, tuple[int, int]]()
-    feeds = EventFeeds(context, endpoints, [first, silent, third], index, lambda c, *load: loads.update({c: load}))
+    feeds = EventFeeds(context, index, lambda c, *load: loads.update({c: load}))
     feeds.open()
+    for number, controller in ((0, first), (2, third)):
+        feeds.add(number, endpoints[number], controller)
     assert [feeds.status(i) for i in range(3)] == ["catching up", "off", "catching up"]
     await until(lambda: feeds.status(0) == feeds.status(2) == "current", first, third)
     assert len(first.calls) == 2, "one call that failed, and one that did not"

@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from trunkline.kvstore.records import problem_of_records
+from trunkline.router.membership.open_source import problem_of_members
 from trunkline.router.text.tool_styles import STYLE_NAMES
 from trunkline.runtime.wire_keys import Role, problem_of
 
@@ -77,6 +78,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     events: list[str] = []
     """ZeroMQ endpoints of the controllers' PUB sockets with KV events, in the order of `controllers`; empty: the
     controllers publish no events."""
+    members: str = ""
+    """URL of the source that tells which groups there are (`membership/open_source.py`), instead of `controllers`
+    and `events`; "": these lists, which do not change."""
     policy: str = "prefix"
     """Rule by which the controller for a request is chosen: a name from `routing.policies.POLICIES`."""
     host: str = "127.0.0.1"
@@ -203,7 +207,14 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ValueError: naming the field, what was given and what is allowed.
         """
         rules = (
-            (bool(self.controllers), f"controllers: {self.controllers!r}; at least one endpoint is needed"),
+            (
+                bool(self.controllers) != bool(self.members),
+                f"controllers: {self.controllers!r}; at least one endpoint is needed, or else `members`",
+            ),
+            (
+                not self.members or not problem_of_members(self.members),
+                f"members: {problem_of_members(self.members)}",
+            ),
             (
                 all(endpoint.startswith(("ipc://", "tcp://", "inproc://")) for endpoint in self.controllers),
                 f"controllers: {self.controllers!r}; endpoints begin with ipc:// or tcp://",

@@ -23,6 +23,8 @@ from trunkline.router.config import RouterConfig
 from trunkline.router.errors import draining, overloaded, unavailable
 from trunkline.router.http.body import LargeRequests
 from trunkline.router.jobs.job import Job, ModelLimits, Modules
+from trunkline.router.membership.member import Member
+from trunkline.router.membership.open_source import open_source
 from trunkline.router.messages import FinishReason, Prefetched
 from trunkline.router.routing.core import RouteRequest, RoutingCore
 from trunkline.router.routing.request import Origin
@@ -36,12 +38,14 @@ from trunkline.router.streams.generation import Choices, Generation
 from trunkline.router.streams.health import Health, HealthProbe, describe
 from trunkline.router.streams.kv_feed import EventFeeds
 from trunkline.router.streams.link import ControllerLink
+from trunkline.router.streams.link_keeper import LinkKeeper
+from trunkline.router.streams.links import Links
 from trunkline.router.streams.streams import Stream
 from trunkline.router.telemetry.metrics import LiveGauges, Metrics
 from trunkline.router.telemetry.request_record import RequestRecord, current_record
 from trunkline.router.tenancy.tenants import Meter, Tenants, current_meter
 from trunkline.router.text.tokenizer import Tokenizer
-from trunkline.runtime.wire_keys import Role
+from trunkline.runtime.wire_keys import Role, problem_of
 from trunkline.runtime.wire_sockets import WirePeer
 
 RECORDS_PATIENCE_S: Final = 10.0
@@ -64,6 +68,7 @@ class _Opened(NamedTuple):
     zmq: zmq.Context[zmq.Socket[bytes]]
     health: HealthProbe
     feeds: EventFeeds
+    keeper: LinkKeeper
     tender: RecordTender
 
 
@@ -74,7 +79,7 @@ class RouterService:
     def __init__(self, config: RouterConfig, tokenizer: Tokenizer) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.links: list[ControllerLink] = []
+        self.links = Links()
         self.metrics = Metrics(
             lambda: self.links,
             LiveGauges(lambda: len(self.schemas), lambda: self.live_count, lambda: self.dispatcher.waiting_count),
@@ -98,10 +103,10 @@ class RouterService:
         """Whether new requests are refused because the process is about to exit."""
         self.dispatcher = Dispatcher(
             self.links,
-            RoutingCore(map(str, range(len(config.controllers))), config.policy, replica_seed=os.getpid()),
+            RoutingCore((), config.policy, replica_seed=os.getpid()),
             resume_seconds=config.resume_seconds,
             max_context=lambda: self.limits.max_context,
-            learns=not any(config.events),
+            learns=not any(config.events) and not config.members,
             on_event=lambda kind: self.metrics.routing.events.labels(kind).inc(),
             on_route=lambda decision: self.metrics.routing.chose(decision),
         )
@@ -139,22 +144,25 @@ class RouterService:
     def open(self) -> None:
         """Begin to connect to the controllers."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        peers: list[WirePeer] = []
-        for index, endpoint in enumerate(self.config.controllers):
-            peer = WirePeer(self.config.wire_keys, Role.ROUTER)
-            link = ControllerLink(index, endpoint, context, self.config.silence_seconds, peer)
-            peers.append(peer)
-            link.patience = self.config.resume_seconds
-            link.on_change = self.dispatcher.link_changed
-            self.links.append(link)
         bos = self.tokenizer.special_token_id("bos_token")
-        feeds = EventFeeds(
-            context,
-            self.config.events,
+        core, config = self.dispatcher.core, self.config
+        feeds = EventFeeds(context, core.index, self.dispatcher.load_changed)
+
+        def connect(slot: int, member: Member, peer: WirePeer) -> ControllerLink:
+            link = ControllerLink(slot, member, context, config.silence_seconds, peer)
+            link.patience = config.resume_seconds
+            link.on_change = self.dispatcher.link_changed
+            return link
+
+        keeper = LinkKeeper(
             self.links,
-            self.dispatcher.core.index,
-            self.dispatcher.load_changed,
-            peers,
+            core,
+            feeds,
+            connect,
+            peer=lambda: WirePeer(config.wire_keys, Role.ROUTER),
+            refusal=lambda endpoints: problem_of(
+                endpoints, config.wire_keys, Role.ROUTER, plain_tcp=config.plain_tcp
+            ),
         )
         tender = RecordTender(
             self.records,
@@ -162,19 +170,17 @@ class RouterService:
             self.metrics.records.noted,
             phase=self.config.number / self.config.routers,
         )
-        self._opened = _Opened(context, HealthProbe(self.links, 0 if bos is None else bos), feeds, tender)
+        self._opened = _Opened(context, HealthProbe(self.links, 0 if bos is None else bos), feeds, keeper, tender)
         tender.open()
         feeds.open()
-        for link in self.links:
-            link.open()
+        keeper.open(fixed_members(config), open_source(config.members, self.records) if config.members else None)
 
     async def close(self) -> None:
         """Disconnect from the controllers and the store of records; generations that still run fail."""
         if self._opened is not None:
             self._opened.feeds.close()
             await self._opened.tender.close()
-        for link in self.links:
-            link.close()
+            await self._opened.keeper.close()
         self.tokenizer.close()
         self.large_requests.close()
         await self.records.close()
@@ -241,6 +247,11 @@ class RouterService:
             generation.limit(self.config.request_timeout_seconds)
         return generation
 
+    @property
+    def members_problem(self) -> str:
+        """Why the links may not be those to the present groups, for people; "": they are."""
+        return "" if self._opened is None else self._opened.keeper.problem
+
     def events_status(self, controller: int) -> str:
         """Return how current the index of a controller's chunks is: "current", "catching up", "stale", or
         "off"."""
@@ -256,6 +267,7 @@ class RouterService:
             drops=job.cut.drops,
             layout=None if job.modules is None else job.modules.layout,
             origin=_origin_of(job),
+            opening=scoped_session(job.opening, job.salt),
         )
 
     async def prefetch(self, route: RouteRequest) -> Prefetched:
@@ -342,6 +354,13 @@ def scoped_session(session: str, salt: bytes) -> str:
         salt: the request's salt.
     """
     return f"{current_meter().tenant}/{salt.hex()}/{session}" if session else ""
+
+
+def fixed_members(config: RouterConfig) -> dict[str, Member]:
+    """Return the controllers that the configuration lists, as members; their ids are "0", "1", …."""
+    events = config.events or [""] * len(config.controllers)
+    pairs = enumerate(zip(config.controllers, events, strict=True))
+    return {str(index): Member(str(index), address, of_it) for index, (address, of_it) in pairs}
 
 
 def _origin_of(job: Job) -> Origin:

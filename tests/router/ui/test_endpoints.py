@@ -274,7 +274,7 @@ def test_tree(admin: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -
     assert fake.behaviour.described[-1].nodes_max == 77
     missing = admin.get("/ui/api/tree?group=5")
     assert missing.status_code == 404
-    assert "0 to 0" in missing.json()["error"]["message"]
+    assert missing.json()["error"]["message"].endswith("there is no group 5; there are 0")
 
 
 def test_many_who_look_ask_the_controller_once(admin: httpx.Client, fake: FakeController) -> None:

@@ -79,9 +79,11 @@ async def health(request: Request) -> Response:
         "status": "ok" if result.ok else "unavailable",
         "reason": result.why,
         **_records_health(service.records.away),
+        **({"members": service.members_problem} if service.members_problem else {}),
         "controllers": [
             {
                 "index": link.index,
+                "name": link.name,
                 "ready": link.ready,
                 "status": link.state.status if link.state else "disconnected",
                 "running": link.state.running if link.state else 0,

@@ -59,7 +59,7 @@ class MemberSource(Protocol):
 
 
 class Changes(NamedTuple):
-    """The difference between two sets of members. Each list is in the order of the ids."""
+    """The difference between two sets of members. Each list is in the order of its set."""
 
     added: list[Member]
     removed: list[Member]
@@ -70,9 +70,9 @@ class Changes(NamedTuple):
 def changes(before: Members, now: Members) -> Changes:
     """Return what has changed from one set of members to another."""
     return Changes(
-        [now[each] for each in sorted(now.keys() - before.keys())],
-        [before[each] for each in sorted(before.keys() - now.keys())],
-        [now[each] for each in sorted(now.keys() & before.keys()) if now[each] != before[each]],
+        [member for each, member in now.items() if each not in before],
+        [member for each, member in before.items() if each not in now],
+        [member for each, member in now.items() if each in before and member != before[each]],
     )
 
 

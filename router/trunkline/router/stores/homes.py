@@ -8,7 +8,7 @@ without talking. If a controller goes, only the schemas at home there move.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import Final
 
 from trunkline.router.errors import ApiError
@@ -22,15 +22,15 @@ CALL_SECONDS: Final = 10.0
 class Homes:
     """Chooses the controllers where schemas are at home."""
 
-    def __init__(self, links: Sequence[ControllerLink]) -> None:
+    def __init__(self, links: Collection[ControllerLink]) -> None:
         """`links`: the connections to all controllers. The sequence may change later; it must not be empty when a
         home is asked for."""
         self.links = links
 
     def home_of(self, key: str) -> ControllerLink:
         """Return the home of a key among the ready controllers or, if none is ready, among all."""
-        links = {str(link.index): link for link in self.links if link.ready}
-        links = links or {str(link.index): link for link in self.links}
+        links = {link.name: link for link in self.links if link.ready}
+        links = links or {link.name: link for link in self.links}
         return links[rendezvous(key, links)]
 
 

@@ -35,6 +35,7 @@ from trunkline.router.routing.names import KvIdentity
 from trunkline.router.routing.request import Decision, RouteRequest
 from trunkline.router.streams.health import describe
 from trunkline.router.streams.link import ControllerLink
+from trunkline.router.streams.links import Links
 from trunkline.router.streams.streams import (
     ALL,
     Attempt,
@@ -68,7 +69,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        links: Sequence[ControllerLink],
+        links: Links,
         core: RoutingCore,
         *,
         resume_seconds: float,
@@ -79,7 +80,7 @@ class Dispatcher:
     ) -> None:
         """
         Args:
-            links: connections to the controllers, by index; they may be added until the first request.
+            links: connections to the controllers, which come and go.
             resume_seconds: how long a stream waits for a controller; 0: it does not wait, and a lost stream ends.
             max_context: returns the most tokens of prompt and output together at this moment.
             learns: controllers do not publish which chunks they have. Then a chunk counts as being where this
@@ -100,7 +101,7 @@ class Dispatcher:
         self._ids = itertools.count(1)
         self._routed: dict[int, RoutedRequest] = {}
         self._waiting: dict[int, RoutedRequest] = {}
-        self._starting_since: dict[int, float] = {}
+        self._starting_since: dict[ControllerLink, float] = {}
         self._overdue: set[int] = set()
         """Requests whose waiting time is over while a controller has them in its queue."""
 
@@ -165,6 +166,9 @@ class Dispatcher:
     def link_changed(self, link: ControllerLink) -> None:
         """Note that a controller has reported its state, or that its connection was lost."""
         core, now, state = self.core, self.now(), link.state
+        if link not in self._links:  # its group was removed, and the link ends with its last request
+            self._move_from(link, now)
+            return
         core.set_available(link.index, link.ready, now)
         if state is not None:
             if state.chunk_size:
@@ -180,7 +184,8 @@ class Dispatcher:
 
     def load_changed(self, controller: int, requests: int, queued_tokens: int) -> None:
         """Note the load of a controller from all routers, as reported in its `State` or `KvEvents`."""
-        state = self._links[controller].state
+        link = self._links.get(controller)
+        state = None if link is None else link.state
         if state is None:
             return
         self.core.loads.report(
@@ -195,9 +200,9 @@ class Dispatcher:
         """Move the requests of a controller that waits for new workers too long, if another controller is
         ready."""
         if link.state is None or link.state.status != "starting" or not link.inflight:
-            self._starting_since.pop(link.index, None)
+            self._starting_since.pop(link, None)
             return
-        since = self._starting_since.setdefault(link.index, now)
+        since = self._starting_since.setdefault(link, now)
         if now - since < MOVE_SECONDS or not any(other.ready for other in self._links):
             return
         for routed in list(self._routed.values()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -31,7 +31,7 @@ class HealthProbe:
     """Generates a token on each controller to see whether it works. Callers share probes: one runs at a time, and
     at most about one a second."""
 
-    def __init__(self, links: Sequence[ControllerLink], probe_token: int) -> None:
+    def __init__(self, links: Collection[ControllerLink], probe_token: int) -> None:
         """`probe_token`: a valid token id; the probe's prompt."""
         self._links = links
         self._job = Job(
@@ -89,6 +89,7 @@ class HealthProbe:
         return Health(False, failure.message if failure else "the engine ended a request without a token")
 
 
-def describe(links: Sequence[ControllerLink]) -> str:
+def describe(links: Iterable[ControllerLink]) -> str:
     """Return why no controller takes requests."""
-    return "; ".join(f"controller {link.index}: {link.why_not_ready()}" for link in links)
+    found = "; ".join(f"controller {link.name}: {link.why_not_ready()}" for link in links)
+    return found or "no group has joined"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
@@ -129,6 +129,8 @@ class FeedState:
         if events.stream != self.stream:
             self._begin(events.stream)
             self.is_lacking = events.seq > (1 if events.names else 0)  # else there was nothing before it
+            if not self.is_lacking:
+                self._index.forget(self.controller)  # what the index knows may be of an earlier life
         if not self.is_lacking:
             if events.seq <= self.seq:
                 return None
@@ -349,48 +351,41 @@ class EventFeeds:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        endpoints: Sequence[str],
-        links: Sequence[Caller],
         index: ChunkMap,
         on_load: Callable[[int, int, int], None],
-        peers: Sequence[WirePeer] = (),
     ) -> None:
         """
         Args:
-            endpoints: address of each controller's PUB socket, in the order of `links`; "": the controller has no
-                such socket. Empty: no controller has one.
-            links: connections over which missing events are asked for (`trunkline.router.streams.link`).
             on_load: called with a controller's number, and its numbers of requests and of queued tokens over all
                 routers.
-            peers: the controllers' wire keys, the same objects as their links have; empty: no controller has keys.
         """
         self._context = context
-        self._endpoints = list(endpoints)
-        self._links = links
         self._index = index
         self._on_load = on_load
-        self._peers = peers
         self._feeds: dict[int, _Feed] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
-        """Subscribe to all controllers. Does not wait for the connections.
-
-        Raises:
-            ValueError: the number of endpoints is not the number of controllers.
-        """
-        if self._endpoints and len(self._endpoints) != len(self._links):
-            raise ValueError(
-                f"there are {len(self._endpoints)} endpoints of events for {len(self._links)} controllers"
-            )
-        loop = asyncio.get_running_loop()
-        for controller, endpoint in enumerate(self._endpoints):
-            if endpoint:
-                state = FeedState(controller, self._index, loop.time())
-                link = self._links[controller]
-                peer = self._peers[controller] if self._peers else WirePeer()
-                self._feeds[controller] = _Feed(self._context, endpoint, link, state, self._on_load, peer)
+        """Begin to check the feeds from time to time."""
         self._tick()
+
+    def add(self, controller: int, endpoint: str, link: Caller, peer: WirePeer | None = None) -> None:
+        """Subscribe to a controller. Does not wait for the connection.
+
+        Args:
+            endpoint: address of the controller's PUB socket.
+            link: the connection over which missing events are asked for (`trunkline.router.streams.link`).
+            peer: the controller's wire keys, the same object as its link has; None: it has none.
+        """
+        state = FeedState(controller, self._index, asyncio.get_running_loop().time())
+        feed = _Feed(self._context, endpoint, link, state, self._on_load, peer or WirePeer())
+        self._feeds[controller] = feed
+
+    def remove(self, controller: int) -> None:
+        """Unsubscribe from a controller. The index keeps what it knows."""
+        feed = self._feeds.pop(controller, None)
+        if feed is not None:
+            feed.close()
 
     def _tick(self) -> None:
         for feed in self._feeds.values():

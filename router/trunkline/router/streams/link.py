@@ -35,6 +35,7 @@ from trunkline.controller.messages import (
     Submit,
 )
 from trunkline.router.errors import unavailable
+from trunkline.router.membership.member import Member
 from trunkline.router.messages import (
     PROTOCOL,
     EventsReply,
@@ -74,17 +75,18 @@ class ControllerLink:
     def __init__(
         self,
         index: int,
-        endpoint: str,
+        member: Member,
         context: zmq.Context[zmq.Socket[bytes]],
         silence_seconds: float,
         peer: WirePeer | None = None,
     ) -> None:
         """
         Args:
+            index: the controller's slot in routing.
             peer: the controller's wire keys; None: it has none.
         """
         self.index = index
-        self.endpoint = endpoint
+        self.member = member
         self.state: State | None = None
         """The last report of the present connection; None: not connected."""
         self.last_token_at = float("-inf")
@@ -96,7 +98,7 @@ class ControllerLink:
         self.on_change: Callable[[ControllerLink], None] = lambda link: None
         """Called when a `State` has arrived, and when the connection is lost, before its attempts learn of
         that."""
-        self._dial = functools.partial(ControllerSocket, context, endpoint, peer or WirePeer())
+        self._dial = functools.partial(ControllerSocket, context, member.address, peer or WirePeer())
         self._silence_seconds = silence_seconds
         self._loop = asyncio.get_running_loop()
         self._socket: ControllerSocket | None = None
@@ -120,6 +122,16 @@ class ControllerLink:
         if self._socket is not None:
             self._socket.close(linger_ms=200)
             self._socket = None
+
+    @property
+    def name(self) -> str:
+        """The controller's name, which is unique in the cluster."""
+        return self.member.id
+
+    @property
+    def endpoint(self) -> str:
+        """ZeroMQ endpoint of the controller."""
+        return self.member.address
 
     @property
     def ready(self) -> bool:

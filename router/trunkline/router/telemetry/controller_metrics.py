@@ -6,7 +6,7 @@ together, only one of them reports these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -126,7 +126,7 @@ def metric_of(family: Family) -> GaugeMetricFamily | CounterMetricFamily:
 class ControllerCollector(FamilyCollector):
     """The contents of each controller's last `State`."""
 
-    def __init__(self, links: Callable[[], Sequence[ControllerLink]]) -> None:
+    def __init__(self, links: Callable[[], Collection[ControllerLink]]) -> None:
         self._links = links
 
     def families(self) -> Iterable[Family]:
@@ -187,7 +187,7 @@ def _of_tiers(
 class LinkCollector(FamilyCollector):
     """This router's connections to the controllers."""
 
-    def __init__(self, links: Callable[[], Sequence[ControllerLink]]) -> None:
+    def __init__(self, links: Callable[[], Collection[ControllerLink]]) -> None:
         self._links = links
 
     def families(self) -> Iterable[Family]:

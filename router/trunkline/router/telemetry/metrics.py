@@ -10,7 +10,7 @@ library takes locks and walks buckets for each value: that was a fifth of what a
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -332,7 +332,7 @@ class Metrics:
 
     def __init__(
         self,
-        links: Callable[[], Sequence[ControllerLink]],
+        links: Callable[[], Collection[ControllerLink]],
         live: LiveGauges = LiveGauges(),  # noqa: B008 (immutable)
         *,
         version: str = "",

@@ -89,15 +89,14 @@ class Dashboard:
         Raises:
             ApiError: 404, there is no such group; 503, its controller does not answer.
         """
-        if not 0 <= group < len(self._service.links):
-            count = len(self._service.links)
-            raise not_found(
-                "group", f"`group`: there is no group {group}; they are 0 to {count - 1}", code="not_found"
-            )
+        link = self._service.links.get(group)
+        if link is None:
+            known = ", ".join(str(each.index) for each in self._service.links)
+            raise not_found("group", f"`group`: there is no group {group}; there are {known}", code="not_found")
         key = group, nodes
         task = self._trees.get(key)
         if task is None:
-            task = self._trees[key] = asyncio.create_task(self._look(self._service.links[group], nodes))
+            task = self._trees[key] = asyncio.create_task(self._look(link, nodes))
             began = asyncio.get_running_loop().time()
             task.add_done_callback(lambda done: self._looked(key, done, began))
         return await asyncio.shield(task)

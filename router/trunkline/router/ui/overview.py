@@ -53,6 +53,7 @@ def group(service: RouterService, link: ControllerLink) -> dict[str, Any]:
     state = link.state
     known: dict[str, Any] = {
         "group": link.index,
+        "name": link.name,
         "endpoint": link.endpoint,
         "ready": link.ready,
         "status": "disconnected" if state is None else state.status,
@@ -141,6 +142,7 @@ def _decision(logged: Logged, offset: float) -> dict[str, Any]:
         "tenant": logged.origin.tenant,
         "session": logged.origin.session,
         "group": logged.controller,
+        "name": logged.name,
         "reason": logged.reason,
         "prompt_tokens": logged.prompt_tokens,
         "match": _match(logged),
