@@ -209,6 +209,7 @@ def test_a_server_that_is_stopped_is_waited_for(lasting: RedisServer, monkeypatc
 
 def test_a_server_that_does_not_answer_is_away(lasting: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script_module, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(script_module, "_IDLE_S", 0.0)
 
     async def body(records: RedisRecords) -> None:
         await records.usage()
@@ -386,7 +387,7 @@ def test_a_full_server_refuses_new_records_only(servers: Callable[..., RedisServ
         server.client().config_set("maxmemory", 0)
         await records.create(key("c"), Change(b"1"))
 
-    run_with(server.url, body, patience_s=0.0)
+    run_with(server.url, body)
 
 
 def test_the_check_says_what_endangers_records(servers: Callable[..., RedisServer]) -> None:

@@ -17,27 +17,16 @@ from .store import StoreAwayError
 _CONNECT_S: Final = 2.0
 _ANSWER_S: Final = 4.0
 """Seconds to wait for an answer, the wait for a free connection and the connection itself among them."""
+_ANSWER_LEAST_S: Final = 1.0
+"""The same for the last try, at the end of the caller's patience."""
+_IDLE_S: Final = 60.0
+"""Seconds after which an unused connection is not used again: something on the way may have forgotten it."""
 _CONNECTIONS: Final = 16
 _PAUSE_FIRST_S: Final = 0.05
 _PAUSE_MOST_S: Final = 0.5
-_PASSING: Final = (
-    "READONLY",
-    "LOADING",
-    "BUSY",
-    "MASTERDOWN",
-    "MISCONF",
-    "NOREPLICAS",
-    "OOM",
-    "UNKILLABLE",
-    "TRYAGAIN",
-)
-"""Refusals that end by themselves, or when the server is mended. Old servers name them in the middle of a text."""
-_NAMED: Final = (
-    refusals.ReadOnlyError,
-    refusals.OutOfMemoryError,
-    refusals.TryAgainError,
-    refusals.MasterDownError,
-)
+_PASSING: Final = ("READONLY", "LOADING", "BUSY", "MASTERDOWN", "NOREPLICAS", "UNKILLABLE")
+"""Refusals that end by themselves. Old servers name them in the middle of a text."""
+_NAMED: Final = (refusals.ReadOnlyError, refusals.MasterDownError)
 """Those whose exceptions' texts do not name them."""
 
 _Answer = TypeVar("_Answer")
@@ -73,7 +62,8 @@ class RedisScript:
         self._body = body
         self._digest = hashlib.sha1(body.encode()).hexdigest()
         self._patience_s = patience_s
-        self._free: list[Any] = []
+        self._free: list[tuple[Any, float]] = []
+        """Connections that no call uses, and since when, by the event loop's clock."""
         self._slots = asyncio.Semaphore(_CONNECTIONS)
         self._under_way = 0
         self._idle = asyncio.Event()
@@ -118,8 +108,7 @@ class RedisScript:
     async def close(self) -> None:
         """Wait for the calls that have begun, and end the connections."""
         await self._idle.wait()
-        while self._free:
-            await self._free.pop().disconnect()
+        await self._drop(self._free)
 
     async def _persistently(self, ask: Callable[[Any], Awaitable[_Answer]]) -> _Answer:
         loop = asyncio.get_running_loop()
@@ -130,10 +119,11 @@ class RedisScript:
         try:
             while True:
                 try:
-                    return await self._once(ask)
+                    left = deadline - loop.time()
+                    return await self._once(ask, min(_ANSWER_S, max(_ANSWER_LEAST_S, left)))
                 except (refusals.RedisError, OSError, TimeoutError) as error:
                     if not isinstance(error, refusals.ResponseError):
-                        await self._drop_free()
+                        await self._drop(self._free)  # a server that ended one has probably ended all
                     if not _passes(error):
                         raise StoreAwayError(f"the store of records at {self.place} refuses: {error}") from error
                     if loop.time() + pause >= deadline:
@@ -146,25 +136,27 @@ class RedisScript:
             if not self._under_way:
                 self._idle.set()
 
-    async def _once(self, ask: Callable[[Any], Awaitable[_Answer]]) -> _Answer:
-        async with asyncio.timeout(_ANSWER_S), self._slots:
-            connection = self._free.pop() if self._free else self._pool.make_connection()
+    async def _once(self, ask: Callable[[Any], Awaitable[_Answer]], answer_s: float) -> _Answer:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(answer_s), self._slots:
+            await self._drop([each for each in self._free if each[1] < loop.time() - _IDLE_S])
+            connection = self._free.pop()[0] if self._free else self._pool.make_connection()
             try:
                 await connection.connect()  # nothing if it is connected
                 answer = await ask(connection)
             except refusals.ResponseError:  # a whole answer
-                self._free.append(connection)
+                self._free.append((connection, loop.time()))
                 raise
             except BaseException:
                 await connection.disconnect(nowait=True)
                 raise
-            self._free.append(connection)
+            self._free.append((connection, loop.time()))
             return answer
 
-    async def _drop_free(self) -> None:
-        """Close the connections that no call uses: the server that has ended one has probably ended all."""
-        dropped, self._free = self._free, []
-        for connection in dropped:
+    async def _drop(self, unused: list[tuple[Any, float]]) -> None:
+        dropped = list(unused)
+        self._free = [each for each in self._free if each not in dropped]
+        for connection, _ in dropped:
             await connection.disconnect(nowait=True)
 
 
