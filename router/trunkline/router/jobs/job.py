@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -30,6 +31,9 @@ REPEATED_BYTES_MAX = 16 << 20
 """Limit of the bytes that a request's prompts cause besides their tokens: the other parameters are sent to the
 engine again for each prompt."""
 _SEED_MASK = 0xFFFF_FFFF_FFFF_FFFF
+_OPENING_BYTES: Final = 16
+_CHUNK_MAX: Final = 1024
+"""Largest number of tokens of a chunk. Of longer prompts, controllers tell what they have."""
 
 
 class Modules(msgspec.Struct, frozen=True):
@@ -94,6 +98,9 @@ class Job(msgspec.Struct, frozen=True):
     modules: Modules | None = None
     tenant: str = ""
     """Name of the tenant that pays for the request."""
+    opening: str = ""
+    """Digest of a short conversation's messages up to the user's first one, the same in all of its turns: its
+    name for routing, if its client gives none."""
 
     @property
     def module_tokens(self) -> int:
@@ -218,7 +225,18 @@ def make_job(
         cut=prompt.cut,
         modules=prompt.modules,
         session=request.session_id or (request.prompt_cache_key or "")[:SESSION_ID_CHARACTERS_MAX],
+        opening=_opening(request) if isinstance(request, ChatRequest) and len(prompt.tokens) < _CHUNK_MAX else "",
     )
+
+
+def _opening(request: ChatRequest) -> str:
+    """Return `Job.opening`; "" if there is no message of a user."""
+    digest = hashlib.blake2b(digest_size=_OPENING_BYTES)
+    for message in request.messages:
+        digest.update(message.model_dump_json().encode())
+        if message.role == "user":
+            return digest.hexdigest()
+    return ""
 
 
 def another_job(

@@ -337,7 +337,6 @@ class RoutingCore:
                 request.home,
                 self._slots.names,
                 tail,
-                request.opening if prompt < self._traits.chunk_size[candidates].max() else "",
             )
             chosen, reason = self._policy.choose(view)
         identity = self._traits.identity(chosen)

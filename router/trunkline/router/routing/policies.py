@@ -114,8 +114,6 @@ class View(msgspec.Struct, frozen=True):
     tail: int = -1
     """The controller to which this router sent the last prompt with which this one begins, if that ended with an
     open tail: it is the conversation's last turn. -1: not known."""
-    opening: str = ""
-    """`RouteRequest.opening` of a prompt that has no full chunk; else ""."""
 
 
 class Turns:
@@ -162,7 +160,6 @@ class PrefixAware(_Rule):
     A session's controller is the one that has more of its prompt than any other; if there is none, the one to
     which this router sent its last request. So routers agree about sessions whose turns reach different routers.
     A request without a session that goes on with an open tail is the next turn of a conversation. It stays, too.
-    Of a conversation of which nothing is known, its opening chooses among the controllers that are near the best.
     """
 
     def choose(self, view: View) -> tuple[int, str]:
@@ -186,9 +183,6 @@ class PrefixAware(_Rule):
             return view.home, "home"  # the home of its schema, where the modules' KV was computed
         if view.tail in candidates and costs[view.tail] <= self.settings.stay_ratio * best:
             return view.tail, "tail"
-        if view.opening and not view.matched_tokens[candidates].any():
-            near = candidates[among <= best * self.settings.near_ratio]
-            return rendezvous_among(view.opening, near.tolist(), view.names), "load"
         chosen = self.turns.pick(candidates[among <= best * _EQUAL])
         return chosen, "prefix" if view.matched_tokens[chosen] else "load"
 

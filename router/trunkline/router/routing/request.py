@@ -49,9 +49,6 @@ class RouteRequest(msgspec.Struct, frozen=True):
     token_count: int = 0
     """Tokens of the prompt; used only with `names`."""
     origin: Origin = Origin()
-    opening: str = ""
-    """Digest of the beginning of a conversation, equal in all of its turns; "": not known. Routers send a short
-    conversation to the same controller by it, although controllers tell nothing of chunks that are not full."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
