@@ -262,12 +262,11 @@ class RouterService:
         return RouteRequest(
             tokens=job.packed_prompt(),
             salt=job.salt,
-            session=scoped_session(job.session, job.salt),
+            session=scoped_session(job.session or job.opening, job.salt),
             home=-1 if job.modules is None else self.schemas.home_of(job.modules.schema).index,
             drops=job.cut.drops,
             layout=None if job.modules is None else job.modules.layout,
             origin=_origin_of(job),
-            opening=scoped_session(job.opening, job.salt),
         )
 
     async def prefetch(self, route: RouteRequest) -> Prefetched:
