@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from trunkline.kvstore.chunks import pack_int32
-from trunkline.kvstore.records.sqlite_store import SqliteRecords
+from trunkline.kvstore.records import RecordStore, open_records
 from trunkline.router.errors import ApiError
 from trunkline.router.request_context import RequestRandom, known
 from trunkline.router.stores.session_history import History, HistoryMark
@@ -22,18 +22,18 @@ from trunkline.router.stores.session_state import SessionState
 from trunkline.router.stores.session_store import SessionStore
 from trunkline.router.text.truncation import TokenSpan
 
-Test = Callable[[SqliteRecords], Coroutine[Any, Any, None]]
+Test = Callable[[RecordStore], Coroutine[Any, Any, None]]
 
 
-def on(test: Test, path: str = ":memory:", **options: Any) -> None:
-    """Run a test on a store of records."""
+def on(test: Test, records: RecordStore | None = None) -> None:
+    """Run a test on a store of records; without one, on one in memory."""
 
     async def whole() -> None:
-        records = SqliteRecords(path, **options)
+        store = open_records("sqlite::memory:") if records is None else records
         try:
-            await test(records)
+            await test(store)
         finally:
-            await records.close()
+            await store.close()
 
     asyncio.run(whole())
 

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from router.harness import STORES, shared_records
 from router.session_turns import acquired, after_turn, content, on, refused, turn
+from worker.redis_server import RedisServer
 
-from trunkline.kvstore.records import StoreAwayError
+from trunkline.kvstore.records import RecordStore, StoreAwayError, open_records
 from trunkline.kvstore.records.sqlite_store import SqliteRecords
 from trunkline.router.request_context import RequestRandom, known
 from trunkline.router.stores import session_lease, session_store
@@ -24,8 +26,9 @@ from trunkline.router.stores.session_state import SessionState
 from trunkline.router.stores.session_store import SessionStore
 
 
-def test_a_client_that_leaves_while_the_lease_is_acquired_leaves_no_lease() -> None:
-    async def work(records: SqliteRecords) -> None:
+@pytest.mark.parametrize("kind", STORES)
+def test_a_client_that_leaves_while_the_lease_is_acquired_leaves_no_lease(kind: str) -> None:
+    async def work(records: RecordStore) -> None:
         store, other = SessionStore(records), SessionStore(records)
         session = store.draw_id()
         await store.create(session, SessionState(model="m"))
@@ -39,13 +42,14 @@ def test_a_client_that_leaves_while_the_lease_is_acquired_leaves_no_lease() -> N
                 done.close()
             (await acquired(other, session)).close()
 
-    on(work)
+    with shared_records(kind) as url:
+        on(work, open_records(url))
 
 
 def test_a_lease_ends_if_its_router_dies() -> None:
     now = [1000.0]
 
-    async def work(records: SqliteRecords) -> None:
+    async def work(records: RecordStore) -> None:
         here, there = SessionStore(records), SessionStore(records)
         session, rng = here.draw_id(), random.Random(4)
         await here.create(session, SessionState(model="m"))
@@ -66,7 +70,7 @@ def test_a_lease_ends_if_its_router_dies() -> None:
         with refused(404, "session_not_found"):
             await lease.put(b"")
 
-    on(work, clock=lambda: now[0], steady=lambda: now[0])
+    on(work, SqliteRecords(":memory:", clock=lambda: now[0], steady=lambda: now[0]))
 
 
 DYING_ROUTER = """
@@ -88,7 +92,7 @@ asyncio.run(work())
 def test_the_lease_of_a_killed_process_ends(tmp_path: Path) -> None:
     path = str(tmp_path / "records.sqlite")
 
-    async def work(records: SqliteRecords) -> None:
+    async def work(records: RecordStore) -> None:
         store, rng = SessionStore(records), random.Random(12)
         session = store.draw_id()
         await store.create(session, SessionState(model="m"))
@@ -102,11 +106,11 @@ def test_the_lease_of_a_killed_process_ends(tmp_path: Path) -> None:
         await (await acquired(store, session)).put()
         assert (await turn(store, session, rng)).session.turns == 1
 
-    on(work, path)
+    on(work, open_records(f"sqlite:{path}"))
 
 
 def test_a_repeated_request_takes_over_the_lease_of_its_dead_router() -> None:
-    async def work(records: SqliteRecords) -> None:
+    async def work(records: RecordStore) -> None:
         here, there = SessionStore(records), SessionStore(records)
         session, rng = here.draw_id(), random.Random(5)
         await here.create(session, SessionState(model="m"))
@@ -135,7 +139,7 @@ def test_a_store_that_lost_changes_gets_the_session_anew(tmp_path: Path, turns: 
     had 0, 1 or 3 turns, or was not there."""
     path = tmp_path / "records.sqlite"
 
-    async def work(records: SqliteRecords) -> None:
+    async def work(records: RecordStore) -> None:
         store, rng = SessionStore(records), random.Random(6)
         session = store.draw_id()
         await records.usage()  # makes the file
@@ -159,13 +163,38 @@ def test_a_store_that_lost_changes_gets_the_session_anew(tmp_path: Path, turns: 
         assert again.session.turns == 5, "it can still be undone"
         assert again.session.history.messages[:-1] == made[-1].session.history.messages
 
-    on(work, str(path))
+    on(work, open_records(f"sqlite:{path}"))
+
+
+@pytest.mark.processes
+def test_a_server_that_keeps_nothing_gets_the_session_anew(tmp_path: Path) -> None:
+    """Redis is killed and starts empty while a turn's answer is generated."""
+    server = RedisServer(tmp_path)
+    server.start()
+
+    async def work(records: RecordStore) -> None:
+        store, rng = SessionStore(records), random.Random(13)
+        session = store.draw_id()
+        await store.create(session, SessionState(model="m"))
+        before = await turn(store, session, rng)
+        lease = await store.acquire(session)
+        await asyncio.to_thread(server.kill)
+        await asyncio.to_thread(server.start)
+        lease.session.history = after_turn(before.session.history, rng)
+        stored = await lease.put(b"")
+        assert stored.session.turns == 2
+        assert content((await SessionStore(records).get(session)).session) == content(stored.session)
+
+    try:
+        on(work, open_records(server.url))
+    finally:
+        server.kill()
 
 
 def test_a_router_restores_what_the_store_has_lost(tmp_path: Path) -> None:
     path = tmp_path / "records.sqlite"
 
-    async def work(records: SqliteRecords) -> None:
+    async def work(records: RecordStore) -> None:
         store, rng = SessionStore(records), random.Random(7)
         session = store.draw_id()
         await store.create(session, SessionState(model="m"))
@@ -179,14 +208,14 @@ def test_a_router_restores_what_the_store_has_lost(tmp_path: Path) -> None:
         assert third.session.history.messages[:-1] == second.session.history.messages
         assert content((await SessionStore(records).get(session)).session) == content(third.session)
 
-    on(work, str(path))
+    on(work, open_records(f"sqlite:{path}"))
 
 
 def test_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     async def away(*asked: Any, **also: Any) -> Any:
         raise StoreAwayError("it is gone")
 
-    async def work(records: SqliteRecords) -> None:
+    async def work(records: RecordStore) -> None:
         store, rng = SessionStore(records), random.Random(8)
         session = store.draw_id()
         await store.create(session, SessionState(model="m"))
@@ -226,7 +255,7 @@ def test_renewals_go_on_while_the_store_is_away_for_a_moment(monkeypatch: pytest
     for module in (session_lease, session_store):
         monkeypatch.setattr(module, "LEASE_SECONDS", 0.06)
 
-    async def work(records: SqliteRecords) -> None:
+    async def work(records: RecordStore) -> None:
         store = SessionStore(records)
         session = store.draw_id()
         await store.create(session, SessionState(model="m"))

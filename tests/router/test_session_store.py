@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec.structs import replace
+from router.harness import STORES, shared_records
 from router.session_turns import acquired, after_turn, content, discard, on, refused, turn
 from seeds import seeds
 
 from trunkline.kvstore.chunks import pack_int32
-from trunkline.kvstore.records import Change, RecordKey
-from trunkline.kvstore.records.sqlite_store import SqliteRecords
+from trunkline.kvstore.records import Change, RecordKey, RecordStore, open_records
 from trunkline.router.request_context import RequestRandom, known
 from trunkline.router.stores.session_history import History
 from trunkline.router.stores.session_memory import SessionMemory, StoredSession
@@ -22,13 +22,14 @@ from trunkline.router.stores.session_state import SessionState, pack_header
 from trunkline.router.stores.session_store import SessionStore
 
 
+@pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("memory_bytes", [0, 60_000, 1 << 30])
 @pytest.mark.parametrize("seed", seeds(2))
-def test_two_routers_and_many_sessions(seed: int, memory_bytes: int) -> None:
+def test_two_routers_and_many_sessions(seed: int, memory_bytes: int, kind: str) -> None:
     """Turns, turns made again, discards and forks, at either router: both see what a dictionary has, too."""
     rng = random.Random(seed)
 
-    async def work(records: SqliteRecords) -> None:
+    async def work(records: RecordStore) -> None:
         routers = [SessionStore(records, memory_bytes=memory_bytes) for _ in range(2)]
         expected: dict[str, Any] = {}
         before: dict[str, tuple[bytes, Any]] = {}
@@ -75,18 +76,20 @@ def test_two_routers_and_many_sessions(seed: int, memory_bytes: int) -> None:
         listed = await routers[0].page([""], "", 1000)
         assert [record.key.id for record in listed] == sorted(expected)
 
-    on(work)
+    with shared_records(kind) as url:
+        on(work, open_records(url))
 
 
-def test_a_turn_writes_what_it_adds() -> None:
+@pytest.mark.parametrize("kind", STORES)
+def test_a_turn_writes_what_it_adds(kind: str) -> None:
     """Whether a session is short or long, and a fork adds a header."""
 
-    async def added(records: SqliteRecords, work: Coroutine[Any, Any, Any]) -> int:
+    async def added(records: RecordStore, work: Coroutine[Any, Any, Any]) -> int:
         before = await records.usage()
         await work
         return (await records.usage()).bytes - before.bytes
 
-    async def work(records: SqliteRecords) -> None:
+    async def work(records: RecordStore) -> None:
         store = SessionStore(records)
         sizes, forks = [], []
         for size in (100, 100_000):
@@ -102,11 +105,12 @@ def test_a_turn_writes_what_it_adds() -> None:
         assert sizes[1] < 1000
         assert max(forks) < 800
 
-    on(work)
+    with shared_records(kind) as url:
+        on(work, open_records(url))
 
 
 def test_what_another_router_added_is_read_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work(records: SqliteRecords) -> None:
+    async def work(records: RecordStore) -> None:
         here, there = SessionStore(records), SessionStore(records)
         read: list[int] = []
         real = records.acquire
@@ -129,7 +133,7 @@ def test_what_another_router_added_is_read_and_nothing_else(monkeypatch: pytest.
 def test_a_turn_is_undone_behind_later_changes() -> None:
     """A discard, and what a request changed besides: the turn's request comes again all the same."""
 
-    async def work(records: SqliteRecords) -> None:
+    async def work(records: RecordStore) -> None:
         store, rng = SessionStore(records), random.Random(3)
         session = store.draw_id()
         await store.create(session, SessionState(model="m"))
@@ -147,7 +151,7 @@ def test_a_turn_is_undone_behind_later_changes() -> None:
 
 
 def test_leases() -> None:
-    async def work(records: SqliteRecords) -> None:
+    async def work(records: RecordStore) -> None:
         here, there = SessionStore(records), SessionStore(records)
         session = here.draw_id()
         await here.create(session, SessionState(model="m"))
@@ -167,7 +171,7 @@ def test_leases() -> None:
 
 
 def test_quotas() -> None:
-    async def work(records: SqliteRecords) -> None:
+    async def work(records: RecordStore) -> None:
         free, limited, rng = SessionStore(records), SessionStore(records, 2000), random.Random(9)
         session = limited.draw_id()
         stored = await limited.create(session, SessionState(model="m"))
@@ -190,8 +194,9 @@ def test_quotas() -> None:
     on(work)
 
 
-def test_a_fork_outlives_its_source() -> None:
-    async def work(records: SqliteRecords) -> None:
+@pytest.mark.parametrize("kind", STORES)
+def test_a_fork_outlives_its_source(kind: str) -> None:
+    async def work(records: RecordStore) -> None:
         store, rng = SessionStore(records), random.Random(10)
         source = store.draw_id()
         await store.create(source, SessionState(model="m"))
@@ -208,11 +213,12 @@ def test_a_fork_outlives_its_source() -> None:
         await store.create(late, seen.session, seen.record.head)  # nothing is left that it could share
         assert (await SessionStore(records).get(late)).session.history == seen.session.history
 
-    on(work)
+    with shared_records(kind) as url:
+        on(work, open_records(url))
 
 
 def test_sessions_of_earlier_versions() -> None:
-    async def work(records: SqliteRecords) -> None:
+    async def work(records: RecordStore) -> None:
         rng = random.Random(11)
         history = after_turn(History(), rng)
         fields = msgspec.to_builtins(history, builtin_types=(bytes,))
@@ -238,7 +244,7 @@ def test_sessions_of_earlier_versions() -> None:
 
 
 def test_the_same_request_makes_one_session() -> None:
-    async def work(records: SqliteRecords) -> None:
+    async def work(records: RecordStore) -> None:
         store = SessionStore(records)
         ids = []
         for _ in range(2):
@@ -253,7 +259,7 @@ def test_the_same_request_makes_one_session() -> None:
 
 
 def test_the_memory_is_bounded() -> None:
-    async def work(records: SqliteRecords) -> None:
+    async def work(records: RecordStore) -> None:
         memory = SessionMemory(100_000)
         history = History(text="x" * 1000, tokens=bytes(4000), messages=[{"content": "x"}])
         for number in range(100):

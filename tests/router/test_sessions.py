@@ -15,7 +15,7 @@ import openai
 import pytest
 from router.api_calls import last_prompt, say
 from router.fake_controller import FakeController, prompt_of
-from router.harness import ANSWER, EOS, MESSAGES, RunningRouter, running, shared_records, wait_until
+from router.harness import ANSWER, EOS, MESSAGES, STORES, RunningRouter, running, shared_records, wait_until
 from router.session_calls import chat, create, error_of, get, is_free, key_of, reading_of
 
 from trunkline.kvstore.records import Change, StoreAwayError
@@ -376,10 +376,11 @@ def test_a_record_that_nobody_can_read(router: RunningRouter, http: httpx.Client
         wait_until(lambda: http.delete("/v1/sessions/sess_broken").status_code == 200)
 
 
-def test_routers_share_sessions(place: Path, tokenizer: Tokenizer) -> None:
-    """Two routers on one file work on a session in turn; each sees what the other has stored."""
+@pytest.mark.parametrize("kind", STORES)
+def test_routers_share_sessions(place: Path, tokenizer: Tokenizer, kind: str) -> None:
+    """Two routers on one store work on a session in turn; each sees what the other has stored."""
     with ExitStack() as work:
-        url = work.enter_context(shared_records())
+        url = work.enter_context(shared_records(kind))
         routers = []
         for name in ("one", "two"):
             (place / name).mkdir()
