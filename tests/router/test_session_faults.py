@@ -46,6 +46,31 @@ def test_a_client_that_leaves_while_the_lease_is_acquired_leaves_no_lease(kind: 
         on(work, open_records(url))
 
 
+@pytest.mark.parametrize("kind", STORES)
+def test_a_client_that_leaves_while_its_turn_is_stored_leaves_no_lease(kind: str) -> None:
+    async def work(records: RecordStore) -> None:
+        store, other, rng = SessionStore(records), SessionStore(records), random.Random(14)
+        session = store.draw_id()
+        await store.create(session, SessionState(model="m"))
+        for steps in range(8):
+            lease = await acquired(store, session)
+            before = lease.session.turns
+            lease.session.history = after_turn(lease.session.history, rng)
+            leaving = asyncio.create_task(lease.put(b""))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+            lease.close()
+            (await acquired(other, session)).close()
+            stored = (await other.get(session)).session
+            assert stored.turns in (before, before + 1)
+            assert len(stored.history.messages) == stored.turns, "all of a turn, or nothing"
+
+    with shared_records(kind) as url:
+        on(work, open_records(url))
+
+
 def test_a_lease_ends_if_its_router_dies() -> None:
     now = [1000.0]
 

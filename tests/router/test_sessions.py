@@ -405,3 +405,16 @@ def test_routers_share_sessions(place: Path, tokenizer: Tokenizer, kind: str) ->
         assert there.delete(f"/v1/sessions/{session}").status_code == 200
         assert error_of(chat(here, session))[1] == "session_not_found"
         assert chat(here, fork["id"]).status_code == 200
+
+
+def test_a_tenant_with_too_many_records(place: Path, tokenizer: Tokenizer) -> None:
+    with running(place, tokenizer, records_tenant_bytes=600) as (router, [fake]), router.client() as http:
+        session = create(http)["id"]
+        for stream in (False, True):
+            assert error_of(chat(http, session, stream=stream))[:2] == (429, "records_quota")
+        assert error_of(http.post("/v1/sessions", json={}))[:2] == (429, "records_quota")
+        assert not fake.behaviour.submits, "no token was generated"
+        assert http.post("/v1/chat/completions", json={"messages": MESSAGES}).status_code == 200
+        wait_until(lambda: is_free(http, session))
+        assert http.delete(f"/v1/sessions/{session}").status_code == 200
+        assert create(http)["turns"] == 0

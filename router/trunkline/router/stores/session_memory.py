@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
 from trunkline.kvstore.records import Record, RecordKey
-from trunkline.router.stores.session_history import History
 from trunkline.router.stores.session_state import SessionState
 
 _BYTES: Final = 1000
@@ -37,7 +36,7 @@ class SessionMemory:
     def __init__(self, bytes_max: int) -> None:
         """`bytes_max`: largest approximate size in bytes of all remembered sessions together."""
         self._bytes_max = bytes_max
-        self._sessions: OrderedDict[RecordKey, StoredSession] = OrderedDict()
+        self._sessions: OrderedDict[RecordKey, _Remembered] = OrderedDict()
         self.bytes = 0
         """Approximate size in bytes of all remembered sessions together."""
 
@@ -47,20 +46,21 @@ class SessionMemory:
     def find(self, key: RecordKey) -> StoredSession | None:
         """Return a session as it was last seen; None: it is not remembered."""
         found = self._sessions.get(key)
-        if found is not None:
-            self._sessions.move_to_end(key)
-        return found
+        if found is None:
+            return None
+        self._sessions.move_to_end(key)
+        return found.stored
 
     def keep(self, stored: StoredSession) -> None:
         """Remember a session as it is stored now, unless its record is to be written anew."""
         if stored.rewrites:
             return
-        key = stored.record.key
+        key, size = stored.record.key, _size_of(stored)
         self.forget(key)
         # The header's bytes are not needed any more; callers may change their copy of the session.
-        record = stored.record._replace(header=b"")
-        self._sessions[key] = StoredSession(record, replace(stored.session))
-        self.bytes += _size_of(stored.session.history)
+        kept = StoredSession(stored.record._replace(header=b""), replace(stored.session))
+        self._sessions[key] = _Remembered(kept, size)
+        self.bytes += size
         while self.bytes > self._bytes_max:
             self.forget(next(iter(self._sessions)))
 
@@ -68,15 +68,22 @@ class SessionMemory:
         """Forget a session, if it is remembered."""
         found = self._sessions.pop(key, None)
         if found is not None:
-            self.bytes -= _size_of(found.session.history)
+            self.bytes -= found.size
 
 
-def _size_of(history: History) -> int:
+class _Remembered(NamedTuple):
+    stored: StoredSession
+    size: int
+    """Approximate memory in bytes."""
+
+
+def _size_of(stored: StoredSession) -> int:
     """Return the approximate memory of a session in bytes. Messages are counted as long as the rendered text."""
-    text = max(sys.getsizeof(history.text), len(history.text))
+    history = stored.session.history
     return (
         _BYTES
-        + 2 * text
+        + len(stored.record.header)
+        + 2 * sys.getsizeof(history.text)
         + len(history.tokens)
         + _MESSAGE_BYTES * len(history.messages)
         + _MARK_BYTES * len(history.marks)
