@@ -1,1 +1,1 @@
-"""Stores of sessions and schemas, which are records of the controllers."""
+"""Sessions, schemas and what they keep in the record store."""
