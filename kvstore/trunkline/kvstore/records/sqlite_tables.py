@@ -76,7 +76,7 @@ SELECT {_COLUMNS}, r.header, r.digest FROM records r LEFT JOIN segments s ON s.n
 WHERE r.kind = ? AND r.owner = ? AND r.id = ?"""
 _PAGE: Final = """
 SELECT {} FROM records r LEFT JOIN segments s ON s.number = r.head
-WHERE r.kind = ? AND r.owner = ? AND r.id > ? AND r.id >= ? ORDER BY r.id LIMIT ?"""
+WHERE r.kind = ? AND r.owner = ? AND r.id {} ? ORDER BY r.id LIMIT ?"""
 _CHAIN: Final = """
 WITH RECURSIVE chain (number, name, parent) AS (
     SELECT number, name, parent FROM segments WHERE number = ?
@@ -212,8 +212,10 @@ class RecordTables:
 
     def page(self, kind: str, owner: str, after: str, limit: int, prefix: str, *, headers: bool) -> list[Record]:
         """See `RecordStore.page`."""
-        query = _PAGE.format(f"{_COLUMNS}, {'r.header, r.digest' if headers else 'NULL, NULL'}")
-        rows = self.connection.execute(query, (kind, owner, after, prefix, max(0, min(limit, PAGE_MAX))))
+        columns = f"{_COLUMNS}, {'r.header, r.digest' if headers else 'NULL, NULL'}"
+        query = _PAGE.format(columns, ">" if after >= prefix else ">=")
+        values = kind, owner, max(after, prefix), max(0, min(limit, PAGE_MAX))
+        rows = self.connection.execute(query, values)
         found = []
         for each in rows:
             record = _row(each).record
@@ -234,24 +236,26 @@ class RecordTables:
         """See `RecordStore.tend`."""
         overdue = self._overdue()
         unneeded = self._unneeded()
-        is_too_large = self._bytes_max > 0 and self.usage(None).bytes > self._bytes_max
+        too_many = self.usage(None).bytes - self._bytes_max if self._bytes_max else 0
         steady = self._clocks.steady()
         ended = "FROM leases WHERE boot <> ? OR until <= ?", (self._clocks.boot, steady)
         has_ended = self.connection.execute(f"SELECT 1 {ended[0]} LIMIT 1", ended[1]).fetchone() is not None
-        victims = self._select(_LEAST_USED) if is_too_large else []
+        victims = self._select(_LEAST_USED) if too_many > 0 else []
         if not self.may_write and (overdue or unneeded or has_ended or victims):
             raise NeedsWriteError
         if has_ended:
             self.connection.execute(f"DELETE {ended[0]}", ended[1])
-        deleted = [self._delete(row) for row in overdue]
+        for row in overdue:
+            self._delete(row)
         for segment, owner in unneeded:
             self._account(owner, 0, -self._remove(segment))
         if overdue or unneeded:  # what they leave decides whether others have to go
-            return Tended(deleted, is_done=False)
+            return Tended([row.record.key for row in overdue], is_done=False)
+        deleted = []
         for row in victims:
-            if self.usage(None).bytes <= self._bytes_max:
-                break
-            deleted.append(self._delete(row))
+            if too_many > 0:
+                too_many -= self._delete(row)
+                deleted.append(row.record.key)
         return Tended(deleted, is_done=not deleted)
 
     def _overdue(self) -> list[_Row]:
@@ -434,13 +438,13 @@ class RecordTables:
             number = parent
         return freed
 
-    def _delete(self, row: _Row) -> RecordKey:
+    def _delete(self, row: _Row) -> int:
+        """Delete a record and what only it needs; return the bytes that were removed."""
         self.connection.execute("DELETE FROM records WHERE number = ?", (row.number,))
         self.connection.execute("DELETE FROM leases WHERE record = ?", (row.number,))
-        freed = self._let_go(row.head) if row.head is not None else 0
-        key = row.record.key
-        self._account(key.owner, -1, -(freed + RECORD_BYTES + row.header_bytes))
-        return key
+        freed = RECORD_BYTES + row.header_bytes + (self._let_go(row.head) if row.head is not None else 0)
+        self._account(row.record.key.owner, -1, -freed)
+        return freed
 
     def _account(self, owner: str, records: int, size: int) -> None:
         if records or size:
