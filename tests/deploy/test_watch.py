@@ -194,7 +194,7 @@ def test_of_a_file_of_records_it_is_said_whom_it_is_for() -> None:
     ):
         found = examine(replace(HEALTHY, kind=kind, records={**RECORDS, "store": store}))
         [finding] = [one for one in found if one.about == "records"]
-        assert finding.text.startswith(f"7 sessions, schemas and kept answers (5 MiB) in {store}")
+        assert finding.text.startswith(f"7 stored (5 MiB in {store})")
         assert ("routers on other hosts" in finding.text) is expected
 
 

@@ -170,7 +170,7 @@ def records(facts: Facts) -> Findings:
         remedy = "the least recently used ones are deleted; a larger --records-max-bytes keeps them"
         yield Finding(Level.WARNING, "records", text, remedy)
     if not away and not problem:
-        text = f"{found['records']} sessions, schemas and kept answers ({format_bytes(size)}) in {found['store']}"
+        text = f"{found['records']} stored ({format_bytes(size)} in {found['store']})"
         if found["store"] == "sqlite" and facts.kind == "router":
             text += "; routers on other hosts would need a common server (--records)"
         yield Finding(Level.OK, "records", text)
