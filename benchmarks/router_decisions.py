@@ -12,6 +12,7 @@ Times are CPU times of the thread: what a process that has its core to itself wo
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import time
@@ -23,8 +24,9 @@ import numpy as np
 from report import Report, parse_arguments
 
 from trunkline.kvstore.chunks import root_name
-from trunkline.router.routing.core import Decision, RouteRequest, RoutingCore
+from trunkline.router.routing.core import Decision, NoControllerError, RouteRequest, RoutingCore
 from trunkline.router.routing.names import KvIdentity, whole_chunks
+from trunkline.router.routing.slots import AWAY_SECONDS
 
 CHUNK = 64
 IDENTITY = KvIdentity(b"model", "bfloat16", CHUNK)
@@ -40,6 +42,8 @@ class Case(NamedTuple):
     indexed: int
     policy: str
     sessions: bool
+    gone: int = 0
+    """Controllers that have joined and left before: they must leave nothing behind."""
 
 
 class Cluster:
@@ -49,7 +53,10 @@ class Cluster:
         self.case = case
         self.rng = random.Random(0)
         self.random_bytes = np.random.default_rng(0)
-        self.core = RoutingCore(map(str, range(case.controllers)), case.policy)
+        self.core = RoutingCore((), case.policy)
+        self._come_and_go(case.gone)
+        for number in range(case.controllers):
+            self.core.add(str(number))
         root = root_name(IDENTITY.fingerprint, IDENTITY.dtype, CHUNK)
         self.chunks = case.prompt_tokens // CHUNK
         self.prompts = [self._tokens(case.prompt_tokens) for _ in range(case.indexed // self.chunks)]
@@ -67,6 +74,20 @@ class Cluster:
         self.live: deque[int] = deque()
         self.waiting: deque[int] = deque()
         self.ticket = 0
+
+    def _come_and_go(self, count: int) -> None:
+        """Controllers join and leave, a few at a time; each tells of some chunks."""
+        for number in range(count):
+            now = number - count * 10.0 - AWAY_SECONDS
+            slot = self.core.add(f"gone {number}")
+            self.core.set_identity(slot, IDENTITY)
+            names = self.rng.randbytes(16 * 500)
+            self.core.index.apply(slot, names, b"\1" * 500)
+            self.core.remove(slot, now)
+        while self.core.index.size:  # what is gone is wiped little by little, while others are routed
+            with contextlib.suppress(NoControllerError):
+                self.core.route(RouteRequest(bytes(4)), 0.0)
+            self.core.index.match([], 0.0)
 
     def _tokens(self, count: int) -> bytes:
         return self.random_bytes.integers(0, 128_000, count, dtype=np.int32).tobytes()
@@ -141,6 +162,7 @@ def main() -> None:
         Case(64, 2048, indexed, "prefix", True),
         Case(64, 32_768, indexed, "prefix", True),
         Case(8, 8192, indexed, "prefix", True),
+        Case(8, 8192, indexed, "prefix", True, gone=1000),
         Case(64, 8192, indexed, "round-robin", False),
     ):
         measure(case, decisions, report)

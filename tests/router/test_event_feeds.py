@@ -227,6 +227,23 @@ def test_who_is_there_from_the_first_event_asks_for_nothing() -> None:
         assert (index.applied, feed.seq, feed.status(1.0)) == (2, 2, "current")
 
 
+def test_a_controller_that_comes_back_keeps_only_what_it_still_has() -> None:
+    for first in (KvEvents(STREAM, 0), told(1)):
+        index = Index()
+        index.apply(0, b"x" * 16, b"\1")
+        feed = FeedState(0, index, 0.0)
+        assert feed.heard(first, 1.0) is None
+        assert b"x" * 16 not in index.mirrors[0].tiers, "it was started again"
+    index = Index()
+    index.apply(0, b"x" * 16 + b"y" * 16, b"\1\1")
+    feed = FeedState(0, index, 0.0)
+    ask = feed.heard(told(7), 1.0)
+    assert ask is not None
+    assert b"x" * 16 in index.mirrors[0].tiers, "it may have gone on all the time"
+    feed.answered(ask.number, replay(7, b"y" * 16, snapshot=True), 1.0)
+    assert index.mirrors[0].tiers == {b"y" * 16: 1}
+
+
 @pytest.mark.parametrize("ahead", [told(5), KvEvents(STREAM, 5)])
 def test_a_gap_is_asked_for_once(ahead: KvEvents) -> None:
     index = Index()

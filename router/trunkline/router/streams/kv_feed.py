@@ -127,10 +127,11 @@ class FeedState:
         _check_lengths(events.names, events.tiers)
         self.heard_at = now
         if events.stream != self.stream:
+            is_first = not self.stream
             self._begin(events.stream)
             self.is_lacking = events.seq > (1 if events.names else 0)  # else there was nothing before it
-            if not self.is_lacking:
-                self._index.forget(self.controller)  # what the index knows may be of an earlier life
+            if is_first and not self.is_lacking:
+                self._index.forget(self.controller)  # what it knows is of an earlier life of the controller
         if not self.is_lacking:
             if events.seq <= self.seq:
                 return None
