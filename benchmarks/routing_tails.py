@@ -4,7 +4,7 @@
 
 Conversations without a label: six turns, whose new messages have 20 to 60 tokens with the answer before them, so
 that a conversation begins well below one chunk of 64 tokens. The routing core is real; time is simulated. A
-controller answers in 0.5 to 1.5 s, and tells of full chunks and of its load 5 ms later. Clients think for some 4 s.
+controller answers in 0.5 to 1.5 s, and tells of full chunks and of its load 5 ms later. Clients think for 4 s.
 
     chunks    full chunks only: as if routers remembered no tails
     tails     routers remember tails

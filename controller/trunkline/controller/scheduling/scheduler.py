@@ -106,8 +106,10 @@ class Scheduler:
         copied = self.forks.copy_tails(plan)
         self._unpark(plan)
         if self._pending.rows_changed:
+            before = self.row_set.batch_seq_ids
             self.row_set, plan.new_runs = self.rows.arrange(self.rows.active_slots())
-            self.queue.decode(self.rows.sequences[slot] for slot in self.row_set.slots.tolist())
+            if not np.array_equal(self.row_set.batch_seq_ids, before):  # most changes are those of block tables
+                self.queue.decode(self.rows.sequences[slot] for slot in self.row_set.slots.tolist())
         plan.rows = self.row_set
         self._prefill(plan)
         self.kv.tree.save_waiting(plan)
