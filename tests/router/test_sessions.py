@@ -19,6 +19,7 @@ from router.harness import ANSWER, EOS, MESSAGES, STORES, RunningRouter, running
 from router.session_calls import chat, create, error_of, get, is_free, key_of, reading_of
 
 from trunkline.kvstore.records import Change, StoreAwayError
+from trunkline.router.api import turn
 from trunkline.router.messages import FinishReason, Started
 from trunkline.router.stores import session_lease, session_store
 from trunkline.router.stores.session_state import SessionState, pack_header
@@ -310,6 +311,20 @@ def test_what_sessions_cannot_do(http: httpx.Client, fake: FakeController) -> No
         assert error_of(answer)[::2] == (400, param)
     assert not fake.behaviour.submits
     assert http.delete(f"/v1/sessions/{session}").status_code == 200, "it is not held"
+
+
+def test_a_message_that_is_too_long(
+    http: httpx.Client, fake: FakeController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = create(http)["id"]
+    monkeypatch.setattr(turn, "MESSAGE_BYTES_MAX", 1000)
+    refused = (400, "session_too_long", "messages")
+    assert error_of(chat(http, session, "x" * 1000)) == refused
+    long = [{"role": "user", "content": "x" * 1000}]
+    assert error_of(http.post("/v1/sessions", json={"messages": long})) == refused
+    assert not fake.behaviour.submits
+    for _ in range(3):
+        assert chat(http, session, "x" * 900).status_code == 200, "the history may be longer"
 
 
 def test_update(http: httpx.Client, fake: FakeController) -> None:
