@@ -139,6 +139,8 @@ def test_priorities_and_the_trusted_header_reach_the_engine(place: Path, tokeniz
             assert answer.status_code == 200
         http.post("/v1/completions", json={"prompt": ["a", "b"]}, headers={"X-Tenant": "batch"})
         assert [submit.priority for submit in fake.behaviour.submits] == [7, 7, -7, 2, 0, 7, 7]
+        tenants = ["batch", "batch", "vip", "vip", "else", "batch", "batch"]
+        assert [submit.tenant for submit in fake.behaviour.submits] == tenants
         answer = http.post("/v1/chat/completions", json=CHAT, headers={"X-Tenant": "no name"})
         assert answer.status_code == 400
 
