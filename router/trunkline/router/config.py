@@ -207,29 +207,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ValueError: naming the field, what was given and what is allowed.
         """
         rules = (
-            (
-                bool(self.controllers) != bool(self.members),
-                f"controllers: {self.controllers!r}; at least one endpoint is needed, or else `members`",
-            ),
-            (
-                not self.members or not problem_of_members(self.members),
-                f"members: {problem_of_members(self.members)}",
-            ),
-            (
-                all(endpoint.startswith(("ipc://", "tcp://", "inproc://")) for endpoint in self.controllers),
-                f"controllers: {self.controllers!r}; endpoints begin with ipc:// or tcp://",
-            ),
-            (
-                len(set(self.controllers)) == len(self.controllers),
-                f"controllers: {self.controllers!r}; an endpoint is listed twice",
-            ),
+            *self._controller_rules(),
             (
                 Path(self.model_path, "tokenizer.json").is_file(),
                 f"model_path: {self.model_path!r} has no tokenizer.json",
-            ),
-            (
-                len(self.events) in (0, len(self.controllers)),
-                f"events: {len(self.events)} endpoints for {len(self.controllers)} controllers; one each, or none",
             ),
             (not problem_of_model_name(self.model_name), f"model name: {problem_of_model_name(self.model_name)}"),
             (self.listen_fd >= 0, f"listen_fd: {self.listen_fd} is negative; 0 means none"),
@@ -274,6 +255,31 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         endpoints = [*self.controllers, *self.events]
         if problem := problem_of(endpoints, self.wire_keys, Role.ROUTER, plain_tcp=self.plain_tcp):
             raise ValueError(problem)
+
+    def _controller_rules(self) -> tuple[tuple[bool, str], ...]:
+        """Return the rules about the controllers, or the source that names them."""
+        return (
+            (
+                bool(self.controllers) != bool(self.members),
+                f"controllers: {self.controllers!r}; at least one endpoint is needed, or else `members`",
+            ),
+            (
+                not self.members or not problem_of_members(self.members),
+                f"members: {problem_of_members(self.members)}",
+            ),
+            (
+                all(endpoint.startswith(("ipc://", "tcp://", "inproc://")) for endpoint in self.controllers),
+                f"controllers: {self.controllers!r}; endpoints begin with ipc:// or tcp://",
+            ),
+            (
+                len(set(self.controllers)) == len(self.controllers),
+                f"controllers: {self.controllers!r}; an endpoint is listed twice",
+            ),
+            (
+                len(self.events) in (0, len(self.controllers)),
+                f"events: {len(self.events)} endpoints for {len(self.controllers)} controllers; one each, or none",
+            ),
+        )
 
     def _limit_rules(self) -> tuple[tuple[bool, str], ...]:
         """Return the rules about the limits of requests and connections."""
