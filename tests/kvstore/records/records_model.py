@@ -33,6 +33,8 @@ from trunkline.kvstore.records import (
 KINDS = ("session", "schema:a")
 OWNERS = ("", "ann", "an")
 IDS = ("a", "aa", "ab", "b", "bä", "ü𝄞", "z" * 70)
+HOT = RecordKey("session", "ann", "a")
+"""What half of the operations are about, so that they meet."""
 TOKENS = ("one", "two")
 CONTENTS = (b"", b"x", b"y", b"z" * 300, bytes(9000))
 TTLS = (0.0, 0.0, 100.0, 3000.0)
@@ -140,6 +142,8 @@ class Model:
 
     def draw_key(self) -> RecordKey:
         rng = self.rng
+        if rng.random() < 0.5:
+            return HOT
         return RecordKey(rng.choice(KINDS), rng.choice(OWNERS), rng.choice(IDS))
 
     def draw_known(self, doc: Doc | None) -> list[bytes]:
@@ -199,7 +203,7 @@ class Model:
         key = self.draw_key()
         doc = self.docs.get(key)
         change = self.draw_change(key.owner, doc)
-        lease, release = self.rng.choice(("", *TOKENS)), self.rng.random() < 0.3
+        lease, release = self.rng.choice(("", *TOKENS)), self.rng.random() < 0.5
         version = (doc.version if doc is not None else 1) + self.rng.choice((0, 0, 0, 0, 0, 1, -1))
         allowed = self.busy(doc, lease)
         if None in allowed and doc is not None:
