@@ -15,7 +15,7 @@ from trunkline.router.tenancy.auth import hash_key
 
 pytestmark = pytest.mark.processes
 
-OPTIONS = ("--groups", "1", "--tp", "1", "--threads", "1", "--kv-memory", "32MiB", "--max-rows", "2")
+OPTIONS = ("--groups", "1", "--tp", "1", "--threads", "1", "--kv-memory", "32MiB", "--max-batch", "2")
 KEYS = {"many": "tl-a-key-of-many-requests", "few": "tl-a-key-of-few-requests"}
 REQUESTS = 60
 

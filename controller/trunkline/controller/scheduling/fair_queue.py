@@ -214,7 +214,6 @@ class FairQueue:
         self._tokens[group] = tokens = tokens_to_compute(group)
         self.tokens += tokens
         line.tokens += tokens
-        group.queued = True
         if line.entry is None:
             level.move(line)
 
@@ -228,7 +227,7 @@ class FairQueue:
         tokens = self._tokens.pop(group)
         self.tokens -= tokens
         line.tokens -= tokens
-        group.queued = False
+        group.turn = -1
         if not line.waiting:
             level.move(line)
 

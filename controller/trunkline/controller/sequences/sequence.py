@@ -186,7 +186,6 @@ class SequenceGroup:
         "preempted",
         "prompt_len",
         "prompt_scored",
-        "queued",
         "request",
         "search",
         "started",
@@ -206,10 +205,8 @@ class SequenceGroup:
         self.limit = limit
         self.prompt_len = request.submit.prompt_len
         self.preempted = False
-        self.queued = False
-        """Whether the group is in the queue, because one of its sequences waits."""
-        self.turn = 0
-        """The expected turn of the group, in the order of `FairQueue`; set when it comes to the queue."""
+        self.turn = -1
+        """The expected turn of the group, set by `FairQueue` when it comes to the queue; -1: it is not there."""
         self.forked = request.width == 1
         """Whether the group's sequences have forked (or there is only one)."""
         self.started = False
@@ -242,6 +239,11 @@ class SequenceGroup:
         preempted before new; arrival; a job that encodes a text for a request (its id is negative) before that
         request."""
         return self.request.submit.priority, self.turn, not self.preempted, self.arrival, self.id
+
+    @property
+    def queued(self) -> bool:
+        """Whether the group is in the queue, because one of its sequences waits."""
+        return self.turn >= 0
 
     @property
     def holes(self) -> int:
