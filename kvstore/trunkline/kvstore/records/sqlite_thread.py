@@ -261,7 +261,7 @@ def _primary_code(error: Exception) -> int:
 
 
 def _is_about_writing(error: Exception) -> bool:
-    """Return whether an I/O error leaves the file as it was, for readers. To open it again takes room on the disk."""
+    """Return whether an I/O error leaves the file readable. To open it again would take room on the disk."""
     return getattr(error, "sqlite_errorcode", 0) in _AT_WRITING
 
 
