@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from trunkline.router import pml
 from trunkline.router.config import RouterConfig
 from trunkline.router.stores import record_tender
 from trunkline.router.stores.schema_records import Definition
+from trunkline.router.tenancy.auth import tenant_salt
 from trunkline.router.text.tokenizer import Tokenizer
 
 
@@ -210,6 +212,26 @@ def test_schemas_of_earlier_versions(http: httpx.Client, router: RunningRouter) 
     assert TRIP.encode() not in reading.record.header
     assert complete(http).status_code == 200
     assert post(http)["version"] == 8
+
+
+def test_a_tenants_schema_of_an_earlier_version(place: Path, tokenizer: Tokenizer) -> None:
+    """Its kind was a hash of the tenant and the salt. The tenant's first use moves it to where schemas are now."""
+    with (
+        running(place, tokenizer, tenant_header="X-Tenant") as (router, _),
+        router.client(**{"X-Tenant": "team"}) as http,
+        router.client(**{"X-Tenant": "other"}) as stranger,
+    ):
+        records = router.service.records
+        said = b"\0team\0" + tenant_salt("tenant/team")
+        old = RecordKey(f"schema:{hashlib.blake2b(said, digest_size=16).hexdigest()}", "", "trip")
+        header = msgspec.msgpack.encode(Definition(model="demo", source=TRIP, version=7))
+        router.call(records.create(old, Change(header)))
+        assert complete(stranger).status_code == 404
+        assert complete(http).status_code == 200
+        with pytest.raises(MissingError):
+            router.call(records.get(old))
+        assert look(http)["version"] == 7
+        assert [item["id"] for item in http.get("/v1/schemas").json()["data"]] == ["trip"]
 
 
 def test_the_quota_of_a_tenant(place: Path, tokenizer: Tokenizer) -> None:

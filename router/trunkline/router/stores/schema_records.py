@@ -80,6 +80,15 @@ def key_of(name: str, salt: bytes) -> RecordKey:
     return RecordKey(kind, current_identity().owner, name)
 
 
+def old_key_of(key: RecordKey, salt: bytes) -> RecordKey | None:
+    """Return the key under which records that were taken over from an earlier version have a tenant's schema: the
+    tenant and the salt were hashed together, so the key does not tell them. None: there can be none."""
+    if not key.owner:
+        return None
+    said = b"\0" + key.owner.encode() + b"\0" + salt
+    return RecordKey(f"{_KIND}:{hashlib.blake2b(said, digest_size=16).hexdigest()}", "", key.id)
+
+
 def is_schema(key: RecordKey) -> bool:
     """Return whether a key is one of a schema."""
     return key.kind.split(":")[0] == _KIND

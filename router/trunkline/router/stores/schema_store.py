@@ -30,6 +30,7 @@ from trunkline.kvstore.records import (
     ConflictError,
     ExistsError,
     MissingError,
+    Reading,
     Record,
     RecordKey,
     RecordStore,
@@ -48,6 +49,7 @@ from trunkline.router.stores.schema_records import (
     holder_of,
     is_schema,
     key_of,
+    old_key_of,
     store_errors,
     unpack,
 )
@@ -222,7 +224,10 @@ class SchemaStore:
         key = key_of(name, salt)
         known = self._cached.get(key)
         with store_errors(name):
-            reading = await self._records.get(key, () if known is None else (known.record.head,))
+            try:
+                reading = await self._records.get(key, () if known is None else (known.record.head,))
+            except MissingError:
+                reading = await self._take_over(key, salt)
         record = reading.record
         if known is not None and (record.version, record.created) == (known.record.version, known.record.created):
             self._cached.move_to_end(key)
@@ -236,6 +241,22 @@ class SchemaStore:
         if known is not None:
             schema.uses, schema.pinned_at = known.uses, known.pinned_at
         return self._keep(schema)
+
+    async def _take_over(self, key: RecordKey, salt: bytes) -> Reading:
+        """Move a tenant's schema that an earlier version stored to its key; return it.
+
+        Raises:
+            MissingError: there is none.
+        """
+        old = old_key_of(key, salt)
+        if old is None:
+            raise MissingError
+        record = (await self._records.get(old)).record
+        with suppress(ExistsError):  # another router has just done it
+            await self._records.create(key, change_of(unpack(record)))
+        with suppress(MissingError):
+            await self._records.delete(old)
+        return await self._records.get(key)
 
     async def change(
         self, name: str, salt: bytes, context: int, change: Callable[[Definition], None]
