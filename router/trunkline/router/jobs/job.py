@@ -225,12 +225,15 @@ def make_job(
         cut=prompt.cut,
         modules=prompt.modules,
         session=request.session_id or (request.prompt_cache_key or "")[:SESSION_ID_CHARACTERS_MAX],
-        opening=_opening(request) if isinstance(request, ChatRequest) and len(prompt.tokens) < _CHUNK_MAX else "",
+        opening=_opening(request, prompt),
     )
 
 
-def _opening(request: ChatRequest) -> str:
-    """Return `Job.opening`; "" if there is no message of a user."""
+def _opening(request: ChatRequest | CompletionRequest, prompt: Prompt) -> str:
+    """Return `Job.opening`; "" if there is no message of a user. A prompt of modules has none: other schemas'
+    prompts may have the same messages, and its modules are found at its schema's home."""
+    if not isinstance(request, ChatRequest) or prompt.modules is not None or len(prompt.tokens) >= _CHUNK_MAX:
+        return ""
     digest = hashlib.blake2b(digest_size=_OPENING_BYTES)
     for message in request.messages:
         digest.update(message.model_dump_json().encode())
