@@ -296,11 +296,11 @@ def test_long_answers_are_paid_for() -> None:
             tenant_of[simulation.submit([number % 31, *range(9)], tokens, tenant=tenant, seed=number)] = tenant
     for _ in range(500):
         simulation.step()
-    tokens = dict.fromkeys(waiting, 0)
+    served = dict.fromkeys(waiting, 0)
     for request, tenant in tenant_of.items():
         stream = simulation.streams[request]
-        tokens[tenant] += len(stream.output) + 10 * (stream.started is not None)
-    assert 0.8 < tokens["short"] / tokens["long"] < 1.25
+        served[tenant] += len(stream.output) + 10 * (stream.started is not None)
+    assert 0.8 < served["short"] / served["long"] < 1.25
 
 
 def test_the_newest_group_of_the_tenant_that_used_most_is_preempted() -> None:
