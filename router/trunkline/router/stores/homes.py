@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Collection
 from typing import Final
 
-from trunkline.router.errors import ApiError
+from trunkline.router.errors import ApiError, unavailable
 from trunkline.router.routing.policies import rendezvous
 from trunkline.router.streams.link import Answer, Call, ControllerLink
 
@@ -23,14 +23,19 @@ class Homes:
     """Chooses the controllers where schemas are at home."""
 
     def __init__(self, links: Collection[ControllerLink]) -> None:
-        """`links`: the connections to all controllers. The sequence may change later; it must not be empty when a
-        home is asked for."""
+        """`links`: the connections to all controllers, which may change later."""
         self.links = links
 
     def home_of(self, key: str) -> ControllerLink:
-        """Return the home of a key among the ready controllers or, if none is ready, among all."""
+        """Return the home of a key among the ready controllers or, if none is ready, among all.
+
+        Raises:
+            ApiError: 503, there is no controller.
+        """
         links = {link.name: link for link in self.links if link.ready}
         links = links or {link.name: link for link in self.links}
+        if not links:
+            raise unavailable("no engine is ready: no controller is known")
         return links[rendezvous(key, links)]
 
 
