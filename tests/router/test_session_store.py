@@ -30,7 +30,7 @@ def test_two_routers_and_many_sessions(seed: int, memory_bytes: int, kind: str) 
     rng = random.Random(seed)
 
     async def work(records: RecordStore) -> None:
-        routers = [SessionStore(records, memory_bytes=memory_bytes) for _ in range(2)]
+        routers = [SessionStore(records, memory=SessionMemory(memory_bytes)) for _ in range(2)]
         expected: dict[str, Any] = {}
         before: dict[str, tuple[bytes, Any]] = {}
         for number in range(300):
@@ -59,7 +59,7 @@ def test_two_routers_and_many_sessions(seed: int, memory_bytes: int, kind: str) 
                 source = await store.get(session)
                 fork = store.draw_id()
                 state = replace(source.session, parent=session, last_turn=None)
-                expected[fork] = content((await store.create(fork, state, source.record.head)).session)
+                expected[fork] = content((await store.create(fork, state, source.base)).session)
             elif kind < 0.85:
                 expected[session] = content((await discard(store, session)).session)
             elif kind < 0.9:
@@ -99,7 +99,7 @@ def test_a_turn_writes_what_it_adds(kind: str) -> None:
             await store.create(session, state)
             sizes.append(await added(records, turn(store, session, random.Random(1))))
             source = await store.get(session)
-            fork = store.create(store.draw_id(), source.session, source.record.head)
+            fork = store.create(store.draw_id(), source.session, source.base)
             forks.append(await added(records, fork))
         assert abs(sizes[0] - sizes[1]) < 50
         assert sizes[1] < 1000
@@ -185,7 +185,7 @@ def test_quotas() -> None:
         with refused(*full):
             await limited.create(limited.draw_id(), SessionState(model="m"))
         with refused(*full):
-            await limited.create(limited.draw_id(), stored.session, (await free.get(session)).record.head)
+            await limited.create(limited.draw_id(), stored.session, (await free.get(session)).base)
         await (await acquired(limited, session)).put()
         await turn(free, session, rng)
         await limited.delete(session)
@@ -203,14 +203,14 @@ def test_a_fork_outlives_its_source(kind: str) -> None:
         await turn(store, source, rng)
         seen = await store.get(source)
         fork, late = store.draw_id(), store.draw_id()
-        await store.create(fork, seen.session, seen.record.head)
+        await store.create(fork, seen.session, seen.base)
         await store.delete(source)
         for other in (store, SessionStore(records)):
             assert (await other.get(fork)).session.history == seen.session.history
         await store.delete(fork)
         while not (await records.tend()).is_done:
             pass
-        await store.create(late, seen.session, seen.record.head)  # nothing is left that it could share
+        await store.create(late, seen.session, seen.base)  # nothing is left that it could share
         assert (await SessionStore(records).get(late)).session.history == seen.session.history
 
     with shared_records(kind) as url:

@@ -32,7 +32,7 @@ from trunkline.router.stores.homes import CALL_SECONDS, Homes, call_persistently
 from trunkline.router.stores.metered_records import MeteredRecords
 from trunkline.router.stores.record_tender import RecordTender
 from trunkline.router.stores.schema_store import SchemaStore
-from trunkline.router.stores.session_store import SessionStore
+from trunkline.router.stores.session_store import Histories, SessionStore
 from trunkline.router.streams.dispatch import Dispatcher
 from trunkline.router.streams.generation import Choices, Generation
 from trunkline.router.streams.health import Health, HealthProbe, describe
@@ -89,7 +89,8 @@ class RouterService:
         store = open_records(config.records, bytes_max=config.records_bytes_max, patience_s=RECORDS_PATIENCE_S)
         self.records = MeteredRecords(store, self.metrics.records.measured)
         """Sessions, schemas and kept answers, which all routers share. Connects when it is used."""
-        self.sessions = SessionStore(self.records, config.records_tenant_bytes)
+        self.histories = Histories(self.records, config.records_tenant_bytes)
+        """Sessions, stored responses and conversations."""
         self.schemas = SchemaStore(
             self.records,
             Homes(self.links),
@@ -114,6 +115,11 @@ class RouterService:
         self._idle = asyncio.Event()
         self._idle.set()
         self._opened: _Opened | None = None
+
+    @property
+    def sessions(self) -> SessionStore:
+        """The stored sessions."""
+        return self.histories.sessions
 
     @property
     def created(self) -> int:

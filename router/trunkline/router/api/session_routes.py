@@ -41,8 +41,8 @@ from trunkline.router.http.body import beside_loop, parse_json_object, read_body
 from trunkline.router.jobs.request_models import Message
 from trunkline.router.routing.request import RouteRequest
 from trunkline.router.service import RouterService, scoped_session
+from trunkline.router.stores.history_kinds import SESSIONS
 from trunkline.router.stores.session_history import History, HistoryMark, common_length, token_at
-from trunkline.router.stores.session_lease import ttl_of
 from trunkline.router.stores.session_memory import StoredSession
 from trunkline.router.stores.session_state import SessionModules, SessionState
 from trunkline.router.stores.session_store import is_stored
@@ -162,8 +162,7 @@ async def fork_session(request: Request, session_id: str) -> JsonResponse:
     source = await service.sessions.get(_stored_id(session_id))
     fork = replace(source.session, parent=session_id, last_turn=None)
     body.apply(fork)
-    base = b"" if source.rewrites else source.record.head
-    return _answer(await service.sessions.create(service.sessions.draw_id(), fork, base))
+    return _answer(await service.sessions.create(service.sessions.draw_id(), fork, source.base))
 
 
 @routes.post("/v1/sessions/{session_id}/prefetch", responses=answer_of(SessionPrefetch))
@@ -332,7 +331,7 @@ def _answer(stored: StoredSession, *, messages: bool = False) -> JsonResponse:
             created_at=int(record.created),
             last_used_at=int(record.used),
             expires_at=int(record.used + record.ttl),
-            ttl=int(ttl_of(session)),
+            ttl=int(SESSIONS.ttl_of(session)),
             model=session.model,
             parent=session.parent or None,
             schema=None if session.modules is None else session.modules.schema,

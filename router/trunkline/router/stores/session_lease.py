@@ -10,20 +10,17 @@ session is written anew: the turn's tokens are generated already, and its client
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 import structlog
 
 from trunkline.kvstore.records import (
     BaseMissingError,
-    BusyError,
     Change,
     ConflictError,
-    ExistsError,
     MissingError,
-    QuotaError,
     Record,
     RecordError,
     RecordKey,
@@ -31,17 +28,15 @@ from trunkline.kvstore.records import (
     StoreAwayError,
     chain_of,
 )
-from trunkline.router.errors import in_conflict, not_found, records_away, records_full, unavailable
+from trunkline.router.stores.history_kinds import HistoryKind
 from trunkline.router.stores.session_changes import change_between, read_segments, segments_of
 from trunkline.router.stores.session_history import History
-from trunkline.router.stores.session_memory import SessionMemory, StoredSession
-from trunkline.router.stores.session_state import LastTurn, SessionState, pack_header
+from trunkline.router.stores.session_memory import Base, SessionMemory, StoredSession
+from trunkline.router.stores.session_state import LastTurn, pack_header
 
 LEASE_SECONDS: Final = 10.0
 """Duration of a lease in seconds, which is also the longest time that a session stays busy after its router has
 died."""
-TTL_DEFAULT_S: Final = 24 * 3600.0
-"""Time to live of a session whose client gave none."""
 _RENEWALS: Final = 3
 """Number of renewals during one lease, so that two of them may fail."""
 _log = structlog.get_logger("trunkline.router.stores.sessions")
@@ -72,6 +67,7 @@ class Lease:
 
     def __init__(
         self,
+        kind: HistoryKind,
         records: RecordStore,
         background: Background,
         memory: SessionMemory,
@@ -87,6 +83,7 @@ class Lease:
         """
         self.session = stored.session
         """The session as it was acquired; only `put` stores changes."""
+        self._kind = kind
         self._records = records
         self._background = background
         self._memory = memory
@@ -106,6 +103,11 @@ class Lease:
         """The key of the session's record."""
         return self._record.key
 
+    @property
+    def base(self) -> Base | None:
+        """What other records may share with the session as it was acquired; None: nothing."""
+        return None if self._rewrites else Base(self._base, self._before)
+
     async def undo(self, request: bytes) -> None:
         """If a request was sent before and made the last turn, go back to the session before that turn.
 
@@ -118,7 +120,7 @@ class Lease:
         last = self.session.last_turn
         if last is None or not request or last.request != request:
             return
-        with session_errors(self.key.id):
+        with self._kind.errors(self.key.id):
             before = await self._history_at(last.base)
         if before is not None:
             self.session.history = self._before = before
@@ -151,7 +153,7 @@ class Lease:
         self.session.turns += turn is not None
         work = self._background.start(self._store(turn))
         try:
-            with session_errors(self.key.id, not_stored=True):
+            with self._kind.errors(self.key.id, not_stored=True):
                 record = await asyncio.shield(work)
         except BaseException:  # cancellation included: the client left
             self._background.start(self._release(work))
@@ -192,7 +194,7 @@ class Lease:
             base = chain[-1].name if chain else b""
         if turn is not None or whole:  # if all is written anew, the segments have other names
             session.last_turn = LastTurn(turn, base) if turn else None
-        return Change(pack_header(session), ttl_of(session), b"" if whole else base, [*first, *added])
+        return Change(pack_header(session), self._kind.ttl_of(session), b"" if whole else base, [*first, *added])
 
     def close(self) -> None:
         """End the lease; changes that were not stored are lost. Calling it again has no effect."""
@@ -230,45 +232,3 @@ class Lease:
 def segments_for(before: History, after: History) -> list[bytes]:
     """Return the contents of the segments that lead from one history to another; none if they are equal."""
     return [] if before == after else segments_of(change_between(before, after))
-
-
-def ttl_of(session: SessionState) -> float:
-    """Return the seconds without use after which a session is deleted."""
-    return session.ttl or TTL_DEFAULT_S
-
-
-@contextmanager
-def session_errors(session_id: str, *, not_stored: bool = False) -> Iterator[None]:
-    """Turn errors of the store of records into errors for the client.
-
-    Args:
-        not_stored: whether the session was to be stored: then the client is told that it was not.
-
-    Raises:
-        ApiError: instead of `RecordError` and `ValueError`.
-    """
-    name = f"session {session_id[:80]!r}"
-    try:
-        yield
-    except MissingError:
-        raise not_found("session_id", f"{name} does not exist (any more)", code="session_not_found") from None
-    except BusyError:
-        raise in_conflict(
-            "session_id",
-            f"{name} is in use: another request of it has not ended yet. Wait for that, or fork the session.",
-            code="session_busy",
-        ) from None
-    except (ConflictError, ExistsError):
-        raise in_conflict(
-            "session_id",
-            f"{name} was changed by another request meanwhile; nothing was stored",
-            code="session_conflict",
-        ) from None
-    except QuotaError:
-        raise records_full() from None
-    except (RecordError, ValueError) as error:
-        if not_stored:
-            raise unavailable(f"{name} could not be stored: {error}", code="session_not_stored") from None
-        if isinstance(error, StoreAwayError):
-            raise records_away(error) from None
-        raise unavailable(f"{name} cannot be read: {error}", code="session_unreadable") from None

@@ -10,6 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from trunkline.kvstore.records import Record, RecordKey
+from trunkline.router.stores.session_history import History
 from trunkline.router.stores.session_state import SessionState
 
 _BYTES: Final = 1000
@@ -20,6 +21,14 @@ _MARK_BYTES: Final = 120
 """Approximate memory in bytes of a mark."""
 
 
+class Base(NamedTuple):
+    """The end of a stored history, which other records may continue and so share."""
+
+    segment: bytes
+    """Name of the last segment; b"": there is none."""
+    history: History
+
+
 class StoredSession(msgspec.Struct, frozen=True):
     """A session together with its record."""
 
@@ -28,6 +37,11 @@ class StoredSession(msgspec.Struct, frozen=True):
     rewrites: bool = False
     """Whether the next change must write all of the history, because it is not in the record's segments: an
     earlier version wrote the record, or the store has lost changes."""
+
+    @property
+    def base(self) -> Base | None:
+        """What other records may share with this one; None: nothing."""
+        return None if self.rewrites else Base(self.record.head, self.session.history)
 
 
 class SessionMemory:

@@ -1,4 +1,5 @@
 """The store of sessions: each is a record (`kvstore/records/`), leased by a router that changes it.
+Stored responses and conversations are kept in the same way, as kinds of their own (`history_kinds.py`).
 
     record ─► header: all but the history     segments: the changes of the history (`session_changes.py`)
 
@@ -31,67 +32,80 @@ from trunkline.kvstore.records import (
 )
 from trunkline.router.errors import ApiError, records_away, records_full
 from trunkline.router.request_context import draw_hex, request_name
+from trunkline.router.stores.history_kinds import CONVERSATIONS, RESPONSES, SESSIONS, HistoryKind
 from trunkline.router.stores.session_changes import read_segments
 from trunkline.router.stores.session_history import History
-from trunkline.router.stores.session_lease import (
-    LEASE_SECONDS,
-    Background,
-    Lease,
-    segments_for,
-    session_errors,
-    ttl_of,
-)
-from trunkline.router.stores.session_memory import SessionMemory, StoredSession
+from trunkline.router.stores.session_lease import LEASE_SECONDS, Background, Lease, segments_for
+from trunkline.router.stores.session_memory import Base, SessionMemory, StoredSession
 from trunkline.router.stores.session_state import SessionState, pack_header, unpack_header
 from trunkline.router.tenancy.auth import current_identity
 
-SESSION_PREFIX: Final = "sess_"
-KIND: Final = "session"
-"""The kind of sessions' records."""
 MEMORY_BYTES: Final = 256 << 20
-"""Largest approximate size in bytes of the sessions that a router remembers."""
+"""Largest approximate size in bytes of the sessions, responses and conversations that a router remembers."""
 _log = structlog.get_logger("trunkline.router.stores.sessions")
 
 
 def is_stored(session_id: str) -> bool:
     """Return whether an id belongs to a stored session. Other ids are labels that only group requests for
     routing."""
-    return session_id.startswith(SESSION_PREFIX)
+    return session_id.startswith(SESSIONS.prefix)
 
 
 class SessionStore:
-    """The sessions of all tenants. Calls raise `ApiError` 503 if the store of records does not answer."""
+    """The sessions of all tenants, or the records of another kind that have a history. Calls raise `ApiError` 503
+    if the store of records does not answer."""
 
     def __init__(
-        self, records: RecordStore, owner_bytes_max: int = 0, *, memory_bytes: int = MEMORY_BYTES
+        self,
+        records: RecordStore,
+        owner_bytes_max: int = 0,
+        *,
+        kind: HistoryKind = SESSIONS,
+        memory: SessionMemory | None = None,
     ) -> None:
         """
         Args:
             owner_bytes_max: size in bytes of a tenant's records from which on it gets no more sessions and turns;
                 0: there is no limit.
-            memory_bytes: largest approximate size in bytes of all remembered sessions.
+            memory: remembers what was used last; None: one of its own.
         """
         self._records = records
         self._owner_bytes_max = owner_bytes_max
-        self._memory = SessionMemory(memory_bytes)
+        self._kind = kind
+        self._memory = SessionMemory(MEMORY_BYTES) if memory is None else memory
         self._background = Background()
 
     def draw_id(self) -> str:
         """Draw the id of a new session."""
-        return SESSION_PREFIX + draw_hex("session", 16)
+        return self._kind.prefix + draw_hex(self._kind.name, 16)
 
-    async def create(self, session_id: str, session: SessionState, base: bytes = b"") -> StoredSession:
+    async def check_room(self) -> None:
+        """Refuse a request whose answer is to be stored, before any work is done for it.
+
+        Raises:
+            ApiError: 429, the tenant's records have reached their quota.
+        """
+        try:
+            usage = await self._records.usage(current_identity().owner)
+        except StoreAwayError as error:
+            raise records_away(error) from None
+        self._check_quota(usage.bytes)
+
+    def _check_quota(self, owner_bytes: int) -> None:
+        if 0 < self._owner_bytes_max <= owner_bytes:
+            raise records_full()
+
+    async def create(self, session_id: str, session: SessionState, base: Base | None = None) -> StoredSession:
         """Store a new session. If its id exists, the request was sent twice, and the stored session is returned.
 
         Args:
-            base: name of the segment of another session that ends the same history, which both sessions share
-                then; b"": there is none.
+            base: the stored history that the session continues and shares; None: it shares nothing.
 
         Raises:
             ApiError: 429, the tenant's records have reached their quota; 400, the session is too large.
         """
-        key = _key_of(session_id)
-        with session_errors(session_id, not_stored=True):
+        key = self._kind.key_of(session_id)
+        with self._kind.errors(session_id, not_stored=True):
             try:
                 record = await self._create(key, session, base)
             except ExistsError:
@@ -101,29 +115,39 @@ class SessionStore:
             except StoreAwayError as error:
                 raise records_away(error) from None
             except ValueError as error:
-                raise ApiError(400, f"the session is too large: {error}", code="session_too_long") from None
+                message = f"the {self._kind.name} is too large: {error}"
+                raise ApiError(400, message, code=f"{self._kind.name}_too_long") from None
         stored = StoredSession(record, session)
         self._memory.keep(stored)
         return stored
 
-    async def _create(self, key: RecordKey, session: SessionState, base: bytes) -> Record:
-        header, ttl, quota = pack_header(session), ttl_of(session), self._owner_bytes_max
-        if base:
-            with suppress(BaseMissingError):  # the other session was deleted meanwhile
-                return await self._records.create(key, Change(header, ttl, base), owner_bytes_max=quota)
+    async def _create(self, key: RecordKey, session: SessionState, base: Base | None) -> Record:
+        header, ttl, quota = pack_header(session), self._kind.ttl_of(session), self._owner_bytes_max
+        if base is not None and base.segment:
+            added = segments_for(base.history, session.history)
+            with suppress(BaseMissingError):  # the other record was deleted meanwhile
+                return await self._records.create(
+                    key, Change(header, ttl, base.segment, added), owner_bytes_max=quota
+                )
         change = Change(header, ttl, segments=segments_for(History(), session.history))
         return await self._records.create(key, change, owner_bytes_max=quota)
 
-    async def get(self, session_id: str) -> StoredSession:
+    async def get(self, session_id: str, *, extends: bool = False) -> StoredSession:
         """Return a session as it was last stored, even if another request holds its lease.
 
+        Args:
+            extends: whether the request may store a longer history, which the tenant's quota limits.
+
         Raises:
-            ApiError: 404, there is no such session.
+            ApiError: 404, there is no such session; 429, the tenant's records have reached their quota.
         """
-        key = _key_of(session_id)
+        key = self._kind.key_of(session_id)
         remembered = self._memory.find(key)
-        with session_errors(session_id):
-            stored = _read(await self._records.get(key, _known(remembered)), remembered)
+        with self._kind.errors(session_id):
+            reading = await self._records.get(key, _known(remembered))
+            if extends:
+                self._check_quota(reading.owner_bytes)
+            stored = _read(reading, remembered)
         self._memory.keep(stored)
         return stored
 
@@ -133,9 +157,9 @@ class SessionStore:
         Raises:
             ApiError: 404, there is no such session.
         """
-        key = _key_of(session_id)
+        key = self._kind.key_of(session_id)
         remembered = self._memory.find(key)
-        with session_errors(session_id):
+        with self._kind.errors(session_id):
             return _read(await self._records.get(key, _known(remembered), use=False), remembered)
 
     async def acquire(self, session_id: str, *, extends: bool = False) -> Lease:
@@ -148,21 +172,21 @@ class SessionStore:
             ApiError: 404, there is no such session; 409, another request holds its lease; 429, the tenant's
                 records have reached their quota.
         """
-        key = _key_of(session_id)
+        key = self._kind.key_of(session_id)
         token = draw_hex("lease", 8)  # the same for the router that takes over a dead router's request
         remembered = self._memory.find(key)
         work = self._background.start(self._records.acquire(key, token, LEASE_SECONDS, _known(remembered)))
         try:
-            with session_errors(session_id):
+            with self._kind.errors(session_id):
                 reading = await asyncio.shield(work)
-                if extends and 0 < self._owner_bytes_max <= reading.owner_bytes:
-                    raise records_full()
+                if extends:
+                    self._check_quota(reading.owner_bytes)
                 stored = _read(reading, remembered)
         except BaseException:  # cancellation included: the client left
             self._background.start(self._release(key, token, work))
             raise
         self._memory.keep(stored)
-        return Lease(self._records, self._background, self._memory, stored, token)
+        return Lease(self._kind, self._records, self._background, self._memory, stored, token)
 
     async def _release(self, key: RecordKey, token: str, acquiring: asyncio.Task[Any]) -> None:
         """End a lease that is being acquired, if it is."""
@@ -181,8 +205,8 @@ class SessionStore:
         Raises:
             ApiError: 404, there is no such session; 409, it is in use.
         """
-        key = _key_of(session_id)
-        with session_errors(session_id):
+        key = self._kind.key_of(session_id)
+        with self._kind.errors(session_id):
             await self._records.delete(key)
         self._memory.forget(key)
 
@@ -191,15 +215,23 @@ class SessionStore:
         Without `headers`, their headers are empty."""
         page = self._records.page
         try:
-            pages = await asyncio.gather(*(page(KIND, each, after, limit, headers=headers) for each in owners))
+            pages = await asyncio.gather(
+                *(page(self._kind.name, each, after, limit, headers=headers) for each in owners)
+            )
         except StoreAwayError as error:
             raise records_away(error) from None
         return sorted((record for page in pages for record in page), key=lambda record: record.key.id)[:limit]
 
 
-def _key_of(session_id: str) -> RecordKey:
-    """Return the key of a session of the current request's tenant, who finds no other tenant's sessions."""
-    return RecordKey(KIND, current_identity().owner, session_id)
+class Histories:
+    """The stores of all records that have a history. They share what a router remembers."""
+
+    def __init__(self, records: RecordStore, owner_bytes_max: int) -> None:
+        """`owner_bytes_max`: as in `SessionStore`."""
+        memory = SessionMemory(MEMORY_BYTES)
+        self.sessions = SessionStore(records, owner_bytes_max, memory=memory)
+        self.responses = SessionStore(records, owner_bytes_max, kind=RESPONSES, memory=memory)
+        self.conversations = SessionStore(records, owner_bytes_max, kind=CONVERSATIONS, memory=memory)
 
 
 def _known(remembered: StoredSession | None) -> tuple[bytes, ...]:
