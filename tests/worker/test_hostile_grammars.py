@@ -182,12 +182,26 @@ def first_trial(grammars: Grammars) -> psutil.Process:
     return psutil.Process(process.pid)
 
 
-def test_a_grammar_that_kills_its_process_harms_no_other(grammars: Grammars) -> None:
+def test_a_trial_whose_process_was_killed_is_tried_again(grammars: Grammars) -> None:
     assert grammars.add("regex", "a+")
     process = first_trial(grammars)
     process.suspend()
-    grammar = grammars.begin("regex", "c+")
-    process.kill()  # as the kernel does when memory runs out
+    grammar = grammars.begin("regex", "b+")
+    process.kill()
+    assert grammars.wait() == GrammarReady(grammar)
+
+
+def test_a_grammar_that_kills_its_process_harms_no_other(grammars: Grammars) -> None:
+    assert grammars.add("regex", "a+")
+    first = first_trial(grammars)
+    first.suspend()
+    grammar = grammars.begin("json_schema", SLOW)
+    first.kill()  # as the kernel does when memory runs out
+    trial = grammars.store._threads._compilers[Line.FIRST]._trial
+    wait_until(lambda: trial._process is not None and trial._process.pid != first.pid, 60.0)
+    second = first_trial(grammars)
+    wait_until(second.children, 60.0)  # it has begun
+    second.kill()
     assert grammars.wait() == GrammarReady(grammar, "the grammar needs too much memory to compile")
     # The same text again needs no trial: the compiled grammar was kept.
     assert allowed(grammars, grammars.row(grammars.add("regex", "a+")))

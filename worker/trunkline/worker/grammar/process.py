@@ -23,6 +23,14 @@ class TooSlowError(Exception):
     """A grammar takes longer than it may. The message is for the user."""
 
 
+class _LostError(Exception):
+    """The process died before (`was_ready` is false) or during a trial."""
+
+    def __init__(self, *, was_ready: bool) -> None:
+        super().__init__()
+        self.was_ready = was_ready
+
+
 class Wanted(msgspec.Struct, frozen=True):
     """A grammar as a request asks for it (`CompileGrammar`)."""
 
@@ -87,8 +95,31 @@ class TrialProcess:
     def verdict_on(self, wanted: Wanted) -> TrialVerdict:
         """Try a grammar; return what is wrong with it, if anything is.
 
+        If the process dies, another one tries once more: the grammar need not be the reason.
+
         Raises:
             TooSlowError: the trial would take longer than allowed.
+            OSError: the process cannot be started.
+        """
+        for _ in range(2):
+            try:
+                answer = self._ask(wanted)
+            except _LostError as error:
+                lost = error
+                if self._cancelled:
+                    break
+                continue
+            if answer.late:
+                raise TooSlowError(f"the grammar does not compile within {self._seconds_max:.0f} seconds")
+            return answer
+        if not lost.was_ready:
+            raise OSError("the process that tries grammars does not start") from lost
+        return TrialVerdict("the grammar needs too much memory to compile", is_lost=True)
+
+    def _ask(self, wanted: Wanted) -> TrialVerdict:
+        """
+        Raises:
+            _LostError: the process died.
             OSError: the process cannot be started.
         """
         self.start()
@@ -100,18 +131,15 @@ class TrialProcess:
                 self._read_line(process, _START_S_MAX)
                 self._ready = True
             process.stdin.write(msgspec.json.encode(TrialRequest(wanted, self._seconds_max)) + b"\n")
-            answer = msgspec.json.decode(self._read_line(process, self._seconds_max + _GRACE_S), type=TrialVerdict)
+            return msgspec.json.decode(self._read_line(process, self._seconds_max + _GRACE_S), type=TrialVerdict)
         except (TimeoutError, EOFError, BrokenPipeError) as error:
             was_ready = self._ready
             self.close()
+            if not isinstance(error, TimeoutError):
+                raise _LostError(was_ready=was_ready) from error
             if not was_ready:
                 raise OSError("the process that tries grammars does not start") from error
-            if not isinstance(error, TimeoutError):
-                return TrialVerdict("the grammar needs too much memory to compile", is_lost=True)
-            answer = TrialVerdict(late=True)
-        if answer.late:
-            raise TooSlowError(f"the grammar does not compile within {self._seconds_max:.0f} seconds")
-        return answer
+            return TrialVerdict(late=True)
 
     def _read_line(self, process: subprocess.Popen[bytes], seconds: float) -> bytes:
         assert process.stdout is not None
