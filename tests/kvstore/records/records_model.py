@@ -7,11 +7,12 @@ be told to the second (`Lab.slack_s`), both answers are right, and the model fol
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from trunkline.kvstore.records import (
+    PASSING_KIND,
     RECORD_BYTES,
     SEGMENT_BYTES,
     BaseMissingError,
@@ -30,7 +31,7 @@ from trunkline.kvstore.records import (
     segment_name,
 )
 
-KINDS = ("session", "schema:a")
+KINDS = ("session", "schema:a", PASSING_KIND)
 OWNERS = ("", "ann", "an")
 IDS = ("a", "aa", "ab", "b", "bä", "ü𝄞", "z" * 70)
 HOT = RecordKey("session", "ann", "a")
@@ -308,22 +309,31 @@ class Model:
         assert gone <= set(self.docs)
         deleted = {key: self.docs.pop(key) for key in gone}
         assert not [key for key, doc in deleted.items() if doc.token and doc.until > now + self.lab.slack_s]
-        free = [doc for doc in self.docs.values() if not doc.token or doc.until < now - self.lab.slack_s]
-        assert not [doc for doc in free if doc.ttl and doc.touched + doc.ttl < now - self.lab.slack_s]
-        self.check_evictions(deleted.values(), free, now)
+        slack = self.lab.slack_s
+        free = {key: doc for key, doc in self.docs.items() if not doc.token or doc.until < now - slack}
+        assert not [doc for doc in free.values() if doc.ttl and doc.touched + doc.ttl < now - slack]
+        self.check_evictions(deleted, free, now)
         for owner in (None, *OWNERS):
             assert await store.usage(owner) == self.size(owner)
 
-    def check_evictions(self, deleted: Iterable[Doc], free: Sequence[Doc], now: float) -> None:
-        """Check that what was deleted before its end had not been used for longest, and had to be."""
+    def check_evictions(self, deleted: dict[RecordKey, Doc], free: dict[RecordKey, Doc], now: float) -> None:
+        """Check that what was deleted before its end had to be, and that the rest was used later; but kept answers
+        are deleted first."""
         slack = self.lab.slack_s
-        early = [doc for doc in deleted if not doc.ttl or doc.touched - doc.exact_s + doc.ttl > now + slack]
+        early = {
+            key: doc
+            for key, doc in deleted.items()
+            if not doc.ttl or doc.touched - doc.exact_s + doc.ttl > now + slack
+        }
         assert self.bytes_max or not early
         if not self.bytes_max:
             return
         assert self.size(None).bytes <= self.bytes_max or not free
-        oldest = min((doc.touched for doc in free), default=now)
-        assert all(doc.touched - doc.exact_s <= oldest + slack for doc in early)
+        for passes in (True, False):
+            kept = [doc.touched for key, doc in free.items() if (key.kind == PASSING_KIND) == passes]
+            gone = [doc for key, doc in early.items() if (key.kind == PASSING_KIND) == passes]
+            assert all(doc.touched - doc.exact_s <= min(kept, default=now) + slack for doc in gone)
+            assert not kept or passes is False or len(gone) == len(early), "a kept answer was to go first"
 
     # --- answers
 

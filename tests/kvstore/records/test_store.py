@@ -12,6 +12,7 @@ from seeds import seeds
 
 from trunkline.kvstore.records import (
     HEADER_BYTES_MAX,
+    PASSING_KIND,
     SEGMENT_BYTES_MAX,
     BusyError,
     Change,
@@ -49,6 +50,22 @@ def test_a_store_stays_below_its_size_and_deletes_what_was_not_used_longest(lab:
             for _ in range(STEPS):
                 await model.step(rng.choice(opened))
             await model.tend(opened[0])
+
+    asyncio.run(test())
+
+
+def test_kept_answers_push_no_session_out(lab: Lab) -> None:
+    async def test() -> None:
+        async with stores(lab, bytes_max=20 * 1024) as (store,):
+            await store.create(KEY, Change(bytes(4000)))
+            for number in range(100):
+                lab.advance(1.0)
+                await store.create(RecordKey(PASSING_KIND, "ann", f"{number:03}"), Change(bytes(512), 600.0))
+            await _tend(store)
+            assert (await store.get(KEY)).record.version == 1
+            kept = [record.key.id for record in await store.page(PASSING_KIND, "ann")]
+            assert kept == [f"{number:03}" for number in range(100 - len(kept), 100)]
+            assert len(kept) == 15
 
     asyncio.run(test())
 

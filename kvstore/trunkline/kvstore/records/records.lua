@@ -1,6 +1,7 @@
 -- The operations of a record store on Redis or Valkey. Each call is one operation, which is atomic and bounded.
 --
--- redis_store.py puts a line before this text that defines RECORD_BYTES, SEGMENT_BYTES and LEASE_US_MAX.
+-- redis_store.py puts a line before this text that defines RECORD_BYTES, SEGMENT_BYTES, LEASE_US_MAX and
+-- PASSING_KIND.
 -- ARGV: the operation's name, then its arguments. The answer is one string: fields, each behind its length. That of
 -- a reading is an array of such a string and of segments.
 -- Times are microseconds of the server's clock. KEYS is not used: the store does not run on Redis Cluster.
@@ -11,7 +12,8 @@
 --   tl:r:s:OWNER\0NAME       string, a segment: how many records and segments need it (4 bytes), parent (16),
 --                            content
 --   tl:r:i:KIND\0OWNER       sorted set, the ids of records in their order
---   tl:r:u, tl:r:d           sorted sets, records by the time of their last use, and by the end of their ttl
+--   tl:r:u, tl:r:d           sorted sets, records by the time of their last use (those of PASSING_KIND before all
+--                            others), and by the end of their ttl
 --   tl:r:o:OWNER, tl:r:a     hashes, n records and b bytes of an owner, and of all
 --   tl:r:g                   list, segments that nothing needs, which `tend` removes
 --   tl:r:x:...               strings, what deletions have done, for a while: see `is_done`
@@ -20,6 +22,7 @@ local P = 'tl:r:'
 local NO_PARENT = string.rep('\0', 16)
 local CHANGE_BYTES, CHANGES_BYTES = 8, 32  -- of a change's name, and of those that a record remembers
 local MEMORY_MS = 120000                   -- for which a deletion is remembered
+local PASSING_US = -4e15                   -- added to a time, so that it is before any other
 local ANSWER_BYTES = 4194304               -- after which a reading or a page stops, to be continued
 local WALK_SEGMENTS = 1000                 -- after which a reading stops, to be continued
 local INLINE_SEGMENTS = 200                -- removed by one operation at most; `tend` removes the others
@@ -179,7 +182,8 @@ end
 
 -- Set when a record was used last, and with it when its time to live ends.
 local function set_used(key, ttl)
-  call('ZADD', P .. 'u', whole(now), key)
+  local passes = string.sub(key, 1, #PASSING_KIND + 1) == PASSING_KIND .. '\0'
+  call('ZADD', P .. 'u', whole(passes and now + PASSING_US or now), key)
   if tonumber(ttl) > 0 then
     call('ZADD', P .. 'd', whole(now + tonumber(ttl) * 1000000), key)
   else

@@ -20,6 +20,7 @@ from .redis_script import RedisScript
 from .store import (
     LEASE_S_MAX,
     PAGE_MAX,
+    PASSING_KIND,
     RECORD_BYTES,
     SEGMENT_BYTES,
     BaseMissingError,
@@ -40,6 +41,7 @@ from .store import (
 
 _CONSTANTS: Final = (
     f"local RECORD_BYTES, SEGMENT_BYTES, LEASE_US_MAX = {RECORD_BYTES}, {SEGMENT_BYTES}, {LEASE_S_MAX * 1e6:.0f}\n"
+    f"local PASSING_KIND = '{PASSING_KIND}'\n"
 )
 _READINGS_MAX: Final = 10
 """How often a long chain is read anew because it was changed meanwhile."""

@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 from trunkline.kvstore.records.store import (
     LEASE_S_MAX,
     PAGE_MAX,
+    PASSING_KIND,
     RECORD_BYTES,
     SEGMENT_BYTES,
     BaseMissingError,
@@ -53,7 +54,8 @@ APPLICATION_ID: Final = 0x54726B52
 """"TrkR" in the file's header, so that another program's database is not taken for Trunkline's records."""
 VERSION: Final = 1
 """Version of the tables, kept in the file's header."""
-_SCHEMA: Final = """
+_PASSES_LAST: Final = f"kind <> '{PASSING_KIND}'"
+_SCHEMA: Final = f"""
 CREATE TABLE records (
     number INTEGER PRIMARY KEY, kind TEXT NOT NULL, owner TEXT NOT NULL, id TEXT NOT NULL,
     version INTEGER NOT NULL, head INTEGER, created REAL NOT NULL, used REAL NOT NULL, ttl REAL NOT NULL,
@@ -61,7 +63,7 @@ CREATE TABLE records (
 CREATE TABLE segments (
     number INTEGER PRIMARY KEY, owner TEXT NOT NULL, name BLOB NOT NULL, parent INTEGER, content BLOB NOT NULL);
 CREATE UNIQUE INDEX records_by_key ON records (kind, owner, id);
-CREATE INDEX records_by_use ON records (used);
+CREATE INDEX records_by_use ON records ({_PASSES_LAST}, used);
 CREATE INDEX records_by_end ON records (used + ttl) WHERE ttl > 0;
 CREATE UNIQUE INDEX segments_by_name ON segments (name);
 CREATE TABLE counts (segment INTEGER PRIMARY KEY, count INTEGER NOT NULL);
@@ -88,7 +90,7 @@ SELECT {_COLUMNS}, length(r.header) FROM records r LEFT JOIN segments s ON s.num
 WHERE r.ttl > 0 AND r.used + r.ttl <= ? AND {_FREE} ORDER BY r.used + r.ttl LIMIT ?"""
 _LEAST_USED: Final = f"""
 SELECT {_COLUMNS}, length(r.header) FROM records r LEFT JOIN segments s ON s.number = r.head
-WHERE {_FREE} ORDER BY r.used LIMIT ?"""
+WHERE {_FREE} ORDER BY r.{_PASSES_LAST}, r.used LIMIT ?"""
 
 
 class NeedsWriteError(Exception):

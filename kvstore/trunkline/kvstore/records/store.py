@@ -31,6 +31,9 @@ PAGE_MAX: Final = 1000
 """Largest number of records in a page of a listing."""
 LEASE_S_MAX: Final = 600.0
 """Longest duration of a lease in seconds."""
+PASSING_KIND: Final = "answer"
+"""Kind of the records that are deleted first where room is lacking: kept answers. A request that is sent again and
+has none is only computed again."""
 NAME_BYTES: Final = 16
 """Length of a segment's name in bytes."""
 
@@ -244,8 +247,9 @@ class RecordStore(Protocol):
 
     async def tend(self) -> Tended:
         """Do a bounded part of the work that is due: delete records that were not used for their time to live,
-        and, if all records together are larger than allowed, those that were not used for the longest time; remove
-        segments that nothing needs. A leased record is not deleted. Any router may call this at any time."""
+        and, if all records together are larger than allowed, those that were not used for the longest time, of the
+        kind `PASSING_KIND` before all others; remove segments that nothing needs. A leased record is not deleted.
+        Any router may call this at any time."""
 
     async def check(self) -> str:
         """Return what endangers the records of this store, for people ("": nothing), for example a server that

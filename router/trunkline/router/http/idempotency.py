@@ -26,6 +26,7 @@ import msgspec
 import structlog
 
 from trunkline.kvstore.records import (
+    PASSING_KIND,
     BusyError,
     Change,
     ConflictError,
@@ -50,7 +51,6 @@ _CALL_SECONDS: Final = 2.0
 goes on."""
 _PAUSES: Final = (0.02, 0.5)
 """The first and the longest pause, in seconds, between two requests for a record that another request holds."""
-_KIND: Final = "answer"
 _KEY: Final = re.compile(r"[\x20-\x7e]{1,255}")
 _log = structlog.get_logger("trunkline.router.http.idempotency")
 _T = TypeVar("_T")
@@ -140,7 +140,7 @@ class IdempotencyStore:
                 `wait_seconds`.
             RecordError: the record is not available.
         """
-        claim = Claim(self, RecordKey(_KIND, current_identity().owner, name.record), name)
+        claim = Claim(self, RecordKey(PASSING_KIND, current_identity().owner, name.record), name)
         try:
             result = await self._taken(claim)
         except BaseException:  # also a cancellation, when the client leaves
