@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 from cluster.crowd import Crowd
 from cluster.harness import Cluster, wait_for
+from worker.redis_server import RedisServer
 
 from trunkline.deploy.supervisor.control import ControlError, ask
 from trunkline.deploy.supervisor.members import Command
@@ -155,6 +157,55 @@ class Chaos:
         """A killed process is noticed after a moment, so: first that, then that the group works again."""
         wait_for(lambda: not self._view.is_ready(group), NOTICED_SECONDS_MAX)
         wait_for(self._view.is_healthy, HEALTHY_SECONDS_MAX)
+
+
+class Reaper:
+    """Kills processes of every kind in turn, whether the cluster has recovered or not."""
+
+    def __init__(self, view: View, seed: int, pause_s: tuple[float, float], records: RedisServer | None) -> None:
+        """
+        Args:
+            pause_s: shortest and longest time between two kills.
+            records: the server of the records, if it is one of the victims.
+        """
+        self.kills: list[str] = []
+        self._view = view
+        self._records = records
+        self._rng = random.Random(f"reaper {seed}")
+        self._pause_s = pause_s
+
+    async def reign(self, rounds: int) -> None:
+        """Kill one of each kind, so many times, and wait until the cluster is well again."""
+        kinds = ["worker", "controller", "router", "grammar trial", *(["records"] if self._records else [])]
+        for _ in range(rounds):
+            for kind in self._rng.sample(kinds, len(kinds)):
+                await asyncio.sleep(self._rng.uniform(*self._pause_s))
+                await asyncio.to_thread(self._kill, kind)
+        await asyncio.to_thread(wait_for, self._view.is_healthy, HEALTHY_SECONDS_MAX)
+
+    def _kill(self, kind: str) -> None:
+        if kind == "records":
+            assert self._records is not None
+            self._records.kill()
+            self._records.start()
+            self.kills.append(kind)
+            return
+        wait_for(lambda: bool(self._victims(kind)), HEALTHY_SECONDS_MAX)
+        name, pid = self._rng.choice(sorted(self._victims(kind).items()))
+        os.kill(pid, signal.SIGKILL)
+        self.kills.append(name)
+
+    def _victims(self, kind: str) -> dict[str, int]:
+        if kind != "grammar trial":
+            return {name: pid for name, pid in self._view.pids(kind).items() if pid}
+        workers = self._view.pids("worker")
+        return {
+            f"grammar trial of {name}": child.pid
+            for name, pid in workers.items()
+            if psutil.pid_exists(pid)
+            for child in psutil.Process(pid).children()
+            if "trunkline.worker.grammar.trial" in child.cmdline()
+        }
 
 
 def frozen(pids: Sequence[int], while_frozen: Callable[[], None]) -> None:

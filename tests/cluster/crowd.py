@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import httpx
+from cluster.module_calls import prompt_source, schema_source
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
@@ -29,9 +32,14 @@ _SCHEMA: Final = {
 }
 _REGEXES: Final = ("[a-z]+(, [a-z]+)*", "([A-Z][a-z]+ )+", "[0-9]+( [+*-] [0-9]+)* = [0-9]+")
 _TURNS: Final = 3
+TRIES_MAX: Final = 20
 QUICK_KINDS: Final = ("greedy", "sampled", "several", "schema", "shared", "shared", "session")
 ALL_KINDS: Final = (*QUICK_KINDS, "regex")
 """An expression takes seconds to compile, anew on each worker."""
+EVERY_KIND: Final = (*QUICK_KINDS, "beams", "modules")
+"""Modules are those of `MODULES`."""
+MODULES: Final = schema_source("crowd")
+"""A schema that somebody has to make before."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,11 @@ def _script(kind: str, name: str, rng: random.Random, tokens: int) -> Script:
             body |= warm | {"structured_outputs": {"regex": rng.choice(_REGEXES)}, "ignore_eos": False}
         case "schema":
             body |= {"structured_outputs": {"json": _SCHEMA}, "ignore_eos": False}
+        case "beams":
+            body |= {"use_beam_search": True, "beam_width": 3, "n": 2, "max_tokens": tokens // 2}
+        case "modules":
+            del body["prompt"]
+            body |= {"pml": prompt_source("crowd", ("a", rng.choice("bc")), f"{name}. What is {subject}?")}
         case "shared":
             body |= {"prompt": f"{_SHARED}{subject} is", **(warm if rng.random() < 0.5 else {})}
         case "session":
@@ -105,13 +118,23 @@ def _script(kind: str, name: str, rng: random.Random, tokens: int) -> Script:
 class Crowd:
     """Clients of one cluster."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, retries: str = "") -> None:
+        """
+        Args:
+            retries: what the idempotency keys begin with of clients who send a request again that has lost its
+                connection; "": nobody does.
+        """
         self.answers: dict[tuple[str, int], Answer] = {}
         """By the script's name and the number of the request in it."""
         self.between: set[tuple[str, int]] = set()
         """Streams that have begun and not ended."""
         self.ended = 0
+        self.retried = 0
+        """Requests that were sent again."""
+        self.seconds: dict[str, float] = {}
+        """From a script's beginning to its end."""
         self._url = url
+        self._retries = retries
 
     async def all(self, scripts: Sequence[Script], concurrency: int) -> None:
         """Play all scripts, so many at once."""
@@ -121,7 +144,9 @@ class Crowd:
 
             async def play(script: Script) -> None:
                 async with slots:
+                    begun = time.monotonic()
                     await self._play(client, script)
+                    self.seconds[script.name] = time.monotonic() - begun
 
             async with asyncio.TaskGroup() as group:
                 for script in scripts:
@@ -130,28 +155,51 @@ class Crowd:
     async def _play(self, client: httpx.AsyncClient, script: Script) -> None:
         session: dict[str, Any] = {}
         if script.is_session:
-            created = await _created(client, script.system)
+            created = await self._answered(
+                script.name, -1, lambda answer, key: _create(client, script, answer, key)
+            )
             if created.error:
                 self.answers[script.name, 0] = created
                 return
             session = {"session_id": created.texts[0]}
         for number, body in enumerate(script.bodies):
-            answer = self.answers[script.name, number] = Answer()
-            try:
-                await self._read(client, script, number, {**body, **session}, answer)
-            except httpx.HTTPError as error:
-                answer.error = f"{type(error).__name__}: {error}"
-            finally:
-                self.between.discard((script.name, number))
+            asked = {**body, **session}
+            read = partial(self._read, client, script, number, asked)
+            self.answers[script.name, number] = answer = await self._answered(script.name, number, read)
             self.ended += 1
             if answer.error:
                 return
 
+    async def _answered(
+        self, name: str, number: int, ask: Callable[[Answer, dict[str, str]], Awaitable[None]]
+    ) -> Answer:
+        """Ask until there is an answer."""
+        key = {"Idempotency-Key": f"{self._retries} {name} {number}"} if self._retries else {}
+        for tries in range(TRIES_MAX if key else 1):
+            self.retried += tries > 0
+            answer = Answer()
+            try:
+                await ask(answer, key)
+            except httpx.HTTPError as error:
+                answer.error = f"{type(error).__name__}: {error}"
+                if isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError):
+                    continue
+            finally:
+                self.between.discard((name, number))
+            break
+        return answer
+
     async def _read(
-        self, client: httpx.AsyncClient, script: Script, number: int, body: dict[str, Any], answer: Answer
+        self,
+        client: httpx.AsyncClient,
+        script: Script,
+        number: int,
+        body: dict[str, Any],
+        answer: Answer,
+        headers: dict[str, str],
     ) -> None:
         asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        async with client.stream("POST", script.path, json=asked) as response:
+        async with client.stream("POST", script.path, json=asked, headers=headers) as response:
             if response.status_code != 200:
                 answer.error = f"{response.status_code}: {(await response.aread()).decode()}"
                 return
@@ -168,16 +216,14 @@ class Crowd:
             answer.error = answer.error or "the stream ended without [DONE]"
 
 
-async def _created(client: httpx.AsyncClient, system: str) -> Answer:
-    """A new session; its id as the text."""
-    try:
-        messages = [{"role": "system", "content": system}]
-        response = await client.post("/v1/sessions", json={"messages": messages})
-    except httpx.HTTPError as error:
-        return Answer(error=f"no session: {type(error).__name__}: {error}")
+async def _create(client: httpx.AsyncClient, script: Script, answer: Answer, headers: dict[str, str]) -> None:
+    """Make a session; its id is the answer's text."""
+    messages = [{"role": "system", "content": script.system}]
+    response = await client.post("/v1/sessions", json={"messages": messages}, headers=headers)
     if response.status_code != 200:
-        return Answer(error=f"no session: {response.status_code}: {response.text}")
-    return Answer({0: str(response.json()["id"])})
+        answer.error = f"no session: {response.status_code}: {response.text}"
+        return
+    answer.texts[0] = str(response.json()["id"])
 
 
 async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any] | None]:
