@@ -10,6 +10,8 @@ import threading
 from contextlib import closing
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 from kvstore.records.labs import SqliteLab, counted_again, stores
@@ -25,6 +27,7 @@ from trunkline.kvstore.records import (
     RecordKey,
     StoreAwayError,
     open_records,
+    sqlite_thread,
 )
 from trunkline.kvstore.records.sqlite_store import SqliteRecords
 from trunkline.kvstore.records.sqlite_tables import VERSION, Clocks, NeedsWriteError, RecordTables, create_tables
@@ -326,6 +329,47 @@ def test_damage_met_while_several_have_the_file_is_repaired(
             assert all(not isinstance(each, BaseException) or isinstance(each, MissingError) for each in found)
             assert sum(not isinstance(each, BaseException) for each in found) >= 300
             assert await one.usage() == await other.usage()
+
+    asyncio.run(test())
+
+
+def test_records_without_segments_survive_a_repair(lab: SqliteLab) -> None:
+    async def test() -> None:
+        async with stores(lab) as (store,):
+            made = await store.create(KEY, Change(b"header"))
+        Path(f"{lab.path}.damage").touch()
+        async with stores(lab) as (store,):
+            assert (await store.get(KEY)).record == made
+
+    asyncio.run(test())
+
+
+def test_a_repair_for_which_there_is_no_room_is_not_tried_for_each_operation(
+    lab: SqliteLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with stores(lab) as (store,):
+            made = await store.create(KEY, Change(b"header"))
+        now, tries = 0.0, 0
+
+        def full(*_: object) -> NoReturn:
+            nonlocal now, tries
+            now, tries = now + 1.0, tries + 1
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+
+        monkeypatch.setattr(sqlite_thread, "time", SimpleNamespace(monotonic=lambda: now))
+        Path(f"{lab.path}.damage").touch()
+        async with stores(lab) as (store,):
+            with monkeypatch.context() as patched:
+                patched.setattr("trunkline.kvstore.records.sqlite_salvage.save_rows", full)
+                found = await asyncio.gather(*(store.get(KEY) for _ in range(20)), return_exceptions=True)
+                assert all(isinstance(each, StoreAwayError) and "full" in str(each) for each in found)
+                assert tries == 1
+                assert not Path(f"{lab.path}.salvaged").exists()
+            now += sqlite_thread.OPENING_REST + 1.0
+            assert (await store.get(KEY)).record == made
 
     asyncio.run(test())
 

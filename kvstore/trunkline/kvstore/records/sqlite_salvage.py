@@ -58,8 +58,20 @@ def salvage(damaged: Path, into: Path) -> Found:
         sqlite3.Error: The new file cannot be written.
         OSError: Likewise.
     """
+    _remove(into)
+    try:
+        return _salvage(damaged, into)
+    except BaseException:
+        _remove(into)  # the disk may be full
+        raise
+
+
+def _remove(path: Path) -> None:
     for ending in ("", "-journal"):
-        Path(f"{into}{ending}").unlink(missing_ok=True)
+        Path(f"{path}{ending}").unlink(missing_ok=True)
+
+
+def _salvage(damaged: Path, into: Path) -> Found:
     os.close(os.open(into, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
     with closing(sqlite3.connect(into, isolation_level=None)) as connection:
         connection.execute("BEGIN IMMEDIATE")
@@ -95,7 +107,7 @@ def _drop_torn_chains(connection: sqlite3.Connection) -> None:
         is_whole = parent is None or parent_name is not None
         if not is_whole or name != segment_name(owner, parent_name or b"", content):
             connection.execute("DELETE FROM segments WHERE number = ?", (after,))
-    connection.execute("DELETE FROM records WHERE head NOT IN (SELECT number FROM segments)")
+    connection.execute("DELETE FROM records WHERE head IS NOT NULL AND head NOT IN (SELECT number FROM segments)")
     rows = connection.execute(f"SELECT {_RECORD_COLUMNS} FROM records").fetchall()
     names = "SELECT name FROM segments WHERE number = ?"
     for row in rows:

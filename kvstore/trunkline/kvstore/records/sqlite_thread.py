@@ -31,6 +31,9 @@ BATCH_MAX: Final = 128
 PAUSE_S_MIN: Final = 0.0005
 PAUSE_S_MAX: Final = 0.02
 """Time between two attempts at a busy file."""
+OPENING_REST: Final = 10.0
+"""If opening the file fails, it is not tried again for this many times as long as that took: it may have been the
+repair of a large file, for which the disk has no room."""
 _BUSY: Final = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _AT_WRITING: Final = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_TRUNCATE)
 """Error codes of a disk that takes no more, for example because of a quota."""
@@ -84,6 +87,9 @@ class SqliteThread:
         self._pause_s = 0.0
         self._file: OpenFile | None = None
         self._tables: RecordTables | None = None
+        self._closed_until = 0.0
+        """When opening the file is tried again, by the monotonic clock."""
+        self._why_closed = ""
         self._problem = ""
         self._thread: threading.Thread | None = None
 
@@ -237,8 +243,22 @@ class SqliteThread:
         if self._file is not None and not self._file.is_current():
             self._disconnect()
         if self._tables is None:
-            self._file, self._tables = self._open()
+            self._file, self._tables = self._opened()
         return self._tables
+
+    def _opened(self) -> tuple[OpenFile, RecordTables]:
+        began = time.monotonic()
+        if began < self._closed_until:
+            raise FileError(self._why_closed)
+        try:
+            return self._open()
+        except FileBusyError:
+            raise
+        except (FileError, *UNREADABLE) as error:
+            if _primary_code(error) not in _BUSY:
+                now = time.monotonic()
+                self._closed_until, self._why_closed = now + OPENING_REST * (now - began), str(error)
+            raise
 
     def _disconnect(self) -> None:
         if self._file is not None:
