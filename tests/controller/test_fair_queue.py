@@ -259,6 +259,18 @@ def test_tenants_and_priorities_that_wait_for_nothing_are_forgotten() -> None:
     assert all(len(level.lines) <= LINES_MAX for level in queue._levels.values())
 
 
+def test_priorities_may_be_forgotten_while_the_queue_is_walked() -> None:
+    queue = FairQueue(QUANTUM)
+    for priority in range(LEVELS_MAX):
+        queue.add(group := group_of(priority + 1, 10, priority=priority))
+        if priority:
+            queue.remove(group)
+    walk = iter(queue)
+    first = next(walk)
+    queue.add(group_of(LEVELS_MAX + 1, 10, priority=-1))
+    assert [first.id, *(group.id for group in walk)] == [1]
+
+
 def test_a_tenants_name_is_bounded() -> None:
     submit = group_of(1, 3, "é" * 64).request.submit
     assert not problem_of_submit(submit, 0)

@@ -150,8 +150,8 @@ class FairQueue:
 
         The queue may change during the loop: groups that leave it are left out, and groups that come may be.
         """
-        for priority in sorted(self._levels):
-            yield from self._in_order(self._levels[priority])
+        for _, level in sorted(self._levels.items()):
+            yield from self._in_order(level)
 
     def _in_order(self, level: _Level) -> Iterator[SequenceGroup]:
         called = self._called
