@@ -100,8 +100,12 @@ class SimulatedTiers:
         if len(answers) == self.ranks:
             del self._fetched[move.id]
             if None not in answers:
-                assert all(answer == answers[0] for answer in answers), "ranks hold shards of different chunks"
                 assert answers[0] is not None
+                texts = [chain_of(answer) for answer in answers if answer is not None]
+                shortest = min(len(text) for text in texts)
+                assert all(text[:shortest] == texts[0][:shortest] for text in texts), (
+                    "ranks hold shards of different chunks"
+                )
                 before = self.pool.host.get(move.host_slot, (-1, []))[0]
                 assert move.host_generation > before, "a host slot was handed out again under an old generation"
                 self.pool.host[move.host_slot] = (move.host_generation, answers[0])
@@ -133,3 +137,14 @@ class SimulatedTiers:
             content = list(stored) if stored is not None and not lost else None
         self.done += content is not None
         return content
+
+
+def chain_of(content: list[Entry | None]) -> list[Entry]:
+    """Return the entries of a block that hold its chunk, perhaps with some that follow. What an open chunk leaves of
+    its block holds remains of earlier chunks, which differ from write to write."""
+    chain: list[Entry] = []
+    for entry in content:
+        if entry is None or (chain and entry.before != chain[-1].after):
+            break
+        chain.append(entry)
+    return chain
