@@ -18,7 +18,7 @@ from typing import Any, Final
 from trunkline.deploy.cli import app as cli
 from trunkline.deploy.config.disk_folders import DiskFolders
 from trunkline.deploy.supervisor import serve
-from trunkline.deploy.supervisor.supervisor import ChildSpec
+from trunkline.deploy.supervisor.membership import ChildSpec
 
 CHANGES: Final[dict[str, dict[str, Any]]] = json.loads(Path(sys.argv[1]).read_text())
 unaltered = serve.children

@@ -8,11 +8,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import httpx
@@ -21,53 +19,13 @@ import pytest
 from cluster.chaos import View
 from cluster.crowd import COMPLETIONS, Answer, Crowd, events, scripts, take
 from cluster.harness import Cluster, wait_for
+from cluster.traffic import CLIENTS, Traffic
 
 pytestmark = pytest.mark.processes
 
 OPTIONS = ("--groups", "2", "--routers", "2", "--tp", "1", "--dtype", "float32", "--threads", "1")
-CLIENTS = 4
 SCRIPTS = scripts(9, 24, 60, ("greedy", "sampled", "several", "shared", "session"))
 LONG = {"prompt": "The function os.path.join", "max_tokens": 600, "temperature": 1.0, "ignore_eos": True}
-
-
-class Traffic(threading.Thread):
-    """Clients who play the scripts again and again."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        super().__init__(daemon=True)
-        self.rounds: list[Crowd] = []
-        self._cluster = cluster
-        self._is_over = False
-        self.start()
-
-    def run(self) -> None:
-        """Until `stop`: each round to its end."""
-        for number in count():
-            if self._is_over:
-                return
-            # Another order each time; the clients keep their connections within a round.
-            first = number % len(SCRIPTS)
-            played = [*SCRIPTS[first:], *SCRIPTS[:first]]
-            crowd = Crowd(self._cluster.url)
-            self.rounds.append(crowd)
-            asyncio.run(crowd.all(played, CLIENTS))
-
-    @property
-    def streams(self) -> int:
-        """Answered so far."""
-        return sum(crowd.ended for crowd in self.rounds)
-
-    def stop(self) -> None:
-        self._is_over = True
-        self.join(120)
-        assert not self.is_alive()
-
-    def check(self, expected: Crowd) -> None:
-        """Nobody was told anything else than in peace."""
-        for crowd in self.rounds:
-            for key, answer in crowd.answers.items():
-                assert answer.error == "", (key, answer)
-                assert answer == expected.answers[key], key
 
 
 @dataclass
@@ -92,7 +50,7 @@ def served() -> Iterator[Served]:
 def test_a_rolling_restart_is_not_noticed(served: Served) -> None:
     before = served.view.pids("worker", "controller", "router")
     assert len(before) == 6
-    traffic = Traffic(served.cluster)
+    traffic = Traffic(served.cluster, SCRIPTS)
     try:
         said = served.cluster.command("restart")
     finally:
@@ -107,7 +65,7 @@ def test_a_rolling_restart_is_not_noticed(served: Served) -> None:
 
 def test_a_group_is_drained_and_comes_back(served: Served) -> None:
     pid = served.view.pid("controller-0")
-    traffic = Traffic(served.cluster)
+    traffic = Traffic(served.cluster, SCRIPTS)
     try:
         wait_for(lambda: traffic.streams > CLIENTS, 60)
         assert "group 0 is down" in served.cluster.command("drain", "0")

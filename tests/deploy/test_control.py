@@ -31,10 +31,14 @@ from trunkline.deploy.supervisor.run_folder import CONTROL_SOCKET
         (b'{"command": "status", "unit": []}', "unknown field"),
         (b"[" * 10_000, "this is no command"),
         (b"\xff\xfe", "this is no command"),
-        (b'{"command": "explode"}', "allowed are status, drain, undrain, restart"),
+        (b'{"command": "explode"}', "allowed are status, drain, undrain, restart, scale"),
         (b'{"command": "drain"}', "drain takes one group, not 0"),
         (b'{"command": "undrain", "units": ["0", "1"]}', "undrain takes one group, not 2"),
         (b'{"command": "status", "units": ["0"]}', "status takes no units"),
+        (b'{"command": "scale", "units": ["0"], "groups": 1}', "scale takes no units"),
+        (b'{"command": "scale"}', "groups is 0; scale takes 1 or more"),
+        (b'{"command": "scale", "groups": -1}', "groups is -1; scale takes 1 or more"),
+        (b'{"command": "status", "groups": 1}', "groups is 1; .* other commands none"),
         (json.dumps({"command": "restart", "units": ["0"] * 300}).encode(), "at most 256"),
     ],
 )
@@ -46,6 +50,7 @@ def test_what_is_no_command(line: bytes, message: str) -> None:
 def test_commands() -> None:
     assert parse_command(b'{"command": "restart"}') == Command("restart")
     assert parse_command(b'{"command": "drain", "units": ["c0"]}') == Command("drain", ["c0"])
+    assert parse_command(b'{"command": "scale", "groups": 3}') == Command("scale", groups=3)
 
 
 def test_lines_come_as_they_like() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from trunkline.deploy.config.disk_folders import DiskPlan, disk_folders, plan_disk
+from trunkline.deploy.config.disk_folders import DiskPlan, add_groups, disk_folders, plan_disk
 from trunkline.deploy.config.option_values import DiskOption
 from trunkline.deploy.errors import UserError
 
@@ -66,6 +66,21 @@ def test_folders_are_private_and_found_again(base: Path) -> None:
         assert disk.warnings == []
         assert 15 * MIB < disk.rank_bytes <= 16 * MIB  # a quarter of it, less a bit for the index
     with disk_folders(plan(base, groups=2)) as again:
+        assert again.groups == disk.groups
+
+
+def test_further_groups_get_folders_as_large_as_the_first(base: Path, room: dict[str, int]) -> None:
+    made = plan(base)
+    with disk_folders(made) as disk:
+        assert add_groups(made, disk, 3) == ""
+        assert [disk.folder_of(group) for group in range(3)] == [base / MINE / f"group-{n}" for n in range(3)]
+        with pytest.raises(UserError, match="in use by process"):
+            disk_folders(plan(base, groups=3)).__enter__()
+        room["free"] = 1 << 30
+        assert "No disk tier for group 3: it needs 64.0 MiB" in add_groups(made, disk, 4)
+        assert disk.folder_of(3) is None
+    room["free"] = 100 << 30
+    with disk_folders(plan(base, groups=3)) as again:
         assert again.groups == disk.groups
 
 

@@ -24,7 +24,8 @@ from trunkline.deploy.config.node_settings import (
 from trunkline.deploy.config.options import SERVE_OPTIONS
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.supervisor.serve import Config, configs_of, plan_cluster
+from trunkline.deploy.supervisor.configs import Config, configs_of
+from trunkline.deploy.supervisor.serve import plan_cluster
 from trunkline.router.config import RouterConfig
 from trunkline.worker.config import WorkerConfig
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import typer
 
@@ -16,11 +17,13 @@ from trunkline.deploy.cli.app import app
 from trunkline.deploy.config import machine, models
 from trunkline.deploy.config.disk_folders import DiskFolders
 from trunkline.deploy.config.node_settings import Kind, NodeSettings
+from trunkline.deploy.config.option_values import DiskOption
 from trunkline.deploy.config.plans import ClusterPlan, default_tp, place, settle
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.node import node
-from trunkline.deploy.supervisor.serve import configs_of, plan_cluster
+from trunkline.deploy.supervisor.configs import configs_of
+from trunkline.deploy.supervisor.serve import grown, plan_cluster
 from trunkline.worker.config import WorkerConfig
 
 ShowGpus = Callable[[int], None]
@@ -75,6 +78,27 @@ def test_each_group_has_gpus_of_its_own(show_gpus: ShowGpus) -> None:
         "group 0: GPUs 0, 1 · group 1: GPUs 2, 3 of 8 visible (NVIDIA H200, 140 GiB) · "
         "each worker may use 90 % of its GPU's memory"
     )
+
+
+def test_further_groups_leave_the_others_where_they_are(show_gpus: ShowGpus) -> None:
+    show_gpus(6)
+    plan = plan_cluster(ServeSettings(port=0, groups=1, tp=2))
+    more = grown(plan, 3)
+    assert placed(more) == {f"worker-{group}.{rank}": 2 * group + rank for group in range(3) for rank in range(2)}
+    assert list(placed(plan).values()) == list(placed(more).values())[:2]
+    with pytest.raises(UserError, match=r"--groups 4 with 2 workers each needs 8 GPUs; this machine shows 6"):
+        grown(plan, 4)
+
+
+def test_further_groups_need_memory(show_gpus: ShowGpus) -> None:
+    show_gpus(0)
+    half = psutil.virtual_memory().total // 2 - (1 << 20)
+    none = DiskOption(0)
+    settings = ServeSettings(port=0, groups=2, tp=1, kv_memory_bytes=half, host_tier_bytes=0, disk_tier=none)
+    plan = plan_cluster(settings)
+    assert grown(plan, 1).settings.groups == 1
+    with pytest.raises(UserError, match=r"--kv-memory is .* for each of 3 workers, .* this machine has"):
+        grown(plan, 3)
 
 
 def test_groups_share_gpus_when_they_are_told_to(show_gpus: ShowGpus) -> None:

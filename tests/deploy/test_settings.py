@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 
 from trunkline.deploy.config import models
-from trunkline.deploy.config.disk_folders import disk_folders
+from trunkline.deploy.config.disk_folders import DiskFolders, disk_folders
 from trunkline.deploy.config.machine import open_listener
 from trunkline.deploy.config.option_values import DiskOption, format_bytes
 from trunkline.deploy.config.settings import POLICIES, ServeSettings
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.supervisor.serve import children, plan_cluster
+from trunkline.deploy.supervisor.run_folder import Running
+from trunkline.deploy.supervisor.serve import Growing, children, plan_cluster
 from trunkline.router.config import RouterConfig, TenantLimits
+from trunkline.router.membership.static_source import read_members
 from trunkline.router.routing.policies import POLICIES as POLICY_RULES
 
 
@@ -152,10 +154,13 @@ def test_routers_share_what_the_supervisor_listens_on(tmp_path: Path, monkeypatc
         assert router["tenant_limits"]["requests"] == 4
         said = (router[name] for name in ("resume_seconds", "tenant_header", "idempotency_ttl_seconds"))
         assert tuple(said) == (7.0, "X-Tenant", 60.0)
+        assert router["members"] == f"static:{tmp_path / 'members.json'}"
+        Growing(plan, tmp_path, DiskFolders(), Running(plan.port, plan.url, plan.title, 1)).publish((0, 1))
+        groups = read_members(tmp_path / "members.json")
         for number in range(2):
+            group = groups[str(number)]
             controller = told[f"controller-{number}"]
-            assert controller["events_endpoint"] == router["events"][number]
-            assert controller["router_endpoint"] == router["controllers"][number]
+            assert (controller["router_endpoint"], controller["events_endpoint"]) == (group.address, group.events)
             assert controller["status_path"] == router["status_path"] == str(tmp_path / "status")
 
 

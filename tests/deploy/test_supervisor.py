@@ -21,8 +21,9 @@ from trunkline.deploy.config.machine import open_listener
 from trunkline.deploy.supervisor.control import ask
 from trunkline.deploy.supervisor.lifecycle import Phase
 from trunkline.deploy.supervisor.members import Command, Limits, Member, Reply, Role
+from trunkline.deploy.supervisor.membership import ChildSpec
 from trunkline.deploy.supervisor.run_folder import CONTROL_SOCKET, STATUS_SOCKET
-from trunkline.deploy.supervisor.supervisor import ChildSpec, Supervisor
+from trunkline.deploy.supervisor.supervisor import Supervisor
 
 pytestmark = pytest.mark.processes
 CHILD = (sys.executable, "-I", "-S", str(Path(__file__).with_name("fake_child.py")))

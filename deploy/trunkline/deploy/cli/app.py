@@ -32,7 +32,7 @@ RUNNING: Final = "A cluster that runs on this machine"
 FILES: Final = "Keys, sizes, prompt schemas"
 HOSTS: Final = "A cluster on several hosts"
 ORDER: Final = """serve chat ui
-    status top doctor restart drain undrain flush
+    status top doctor scale restart drain undrain flush
     key size schema records
     launch group workers router""".split()
 """Commands in the order in which a newcomer needs them."""
@@ -152,6 +152,7 @@ app.command(rich_help_panel=START)(cluster_cli.ui)
 for _of_a_cluster in (
     cluster_cli.flush,
     cluster_cli.status,
+    cluster_cli.scale,
     cluster_cli.drain,
     cluster_cli.undrain,
     cluster_cli.restart,

@@ -1,4 +1,5 @@
-"""The commands for a cluster that runs on this machine: `status`, `drain`, `undrain`, `restart`, `ui`, `flush`.
+"""The commands for a cluster that runs on this machine: `status`, `scale`, `drain`, `undrain`, `restart`, `ui`,
+`flush`.
 
 The last two ask its router over HTTP, with the admin key from the cluster's run folder.
 """
@@ -75,7 +76,7 @@ def drain(
 
     trunkline drain controller-1 --no-wait
     """
-    run(lambda: _order("drain", [group], port, wait))
+    run(lambda: _order(Command("drain", [group]), port, wait))
 
 
 def undrain(
@@ -89,7 +90,7 @@ def undrain(
 
     trunkline undrain 0
     """
-    run(lambda: _order("undrain", [group], port, wait))
+    run(lambda: _order(Command("undrain", [group]), port, wait))
 
 
 def restart(
@@ -113,7 +114,34 @@ def restart(
 
     trunkline restart routers
     """
-    run(lambda: _order("restart", units or [], port, wait))
+    run(lambda: _order(Command("restart", units or []), port, wait))
+
+
+def scale(
+    groups: Annotated[int, typer.Argument(metavar="N", help="The number of groups that there are to be.")],
+    port: _Port = None,
+    wait: _Wait = True,
+) -> None:
+    """Change the number of groups of a running cluster, without losing a
+    request.
+
+    Routers go on, and take in each new group as soon as it is ready. Of the
+    groups, those with the highest numbers leave: their streams finish within
+    --drain-seconds, or go on in other groups. Stored sessions stay.
+
+    [bold]Examples[/]
+
+    trunkline scale 3
+
+    trunkline scale 1 --no-wait
+    """
+    if groups < 1:
+        run(lambda: _refuse(f"N is {groups}; at least one group stays. Ctrl-C or SIGTERM stops the cluster"))
+    run(lambda: _order(Command("scale", groups=groups), port, wait))
+
+
+def _refuse(text: str) -> None:
+    raise UserError(text)
 
 
 def print_status(running: Running, answer: Mapping[str, Any]) -> None:
@@ -159,16 +187,16 @@ def _status(port: int | None) -> tuple[Running, dict[str, Any]]:
     raise ControlError("the supervisor did not answer")
 
 
-def _order(command: str, units: list[str], port: int | None, wait: bool) -> None:
+def _order(command: Command, port: int | None, wait: bool) -> None:
     folder, _ = find_cluster(port)
     console = Console(highlight=False)
     try:
-        for reply in ask(folder / CONTROL_SOCKET, Command(command, units)):
+        for reply in ask(folder / CONTROL_SOCKET, command):
             _show(console, reply)
             if not wait:
                 return
     except KeyboardInterrupt:
-        console.print(f"\nNo longer waiting, but the {command} goes on; see `trunkline status`.")
+        console.print(f"\nNo longer waiting, but the {command.command} goes on; see `trunkline status`.")
         raise typer.Exit(130) from None
 
 

@@ -105,6 +105,12 @@ class DiskFolders:
     """Bytes that each worker's slab may take."""
     warnings: list[str] = field(default_factory=list)
     """Warnings that are shown to the user, as sentences."""
+    locks: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """The locks of the folders."""
+
+    def folder_of(self, group: int) -> Path | None:
+        """Return the folder of a group; None: the group has no disk tier."""
+        return self.groups[group] if group < len(self.groups) else None
 
 
 def base_of(option: DiskOption | None) -> Path | None:
@@ -150,17 +156,55 @@ def disk_folders(plan: DiskPlan | None) -> Iterator[DiskFolders]:
     Raises:
         UserError: The disk tier was asked for and is not possible.
     """
-    with contextlib.ExitStack() as locks:
-        yield _taken(plan, locks) if plan is not None else DiskFolders()
-
-
-def _taken(plan: DiskPlan, locks: contextlib.ExitStack) -> DiskFolders:
     found = DiskFolders()
+    with found.locks:
+        if plan is not None:
+            _take(plan, found)
+        yield found
+
+
+def add_groups(plan: DiskPlan, found: DiskFolders, groups: int) -> str:
+    """Make and lock the folders of further groups, each as large as the others' folders.
+
+    Args:
+        plan: The plan that the folders were made by.
+        groups: The number of groups that there are to be.
+
+    Returns:
+        Why some of these groups have no disk tier, as a sentence; "": all have one, or none was to have one.
+    """
+    if not found.groups:
+        return ""
+    try:
+        for number in range(len(found.groups), plan.groups + groups + _GROUPS_MAX):
+            if len(found.groups) >= groups:
+                break
+            folder = plan.group_folder(number)
+            lock = None if folder in found.groups else _try_lock(folder)
+            if lock is None:
+                continue
+            disk = shutil.disk_usage(plan.base)
+            left_alone = min(FREE_BYTES_MIN, disk.total // _FREE_SHARE)
+            wanted = found.rank_bytes * plan.tp * (_INDEX_SHARE + 1) // _INDEX_SHARE
+            if wanted > (room := disk.free + _used_bytes(folder) - left_alone):
+                os.close(lock)
+                return (
+                    f"No disk tier for group {len(found.groups)}: it needs {format_bytes(wanted)} in {plan.base}, "
+                    f"where there is room for {format_bytes(max(0, room))}."
+                )
+            found.locks.callback(os.close, lock)
+            found.groups.append(folder)
+    except OSError as error:
+        return f"No disk tier for group {len(found.groups)}: {plan.base}: {error.strerror or error}."
+    return ""
+
+
+def _take(plan: DiskPlan, found: DiskFolders) -> None:
     try:
         _make_private(plan.base)
         _make_private(plan.base / plan.fingerprint)
         (plan.base / plan.fingerprint / _MARK).write_text(_MARK_TEXT)
-        found.groups = _take_groups(plan, locks)
+        found.groups = _take_groups(plan, found.locks)
         _bound(plan, found)
     except OSError as error:
         reason = f"{plan.base} cannot be used for KV: {error.strerror or error}"
@@ -168,7 +212,6 @@ def _taken(plan: DiskPlan, locks: contextlib.ExitStack) -> DiskFolders:
             raise UserError(f"--disk-tier: {reason}; name another folder, or give 0 for none") from error
         found.warnings.append(f"No disk tier: {reason}.")
         found.groups = []
-    return found
 
 
 def _take_groups(plan: DiskPlan, locks: contextlib.ExitStack) -> list[Path]:

@@ -14,8 +14,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
+from trunkline.deploy.config.option_values import check_records_url
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
+from trunkline.router.membership.open_source import problem_of_members
 
 GROUP_PORT: Final = 7400
 GROUP_PORTS: Final = 5
@@ -167,11 +169,20 @@ class NodePlan:
     leader: Address | None = None
     """Address of the group whose controller runs on another host."""
     controllers: tuple[Address, ...] = ()
-    """Addresses of the groups that a router here serves."""
+    """Addresses of the groups that a router here serves, if they never change."""
+    members: str = ""
+    """URL of the source of the groups that a router here serves; "": `controllers` names them."""
+    join: str = ""
+    """URL of the record store in which the group registers; "": routers know it by other means."""
     wire_keys: str = ""
     """File with the keys of sockets between hosts."""
     plain_tcp: bool = False
     """Whether sockets between hosts have no keys."""
+
+    @property
+    def is_router(self) -> bool:
+        """Whether routers run here."""
+        return bool(self.controllers or self.members)
 
     def is_spread(self, tp: int) -> bool:
         """Return whether the group has ranks on other hosts, too."""
@@ -187,7 +198,11 @@ class NodeSettings:
     leader: str = ""
     """Address of the group that workers belong to; "" for other parts."""
     controllers: str = ""
-    """Addresses of the groups that a router serves; "" for other parts."""
+    """Addresses of the groups that a router serves, if they never change; "" for other parts."""
+    members: str = ""
+    """URL of the source that names the groups that a router serves; "" for other parts."""
+    join: str = ""
+    """URL of the record store in which a group registers; "": it does not. May hold a password."""
     ranks: str = ""
     wire_keys: str = ""
     plain_tcp: bool = False
@@ -202,8 +217,17 @@ class NodeSettings:
             raise UserError(f"--health-host is {self.health_host!r}; write an address of this machine, or 0.0.0.0")
         if self.wire_keys and self.plain_tcp:
             raise UserError("--wire-keys and --plain-tcp exclude each other; give one of them")
-        if kind is Kind.ROUTER and not self.controllers:
-            raise UserError(f"--controllers is missing; write HOST:PORT of each group, such as h1:{GROUP_PORT}")
+        if kind is Kind.ROUTER and not (self.controllers or self.members):
+            raise UserError(
+                f"--controllers is missing; write HOST:PORT of each group, such as h1:{GROUP_PORT}, or where the "
+                "groups are listed: --members records"
+            )
+        if self.controllers and self.members:
+            raise UserError("--controllers and --members exclude each other; give one of them")
+        if self.members and (problem := problem_of_members(self.members)):
+            raise UserError(f"--members: {problem}")
+        if self.join:
+            check_records_url(self.join, "--join")
         if kind is Kind.WORKERS and not self.leader:
             raise UserError(f"--leader is missing; write HOST:PORT of the group, such as h1:{GROUP_PORT}")
 
@@ -221,6 +245,10 @@ class NodeSettings:
             wire_keys=str(Path(self.wire_keys).absolute()) if self.wire_keys else "", plain_tcp=self.plain_tcp
         )
         if kind is Kind.ROUTER:
+            if self.members:
+                scheme, _, path = self.members.partition(":")
+                members = f"{scheme}:{Path(path).absolute()}" if scheme == "static" else self.members
+                return settings, replace(node, members=members)
             controllers = parse_addresses(self.controllers, "--controllers")
             return settings, replace(node, controllers=controllers)
         ranks = parse_ranks(self.ranks, settings.ranks, is_leader=kind is Kind.GROUP)
@@ -230,7 +258,7 @@ class NodeSettings:
             leader = parse_address(self.leader, "--leader")
             return settings, replace(node, ranks=ranks, leader=leader)
         listen = _own_address(parse_address(self.listen, "--listen"))
-        return settings, replace(node, ranks=ranks, listen=listen)
+        return settings, replace(node, ranks=ranks, listen=listen, join=self.join)
 
 
 def _own_address(address: Address) -> Address:

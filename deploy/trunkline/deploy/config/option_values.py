@@ -133,14 +133,17 @@ SQLITE: Final = "sqlite:"
 """What URLs of records begin with that are in a file of one host."""
 
 
-def check_records_url(url: str) -> None:
+def check_records_url(url: str, option: str = "--records") -> None:
     """Check that this is the URL of a store of records.
+
+    Args:
+        option: The option that gave it, for messages.
 
     Raises:
         UserError: It is not such a URL. The text says what is allowed, and does not show the password.
     """
     if problem := problem_of_records(url):
-        raise UserError(f"--records is {redacted(url)!r}. {problem.rstrip('.')}")
+        raise UserError(f"{option} is {redacted(url)!r}. {problem.rstrip('.')}")
 
 
 def redacted(url: str) -> str:

@@ -343,6 +343,21 @@ NODE_OPTIONS: Final = (
         metavar="HOST:PORT,…",
     ),
     CliOption(
+        "members",
+        "Where the groups are listed that come and go: records (groups that --join the store of --records), "
+        "static:FILE, dns://NAME:PORT?events=PORT, or kubernetes://NAMESPACE/SERVICE?port=NAME&events=NAME.",
+        NODE,
+        metavar="URL",
+    ),
+    CliOption(
+        "join",
+        "Store of records in which the group registers itself, for routers with --members records. Default: it "
+        "does not.",
+        NODE,
+        metavar="URL",
+        variable="TRUNKLINE_JOIN",
+    ),
+    CliOption(
         "ranks",
         "Ranks that run here, such as 0-1; the others join by `trunkline workers`. Default for a group: all. With "
         "it, --tp is 2 unless given.",
@@ -391,8 +406,8 @@ def _options(without: frozenset[str], *own: str) -> tuple[CliOption, ...]:
 
 
 OPTIONS_OF: Final = {
-    Kind.GROUP: _options(_ROUTER_ONLY, "listen", "ranks"),
+    Kind.GROUP: _options(_ROUTER_ONLY, "listen", "ranks", "join"),
     Kind.WORKERS: _options(_ROUTER_ONLY | _CONTROLLER_ONLY, "leader", "ranks"),
-    Kind.ROUTER: _options(_ENGINE_ONLY, "controllers"),
+    Kind.ROUTER: _options(_ENGINE_ONLY, "controllers", "members"),
 }
 """The options of the commands that run a part of a cluster."""

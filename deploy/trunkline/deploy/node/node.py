@@ -24,6 +24,7 @@ from trunkline.deploy.config.record_files import plan_records
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.node.health import NodeHealth, probe_of, serving
+from trunkline.deploy.node.joined import joined
 from trunkline.deploy.supervisor.members import Limits
 from trunkline.deploy.supervisor.run_folder import Running, announced, run_folder
 from trunkline.deploy.supervisor.serve import (
@@ -72,6 +73,7 @@ def run_node(kind: Kind, settings: ServeSettings, node_settings: NodeSettings) -
         plan = with_records(plan, disk, reporter)
         folder = stack.enter_context(run_folder())
         stack.enter_context(announced(folder, _running(kind, plan, node_settings, title)))
+        membership = stack.enter_context(joined(node, plan.model_name, plan.fingerprint))
         supervisor = Supervisor(
             children(plan, folder, disk),
             reporter,
@@ -82,6 +84,7 @@ def run_node(kind: Kind, settings: ServeSettings, node_settings: NodeSettings) -
             folder=folder,
             listener=listener,
         )
+        supervisor.membership = membership
         if node_settings.health_port:
             health.begin(folder, probe_of(kind, folder, settings.connect_host, plan.port))
         return supervisor.run()
@@ -134,7 +137,8 @@ def _title(kind: Kind, plan: ClusterPlan) -> str:
     assert node is not None
     if kind is Kind.ROUTER:
         count = len(node.controllers)
-        return f"{plan.model_name} · router of {count} group{'s' if count > 1 else ''} · {plan.url}"
+        groups = f"{count} group{'s' if count > 1 else ''}" if count else f"the groups in {node.members}"
+        return f"{plan.model_name} · router of {groups} · {plan.url}"
     ranks = f"rank{'s' if len(node.ranks) > 1 else ''} {node.ranks[0]}"
     ranks += f"-{node.ranks[-1]}" if len(node.ranks) > 1 else ""
     where = f"listens on {node.listen}" if kind is Kind.GROUP else f"of the group at {node.leader}"

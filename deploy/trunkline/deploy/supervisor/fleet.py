@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from trunkline.deploy.supervisor.members import NEVER, Action, Command, CommandError, Limits, Member, Role, Tell
+from trunkline.deploy.supervisor.scaling import Further, Scaling, no_further
 from trunkline.deploy.supervisor.units import Group, Mode, Router, Unit
 
 _ROUTERS: Final = "routers"
@@ -36,7 +37,10 @@ class _Wait:
 class Fleet:
     """The groups and routers. Feed it events in the order in which they happened; each method returns actions."""
 
-    def __init__(self, members: Iterable[Member], limits: Limits, now: float) -> None:
+    def __init__(
+        self, members: Iterable[Member], limits: Limits, now: float, further: Further = no_further
+    ) -> None:
+        """`further`: returns the members of further groups."""
         members = list(members)
         self._limits = limits
         numbers = sorted({member.group for member in members if member.role is not Role.ROUTER})
@@ -45,6 +49,7 @@ class Fleet:
             for number in numbers
         ]
         self.routers = [Router(member, limits, now) for member in members if member.role is Role.ROUTER]
+        self._scaling = Scaling(self.groups, limits, further)
         self._queue: deque[_Round] = deque()
         self._round: _Round | None = None
         self._round_deadline = NEVER
@@ -105,6 +110,9 @@ class Fleet:
         """
         if command.command == "restart":
             actions = self._restart(command.units, ticket)
+        elif command.command == "scale":
+            busy = [unit for unit in self._waiting() if isinstance(unit, Group)]
+            actions = self._scaling.begin(command.groups, ticket, now, busy)
         else:
             group = self._group(command.units[0])
             change = self._drain if command.command == "drain" else self._undrain
@@ -116,7 +124,7 @@ class Fleet:
         tickets = {round_.ticket for round_ in [*self._queue, *([self._round] if self._round else [])]}
         self._queue.clear()
         self._round = None
-        waiting = [*self._waits, *tickets]
+        waiting = [*self._waits, *tickets, *self._scaling.close()]
         self._waits.clear()
         return [Tell(ticket, why, done=True, ok=False) for ticket in waiting]
 
@@ -154,6 +162,8 @@ class Fleet:
         return [started, *group.stop(Mode.DOWN, now)]
 
     def _undrain(self, group: Group, ticket: int, now: float) -> list[Action]:
+        if self._scaling.is_leaving(group):
+            raise CommandError(f"{group.title} leaves the cluster; `trunkline scale` can keep it")
         self._waits[ticket] = _Wait(group, is_drain=False)
         return [Tell(ticket, f"{group.title} starts"), *group.start(now)]
 
@@ -163,7 +173,7 @@ class Fleet:
             units += [unit for unit in self._named(name) if unit not in units]
         if not names:
             units = [unit for unit in self.units if not (isinstance(unit, Group) and unit.is_to_be_down)]
-        waiting = [round_.unit for round_ in [*self._queue, *([self._round] if self._round else [])]]
+        waiting = self._waiting()
         for unit in units:
             if unit in waiting:
                 raise CommandError(f"{unit.title} is being restarted already")
@@ -173,6 +183,10 @@ class Fleet:
             raise CommandError("there is nothing to restart: all groups are drained")
         self._queue += [_Round(ticket, unit) for unit in units]
         return [Tell(ticket, f"to be restarted, one after the other: {', '.join(unit.title for unit in units)}")]
+
+    def _waiting(self) -> Sequence[Unit]:
+        """Return the units that a rolling restart is to restart or is restarting."""
+        return [round_.unit for round_ in [*self._queue, *([self._round] if self._round else [])]]
 
     def _named(self, name: str) -> Sequence[Unit]:
         if name == _ROUTERS:
@@ -188,6 +202,7 @@ class Fleet:
             if answer is not None:
                 del self._waits[ticket]
                 actions.append(answer)
+        actions += self._scaling.go_on()
         while self._round is not None or (self._queue and now >= self._pause_until):
             if self._round is None:
                 self._round = self._queue.popleft()

@@ -45,6 +45,7 @@ from trunkline.deploy.supervisor.members import (
     Start,
     describe_exit,
 )
+from trunkline.deploy.supervisor.scaling import Further, no_further
 
 
 class Phase(StrEnum):
@@ -70,8 +71,20 @@ class _Failure:
 class Lifecycle:
     """The state machine. Feed it events in the order in which they happened."""
 
-    def __init__(self, members: Sequence[Member], limits: Limits, now: float, *, restart: bool = True) -> None:
-        """`restart`: whether a process that dies while the cluster serves is started again."""
+    def __init__(
+        self,
+        members: Sequence[Member],
+        limits: Limits,
+        now: float,
+        *,
+        restart: bool = True,
+        further: Further = no_further,
+    ) -> None:
+        """
+        Args:
+            restart: whether a process that dies while the cluster serves is started again.
+            further: returns the members of further groups.
+        """
         limits.validate()
         if len({member.name for member in members}) != len(members):
             raise ValueError("two members have the same name")
@@ -80,7 +93,7 @@ class Lifecycle:
         """The supervisor's exit code once STOPPED: 0 after a requested stop that needed no force,
         `EXIT_IMPOSSIBLE` if the configuration can never work, else 1."""
         self._restart = restart
-        self._fleet = Fleet(members, limits, now)
+        self._fleet = Fleet(members, limits, now, further)
         self._deadline = now + limits.start_s
         self._limits = limits
         self._alive = {member.name: member for member in members}

@@ -127,7 +127,14 @@ class Tell:
     ok: bool = True
 
 
-Action = Send | Start | Say | Tell
+@dataclass(frozen=True)
+class Publish:
+    """Tell routers which groups there are, by their numbers."""
+
+    groups: tuple[int, ...]
+
+
+Action = Send | Start | Say | Tell | Publish
 
 
 def describe_exit(status: int, words: str = "") -> str:
@@ -165,7 +172,7 @@ class DeathRecord:
         self._count = 0
 
 
-COMMANDS: Final = ("status", "drain", "undrain", "restart")
+COMMANDS: Final = ("status", "drain", "undrain", "restart", "scale")
 LINE_BYTES_MAX: Final = 16 << 10
 _UNITS_MAX: Final = 256
 
@@ -182,6 +189,8 @@ class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     units: list[str] = []
     """Groups by number or by the name of a member, routers by name or all as "routers". For a restart, none means
     everything."""
+    groups: int = 0
+    """For `scale`: the number of groups that there are to be."""
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -209,8 +218,10 @@ def parse_command(line: bytes) -> Command:
         raise CommandError(f"{len(command.units)} units are given; at most {_UNITS_MAX} are allowed")
     if command.command in ("drain", "undrain") and len(command.units) != 1:
         raise CommandError(f"{command.command} takes one group, not {len(command.units)}")
-    if command.command == "status" and command.units:
-        raise CommandError("status takes no units")
+    if command.command in ("status", "scale") and command.units:
+        raise CommandError(f"{command.command} takes no units")
+    if (command.command == "scale") != (command.groups != 0) or command.groups < 0:
+        raise CommandError(f"groups is {command.groups}; scale takes 1 or more, other commands none")
     return command
 
 

@@ -4,6 +4,7 @@
         lock                      held by flock while the supervisor lives
         *.json                    one configuration per process
         cluster.json              what runs here, for commands
+        members.json              the groups, for routers
         admin.key                 drawn at the start, so that commands of the same user need no key
         g0-plan, g0-report, …     ipc sockets
         control, status           the supervisor's: commands come in, and status reports of children
@@ -38,6 +39,7 @@ from trunkline.router.tenancy.tenant_file import write_private
 
 CONTROL_SOCKET: Final = "control"
 STATUS_SOCKET: Final = "status"
+MEMBERS_FILE: Final = "members.json"
 _PREFIX: Final = "trunkline-"
 _LOCK: Final = "lock"
 _SOCKET_PATH_BYTES_MAX: Final = 107  # sockaddr_un.sun_path without its terminating zero
@@ -142,10 +144,17 @@ class Running(msgspec.Struct, frozen=True):
     """"cluster", or the part that runs here: "group", "workers" or "router" (`node_settings.Kind`)."""
 
 
+def describe(folder: Path, running: Running) -> None:
+    """Write what runs here, or what has changed about it. A reader sees either the old description or the new."""
+    new = folder / f"{_FILE}.new"
+    new.write_bytes(msgspec.json.encode(running))
+    new.replace(folder / _FILE)
+
+
 @contextlib.contextmanager
 def announced(folder: Path, running: Running) -> Iterator[None]:
     """Let commands find the cluster of this run folder. A pointer that cannot be written is no reason to fail."""
-    (folder / _FILE).write_bytes(msgspec.json.encode(running))
+    describe(folder, running)
     cache = cache_folder()
     pointer = None if cache is None else cache / _POINTERS / folder.name
     with contextlib.suppress(OSError):

@@ -10,41 +10,43 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import psutil
 from rich.console import Console
+from structlog import get_logger
 
-from trunkline.controller.config import ControllerConfig
 from trunkline.controller.engine_config import ConfigError
 from trunkline.deploy.config import models
-from trunkline.deploy.config.disk_folders import INDEX_NAME, DiskFolders, disk_folders, plan_disk
+from trunkline.deploy.config.disk_folders import DiskFolders, add_groups, disk_folders, plan_disk
 from trunkline.deploy.config.machine import free_port, open_listener
 from trunkline.deploy.config.node_settings import NodePlan
-from trunkline.deploy.config.option_values import format_bytes, keys_needed, server_key_digest
-from trunkline.deploy.config.plans import ClusterPlan, Meeting, local_endpoint, settle
+from trunkline.deploy.config.option_values import format_bytes
+from trunkline.deploy.config.plans import ClusterPlan, place, settle
 from trunkline.deploy.config.record_files import plan_records, prepare_records
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.supervisor.members import Limits, Member, Role
+from trunkline.deploy.supervisor.configs import Config, configs_of, expected_folders
+from trunkline.deploy.supervisor.members import CommandError, Limits, Member, Role
+from trunkline.deploy.supervisor.membership import ChildSpec, Membership
 from trunkline.deploy.supervisor.reporters import JsonReporter, TerminalReporter
 from trunkline.deploy.supervisor.run_folder import (
-    STATUS_SOCKET,
+    MEMBERS_FILE,
     Running,
-    admin_key_digest,
     announced,
+    describe,
     make_admin_key,
     run_folder,
 )
-from trunkline.deploy.supervisor.supervisor import ChildSpec, Supervisor
+from trunkline.deploy.supervisor.supervisor import Supervisor
 from trunkline.kvstore.fingerprint import KvShape, tier_fingerprint
-from trunkline.router.config import RouterConfig
+from trunkline.router.membership.member import Member as GroupMember
+from trunkline.router.membership.static_source import write_members
 from trunkline.runtime.process import enter_role
-from trunkline.worker.config import WorkerConfig
 from trunkline.worker.errors import WorkerError
 from trunkline.worker.model.families import check_model
 from trunkline.worker.model.model_config import ModelConfig
@@ -148,9 +150,14 @@ def children(plan: ClusterPlan, folder: Path, disk: DiskFolders | None = None) -
         folder: The run folder, into which the configurations are written.
         disk: Where the disk tier is; None if there is none.
     """
-    specs = []
     make_admin_key(folder)
-    for member, config in configs_of(plan, folder, disk or DiskFolders()).items():
+    return specs_of(plan, folder, configs_of(plan, folder, disk or DiskFolders()))
+
+
+def specs_of(plan: ClusterPlan, folder: Path, configs: Mapping[Member, Config]) -> list[ChildSpec]:
+    """Write configurations into the run folder, and return how to start their processes, workers first."""
+    specs = []
+    for member, config in configs.items():
         path = folder / f"{member.name}.json"
         # Only this user may read it, wherever the folder is: there may be a password in it.
         with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:
@@ -198,9 +205,63 @@ def _supervise(plan: ClusterPlan, disk: DiskFolders, listener: socket.socket, co
                 folder=folder,
                 listener=listener,
             )
+            supervisor.membership = Growing(plan, folder, disk, running)
+            supervisor.membership.publish(range(settings.groups))
             return supervisor.run()
     finally:
         reporter.close()
+
+
+class Growing(Membership):
+    """The groups of a cluster on one machine, whose number may change while it serves."""
+
+    def __init__(self, plan: ClusterPlan, folder: Path, disk: DiskFolders, running: Running) -> None:
+        """`running`: the description of the cluster for commands."""
+        self._plan = plan
+        self._folder = folder
+        self._disk = disk
+        self._running = running
+        self._specs: dict[int, list[ChildSpec]] = {}
+        """How to start the processes of each further group that there ever was."""
+
+    def grow(self, count: int, missing: Sequence[int]) -> list[ChildSpec]:
+        """See `Membership.grow`."""
+        try:
+            plan = grown(self._plan, count)
+        except UserError as error:
+            raise CommandError(f"there is no room for {count} groups: {error}") from error
+        if plan.disk is not None and (problem := add_groups(plan.disk, self._disk, count)):
+            get_logger("trunkline.deploy").warning("group_without_disk_tier", problem=problem)
+        configs = configs_of(plan, self._folder, self._disk)
+        try:
+            for number in missing:
+                if number not in self._specs:
+                    own = {member: config for member, config in configs.items() if member.group == number}
+                    self._specs[number] = specs_of(plan, self._folder, own)
+        except OSError as error:
+            raise CommandError(f"nothing can be written into {self._folder}: {error.strerror or error}") from error
+        return [spec for number in missing for spec in self._specs[number]]
+
+    def publish(self, groups: Sequence[int]) -> None:
+        """See `Membership.publish`."""
+        meetings = {number: self._plan.meeting(self._folder, number) for number in groups}
+        members = (GroupMember(str(number), at.router, at.events) for number, at in meetings.items())
+        write_members(self._folder / MEMBERS_FILE, members)
+        title = replace(self._plan, settings=replace(self._plan.settings, groups=len(groups))).title
+        describe(self._folder, msgspec.structs.replace(self._running, title=title))
+
+
+def grown(plan: ClusterPlan, groups: int) -> ClusterPlan:
+    """Return the plan for another number of groups. Each group that both plans have is the same in both.
+
+    Raises:
+        UserError: The machine has no room for so many.
+    """
+    settings = replace(plan.settings, groups=groups)
+    settings.validate()
+    _check_machine(settings, plan.device)
+    placement = place(settings, plan.placement.visible) if plan.placement.groups else plan.placement
+    return replace(plan, settings=settings, placement=placement)
 
 
 def reporter_of(
@@ -276,186 +337,29 @@ def _check_kv_memory(settings: ServeSettings, model: ModelConfig, dtype: str, de
             f"--kv-memory is {format_bytes(memory)}; a chunk of {settings.chunk_size} tokens takes "
             f"{format_bytes(chunk)} per worker and two are the least"
         )
-    asked = (settings.kv_memory_bytes or 0) * settings.workers_here
-    if device == "cpu" and asked > (machine := psutil.virtual_memory().total):
-        raise UserError(
-            f"--kv-memory is {format_bytes(memory)} for each of {settings.workers_here} workers, "
-            f"{format_bytes(asked)} in all; this machine has {format_bytes(machine)} of memory"
-        )
+    _check_machine(settings, device)
+
+
+def _check_machine(settings: ServeSettings, device: str) -> None:
+    """Check that the machine has the memory that was asked for."""
+    asked = {"--host-tier": settings.host_tier_bytes or 0}
+    if device == "cpu":
+        asked["--kv-memory"] = settings.kv_memory_bytes or 0
+    machine = psutil.virtual_memory().total
+    for option, memory in asked.items():
+        if memory * settings.workers_here > machine:
+            raise UserError(
+                f"{option} is {format_bytes(memory)} for each of {settings.workers_here} workers, "
+                f"{format_bytes(memory * settings.workers_here)} in all; this machine has {format_bytes(machine)} "
+                "of memory"
+            )
 
 
 def _check_host_tier(settings: ServeSettings, chunk_bytes: int) -> None:
-    """Check that the host tier that was asked for holds a chunk at least, and that this machine has the memory."""
+    """Check that the host tier that was asked for holds a chunk at least."""
     memory = settings.host_tier_bytes or 0
     if memory and settings.prefix_cache and memory < chunk_bytes:
         raise UserError(
             f"--host-tier is {format_bytes(memory)}; a chunk of {settings.chunk_size} tokens takes "
             f"{format_bytes(chunk_bytes)} per worker; give it room for some, or 0 for none"
         )
-    asked = memory * settings.workers_here
-    if asked > (machine := psutil.virtual_memory().total):
-        raise UserError(
-            f"--host-tier is {format_bytes(memory)} for each of {settings.workers_here} workers, "
-            f"{format_bytes(asked)} in all; this machine has {format_bytes(machine)} of memory"
-        )
-
-
-Config = RouterConfig | ControllerConfig | WorkerConfig
-
-# Settings that a process gets as they were given, under their own names.
-_OF_ROUTERS: Final = """policy routers host resume_seconds drain_seconds tool_call_parser tenant_limits
-    tenant_header allow_anonymous trace_sample records_tenant_bytes"""
-_OF_CONTROLLERS: Final = """chunk_size token_budget max_waiting prefix_cache preemption target_itl_ms tier_policy
-    drain_seconds"""
-_OF_WORKERS: Final = "kernels chunk_size"
-
-
-def configs_of(plan: ClusterPlan, folder: Path, disk: DiskFolders) -> dict[Member, Config]:
-    """Return the configuration of each process that is to run here.
-
-    Args:
-        folder: The run folder.
-        disk: Where the disk tier is.
-    """
-    settings, node = plan.settings, plan.node
-    configs: dict[Member, Config] = {}
-    if node is None or node.ranks:
-        for group in range(settings.groups):
-            meeting = plan.meeting(folder, group)
-            if node is None or node.listen is not None:
-                member = Member(f"controller{_suffix(plan, group)}", Role.CONTROLLER, group)
-                configs[member] = _controller_config(plan, group, meeting, folder, disk)
-            configs.update(_worker_configs(plan, group, meeting, folder, disk))
-    if node is None or node.controllers:
-        router = _router_config(plan, folder)
-        for number in range(settings.routers):
-            name = f"router-{number}" if settings.routers > 1 else "router"
-            configs[Member(name, Role.ROUTER, -1)] = msgspec.structs.replace(router, number=number)
-    return configs
-
-
-def _as_given(plan: ClusterPlan, names: str) -> dict[str, Any]:
-    """Return some settings by their names, and what processes of every role are told alike."""
-    settings, node = plan.settings, plan.node
-    return {
-        **{name: getattr(settings, name) for name in names.split()},
-        "max_context": plan.max_context,
-        "parent_pid": os.getpid(),
-        "log_level": settings.log_level,
-        "log_format": "json",
-        "otlp_endpoint": settings.otlp_endpoint,
-        "wire_keys": node.wire_keys if node else "",
-        "plain_tcp": node.plain_tcp if node else False,
-    }
-
-
-def _router_config(plan: ClusterPlan, folder: Path) -> RouterConfig:
-    settings, node = plan.settings, plan.node
-    assert plan.records is not None
-    if node is None:
-        meetings = [plan.meeting(folder, group) for group in range(settings.groups)]
-        controllers = [meeting.router for meeting in meetings]
-        events = [meeting.events for meeting in meetings]
-    else:
-        controllers = [address.endpoint(0) for address in node.controllers]
-        events = [address.endpoint(1) for address in node.controllers]
-    return RouterConfig(
-        **_as_given(plan, _OF_ROUTERS),
-        model_path=str(plan.folder),
-        controllers=controllers,
-        events=events,
-        metrics_path=str(folder / "metrics"),
-        tenants=str(Path(settings.tenants).absolute()) if settings.tenants else "",
-        tenants_kept=str(folder / "tenants") if settings.tenants else "",
-        api_key_digest=server_key_digest(settings.api_key_file),
-        admin_key_digest=admin_key_digest(folder),
-        needs_keys=keys_needed(settings.tenants, settings.api_key_file),
-        allowed_hosts=list(settings.allowed_hosts),
-        cors_origins=list(settings.cors_origins),
-        idempotency_ttl_seconds=settings.idempotency_ttl,
-        records=plan.records.url_in(folder),
-        records_bytes_max=settings.records_max_bytes,
-        port=plan.port,
-        listen_fd=plan.listen_fd,
-        status_path=str(folder / STATUS_SOCKET),
-        served_model_name=plan.model_name,
-    )
-
-
-def _suffix(plan: ClusterPlan, group: int) -> str:
-    return f"-{group}" if plan.settings.groups > 1 else ""
-
-
-def _controller_config(
-    plan: ClusterPlan, group: int, meeting: Meeting, folder: Path, disk: DiskFolders
-) -> ControllerConfig:
-    settings = plan.settings
-    kept = disk.groups[group] if disk.groups else None
-    return ControllerConfig(
-        **_as_given(plan, _OF_CONTROLLERS),
-        group=group,
-        tp=settings.ranks,
-        plan_endpoint=meeting.plan,
-        report_endpoint=meeting.report,
-        router_endpoint=meeting.router,
-        events_endpoint=meeting.events,
-        local_endpoint=local_endpoint(folder) if plan.node else "",
-        status_path=str(folder / STATUS_SOCKET),
-        model_fingerprint=plan.fingerprint,
-        dtype=plan.dtype,
-        max_rows=settings.max_batch,
-        index_path=str(kept / INDEX_NAME) if kept else "",
-        tier_fingerprint=plan.tier_fingerprint if kept or settings.remote_tier else "",
-        remote_tier=bool(settings.remote_tier),
-        session_ttl_s=settings.session_ttl,
-        positions_shift=plan.positions_shift,
-        vocab_size=plan.vocab_size,
-    )
-
-
-def _worker_configs(
-    plan: ClusterPlan, group: int, meeting: Meeting, folder: Path, disk: DiskFolders
-) -> Iterator[tuple[Member, WorkerConfig]]:
-    settings, node = plan.settings, plan.node
-    kept = disk.groups[group] if disk.groups else None
-    is_spread = node is not None and node.is_spread(settings.ranks)
-    suffix = _suffix(plan, group)
-    for here, rank in enumerate(node.ranks if node else range(settings.ranks)):
-        yield (
-            Member(f"worker{suffix}{'.' if suffix else '-'}{rank}", Role.WORKER, group),
-            WorkerConfig(
-                **_as_given(plan, _OF_WORKERS),
-                model=str(plan.folder),
-                rank=rank,
-                tp=settings.ranks,
-                group=f"group-{group}",
-                device=plan.device,
-                gpu=plan.placement.gpu(group, here),
-                gpu_memory_fraction=plan.placement.fraction,
-                dtype=plan.dtype,
-                quantisation="int8" if settings.quantization == "int8" else "",
-                kv_memory_bytes=settings.kv_memory_per_worker(plan.device),
-                host_memory_bytes=settings.host_tier_per_worker(plan.device),
-                disk_path=str(kept / f"rank-{rank}.slab") if kept else "",
-                disk_bytes=disk.rank_bytes if kept else 0,
-                remote_url=settings.remote_tier,
-                remote_ttl_s=settings.session_ttl,
-                tier_fingerprint=plan.tier_fingerprint if kept or settings.remote_tier else "",
-                plan_endpoint=meeting.plan_at,
-                report_endpoint=meeting.report_at,
-                rendezvous=meeting.rendezvous,
-                is_spread=is_spread,
-                collectives="gloo" if is_spread and plan.device == "cpu" else "auto",
-                model_fingerprint=plan.fingerprint,
-                status_path=str(folder / STATUS_SOCKET) if node and node.leader else "",
-                threads=settings.threads_per_worker(),
-            ),
-        )
-
-
-def expected_folders(plan: ClusterPlan) -> DiskFolders:
-    """Return the folders that the disk tier gets if no other server uses them, without making any: `check_configs`
-    checks the processes' configurations with them. The size of a slab in it is a placeholder."""
-    if plan.disk is None:
-        return DiskFolders()
-    return DiskFolders([plan.disk.group_folder(group) for group in range(plan.settings.groups)], 1)

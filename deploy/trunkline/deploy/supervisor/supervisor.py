@@ -24,7 +24,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -37,12 +36,14 @@ from trunkline.deploy.supervisor.members import (
     Command,
     Limits,
     Member,
+    Publish,
     Reply,
     Say,
     Send,
     Start,
     Tell,
 )
+from trunkline.deploy.supervisor.membership import ChildSpec, Membership
 from trunkline.deploy.supervisor.reporters import last_words
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
@@ -50,16 +51,6 @@ _SPAWN_FAILED: Final = 127
 """The exit code of a process that could not be started again; shells use the same."""
 _LAST_LINES: Final = 40
 _LINE_BYTES_MAX: Final = 64 * 1024
-
-
-@dataclass(frozen=True)
-class ChildSpec:
-    """A process to run."""
-
-    member: Member
-    argv: tuple[str, ...]
-    descriptors: tuple[int, ...] = ()
-    """File descriptors that it inherits, under the same numbers."""
 
 
 class Reporter(Protocol):
@@ -119,7 +110,9 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._limits = limits or Limits()
         members = [spec.member for spec in children]
-        self._life = Lifecycle(members, self._limits, time.monotonic(), restart=restart)
+        self._life = Lifecycle(members, self._limits, time.monotonic(), restart=restart, further=self._further)
+        self.membership = Membership()
+        """Starts further groups, and tells routers about groups. To be set before `run`."""
         self._told_phase = Phase.STARTING
         self._control: ControlServer | None = None
         self._statuses: StatusSocket | None = None
@@ -153,6 +146,11 @@ class Supervisor:
             finally:
                 self._kill_rest()
         return self._life.exit_code
+
+    def _further(self, count: int, missing: Sequence[int]) -> list[Member]:
+        specs = {spec.member: spec for spec in self.membership.grow(count, missing)}
+        self._specs |= specs
+        return list(specs)
 
     def _serve(self) -> None:
         self._life.healthy()
@@ -276,14 +274,25 @@ class Supervisor:
                     self._reporter.say(text, level)
                     if about in self._tails:
                         self._reporter.last_lines(about, list(self._tails[about].last))
+                case Publish(groups):
+                    self._publish(groups)
                 case Tell(ticket, text, done, ok):
                     if self._control is not None:
                         self._control.reply(ticket, Reply(text, done, ok))
         if self._life.phase is not self._told_phase:
             self._told_phase = self._life.phase
             self._reporter.phase(self._told_phase)
-            if self._told_phase is Phase.STOPPING and self._listener is not None:
-                self._listener.close()
+            if self._told_phase is Phase.STOPPING:
+                self.membership.leave()
+                if self._listener is not None:
+                    self._listener.close()
+
+    def _publish(self, groups: Sequence[int]) -> None:
+        try:
+            self.membership.publish(groups)
+        except OSError as error:
+            text = f"Routers cannot be told which groups there are: {error}; `trunkline scale` tries again."
+            self._reporter.say(text, "error")
 
     def _send(self, name: str, number: signal.Signals) -> None:
         process = self._processes.get(name)

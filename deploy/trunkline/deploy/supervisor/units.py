@@ -105,10 +105,13 @@ def given_up(slot: Slot, status: int, words: str, what: str) -> Say:
 class Group:
     """A controller and its workers."""
 
-    def __init__(self, number: int, members: Iterable[Member], limits: Limits, now: float) -> None:
+    def __init__(
+        self, number: int, members: Iterable[Member], limits: Limits, now: float, *, runs: bool = True
+    ) -> None:
+        """`runs`: whether its processes have been started; else `start` starts them."""
         self.title = f"group {number}"
         self.number = number
-        self.mode = Mode.UP
+        self.mode = Mode.UP if runs else Mode.DOWN
         self.then = Mode.UP
         """The group's mode after it has stopped, if it is stopping."""
         self.is_ready = False
@@ -117,7 +120,8 @@ class Group:
         self._limits = limits
         # Workers first, as at the cluster's start: they are the slowest.
         ordered = sorted(members, key=lambda member: member.role is not Role.WORKER)
-        self.slots = {member.name: Slot(member, now) for member in ordered}
+        first = 0 if runs else -1  # its first start is no restart
+        self.slots = {member.name: Slot(member, now, running=runs, restarts=first) for member in ordered}
         self._stages: list[tuple[list[str], float]] = []
         self._stage: list[str] = []
         self._stage_deadline = NEVER
@@ -142,6 +146,11 @@ class Group:
         if self.mode is Mode.UP:
             return "ready" if self.is_ready else "starting"
         return "draining" if self.mode is Mode.STOPPING else self.mode.value
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has been stopped, and none of its processes runs."""
+        return self.mode in (Mode.DOWN, Mode.LOST) and not any(slot.running for slot in self.slots.values())
 
     @property
     def is_to_be_down(self) -> bool:

@@ -1,0 +1,174 @@
+"""The configuration of each process of a cluster, or of the part that runs here, from its plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from trunkline.controller.config import ControllerConfig
+from trunkline.deploy.config.disk_folders import INDEX_NAME, DiskFolders
+from trunkline.deploy.config.option_values import keys_needed, server_key_digest
+from trunkline.deploy.config.plans import ClusterPlan, Meeting, local_endpoint
+from trunkline.deploy.supervisor.members import Member, Role
+from trunkline.deploy.supervisor.run_folder import MEMBERS_FILE, STATUS_SOCKET, admin_key_digest
+from trunkline.router.config import RouterConfig
+from trunkline.worker.config import WorkerConfig
+
+Config = RouterConfig | ControllerConfig | WorkerConfig
+
+# Settings that a process gets as they were given, under their own names.
+_OF_ROUTERS: Final = """policy routers host resume_seconds drain_seconds tool_call_parser tenant_limits
+    tenant_header allow_anonymous trace_sample records_tenant_bytes"""
+_OF_CONTROLLERS: Final = """chunk_size token_budget max_waiting prefix_cache preemption target_itl_ms tier_policy
+    drain_seconds"""
+_OF_WORKERS: Final = "kernels chunk_size"
+
+
+def configs_of(plan: ClusterPlan, folder: Path, disk: DiskFolders) -> dict[Member, Config]:
+    """Return the configuration of each process that is to run here.
+
+    Args:
+        folder: The run folder.
+        disk: Where the disk tier is.
+    """
+    settings, node = plan.settings, plan.node
+    configs: dict[Member, Config] = {}
+    if node is None or node.ranks:
+        for group in range(settings.groups):
+            meeting = plan.meeting(folder, group)
+            if node is None or node.listen is not None:
+                member = Member(f"controller{_suffix(plan, group)}", Role.CONTROLLER, group)
+                configs[member] = _controller_config(plan, group, meeting, folder, disk)
+            configs.update(_worker_configs(plan, group, meeting, folder, disk))
+    if node is None or node.is_router:
+        router = _router_config(plan, folder)
+        for number in range(settings.routers):
+            name = f"router-{number}" if settings.routers > 1 else "router"
+            configs[Member(name, Role.ROUTER, -1)] = msgspec.structs.replace(router, number=number)
+    return configs
+
+
+def _as_given(plan: ClusterPlan, names: str) -> dict[str, Any]:
+    """Return some settings by their names, and what processes of every role are told alike."""
+    settings, node = plan.settings, plan.node
+    return {
+        **{name: getattr(settings, name) for name in names.split()},
+        "max_context": plan.max_context,
+        "parent_pid": os.getpid(),
+        "log_level": settings.log_level,
+        "log_format": "json",
+        "otlp_endpoint": settings.otlp_endpoint,
+        "wire_keys": node.wire_keys if node else "",
+        "plain_tcp": node.plain_tcp if node else False,
+    }
+
+
+def _router_config(plan: ClusterPlan, folder: Path) -> RouterConfig:
+    settings, node = plan.settings, plan.node
+    assert plan.records is not None
+    controllers = node.controllers if node else ()
+    return RouterConfig(
+        **_as_given(plan, _OF_ROUTERS),
+        model_path=str(plan.folder),
+        controllers=[address.endpoint(0) for address in controllers],
+        events=[address.endpoint(1) for address in controllers],
+        members=node.members if node else f"static:{folder / MEMBERS_FILE}",
+        metrics_path=str(folder / "metrics"),
+        tenants=str(Path(settings.tenants).absolute()) if settings.tenants else "",
+        tenants_kept=str(folder / "tenants") if settings.tenants else "",
+        api_key_digest=server_key_digest(settings.api_key_file),
+        admin_key_digest=admin_key_digest(folder),
+        needs_keys=keys_needed(settings.tenants, settings.api_key_file),
+        allowed_hosts=list(settings.allowed_hosts),
+        cors_origins=list(settings.cors_origins),
+        idempotency_ttl_seconds=settings.idempotency_ttl,
+        records=plan.records.url_in(folder),
+        records_bytes_max=settings.records_max_bytes,
+        port=plan.port,
+        listen_fd=plan.listen_fd,
+        status_path=str(folder / STATUS_SOCKET),
+        served_model_name=plan.model_name,
+    )
+
+
+def _suffix(plan: ClusterPlan, group: int) -> str:
+    return f"-{group}" if plan.settings.groups > 1 else ""
+
+
+def _controller_config(
+    plan: ClusterPlan, group: int, meeting: Meeting, folder: Path, disk: DiskFolders
+) -> ControllerConfig:
+    settings = plan.settings
+    kept = disk.folder_of(group)
+    return ControllerConfig(
+        **_as_given(plan, _OF_CONTROLLERS),
+        group=group,
+        tp=settings.ranks,
+        plan_endpoint=meeting.plan,
+        report_endpoint=meeting.report,
+        router_endpoint=meeting.router,
+        events_endpoint=meeting.events,
+        local_endpoint=local_endpoint(folder) if plan.node else "",
+        status_path=str(folder / STATUS_SOCKET),
+        model_fingerprint=plan.fingerprint,
+        dtype=plan.dtype,
+        max_rows=settings.max_batch,
+        index_path=str(kept / INDEX_NAME) if kept else "",
+        tier_fingerprint=plan.tier_fingerprint if kept or settings.remote_tier else "",
+        remote_tier=bool(settings.remote_tier),
+        session_ttl_s=settings.session_ttl,
+        positions_shift=plan.positions_shift,
+        vocab_size=plan.vocab_size,
+    )
+
+
+def _worker_configs(
+    plan: ClusterPlan, group: int, meeting: Meeting, folder: Path, disk: DiskFolders
+) -> Iterator[tuple[Member, WorkerConfig]]:
+    settings, node = plan.settings, plan.node
+    kept = disk.folder_of(group)
+    is_spread = node is not None and node.is_spread(settings.ranks)
+    suffix = _suffix(plan, group)
+    for here, rank in enumerate(node.ranks if node else range(settings.ranks)):
+        yield (
+            Member(f"worker{suffix}{'.' if suffix else '-'}{rank}", Role.WORKER, group),
+            WorkerConfig(
+                **_as_given(plan, _OF_WORKERS),
+                model=str(plan.folder),
+                rank=rank,
+                tp=settings.ranks,
+                group=f"group-{group}",
+                device=plan.device,
+                gpu=plan.placement.gpu(group, here),
+                gpu_memory_fraction=plan.placement.fraction,
+                dtype=plan.dtype,
+                quantisation="int8" if settings.quantization == "int8" else "",
+                kv_memory_bytes=settings.kv_memory_per_worker(plan.device),
+                host_memory_bytes=settings.host_tier_per_worker(plan.device),
+                disk_path=str(kept / f"rank-{rank}.slab") if kept else "",
+                disk_bytes=disk.rank_bytes if kept else 0,
+                remote_url=settings.remote_tier,
+                remote_ttl_s=settings.session_ttl,
+                tier_fingerprint=plan.tier_fingerprint if kept or settings.remote_tier else "",
+                plan_endpoint=meeting.plan_at,
+                report_endpoint=meeting.report_at,
+                rendezvous=meeting.rendezvous,
+                is_spread=is_spread,
+                collectives="gloo" if is_spread and plan.device == "cpu" else "auto",
+                model_fingerprint=plan.fingerprint,
+                status_path=str(folder / STATUS_SOCKET) if node and node.leader else "",
+                threads=settings.threads_per_worker(),
+            ),
+        )
+
+
+def expected_folders(plan: ClusterPlan) -> DiskFolders:
+    """Return the folders that the disk tier gets if no other server uses them, without making any: `check_configs`
+    checks the processes' configurations with them. The size of a slab in it is a placeholder."""
+    if plan.disk is None:
+        return DiskFolders()
+    return DiskFolders([plan.disk.group_folder(group) for group in range(plan.settings.groups)], 1)
