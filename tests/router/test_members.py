@@ -21,6 +21,8 @@ from trunkline.router.membership.static_source import StaticSource, write_member
 from trunkline.router.tenancy.auth import hash_key
 from trunkline.router.text.tokenizer import Tokenizer
 
+WRONG = f"ipc:///{'x' * 200}"
+"""An address that no socket can have."""
 CHAT: dict[str, Any] = {"messages": MESSAGES}
 
 
@@ -180,6 +182,24 @@ def test_a_broken_file_of_members_changes_nothing(place: Path, tokenizer: Tokeni
         cluster.join("b")
         wait_until(lambda: names(router) == ["a", "b"])
         assert "members" not in http.get("/health").json()
+
+
+def test_an_address_that_cannot_be_used_hides_no_other_group(place: Path, tokenizer: Tokenizer) -> None:
+    with running(place, tokenizer) as (router, cluster), router.client() as http:
+        cluster.join("a")
+        wait_until(lambda: names(router) == ["a"])
+        wrong = [Member("w1", WRONG), Member("w2", "ipc:///x", WRONG)]
+        cluster._members.update({member.id: member for member in wrong})
+        cluster.join("b")
+        wait_until(lambda: names(router) == ["a", "b"])
+        cluster.join("c")
+        cluster._members["b"] = Member("b", WRONG)
+        cluster.leave("a").stop()
+        wait_until(lambda: [link.name for link in router.service.links] == ["c"])
+        cluster.leave("b").stop()
+        cluster.join("d")
+        wait_until(lambda: set(names(router)) == {"c", "d"})
+        ask(http)
 
 
 def test_a_configuration_names_controllers_or_a_source() -> None:

@@ -76,14 +76,13 @@ class ControllerSocket:
         self._closed = False
         try:
             peer.connect(self._socket, endpoint)
-        except WireKeysError:
+        except (WireKeysError, zmq.ZMQError):
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._socket.close(linger=0)
             raise
         self._loop.add_reader(_descriptor(self._monitor), self._on_monitor)
         self._loop.add_reader(_descriptor(self._socket), self._on_readable)
-        self._socket.connect(endpoint)
         self._loop.call_soon(self._on_monitor)
 
     def close(self, *, linger_ms: int) -> None:

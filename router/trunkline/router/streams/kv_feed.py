@@ -270,7 +270,11 @@ class _Feed:
         self._connect_after = 0.0
         """Earliest loop time in seconds at which a silent socket is connected again. Without that, a socket whose
         connection was refused would stay silent forever."""
-        self._connect()
+        try:
+            self._connect()
+        except zmq.ZMQError:
+            self._socket.close(linger=0)
+            raise
         descriptor = self._socket.get(zmq.FD)
         assert isinstance(descriptor, int)
         self._descriptor = descriptor

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import structlog
+import zmq
 
 from trunkline.router.membership.member import Member, Members, MemberSource, Present, changes
 from trunkline.router.routing.core import RoutingCore
@@ -56,7 +57,7 @@ class LinkKeeper:
         self._connect = connect
         self._peer = peer
         self._refusal = refusal
-        self._members: Members = {}
+        self._members: dict[str, Member] = {}
         self._leaving: set[ControllerLink] = set()
         """Connections to groups that were removed, with requests that have not ended."""
         self._task: asyncio.Task[None] | None = None
@@ -119,9 +120,15 @@ class LinkKeeper:
         peer = self._peer()
         link = self._connect(slot, member, peer)
         self._links.add(link)
-        if member.events:
-            self._feeds.add(slot, member.events, link, peer)
-        link.open()
+        try:
+            if member.events:
+                self._feeds.add(slot, member.events, link, peer)
+            link.open()
+        except zmq.ZMQError as error:  # an address is wrong, which must not hide the other members
+            _log.error("member_refused", member=member.id, reason=str(error))
+            self._remove(link)
+            del self._members[member.id]
+            return
         _log.info("group_joined", group=member.id, address=member.address, groups=len(self._links))
 
     def _remove(self, link: ControllerLink) -> None:
