@@ -140,7 +140,7 @@ class SimulatedTiers:
 
 
 def chain_of(content: list[Entry | None]) -> list[Entry]:
-    """Return the entries of a block that hold its chunk, perhaps with some that follow. What an open chunk leaves of
+    """Return the entries of a block that hold its chunk, perhaps some more. What an open chunk leaves of
     its block holds remains of earlier chunks, which differ from write to write."""
     chain: list[Entry] = []
     for entry in content:
