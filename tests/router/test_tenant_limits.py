@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,16 @@ from typing import Any
 import httpx
 import pytest
 from router.fake_controller import FakeController
-from router.harness import ADMIN, MESSAGES, RunningRouter, make_answer, running, wait_until
+from router.harness import (
+    ADMIN,
+    MESSAGES,
+    STORES,
+    RunningRouter,
+    make_answer,
+    running,
+    shared_records,
+    wait_until,
+)
 from router.process_calls import router_process
 
 from trunkline.router.tenancy.auth import hash_key
@@ -143,6 +155,57 @@ def test_priorities_and_the_trusted_header_reach_the_engine(place: Path, tokeniz
         assert [submit.tenant for submit in fake.behaviour.submits] == tenants
         answer = http.post("/v1/chat/completions", json=CHAT, headers={"X-Tenant": "no name"})
         assert answer.status_code == 400
+
+
+@contextmanager
+def two_routers(
+    place: Path, tokenizer: Tokenizer, rules: dict[str, Any], store: str
+) -> Iterator[tuple[list[httpx.Client], list[FakeController]]]:
+    """Clients of two routers that share a store, and their controllers."""
+    with contextlib.ExitStack() as work:
+        records = work.enter_context(shared_records(store))
+        clients, fakes = [], []
+        for number in range(2):
+            (folder := place / str(number)).mkdir()
+            options = {"records": records, "routers": 2, "number": number}
+            _, fake, http = work.enter_context(limited(folder, tokenizer, rules, **options))
+            clients.append(http)
+            fakes.append(fake)
+        yield clients, fakes
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_two_routers_share_the_limits(place: Path, tokenizer: Tokenizer, store: str) -> None:
+    rules = {"default": {"requests_per_minute": 8}}
+    with two_routers(place, tokenizer, rules, store) as (clients, fakes):
+        alone = [ask(clients[0]) for _ in range(6)]
+        assert [answer.status_code for answer in alone] == [200] * 6, "more than an equal part"
+        assert alone[-1].headers["x-ratelimit-limit-requests"] == "8"
+        assert alone[-1].headers["x-ratelimit-remaining-requests"] == "2"
+        began = time.monotonic()
+        others = [ask(client) for client in clients * 4]
+        flowed = (time.monotonic() - began + 1) * 8 / 60
+        admitted = sum(answer.status_code == 200 for answer in others)
+        assert admitted <= 2 + flowed
+        assert sum(len(fake.behaviour.submits) for fake in fakes) == 6 + admitted
+        refused = next(answer for answer in others if answer.status_code == 429)
+        assert refused.json()["error"]["limit"] == "requests_per_minute"
+
+
+def test_two_routers_share_the_places(place: Path, tokenizer: Tokenizer) -> None:
+    with (
+        two_routers(place, tokenizer, {"default": {"requests": 2}}, "sqlite") as (clients, fakes),
+        ThreadPoolExecutor(2) as pool,
+    ):
+        fakes[0].behaviour.hold = True
+        held = [pool.submit(ask, clients[0]) for _ in range(2)]
+        wait_until(lambda: len(fakes[0].behaviour.submits) == 2)
+        refused = ask(clients[1])
+        assert refused.status_code == 429
+        assert refused.json()["error"]["limit"] == "requests"
+        fakes[0].behaviour.hold = False
+        assert [each.result().status_code for each in held] == [200, 200]
+        wait_until(lambda: ask(clients[1]).status_code == 200)
 
 
 @pytest.mark.processes

@@ -7,6 +7,7 @@ import os
 import random
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 from seeds import seeds
@@ -14,8 +15,9 @@ from seeds import seeds
 from trunkline.router.config import TenantLimits
 from trunkline.router.errors import ApiError
 from trunkline.router.tenancy.auth import Key, TenantRules, hash_key
+from trunkline.router.tenancy.buckets import Bucket
 from trunkline.router.tenancy.tenant_file import TenantFile, parse_rules, read_rules
-from trunkline.router.tenancy.tenants import Bucket, Meter, TenantBook, duration
+from trunkline.router.tenancy.tenants import Meter, TenantBook, duration
 
 PER_MINUTE = ("requests_per_minute", "tokens_per_minute")
 
@@ -23,7 +25,7 @@ PER_MINUTE = ("requests_per_minute", "tokens_per_minute")
 class Book(TenantBook):
     """A book at the time that the test says."""
 
-    def __init__(self, rules: TenantRules, **options: int) -> None:
+    def __init__(self, rules: TenantRules, **options: Any) -> None:
         self.now = 0.0
         super().__init__(rules, lambda: self.now, **options)
 

@@ -164,8 +164,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cors_origins: list[str] = []
     """Origins of web pages that may use this server from a browser, such as `https://chat.example.com`."""
     routers: int = 1
-    """Number of router processes on the same port. They share no counters: each grants an equal part of every
-    limit."""
+    """Number of router processes on the same port. If they do not share a record store, or it is away, each grants
+    an equal part of every tenant's limit."""
     number: int = 0
     """Number of this router among the `routers` processes, from 0 on."""
     metrics_path: str = ""
@@ -344,6 +344,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 )
             ),
         )
+
+    @property
+    def shares_records(self) -> bool:
+        """Whether other routers may use the same record store."""
+        if self.records.startswith("sqlite::memory:"):
+            return False
+        return self.routers > 1 or not self.records.startswith("sqlite:")
 
     @property
     def model_name(self) -> str:

@@ -98,7 +98,7 @@ class RouterService:
             lambda code: self.metrics.modules.errors.labels(code).inc(),
             owner_bytes_max=config.records_tenant_bytes,
         )
-        self.tenants = Tenants(config)
+        self.tenants = Tenants(config, records=self.records)
         self.large_requests = LargeRequests(config.max_body_bytes)
         self.draining = False
         """Whether new requests are refused because the process is about to exit."""
@@ -178,6 +178,7 @@ class RouterService:
         )
         self._opened = _Opened(context, HealthProbe(self.links, 0 if bos is None else bos), feeds, keeper, tender)
         tender.open()
+        self.tenants.open()
         feeds.open()
         keeper.open(fixed_members(config), open_source(config.members, self.records) if config.members else None)
 
@@ -189,6 +190,7 @@ class RouterService:
             await self._opened.keeper.close()
         self.tokenizer.close()
         self.large_requests.close()
+        await self.tenants.close()
         await self.records.close()
         if self._opened is not None:
             self._opened.zmq.term()

@@ -368,7 +368,7 @@ class AdmissionMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            meter = self._tenants.enter(current_identity().tenant)
+            meter = await self._tenants.enter(current_identity().tenant)
         except ApiError as error:
             if "limit" in error.details:
                 self._on_refusal(error.details["limit"])

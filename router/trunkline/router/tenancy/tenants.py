@@ -11,7 +11,8 @@ a bucket of tokens that is not empty. Its prompt is charged once its length is k
 running requests may overdraw a bucket of tokens; then no request is admitted until it has filled again. That way
 no work is thrown away because its length was not known before, and over minutes the rate holds exactly.
 
-Routers share no counters: each of several grants an equal part of every limit.
+The limits hold for all routers together: what a router grants, it has reserved in the tenant's ledger in the
+record store (`shared_limits.py`). A router that has a store of its own counts in its memory.
 """
 
 from __future__ import annotations
@@ -23,87 +24,67 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
-from trunkline.router.config import NO_LIMITS, RouterConfig
+from trunkline.kvstore.records import RecordStore
+from trunkline.router.config import NO_LIMITS, RouterConfig, TenantLimits
 from trunkline.router.errors import RETRY_AFTER_SECONDS, ApiError
 from trunkline.router.request_context import current, known
-from trunkline.router.tenancy.auth import ANONYMOUS, Access, Authenticator, Identity, TenantRules, is_loopback
+from trunkline.router.tenancy.account import Account
+from trunkline.router.tenancy.auth import (
+    ANONYMOUS,
+    Access,
+    Authenticator,
+    Identity,
+    TenantRules,
+    is_loopback,
+    salt_of,
+)
+from trunkline.router.tenancy.buckets import ROUNDING, Bucket, ReservedBucket
+from trunkline.router.tenancy.shared_limits import SharedLimits
 from trunkline.router.tenancy.tenant_file import TenantFile
 
 TENANTS_MAX: Final = 10_000
 """Largest number of tenants in memory. If there are more, those that have been idle for longest are forgotten."""
-MINUTE_S: Final = 60.0
-_ROUNDING: Final = 1e-6
-"""Rounding that is tolerated when a bucket is checked, in units of the bucket: a client that waited as long as
-`Retry-After` said must not be refused again."""
 
 
-# -- buckets and books
-
-
-class Bucket:
-    """A token bucket that fills at a steady rate. It may be overdrawn."""
-
-    __slots__ = ("_at", "_capacity", "_level", "_per_second")
-
-    def __init__(self, per_minute: float, now: float) -> None:
-        """Begin with a full bucket. `per_minute`: units that flow in each minute; the bucket holds as many, at
-        least 1."""
-        self._per_second = per_minute / MINUTE_S
-        self._capacity = max(per_minute, 1.0)
-        self._level = self._capacity
-        self._at = now
-
-    @property
-    def capacity(self) -> float:
-        """Amount that a full bucket holds."""
-        return self._capacity
-
-    def level(self, now: float) -> float:
-        """Return the amount in the bucket; below zero: the bucket is overdrawn."""
-        if now > self._at:
-            self._level = min(self._capacity, self._level + (now - self._at) * self._per_second)
-            self._at = now
-        return self._level
-
-    def take(self, amount: float, now: float) -> None:
-        """Take `amount`, even if the bucket holds less."""
-        self._level = self.level(now) - amount
-
-    def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until `amount`, which is not more than the capacity, is in the bucket."""
-        missing = amount - self.level(now)
-        return 0.0 if missing <= _ROUNDING else missing / self._per_second
-
-    def resize(self, per_minute: float, now: float) -> None:
-        """Change the rate. What was taken at the old rate stays taken."""
-        taken = self._capacity - self.level(now)
-        self._per_second = per_minute / MINUTE_S
-        self._capacity = max(per_minute, 1.0)
-        self._level = self._capacity - taken
+# -- books
 
 
 class _Tenant:
     """The running requests and the buckets of one tenant."""
 
-    __slots__ = ("limits", "minute_requests", "minute_tokens", "name", "rules", "running")
+    __slots__ = ("account", "limits", "minute_requests", "minute_tokens", "name", "rules", "running")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, account: Account | None) -> None:
         self.name = name
+        self.account = account
+        """The account with the ledger of all routers; None: this router counts by itself."""
         self.limits = NO_LIMITS
         self.rules: TenantRules | None = None
         """The rules from which `limits` was taken."""
         self.running = 0
-        self.minute_requests: Bucket | None = None
-        self.minute_tokens: Bucket | None = None
+        self.minute_requests: Bucket | ReservedBucket | None = None
+        self.minute_tokens: Bucket | ReservedBucket | None = None
 
     def obey(self, rules: TenantRules, routers: int, now: float) -> None:
         limits = self.limits = rules.limits_of(self.name)
         self.rules = rules
+        if self.account is not None:
+            self.account.obey(limits, now)
+            self.minute_requests, self.minute_tokens = self.account.requests, self.account.tokens
+            return
         self.minute_requests = _resized(self.minute_requests, limits.requests_per_minute, routers, now)
         self.minute_tokens = _resized(self.minute_tokens, limits.tokens_per_minute, routers, now)
 
+    def places(self, routers: int) -> float:
+        """Return how many requests may run at once."""
+        if self.limits.requests is None:
+            return math.inf
+        return math.ceil(self.limits.requests / routers) if self.account is None else self.account.places
 
-def _resized(bucket: Bucket | None, per_minute: int | None, routers: int, now: float) -> Bucket | None:
+
+def _resized(
+    bucket: Bucket | ReservedBucket | None, per_minute: int | None, routers: int, now: float
+) -> Bucket | ReservedBucket | None:
     if per_minute is None:
         return None
     if bucket is None:
@@ -142,15 +123,17 @@ class Meter:
         bucket = self._tenant.minute_tokens
         if bucket is not None:
             now = self._book.clock()
-            if not self._charged:
-                _check_bucket(bucket, "tokens_per_minute", self._tenant.limits.tokens_per_minute, now)
+            if not self._charged and (wait_s := bucket.wait_s(1, now)):
+                raise _over_rate("tokens", self._tenant.limits.tokens_per_minute, wait_s)
             bucket.take(tokens, now)
+            self._book.touch(self._tenant)
         self._charged = True
 
     def charge_output(self, tokens: int) -> None:
         """Charge the tokens of an answer or of a part of it. May be called after `close`."""
         if self._tenant.minute_tokens is not None:
             self._tenant.minute_tokens.take(tokens, self._book.clock())
+            self._book.touch(self._tenant)
 
     def headers(self) -> dict[str, str]:
         """Return OpenAI's headers that say how much is left of each limit of the tenant."""
@@ -167,20 +150,27 @@ class TenantBook:
     """All tenants that have sent requests lately."""
 
     def __init__(
-        self, rules: TenantRules, clock: Callable[[], float], routers: int = 1, tenants_max: int = TENANTS_MAX
+        self,
+        rules: TenantRules,
+        clock: Callable[[], float],
+        routers: int = 1,
+        tenants_max: int = TENANTS_MAX,
+        shared: SharedLimits | None = None,
     ) -> None:
         """
         Args:
             clock: returns seconds that only go forward.
-            routers: number of router processes; each grants an equal part of every limit.
+            routers: number of router processes; without `shared`, each grants an equal part of every limit.
             tenants_max: largest number of tenants in memory, besides those with running requests and those that
                 the rules name.
+            shared: counts the limits for all routers together; None: this router counts by itself.
         """
         self.rules = rules
         """The rules that count now. They may be replaced at any time: what was used of the old limits counts in
         the new ones."""
         self.clock = clock
         self._routers = routers
+        self._shared = shared
         self._tenants_max = tenants_max
         self._tenants: dict[str, _Tenant] = {}
         self._idle: OrderedDict[str, _Tenant] = OrderedDict()
@@ -194,6 +184,14 @@ class TenantBook:
         tenant = self._tenants.get(name)
         return 0 if tenant is None else tenant.running
 
+    async def prepare(self, name: str) -> None:
+        """Reserve what a request of a tenant needs to be admitted, if the tenant's limits are shared and nothing
+        is reserved. Call `admit` next, without waiting for anything."""
+        if self._shared is not None:
+            account = self._tenant(name, self.clock()).account
+            assert account is not None
+            await self._shared.prepare(account)
+
     def admit(self, name: str) -> Meter:
         """Admit a request of a tenant.
 
@@ -201,11 +199,7 @@ class TenantBook:
             OverLimitError: 429, with the limit that is reached; nothing was taken from any bucket.
         """
         now = self.clock()
-        tenant = self._tenants.get(name)
-        if tenant is None:
-            tenant = self._tenants[name] = self._idle[name] = _Tenant(name)
-        if tenant.rules is not self.rules:
-            tenant.obey(self.rules, self._routers, now)
+        tenant = self._tenant(name, now)
         try:
             self._check(tenant, now)
         except ApiError as error:
@@ -215,6 +209,7 @@ class TenantBook:
         if tenant.minute_requests is not None:
             tenant.minute_requests.take(1, now)
         tenant.running += 1
+        self.touch(tenant)
         self._idle.pop(name, None)
         self._forget_idle()
         return Meter(self, tenant)
@@ -222,18 +217,34 @@ class TenantBook:
     def leave(self, tenant: _Tenant) -> None:
         """Free the place of a request among the tenant's running requests. Each `Meter` calls this once."""
         tenant.running -= 1
+        self.touch(tenant)
         if not tenant.running:
             self._idle[tenant.name] = tenant
             self._forget_idle()
 
+    def touch(self, tenant: _Tenant) -> None:
+        """Note that a tenant's requests have come or gone, or that they have used tokens."""
+        if self._shared is not None and tenant.account is not None and tenant.account.has_limits:
+            tenant.account.note_running(tenant.running)
+            self._shared.touch(tenant.account)
+
+    def _tenant(self, name: str, now: float) -> _Tenant:
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            account = None if self._shared is None else self._shared.account(name)
+            tenant = self._tenants[name] = self._idle[name] = _Tenant(name, account)
+        if tenant.rules is not self.rules:
+            tenant.obey(self.rules, self._routers, now)
+        return tenant
+
     def _check(self, tenant: _Tenant, now: float) -> None:
         limits = tenant.limits
-        if limits.requests is not None and tenant.running >= math.ceil(limits.requests / self._routers):
+        if limits.requests is not None and tenant.running >= tenant.places(self._routers):
             raise _over("requests", f"{limits.requests} requests at once", RETRY_AFTER_SECONDS)
         if tenant.minute_requests is not None:
-            _check_bucket(tenant.minute_requests, "requests_per_minute", limits.requests_per_minute, now)
+            _check_bucket(tenant.minute_requests, "requests", limits.requests_per_minute, now)
         if tenant.minute_tokens is not None:
-            _check_bucket(tenant.minute_tokens, "tokens_per_minute", limits.tokens_per_minute, now)
+            _check_bucket(tenant.minute_tokens, "tokens", limits.tokens_per_minute, now)
 
     def _forget_idle(self) -> None:
         named = self.rules.tenants  # never forgotten: their number is bounded
@@ -252,16 +263,18 @@ def _headers(tenant: _Tenant, now: float) -> dict[str, str]:
     for name, bucket in (("requests", tenant.minute_requests), ("tokens", tenant.minute_tokens)):
         if bucket is not None:
             fields[f"x-ratelimit-limit-{name}"] = str(int(bucket.capacity))
-            fields[f"x-ratelimit-remaining-{name}"] = str(max(0, int(bucket.level(now) + _ROUNDING)))
+            fields[f"x-ratelimit-remaining-{name}"] = str(max(0, int(bucket.level(now) + ROUNDING)))
             fields[f"x-ratelimit-reset-{name}"] = duration(bucket.wait_s(bucket.capacity, now))
     return fields
 
 
-def _check_bucket(bucket: Bucket, limit: str, per_minute: int | None, now: float) -> None:
-    wait_s = bucket.wait_s(1, now)
-    if wait_s:
-        unit = limit.removesuffix("_per_minute")
-        raise _over(limit, f"{per_minute} {unit} per minute", wait_s)
+def _check_bucket(bucket: Bucket | ReservedBucket, unit: str, per_minute: int | None, now: float) -> None:
+    if wait_s := bucket.admission_wait_s(now):
+        raise _over_rate(unit, per_minute, wait_s)
+
+
+def _over_rate(unit: str, per_minute: int | None, wait_s: float) -> ApiError:
+    return _over(f"{unit}_per_minute", f"{per_minute} {unit} per minute", wait_s)
 
 
 def _over(limit: str, most: str, wait_s: float) -> ApiError:
@@ -297,9 +310,12 @@ class Tenants:
         config: RouterConfig,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        records: RecordStore | None = None,
     ) -> None:
         """
         Args:
+            records: the store in which limits are counted for all routers that share it. It is used only if there
+                may be others.
             wall_clock: Unix time in seconds, by which keys expire.
 
         Raises:
@@ -310,7 +326,12 @@ class Tenants:
             TenantFile(config.tenants, config.tenant_limits, config.tenants_kept) if config.tenants else None
         )
         rules = TenantRules(config.tenant_limits) if self._file is None else self._file.rules
-        self._book = TenantBook(rules, clock, config.routers)
+        self._shared = (
+            None
+            if records is None or not config.shares_records
+            else SharedLimits(records, config.routers, clock, wall_clock)
+        )
+        self._book = TenantBook(rules, clock, config.routers, shared=self._shared)
         self._authenticator = Authenticator(
             header=config.tenant_header,
             single_key=config.api_key_digest,
@@ -343,13 +364,33 @@ class Tenants:
         """Return the owners of sessions: "" for sessions without a tenant, and the tenants that the file names."""
         return ["", *self._book.rules.tenants]
 
-    def enter(self, name: str) -> Meter:
+    def identity_of(self, tenant: str, owner: str) -> Identity:
+        """Return the identity of a request that is made for a tenant, not sent by it. `owner`: whose records it
+        sees."""
+        return Identity(tenant, owner=owner, salt=salt_of(owner, self._rules()) if owner else b"")
+
+    def limits_of(self, tenant: str) -> TenantLimits:
+        """Return a tenant's limits."""
+        return self._rules().limits_of(tenant)
+
+    def open(self) -> None:
+        """Begin to share limits with other routers."""
+        if self._shared is not None:
+            self._shared.open()
+
+    async def close(self) -> None:
+        """Give back what is reserved of the limits. No request must run any more."""
+        if self._shared is not None:
+            await self._shared.close()
+
+    async def enter(self, name: str) -> Meter:
         """Admit a request of a tenant, and return its meter.
 
         Raises:
             OverLimitError: 429, a limit is reached.
         """
         self._rules()
+        await self._book.prepare(name)
         return self._book.admit(name)
 
     def _rules(self) -> TenantRules:
