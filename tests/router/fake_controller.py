@@ -35,6 +35,7 @@ from trunkline.router.messages import (
     Finished,
     FinishReason,
     Flushed,
+    GroupIdentity,
     Hypothesis,
     ModulesReply,
     Outputs,
@@ -103,6 +104,7 @@ class Behaviour:
     """Tokens after which a sequence number is skipped."""
     status: str = "ready"
     detail: str = ""
+    group: GroupIdentity = GroupIdentity()  # noqa: RUF009 (it cannot change)
     max_context: int = 2048
     max_rows: int = 256
     cached_tokens: int = 0
@@ -325,6 +327,7 @@ class FakeController:
             tiers=behaviour.tiers,
             misses=behaviour.misses,
             protocol=PROTOCOL,
+            group=behaviour.group,
         )
 
     def _step(self, socket: zmq.Socket[bytes]) -> None:

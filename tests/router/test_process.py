@@ -156,4 +156,4 @@ def test_bad_configurations(place: Path, change: dict[str, Any], message: str) -
 
 def test_names(place: Path) -> None:
     config = RouterConfig(model_path=str(place), controllers=["ipc://a"], served_model_aliases=["b"])
-    assert config.model_names == (place.name, "b")
+    assert config.all_models[0].all_names == (place.name, "b")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trunkline.controller.engine_config import ConfigError, EngineConfig, EngineLimits, require
+from trunkline.router.messages import GroupIdentity
 from trunkline.runtime.wire_keys import Role, problem_of
 
 
@@ -28,6 +29,12 @@ class ControllerConfig(EngineLimits, frozen=True, kw_only=True):
     told."""
     model_fingerprint: str = ""
     """Digest of the model that the workers compute with, hexadecimal."""
+    member: str = ""
+    """The id of the group as a member of the cluster; "": it has none, or routers list it by its address."""
+    model_name: str = ""
+    """The name by which requests ask for the model; "": routers know it."""
+    tokenizer_digest: str = ""
+    """Digest of the model's tokenizer (`trunkline.kvstore.fingerprint`); "": not known."""
     index_path: str = ""
     """SQLite file with the disk tier's chunks; "": there is no disk tier."""
     tier_fingerprint: str = ""
@@ -66,6 +73,11 @@ class ControllerConfig(EngineLimits, frozen=True, kw_only=True):
     otlp_endpoint: str = ""
     """Collector that spans are sent to; "": as OpenTelemetry's environment variables say
     (`runtime/tracing.py`)."""
+
+    @property
+    def identity(self) -> GroupIdentity:
+        """What this controller tells routers of its group."""
+        return GroupIdentity(self.member, self.model_name, self.tokenizer_digest)
 
     @property
     def terms(self) -> dict[str, str]:

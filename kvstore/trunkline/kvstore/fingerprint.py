@@ -4,11 +4,15 @@ found.
 There are two, one inside the other. The *model's* is part of every chunk's name (`trunkline.kvstore.chunks`): it
 says which model computed the KV. The *tier's* is part of every file and key that holds KV: it also says which
 shape the bytes have.
+
+The *tokenizer's* is the same for all models that have equal tokenizers. Routers compare theirs with that of each
+group: ids of another tokenizer would mean other texts.
 """
 
 from __future__ import annotations
 
 from hashlib import blake2b
+from pathlib import Path
 from typing import Final, NamedTuple
 
 FINGERPRINT_BYTES: Final = 16
@@ -54,6 +58,18 @@ def tier_fingerprint(model: bytes, dtype: str, tp: int, shape: KvShape, position
     """
     numbers = ",".join(map(str, (FORMAT, tp, *shape)))
     return _digest(b"trunkline-tier", model, dtype.encode(), numbers.encode(), positions.encode())
+
+
+def tokenizer_digest(folder: str | Path) -> str:
+    """Return the digest of a model's tokenizer, 16 hexadecimal digits.
+
+    Args:
+        folder: The model's folder, with `tokenizer.json`.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    return blake2b(Path(folder, "tokenizer.json").read_bytes(), digest_size=8).hexdigest()
 
 
 def _digest(purpose: bytes, *parts: bytes) -> bytes:

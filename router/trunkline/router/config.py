@@ -65,6 +65,45 @@ class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 NO_LIMITS: Final = TenantLimits()
 
 
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model that a router serves."""
+
+    model_path: str
+    """Folder with the model's tokenizer and configuration (the weights are not read)."""
+    names: list[str] = []
+    """Names by which requests may ask for the model, the main one first. Empty: the folder's name."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls, one of `TOOL_CALL_PARSERS`; "auto": as its files suggest."""
+    max_context: int = 0
+    """Largest number of tokens of prompt and output together; 0: what the model's configuration says."""
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """Every name of the model, the main one first."""
+        return tuple(self.names) or (Path(self.model_path).resolve().name,)
+
+    @property
+    def name(self) -> str:
+        """The model's main name."""
+        return self.all_names[0]
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        """Return the rules that its fields keep or break, each with the sentence about a breach."""
+        problem = next(filter(None, map(problem_of_model_name, self.all_names)), "")
+        return (
+            (
+                Path(self.model_path, "tokenizer.json").is_file(),
+                f"model_path: {self.model_path!r} has no tokenizer.json",
+            ),
+            (not problem, f"model name: {problem}"),
+            (self.max_context >= 0, f"max_context: {self.max_context} is negative; 0 means the model's own"),
+            (
+                self.tool_call_parser in TOOL_CALL_PARSERS,
+                f"tool_call_parser: {self.tool_call_parser!r} is none of {', '.join(TOOL_CALL_PARSERS)}",
+            ),
+        )
+
+
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one router process. Sizes in bytes, times in seconds.
 
@@ -101,6 +140,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_context: int = 0
     """Largest number of tokens of prompt and output together; 0: what the model's configuration says. A controller
     that can hold fewer (its `State.max_context`) lowers it further."""
+    models: list[ModelConfig] = []
+    """Further models, each with groups of its own. The fields above describe the first one, which requests mean
+    that name none."""
     max_body_bytes: int = 16 << 20
     """Largest size of a request's body; larger ones are refused (413). 16 MiB holds a million-token prompt several
     times."""
@@ -208,15 +250,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """
         rules = (
             *self._controller_rules(),
-            (
-                Path(self.model_path, "tokenizer.json").is_file(),
-                f"model_path: {self.model_path!r} has no tokenizer.json",
-            ),
-            (not problem_of_model_name(self.model_name), f"model name: {problem_of_model_name(self.model_name)}"),
+            *self._model_rules(),
             (self.listen_fd >= 0, f"listen_fd: {self.listen_fd} is negative; 0 means none"),
             (bool(self.host), "host: must not be empty; 0.0.0.0 listens on all addresses"),
             (0 <= self.port <= 65535, f"port: {self.port} is not between 0 and 65535"),
-            (self.max_context >= 0, f"max_context: {self.max_context} is negative; 0 means the model's own"),
             *self._limit_rules(),
             (
                 self.request_timeout_seconds >= 0,
@@ -239,10 +276,6 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"{IDEMPOTENCY_TTL_S_MAX:.0f}",
             ),
             (self.parent_pid >= 0, f"parent_pid: {self.parent_pid} is negative"),
-            (
-                self.tool_call_parser in TOOL_CALL_PARSERS,
-                f"tool_call_parser: {self.tool_call_parser!r} is none of {', '.join(TOOL_CALL_PARSERS)}",
-            ),
             (self.log_level in LOG_LEVELS, f"log_level: {self.log_level!r} is none of {LOG_LEVELS}"),
             (
                 self.trace_sample is None or 0 <= self.trace_sample <= 1,
@@ -279,6 +312,15 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 len(self.events) in (0, len(self.controllers)),
                 f"events: {len(self.events)} endpoints for {len(self.controllers)} controllers; one each, or none",
             ),
+        )
+
+    def _model_rules(self) -> tuple[tuple[bool, str], ...]:
+        """Return the rules about the models."""
+        names = [name for model in self.all_models for name in model.all_names]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        return (
+            *(rule for model in self.all_models for rule in model.rules()),
+            (not self.models or not twice, f"models: two have the name {', '.join(map(repr, twice))}"),
         )
 
     def _limit_rules(self) -> tuple[tuple[bool, str], ...]:
@@ -354,13 +396,19 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def model_name(self) -> str:
-        """The model's name in answers."""
+        """The first model's name in answers."""
         return self.served_model_name or Path(self.model_path).resolve().name
 
     @property
-    def model_names(self) -> tuple[str, ...]:
-        """Every name that a request may use for the model, the main one first."""
-        return (self.model_name, *self.served_model_aliases)
+    def all_models(self) -> list[ModelConfig]:
+        """All models, the first one first."""
+        first = ModelConfig(
+            model_path=self.model_path,
+            names=[self.model_name, *self.served_model_aliases],
+            tool_call_parser=self.tool_call_parser,
+            max_context=self.max_context,
+        )
+        return [first, *self.models]
 
 
 def load_config(path: str) -> RouterConfig:

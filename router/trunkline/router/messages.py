@@ -167,6 +167,18 @@ class TierState(msgspec.Struct, array_like=True, frozen=True):
     """Why the tier is not used at present; "": it is used."""
 
 
+class GroupIdentity(msgspec.Struct, array_like=True, frozen=True):
+    """What a controller says of its group, so that routers do not send it what is meant for another. A field is ""
+    if the controller was not told."""
+
+    member: str = ""
+    """The id of the group as a member of the cluster (`membership/member.py`)."""
+    model: str = ""
+    """The name by which requests ask for the group's model."""
+    tokenizer: str = ""
+    """The digest of the model's tokenizer (`kvstore.fingerprint.tokenizer_digest`)."""
+
+
 class State(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """The controller's load and health, in answer to each `Ping` and when it changes."""
 
@@ -242,6 +254,7 @@ class State(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """Size of a chunk, all ranks together; 0: not known."""
     protocol: int = 1
     """The controller's `PROTOCOL`. The field has this place in all versions."""
+    group: GroupIdentity = GroupIdentity()
 
 
 class Flushed(msgspec.Struct, array_like=True, frozen=True, tag="flushed"):

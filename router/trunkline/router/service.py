@@ -6,14 +6,16 @@ app.py ─► api/… ─► RouterService.generate ─► Dispatcher ─► Rou
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import copy
 import importlib.metadata
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple
 
+import msgspec
 import zmq
 
 from trunkline.controller.messages import Prefetch
@@ -40,6 +42,7 @@ from trunkline.router.streams.kv_feed import EventFeeds
 from trunkline.router.streams.link import ControllerLink
 from trunkline.router.streams.link_keeper import LinkKeeper
 from trunkline.router.streams.links import Links
+from trunkline.router.streams.served_models import ServedModels
 from trunkline.router.streams.streams import Stream
 from trunkline.router.telemetry.metrics import LiveGauges, Metrics
 from trunkline.router.telemetry.request_record import RequestRecord, current_record
@@ -72,13 +75,32 @@ class _Opened(NamedTuple):
     tender: RecordTender
 
 
+@dataclass(slots=True)
+class _Life:
+    """The state of a router between its start and its end."""
+
+    idle: asyncio.Event
+    """Set while nothing is generated."""
+    draining: bool = False
+    opened: _Opened | None = None
+
+
 class RouterService:
     """Everything behind the HTTP endpoints. Make it before the event loop runs; call `open` and `close` in the
-    loop."""
+    loop.
+
+    With several models, `of_model` returns for each a service that differs from this one in the model, and shares
+    all else with it. A request uses the one of the model that it asks for.
+    """
 
     def __init__(self, config: RouterConfig, tokenizer: Tokenizer) -> None:
         self.config = config
-        self.tokenizer = tokenizer
+        self.models = ServedModels(config, tokenizer)
+        """All models of this router."""
+        self.model = self.models.first
+        """The model of the requests that use this service."""
+        self._is_chosen = False
+        """Whether requests have asked for this very model. Until a request's body is read, any model will do."""
         self.links = Links()
         self.metrics = Metrics(
             lambda: self.links,
@@ -87,6 +109,7 @@ class RouterService:
             model=config.model_name,
         )
         store = open_records(config.records, bytes_max=config.records_bytes_max, patience_s=RECORDS_PATIENCE_S)
+        self.metrics.records.bytes_max = config.records_bytes_max
         self.records = MeteredRecords(store, self.metrics.records.measured)
         """Sessions, schemas and kept answers, which all routers share. Connects when it is used."""
         self.histories = Histories(self.records, config.records_tenant_bytes)
@@ -94,27 +117,37 @@ class RouterService:
         self.schemas = SchemaStore(
             self.records,
             Homes(self.links),
-            tokenizer,
+            self.of_model,
             lambda code: self.metrics.modules.errors.labels(code).inc(),
             owner_bytes_max=config.records_tenant_bytes,
         )
         self.tenants = Tenants(config, records=self.records)
         self.large_requests = LargeRequests(config.max_body_bytes)
-        self.draining = False
-        """Whether new requests are refused because the process is about to exit."""
         self.dispatcher = Dispatcher(
             self.links,
             RoutingCore((), config.policy, replica_seed=os.getpid()),
             resume_seconds=config.resume_seconds,
-            max_context=lambda: self.limits.max_context,
+            max_context=lambda model: self.of_model(model).limits.max_context,
             learns=not any(config.events) and not config.members,
             on_event=lambda kind: self.metrics.routing.events.labels(kind).inc(),
             on_route=lambda decision: self.metrics.routing.chose(decision),
         )
         self._generations: dict[Generation, LiveRequest] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._opened: _Opened | None = None
+        self._life = _Life(asyncio.Event())
+        self._life.idle.set()
+
+    def of_model(self, name: str) -> RouterService:
+        """Return the service of the model with a name; if there is none, that of the first model."""
+        if len(self.models) == 1:
+            return self
+        other = copy.copy(self)
+        other.model, other._is_chosen = self.models.find(name) or self.models.first, True
+        return other
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused because the process is about to exit."""
+        return self._life.draining
 
     @property
     def sessions(self) -> SessionStore:
@@ -131,32 +164,31 @@ class RouterService:
         """This program's version."""
         return importlib.metadata.version("trunkline")
 
-    @cached_property
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.model.tokenizer
+
+    @property
     def model_name(self) -> str:
-        """The model's name in answers."""
-        return self.config.model_name
+        """The model's main name."""
+        return self.model.name
 
-    @cached_property
-    def model_names(self) -> tuple[str, ...]:
-        """Every name that a request may use for the model, the main one first."""
-        return self.config.model_names
-
-    @cached_property
+    @property
     def fingerprint(self) -> str:
-        """Return a digest that changes with the model and the program's version."""
-        name = f"{self.model_name} {self.tokenizer.vocab_size} {self.version}"
-        return "fp_" + hashlib.blake2b(name.encode(), digest_size=5).hexdigest()
+        """A digest that changes with the model and the program's version."""
+        return self.model.fingerprint
 
     def open(self) -> None:
         """Begin to connect to the controllers."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        bos = self.tokenizer.special_token_id("bos_token")
         core, config = self.dispatcher.core, self.config
         feeds = EventFeeds(context, core.index, self.dispatcher.load_changed)
 
         def connect(slot: int, member: Member, peer: WirePeer) -> ControllerLink:
             link = ControllerLink(slot, member, context, config.silence_seconds, peer)
             link.patience = config.resume_seconds
+            link.judge = self.models.judge
             link.on_change = self.dispatcher.link_changed
             return link
 
@@ -176,7 +208,8 @@ class RouterService:
             self.metrics.records.noted,
             phase=self.config.number / self.config.routers,
         )
-        self._opened = _Opened(context, HealthProbe(self.links, 0 if bos is None else bos), feeds, keeper, tender)
+        probe = HealthProbe(self.links, lambda link: self.models.of_link(link).probe_token)
+        self._life.opened = _Opened(context, probe, feeds, keeper, tender)
         tender.open()
         self.tenants.open()
         feeds.open()
@@ -184,31 +217,35 @@ class RouterService:
 
     async def close(self) -> None:
         """Disconnect from the controllers and the store of records; generations that still run fail."""
-        if self._opened is not None:
-            self._opened.feeds.close()
-            await self._opened.tender.close()
-            await self._opened.keeper.close()
-        self.tokenizer.close()
+        opened = self._life.opened
+        if opened is not None:
+            opened.feeds.close()
+            await opened.tender.close()
+            await opened.keeper.close()
+        self.models.close()
         self.large_requests.close()
         await self.tenants.close()
         await self.records.close()
-        if self._opened is not None:
-            self._opened.zmq.term()
+        if opened is not None:
+            opened.zmq.term()
 
     @property
     def limits(self) -> ModelLimits:
         """The limits of what a request may ask for at this moment."""
-        contexts = [self.config.max_context or self.tokenizer.files.max_context]
-        capacity = [link.state.max_context for link in self.links if link.state and link.state.max_context > 0]
-        if capacity:
-            contexts.append(max(capacity))
-        return ModelLimits(
-            max_context=min(contexts),
-            vocab_size=self.tokenizer.vocab_size,
-            eos_ids=self.tokenizer.eos_ids,
-            defaults=self.tokenizer.files.defaults,
-            max_rows=max((link.state.max_rows for link in self.links if link.state), default=0),
-        )
+        return self.model.limits(self.links_of(self.model_name))
+
+    def links_of(self, model: str) -> list[ControllerLink]:
+        """Return the connections to the groups that serve a model, as far as is known.
+
+        Args:
+            model: its main name; "": any.
+        """
+        return [link for link in self.links if link.standing.may_serve(model)]
+
+    @property
+    def _wanted(self) -> str:
+        """The model whose groups can take the requests; "": all groups can."""
+        return self.model_name if len(self.models) > 1 else ""
 
     def check_admission(self, count: int = 1) -> None:
         """Refuse a request before any work is done for it. `count`: number of generations that it needs.
@@ -220,8 +257,10 @@ class RouterService:
             raise draining()
         if len(self._generations) + count > self.config.max_inflight:
             raise overloaded(f"this router already works on {self.config.max_inflight} requests")
-        if not any(link.ready for link in self.links) and not self.dispatcher.can_wait:
-            raise unavailable(f"no engine is ready: {describe(self.links)}")
+        wanted = self._wanted if self._is_chosen else ""
+        links = self.links_of(wanted)
+        if not any(link.ready for link in links) and not self.dispatcher.can_wait(wanted):
+            raise unavailable(f"no engine is ready: {describe(links)}")
 
     def generate(self, job: Job, arrived_at: float) -> Generation:
         """Send a job to a controller.
@@ -249,7 +288,7 @@ class RouterService:
             lambda it: self._forget(it, meter, record),
         )
         self._generations[generation] = LiveRequest(route.origin, stream, arrived_at)
-        self._idle.clear()
+        self._life.idle.clear()
         self.metrics.generations.labels(job.decoding.name, "" if job.grammar is None else job.grammar.kind).inc()
         if self.config.request_timeout_seconds:
             generation.limit(self.config.request_timeout_seconds)
@@ -258,12 +297,12 @@ class RouterService:
     @property
     def members_problem(self) -> str:
         """Why the links may not be those to the present groups, for people; "": they are."""
-        return "" if self._opened is None else self._opened.keeper.problem
+        return "" if self._life.opened is None else self._life.opened.keeper.problem
 
     def events_status(self, controller: int) -> str:
         """Return how current the index of a controller's chunks is: "current", "catching up", "stale", or
         "off"."""
-        return "off" if self._opened is None else self._opened.feeds.status(controller)
+        return "off" if self._life.opened is None else self._life.opened.feeds.status(controller)
 
     def _route_of(self, job: Job) -> RouteRequest:
         """Return the job as routing sees it."""
@@ -271,7 +310,8 @@ class RouterService:
             tokens=job.packed_prompt(),
             salt=job.salt,
             session=scoped_session(job.session or job.opening, job.salt),
-            home=-1 if job.modules is None else self.schemas.home_of(job.modules.schema).index,
+            model=self._wanted,
+            home=-1 if job.modules is None else self.schemas.home_of(job.modules.schema, self.model_name).index,
             drops=job.cut.drops,
             layout=None if job.modules is None else job.modules.layout,
             origin=_origin_of(job),
@@ -285,7 +325,7 @@ class RouterService:
         """
         drops = pack_int32([end for span in route.drops for end in span])
         answer = await call_persistently(
-            self.dispatcher.choose(route),
+            self.dispatcher.choose(msgspec.structs.replace(route, model=self._wanted)),
             lambda ticket: Prefetch(ticket, route.tokens, route.salt, drops, route.layout),
             CALL_SECONDS,
         )
@@ -306,7 +346,7 @@ class RouterService:
             record.add(generation)
         self._generations.pop(generation, None)
         if not self._generations:
-            self._idle.set()
+            self._life.idle.set()
 
     @property
     def live_count(self) -> int:
@@ -320,9 +360,9 @@ class RouterService:
 
     async def health(self) -> Health:
         """Return whether tokens can be generated and new requests are accepted."""
-        if self.draining or self._opened is None:
+        if self.draining or self._life.opened is None:
             return Health(False, "shutting down" if self.draining else "starting")
-        return await self._opened.health.check()
+        return await self._life.opened.health.check()
 
     async def flush_cache(self) -> int:
         """Drop the cached blocks of all controllers that no request uses; return their number.
@@ -337,10 +377,10 @@ class RouterService:
 
     async def drain(self, timeout_seconds: float) -> bool:
         """Refuse new requests and wait for the running ones. Return False if some of them had to be cut off."""
-        self.draining = True
+        self._life.draining = True
         try:
             async with asyncio.timeout(timeout_seconds):
-                await self._idle.wait()
+                await self._life.idle.wait()
         except TimeoutError:
             self.cut_all()
             return False
@@ -348,7 +388,7 @@ class RouterService:
 
     def cut_all(self) -> None:
         """End every running generation with an error."""
-        self.draining = True
+        self._life.draining = True
         for generation in list(self._generations):
             generation.cut(FinishReason.DRAINING, "the server is shutting down")
 

@@ -435,7 +435,8 @@ class ControllerService:
     def _send_state(self) -> None:
         """Send the state to the routers that wait for it: after a ping, or a change of status."""
         for router in self._pending.state_for:
-            self.routers.send(router, state_of(self.engine, self.status, self.detail, self.group.block_bytes))
+            state = state_of(self.engine, self.status, self.detail, self.group.block_bytes, self.config.identity)
+            self.routers.send(router, state)
         self._pending.state_for.clear()
 
     def _fail(self, reason: str) -> None:

@@ -24,7 +24,7 @@ from trunkline.controller.messages import DescribeTree
 from trunkline.controller.service.tree_view import UNITS_PER_TURN, TreeWalk
 from trunkline.kvstore.directory import TierStats
 from trunkline.kvstore.tier import TierKind
-from trunkline.router.messages import PROTOCOL, KvEvents, State, TierState, TreeDescription
+from trunkline.router.messages import PROTOCOL, GroupIdentity, KvEvents, State, TierState, TreeDescription
 from trunkline.runtime.wire_keys import Role
 from trunkline.runtime.wire_sockets import SUBSCRIPTION_BYTES_MAX, Gate
 
@@ -40,6 +40,7 @@ _PROBE_MS: Final = 1000
 ASKED_MAX: Final = 64
 """Largest number of questions that wait for the next description. If there are more, routers have forgotten what
 they asked: the oldest questions get no answer."""
+_NOBODY: Final = GroupIdentity()
 _NO_COUNTS: Final[dict[str, Any]] = {
     field.name: 0
     for field in msgspec.structs.fields(State)
@@ -48,14 +49,20 @@ _NO_COUNTS: Final[dict[str, Any]] = {
 """The counts of a `State` before there is an engine."""
 
 
-def state_of(engine: Engine | None, status: str = "", detail: str = "", block_bytes: int = 0) -> State:
+def state_of(
+    engine: Engine | None,
+    status: str = "",
+    detail: str = "",
+    block_bytes: int = 0,
+    group: GroupIdentity = _NOBODY,
+) -> State:
     """Return the state of a controller; without an engine, all counts are zero.
 
     Args:
         block_bytes: Bytes of a chunk on all ranks together.
     """
     if engine is None:
-        return State(0, status, detail, **_NO_COUNTS, block_bytes=block_bytes, protocol=PROTOCOL)
+        return State(0, status, detail, **_NO_COUNTS, block_bytes=block_bytes, protocol=PROTOCOL, group=group)
     scheduler, kv, config, counters = engine.scheduler, engine.scheduler.kv, engine.config, engine.counters
     tree = kv.tree
     requests, queued_tokens = load_of(engine)
@@ -65,6 +72,7 @@ def state_of(engine: Engine | None, status: str = "", detail: str = "", block_by
         detail=detail,
         block_bytes=block_bytes,
         protocol=PROTOCOL,
+        group=group,
         running=scheduler.running_count,
         waiting=scheduler.waiting_count,
         blocks_total=config.num_blocks,

@@ -38,7 +38,7 @@ async def index(request: Request) -> Response:
         {
             "name": "trunkline",
             "version": service.version,
-            "models": list(service.model_names),
+            "models": list(service.models.names),
             "api": "/openapi.json",
             "health": "/health",
             "metrics": "/metrics",
@@ -49,9 +49,9 @@ async def index(request: Request) -> Response:
 @routes.head("/v1/models", include_in_schema=False)
 @routes.get("/v1/models")
 async def models(request: Request) -> Response:
-    """List the names under which the model is served."""
+    """List the names under which models are served."""
     service = service_of(request)
-    cards = [_model_card(service, name) for name in service.model_names]
+    cards = [_model_card(service.of_model(name), name) for name in service.models.names]
     return JsonResponse({"object": "list", "data": cards})
 
 
@@ -59,8 +59,7 @@ async def models(request: Request) -> Response:
 async def model(request: Request, model: str) -> Response:
     """Return one of the served names (names may contain slashes)."""
     service = service_of(request)
-    check_model(service, model)
-    return JsonResponse(_model_card(service, model))
+    return JsonResponse(_model_card(check_model(service, model), model))
 
 
 def _records_health(away: str) -> dict[str, str]:
@@ -80,11 +79,16 @@ async def health(request: Request) -> Response:
         "reason": result.why,
         **_records_health(service.records.away),
         **({"members": service.members_problem} if service.members_problem else {}),
+        "models": {
+            model.name: any(link.ready for link in service.links_of(model.name)) for model in service.models
+        },
         "controllers": [
             {
                 "index": link.index,
                 "name": link.name,
                 "ready": link.ready,
+                "model": link.standing.model,
+                "problem": link.problem,
                 "status": link.state.status if link.state else "disconnected",
                 "running": link.state.running if link.state else 0,
                 "waiting": link.state.waiting if link.state else 0,

@@ -108,6 +108,7 @@ async def messages(request: Request) -> Response:
     arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
     body = await read_request(request, MessagesRequest, service.config.max_body_bytes, MESSAGES_REFUSALS.check)
+    service = check_model(service, body.model)
     fields = {
         "max_completion_tokens": body.max_tokens,
         "stop": body.stop_sequences,
@@ -136,6 +137,7 @@ async def count_tokens(request: Request) -> Response:
     """Count the tokens of a conversation's prompt."""
     service = service_of(request)
     body = await read_request(request, CountTokensRequest, service.config.max_body_bytes, MESSAGES_REFUSALS.check)
+    service = check_model(service, body.model)
     chat, plan = await beside_loop(request, lambda: _translated(service, body, {}))
     check_length(sum(map(_characters, chat.messages)), "messages")
     text = await Rendering(True, tools=plan.template_tools).text(service, chat.messages)
@@ -148,7 +150,6 @@ def _characters(message: Message) -> int:
 
 
 def _translated(service: RouterService, body: CountTokensRequest, fields: Object) -> tuple[ChatRequest, ToolPlan]:
-    check_model(service, body.model)
     functions = to_functions(body.tools)
     choice, parallel = to_choice(body.tool_choice, functions)
     plan = plan_tools(functions, choice, service.tokenizer.tool_style, parallel=parallel)

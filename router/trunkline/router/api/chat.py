@@ -71,15 +71,16 @@ async def chat_completions(request: Request) -> Response:
     arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
     body = await read_request(request, ChatRequest, service.config.max_body_bytes, CHAT_REFUSALS.check)
-    check_model(service, body.model)
-    plan = prepare_tools(body.tools, body.tool_choice, body.parallel_tool_calls, service.tokenizer.tool_style)
-    if plan.active and body.use_beam_search:
-        raise bad_value("tools", "`tools` are not available in a beam search (`use_beam_search: true`)")
+    service = check_model(service, body.model)
     with ExitStack() as work:
         turn = None
         if body.session_id is not None and is_stored(body.session_id):
             turn = await while_connected(request, open_turn(service, body, body.session_id, "chat"))
             work.callback(turn.close)
+            service = turn.service
+        plan = prepare_tools(body.tools, body.tool_choice, body.parallel_tool_calls, service.tokenizer.tool_style)
+        if plan.active and body.use_beam_search:
+            raise bad_value("tools", "`tools` are not available in a beam search (`use_beam_search: true`)")
         if has_modules(body, turn):
             job = await modules_job(service, body, plan, turn)
         else:

@@ -77,7 +77,7 @@ async def completions(request: Request) -> Response:
     body = await read_request(
         request, CompletionRequest, service.config.max_body_bytes, COMPLETIONS_REFUSALS.check
     )
-    check_model(service, body.model)
+    service = check_model(service, body.model)
     check_choices(max(len(body.prompts), 1), decoding_of(body, service.limits.max_rows))
     _check_one_prompt(body)
     with ExitStack() as work:
@@ -85,6 +85,7 @@ async def completions(request: Request) -> Response:
         if body.session_id is not None and is_stored(body.session_id):
             turn = await while_connected(request, open_turn(service, body, body.session_id, "text"))
             work.callback(turn.close)
+            service = turn.service
         batch = PromptBatch()
         work.callback(batch.close)
         jobs = await _jobs(service, body, turn)

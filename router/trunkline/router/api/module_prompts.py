@@ -157,7 +157,8 @@ async def place(
         is_long = is_heavier(given.source, OFF_LOOP_CHARACTERS)
         document = await _beside_loop(is_long, lambda: _parse(given.source))
         context = service.limits.max_context
-        schema = await service.schemas.get(document.schema, cache_salt(given.salt), context)
+        schema = await service.schemas.get(document.schema, cache_salt(given.salt))
+        _check_model(service, schema, param)
         text = ModelText(service.tokenizer, switches)
         size = sum(len(message["content"]) for message in messages or ())
         compiled = await _beside_loop(
@@ -174,6 +175,15 @@ async def place(
         )
     service.schemas.keep_pinned(schema)
     return Placed(schema, compiled)
+
+
+def _check_model(service: RouterService, schema: StoredSchema, param: str) -> None:
+    """Refuse a schema of another model than the one that the request asks for."""
+    if (model := service.schemas.model_of(schema)) != service.model_name:
+        raise bad_value(
+            param,
+            f"schema {schema.name!r} belongs to model {model!r}, and this request asks for {service.model_name!r}",
+        )
 
 
 async def _beside_loop(is_long: bool, work: Callable[[], _T]) -> _T:

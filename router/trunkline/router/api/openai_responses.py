@@ -63,7 +63,7 @@ async def responses(request: Request) -> Response:
     arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
     body = await read_request(request, ResponsesRequest, service.config.max_body_bytes, check_responses)
-    check_model(service, body.model)
+    service = check_model(service, body.model)
     functions = read_flat_tools(body.tools)
     choice = read_choice(body.tool_choice, functions)
     plan = plan_tools(functions, choice, service.tokenizer.tool_style, parallel=body.parallel_tool_calls)

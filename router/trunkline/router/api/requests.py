@@ -22,19 +22,20 @@ def service_of(request: Request) -> RouterService:
     return service
 
 
-def check_model(service: RouterService, model: str | None) -> None:
-    """Refuse the name of a model that is not served. None stands for the served model.
+def check_model(service: RouterService, model: str | None) -> RouterService:
+    """Return the service of the model that a request asks for. None stands for the first model.
 
     Raises:
         ApiError: 404.
     """
-    if model is not None and model not in service.model_names:
+    if model is not None and service.models.find(model) is None:
         raise ApiError(
             404,
-            f"the model {model[:200]!r} does not exist here; served: {', '.join(service.model_names)}",
+            f"the model {model[:200]!r} does not exist here; served: {', '.join(service.models.names)}",
             param="model",
             code="model_not_found",
         )
+    return service.of_model(service.models.first.name if model is None else model)
 
 
 TOKENIZE_CHARACTERS_MAX: Final = 4 << 20

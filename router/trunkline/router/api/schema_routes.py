@@ -62,7 +62,7 @@ async def create_schema(request: Request) -> JsonResponse:
     service = service_of(request)
     service.check_admission()
     body = await read_request(request, SchemaRequest, service.config.max_body_bytes)
-    check_model(service, body.model)
+    service = check_model(service, body.model)
     definition = Definition(
         model=body.model or service.model_name,
         source=await _source(body),
@@ -73,7 +73,7 @@ async def create_schema(request: Request) -> JsonResponse:
         ttl=float(body.ttl or 0),
     )
     with service.schemas.errors_of("pml" if body.json_ is None else "json"):
-        ready = await while_connected(request, service.schemas.compile(definition, service.limits.max_context))
+        ready = await while_connected(request, service.schemas.compile(definition))
         if body.warm is not False:
             pml.check_encoding(ready.schema)
     schema = await service.schemas.put(ready.schema.name, cache_salt(body.cache_salt), definition, ready)
@@ -102,7 +102,7 @@ async def get_schema(request: Request, schema_id: str) -> JsonResponse:
     """Return a schema and the tiers of its modules; with `include=pml` also its source."""
     service = service_of(request)
     with service.schemas.errors_of("schema"):
-        schema = await service.schemas.get(schema_id, _salt_asked(request), service.limits.max_context)
+        schema = await service.schemas.get(schema_id, _salt_asked(request))
     source = "pml" in request.query_params.get("include", "").split(",")
     return await _answer(service, schema, await service.schemas.look(schema), source=source)
 
@@ -120,11 +120,10 @@ async def update_schema(request: Request, schema_id: str) -> JsonResponse:
             definition.pin = body.pin
 
     salt = cache_salt(body.cache_salt) if body.cache_salt else _salt_asked(request)
-    context = service.limits.max_context
     with service.schemas.errors_of("schema"):
         if body.pin:
-            pml.check_encoding((await service.schemas.get(schema_id, salt, context)).compiled)
-        schema = await service.schemas.change(schema_id, salt, context, change)
+            pml.check_encoding((await service.schemas.get(schema_id, salt)).compiled)
+        schema = await service.schemas.change(schema_id, salt, change)
     if body.pin is False:
         service.schemas.unpin(schema.record.key)
     # The engine keeps pinned texts for the schema's time to live, so it must know a new one.
@@ -160,9 +159,8 @@ async def _encode(
     seconds = service.config.request_timeout_seconds or None
     reply = await while_connected(request, service.schemas.encode(schema, seconds))
     if reply.status == "quota":
-        context = service.limits.max_context
         with service.schemas.errors_of("schema"):
-            schema = await service.schemas.change(schema.name, schema.salt, context, _unpin)
+            schema = await service.schemas.change(schema.name, schema.salt, _unpin)
     return schema, reply
 
 

@@ -69,7 +69,7 @@ async def create_session(request: Request) -> JsonResponse:
     """Create a session."""
     service = service_of(request)
     body = await read_request(request, SessionRequest, service.config.max_body_bytes, check_session)
-    check_model(service, body.model)
+    service = check_model(service, body.model)
     session = SessionState(model=body.model or service.model_name, truncation=RetentionPolicy())
     await _bind(service, session, body)
     body.apply(session)
@@ -169,7 +169,9 @@ async def fork_session(request: Request, session_id: str) -> JsonResponse:
 async def prefetch_session(request: Request, session_id: str) -> JsonResponse:
     """Announce a request of a session, so that its KV is fetched from slow tiers."""
     service = service_of(request)
-    session = _with_known_tokens(service, (await service.sessions.get(_stored_id(session_id))).session)
+    session = (await service.sessions.get(_stored_id(session_id))).session
+    service = service.of_model(session.model)
+    _drop_unknown_tokens(service, session)
     if session.modules is not None:
         return JsonResponse(await _prefetch_modules(service, session_id, session, session.modules))
     tokens = session.history.ids()
@@ -200,7 +202,7 @@ async def _prefetch_modules(
         pack_int32(own),
         salt,
         scoped_session(session_id, salt),
-        service.schemas.home_of(placed.schema.key).index,
+        home=service.schemas.home_of(placed.schema.key, service.model_name).index,
         layout=placed.layout(len(own)),
     )
     found = await service.prefetch(route)
@@ -238,7 +240,8 @@ async def discard_tokens(request: Request, session_id: str) -> JsonResponse:
     body = await read_request(request, DiscardRequest, service.config.max_body_bytes)
     lease = await service.sessions.acquire(_stored_id(session_id))
     try:
-        session = _with_known_tokens(service, lease.session)
+        session, service = lease.session, service.of_model(lease.session.model)
+        _drop_unknown_tokens(service, session)
         if session.modules is not None:
             raise bad_value("session_id", "nothing can be discarded in a session with modules")
         if body.tokens is not None:
@@ -307,10 +310,9 @@ def _stored_id(session_id: str) -> str:
     return session_id
 
 
-def _with_known_tokens(service: RouterService, session: SessionState) -> SessionState:
-    """Return a session after dropping token ids of another tokenizer."""
+def _drop_unknown_tokens(service: RouterService, session: SessionState) -> None:
+    """Drop token ids of another tokenizer from a session."""
     session.history = session.history.in_vocabulary(service.tokenizer.fingerprint)
-    return session
 
 
 def _summary(record: Record, owner: str = "") -> SessionSummary:

@@ -38,7 +38,7 @@ async def tokenize(request: Request) -> Response:
     """Return the token ids of a text or a conversation, as a completion would use them."""
     service = service_of(request)
     body = await read_request(request, TokenizeRequest, service.config.max_body_bytes, TOKENIZE_REFUSALS.check)
-    check_model(service, body.model)
+    service = check_model(service, body.model)
     if body.messages is not None:
         check_length(sum(len(message.content) for message in body.messages), "messages")
         tools = prepare_tools(body.tools, None, None, service.tokenizer.tool_style).template_tools
@@ -66,7 +66,7 @@ async def detokenize(request: Request) -> Response:
     """
     service = service_of(request)
     body = await read_request(request, DetokenizeRequest, service.config.max_body_bytes)
-    check_model(service, body.model)
+    service = check_model(service, body.model)
     vocab_size, turns = service.limits.vocab_size, LoopTurns()
     for part in _slices(body.tokens):
         check_ids(part, vocab_size, "tokens")

@@ -65,6 +65,11 @@ class SessionTurn:
         self._history = session.history.in_vocabulary(self._tokenizer.fingerprint)
 
     @property
+    def service(self) -> RouterService:
+        """The service of the model that the turn asks for: the request's or, if it names none, the session's."""
+        return self._service
+
+    @property
     def reused_tokens(self) -> int:
         """Number of first tokens of the prompt that come from the history."""
         return self._known.reused_tokens
@@ -188,8 +193,10 @@ async def open_turn(
     lease = await service.sessions.acquire(session_id, extends=True)
     try:
         await lease.undo(request_name())
-        if lease.session.model not in service.model_names:
-            lease.session.model = service.model_name  # the model had another name when the session began
+        if body.model is None:
+            service = service.of_model(lease.session.model)
+        if lease.session.model not in service.model.names:
+            lease.session.model = service.model_name  # it had another name, or another model goes on from here
         return SessionTurn(service, lease.session, form, lease)
     except BaseException:
         lease.close()

@@ -20,6 +20,7 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trunkline.kvstore.chunks import blocks_for
 from trunkline.router.errors import RouterError
@@ -123,17 +124,22 @@ class _Traits:
         """Part of the work of computing a token that a cached token of each tier saves, 0 to 1; `[controllers,
         4]`."""
         self._identities: dict[int, KvIdentity] = {}
+        self._model_numbers: dict[str, int] = {}
+        self._models = np.zeros(0, np.int64)
+        """Number of the model that each controller serves; 0: not known."""
         self._default_worth = (1.0, host_worth, disk_worth, 1.0)
 
     def grow(self, controllers: int) -> None:
         """Make room for so many controllers."""
         self.chunk_size = resized(self.chunk_size, controllers)
         self.worth = resized(self.worth, controllers)
+        self._models = resized(self._models, controllers)
 
     def reset(self, controller: int) -> None:
         """Forget what a controller has told."""
         self.chunk_size[controller] = _UNKNOWN_CHUNK
         self.worth[controller] = self._default_worth
+        self._models[controller] = 0
         if self._identities.pop(controller, None) is not None:
             self._group()
 
@@ -145,6 +151,14 @@ class _Traits:
             self._identities[controller] = identity
             self.chunk_size[controller] = identity.chunk_size
             self._group()
+
+    def set_model(self, controller: int, model: str) -> None:
+        self._models[controller] = self._model_numbers.setdefault(model, len(self._model_numbers) + 1)
+
+    def serves(self, model: str) -> NDArray[np.bool_]:
+        """Return by controller whether it serves a model."""
+        served: NDArray[np.bool_] = self._models == self._model_numbers.get(model, -1)
+        return served
 
     def set_costs(self, controller: int, prefill_us: float, load_us: Sequence[float]) -> None:
         for tier in (1, 2):
@@ -265,6 +279,10 @@ class RoutingCore:
     def set_identity(self, controller: int, identity: KvIdentity) -> None:
         """Set by which identity a controller names its chunks; until then nothing is found cached there."""
         self._traits.set_identity(controller, identity)
+
+    def set_model(self, controller: int, model: str) -> None:
+        """Set which model a controller serves, by its main name."""
+        self._traits.set_model(controller, model)
 
     def set_costs(self, controller: int, prefill_us: float, load_us: Sequence[float]) -> None:
         """Set what a controller has measured of the time per prompt token.
@@ -406,6 +424,9 @@ class RoutingCore:
 
     def _candidates(self, request: RouteRequest, now: float) -> IntArray:
         usable = self._available
+        if request.model:
+            usable = usable & self._traits.serves(request.model)
+        served = usable
         paused = [i for i in self._failing if not self._breakers[i].allows(now)]
         if paused:
             usable = usable.copy()
@@ -419,7 +440,7 @@ class RoutingCore:
                 )
             return np.array([request.pinned])
         if not usable.any():
-            waits = [self._breakers[i].wait_seconds(now) for i in np.flatnonzero(self._available)]
+            waits = [self._breakers[i].wait_seconds(now) for i in np.flatnonzero(served)]
             raise NoControllerError("no controller is available", min(waits, default=float("inf")))
         if request.exclude:
             rest = usable.copy()
@@ -443,7 +464,11 @@ class RoutingCore:
         effective = np.zeros(count)
         found: dict[KvIdentity, Found] = {}
         longest, tail = 0, -1
-        for identity, members in self._traits.members.items():
+        serves = self._traits.serves(request.model) if request.model else None
+        for identity, controllers in self._traits.members.items():
+            members = controllers if serves is None else controllers[serves[controllers]]
+            if not len(members):
+                continue
             names = prompt_names(request, identity)
             overlaps = [(chain, self.index.match(chain.names, now)) for chain in names.chains]
             found[identity] = Found(names, overlaps, own_tail(request.tokens, names, identity.chunk_size))

@@ -33,6 +33,8 @@ class RouteRequest(msgspec.Struct, frozen=True):
     session: str = ""
     """Name of the session that the request is a turn of, different for each tenant; "": it belongs to no
     session."""
+    model: str = ""
+    """Main name of the model that the request asks for; "": all controllers serve the same one."""
     home: int = -1
     """The home of the request's schema, which most likely has the modules' KV; -1: there is none."""
     drops: tuple[tuple[int, int], ...] = ()

@@ -13,6 +13,7 @@ from typing import Final
 
 from trunkline.router.errors import ApiError, unavailable
 from trunkline.router.routing.policies import rendezvous
+from trunkline.router.streams.health import describe
 from trunkline.router.streams.link import Answer, Call, ControllerLink
 
 CALL_SECONDS: Final = 10.0
@@ -26,16 +27,16 @@ class Homes:
         """`links`: the connections to all controllers, which may change later."""
         self.links = links
 
-    def home_of(self, key: str) -> ControllerLink:
-        """Return the home of a key among the ready controllers or, if none is ready, among all.
+    def home_of(self, key: str, model: str) -> ControllerLink:
+        """Return the home of a key among the ready controllers of a model or, if none is ready, among all of them.
 
         Raises:
             ApiError: 503, there is no controller.
         """
-        links = {link.name: link for link in self.links if link.ready}
-        links = links or {link.name: link for link in self.links}
+        found = [link for link in self.links if link.standing.may_serve(model)]
+        links = {link.name: link for link in found if link.ready} or {link.name: link for link in found}
         if not links:
-            raise unavailable("no engine is ready: no controller is known")
+            raise unavailable(f"no engine is ready: {describe(found)}")
         return links[rendezvous(key, links)]
 
 

@@ -65,7 +65,12 @@ class Definition(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def compiles_like(self, other: Definition) -> bool:
         """Return whether both definitions compile to the same schema."""
-        return (self.source, self.form, self.scope) == (other.source, other.form, other.scope)
+        return (self.model, self.source, self.form, self.scope) == (
+            other.model,
+            other.source,
+            other.form,
+            other.scope,
+        )
 
 
 def key_of(name: str, salt: bytes) -> RecordKey:

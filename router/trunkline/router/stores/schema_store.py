@@ -20,7 +20,7 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -37,6 +37,7 @@ from trunkline.kvstore.records import (
 )
 from trunkline.router import pml
 from trunkline.router.errors import ApiError, in_conflict, not_found, unavailable
+from trunkline.router.jobs.job import ModelLimits
 from trunkline.router.messages import ModulesReply
 from trunkline.router.request_context import request_name
 from trunkline.router.stores.homes import CALL_SECONDS, Homes, call_persistently
@@ -79,6 +80,22 @@ class Compiled(NamedTuple):
     """All texts of the schema, as messages to a controller."""
     warnings: list[str]
     """Warnings for the schema's author."""
+
+
+class ModelService(Protocol):
+    """What schemas need of a model."""
+
+    @property
+    def model_name(self) -> str:
+        """The model's main name."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+
+    @property
+    def limits(self) -> ModelLimits:
+        """The limits of requests to the model at this moment."""
 
 
 class StoredSchema:
@@ -148,20 +165,21 @@ class SchemaStore:
         self,
         records: RecordStore,
         homes: Homes,
-        tokenizer: Tokenizer,
+        of_model: Callable[[str], ModelService],
         on_error: Callable[[str], None],
         *,
         owner_bytes_max: int = 0,
     ) -> None:
         """
         Args:
+            of_model: returns what is needed of the model with a name; if there is none, of the first one.
             on_error: called with the error's code for each wrong source or prompt.
             owner_bytes_max: size in bytes of an owner's records from which on no schema is made for it; 0: there
                 is no limit.
         """
         self._records = records
         self._homes = homes
-        self._tokenizer = tokenizer
+        self._of_model = of_model
         self._on_error = on_error
         self._owner_bytes_max = owner_bytes_max
         self._cached: OrderedDict[RecordKey, StoredSchema] = OrderedDict()
@@ -172,9 +190,24 @@ class SchemaStore:
     def __len__(self) -> int:
         return len(self._cached)
 
-    def home_of(self, key: str) -> ControllerLink:
-        """Return the controller that computes a schema's modules. `key`: `StoredSchema.key`."""
-        return self._homes.home_of(key)
+    def home_of(self, key: str, model: str) -> ControllerLink:
+        """Return the controller that computes a schema's modules.
+
+        Args:
+            key: `StoredSchema.key`.
+            model: Main name of its model.
+
+        Raises:
+            ApiError: 503, there is no controller.
+        """
+        return self._homes.home_of(key, model)
+
+    def model_of(self, schema: StoredSchema) -> str:
+        """Return the main name of the model that a schema is compiled for."""
+        return self._of_model(schema.definition.model).model_name
+
+    def _home(self, schema: StoredSchema) -> ControllerLink:
+        return self.home_of(schema.key, self.model_of(schema))
 
     def is_encoding(self, schema: StoredSchema) -> bool:
         """Return whether this router is waiting for the schema's modules to be computed."""
@@ -211,11 +244,8 @@ class SchemaStore:
                     return self._keep(StoredSchema(salt, record, definition, ready))
         raise _contended(name)
 
-    async def get(self, name: str, salt: bytes, context: int) -> StoredSchema:
+    async def get(self, name: str, salt: bytes) -> StoredSchema:
         """Return the current version of a schema.
-
-        Args:
-            context: The model's context in tokens.
 
         Raises:
             ApiError: 404, there is no such schema; 503, the record store is away.
@@ -236,7 +266,7 @@ class SchemaStore:
         definition = definition_of(reading, None if known is None else known.definition)
         ready = known.ready if known is not None and definition.compiles_like(known.definition) else None
         if ready is None:
-            ready = await self.compile(definition, context)
+            ready = await self.compile(definition)
         schema = StoredSchema(salt, record, definition, ready)
         if known is not None:
             schema.uses, schema.pinned_at = known.uses, known.pinned_at
@@ -258,9 +288,7 @@ class SchemaStore:
             await self._records.delete(old)
         return await self._records.get(key)
 
-    async def change(
-        self, name: str, salt: bytes, context: int, change: Callable[[Definition], None]
-    ) -> StoredSchema:
+    async def change(self, name: str, salt: bytes, change: Callable[[Definition], None]) -> StoredSchema:
         """Change the definition of a schema but for its source.
 
         Raises:
@@ -273,7 +301,7 @@ class SchemaStore:
 
         with store_errors(name):
             await self._change(key_of(name, salt), changed)
-        return await self.get(name, salt, context)
+        return await self.get(name, salt)
 
     async def delete(self, name: str, salt: bytes) -> None:
         """Delete a schema. Running requests are not disturbed.
@@ -320,18 +348,20 @@ class SchemaStore:
 
     # -- compiled schemas
 
-    async def compile(self, definition: Definition, context: int) -> Compiled:
+    async def compile(self, definition: Definition) -> Compiled:
         """Compile a source, in a thread if it is long.
 
         Raises:
             PmlError: The source is wrong.
         """
-        text = ModelText(self._tokenizer)
+        service = self._of_model(definition.model)
+        tokenizer, context = service.tokenizer, service.limits.max_context
+        text = ModelText(tokenizer)
 
         def run() -> Compiled:
             document = definition.parse()
             schema = pml.compile_schema(
-                document, text, scope=definition.scope, context=context, revision=self._tokenizer.fingerprint
+                document, text, scope=definition.scope, context=context, revision=tokenizer.fingerprint
             )
             return Compiled(schema, pml.texts_message(schema), pml.lint(document, text))
 
@@ -362,7 +392,7 @@ class SchemaStore:
         Raises:
             ApiError: 503, the controller is away.
         """
-        home, make = self.home_of(schema.key), self._encode_call(schema)
+        home, make = self._home(schema), self._encode_call(schema)
         schema.pinned_at, schema.pinned_on = home, home.connections
         self._encoding[schema.key] += 1
         try:
@@ -384,7 +414,7 @@ class SchemaStore:
         Raises:
             ApiError: 503, the controller is away.
         """
-        home, salt, relocate = self.home_of(schema.key), schema.salt, schema.definition.relocate
+        home, salt, relocate = self._home(schema), schema.salt, schema.definition.relocate
         texts = schema.ready.texts
         answer = await call_persistently(
             home, lambda ticket: ModulesCall(ticket, "look", texts, salt, relocate=relocate), CALL_SECONDS
@@ -393,7 +423,7 @@ class SchemaStore:
 
     def keep_pinned(self, schema: StoredSchema) -> None:
         """Set a schema's pin again if its home has changed or may have been restarted. Call it with every use."""
-        home, before = self.home_of(schema.key), schema.pinned_at
+        home, before = self._home(schema), schema.pinned_at
         if not schema.definition.pin or not home.ready or (before, schema.pinned_on) == (home, home.connections):
             return
         schema.pinned_at, schema.pinned_on = home, home.connections

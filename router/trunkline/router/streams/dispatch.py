@@ -34,7 +34,7 @@ from trunkline.router.routing.core import NoControllerError, RoutingCore
 from trunkline.router.routing.names import KvIdentity
 from trunkline.router.routing.request import Decision, RouteRequest
 from trunkline.router.streams.health import describe
-from trunkline.router.streams.link import ControllerLink
+from trunkline.router.streams.link import ControllerLink, Standing
 from trunkline.router.streams.links import Links
 from trunkline.router.streams.streams import (
     ALL,
@@ -73,7 +73,7 @@ class Dispatcher:
         core: RoutingCore,
         *,
         resume_seconds: float,
-        max_context: Callable[[], int],
+        max_context: Callable[[str], int],
         learns: bool = False,
         on_event: Callable[[str], None] = lambda kind: None,
         on_route: Callable[[Decision], None] = lambda decision: None,
@@ -82,7 +82,7 @@ class Dispatcher:
         Args:
             links: connections to the controllers, which come and go.
             resume_seconds: how long a stream waits for a controller; 0: it does not wait, and a lost stream ends.
-            max_context: returns the most tokens of prompt and output together at this moment.
+            max_context: returns the most tokens of prompt and output together at this moment, for a model.
             learns: controllers do not publish which chunks they have. Then a chunk counts as being where this
                 router
                 has seen a prompt with it start, until that controller is lost.
@@ -90,8 +90,8 @@ class Dispatcher:
             on_route: called with each routing decision that was carried out, for metrics.
         """
         self.core = core
-        self.has_served = False
-        """Whether any controller has ever been ready."""
+        self._served: set[str] = set()
+        """The models of which a controller has ever been ready."""
         self._links = links
         self._resume_seconds = resume_seconds
         self._max_context = max_context
@@ -110,10 +110,13 @@ class Dispatcher:
         """Return the loop's time in seconds."""
         return asyncio.get_running_loop().time()
 
-    @property
-    def can_wait(self) -> bool:
-        """Whether a request may wait if no controller takes it now."""
-        return self.has_served and self._resume_seconds > 0
+    def can_wait(self, model: str) -> bool:
+        """Return whether a request may wait if no controller takes it now.
+
+        Args:
+            model: main name of the model that it asks for; "": any.
+        """
+        return self._resume_seconds > 0 and (model in self._served if model else bool(self._served))
 
     @property
     def waiting_count(self) -> int:
@@ -154,7 +157,10 @@ class Dispatcher:
         try:
             return self._links[self.core.route(route, self.now()).controller]
         except NoControllerError:
-            raise unavailable(f"no engine is ready: {describe(self._links)}") from None
+            raise unavailable(f"no engine is ready: {self._describe(route.model)}") from None
+
+    def _describe(self, model: str) -> str:
+        return describe(link for link in self._links if link.standing.may_serve(model))
 
     def link_of(self, stream: Stream) -> ControllerLink | None:
         """Return the link to a controller that works on a request; None: it waits for one, or is over."""
@@ -171,6 +177,7 @@ class Dispatcher:
             return
         core.set_available(link.index, link.ready, now)
         if state is not None:
+            core.set_model(link.index, link.standing.model)
             if state.chunk_size:
                 core.set_identity(link.index, _identity(state))
                 core.set_costs(link.index, state.prefill_us, state.load_us)
@@ -178,8 +185,8 @@ class Dispatcher:
         if self._learns and not link.ready:
             core.index.forget(link.index)
         if link.ready:
-            self.has_served = True
-            self._retry()
+            self._served.add(link.standing.model)
+            self._retry(link.standing)
         self._move_from(link, now)
 
     def load_changed(self, controller: int, requests: int, queued_tokens: int) -> None:
@@ -203,7 +210,8 @@ class Dispatcher:
             self._starting_since.pop(link, None)
             return
         since = self._starting_since.setdefault(link, now)
-        if now - since < MOVE_SECONDS or not any(other.ready for other in self._links):
+        others = [other for other in self._links if other.standing.model == link.standing.model]
+        if now - since < MOVE_SECONDS or not any(other.ready for other in others):
             return
         for routed in list(self._routed.values()):
             for attempt in [each for each in routed.attempts.values() if each.link is link]:
@@ -282,7 +290,7 @@ class Dispatcher:
         if routed.stream.ended:
             return
         if sample != ALL:
-            reason = end_of(routed.job, routed.stream.outputs[sample], self._max_context())
+            reason = end_of(routed.job, routed.stream.outputs[sample], self._max_context(routed.route.model))
             if reason is not None:
                 routed.stream.finish_sample(sample, reason)
                 return
@@ -323,8 +331,8 @@ class Dispatcher:
             if self._try(routed, sample, decision, route, output):
                 return
             refused.add(decision.controller)
-        if not self.can_wait:
-            raise unavailable(f"no engine is ready: {describe(self._links)}")
+        if not self.can_wait(routed.route.model):
+            raise unavailable(f"no engine is ready: {self._describe(routed.route.model)}")
         self._wait(routed, sample)
         if again_in < inf:
             asyncio.get_running_loop().call_later(again_in, self._retry_one, routed)
@@ -386,12 +394,14 @@ class Dispatcher:
             self._overdue.add(routed.id)
             return
         self._on_event("gave_up")
-        detail = f"no engine was ready within {self._resume_seconds:.0f} s: {describe(self._links)}"
+        why = self._describe(routed.route.model)
+        detail = f"no engine was ready within {self._resume_seconds:.0f} s: {why}"
         routed.stream.finish(FinishReason.ENGINE_FAILED, detail)
 
-    def _retry(self) -> None:
+    def _retry(self, standing: Standing) -> None:
         for routed in list(self._waiting.values()):
-            self._retry_one(routed)
+            if standing.may_serve(routed.route.model):
+                self._retry_one(routed)
 
     def _retry_one(self, routed: RoutedRequest) -> None:
         if routed.id not in self._waiting:

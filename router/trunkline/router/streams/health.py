@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -31,15 +31,10 @@ class HealthProbe:
     """Generates a token on each controller to see whether it works. Callers share probes: one runs at a time, and
     at most about one a second."""
 
-    def __init__(self, links: Collection[ControllerLink], probe_token: int) -> None:
-        """`probe_token`: a valid token id; the probe's prompt."""
+    def __init__(self, links: Collection[ControllerLink], probe_token: Callable[[ControllerLink], int]) -> None:
+        """`probe_token`: returns a valid token id of a controller's model; the probe's prompt."""
         self._links = links
-        self._job = Job(
-            prompt=[probe_token],
-            max_tokens=1,
-            sampling=Sampling(temperature=0.0),
-            eos_ids=frozenset(),
-        )
+        self._probe_token = probe_token
         self._task: asyncio.Task[Health] | None = None
         self._last: Health | None = None
         self._last_at = float("-inf")
@@ -71,9 +66,15 @@ class HealthProbe:
 
     async def _probe(self, link: ControllerLink) -> Health:
         number = 0
+        job = Job(
+            prompt=[self._probe_token(link)],
+            max_tokens=1,
+            sampling=Sampling(temperature=0.0),
+            eos_ids=frozenset(),
+        )
         stream = Stream(0, lambda _, abort: link.release(number, abort=abort))
         try:
-            number = link.submit(lambda request: submission(self._job, request), stream)
+            number = link.submit(lambda request: submission(job, request), stream)
         except ApiError as error:
             return Health(False, error.message)
         try:

@@ -18,7 +18,7 @@ import asyncio
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import structlog
@@ -66,9 +66,25 @@ _log = structlog.get_logger("trunkline.router.streams.link")
 _rare = RareLog("trunkline.router.streams.link")
 
 
+class Standing(NamedTuple):
+    """What a router thinks of a group, by what the group has said of itself."""
+
+    model: str = ""
+    """Main name of the model that the group serves; "": not known."""
+    problem: str = ""
+    """Why requests must not go to the group, for people; "": they may."""
+
+    def may_serve(self, model: str) -> bool:
+        """Return whether the group serves a model, as far as is known. `model`: "" stands for any."""
+        return not model or self.model in ("", model)
+
+
 class ControllerLink:
     """This router's connection to one controller. Call its methods from the event loop's thread only."""
 
+    judge: Callable[[Member, State], Standing] = staticmethod(lambda member, state: Standing())
+    """Decides what to think of the group. Called when a connection begins and when the group describes itself in
+    another way."""
     patience = 0.0
     """Seconds for which a caller may wait until a lost connection is there again (see `again`)."""
 
@@ -89,6 +105,7 @@ class ControllerLink:
         self.member = member
         self.state: State | None = None
         """The last report of the present connection; None: not connected."""
+        self.standing = Standing()
         self.last_token_at = float("-inf")
         """Loop time at which a token last arrived, in seconds."""
         self.down_reason = "no controller has answered yet"
@@ -100,12 +117,15 @@ class ControllerLink:
         that."""
         self._dial = functools.partial(ControllerSocket, context, member.address, peer or WirePeer())
         self._silence_seconds = silence_seconds
-        self._loop = asyncio.get_running_loop()
         self._socket: ControllerSocket | None = None
         self._receivers: dict[int, Attempt | Stream] = {}
         self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._ids = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
 
     # -- life
 
@@ -136,7 +156,14 @@ class ControllerLink:
     @property
     def ready(self) -> bool:
         """Whether the controller takes requests now."""
-        return self.state is not None and self.state.status == "ready" and self.state.protocol == PROTOCOL
+        return self.state is not None and self.state.status == "ready" and not self.problem
+
+    @property
+    def problem(self) -> str:
+        """Why this group must not be used, although it is connected; "": it may."""
+        if self.state is not None and self.state.protocol != PROTOCOL:
+            return f"it speaks protocol {self.state.protocol}, this router {PROTOCOL}: update the older of them"
+        return self.standing.problem
 
     @property
     def inflight(self) -> int:
@@ -147,8 +174,8 @@ class ControllerLink:
         """Return why this controller takes no requests, for messages to people."""
         if self.state is None:
             return f"not connected: {self.down_reason}"
-        if self.state.protocol != PROTOCOL:
-            return f"it speaks protocol {self.state.protocol}, this router {PROTOCOL}: update the older of them"
+        if self.problem:
+            return f"not used: {self.problem}"
         return f"{self.state.status}: {self.state.detail}" if self.state.detail else self.state.status
 
     # -- requests
@@ -358,10 +385,12 @@ class ControllerLink:
         self.connections += self.state is None or state.epoch != self.state.epoch
         if self.state is not None and state.output_tokens > self.state.output_tokens:
             self.last_token_at = self._loop.time()  # a token of any request, perhaps of another router's
+        problem = self.problem
+        if self.state is None or state.group != self.state.group:
+            self.standing = self.judge(self.member, state)
         self.state = state
-        if state.protocol != PROTOCOL:
-            reason, now = self.why_not_ready(), self._loop.time()
-            _rare.warning("controller_of_another_version", now, endpoint=self.endpoint, reason=reason)
+        if self.problem and self.problem != problem:
+            _log.warning("group_refused", group=self.name, endpoint=self.endpoint, reason=self.problem)
         self.on_change(self)
         if state.status == "failed":
             self._fail_all(state.detail or "the engine failed")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any, Final
 import msgspec
 import tokenizers
 
+from trunkline.kvstore.fingerprint import tokenizer_digest
 from trunkline.router.errors import ApiError
 from trunkline.router.request_context import current
 from trunkline.router.text.chat_template import ChatRenderer, ChatTemplateError
@@ -170,12 +170,11 @@ class Tokenizer:
         folder = Path(folder)
         path = folder / "tokenizer.json"
         try:
-            source = path.read_text(encoding="utf-8")
-            description = json.loads(source)
+            description = json.loads(path.read_text(encoding="utf-8"))
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:
             raise ValueError(f"{path} cannot be loaded: {error}") from error
-        self.fingerprint: str = hashlib.blake2b(source.encode(), digest_size=8).hexdigest()
+        self.fingerprint: str = tokenizer_digest(folder)
         """Digest of the tokenizer: token ids of tokenizers with another fingerprint mean other texts."""
         # Truncation and padding of the checkpoint are meant for training.
         self._tokenizer.no_truncation()

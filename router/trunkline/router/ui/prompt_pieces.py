@@ -68,10 +68,12 @@ async def prompt_pieces(service: RouterService, content: bytes) -> dict[str, Any
     is_chat = "messages" in fields
     (CHAT_REFUSALS if is_chat else COMPLETIONS_REFUSALS).check(fields)
     body = validate(ChatRequest, fields) if is_chat else validate(CompletionRequest, fields)
-    check_model(service, body.model)
+    service = check_model(service, body.model)
     turn = None
     if body.session_id is not None and is_stored(body.session_id):
         stored = await service.sessions.peek(body.session_id)
+        if body.model is None:
+            service = service.of_model(stored.session.model)
         turn = SessionTurn(service, stored.session, "chat" if is_chat else "text")
     if isinstance(body, ChatRequest):
         return await _chat(service, body, turn)

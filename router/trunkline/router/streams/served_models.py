@@ -1,0 +1,140 @@
+"""The models behind a router, and which group serves which of them.
+
+    RouterConfig ──► ServedModel ──┐
+    Member, State of a group ──────┴──► Standing: the group's model, or why the group is not used
+
+A router has the tokenizer of each model, so it must not send its tokens to a group with another one. Groups of one
+model may differ in everything else (precision, ranks, chunk size), as they do while a cluster is upgraded.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+from collections.abc import Collection, Iterable, Iterator
+
+from trunkline.router.config import ModelConfig, RouterConfig
+from trunkline.router.jobs.job import ModelLimits
+from trunkline.router.membership.member import Member
+from trunkline.router.messages import State
+from trunkline.router.streams.link import ControllerLink, Standing
+from trunkline.router.text.tokenizer import Tokenizer
+
+
+class ServedModel:
+    """A model that requests can ask for."""
+
+    def __init__(self, config: ModelConfig, tokenizer: Tokenizer) -> None:
+        self.name = config.name
+        """The main one of its names: it is in answers to requests that name none, and groups are known by it."""
+        self.names = config.all_names
+        """Every name that a request may use, the main one first."""
+        self.tokenizer = tokenizer
+        self._max_context = config.max_context
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A digest that changes with the model and the program's version (`system_fingerprint`)."""
+        version = importlib.metadata.version("trunkline")
+        name = f"{self.name} {self.tokenizer.vocab_size} {version}"
+        return "fp_" + hashlib.blake2b(name.encode(), digest_size=5).hexdigest()
+
+    @property
+    def probe_token(self) -> int:
+        """A token id that may begin a prompt."""
+        return self.tokenizer.special_token_id("bos_token") or 0
+
+    def limits(self, links: Iterable[ControllerLink]) -> ModelLimits:
+        """Return the limits of what a request may ask for at this moment.
+
+        Args:
+            links: the connections to the groups that serve the model.
+        """
+        states = [link.state for link in links if link.state is not None]
+        contexts = [self._max_context or self.tokenizer.files.max_context]
+        if capacity := [state.max_context for state in states if state.max_context > 0]:
+            contexts.append(max(capacity))
+        return ModelLimits(
+            max_context=min(contexts),
+            vocab_size=self.tokenizer.vocab_size,
+            eos_ids=self.tokenizer.eos_ids,
+            defaults=self.tokenizer.files.defaults,
+            max_rows=max((state.max_rows for state in states), default=0),
+        )
+
+
+class ServedModels(Collection[ServedModel]):
+    """The models behind a router; the first one is meant by requests that name none."""
+
+    def __init__(self, config: RouterConfig, tokenizer: Tokenizer) -> None:
+        """
+        Args:
+            tokenizer: that of the first model. The others are loaded here.
+
+        Raises:
+            ValueError: a tokenizer cannot be loaded.
+        """
+        first, *others = config.all_models
+        loaded = [ServedModel(each, Tokenizer(each.model_path, each.tool_call_parser)) for each in others]
+        self._models = (ServedModel(first, tokenizer), *loaded)
+        self._by_name = {name: model for model in reversed(self._models) for name in model.names}
+        self._ids_are_told = bool(config.members)
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._models)
+
+    def __contains__(self, model: object) -> bool:
+        return model in self._models
+
+    @property
+    def first(self) -> ServedModel:
+        """The model that requests mean that name none."""
+        return self._models[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that a request may use, of all models."""
+        return tuple(name for model in self._models for name in model.names)
+
+    def find(self, name: str) -> ServedModel | None:
+        """Return the model with a name; None: there is none."""
+        return self._by_name.get(name)
+
+    def of_link(self, link: ControllerLink) -> ServedModel:
+        """Return the model that a group serves; the first one while that is not known."""
+        return self.find(link.standing.model) or self._models[0]
+
+    def judge(self, member: Member, state: State) -> Standing:
+        """Return which model a group serves, or why requests must not go there.
+
+        Args:
+            member: the group as the membership describes it.
+            state: what the group says of itself.
+        """
+        said = state.group
+        if self._ids_are_told and said.member and said.member != member.id:
+            return Standing(
+                "", f"the membership says that {member.address} is group {member.id!r}, but it is {said.member!r}"
+            )
+        name = said.model or member.model
+        model = self.find(name) or (self._models[0] if len(self._models) == 1 else None)
+        if model is None:
+            served = ", ".join(repr(each.name) for each in self._models)
+            what = f"it serves model {name[:200]!r}" if name else "it does not say which model it serves"
+            return Standing("", f"{what}; this router has {served}. --served-model-name of the group names it")
+        if said.tokenizer and said.tokenizer != model.tokenizer.fingerprint:
+            return Standing(
+                model.name,
+                f"its model {(name or model.name)[:200]!r} has another tokenizer ({said.tokenizer[:64]}) than "
+                f"model {model.name!r} of this router ({model.tokenizer.fingerprint})",
+            )
+        return Standing(model.name)
+
+    def close(self) -> None:
+        """End the tokenizers' threads."""
+        for model in self._models:
+            model.tokenizer.close()
