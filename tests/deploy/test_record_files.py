@@ -86,6 +86,22 @@ def test_the_folder_is_private_and_says_what_is_in_it(tmp_path: Path, said: Said
     assert said == []
 
 
+def test_a_named_file_can_be_written_and_holds_nothing_else(tmp_path: Path, said: Said) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("not to be put aside")
+    named = plan_records(ServeSettings(records=f"sqlite:{tmp_path}/new.sqlite"))
+    assert prepare_records(named, [], said) == named
+    assert prepare_records(named, [], said) == named, "an empty file is none of another program"
+    assert (tmp_path / "new.sqlite").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(UserError, match=r"notes.txt holds something else than records"):
+        prepare_records(plan_records(ServeSettings(records=f"sqlite:{notes}")), [], said)
+    with pytest.raises(UserError, match=r"Is a directory; name another file"):
+        prepare_records(plan_records(ServeSettings(records=f"sqlite:{tmp_path}")), [], said)
+    (tmp_path / "notes.txt.lock").touch()
+    prepare_records(plan_records(ServeSettings(records=f"sqlite:{notes}")), [], said)
+    assert plan_records(ServeSettings(records="sqlite::memory:")).described == "kept only while the server runs"
+
+
 def test_without_a_folder_they_last_as_long_as_the_server(tmp_path: Path, said: Said) -> None:
     (tmp_path / "file").write_text("")
     plan = prepare_records(planned(tmp_path / "file" / "kv"), [], said)

@@ -33,6 +33,8 @@ FILE_NAME: Final = "records.sqlite"
 IN_MEMORY: Final = f"{SQLITE}:memory:"
 _NOTE: Final = "Stored sessions and schemas. They exist nowhere else: what is deleted here is lost.\n"
 _LOCK: Final = "lock"
+_MAGIC: Final = b"SQLite format 3\0"
+"""What a SQLite file begins with."""
 PATIENCE_S: Final = 10.0
 """Seconds for which the store is waited for at the start, if there are old files to take over."""
 
@@ -66,7 +68,7 @@ class RecordsPlan:
     @property
     def described(self) -> str:
         """The place in words, without a password."""
-        return redacted(self.url) if self.url else "kept only while the server runs"
+        return "kept only while the server runs" if self.url in ("", IN_MEMORY) else redacted(self.url)
 
 
 def plan_records(settings: ServeSettings) -> RecordsPlan:
@@ -90,6 +92,21 @@ def plan_records(settings: ServeSettings) -> RecordsPlan:
     return RecordsPlan(f"{SQLITE}{base / RECORDS_NAME / FILE_NAME}" if base is not None else "", base)
 
 
+def _check_file(path: str) -> None:
+    """Check that the file that the user named can be one of records; it is made if it does not exist.
+
+    A file that has been one is not looked into: if it is damaged, the store saves what it can.
+
+    Raises:
+        OSError: It cannot be written.
+        UserError: It is something else, which the store would put aside as damaged.
+    """
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "rb") as file:
+        start = file.read(len(_MAGIC))
+    if start not in (b"", _MAGIC) and not os.path.exists(f"{path}.lock"):
+        raise UserError(f"--records: {path} holds something else than records; name another file")
+
+
 def prepare_records(plan: RecordsPlan, taken: list[Path], say: Say) -> RecordsPlan:
     """Make the folder of the records' file, and take over files of earlier versions.
 
@@ -105,10 +122,12 @@ def prepare_records(plan: RecordsPlan, taken: list[Path], say: Say) -> RecordsPl
     if plan.folder is not None:
         try:
             plan.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not plan.is_given:
+            if plan.is_given:
+                _check_file(plan.url.removeprefix(SQLITE))
+            else:
                 (plan.folder / "README").write_text(_NOTE)
         except OSError as error:
-            reason = f"{plan.folder} cannot be used: {error.strerror or error}"
+            reason = f"{error.filename or plan.folder} cannot be used: {error.strerror or error}"
             if plan.is_given:
                 raise UserError(f"--records: {reason}; name another file") from error
             say(f"Sessions and schemas are kept only while this server runs: {reason}.", "warning")

@@ -161,8 +161,8 @@ def records(facts: Facts) -> Findings:
         return
     away, problem, size, limit = found["away"], found["problem"], found["bytes"], found["bytes_max"]
     if away:
-        remedy = "requests of stored sessions and schemas fail until it answers; others go on"
-        yield Finding(Level.FAILURE, "records", f"the store ({found['store']}) is away: {away}", remedy)
+        remedy = "requests of stored sessions and schemas fail until it can be used; others go on"
+        yield Finding(Level.FAILURE, "records", str(away), remedy)
     if problem:
         yield Finding(Level.WARNING, "records", str(problem), "docs/operating.md, where sessions and schemas are")
     if limit and size is not None and size > FULL_RECORDS_SHARE * limit:
