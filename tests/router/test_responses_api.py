@@ -49,7 +49,7 @@ def test_a_text(client: openai.OpenAI, fake: FakeController, tokenizer: Tokenize
     assert (answer.status, answer.object, answer.model, answer.error) == ("completed", "response", "demo", None)
     assert answer.id.startswith("resp_")
     assert answer.metadata == {"a": "b"}
-    assert answer.to_dict()["store"] is False
+    assert answer.to_dict()["store"] is True
     assert answer.usage is not None
     submit = fake.behaviour.submits[-1]
     prompt = prompt_of(submit)

@@ -16,11 +16,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trunkline.router.api import admin, anthropic, chat, completions, openai_responses
+from trunkline.router.api import admin, anthropic, chat, completions, openai_responses, stored_responses
+from trunkline.router.api import conversation_routes as conversations
 from trunkline.router.api import schema_routes as schemas
 from trunkline.router.api import session_routes as sessions
 from trunkline.router.api import tokenize_routes as tokens
 from trunkline.router.api.anthropic import CountTokensRequest, MessagesRequest
+from trunkline.router.api.conversation_routes import ConversationRequest, ConversationUpdate, ItemsRequest
 from trunkline.router.api.openai_items import ResponsesRequest
 from trunkline.router.api.schema_types import SchemaRequest, SchemaUpdate
 from trunkline.router.api.session_types import DiscardRequest, ForkRequest, SessionRequest, SessionUpdate
@@ -40,6 +42,9 @@ _BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/conversations": ConversationRequest,
+    "/v1/conversations/{conversation_id}": ConversationUpdate,
+    "/v1/conversations/{conversation_id}/items": ItemsRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
@@ -89,7 +94,8 @@ def create_app(service: RouterService) -> FastAPI:
     app.state.service = service
     app.state.dashboard = dashboard
     app.state.metrics_page = page
-    for module in (chat, completions, openai_responses, anthropic, schemas, sessions, tokens, admin, ui):
+    stored = (stored_responses, conversations, schemas, sessions)
+    for module in (chat, completions, openai_responses, anthropic, *stored, tokens, admin, ui):
         app.include_router(module.routes)
     if config.idempotency_ttl_seconds:
         app.add_middleware(
@@ -159,12 +165,19 @@ def _schema(app: FastAPI) -> dict[str, Any]:
             ref_template="#/components/schemas/{model}",
         )
         # Instead of what FastAPI has there: its own form of errors, which is never sent.
-        schema["components"] = {"schemas": definitions["$defs"] | SCHEMAS | sessions.SCHEMAS | schemas.SCHEMAS}
+        schema["components"] = {
+            "schemas": definitions["$defs"]
+            | SCHEMAS
+            | stored_responses.SCHEMAS
+            | conversations.SCHEMAS
+            | sessions.SCHEMAS
+            | schemas.SCHEMAS
+        }
         for path, model in _BODIES.items():
             reference = {"$ref": f"#/components/schemas/{model.__name__}"}
             operations = schema["paths"][path]
             operations.get("post", operations.get("patch"))["requestBody"] = {
-                "required": model is not ForkRequest,
+                "required": model not in (ForkRequest, ConversationRequest),
                 "content": {"application/json": {"schema": reference}},
             }
         for path, operations in schema["paths"].items():

@@ -112,6 +112,8 @@ class AnswerBlocks:
         self.finish: FinishName = "length"
         self.stop: str | None = None
         """The stop string that ended the answer."""
+        self.tokens: list[int] = []
+        """The tokens of the answer so far."""
         self._at_least_one = at_least_one
         self._parser = plan.make_parser(lambda: plan.draw_id(id_prefix))
 
@@ -122,6 +124,7 @@ class AnswerBlocks:
             ApiError: The generation failed.
         """
         async for delta in self.generation.deltas():
+            self.tokens += delta.tokens
             changes = list(self.blocks.feed(self._pieces(delta.text, over=delta.finish is not None)))
             if delta.finish is not None:
                 self.finish, self.stop = delta.finish, delta.stop

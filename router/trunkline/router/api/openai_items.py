@@ -1,18 +1,20 @@
 """The form of `/v1/responses`: its request, the input as messages of a chat, and the items of the answer. Pure.
 
-An assistant's text and the calls right after it become one message, as the model wrote them.
+An assistant's text and the calls right after it become one message, as the model wrote them. What is stored of a
+response or a conversation are its items.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from trunkline.router.api.blocks import Block
-from trunkline.router.errors import ApiError, bad_value, unsupported
+from trunkline.router.errors import ApiError, bad_value, not_found, unsupported
 from trunkline.router.jobs.parameters import Count, ToolChoice, Whitespace
 
 Object = dict[str, Any]
@@ -24,6 +26,22 @@ def _input(value: Any) -> str | list[Any]:
     if not value:
         raise PydanticCustomError("input", "must not be empty")
     return value
+
+
+def _conversation(value: Any) -> str:
+    """Return the id of a conversation, which is given alone or as the only field of an object."""
+    found = value.get("id") if isinstance(value, dict) else value
+    if not isinstance(found, str):
+        raise PydanticCustomError("conversation", 'must be the id of a conversation, or {"id": …}')
+    return found
+
+
+_ID: Final[dict[str, Any]] = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "object", "properties": {"id": {"type": "string"}}, "required": ["id"]},
+    ]
+}
 
 
 class TextFormat(BaseModel):
@@ -69,9 +87,19 @@ class ResponsesRequest(BaseModel):
     truncation: Literal["auto", "disabled"] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     store: bool | None = None
-    """Accepted because it is true by default in clients. Nothing is stored, and the answer says so."""
+    """Whether the response is stored. None: it is, if that is possible."""
+    previous_response_id: str | None = None
+    conversation: Annotated[str | None, BeforeValidator(_conversation), WithJsonSchema(_ID)] = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_history(self) -> ResponsesRequest:
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise PydanticCustomError(
+                "conversation", "cannot be used together with `previous_response_id`", {"param": "conversation"}
+            )
+        return self
 
     def response_format(self) -> Object | None:
         """Return `text.format` as the `response_format` of a chat completion.
@@ -134,8 +162,11 @@ _TEXT_PARTS: Final = {"input_text": "text", "output_text": "text", "text": "text
 Message = dict[str, Any]
 
 
-def to_messages(given: str | list[Any], instructions: str | None) -> list[Message]:
+def to_messages(given: str | list[Any], instructions: str | None, history: Sequence[Object] = ()) -> list[Message]:
     """Translate `input`, with `instructions` as its first message.
+
+    Args:
+        history: stored items that precede the input.
 
     Raises:
         ApiError: 400, naming the item that is wrong (`input[2].content[0]`).
@@ -143,12 +174,96 @@ def to_messages(given: str | list[Any], instructions: str | None) -> list[Messag
     messages: list[Message] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
+    for item in history:
+        _add(messages, item, "history")
     if isinstance(given, str):
         messages.append({"role": "user", "content": given})
         return messages
     for index, item in enumerate(given):
         _add(messages, item, f"input[{index}]")
     return messages
+
+
+def resolved(given: str | list[Any], history: Iterable[Object]) -> str | list[Any]:
+    """Return `input` with the stored items that its references name in their places.
+
+    Raises:
+        ApiError: 404, an item is not in `history`.
+    """
+    if isinstance(given, str) or not any(_is_reference(item) for item in given):
+        return given
+    stored = {item["id"]: item for item in history}
+    return [
+        _referred(stored, item, f"input[{index}]") if _is_reference(item) else item
+        for index, item in enumerate(given)
+    ]
+
+
+def _is_reference(item: Any) -> bool:
+    return isinstance(item, dict) and item.get("type") == "item_reference"
+
+
+def _referred(stored: dict[str, Object], reference: Object, path: str) -> Object:
+    item_id = _text(reference, "id", path)
+    if item_id not in stored:
+        raise not_found(
+            f"{path}.id",
+            f"item {item_id[:80]!r} is not among the items of the previous response or of the conversation",
+            code="item_not_found",
+        )
+    return {name: value for name, value in stored[item_id].items() if name != "id"}
+
+
+_ID_PREFIXES: Final = {"message": "msg", "function_call": "fc", "function_call_output": "fco"}
+_ID_CHARACTERS_MAX: Final = 128
+
+
+def to_items(given: str | list[Any], taken: Iterable[str], draw: Callable[[], str]) -> list[Object]:
+    """Return a valid input (`to_messages`) as items to be stored. An item without an id, or with the id of another
+    item, gets a new one.
+
+    Args:
+        taken: ids of items that are stored already.
+        draw: returns another random text for each id.
+    """
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    ids = set(taken)
+    items = []
+    for item in given:
+        kind = item.get("type", "message")
+        item_id = item.get("id")
+        if not isinstance(item_id, str) or not 1 <= len(item_id) <= _ID_CHARACTERS_MAX or item_id in ids:
+            item_id = f"{_ID_PREFIXES[kind]}_{draw()}"
+        ids.add(item_id)
+        status = "incomplete" if item.get("status") == "incomplete" else "completed"
+        items.append({"id": item_id, "type": kind, "status": status, **_stored_fields(kind, item)})
+    return items
+
+
+def _stored_fields(kind: str, item: Object) -> Object:
+    if kind == "message":
+        return {"role": item["role"], "content": _stored_parts(item["content"], item["role"])}
+    if kind == "function_call":
+        return {name: item[name] for name in ("call_id", "name", "arguments")}
+    output = item["output"]
+    return {
+        "call_id": item["call_id"],
+        "output": output if isinstance(output, str) else _stored_parts(output, "tool"),
+    }
+
+
+def _stored_parts(content: str | list[Object], role: str) -> list[Object]:
+    own = "output_text" if role == "assistant" else "input_text"
+    parts = [{"type": own, "text": content}] if isinstance(content, str) else content
+    stored = []
+    for part in parts:
+        kind = own if part["type"] == "text" else part["type"]
+        if kind == "output_text":
+            stored.append(text_part(part["text"]))
+        else:
+            stored.append({"type": kind, _TEXT_PARTS[kind]: part[_TEXT_PARTS[kind]]})
+    return stored
 
 
 def _add(messages: list[Message], item: Any, path: str) -> None:
@@ -173,7 +288,9 @@ def _add(messages: list[Message], item: Any, path: str) -> None:
         output = _content(item.get("output"), f"{path}.output")
         messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
     elif kind == "item_reference":
-        raise unsupported(f"{path}.type", "responses are not stored, so items cannot be referred to")
+        raise unsupported(
+            f"{path}.type", "only items of a previous response or of a conversation can be referred to"
+        )
     else:
         name = f"{kind[:40]!r}" if isinstance(kind, str) else "this type"
         raise unsupported(

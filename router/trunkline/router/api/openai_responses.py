@@ -1,6 +1,6 @@
-"""`POST /v1/responses`, without storing responses between requests.
+"""`POST /v1/responses`. A request is translated into a chat completion and runs as one (`blocks.py`).
 
-A request is translated into a chat completion and runs as one (`blocks.py`).
+The response is stored (`response_turn.py`) before the client is told that it is complete.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from typing import Any, Final
 
 from fastapi import APIRouter
@@ -32,12 +33,16 @@ from trunkline.router.api.openai_items import (
     ResponsesRequest,
     error_object,
     output_item,
+    resolved,
     text_part,
+    to_items,
     to_messages,
     usage_object,
 )
 from trunkline.router.api.prompting import chat_job, start
 from trunkline.router.api.requests import check_model, check_responses, service_of
+from trunkline.router.api.response_turn import ResponseTurn, open_response_turn
+from trunkline.router.api.turn import MESSAGES_OFF_LOOP
 from trunkline.router.errors import ApiError
 from trunkline.router.http.answers import EventStream, JsonResponse, while_connected
 from trunkline.router.http.body import beside_loop, read_request
@@ -68,10 +73,34 @@ async def responses(request: Request) -> Response:
     choice = read_choice(body.tool_choice, functions)
     plan = plan_tools(functions, choice, service.tokenizer.tool_style, parallel=body.parallel_tool_calls)
 
+    with ExitStack() as work, renamed(_NAMES):
+        turn = await while_connected(request, open_response_turn(service, body))
+        if turn is not None:
+            work.callback(turn.close)
+        chat = await _translate(request, body, turn)
+        job = await chat_job(service, chat, plan, turn)
+        generation = await while_connected(request, start(service, job, arrived_at))
+        work.callback(generation.close)
+        writer = _ResponseWriter(body, body.model or service.model_name, generation, plan, turn)
+        if not body.stream:
+            return JsonResponse(await while_connected(request, writer.whole()))
+        return EventStream(work.pop_all(), writer.events(), writer.failed)
+
+
+async def _translate(request: Request, body: ResponsesRequest, turn: ResponseTurn | None) -> ChatRequest:
+    """Return a request as a chat completion, and add its items to its turn.
+
+    Raises:
+        ApiError: 400, naming what is wrong.
+    """
+    history = [] if turn is None else turn.items
+    label = session_label(request) or (None if turn is None else turn.conversation)
+
     def translate() -> ChatRequest:
-        return as_chat(
+        given = resolved(body.input, history)
+        chat = as_chat(
             {
-                "messages": to_messages(body.input, body.instructions),
+                "messages": to_messages(given, body.instructions, history),
                 "max_completion_tokens": body.max_output_tokens,
                 "temperature": body.temperature,
                 "top_p": body.top_p,
@@ -82,29 +111,32 @@ async def responses(request: Request) -> Response:
                 "whitespace": body.whitespace,
                 "chat_template_kwargs": body.chat_template_kwargs,
                 "truncation": body.truncation,
-                "session_id": session_label(request),
+                "session_id": label,
             }
         )
+        if turn is not None:
+            turn.add(to_items(given, [item["id"] for item in history], lambda: draw_hex("input", 24)))
+        return chat
 
-    with renamed(_NAMES):
-        chat = await beside_loop(request, translate)
-        job = await chat_job(service, chat, plan)
-        generation = await while_connected(request, start(service, job, arrived_at))
-    writer = _ResponseWriter(body, body.model or service.model_name, generation, plan)
-    if body.stream:
-        return EventStream(generation, writer.events(), writer.failed)
-    try:
-        with renamed(_NAMES):
-            return JsonResponse(await while_connected(request, writer.whole()))
-    finally:
-        generation.close()
+    if len(history) > MESSAGES_OFF_LOOP:
+        return await service_of(request).large_requests.run(translate)
+    return await beside_loop(request, translate)
 
 
 class _ResponseWriter:
     """Writes the answer to one request, whole or as a stream."""
 
-    def __init__(self, body: ResponsesRequest, model: str, generation: Generation, plan: ToolPlan) -> None:
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        model: str,
+        generation: Generation,
+        plan: ToolPlan,
+        turn: ResponseTurn | None,
+    ) -> None:
+        """`turn`: stores the response; None: nothing is stored."""
         self._body = body
+        self._turn = turn
         self._model = model
         self._generation = generation
         self._plan = plan
@@ -117,7 +149,7 @@ class _ResponseWriter:
     async def whole(self) -> Object:
         """Return the whole response."""
         await self._answer.whole()
-        return self._finished()
+        return await self._finished()
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the response as server-sent events."""
@@ -125,7 +157,7 @@ class _ResponseWriter:
         yield self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
         async for changes in self._answer.changes():
             yield b"".join(event for change in changes for event in self._change_events(change))
-        response = self._finished()
+        response = await self._finished()
         yield self._event(f"response.{response['status']}", response=response)
 
     def failed(self, error: ApiError) -> bytes:
@@ -193,14 +225,23 @@ class _ResponseWriter:
             for block, status in zip(blocks, statuses, strict=True)
         ]
 
-    def _finished(self) -> Object:
-        return self._response("completed" if self._answer.finish == "stop" else "incomplete", self._output())
+    async def _finished(self) -> Object:
+        """Return the whole response, stored if it is to be.
+
+        Raises:
+            ApiError: it could not be stored.
+        """
+        status = "completed" if self._answer.finish == "stop" else "incomplete"
+        response = self._response(status, self._output())
+        return response if self._turn is None else await self._turn.store(response, self._answer.tokens)
 
     def _response(self, status: str, output: list[Object] | None = None) -> Object:
         body, generation = self._body, self._generation
         sampling = generation.job.sampling
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
         form = None if body.text is None else body.text.format
+        turn = self._turn
+        conversation = None if turn is None else turn.conversation
         usage = usage_object(generation.job.seen_tokens, generation.cached_tokens, generation.output_tokens)
         return {
             "id": self._id,
@@ -209,6 +250,7 @@ class _ResponseWriter:
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "background": False,
+            "conversation": None if conversation is None else {"id": conversation},
             "error": None,
             "incomplete_details": incomplete,
             "instructions": body.instructions,
@@ -217,9 +259,9 @@ class _ResponseWriter:
             "model": self._model,
             "output": output or [],
             "parallel_tool_calls": self._plan.parallel,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
-            "store": False,
+            "store": turn is not None and turn.stores,
             "temperature": sampling.temperature,
             "text": {
                 "format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)

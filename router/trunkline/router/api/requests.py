@@ -143,8 +143,6 @@ MESSAGES_REFUSALS: Final = RefusedFields(
 )
 RESPONSES_REFUSALS: Final = RefusedFields(
     {
-        "previous_response_id": (),
-        "conversation": (),
         "background": (False,),
         "prompt": (),
         "pml": (),
@@ -155,9 +153,7 @@ RESPONSES_REFUSALS: Final = RefusedFields(
         "context_management": ([],),
     },
     {
-        "previous_response_id": "responses are not stored; send the whole conversation as `input`",
-        "conversation": "conversations are not stored; send all of it as `input`",
-        "background": "responses are not stored, so they cannot be made in the background",
+        "background": "responses are not made in the background here; send `stream` instead",
         "session_id": "stored sessions belong to /v1/chat/completions and /v1/completions",
         "prompt": "prompts of modules belong to /v1/chat/completions and /v1/completions; send `input`",
         "pml": "prompts of modules belong to /v1/chat/completions and /v1/completions; send `input`",

@@ -32,8 +32,12 @@ from trunkline.router.stores.session_lease import Lease
 from trunkline.router.stores.session_state import SessionState
 from trunkline.router.text.truncation import TokenSpan, clip_spans
 
-_FORMS: Final = {"chat": "conversations (/v1/chat/completions)", "text": "texts (/v1/completions)"}
-_MESSAGES_OFF_LOOP: Final = 500
+_FORMS: Final = {
+    "chat": "conversations (/v1/chat/completions)",
+    "text": "texts (/v1/completions)",
+    "items": "responses (/v1/responses)",
+}
+MESSAGES_OFF_LOOP: Final = 500
 """Number of messages above which they are validated in a thread. Each takes about 10 microseconds."""
 
 
@@ -210,7 +214,7 @@ async def stored_messages(service: RouterService, session: SessionState) -> list
     def read() -> list[Message]:
         return [Message.model_validate(message) for message in stored]
 
-    return await service.large_requests.run(read) if len(stored) > _MESSAGES_OFF_LOOP else read()
+    return await service.large_requests.run(read) if len(stored) > MESSAGES_OFF_LOOP else read()
 
 
 def check_messages(messages: Sequence[dict[str, Any]], param: str) -> None:

@@ -147,6 +147,12 @@ class RequestMiddleware:
         if path.startswith("/v1/sessions/"):
             verb = path.split("/", 4)[4:]
             return "/v1/sessions/{session}" + (f"/{verb[0]}" if verb and verb[0] in SESSION_VERBS else "")
+        if path.startswith("/v1/responses/"):
+            return "/v1/responses/{response}" + ("/input_items" if path.endswith("/input_items") else "")
+        if path.startswith("/v1/conversations/"):
+            below = path.split("/")[4:]
+            items = "" if below[:1] != ["items"] else "/items" if len(below) == 1 else "/items/{item}"
+            return "/v1/conversations/{conversation}" + items
         if path.startswith("/v1/schemas/"):
             return "/v1/schemas/{schema}"
         return path if path in self._paths else "other"

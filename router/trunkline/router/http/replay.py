@@ -32,11 +32,13 @@ _PATHS: Final = frozenset(
         "/v1/completions",
         "/v1/responses",
         "/v1/messages",
+        "/v1/conversations",
         "/v1/sessions",
         "/v1/schemas",
     }
 )
 _SESSION_VERBS: Final = ("/fork", "/discard")
+_ITEMS: Final = "/items"
 _HEADER: Final = "Idempotency-Key"
 _OFF_LOOP_BYTES: Final = 1 << 20
 """Size in bytes above which a body is hashed in a thread."""
@@ -48,7 +50,11 @@ def takes_key(method: str, path: str) -> bool:
     """Return whether `Idempotency-Key` counts for requests of this method to this path."""
     if method != "POST":
         return False
-    return path in _PATHS or (path.startswith("/v1/sessions/") and path.endswith(_SESSION_VERBS))
+    return (
+        path in _PATHS
+        or (path.startswith("/v1/sessions/") and path.endswith(_SESSION_VERBS))
+        or (path.startswith("/v1/conversations/") and path.endswith(_ITEMS))
+    )
 
 
 class ReplayMiddleware:

@@ -22,9 +22,9 @@ from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.router.text.detokenizer import TokenVocabulary, make_detokenizer
 from trunkline.router.text.truncation import TokenSpan, clip_spans
 
-Form = Literal["", "chat", "text"]
-"""The kind of requests that a session is used for: "chat" conversations, "text" plain completions, "" not decided
-yet."""
+Form = Literal["", "chat", "text", "items"]
+"""The kind of requests that a history is used for: "chat" conversations, "text" plain completions, "items"
+requests to `/v1/responses`, "" not decided yet."""
 _MARKS_MAX: Final = 4096
 """Largest number of marks in a history. If there are more, every second mark of the older half is dropped."""
 
@@ -41,7 +41,8 @@ class History(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     form: Form = ""
     messages: list[dict[str, Any]] = []
-    """Messages in OpenAI's form, answers included. Empty for plain completions."""
+    """Messages in OpenAI's form, answers included; of the form "items", items of `/v1/responses`. Empty for plain
+    completions."""
     text: str = ""
     """Text of the last prompt and its answer, with special tokens written out and without the text of modules."""
     tokens: bytes = b""

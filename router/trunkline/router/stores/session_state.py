@@ -55,8 +55,8 @@ class SessionState(msgspec.Struct, kw_only=True, omit_defaults=True):
     modules: SessionModules | None = None
     last_turn: LastTurn | None = None
     """The last turn, if its request has a name under which it may be sent again."""
-    answer: dict[str, Any] | None = None
-    """A stored response as its client got it; None: this is no response."""
+    answer: bytes = b""
+    """A stored response as its client got it, as JSON; b"": this is no response."""
     token_count: int = 0
     """Tokens of the history as it was stored, for those who read only headers."""
     message_count: int = 0

@@ -126,6 +126,7 @@ _EXACT: Final = {
     "/v1/chat/completions": Access.USER,
     "/v1/completions": Access.USER,
     "/v1/responses": Access.USER,
+    "/v1/conversations": Access.USER,
     "/v1/messages": Access.USER,
     "/v1/messages/count_tokens": Access.USER,
     "/v1/sessions": Access.USER,
@@ -135,6 +136,8 @@ _BELOW: Final = {
     "/ui/static/": Access.OPEN,
     "/ui/api/": Access.ADMIN,
     "/v1/models/": Access.USER,
+    "/v1/responses/": Access.USER,
+    "/v1/conversations/": Access.USER,
     "/v1/sessions/": Access.USER,
     "/v1/schemas/": Access.USER,
 }

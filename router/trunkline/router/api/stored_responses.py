@@ -1,0 +1,64 @@
+"""`/v1/responses/{id}`: what is stored of responses."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+
+from trunkline.router.api.item_lists import ITEM_PARAMETERS, ItemList, page_of_items
+from trunkline.router.api.paging import answer_of, components_of
+from trunkline.router.api.requests import service_of
+from trunkline.router.errors import bad_value
+from trunkline.router.http.answers import JsonResponse
+
+routes = APIRouter()
+
+
+class ResponseDeleted(msgspec.Struct, kw_only=True):
+    """The answer to `DELETE /v1/responses/{id}`."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+class _Answer(msgspec.Struct):
+    """The part of a stored response that says how many of the history's items are its own."""
+
+    output: list[msgspec.Raw]
+
+
+SCHEMAS: Final[dict[str, Any]] = components_of(ResponseDeleted, ItemList)
+"""JSON schemas of the answers, for the OpenAPI document."""
+
+
+@routes.get("/v1/responses/{response_id}")
+async def get_response(request: Request, response_id: str) -> JsonResponse:
+    """Return a stored response, as it was answered."""
+    if request.query_params.get("stream", "").lower() == "true":
+        raise bad_value("stream", "a stored response is whole; it is not streamed again")
+    session = (await service_of(request).histories.responses.get(response_id)).session
+    return JsonResponse(msgspec.Raw(session.answer))
+
+
+@routes.delete("/v1/responses/{response_id}", responses=answer_of(ResponseDeleted))
+async def delete_response(request: Request, response_id: str) -> JsonResponse:
+    """Delete a stored response. Responses that continue it stay as they are."""
+    await service_of(request).histories.responses.delete(response_id)
+    return JsonResponse(ResponseDeleted(id=response_id))
+
+
+@routes.get(
+    "/v1/responses/{response_id}/input_items",
+    responses=answer_of(ItemList),
+    openapi_extra={"parameters": ITEM_PARAMETERS},
+)
+async def list_input_items(request: Request, response_id: str) -> JsonResponse:
+    """List the items that a stored response was made from, those of the responses before it included."""
+    session = (await service_of(request).histories.responses.get(response_id)).session
+    items = session.history.messages
+    outputs = len(msgspec.json.decode(session.answer, type=_Answer).output)
+    return JsonResponse(page_of_items(request, items[: len(items) - outputs]))
