@@ -23,7 +23,7 @@ ADAPTER: Final = ROOT / "deploy" / "prometheus" / "adapter-rules.yaml"
 
 _OWN: Final = ("trunkline_controller_inflight", "trunkline_controller_connections_total")
 """Of a controller, but counted by each router for itself (docs/metrics.md)."""
-_OF_CONTROLLERS: Final = re.compile(r"trunkline_(controller|tier|prefix_miss)_")
+_OF_ALL: Final = re.compile(r"trunkline_((controller|tier|prefix_miss)_|record_(limit_)?bytes$)")
 
 
 def _rules() -> list[Object]:
@@ -74,12 +74,12 @@ def test_there_are_queries() -> None:
 
 @pytest.mark.parametrize("query", [*(rule["expr"] for rule in _rules()), *map(_plain, _queries())])
 def test_a_query_asks_for_what_routers_have_in_the_way_in_which_it_adds_up(query: str) -> None:
-    """Every router tells the same of a controller, so a sum over routers would count it as often as there are
-    routers: it is taken once, by `max`. Counters are read as rates, and gauges are not."""
+    """Every router tells the same of a controller and of the record store, so a sum over routers would count it as
+    often as there are routers: it is taken once, by `max`. Counters are read as rates, and gauges are not."""
     for selector, above in _selectors(query):
         assert selector.name in _known()
         aggregations = [str(node.op) for node in above if isinstance(node, promql_parser.AggregateExpr)]
-        if _OF_CONTROLLERS.match(selector.name) and selector.name not in _OWN:
+        if _OF_ALL.match(selector.name) and selector.name not in _OWN:
             assert aggregations[-1:] == ["max"], selector.name
         elif aggregations:
             assert aggregations[-1] in ("sum", "count"), selector.name

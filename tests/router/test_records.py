@@ -91,6 +91,7 @@ def test_health_and_metrics_of_a_store_that_answers(place: Path, tokenizer: Toke
         text = http.get("/metrics").text
         size = router.call(router.service.records.usage()).bytes
         assert f"trunkline_record_bytes {float(size)}" in text
+        assert "trunkline_record_limit_bytes 8.589934592e+09" in text
         assert 'trunkline_record_operation_seconds_count{operation="create"} 1.0' in text
 
 

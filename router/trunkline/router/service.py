@@ -110,6 +110,7 @@ class RouterService:
         )
         store = open_records(config.records, bytes_max=config.records_bytes_max, patience_s=RECORDS_PATIENCE_S)
         self.metrics.records.bytes_max = config.records_bytes_max
+        self.metrics.records.bytes_max = config.records_bytes_max
         self.records = MeteredRecords(store, self.metrics.records.measured)
         """Sessions, schemas and kept answers, which all routers share. Connects when it is used."""
         self.histories = Histories(self.records, config.records_tenant_bytes)

@@ -34,6 +34,8 @@ class RecordMetrics:
 
     def __init__(self, registry: FamilyRegistry, shared: FamilyRegistry) -> None:
         """`shared`: for what is the same in every router process."""
+        self.bytes_max = 0
+        """See `open_records`."""
         self._usage = Usage(0, 0)
         shared.gauge(
             "trunkline_records",
@@ -41,6 +43,11 @@ class RecordMetrics:
             lambda: float(self._usage.records),
         )
         shared.gauge("trunkline_record_bytes", "Their size in bytes.", lambda: float(self._usage.bytes))
+        shared.gauge(
+            "trunkline_record_limit_bytes",
+            "Size above which the records that were not used for the longest time are deleted; 0: there is none.",
+            lambda: float(self.bytes_max),
+        )
         self._seconds = registry.histogram(
             "trunkline_record_operation_seconds",
             "Duration of an operation of the record store, whether it was carried out or not.",
