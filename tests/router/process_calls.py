@@ -24,14 +24,15 @@ def healthy(url: str) -> bool:
 
 @contextmanager
 def router_process(
-    place: Path, fake: FakeController, **options: Any
+    place: Path, fake: FakeController, *, prelude: str = "", **options: Any
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A router process, ready; killed in the end if it is still there."""
+    """A router process, ready; killed in the end if it is still there. `prelude`: Python that it runs first."""
     port = free_port()
     fields = {"model_path": str(DEMO_MODEL), "controllers": [fake.endpoint], "port": port, **options}
     config = place / "router.json"
     config.write_bytes(msgspec.json.encode(fields))
-    command = [sys.executable, "-m", "trunkline.router", "--config", str(config)]
+    script = f"import sys\n{prelude}\nfrom trunkline.router.__main__ import main\nsys.exit(main())"
+    command = [sys.executable, "-c", script, "--config", str(config)]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
         try:
             wait_until(lambda: healthy(f"http://127.0.0.1:{port}") or process.poll() is not None, 20)
