@@ -19,7 +19,7 @@ from worker.redis_server import RedisServer
 from trunkline.router import service
 from trunkline.router.text.tokenizer import Tokenizer
 
-pytestmark = [pytest.mark.processes, pytest.mark.area("survival")]
+pytestmark = pytest.mark.processes
 
 LASTING = ("--save", "", "--appendonly", "yes", "--appendfsync", "everysec", "--repl-diskless-sync-delay", "0")
 
