@@ -71,12 +71,12 @@ async def responses(request: Request) -> Response:
     service = check_model(service, body.model)
     functions = read_flat_tools(body.tools)
     choice = read_choice(body.tool_choice, functions)
-    plan = plan_tools(functions, choice, service.tokenizer.tool_style, parallel=body.parallel_tool_calls)
-
     with ExitStack() as work, renamed(_NAMES):
         turn = await while_connected(request, open_response_turn(service, body))
         if turn is not None:
             work.callback(turn.close)
+            service = turn.service
+        plan = plan_tools(functions, choice, service.tokenizer.tool_style, parallel=body.parallel_tool_calls)
         chat = await _translate(request, body, turn)
         job = await chat_job(service, chat, plan, turn)
         generation = await while_connected(request, start(service, job, arrived_at))

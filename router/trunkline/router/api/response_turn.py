@@ -119,7 +119,6 @@ async def open_response_turn(service: RouterService, body: ResponsesRequest) -> 
         ApiError: 404, what it continues does not exist; 409, its conversation is in use; 429, the tenant's records
             have reached their quota; 503, the store of records does not answer.
     """
-    fresh = SessionState(model=body.model or service.model_name)
     if body.conversation is not None:
         return await _continue_conversation(service, body, body.conversation)
     if body.previous_response_id is not None:
@@ -128,7 +127,7 @@ async def open_response_turn(service: RouterService, body: ResponsesRequest) -> 
         await service.histories.responses.check_room()
     elif body.store is False or service.records.away:
         return None
-    return ResponseTurn(service, body, fresh)
+    return ResponseTurn(service, body, SessionState(model=body.model or service.model_name))
 
 
 async def _continue_conversation(
@@ -138,7 +137,8 @@ async def _continue_conversation(
         lease = await service.histories.conversations.acquire(conversation, extends=True)
     try:
         await lease.undo(request_name())
-        lease.session.model = body.model or service.model_name
+        service = _service_for(service, body, lease.session)
+        lease.session.model = service.model_name
         return ResponseTurn(service, body, lease.session, lease.base, lease)
     except BaseException:
         lease.close()
@@ -156,5 +156,11 @@ async def _continue_response(service: RouterService, body: ResponsesRequest, pre
             f"previous response with id {previous[:80]!r} not found",
             code="previous_response_not_found",
         ) from None
-    session = replace(stored.session, model=body.model or service.model_name)
+    service = _service_for(service, body, stored.session)
+    session = replace(stored.session, model=service.model_name)
     return ResponseTurn(service, body, session, stored.base)
+
+
+def _service_for(service: RouterService, body: ResponsesRequest, session: SessionState) -> RouterService:
+    """Return the service of the model that a request asks for or, if it names none, the one before it had."""
+    return service.of_model(session.model) if body.model is None else service
