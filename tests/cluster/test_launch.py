@@ -143,6 +143,11 @@ def ask(url: str, key: str = "") -> dict[str, Any]:
     return found
 
 
+def controllers(url: str) -> set[str]:
+    """Names of the groups that a router is connected to."""
+    return {each["name"] for each in httpx.get(f"{url}/health", timeout=60.0).json()["controllers"]}
+
+
 def two_groups(first: int) -> dict[str, Any]:
     return {
         "version": 1,
@@ -157,7 +162,7 @@ def two_groups(first: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def here() -> Iterator[Launched]:
     """A cluster whose launcher was killed as soon as it was ready."""
-    with launched(two_groups(free_ports(20))) as cluster:
+    with launched(two_groups(free_ports(24))) as cluster:
         with cluster.watching() as launcher:
             launcher.kill()
         yield cluster
@@ -191,6 +196,23 @@ def test_up_changes_what_the_file_changes_and_nothing_else(here: Launched) -> No
     after = here.pids()
     assert {name for name in before if before[name] != after[name]} == {"group-1"}
     assert "--max-batch=8" in here.units()["group-1"].argv
+    assert ask(here.url)["usage"]["completion_tokens"] == 6
+
+
+def test_groups_are_added_and_removed_while_the_others_go_on(here: Launched) -> None:
+    before = here.pids()
+    file = yaml.safe_load(here.file.read_text())
+    here.write({**file, "groups": [*file["groups"], {"name": "group-2"}]})
+    assert "3 run already" in here.run("up", str(here.file), "--detach")
+    after = here.pids()
+    assert after.keys() - before.keys() == {"group-2"}
+    assert before.items() < after.items()
+    wait_for(lambda: controllers(here.url) == {"group-0", "group-1", "group-2"}, SECONDS_MAX)
+
+    here.write(file)
+    here.run("up", str(here.file), "--detach", "--yes")
+    assert here.pids() == before
+    wait_for(lambda: controllers(here.url) == {"group-0", "group-1"}, SECONDS_MAX)
     assert ask(here.url)["usage"]["completion_tokens"] == 6
 
 

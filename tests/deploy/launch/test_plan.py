@@ -11,13 +11,15 @@ import pytest
 import yaml
 from seeds import base
 
-from trunkline.deploy.config.node_settings import parse_address, parse_addresses, parse_ranks
+from trunkline.deploy.config.node_settings import parse_address, parse_ranks
 from trunkline.deploy.launch.document import Document, FileError, parse
 from trunkline.deploy.launch.fileformat import read
-from trunkline.deploy.launch.plan import API_KEYS, WIRE_KEYS, Plan, Unit, decide, difference, make_plan
+from trunkline.deploy.launch.plan import API_KEYS, MEMBERS, WIRE_KEYS, Plan, Unit, decide, difference, make_plan
 from trunkline.deploy.launch.protocol import Place, UnitState
 from trunkline.deploy.launch.resources import Facts
 from trunkline.deploy.launch.unit_options import Rules, command_rules
+from trunkline.router.membership.member import Member
+from trunkline.router.membership.static_source import encode_members
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples/launch").glob("*.yaml"))
 
@@ -110,7 +112,8 @@ def check_invariants(made: Plan, about: str = "") -> None:
             if part is not leader:
                 assert option(part, "leader") == option(leader, "listen")
         for router in (unit for unit in made.units if unit.kind == "router"):
-            assert option(leader, "listen") in (option(router, "controllers") or "").split(",")
+            assert option(router, "members") == "static:{state}/members.json"
+            assert f"tcp://{option(leader, 'listen')}" in {member.address for member in made.members}
             if {part.host for part in parts} != {router.host}:
                 assert address.host != "127.0.0.1"
     check_gpus(made)
@@ -163,8 +166,31 @@ def test_the_smallest_file(rules: Rules) -> None:
     assert [unit.name for unit in made.units] == ["group-0", "router"]
     assert made.urls == ("http://127.0.0.1:8000",)
     group, router = made.units
-    assert option(group, "listen") == option(router, "controllers") == "127.0.0.1:7400"
-    parse_addresses(option(router, "controllers") or "", "--controllers")
+    assert option(group, "listen") == "127.0.0.1:7400"
+    assert option(router, "members") == "static:{state}/members.json"
+    assert made.members == (Member("group-0", "tcp://127.0.0.1:7400", "tcp://127.0.0.1:7401", "local"),)
+
+
+def test_routers_are_not_restarted_for_further_groups(rules: Rules) -> None:
+    found = []
+    for count in (2, 3):
+        made = plan(f"version: 1\ngroups: [{{count: {count}, options: {{threads: 1}}}}]", rules)
+        contents = {MEMBERS: encode_members(made.members)}
+        found.append({unit.name: unit.digest(contents) for unit in made.units})
+        assert len(made.members) == count
+    few, more = found
+    assert more.keys() - few.keys() == {"group-2"}
+    assert few.items() < more.items(), "what runs goes on"
+
+
+def test_groups_register_where_others_can_too(rules: Rules) -> None:
+    made = plan("version: 1\nmembers: records\nrecords: redis://:secret@10.0.0.9:6379/0", rules)
+    group, router = made.units
+    assert option(router, "members") == "records"
+    assert group.environment["TRUNKLINE_JOIN"] == "redis://:secret@10.0.0.9:6379/0"
+    assert "secret" not in " ".join((*group.argv, *router.argv))
+    with pytest.raises(FileError, match="members: is records, but there is no server"):
+        plan("version: 1\nmembers: records", rules)
 
 
 def test_a_group_over_hosts_has_workers_elsewhere(rules: Rules) -> None:
@@ -201,7 +227,7 @@ def test_passwords_and_keys_are_not_on_command_lines(rules: Rules) -> None:
     )
     assert "hunter2" not in repr([unit.argv for unit in made.units])
     assert made.units[0].environment["TRUNKLINE_REMOTE_TIER"] == "redis://:hunter2@x/0"
-    assert [unit.files for unit in made.units] == [(WIRE_KEYS["group"],), (WIRE_KEYS["router"], API_KEYS)]
+    assert [unit.files for unit in made.units] == [(WIRE_KEYS["group"],), (WIRE_KEYS["router"], MEMBERS, API_KEYS)]
 
 
 _TWO_HOSTS = "version: 1\nhosts: {a: {ssh: a}, b: {ssh: b}}\ngroups: [{hosts: a}]\n"

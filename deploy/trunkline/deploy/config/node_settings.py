@@ -14,9 +14,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-from trunkline.deploy.config.option_values import check_records_url
+from trunkline.deploy.config import models
+from trunkline.deploy.config.option_values import check_records_url, parse_names
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
+from trunkline.router.config import problem_of_model_name
 from trunkline.router.membership.open_source import problem_of_members
 
 GROUP_PORT: Final = 7400
@@ -172,12 +174,25 @@ class NodePlan:
     """Addresses of the groups that a router here serves, if they never change."""
     members: str = ""
     """URL of the source of the groups that a router here serves; "": `controllers` names them."""
+    models: tuple[tuple[str, Path], ...] = ()
+    """Names and folders of further models that a router here serves."""
     join: str = ""
     """URL of the record store in which the group registers; "": routers know it by other means."""
     wire_keys: str = ""
     """File with the keys of sockets between hosts."""
     plain_tcp: bool = False
     """Whether sockets between hosts have no keys."""
+
+    @property
+    def member_id(self) -> str:
+        """Id of a group that registers: its address, so that it is the same after each start. "": it does not."""
+        return str(self.reached) if self.join else ""
+
+    @property
+    def reached(self) -> Address:
+        """The address at which other hosts reach the group whose controller runs here."""
+        assert self.listen is not None
+        return Address(socket.getfqdn() if self.listen.host == ANY_HOST else self.listen.host, self.listen.port)
 
     @property
     def is_router(self) -> bool:
@@ -201,6 +216,8 @@ class NodeSettings:
     """Addresses of the groups that a router serves, if they never change; "" for other parts."""
     members: str = ""
     """URL of the source that names the groups that a router serves; "" for other parts."""
+    more_models: str = ""
+    """Further models of a router as NAME=MODEL, with commas between; "" for other parts."""
     join: str = ""
     """URL of the record store in which a group registers; "": it does not. May hold a password."""
     ranks: str = ""
@@ -245,6 +262,7 @@ class NodeSettings:
             wire_keys=str(Path(self.wire_keys).absolute()) if self.wire_keys else "", plain_tcp=self.plain_tcp
         )
         if kind is Kind.ROUTER:
+            node = replace(node, models=_further_models(self.more_models))
             if self.members:
                 scheme, _, path = self.members.partition(":")
                 members = f"{scheme}:{Path(path).absolute()}" if scheme == "static" else self.members
@@ -259,6 +277,21 @@ class NodeSettings:
             return settings, replace(node, ranks=ranks, leader=leader)
         listen = _own_address(parse_address(self.listen, "--listen"))
         return settings, replace(node, ranks=ranks, listen=listen, join=self.join)
+
+
+def _further_models(text: str) -> tuple[tuple[str, Path], ...]:
+    """Return names and folders of the models in NAME=MODEL,….
+
+    Raises:
+        UserError: A part has another form, or there is no such model.
+    """
+    found = []
+    for part in parse_names(text):
+        name, _, model = part.partition("=")
+        if not model or problem_of_model_name(name):
+            raise UserError(f"--more-models has {part!r}; write NAME=MODEL, with commas between several")
+        found.append((name, models.resolve(model, needs_weights=False)))
+    return tuple(found)
 
 
 def _own_address(address: Address) -> Address:

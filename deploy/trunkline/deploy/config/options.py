@@ -350,6 +350,12 @@ NODE_OPTIONS: Final = (
         metavar="URL",
     ),
     CliOption(
+        "more_models",
+        "Further models, each served by groups with this name as --served-model-name. MODEL has the tokenizer.",
+        NODE,
+        metavar="NAME=MODEL,…",
+    ),
+    CliOption(
         "join",
         "Store of records in which the group registers itself, for routers with --members records. Default: it "
         "does not.",
@@ -406,8 +412,8 @@ def _options(without: frozenset[str], *own: str) -> tuple[CliOption, ...]:
 
 
 OPTIONS_OF: Final = {
-    Kind.GROUP: _options(_ROUTER_ONLY, "listen", "ranks", "join"),
+    Kind.GROUP: _options(_ROUTER_ONLY - {"served_model_name"}, "listen", "ranks", "join"),
     Kind.WORKERS: _options(_ROUTER_ONLY | _CONTROLLER_ONLY, "leader", "ranks"),
-    Kind.ROUTER: _options(_ENGINE_ONLY, "controllers", "members"),
+    Kind.ROUTER: _options(_ENGINE_ONLY, "controllers", "members", "more_models"),
 }
 """The options of the commands that run a part of a cluster."""

@@ -24,7 +24,7 @@ from trunkline.deploy.launch.cluster_files import Launched, Loaded, launched, la
 from trunkline.deploy.launch.fileformat import Host
 from trunkline.deploy.launch.hosts import Connection, HostError, Hosts, describe
 from trunkline.deploy.launch.launcher import Launcher, stop_all
-from trunkline.deploy.launch.plan import ENDED, Decision, Plan
+from trunkline.deploy.launch.plan import ENDED, MEMBERS, Decision, Plan
 from trunkline.deploy.launch.protocol import HostFacts, LogLine, Logs, Place, UnitState
 from trunkline.deploy.launch.resources import Facts
 from trunkline.deploy.launch.view import (
@@ -35,6 +35,7 @@ from trunkline.deploy.launch.view import (
     states_json,
     states_table,
 )
+from trunkline.router.membership.static_source import encode_members
 
 INTERRUPTED: Final = 130
 _WATCH_S: Final = 2.0
@@ -106,6 +107,7 @@ def _prepare(loaded: Loaded, hosts: Hosts, reporter: ConsoleReporter, options: U
     for warning in plan.warnings:
         reporter.say(warning, "warning")
     contents = cluster_files.key_contents(plan.security, plan.name, loaded.path.parent, reporter.say)
+    contents[MEMBERS] = encode_members(plan.members)
     return Launcher(plan, hosts, reporter, contents, options.start_s)
 
 

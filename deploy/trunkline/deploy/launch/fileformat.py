@@ -11,7 +11,7 @@ import functools
 import re
 import types
 import typing
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -240,6 +240,13 @@ class Cluster(Record, frozen=True):
             description="`--records` of the routers: where sessions, schemas and kept answers are. Routers on "
             "several hosts need a Redis or Valkey server: redis://HOST:PORT/DB. Default: that of `tiers.remote`, "
             "if it is given; else a file on the routers' host."
+        ),
+    ] = ""
+    members: Annotated[
+        Literal["", "records"],
+        Meta(
+            description="records: groups register in the server of `records`, as any other group can by "
+            "`trunkline group --join`. Default: routers serve the groups of this file."
         ),
     ] = ""
     options: Annotated[

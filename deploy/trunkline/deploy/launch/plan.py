@@ -47,11 +47,14 @@ from trunkline.deploy.launch.resources import (
     share,
 )
 from trunkline.deploy.launch.unit_options import OptionWords, Rules, plain
+from trunkline.router.membership.member import Member
 
 WIRE_KEYS: Final = {"group": "wire-group.key", "workers": "wire-workers.key", "router": "wire-router.key"}
 """Name of the file of wire keys for each kind of unit, which has only the secrets that the kind needs."""
 _HERE: Final = PurePath(".")
 API_KEYS: Final = "api-keys.json"
+MEMBERS: Final = "members.json"
+"""Name of the file that lists the groups for routers, which read it again when it changes."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,8 @@ class Unit:
     """Files that must be in the host's folder before it starts."""
 
     def digest(self, contents: Mapping[str, bytes]) -> str:
-        """Return a digest of all that a unit would have to be restarted for; not of API keys, which it reads
-        again."""
+        """Return a digest of all that a unit would have to be restarted for; not of API keys and of the list of
+        groups, which it reads again."""
         name = WIRE_KEYS[self.kind]
         wire = hashlib.sha256(contents.get(name, b"")).hexdigest() if name in self.files else ""
         said = [self.argv, sorted(self.environment.items()), wire]
@@ -103,6 +106,8 @@ class Plan:
     warnings: tuple[str, ...] = ()
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Units by group, the leader first."""
+    members: tuple[Member, ...] = ()
+    """The groups as routers know them."""
 
     @property
     def by_name(self) -> dict[str, Unit]:
@@ -173,8 +178,10 @@ def make_plan(
     shares = share(document, cluster, hosts, groups, facts or {})
     words, records = OptionWords(document, cluster, rules), _records(document, cluster, routers)
     parts = _Parts(document, cluster, hosts, words, ports, shares, listens, records)
+    # Routers get their ports first, so that these stay the same when groups come and go.
+    router_units = [_router_unit(parts, router, path) for router, path in routers]
     units = [unit for group in groups for unit in _group_units(parts, group, first[group.name])]
-    units += [_router_unit(parts, router, path) for router, path in routers]
+    units += router_units
     used = {unit.host for unit in units}
     return Plan(
         name=cluster.name or name,
@@ -187,6 +194,7 @@ def make_plan(
         source=os.path.abspath(document.source),
         warnings=tuple(f"nothing runs on host {label}" for label in hosts if label not in used),
         groups={group.name: tuple(u.name for u in units if u.group == group.name) for group in groups},
+        members=tuple(_member(group, listens[group.name]) for group in groups),
     )
 
 
@@ -209,6 +217,8 @@ def _group_units(parts: _Parts, group: GroupPlan, port: int) -> list[Unit]:
         argv.append(f"{where}={parts.listens[group.name]}")
         words, variables = parts.words.for_options(kind, record.options, group.path)
         more, secrets = parts.words.for_tiers(kind, tiers, path, group.name)
+        if leads and cluster.members:
+            secrets = {**secrets, **parts.words.for_joining(kind, parts.records)[1]}
         wire, files = parts.wire(kind)
         if label in parts.shares.threads and not any(word.startswith("--threads=") for word in words):
             words.append(f"--threads={parts.shares.threads[label]}")
@@ -238,11 +248,13 @@ def _group_units(parts: _Parts, group: GroupPlan, port: int) -> list[Unit]:
 def _router_unit(parts: _Parts, router: Router, path: Path) -> Unit:
     cluster = parts.cluster
     health = parts.ports.health(router.host, router.name)
-    argv = ["router", cluster.model, f"--controllers={','.join(parts.listens.values())}"]
+    argv = ["router", cluster.model]
+    argv.append("--members=records" if cluster.members else f"--members=static:{STATE}/{MEMBERS}")
     argv += [f"--host={router.listen}", f"--port={router.port}", f"--routers={router.processes}"]
     words, variables = parts.words.for_options("router", router.options, path)
     where, secrets = parts.words.for_records("router", parts.records)
     wire, files = parts.wire("router")
+    files = files if cluster.members else (*files, MEMBERS)
     if cluster.security.api_keys:
         words.append(f"--tenants={STATE}/{API_KEYS}")
         files = (*files, API_KEYS)
@@ -262,6 +274,12 @@ def _router_unit(parts: _Parts, router: Router, path: Path) -> Unit:
         health_port=health,
         files=files,
     )
+
+
+def _member(group: GroupPlan, listen: str) -> Member:
+    """Return a group as routers know it, from `HOST:PORT` of its controller."""
+    host, _, port = listen.rpartition(":")
+    return Member(group.name, f"tcp://{listen}", f"tcp://{host}:{int(port) + 1}", group.leader)
 
 
 def _routers(document: Document, cluster: Cluster, hosts_by_name: Mapping[str, Host]) -> list[tuple[Router, Path]]:
@@ -297,6 +315,12 @@ def _records(document: Document, cluster: Cluster, routers: list[tuple[Router, P
             ("records",) if url else ("routers",),
             f"there are routers on {' and '.join(hosts)}, which need common sessions and schemas; say `records: "
             "redis://HOST:PORT/DB`, with a Redis or Valkey server that all of them reach",
+        )
+    if cluster.members and (not url or url.startswith(SQLITE)):
+        raise document.error(
+            ("members",),
+            "is records, but there is no server for records that groups could reach; say `records: "
+            "redis://HOST:PORT/DB`",
         )
     return url
 

@@ -32,6 +32,8 @@ _FIELDS: Final = {
     "remote-tier": "tiers.remote",
     "tier-policy": "tiers.policy",
     "records": "records",
+    "members": "members",
+    "join": "members",
 }
 """Options that the plan sets: for each, the field of the file that gives its value."""
 
@@ -122,6 +124,10 @@ class OptionWords:
     def for_records(self, command: str, url: str) -> tuple[list[str], dict[str, str]]:
         """Return the command-line words and the environment variables that tell where records are."""
         return self._written(self._rules[command], {"records": (url, ("records",))} if url else {})
+
+    def for_joining(self, command: str, url: str) -> tuple[list[str], dict[str, str]]:
+        """Return the command-line words and the environment variables that tell a group where to register."""
+        return self._written(self._rules[command], {"join": (url, ("members",))})
 
     def _written(
         self, rules: Mapping[str, CliOption], values: Mapping[str, tuple[Scalar, Path]]

@@ -19,7 +19,7 @@ from typing import Final
 
 import structlog
 
-from trunkline.deploy.config.node_settings import ANY_HOST, NodePlan
+from trunkline.deploy.config.node_settings import NodePlan
 from trunkline.deploy.supervisor.membership import Membership
 from trunkline.kvstore.records import RecordError, open_records
 from trunkline.router.membership.member import Member
@@ -31,14 +31,12 @@ _log = structlog.get_logger("trunkline.deploy.joined")
 
 
 def member_of(node: NodePlan, model: str, fingerprint: str) -> Member:
-    """Return a group as it registers. Its id is its address, so it is the same after each start."""
-    assert node.listen is not None
-    host = socket.getfqdn() if node.listen.host == ANY_HOST else node.listen.host
-    port = node.listen.port
+    """Return a group as it registers."""
+    at = node.reached
     return Member(
-        id=f"{host}:{port}",
-        address=f"tcp://{host}:{port}",
-        events=f"tcp://{host}:{port + 1}",
+        id=node.member_id,
+        address=at.endpoint(0),
+        events=at.endpoint(1),
         host=socket.gethostname(),
         epoch=secrets.token_hex(8),
         model=model,

@@ -15,7 +15,8 @@ from trunkline.deploy.config.option_values import keys_needed, server_key_digest
 from trunkline.deploy.config.plans import ClusterPlan, Meeting, local_endpoint
 from trunkline.deploy.supervisor.members import Member, Role
 from trunkline.deploy.supervisor.run_folder import MEMBERS_FILE, STATUS_SOCKET, admin_key_digest
-from trunkline.router.config import RouterConfig
+from trunkline.kvstore.fingerprint import tokenizer_digest
+from trunkline.router.config import ModelConfig, RouterConfig
 from trunkline.worker.config import WorkerConfig
 
 Config = RouterConfig | ControllerConfig | WorkerConfig
@@ -92,6 +93,7 @@ def _router_config(plan: ClusterPlan, folder: Path) -> RouterConfig:
         listen_fd=plan.listen_fd,
         status_path=str(folder / STATUS_SOCKET),
         served_model_name=plan.model_name,
+        models=[ModelConfig(model_path=str(folder), names=[name]) for name, folder in node.models] if node else [],
     )
 
 
@@ -115,6 +117,9 @@ def _controller_config(
         local_endpoint=local_endpoint(folder) if plan.node else "",
         status_path=str(folder / STATUS_SOCKET),
         model_fingerprint=plan.fingerprint,
+        member=plan.node.member_id if plan.node else str(group),
+        model_name=plan.model_name,
+        tokenizer_digest=tokenizer_digest(plan.folder),
         dtype=plan.dtype,
         max_rows=settings.max_batch,
         index_path=str(kept / INDEX_NAME) if kept else "",

@@ -63,6 +63,16 @@ def read_members(path: Path) -> dict[str, Member]:
     return by_id(msgspec.json.decode(path.read_bytes(), type=_File).members)
 
 
+def encode_members(members: Iterable[Member]) -> bytes:
+    """Return the content of a file of members.
+
+    Raises:
+        ValueError: two members have the same id, or one is malformed.
+    """
+    listed = list(by_id(members).values())
+    return msgspec.json.format(msgspec.json.encode(_File(listed)), indent=2) + b"\n"
+
+
 def write_members(path: Path, members: Iterable[Member]) -> None:
     """Write a file of members. A reader sees either the old file or the new one.
 
@@ -70,13 +80,12 @@ def write_members(path: Path, members: Iterable[Member]) -> None:
         OSError: the file cannot be written.
         ValueError: two members have the same id, or one is malformed.
     """
-    listed = list(by_id(members).values())
-    text = msgspec.json.format(msgspec.json.encode(_File(listed)), indent=2)
+    text = encode_members(members)
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             os.fchmod(descriptor, 0o644)
-            file.write(text + b"\n")
+            file.write(text)
             file.flush()
             os.fsync(descriptor)
         os.replace(name, path)
