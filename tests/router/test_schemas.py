@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,16 @@ def test_a_tenants_schema_of_an_earlier_version(place: Path, tokenizer: Tokenize
             router.call(records.get(old))
         assert look(http)["version"] == 7
         assert [item["id"] for item in http.get("/v1/schemas").json()["data"]] == ["trip"]
+        assert http.delete("/v1/schemas/trip").status_code == 200
+
+        for first in (http.delete, partial(http.patch, json={"ttl": 60})):  # without a use before
+            router.call(records.create(old, Change(header)))
+            assert first("/v1/schemas/trip").status_code == 200
+        assert http.delete("/v1/schemas/trip").status_code == 200
+        router.call(records.create(old, Change(header)))
+        post(http)
+        assert http.delete("/v1/schemas/trip").status_code == 200
+        assert complete(http).status_code == 404, "the old one does not come back"
 
 
 def test_the_quota_of_a_tenant(place: Path, tokenizer: Tokenizer) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final, Literal
 
 import msgspec
@@ -17,11 +17,13 @@ from msgspec.structs import replace
 from trunkline.kvstore.records import (
     SEGMENT_BYTES_MAX,
     Change,
+    ExistsError,
     MissingError,
     QuotaError,
     Reading,
     Record,
     RecordKey,
+    RecordStore,
     StoreAwayError,
 )
 from trunkline.router import pml
@@ -85,7 +87,35 @@ def key_of(name: str, salt: bytes) -> RecordKey:
     return RecordKey(kind, current_identity().owner, name)
 
 
-def old_key_of(key: RecordKey, salt: bytes) -> RecordKey | None:
+async def take_over(records: RecordStore, key: RecordKey, salt: bytes) -> Reading:
+    """Move a tenant's schema that an earlier version stored to its key; return it.
+
+    Raises:
+        MissingError: there is none.
+    """
+    old = _old_key_of(key, salt)
+    if old is None:
+        raise MissingError
+    record = (await records.get(old)).record
+    with suppress(ExistsError):  # another router has just done it
+        await records.create(key, change_of(unpack(record)))
+    await delete_old(records, key, salt)
+    return await records.get(key)
+
+
+async def delete_old(records: RecordStore, key: RecordKey, salt: bytes) -> bool:
+    """Delete a tenant's schema that an earlier version stored; return whether there was one."""
+    old = _old_key_of(key, salt)
+    if old is None:
+        return False
+    try:
+        await records.delete(old)
+    except MissingError:
+        return False
+    return True
+
+
+def _old_key_of(key: RecordKey, salt: bytes) -> RecordKey | None:
     """Return the key under which records that were taken over from an earlier version have a tenant's schema: the
     tenant and the salt were hashed together, so the key does not tell them. None: there can be none."""
     if not key.owner:

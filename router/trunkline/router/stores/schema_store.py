@@ -30,7 +30,6 @@ from trunkline.kvstore.records import (
     ConflictError,
     ExistsError,
     MissingError,
-    Reading,
     Record,
     RecordKey,
     RecordStore,
@@ -47,11 +46,12 @@ from trunkline.router.stores.schema_records import (
     Definition,
     change_of,
     definition_of,
+    delete_old,
     holder_of,
     is_schema,
     key_of,
-    old_key_of,
     store_errors,
+    take_over,
     unpack,
 )
 from trunkline.router.streams.link import Answer, ControllerLink
@@ -236,6 +236,7 @@ class SchemaStore:
                 with suppress(ExistsError):
                     change = change_of(definition)
                     record = await self._records.create(key, change, owner_bytes_max=self._owner_bytes_max)
+                    await delete_old(self._records, key, salt)
                     return self._keep(StoredSchema(salt, record, definition, ready))
                 with suppress(MissingError):  # another request has just deleted it
                     record, before = await self._change(key, replaced)
@@ -257,7 +258,7 @@ class SchemaStore:
             try:
                 reading = await self._records.get(key, () if known is None else (known.record.head,))
             except MissingError:
-                reading = await self._take_over(key, salt)
+                reading = await take_over(self._records, key, salt)
         record = reading.record
         if known is not None and (record.version, record.created) == (known.record.version, known.record.created):
             self._cached.move_to_end(key)
@@ -272,22 +273,6 @@ class SchemaStore:
             schema.uses, schema.pinned_at = known.uses, known.pinned_at
         return self._keep(schema)
 
-    async def _take_over(self, key: RecordKey, salt: bytes) -> Reading:
-        """Move a tenant's schema that an earlier version stored to its key; return it.
-
-        Raises:
-            MissingError: there is none.
-        """
-        old = old_key_of(key, salt)
-        if old is None:
-            raise MissingError
-        record = (await self._records.get(old)).record
-        with suppress(ExistsError):  # another router has just done it
-            await self._records.create(key, change_of(unpack(record)))
-        with suppress(MissingError):
-            await self._records.delete(old)
-        return await self._records.get(key)
-
     async def change(self, name: str, salt: bytes, change: Callable[[Definition], None]) -> StoredSchema:
         """Change the definition of a schema but for its source.
 
@@ -299,8 +284,13 @@ class SchemaStore:
             change(definition)
             return definition
 
+        key = key_of(name, salt)
         with store_errors(name):
-            await self._change(key_of(name, salt), changed)
+            try:
+                await self._change(key, changed)
+            except MissingError:
+                await take_over(self._records, key, salt)
+                await self._change(key, changed)
         return await self.get(name, salt)
 
     async def delete(self, name: str, salt: bytes) -> None:
@@ -311,7 +301,12 @@ class SchemaStore:
         """
         key = key_of(name, salt)
         with store_errors(name):
-            await self._records.delete(key)
+            was_old = await delete_old(self._records, key, salt)
+            try:
+                await self._records.delete(key)
+            except MissingError:
+                if not was_old:
+                    raise
         self.gone(key)
 
     def gone(self, key: RecordKey) -> None:
