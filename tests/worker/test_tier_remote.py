@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
+import redis
 from structlog.testing import capture_logs
 from worker.redis_server import RedisServer
 
@@ -62,6 +64,36 @@ def test_controllers_share_it_by_name(redis_server: RedisServer) -> None:
     assert found(tier, 1)
     tier.close()
     other.close()
+
+
+@pytest.mark.parametrize("use", ["read", "present", "write"])
+def test_a_use_begins_the_time_to_live_anew(redis_server: RedisServer, use: str) -> None:
+    tier = open_tier(redis_server.url, ttl_s=1000.0)
+    client: Any = redis.Redis.from_url(redis_server.url)
+    tier.write(key(1), memoryview(content(1)))
+    (place,) = client.keys("tl:*")
+    client.expire(place, 100)
+    match use:
+        case "read":
+            assert found(tier, 1)
+        case "present":
+            assert tier.present([name(1), name(2)]) == 1
+        case "write":
+            tier.write(key(1), memoryview(content(1)))
+    assert client.ttl(place) > 100
+    client.close()
+    tier.close()
+
+
+def test_without_a_time_to_live_chunks_stay(redis_server: RedisServer) -> None:
+    tier = open_tier(redis_server.url, ttl_s=0.0)
+    client: Any = redis.Redis.from_url(redis_server.url)
+    tier.write(key(1), memoryview(content(1)))
+    assert found(tier, 1)
+    assert tier.present([name(1)]) == 1
+    assert [client.ttl(place) for place in client.keys("tl:*")] == [-1]
+    client.close()
+    tier.close()
 
 
 def test_other_configurations_never_meet(redis_server: RedisServer) -> None:

@@ -21,8 +21,8 @@ class RemoteStore:
     """The form of the store's URLs, for messages."""
     tier: str
     """`MODULE:NAME` of the function that makes the tier in a worker. Its arguments are the URL, the bytes of a
-    chunk's shard, the `RecordKeeper` and the seconds after which a chunk is forgotten (0: never); it returns a
-    `SharedTier`."""
+    chunk's shard, the `RecordKeeper` and the seconds without use after which a chunk is forgotten (0: never); it
+    returns a `SharedTier`."""
     problem: Callable[[SplitResult], str]
     """Function that returns why a URL with the store's scheme does not have the right form; "": it has. Its result
     never quotes a password."""

@@ -89,7 +89,7 @@ class SharedTier(Tier, Protocol):
     A chunk is found by its name alone and may be lost at any time. `SlotKey.slot` and `generation` are ignored."""
 
     def present(self, names: Sequence[ChunkName]) -> int:
-        """Return how many chunks from the first one on are stored now without a gap.
+        """Return how many chunks from the first one on are stored now without a gap. This counts as their use.
 
         Raises:
             OSError: The tier cannot be reached.

@@ -5,6 +5,9 @@ that the bytes depend on, so that groups of other models, or of another size, ne
 
       tl:{fingerprint}:{rank}/{ranks}:{name of the chunk}
 
+The store forgets a chunk that was not used for its time to live. Writing and reading it, and asking for it on
+behalf of a request, are uses.
+
 The store may be away. Then every call fails at once until the next attempt is due, with growing distances; of each
 outage one warning is logged.
 """
@@ -48,7 +51,7 @@ class RedisTier:
 
         Args:
             slot_bytes: bytes of a chunk's payload.
-            ttl_s: seconds after which the store forgets a chunk; 0: never.
+            ttl_s: seconds without use after which the store forgets a chunk; 0: never.
 
         Raises:
             WorkerConfigError: a URL that cannot be read.
@@ -87,7 +90,16 @@ class RedisTier:
 
     def read(self, key: SlotKey, into: memoryview) -> bool:
         """Fill `into` with a chunk's bytes (see `Tier.read`)."""
-        value = self._call(lambda client: client.get(self._key(key.name)))
+
+        def ask(client: Any) -> bytes | None:
+            pipeline = client.pipeline(transaction=False)
+            pipeline.get(self._key(key.name))
+            if self._ttl_ms:
+                pipeline.pexpire(self._key(key.name), self._ttl_ms)
+            found: bytes | None = pipeline.execute()[0]
+            return found
+
+        value = self._call(ask)
         if value is None or len(value) != RECORD_BYTES + self.slot_bytes:
             return False
         payload = memoryview(value)[RECORD_BYTES:]
@@ -104,7 +116,10 @@ class RedisTier:
         def ask(client: Any) -> list[int]:
             pipeline = client.pipeline(transaction=False)
             for name in names:
-                pipeline.exists(self._key(name))
+                if self._ttl_ms:  # the question is a use: a request's prompt has the chunk
+                    pipeline.pexpire(self._key(name), self._ttl_ms)
+                else:
+                    pipeline.exists(self._key(name))
             found: list[int] = pipeline.execute()
             return found
 
