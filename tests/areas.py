@@ -61,7 +61,8 @@ AREAS: Final[dict[str, tuple[str, ...]]] = {
             "worker/trunkline/worker/tensor_parallel.py",
             "deploy/trunkline/deploy/*",
         ),
-        *("tests/cluster/*",),
+        *("kvstore/trunkline/kvstore/records/*", "router/trunkline/router/stores/*"),
+        *("tests/cluster/*", "tests/router/*frozen*"),
     ),
     # `trunkline launch` over ssh.
     "ssh": ("deploy/trunkline/deploy/launch/*", "tests/deploy/launch/*"),
