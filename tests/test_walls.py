@@ -51,7 +51,7 @@ FLOORS: Final[dict[str, tuple[str, ...]]] = {
             "streams",
             "stores",
         ),
-        *("http", "service", "api", "ui", "app", "server", "__main__"),
+        *("http", "service", "api", "tasks", "ui", "app", "server", "__main__"),
     ),
     "worker": (
         *("root", "tensor_parallel", "batch", "tiers", "model", "grammar", "sampling", "device"),

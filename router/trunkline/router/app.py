@@ -17,11 +17,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trunkline.router.api import admin, anthropic, chat, completions, openai_responses, stored_responses
+from trunkline.router.api import batch_routes as batches
 from trunkline.router.api import conversation_routes as conversations
+from trunkline.router.api import file_routes as files
 from trunkline.router.api import schema_routes as schemas
 from trunkline.router.api import session_routes as sessions
 from trunkline.router.api import tokenize_routes as tokens
 from trunkline.router.api.anthropic import CountTokensRequest, MessagesRequest
+from trunkline.router.api.batch_routes import BatchRequest
 from trunkline.router.api.conversation_routes import ConversationRequest, ConversationUpdate, ItemsRequest
 from trunkline.router.api.openai_items import ResponsesRequest
 from trunkline.router.api.schema_types import SchemaRequest, SchemaUpdate
@@ -33,6 +36,9 @@ from trunkline.router.http.middleware import AccessMiddleware, AdmissionMiddlewa
 from trunkline.router.http.replay import ReplayMiddleware
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from trunkline.router.service import RouterService
+from trunkline.router.stores.batch_store import PREFIX as BATCH_PREFIX
+from trunkline.router.tasks.batch_run import BatchHandler
+from trunkline.router.tasks.runner import TaskRunner
 from trunkline.router.telemetry.metrics_page import MetricsPage
 from trunkline.router.ui import routes as ui
 from trunkline.router.ui.dashboard import Dashboard
@@ -49,6 +55,7 @@ _BODIES: dict[str, type[BaseModel]] = {
     "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/v1/batches": BatchRequest,
     "/v1/schemas": SchemaRequest,
     "/v1/schemas/{schema_id}": SchemaUpdate,
     "/v1/sessions": SessionRequest,
@@ -58,7 +65,7 @@ _BODIES: dict[str, type[BaseModel]] = {
 }
 """Types of request bodies by path: the body of POST or, where there is no POST, of PATCH."""
 _PATHS = frozenset(
-    {*_BODIES, "/v1/models", "/health", "/version", "/metrics", "/reset_prefix_cache", "/flush_cache"}
+    {*_BODIES, "/v1/files", "/v1/models", "/health", "/version", "/metrics", "/reset_prefix_cache", "/flush_cache"}
 )
 
 
@@ -74,10 +81,12 @@ def create_app(service: RouterService) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.open()
         dashboard.open()
+        runner.open()
         try:
             async with page.open():
                 yield
         finally:
+            await runner.close()
             dashboard.close()
             await service.close()
             await asyncio.to_thread(metrics.tracer.close)
@@ -92,10 +101,11 @@ def create_app(service: RouterService) -> FastAPI:
         exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_exception},
     )
     app.state.service = service
+    runner = TaskRunner(service, {BATCH_PREFIX: BatchHandler(app)})
     app.state.dashboard = dashboard
     app.state.metrics_page = page
     stored = (stored_responses, conversations, schemas, sessions)
-    for module in (chat, completions, openai_responses, anthropic, *stored, tokens, admin, ui):
+    for module in (chat, completions, openai_responses, anthropic, *stored, files, batches, tokens, admin, ui):
         app.include_router(module.routes)
     if config.idempotency_ttl_seconds:
         app.add_middleware(
@@ -170,6 +180,8 @@ def _schema(app: FastAPI) -> dict[str, Any]:
             | SCHEMAS
             | stored_responses.SCHEMAS
             | conversations.SCHEMAS
+            | files.SCHEMAS
+            | batches.SCHEMAS
             | sessions.SCHEMAS
             | schemas.SCHEMAS
         }

@@ -146,6 +146,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_body_bytes: int = 16 << 20
     """Largest size of a request's body; larger ones are refused (413). 16 MiB holds a million-token prompt several
     times."""
+    file_bytes_max: int = 200 << 20
+    """Largest size of a file that clients upload; larger ones are refused (413)."""
     max_header_bytes: int = 64 << 10
     """Largest size of a request's first line and headers together; more is refused (431). Browsers send less than
     8 KiB."""
@@ -326,6 +328,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def _limit_rules(self) -> tuple[tuple[bool, str], ...]:
         """Return the rules about the limits of requests and connections."""
         return (
+            (self.file_bytes_max >= 1024, f"file_bytes_max: {self.file_bytes_max} is less than 1024"),
             (self.max_body_bytes >= 1024, f"max_body_bytes: {self.max_body_bytes} is less than 1024"),
             (
                 1024 <= self.max_header_bytes <= 1 << 20,

@@ -30,11 +30,14 @@ from trunkline.router.membership.open_source import open_source
 from trunkline.router.messages import FinishReason, Prefetched
 from trunkline.router.routing.core import RouteRequest, RoutingCore
 from trunkline.router.routing.request import Origin
+from trunkline.router.stores.batch_store import BatchStore
+from trunkline.router.stores.file_store import FileStore
 from trunkline.router.stores.homes import CALL_SECONDS, Homes, call_persistently
 from trunkline.router.stores.metered_records import MeteredRecords
 from trunkline.router.stores.record_tender import RecordTender
 from trunkline.router.stores.schema_store import SchemaStore
 from trunkline.router.stores.session_store import Histories, SessionStore
+from trunkline.router.stores.task_store import TaskStore
 from trunkline.router.streams.dispatch import Dispatcher
 from trunkline.router.streams.generation import Choices, Generation
 from trunkline.router.streams.health import Health, HealthProbe, describe
@@ -110,7 +113,6 @@ class RouterService:
         )
         store = open_records(config.records, bytes_max=config.records_bytes_max, patience_s=RECORDS_PATIENCE_S)
         self.metrics.records.bytes_max = config.records_bytes_max
-        self.metrics.records.bytes_max = config.records_bytes_max
         self.records = MeteredRecords(store, self.metrics.records.measured)
         """Sessions, schemas and kept answers, which all routers share. Connects when it is used."""
         self.histories = Histories(self.records, config.records_tenant_bytes)
@@ -122,6 +124,7 @@ class RouterService:
             lambda code: self.metrics.modules.errors.labels(code).inc(),
             owner_bytes_max=config.records_tenant_bytes,
         )
+        self.batches = BatchStore(self.records, config.records_tenant_bytes)
         self.tenants = Tenants(config, records=self.records)
         self.large_requests = LargeRequests(config.max_body_bytes)
         self.dispatcher = Dispatcher(
@@ -154,6 +157,16 @@ class RouterService:
     def sessions(self) -> SessionStore:
         """The stored sessions."""
         return self.histories.sessions
+
+    @property
+    def files(self) -> FileStore:
+        """The files of tenants."""
+        return self.batches.files
+
+    @property
+    def tasks(self) -> TaskStore:
+        """The batches and background responses that are not over."""
+        return self.batches.tasks
 
     @property
     def created(self) -> int:
@@ -379,6 +392,7 @@ class RouterService:
     async def drain(self, timeout_seconds: float) -> bool:
         """Refuse new requests and wait for the running ones. Return False if some of them had to be cut off."""
         self._life.draining = True
+        self.tasks.changed.set()
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._life.idle.wait()

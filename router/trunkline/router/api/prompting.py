@@ -28,7 +28,7 @@ from trunkline.router.jobs.job import (
     wanted_tokens,
 )
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, Message
-from trunkline.router.request_context import draw_seed
+from trunkline.router.request_context import current, draw_seed
 from trunkline.router.service import RouterService
 from trunkline.router.stores.session_history import common_length
 from trunkline.router.streams.generation import Generation
@@ -50,6 +50,8 @@ joins a template's texts."""
 LOGPROBS_OF_PROMPTS_MAX: Final = 1 << 18
 """Largest number of log-probabilities of prompt tokens in a request. Each takes about 100 bytes until the answer
 is written."""
+LAST_PRIORITY: Final = 2**31 - 1
+"""Priority of requests that stand behind all others."""
 _INSTRUCTION_ROLES: Final = ("system", "developer")
 
 
@@ -294,7 +296,7 @@ def job_for(
     return replace(
         job,
         salt=cache_salt(body.cache_salt),
-        priority=meter.priority(body.priority),
+        priority=LAST_PRIORITY if current().is_behind else meter.priority(body.priority),
         grammar=owned(job.grammar, meter.tenant),
         tenant=meter.tenant,
     )

@@ -50,6 +50,10 @@ PORT_MAX: Final = 65535
 _HOST_HEADER: Final = re.compile(
     r"(?:\[(?P<address>[0-9A-Fa-f:.]{2,45})\]|(?P<name>[A-Za-z0-9._-]{1,253}))(?::(?P<port>[0-9]{1,5}))?", re.ASCII
 )
+_JSON: Final = "application/json"
+_FORM: Final = "multipart/form-data"
+_UPLOADS: Final = "/v1/files"
+"""The one path whose requests are forms."""
 _TOKENIZING: Final = ("/tokenize", "/detokenize")
 
 
@@ -153,6 +157,10 @@ class RequestMiddleware:
             below = path.split("/")[4:]
             items = "" if below[:1] != ["items"] else "/items" if len(below) == 1 else "/items/{item}"
             return "/v1/conversations/{conversation}" + items
+        if path.startswith("/v1/files/"):
+            return "/v1/files/{file}" + ("/content" if path.endswith("/content") else "")
+        if path.startswith("/v1/batches/"):
+            return "/v1/batches/{batch}" + ("/cancel" if path.endswith("/cancel") else "")
         if path.startswith("/v1/schemas/"):
             return "/v1/schemas/{schema}"
         return path if path in self._paths else "other"
@@ -252,7 +260,7 @@ class AccessMiddleware:
         check_once(headers)
         access = access_needed(scope["path"])
         if not self._tenants.needs_keys:
-            self._check_page(scope["method"], headers)
+            self._check_page(scope, headers)
         if access is Access.OPEN:
             return Identity()
         if access is Access.UNKNOWN:
@@ -266,7 +274,7 @@ class AccessMiddleware:
                 identity = self._tenants.acting_for(identity, name)
         return identity
 
-    def _check_page(self, method: str, headers: Headers) -> None:
+    def _check_page(self, scope: Scope, headers: Headers) -> None:
         """Refuse a request that a foreign web page has sent. For servers without keys.
 
         Raises:
@@ -281,7 +289,7 @@ class AccessMiddleware:
                 kind="permission_error",
                 code="host_not_allowed",
             )
-        if method in _SAFE:
+        if scope["method"] in _SAFE:
             return
         origin = headers.get("origin")
         if origin is not None and origin not in self._origins and not is_own(origin, host):
@@ -293,10 +301,11 @@ class AccessMiddleware:
             )
         has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if has_body and kind != "application/json":
+        wanted = _FORM if scope["path"] == _UPLOADS else _JSON
+        if has_body and kind != wanted:
             raise ApiError(
                 415,
-                f"the body's Content-Type is {kind[:80]!r}; please send `Content-Type: application/json`",
+                f"the body's Content-Type is {kind[:80]!r}; please send `Content-Type: {wanted}`",
                 code="unsupported_media_type",
             )
 

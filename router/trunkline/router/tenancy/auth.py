@@ -129,6 +129,8 @@ _EXACT: Final = {
     "/v1/conversations": Access.USER,
     "/v1/messages": Access.USER,
     "/v1/messages/count_tokens": Access.USER,
+    "/v1/files": Access.USER,
+    "/v1/batches": Access.USER,
     "/v1/sessions": Access.USER,
     "/v1/schemas": Access.USER,
 }
@@ -138,6 +140,8 @@ _BELOW: Final = {
     "/v1/models/": Access.USER,
     "/v1/responses/": Access.USER,
     "/v1/conversations/": Access.USER,
+    "/v1/files/": Access.USER,
+    "/v1/batches/": Access.USER,
     "/v1/sessions/": Access.USER,
     "/v1/schemas/": Access.USER,
 }
