@@ -217,14 +217,16 @@ def test_a_fork_outlives_its_source(kind: str) -> None:
         on(work, open_records(url))
 
 
-def test_sessions_of_earlier_versions() -> None:
+@pytest.mark.parametrize("is_long", [False, True], ids=["short", "long"])
+def test_sessions_of_earlier_versions(is_long: bool) -> None:
     async def work(records: RecordStore) -> None:
         rng = random.Random(11)
         history = after_turn(History(), rng)
         fields = msgspec.to_builtins(history, builtin_types=(bytes,))
         old = {"model": "m", "turns": 1, "metadata": {"a": "b"}, **fields}
         key = RecordKey("session", "", "sess_old")
-        await records.create(key, Change(msgspec.msgpack.encode(old), 60.0))
+        value = msgspec.msgpack.encode(old)
+        await records.create(key, Change(b"", 60.0, segments=[value]) if is_long else Change(value, 60.0))
         store = SessionStore(records)
         assert (await store.get(key.id)).session.history == history
         fork = store.draw_id()

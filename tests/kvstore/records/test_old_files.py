@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_digest
 
-from trunkline.kvstore.records import MissingError, RecordKey, open_records
+from trunkline.kvstore.records import HEADER_BYTES_MAX, MissingError, RecordKey, open_records
 from trunkline.kvstore.records.old_files import import_old_files
 
 RECORDS = """
@@ -101,6 +101,21 @@ def test_records_of_old_files_are_taken_over_once(tmp_path: Path) -> None:
     assert count == 0
     assert found == EXPECTED
     assert "already" in lines[0]
+
+
+def test_a_value_that_is_too_long_for_a_header_is_a_segment(tmp_path: Path) -> None:
+    long = bytes(HEADER_BYTES_MAX + 1)
+    old = old_file(tmp_path / "group-0.sqlite", [("session", "sess_1", long, 60.0)])
+
+    async def test() -> None:
+        records = open_records(f"sqlite:{tmp_path / 'new.sqlite'}")
+        assert await import_old_files(records, [old], print) == 1
+        reading = await records.get(RecordKey("session", "", "sess_1"))
+        assert (reading.record.header, reading.record.ttl) == (b"", 60.0)
+        assert [segment.content for segment in reading.segments] == [long]
+        await records.close()
+
+    asyncio.run(test())
 
 
 def test_an_index_stays_without_its_records(tmp_path: Path) -> None:

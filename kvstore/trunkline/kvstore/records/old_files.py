@@ -1,7 +1,8 @@
 """Take over the records that controllers of earlier versions kept.
 
 Each controller had a file of its own, `group-N.sqlite`; before that, its records were in the index of its disk
-tier, `index.sqlite`. Each value becomes the header of a record without segments; who reads it, knows old values.
+tier, `index.sqlite`. Each value becomes the header of a record without segments; a value that is too long for that
+is the only segment of a record without header. Who reads them, knows old values.
 Kept answers are passed over: they are of use for minutes only.
 """
 
@@ -21,7 +22,7 @@ from typing import Final
 
 from xxhash import xxh3_64_digest
 
-from trunkline.kvstore.records.store import Change, ExistsError, RecordKey, RecordStore
+from trunkline.kvstore.records.store import HEADER_BYTES_MAX, Change, ExistsError, RecordKey, RecordStore
 from trunkline.kvstore.salvage import UNREADABLE, Row, Table, readable_rows
 
 _APPLICATION_ID: Final = 0x54726B6C
@@ -102,8 +103,9 @@ async def _take(store: RecordStore, row: Row, owners: dict[str, str]) -> str:
     kind, id_, _, value, used, ttl, _ = row
     if ttl and used + ttl < time.time():
         return "were not used for their time to live"
+    change = Change(value, ttl) if len(value) <= HEADER_BYTES_MAX else Change(b"", ttl, segments=[value])
     try:
-        await store.create(_key(kind, id_, owners), Change(value, ttl))
+        await store.create(_key(kind, id_, owners), change)
     except ExistsError:
         return "were there already"
     except ValueError:

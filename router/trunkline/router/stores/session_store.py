@@ -251,7 +251,8 @@ def _read(reading: Reading, remembered: StoredSession | None) -> StoredSession:
     if remembered is not None and _is_lost(remembered.record, record):
         _log.warning("session_restored", session=record.key.id, version=remembered.record.version)
         return StoredSession(record, replace(remembered.session), rewrites=True)
-    session, is_old = unpack_header(record.header)
+    contents = [segment.content for segment in reading.segments]
+    session, is_old = unpack_header(record.header or b"".join(contents))  # of an old one that is too long for that
     if is_old:
         return StoredSession(record, session, rewrites=True)
     history = History()
@@ -260,7 +261,7 @@ def _read(reading: Reading, remembered: StoredSession | None) -> StoredSession:
             raise ValueError("its beginning is missing")
         history = remembered.session.history
     if reading.segments or not reading.after:
-        history = read_segments(history, [segment.content for segment in reading.segments])
+        history = read_segments(history, contents)
     session.history = history
     return StoredSession(record, session)
 
