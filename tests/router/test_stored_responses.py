@@ -191,7 +191,7 @@ def test_references_to_items(http: httpx.Client, fake: FakeController, tokenizer
 
 
 def test_ids_that_do_not_exist(http: httpx.Client, fake: FakeController) -> None:
-    for name in ("resp_0", "sess_0", "x\0", ""):
+    for name in ("resp_0", "resp_" + "0" * 100_000, "resp_\0", "sess_0", "x\0", ""):
         answer = http.post(PATH, json={"input": "Hi", "previous_response_id": name})
         assert error_of(answer) == (404, "previous_response_not_found", "previous_response_id")
     assert error_of(http.get(f"{PATH}/sess_0")) == (404, "response_not_found", "response_id")
@@ -200,6 +200,21 @@ def test_ids_that_do_not_exist(http: httpx.Client, fake: FakeController) -> None
         assert error_of(http.get(f"{PATH}/{first}/input_items?{query}"))[::2] == (400, param)
     assert error_of(http.get(f"{PATH}/{first}?stream=true"))[::2] == (400, "stream")
     assert len(fake.behaviour.submits) == 1
+
+
+def test_a_chain_that_outgrows_the_context(http: httpx.Client, fake: FakeController) -> None:
+    long, previous = "a1 b2 " * 150, None
+    for _ in range(3):
+        previous = respond(http, long, previous, max_output_tokens=100)["id"]
+    continued = {"input": long, "previous_response_id": previous, "max_output_tokens": 100}
+    assert error_of(http.post(PATH, json=continued)) == (400, "context_length_exceeded", "input")
+    before = prompt_of(fake.behaviour.submits[-1])
+    for _ in range(2):
+        cut = respond(http, long, previous, max_output_tokens=100, truncation="auto")
+        previous = cut["id"]
+        assert cut["truncation_details"]["occurred"] is True
+        assert cut["usage"]["input_tokens"] < 2048
+    assert prompt_of(fake.behaviour.submits[-1])[: len(before)] == before, "the history has all of it"
 
 
 @pytest.mark.parametrize("kind", STORES)

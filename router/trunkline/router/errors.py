@@ -125,10 +125,10 @@ def draining() -> ApiError:
 
 def records_away(error: StoreAwayError) -> ApiError:
     """Return a 503: the store of records, which the request needs, does not answer."""
-    return unavailable(f"stored sessions and schemas are not available: {error}", code="records_unavailable")
+    return unavailable(f"what is stored is not available: {error}", code="records_unavailable")
 
 
 def records_full() -> ApiError:
     """Return a 429: the tenant's records have reached their quota."""
-    message = "your sessions and schemas fill the room that they may take; delete some, or wait until some expire"
+    message = "your stored records fill the room that they may take; delete some, or wait until some expire"
     return ApiError(429, message, kind="rate_limit_error", code="records_quota")

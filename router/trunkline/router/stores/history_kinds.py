@@ -25,6 +25,9 @@ from trunkline.router.stores.session_state import SessionState
 from trunkline.router.tenancy.auth import current_identity
 
 
+_ID_CHARACTERS_MAX: Final = 128
+
+
 class HistoryKind(NamedTuple):
     """A kind of records that have a history."""
 
@@ -50,7 +53,7 @@ class HistoryKind(NamedTuple):
         Raises:
             ApiError: 404, no record of this kind can have the id.
         """
-        if not history_id.startswith(self.prefix):
+        if not history_id.startswith(self.prefix) or len(history_id) > _ID_CHARACTERS_MAX:
             raise self.missing(history_id)
         return RecordKey(self.name, current_identity().owner, history_id)
 
