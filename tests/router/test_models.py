@@ -3,8 +3,6 @@ tokenizers of two models."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +14,7 @@ import msgspec
 import pytest
 from router.fake_controller import FakeController, prompt_of
 from router.harness import ADMIN_KEY, DEMO_MODEL, MESSAGES, RunningRouter, make_answer, wait_until
-from tokenizers import Tokenizer as Trained
-from tokenizers import models, pre_tokenizers, trainers
-from tokenizers.decoders import ByteLevel
+from router.model_folders import make_second
 
 from trunkline.kvstore.fingerprint import tokenizer_digest
 from trunkline.router.config import ModelConfig, RouterConfig
@@ -33,30 +29,10 @@ FIRST, SECOND = "first", "second"
 SCHEMA = '<schema name="s"><module name="m">Some text of a module.</module></schema>'
 
 
-def make_second(folder: Path) -> Path:
-    """A model folder with another tokenizer than the demo model's, and a shorter context."""
-    shutil.copytree(DEMO_MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.txt", "*.jsonl"))
-    trained = Trained(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trained.decoder = ByteLevel()
-    special = [f"<|{name}|>" for name in ("bos", "end", "system", "user", "assistant", "pad")]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trained.train_from_iterator(
-        ["a few words of another language"],
-        trainers.BpeTrainer(
-            vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-        ),
-    )
-    trained.save(str(folder / "tokenizer.json"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def second(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Tokenizer]]:
     """The second model's folder and tokenizer."""
-    folder = make_second(tmp_path_factory.mktemp("models") / "second")
+    folder = make_second(tmp_path_factory.mktemp("models"))
     tokenizer = Tokenizer(folder)
     yield folder, tokenizer
     tokenizer.close()

@@ -460,3 +460,32 @@ def test_what_the_file_does_not_name_is_stopped_or_forgotten(smallest: Plan) -> 
 def test_differences_are_told_option_by_option() -> None:
     old, new = ["group", "m", "--tp=1", "--a=1", "--x"], ["group", "m", "--tp=2", "--x", "--b=3"]
     assert difference(old, new) == "--tp=1 → 2, without --a=1, with --b=3"
+
+
+MODELS = """\
+version: 1
+model: demo
+models: {small: ./small, other: org/other}
+options: {served_model_name: main}
+groups:
+  - name: a
+  - {name: b, model: small, count: 2}
+  - {name: c, model: other}
+"""
+
+
+def test_groups_of_several_models(rules: Rules) -> None:
+    made = plan(MODELS, rules)
+    served = {unit.name: (unit.argv[1], option(unit, "served-model-name")) for unit in made.units}
+    assert served == {
+        "a": ("demo", "main"),
+        "b-0": ("/files/small", "small"),
+        "b-1": ("/files/small", "small"),
+        "c": ("org/other", "other"),
+        "router": ("demo", "main"),
+    }
+    assert option(made.by_name["router"], "more-models") == "small=/files/small,other=org/other"
+    assert "c.yaml:8: groups[2].model: is 'no'" in problem(MODELS.replace("model: other}", "model: no}"), rules)
+    unused = problem(MODELS.replace(", model: small", ""), rules)
+    assert "models.small: is served by no group" in unused
+    assert "models.small: has a comma" in problem(MODELS.replace("./small", "'a,b'"), rules)

@@ -20,6 +20,7 @@ from trunkline.deploy.config.option_values import parse_bytes
 from trunkline.deploy.config.options import Scalar
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.launch.document import Document, Path
+from trunkline.router.config import problem_of_model_name
 
 VERSION: Final = 1
 NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
@@ -136,6 +137,9 @@ class Group(Record, frozen=True):
         Positive,
         Meta(description="Number of such groups, named `NAME-0`, `NAME-1` and so on, all on the same hosts."),
     ] = 1
+    model: Annotated[
+        str, Meta(description="Name of the group's model in `models`. Default: the cluster's `model`.")
+    ] = ""
     tp: Annotated[
         Positive | None,
         Meta(
@@ -227,6 +231,13 @@ class Cluster(Record, frozen=True):
     model: Annotated[
         str, Meta(description="The model, as for `trunkline serve`; ./PATH is relative to this file.")
     ] = "demo"
+    models: Annotated[
+        dict[str, str],
+        Meta(
+            description="Further models by the names that requests use; each is served by the groups that name "
+            "it as their `model`."
+        ),
+    ] = {}
     hosts: Annotated[dict[str, Host], Meta(description="Hosts by name. Default: `local`, this machine.")] = {}
     groups: Annotated[
         list[Group],
@@ -361,8 +372,15 @@ def _check_values(document: Document, cluster: Cluster) -> None:
         path: Path = ("groups", index)
         _check_name(document, group.name, (*path, "name"))
         _check_environment(document, group.environment, (*path, "environment"))
+        if group.model and group.model not in cluster.models:
+            raise document.error((*path, "model"), f"is {group.model!r}, which is not in `models`")
         if group.port is not None and group.count > 1:
             raise document.error((*path, "port"), "is for one group; leave it out, or write groups one by one")
+    for name, model in cluster.models.items():
+        if problem := problem_of_model_name(name) or ("" if "," not in f"{name}{model}" else "has a comma"):
+            raise document.error(("models", name), problem)
+        if all(group.model != name for group in cluster.groups):
+            raise document.error(("models", name), "is served by no group; give one `model: " + name + "`")
     for index, router in enumerate(cluster.routers):
         path = ("routers", index)
         _check_name(document, router.name, (*path, "name"))

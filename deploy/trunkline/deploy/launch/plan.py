@@ -162,8 +162,8 @@ def make_plan(
         FileError: The plan cannot work.
     """
     hosts = dict(cluster.hosts) or {"local": Host()}
-    if cluster.model.startswith(("./", "../")):
-        cluster = structs.replace(cluster, model=os.path.normpath(base / cluster.model))
+    models = {name: _located(model, base) for name, model in cluster.models.items()}
+    cluster = structs.replace(cluster, model=_located(cluster.model, base), models=models)
     _check_machines(document, hosts)
     groups = plan_groups(document, cluster, list(hosts))
     routers = _routers(document, cluster, hosts)
@@ -210,12 +210,13 @@ def _group_units(parts: _Parts, group: GroupPlan, port: int) -> list[Unit]:
         name = group.name if leads else f"{group.name}.{label}"
         health = parts.ports.health(label, name)
         where = "--listen" if leads else "--leader"
-        argv = [kind, cluster.model]
+        argv = [kind, cluster.models[record.model] if record.model else cluster.model]
         chooses = group.chooses and (group.name, label) in parts.shares.devices
         if not chooses:
             argv += [f"--tp={record.tp or 1}", f"--ranks={ranks[0]}-{ranks[-1]}"]
         argv.append(f"{where}={parts.listens[group.name]}")
-        words, variables = parts.words.for_options(kind, record.options, group.path)
+        own = {**record.options, "served_model_name": record.model} if record.model else record.options
+        words, variables = parts.words.for_options(kind, own, group.path)
         more, secrets = parts.words.for_tiers(kind, tiers, path, group.name)
         if leads and cluster.members:
             secrets = {**secrets, **parts.words.for_joining(kind, parts.records)[1]}
@@ -249,6 +250,8 @@ def _router_unit(parts: _Parts, router: Router, path: Path) -> Unit:
     cluster = parts.cluster
     health = parts.ports.health(router.host, router.name)
     argv = ["router", cluster.model]
+    if cluster.models:
+        argv.append("--more-models=" + ",".join(f"{name}={model}" for name, model in cluster.models.items()))
     argv.append("--members=records" if cluster.members else f"--members=static:{STATE}/{MEMBERS}")
     argv += [f"--host={router.listen}", f"--port={router.port}", f"--routers={router.processes}"]
     words, variables = parts.words.for_options("router", router.options, path)
@@ -274,6 +277,11 @@ def _router_unit(parts: _Parts, router: Router, path: Path) -> Unit:
         health_port=health,
         files=files,
     )
+
+
+def _located(model: str, base: PurePath) -> str:
+    """Return a model as units are told it; a path that is relative to the file becomes one that is not."""
+    return os.path.normpath(base / model) if model.startswith(("./", "../")) else model
 
 
 def _member(group: GroupPlan, listen: str) -> Member:

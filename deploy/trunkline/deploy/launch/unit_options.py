@@ -33,6 +33,7 @@ _FIELDS: Final = {
     "tier-policy": "tiers.policy",
     "records": "records",
     "members": "members",
+    "more-models": "models",
     "join": "members",
 }
 """Options that the plan sets: for each, the field of the file that gives its value."""

@@ -1,0 +1,190 @@
+"""Two models behind one router: real processes, with a group for each model, each part started by its own command.
+
+The models are random checkpoints with different weights and tokenizers, so what one of them said to a prompt, or
+keeps of it, is of no use to the other.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from cluster.harness import wait_for
+from router.harness import free_port
+from router.model_folders import VOCAB_SIZE, write_tokenizer
+from worker.checkpoints import make_checkpoint
+
+from trunkline.router.membership.member import Member
+from trunkline.router.membership.static_source import write_members
+
+pytestmark = pytest.mark.processes
+
+START_S = 90.0
+CHUNK = 16
+LONG = "Tell me about the words of this language, please. " * 4
+TRAINED = {"first": "what does the function do and why", "second": "some other words of another language"}
+_COMMAND = (sys.executable, "-P", "-m", "trunkline.deploy.cli.app")
+_QUIET = ("--log-level", "warning", "--plain-tcp")
+
+
+def free_ports() -> int:
+    """A port that is free, like the one behind it, as a group needs them."""
+    while True:
+        port = free_port()
+        try:
+            with socket.create_server(("127.0.0.1", port + 1)):
+                return port
+        except OSError:
+            continue
+
+
+class Models:
+    """A group for each model, and a router of both."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.ports = {name: free_ports() for name in TRAINED}
+        self.checkpoints: dict[str, Path] = {}
+        for seed, (name, text) in enumerate(TRAINED.items()):
+            path = make_checkpoint(folder / f"{name}-checkpoint", vocab_size=VOCAB_SIZE, seed=seed)
+            write_tokenizer(path, text)
+            self.checkpoints[name] = path
+        members = folder / "members.json"
+        write_members(
+            members,
+            [
+                Member(f"group-of-{name}", f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}")
+                for name, port in self.ports.items()
+            ],
+        )
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        for name in TRAINED:
+            self.start_group(name)
+        self.start(
+            "router",
+            *("router", str(self.checkpoints["first"]), "--served-model-name", "first"),
+            *("--more-models", f"second={self.checkpoints['second']}"),
+            *("--members", f"static:{members}", "--port", str(port), "--resume-seconds", "0"),
+        )
+
+    def start(self, name: str, *words: str) -> None:
+        """Run a command."""
+        environment = {"TMPDIR": str(self.folder), "XDG_CACHE_HOME": str(self.folder / "cache")}
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [*_COMMAND, *words, *_QUIET],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment, "NO_COLOR": "1", "COLUMNS": "200"},
+            )
+
+    def start_group(self, name: str, *, served_as: str = "") -> None:
+        self.start(
+            name,
+            *("group", str(self.checkpoints[name]), "--served-model-name", served_as or name),
+            *("--listen", f"127.0.0.1:{self.ports[name]}", "--tp", "1", "--dtype", "float32", "--threads", "1"),
+            *("--kv-memory", "8MiB", "--chunk-size", str(CHUNK), "--disk-tier", "0"),
+        )
+
+    def stop(self, name: str) -> None:
+        self.processes[name].send_signal(signal.SIGTERM)
+        self.processes[name].wait(30)
+
+    def ready(self) -> dict[str, bool]:
+        """Whether each model's group takes requests."""
+        try:
+            found: dict[str, bool] = httpx.get(f"{self.url}/health", timeout=10).json()["models"]
+        except httpx.HTTPError:
+            return {}
+        return found
+
+    def wait_ready(self, **models: bool) -> None:
+        wait_for(lambda: self.ready() == models, START_S)
+
+    def chat(self, content: str = LONG, **more: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0, **more}
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=60)
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def models() -> Iterator[Models]:
+    made = Models(Path(tempfile.mkdtemp(prefix="tl-models-")))
+    try:
+        made.wait_ready(first=True, second=True)
+        yield made
+    finally:
+        for log in made.folder.glob("*.log"):
+            print(log.name, log.read_text(errors="replace")[-2000:])
+        made.close()
+
+
+def text_of(response: httpx.Response) -> str:
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["message"]["content"])
+
+
+def cached(response: httpx.Response) -> int:
+    return int(response.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_each_model_answers_by_its_name(models: Models) -> None:
+    listed = httpx.get(f"{models.url}/v1/models", timeout=10).json()["data"]
+    assert [card["id"] for card in listed] == ["first", "second"]
+    first, second = (models.chat(model=name) for name in ("first", "second"))
+    assert text_of(first) != text_of(second)
+    assert max(cached(first), cached(second)) < CHUNK, "what one model keeps is of no use to the other"
+    for name, before in (("first", first), ("second", second)):
+        again = models.chat(model=name)
+        assert (again.json()["model"], text_of(again)) == (name, text_of(before))
+        assert cached(again) >= CHUNK
+    assert text_of(models.chat()) == text_of(first)
+    unknown = models.chat(model="third")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_a_session_stays_with_its_model(models: Models) -> None:
+    made = httpx.post(f"{models.url}/v1/sessions", json={"model": "second"}, timeout=10).json()
+    texts = [text_of(models.chat(f"{number}. {LONG}", session_id=made["id"])) for number in range(2)]
+    assert texts[0] == text_of(models.chat(f"0. {LONG}", model="second"))
+    moved = models.chat("2", session_id=made["id"], model="first")
+    assert moved.json()["model"] == "first"
+    shown = httpx.get(f"{models.url}/v1/sessions/{made['id']}", timeout=10).json()
+    assert (shown["model"], shown["turns"]) == ("first", 3)
+
+
+def test_the_others_serve_while_one_models_group_is_away(models: Models) -> None:
+    models.stop("second")
+    models.wait_ready(first=True, second=False)
+    refused = models.chat(model="second")
+    assert refused.status_code == 503
+    assert "group-of-second" in refused.json()["error"]["message"]
+    assert "group-of-first" not in refused.json()["error"]["message"]
+    assert text_of(models.chat(model="first"))
+    models.start_group("second", served_as="first")  # a mistake: it has another tokenizer than that model
+    problem = "its model 'first' has another tokenizer"
+    wait_for(lambda: problem in httpx.get(f"{models.url}/health", timeout=10).text, START_S)
+    assert text_of(models.chat(model="first"))
+    models.stop("second")
+    models.start_group("second")
+    models.wait_ready(first=True, second=True)
+    assert text_of(models.chat(model="second"))
