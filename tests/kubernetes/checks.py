@@ -42,11 +42,13 @@ def _check_native(found: Object, where: str) -> None:
 
 
 def check_pods_are_restricted(objects: list[Object]) -> None:
-    """Pod security standard `restricted`, a read-only root and no token."""
+    """Pod security standard `restricted`, a read-only root, and a token of Kubernetes for routers only."""
     for owner, template in pod_templates(objects):
         pod, where = template["spec"], owner["metadata"]["name"]
         security = pod["securityContext"]
-        assert pod["automountServiceAccountToken"] is False, where
+        is_router = template["metadata"]["labels"]["app.kubernetes.io/component"] == "router"
+        assert pod["automountServiceAccountToken"] is is_router, where
+        assert ("serviceAccountName" in pod) is is_router, where
         assert security["runAsNonRoot"] is True, where
         assert security["runAsUser"] > 0, where
         assert security["seccompProfile"] == {"type": "RuntimeDefault"}, where

@@ -32,7 +32,8 @@ def test_the_defaults_make_a_sound_installation() -> None:
     objects = render()
     check_all(objects)
     assert {found["kind"] for found in objects} == {
-        *("Deployment", "StatefulSet", "Service", "PodDisruptionBudget", "NetworkPolicy", "Secret")
+        *("Deployment", "StatefulSet", "Service", "PodDisruptionBudget", "NetworkPolicy", "Secret"),
+        *("ServiceAccount", "Role", "RoleBinding"),
     }
 
 
@@ -139,6 +140,10 @@ def test_every_value_changes_something_or_is_used_by_a_template() -> None:
             "healthPort (7480) and the five ports from groupPort on (7478 to 7482)",
         ),
         ({"network": {"httpPort": 7404}}, "must differ"),
+        (
+            {"groups": {"autoscaling": {"enabled": True, "minReplicas": 9}}},
+            "groups.autoscaling.minReplicas is 9, which is more than maxReplicas (8)",
+        ),
     ],
 )
 def test_values_that_cannot_be_are_refused_and_named(values: Object, says: str) -> None:
@@ -147,14 +152,42 @@ def test_values_that_cannot_be_are_refused_and_named(values: Object, says: str) 
     assert says in str(refused.value)
 
 
-def test_routers_know_every_group_by_its_name() -> None:
-    for replicas, expected in ((1, "tl-trunkline-group-0."), (5, "tl-trunkline-group-{0..4}.")):
-        objects = render({"groups": {"replicas": replicas}})
-        router = only(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]
-        groups = only(objects, "StatefulSet", "-group")
-        assert option(router, "controllers") == f"{expected}tl-trunkline-group.llm.svc:7400"
-        assert groups["spec"]["serviceName"] == "tl-trunkline-group"
-        assert only(objects, "Service", "-group")["spec"]["publishNotReadyAddresses"] is True
+def test_routers_are_the_same_for_any_number_of_groups() -> None:
+    values: Object = {"auth": {"existingSecret": "k"}, "wire": {"existingSecret": "w"}}
+    values["records"] = {"valkey": {"existingSecret": "r"}}
+    for pods in (1, 2):
+        few, more = (render({**values, "groups": {"replicas": count, "podsPerGroup": pods}}) for count in (1, 5))
+        assert only(few, "Deployment") == only(more, "Deployment")
+    groups = only(render(), "StatefulSet", "-group")
+    assert groups["spec"]["serviceName"] == "tl-trunkline-group"
+    assert only(render(), "Service", "-group")["spec"]["publishNotReadyAddresses"] is True
+
+
+def test_routers_may_see_which_groups_there_are_and_nothing_else() -> None:
+    objects = render()
+    account = only(objects, "Deployment")["spec"]["template"]["spec"]["serviceAccountName"]
+    assert only(objects, "ServiceAccount")["metadata"]["name"] == account
+    (rule,) = only(objects, "Role")["rules"]
+    assert rule == {
+        "apiGroups": ["discovery.k8s.io"],
+        "resources": ["endpointslices"],
+        "verbs": ["get", "list", "watch"],
+    }
+    binding = only(objects, "RoleBinding")
+    assert binding["roleRef"]["name"] == only(objects, "Role")["metadata"]["name"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": "llm"}]
+
+
+def test_groups_can_be_scaled_by_what_waits() -> None:
+    for pods, kind in ((1, "StatefulSet"), (2, "LeaderWorkerSet")):
+        scaling = {"enabled": True, "minReplicas": 1, "maxReplicas": 4}
+        objects = render({"groups": {"podsPerGroup": pods, "autoscaling": scaling}})
+        check_all(objects)
+        scaler = only(objects, "HorizontalPodAutoscaler")["spec"]
+        assert scaler["scaleTargetRef"]["kind"] == kind
+        assert "replicas" not in only(objects, kind, "-group")["spec"]
+        policies = [found["metadata"]["name"] for found in of_kind(objects, "NetworkPolicy")]
+        assert sum(name.startswith("tl-trunkline-group-") for name in policies) == (4 if pods > 1 else 0)
 
 
 def test_a_group_of_several_pods_shares_its_ranks_out() -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import typer
+from kubernetes.checks import matches
 from kubernetes.rendering import OVERLAYS, Object, build, containers, needs_kustomize, pod_templates, render
 
 from trunkline.deploy.cli.app import app
-from trunkline.deploy.config.node_settings import parse_addresses
+from trunkline.router.membership.open_source import problem_of_members
 
 EVERYTHING: Object = {
     "groups": {
@@ -72,11 +73,15 @@ def test_so_do_those_of_the_overlays(overlay: str) -> None:
         _check(command, arguments)
 
 
-def test_routers_read_the_groups_addresses() -> None:
-    ((_, arguments),) = (
-        line for line in _command_lines(render({"groups": {"replicas": 3}})) if line[0] == "router"
-    )
-    addresses = parse_addresses(arguments[arguments.index("--controllers") + 1], "--controllers")
-    assert [str(address) for address in addresses] == [
-        f"tl-trunkline-group-{index}.tl-trunkline-group.llm.svc:7400" for index in range(3)
-    ]
+def test_routers_read_where_the_groups_are() -> None:
+    for pods, service in ((1, "tl-trunkline-group"), (2, "tl-trunkline-group-leaders")):
+        objects = render({"groups": {"podsPerGroup": pods}})
+        ((_, arguments),) = (line for line in _command_lines(objects) if line[0] == "router")
+        url = arguments[arguments.index("--members") + 1]
+        assert url == f"kubernetes://$(POD_NAMESPACE)/{service}?port=requests&events=events"
+        assert problem_of_members(url.replace("$(POD_NAMESPACE)", "llm")) == ""
+        found = [each for each in objects if (each["kind"], each["metadata"]["name"]) == ("Service", service)]
+        (spec,) = (each["spec"] for each in found)
+        assert [port["name"] for port in spec["ports"]] == ["requests", "events"]
+        (chosen,) = (pod for _, pod in pod_templates(objects) if matches(spec["selector"], pod))
+        assert "group" in chosen["spec"]["containers"][0]["command"]

@@ -70,8 +70,9 @@ def _comparable(objects: list[Object]) -> dict[tuple[str, str], Object]:
         }
         for _, template in pod_templates([each]):
             template["metadata"].pop("annotations", None)
-        text = json.dumps(each).replace(".trunkline-group.llm.svc:", ".trunkline-group:")
-        found[each["kind"], metadata["name"]] = json.loads(text)
+        for subject in each.get("subjects", []):
+            subject.pop("namespace")
+        found[each["kind"], metadata["name"]] = each
     return found
 
 

@@ -135,3 +135,8 @@ def test_the_autoscaler_asks_for_what_the_adapter_gives() -> None:
     (rule,) = yaml.safe_load(ADAPTER.read_text())["rules"]
     assert rule["seriesQuery"].startswith(metric + "{")
     assert metric in _known()
+    objects = render({"groups": {"autoscaling": {"enabled": True}}})
+    metric = only(objects, "HorizontalPodAutoscaler")["spec"]["metrics"][0]["external"]["metric"]["name"]
+    (rule,) = yaml.safe_load(ADAPTER.read_text())["externalRules"]
+    assert rule["name"]["as"] == metric
+    assert rule["seriesQuery"].partition("{")[0] in _known()

@@ -27,6 +27,7 @@ def _groups(draw: st.DrawFn) -> Object:
         "tp": pods * per_pod,
         "podsPerGroup": pods,
         "gpus": draw(st.sampled_from([0, per_pod])),
+        "autoscaling": {"enabled": draw(st.booleans())},
         "dtype": draw(st.sampled_from(["", "bfloat16"])),
         "kvMemory": draw(st.sampled_from(["", "20GiB", "512 MB"])),
         "hostTier": draw(st.sampled_from(["", "8GiB"])),

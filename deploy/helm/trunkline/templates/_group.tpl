@@ -20,6 +20,7 @@ metadata:
     {{- toYaml . | nindent 4 }}
     {{- end }}
 spec:
+  automountServiceAccountToken: false
   {{- include "trunkline.podSecurity" .root | nindent 2 }}
   # The drain, handing over what is left, and what is written to disk after it.
   {{- include "trunkline.placement" (set $part "grace" (add $g.drainSeconds 30)) | nindent 2 }}

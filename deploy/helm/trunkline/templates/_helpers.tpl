@@ -88,12 +88,14 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | quote }}
 {{- join "/" $parts | sha256sum -}}
 {{- end -}}
 
-{{/* The groups' names in the DNS: those of a StatefulSet's pods, or of a LeaderWorkerSet's leaders. */}}
-{{- define "trunkline.controllers" -}}
-{{- $name := printf "%s-group" (include "trunkline.fullname" .) -}}
-{{- $last := sub (int .Values.groups.replicas) 1 -}}
-{{- $which := ternary "0" (printf "{0..%d}" $last) (eq (int $last) 0) -}}
-{{- printf "%s-%s.%s.%s.svc:%d" $name $which $name .Release.Namespace (int .Values.network.groupPort) -}}
+{{/* The Service behind which routers find the groups. A LeaderWorkerSet makes one of its own, for all its pods. */}}
+{{- define "trunkline.groupService" -}}
+{{- printf "%s-group%s" (include "trunkline.fullname" .) (ternary "" "-leaders" (eq (int .Values.groups.podsPerGroup) 1)) -}}
+{{- end -}}
+
+{{/* The largest number of groups that there may be. */}}
+{{- define "trunkline.groupsMax" -}}
+{{- ternary .Values.groups.autoscaling.maxReplicas .Values.groups.replicas .Values.groups.autoscaling.enabled | int -}}
 {{- end -}}
 
 {{/* Names under which clients reach the routers. Without keys a router answers to those that it knows. */}}
@@ -172,6 +174,11 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | quote }}
 {{- end -}}
 {{- if and .enabled (gt (int .cpuPercent) 0) (not (dig "requests" "cpu" "" $v.routers.resources)) -}}
 {{- fail "routers.autoscaling.cpuPercent is a share of the requested CPU, but routers.resources.requests.cpu is not set" -}}
+{{- end -}}
+{{- end -}}
+{{- with $g.autoscaling -}}
+{{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
+{{- fail (printf "groups.autoscaling.minReplicas is %d, which is more than maxReplicas (%d)" (int .minReplicas) (int .maxReplicas)) -}}
 {{- end -}}
 {{- end -}}
 {{- if and $v.routers.ingress.enabled (not $v.routers.ingress.host) -}}

@@ -1,6 +1,5 @@
 {{/* Parts that all pods share: no container runs as root, and only mounted folders can be written. */}}
 {{- define "trunkline.podSecurity" -}}
-automountServiceAccountToken: false
 enableServiceLinks: false
 securityContext:
   runAsNonRoot: true

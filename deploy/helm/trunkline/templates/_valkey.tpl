@@ -25,6 +25,7 @@ spec:
         checksum/secrets: {{ .password | sha256sum }}
       {{- end }}
     spec:
+      automountServiceAccountToken: false
       {{- include "trunkline.podSecurity" .root | nindent 6 }}
       {{- include "trunkline.placement" (set . "grace" 30) | nindent 6 }}
       containers:
