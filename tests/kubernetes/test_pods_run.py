@@ -21,6 +21,9 @@ import pytest
 from deploy.waiting import free_ports, wait_for
 from kubernetes.rendering import Object, containers, only, pod_templates, render
 
+from trunkline.router.membership.member import Member
+from trunkline.router.membership.static_source import write_members
+
 pytestmark = [pytest.mark.processes, pytest.mark.area("kubernetes")]
 _TOGETHER_S_MAX: Final = 90.0
 """Until a pod is ready. Nothing is measured: who takes longer has failed."""
@@ -44,6 +47,8 @@ class Pods:
             template["spec"]["containers"][0]["name"]: template for _, template in pod_templates(self.objects)
         }
         self.running: dict[str, subprocess.Popen[bytes]] = {}
+        here = [f"tcp://127.0.0.1:{port}" for port in (self.group_port, self.group_port + 1)]
+        write_members(folder / "members.json", [Member("tl-trunkline-group-0", *here)])
 
     def secret(self, end: str, key: str) -> bytes:
         return base64.b64decode(only(self.objects, "Secret", end)["data"][key])
@@ -73,7 +78,6 @@ class Pods:
             "/secrets/keys/tenants.json": f"{self.folder}/{role}/tenants.json",
             "/run/trunkline/wire/wire.keys": f"{self.folder}/{role}/wire.keys",
             "/kv/tier:9GiB": f"{self.folder}/{role}/tier:64MiB",
-            "tl-trunkline-group-0.tl-trunkline-group.llm.svc:7400": f"127.0.0.1:{self.group_port}",
             "$(LWS_LEADER_ADDRESS):7400": f"127.0.0.1:{self.group_port}",
             "0.0.0.0:7400": f"127.0.0.1:{self.group_port}",
             "0.0.0.0": "127.0.0.1",
@@ -82,10 +86,12 @@ class Pods:
             "python": sys.executable,
             "trunkline": str(_BIN / "trunkline"),
         }
-        return [places.get(word, word) for word in command]
+        # Here no Kubernetes says which groups there are: a file does.
+        groups = f"static:{self.folder / 'members.json'}"
+        return [groups if word.startswith("kubernetes://") else places.get(word, word) for word in command]
 
     def _environment(self, role: str, container: Object) -> dict[str, str]:
-        given = {variable["name"]: variable["value"] for variable in container.get("env", [])}
+        given = {each["name"]: each["value"] for each in container.get("env", []) if "value" in each}
         if "TRUNKLINE_RECORDS" in given:
             given["TRUNKLINE_RECORDS"] = given["TRUNKLINE_RECORDS"].replace("/records/", f"{self.folder}/{role}/")
         home = {"HOME": str(self.folder / role), "XDG_CACHE_HOME": str(self.folder / role / "cache")}
