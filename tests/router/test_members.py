@@ -109,7 +109,10 @@ def test_groups_join_and_leave_a_running_router(place: Path, tokenizer: Tokenize
         wait_until(lambda: names(router) == ["b", "c"])
         groups = http.get("/health").json()["controllers"]
         assert [(each["index"], each["name"]) for each in groups] == [(1, "b"), (2, "c")]
-        assert 'controller="2"' in http.get("/metrics").text
+        shown = http.get("/metrics").text
+        assert 'trunkline_controller_ready{controller="c"} 1.0' in shown
+        assert 'trunkline_routing_decisions_total{controller="b"' in shown
+        assert 'controller="a"' not in shown, "the series of groups that are gone end"
         overview = http.get("/ui/api/overview", headers=ADMIN).json()
         assert [each["name"] for each in overview["groups"]] == ["b", "c"]
 

@@ -211,6 +211,7 @@ class RouterService:
             core,
             feeds,
             connect,
+            on_left=self.metrics.routing.left,
             peer=lambda: WirePeer(config.wire_keys, Role.ROUTER),
             refusal=lambda endpoints: problem_of(
                 endpoints, config.wire_keys, Role.ROUTER, plain_tcp=config.plain_tcp

@@ -42,12 +42,14 @@ class LinkKeeper:
         *,
         peer: Callable[[], WirePeer] = WirePeer,
         refusal: Callable[[Sequence[str]], str] = lambda endpoints: "",
+        on_left: Callable[[str], None] = lambda name: None,
     ) -> None:
         """
         Args:
             connect: makes the connection to a member, given its slot.
             peer: makes the wire keys of a controller.
             refusal: returns why endpoints must not be connected to; "": they may.
+            on_left: called with the name of a group that was removed and has no requests any more.
         """
         self.problem = ""
         """Why the members may be out of date, for people; "": they are not."""
@@ -57,6 +59,7 @@ class LinkKeeper:
         self._connect = connect
         self._peer = peer
         self._refusal = refusal
+        self._on_left = on_left
         self._members: dict[str, Member] = {}
         self._leaving: set[ControllerLink] = set()
         """Connections to groups that were removed, with requests that have not ended."""
@@ -145,5 +148,7 @@ class LinkKeeper:
         for link in [each for each in self._leaving if not each.inflight]:
             self._leaving.remove(link)
             link.close()
+            if all(other.name != link.name for other in self._links):  # it has not come back
+                self._on_left(link.name)
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(TICK_SECONDS, self._tick) if self._leaving else None

@@ -1,5 +1,8 @@
 """Metrics of controllers and of the connections to them, made of each controller's last `State` at every scrape.
 
+The label `controller` is the group's name, which stays the same when the group is started again. The series of a
+group that has left the cluster end.
+
 All routers have the same values of `ControllerCollector`: when several router processes answer one scrape
 together, only one of them reports these.
 """
@@ -144,9 +147,9 @@ class ControllerCollector(FamilyCollector):
         ready = metric_of(_READY)
         links = self._links()
         for link in links:
-            ready.add_metric([str(link.index)], float(link.ready))
+            ready.add_metric([link.name], float(link.ready))
         yield ready
-        states = [(str(link.index), link.state) for link in links if link.state is not None]
+        states = [(link.name, link.state) for link in links if link.state is not None]
         used = metric_of(_KV_USED)
         for controller, state in states:
             held = state.blocks_total - state.blocks_free - state.blocks_cached
@@ -198,7 +201,7 @@ class LinkCollector(FamilyCollector):
         """Yield the present values of these metrics for Prometheus."""
         inflight, connections = metric_of(_INFLIGHT), metric_of(_CONNECTIONS)
         for link in self._links():
-            inflight.add_metric([str(link.index)], float(link.inflight))
-            connections.add_metric([str(link.index)], float(link.connections))
+            inflight.add_metric([link.name], float(link.inflight))
+            connections.add_metric([link.name], float(link.connections))
         yield inflight
         yield connections

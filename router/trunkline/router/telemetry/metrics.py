@@ -245,6 +245,8 @@ class RoutingMetrics:
             "(the home of its schema), only (no other takes it), or the name of a --policy other than prefix.",
             ["controller", "reason"],
         )
+        self._chosen: dict[str, set[tuple[str, str]]] = {}
+        """Labels of the series of `decisions`, by the controller's name."""
         self.expected = registry.counter(
             "trunkline_routing_expected_tokens",
             "Prompt tokens of them, by whether the index had them at that controller: cached, new.",
@@ -259,9 +261,16 @@ class RoutingMetrics:
 
     def chose(self, decision: Decision) -> None:
         """Count a choice of a controller."""
-        self.decisions.labels(str(decision.controller), decision.reason).inc()
+        labels = (decision.name, decision.reason)
+        self._chosen.setdefault(decision.name, set()).add(labels)
+        self.decisions.labels(*labels).inc()
         self.expected.labels("cached").inc(decision.cached_tokens)
         self.expected.labels("new").inc(decision.new_tokens)
+
+    def left(self, controller: str) -> None:
+        """End the series of a controller that is gone. `controller`: its name."""
+        for labels in self._chosen.pop(controller, ()):
+            self.decisions.remove(*labels)
 
 
 class ModuleMetrics:

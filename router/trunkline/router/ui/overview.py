@@ -57,7 +57,8 @@ def group(service: RouterService, link: ControllerLink) -> dict[str, Any]:
         "endpoint": link.endpoint,
         "ready": link.ready,
         "status": "disconnected" if state is None else state.status,
-        "detail": link.down_reason if state is None else state.detail,
+        "detail": link.down_reason if state is None else link.problem or state.detail,
+        "model": link.standing.model,
         "events": service.events_status(link.index),
         "inflight": link.inflight,
     }
@@ -164,6 +165,7 @@ def _match(logged: Logged) -> list[dict[str, Any]]:
         found.append(
             {
                 "group": index,
+                "name": weighed.names[index],
                 "device": device,
                 "host": host,
                 "disk": disk,

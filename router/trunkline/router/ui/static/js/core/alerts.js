@@ -13,7 +13,7 @@ export function alertsOf(overview) {
   }
   for (const group of groups) {
     if (group.status !== "ready") {
-      alerts.push({ level: "bad", text: `Group ${group.group} is not ready`, detail: [group.status, group.detail].filter(Boolean).join(": ") });
+      alerts.push({ level: "bad", text: `Group ${group.name ?? group.group} is not ready`, detail: [group.status, group.detail].filter(Boolean).join(": ") });
     }
     for (const tier of group.tiers ?? []) {
       if (tier.problem) {

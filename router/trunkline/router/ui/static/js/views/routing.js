@@ -69,7 +69,7 @@ function mount(root) {
   }
 
   function draw() {
-    const chosen = filtered(decisions, filter.value, (row) => [row.session, row.request, row.reason, `group ${row.group}`]);
+    const chosen = filtered(decisions, filter.value, (row) => [row.session, row.request, row.reason, `group ${row.name ?? row.group}`]);
     count.textContent = chosen.length === decisions.length ? String(chosen.length) : `${chosen.length} of ${decisions.length}`;
     empty.hidden = chosen.length > 0;
     empty.textContent = decisions.length ? "No decisions match." : "No request has been routed yet.";
@@ -103,7 +103,7 @@ function makeDecision(row) {
   const most = Math.max(1, ...match.map((/** @type {any} */ one) => one.cost ?? 0));
   return h("li.decision", { dataset: { session: row.session ?? "" } },
     h("div.what", null,
-      h("time", null, clock(row.t)), h("b", null, `→ group ${row.group}`), badge(row.reason, "reason"), row.retried ? badge("again", "warn") : null,
+      h("time", null, clock(row.t)), h("b", null, `→ group ${row.name ?? row.group}`), badge(row.reason, "reason"), row.retried ? badge("again", "warn") : null,
       h("span.muted", null, counted(row.prompt_tokens, "token")),
       h("code.muted", { title: row.request ?? "" }, shortId(row.request)),
       row.session ? h("code.muted", { title: row.session }, shortId(row.session)) : null),
@@ -118,7 +118,7 @@ function costLine(one, row, most) {
   const scale = (one.cost ?? 0) / most;
   const parts = [...found, { name: "new", tokens: fresh }].map(({ name, tokens }) => ({ part: tokens / prompt, name, title: `${name}: ${whole(tokens)} tokens` }));
   return h("div.cost", { "aria-current": one.group === row.group ? "true" : null },
-    h("span", null, `${one.group}`),
-    bar(parts, `group ${one.group}: ${parts.map(({ title }) => title).join(", ")}`),
+    h("span", null, `${one.name ?? one.group}`),
+    bar(parts, `group ${one.name ?? one.group}: ${parts.map(({ title }) => title).join(", ")}`),
     h("span.weight", { style: { "--part": String(scale) } }, h("i", null), h("span.figure", null, whole(one.cost))));
 }
