@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
 import psutil
@@ -22,6 +23,7 @@ from trunkline.deploy.supervisor.run_folder import CONTROL_SOCKET
 
 HEALTHY_SECONDS_MAX = 90.0
 NOTICED_SECONDS_MAX = 20.0
+ROUTERS_MAX = 10
 
 
 class View:
@@ -174,13 +176,16 @@ class Reaper:
         self._rng = random.Random(f"reaper {seed}")
         self._pause_s = pause_s
 
-    async def reign(self, rounds: int) -> None:
-        """Kill one of each kind, so many times, and wait until the cluster is well again."""
+    async def reign(self, rounds: int, is_noticed: Callable[[], bool]) -> None:
+        """Kill one of each kind, so many times, then routers until a client has lost its connection; return when
+        the cluster is well again."""
         kinds = ["worker", "controller", "router", "grammar trial", *(["records"] if self._records else [])]
-        for _ in range(rounds):
-            for kind in self._rng.sample(kinds, len(kinds)):
-                await asyncio.sleep(self._rng.uniform(*self._pause_s))
-                await asyncio.to_thread(self._kill, kind)
+        order = [kind for _ in range(rounds) for kind in self._rng.sample(kinds, len(kinds))]
+        for kind in chain(order, repeat("router", ROUTERS_MAX)):
+            if len(self.kills) >= len(order) and is_noticed():
+                break
+            await asyncio.sleep(self._rng.uniform(*self._pause_s))
+            await asyncio.to_thread(self._kill, kind)
         await asyncio.to_thread(wait_for, self._view.is_healthy, HEALTHY_SECONDS_MAX)
 
     def _kill(self, kind: str) -> None:

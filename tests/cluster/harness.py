@@ -129,7 +129,7 @@ class Cluster:
 
     def metric(self, name: str, **labels: str) -> int:
         """A `trunkline_…` value, summed over the samples that have these labels. Up to a second old."""
-        text = httpx.get(f"{self.url}/metrics", headers=self.admin_headers, timeout=5.0).text
+        text = httpx.get(f"{self.url}/metrics", headers=self.admin_headers, timeout=30.0).text
         samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
         chosen = [s for s in samples if s.name == f"trunkline_{name}" and labels.items() <= s.labels.items()]
         return int(sum(s.value for s in chosen))

@@ -48,8 +48,8 @@ def served(folder: Path, fsync: str) -> Iterator[tuple[Cluster, RedisServer | No
 
 async def play(cluster: Cluster, played: Sequence[Script], reaper: Reaper, rounds: int) -> list[Crowd]:
     """Play the scripts again and again while processes are killed."""
-    reigning = asyncio.create_task(reaper.reign(rounds))
     crowds: list[Crowd] = []
+    reigning = asyncio.create_task(reaper.reign(rounds, lambda: any(crowd.retried for crowd in crowds)))
     while not reigning.done():
         crowds.append(Crowd(cluster.url, f"round {len(crowds)}"))
         await crowds[-1].all(played, CLIENTS)
