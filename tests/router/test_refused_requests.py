@@ -216,7 +216,6 @@ RESPONSE: dict[str, list[Any]] = {
                          tool_choice="required")],
     "previous_response_id": [3],
     "conversation": [3, {}, {"id": 3}, Also(conversation="conv_1", previous_response_id="resp_1")],
-    "background": [True],
     "truncation": ["sometimes"],
     "reasoning": [{"effort": "high"}],
     "top_logprobs": [2],

@@ -36,7 +36,9 @@ from trunkline.router.http.middleware import AccessMiddleware, AdmissionMiddlewa
 from trunkline.router.http.replay import ReplayMiddleware
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from trunkline.router.service import RouterService
+from trunkline.router.stores.background_store import PREFIX as BACKGROUND_PREFIX
 from trunkline.router.stores.batch_store import PREFIX as BATCH_PREFIX
+from trunkline.router.tasks.background_run import BackgroundHandler
 from trunkline.router.tasks.batch_run import BatchHandler
 from trunkline.router.tasks.runner import TaskRunner
 from trunkline.router.telemetry.metrics_page import MetricsPage
@@ -101,7 +103,7 @@ def create_app(service: RouterService) -> FastAPI:
         exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_exception},
     )
     app.state.service = service
-    runner = TaskRunner(service, {BATCH_PREFIX: BatchHandler(app)})
+    runner = TaskRunner(service, {BATCH_PREFIX: BatchHandler(app), BACKGROUND_PREFIX: BackgroundHandler(app)})
     app.state.dashboard = dashboard
     app.state.metrics_page = page
     stored = (stored_responses, conversations, schemas, sessions)

@@ -62,6 +62,8 @@ class RequestContext:
     """The tenant's account to which the request's tokens are charged."""
     random: RequestRandom | None = None
     """The source of the request's random bytes; None: the request has no `Idempotency-Key`."""
+    in_task: bool = False
+    """Whether the request is made by a task (`tasks/`), not sent by a client."""
     is_behind: bool = False
     """Whether the request stands behind all requests that clients wait for, as those of batches do."""
 

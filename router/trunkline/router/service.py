@@ -30,6 +30,7 @@ from trunkline.router.membership.open_source import open_source
 from trunkline.router.messages import FinishReason, Prefetched
 from trunkline.router.routing.core import RouteRequest, RoutingCore
 from trunkline.router.routing.request import Origin
+from trunkline.router.stores.background_store import BackgroundStore
 from trunkline.router.stores.batch_store import BatchStore
 from trunkline.router.stores.file_store import FileStore
 from trunkline.router.stores.homes import CALL_SECONDS, Homes, call_persistently
@@ -38,6 +39,7 @@ from trunkline.router.stores.record_tender import RecordTender
 from trunkline.router.stores.schema_store import SchemaStore
 from trunkline.router.stores.session_store import Histories, SessionStore
 from trunkline.router.stores.task_store import TaskStore
+from trunkline.router.stores.task_stores import TaskStores
 from trunkline.router.streams.dispatch import Dispatcher
 from trunkline.router.streams.generation import Choices, Generation
 from trunkline.router.streams.health import Health, HealthProbe, describe
@@ -124,7 +126,7 @@ class RouterService:
             lambda code: self.metrics.modules.errors.labels(code).inc(),
             owner_bytes_max=config.records_tenant_bytes,
         )
-        self.batches = BatchStore(self.records, config.records_tenant_bytes)
+        self._task_stores = TaskStores(self.records, config.records_tenant_bytes)
         self.tenants = Tenants(config, records=self.records)
         self.large_requests = LargeRequests(config.max_body_bytes)
         self.dispatcher = Dispatcher(
@@ -161,12 +163,22 @@ class RouterService:
     @property
     def files(self) -> FileStore:
         """The files of tenants."""
-        return self.batches.files
+        return self._task_stores.files
+
+    @property
+    def batches(self) -> BatchStore:
+        """The batches of tenants."""
+        return self._task_stores.batches
+
+    @property
+    def background(self) -> BackgroundStore:
+        """The responses that are made in the background."""
+        return self._task_stores.background
 
     @property
     def tasks(self) -> TaskStore:
         """The batches and background responses that are not over."""
-        return self.batches.tasks
+        return self._task_stores.tasks
 
     @property
     def created(self) -> int:

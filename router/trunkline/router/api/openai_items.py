@@ -90,6 +90,8 @@ class ResponsesRequest(BaseModel):
     """Whether the response is stored. None: it is, if that is possible."""
     previous_response_id: str | None = None
     conversation: Annotated[str | None, BeforeValidator(_conversation), WithJsonSchema(_ID)] = None
+    background: bool | None = None
+    """Whether the client asks for the response later."""
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
 

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trunkline.router.api.answer_fields import cache_use, truncation_result
+from trunkline.router.api.background_responses import begin_background
 from trunkline.router.api.blocks import (
     AnswerBlocks,
     Block,
@@ -47,7 +48,7 @@ from trunkline.router.errors import ApiError
 from trunkline.router.http.answers import EventStream, JsonResponse, while_connected
 from trunkline.router.http.body import beside_loop, read_request
 from trunkline.router.jobs.request_models import ChatRequest
-from trunkline.router.request_context import created_at, draw_hex
+from trunkline.router.request_context import created_at, current, draw_hex
 from trunkline.router.streams.generation import Generation
 from trunkline.router.tools.plan import ToolPlan, plan_tools, read_choice, read_flat_tools
 
@@ -71,6 +72,8 @@ async def responses(request: Request) -> Response:
     service = check_model(service, body.model)
     functions = read_flat_tools(body.tools)
     choice = read_choice(body.tool_choice, functions)
+    if body.background and not current().in_task:
+        return JsonResponse(await begin_background(service, body))
     with ExitStack() as work, renamed(_NAMES):
         turn = await while_connected(request, open_response_turn(service, body))
         if turn is not None:
@@ -249,7 +252,7 @@ class _ResponseWriter:
             "created_at": self._created_at,
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
-            "background": False,
+            "background": bool(body.background),
             "conversation": None if conversation is None else {"id": conversation},
             "error": None,
             "incomplete_details": incomplete,

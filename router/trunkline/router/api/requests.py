@@ -143,7 +143,6 @@ MESSAGES_REFUSALS: Final = RefusedFields(
 )
 RESPONSES_REFUSALS: Final = RefusedFields(
     {
-        "background": (False,),
         "prompt": (),
         "pml": (),
         "session_id": (),
@@ -153,7 +152,6 @@ RESPONSES_REFUSALS: Final = RefusedFields(
         "context_management": ([],),
     },
     {
-        "background": "responses are not made in the background here; send `stream` instead",
         "session_id": "stored sessions belong to /v1/chat/completions and /v1/completions",
         "prompt": "prompts of modules belong to /v1/chat/completions and /v1/completions; send `input`",
         "pml": "prompts of modules belong to /v1/chat/completions and /v1/completions; send `input`",

@@ -8,10 +8,11 @@ import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 
+from trunkline.router.api.background_responses import cancel_response, delete_background, find_response
 from trunkline.router.api.item_lists import ITEM_PARAMETERS, ItemList, page_of_items
 from trunkline.router.api.paging import answer_of, components_of
 from trunkline.router.api.requests import service_of
-from trunkline.router.errors import bad_value
+from trunkline.router.errors import ApiError, bad_value
 from trunkline.router.http.answers import JsonResponse
 
 routes = APIRouter()
@@ -37,17 +38,28 @@ SCHEMAS: Final[dict[str, Any]] = components_of(ResponseDeleted, ItemList)
 
 @routes.get("/v1/responses/{response_id}")
 async def get_response(request: Request, response_id: str) -> JsonResponse:
-    """Return a stored response, as it was answered."""
+    """Return a response: as it was answered, or how far it is in the background."""
     if request.query_params.get("stream", "").lower() == "true":
         raise bad_value("stream", "a stored response is whole; it is not streamed again")
-    session = (await service_of(request).histories.responses.get(response_id)).session
-    return JsonResponse(msgspec.Raw(session.answer))
+    return JsonResponse(await find_response(service_of(request), response_id))
+
+
+@routes.post("/v1/responses/{response_id}/cancel")
+async def cancel(request: Request, response_id: str) -> JsonResponse:
+    """Cancel a response that is made in the background."""
+    return JsonResponse(await cancel_response(service_of(request), response_id))
 
 
 @routes.delete("/v1/responses/{response_id}", responses=answer_of(ResponseDeleted))
 async def delete_response(request: Request, response_id: str) -> JsonResponse:
     """Delete a stored response. Responses that continue it stay as they are."""
-    await service_of(request).histories.responses.delete(response_id)
+    service = service_of(request)
+    try:
+        await service.histories.responses.delete(response_id)
+    except ApiError as error:
+        if error.status != 404:
+            raise
+        await delete_background(service, response_id)
     return JsonResponse(ResponseDeleted(id=response_id))
 
 

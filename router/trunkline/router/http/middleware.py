@@ -50,6 +50,7 @@ PORT_MAX: Final = 65535
 _HOST_HEADER: Final = re.compile(
     r"(?:\[(?P<address>[0-9A-Fa-f:.]{2,45})\]|(?P<name>[A-Za-z0-9._-]{1,253}))(?::(?P<port>[0-9]{1,5}))?", re.ASCII
 )
+_RESPONSE_VERBS: Final = ("input_items", "cancel")
 _JSON: Final = "application/json"
 _FORM: Final = "multipart/form-data"
 _UPLOADS: Final = "/v1/files"
@@ -152,7 +153,8 @@ class RequestMiddleware:
             verb = path.split("/", 4)[4:]
             return "/v1/sessions/{session}" + (f"/{verb[0]}" if verb and verb[0] in SESSION_VERBS else "")
         if path.startswith("/v1/responses/"):
-            return "/v1/responses/{response}" + ("/input_items" if path.endswith("/input_items") else "")
+            last = path.rpartition("/")[2]
+            return "/v1/responses/{response}" + (f"/{last}" if last in _RESPONSE_VERBS else "")
         if path.startswith("/v1/conversations/"):
             below = path.split("/")[4:]
             items = "" if below[:1] != ["items"] else "/items" if len(below) == 1 else "/items/{item}"

@@ -14,7 +14,6 @@ from typing import Final, Literal
 import msgspec
 
 from trunkline.kvstore.records import Change, Record, RecordKey, RecordStore, Segment
-from trunkline.router.stores.file_store import FileStore
 from trunkline.router.stores.owned_records import KEPT_S, check_id, draw_id
 from trunkline.router.stores.task_store import TaskStore
 
@@ -97,14 +96,12 @@ class StoredBatch(msgspec.Struct, frozen=True):
 
 
 class BatchStore:
-    """The batches of all tenants, with their files and tasks."""
+    """The batches of all tenants."""
 
-    def __init__(self, records: RecordStore, owner_bytes_max: int = 0) -> None:
+    def __init__(self, records: RecordStore, tasks: TaskStore, owner_bytes_max: int = 0) -> None:
         """`owner_bytes_max`: quota of each tenant; 0: none."""
-        self.files = FileStore(records, owner_bytes_max)
-        """All files, with the inputs and results of batches."""
-        self.tasks = TaskStore(records)
         self._records = records
+        self._tasks = tasks
         self._owner_bytes_max = owner_bytes_max
 
     async def create(self, owner: str, state: BatchState) -> StoredBatch:
@@ -114,14 +111,14 @@ class BatchStore:
             QuotaError: the owner's records have reached their quota.
         """
         batch_id = draw_id(PREFIX)
-        await self.tasks.add(owner, batch_id)
+        await self._tasks.add(owner, batch_id)
         try:
             key = RecordKey(KIND, owner, batch_id)
             record = await self._records.create(key, change_of(state), owner_bytes_max=self._owner_bytes_max)
         except Exception:
-            await self.tasks.remove(batch_id)
+            await self._tasks.remove(batch_id)
             raise
-        self.tasks.changed.set()
+        self._tasks.changed.set()
         return _stored(record)
 
     async def get(self, owner: str, batch_id: str) -> StoredBatch:
@@ -142,7 +139,7 @@ class BatchStore:
     async def _with_cancelling(self, stored: StoredBatch) -> StoredBatch:
         """Return a batch with status "cancelling" if its router has yet to see that it is to be cancelled."""
         state = stored.state
-        if not state.is_over and state.status != "cancelling" and await self.tasks.is_cancelled(stored.id):
+        if not state.is_over and state.status != "cancelling" and await self._tasks.is_cancelled(stored.id):
             state.status = "cancelling"
         return stored
 

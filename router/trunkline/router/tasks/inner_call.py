@@ -83,7 +83,8 @@ async def _admitted(service: RouterService, request: InnerRequest, request_id: s
     meter = await service.tenants.enter(identity.tenant)
     # Each try draws the same bytes as the first one.
     random = RequestRandom(request.random.name, request.random.created)
-    context = {"identity": identity, "random": random, "record": record, "is_behind": request.is_behind}
+    context = {"identity": identity, "random": random, "record": record, "in_task": True}
+    context["is_behind"] = request.is_behind
     with metered(meter), known(**context):
         yield
 

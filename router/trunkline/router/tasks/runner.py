@@ -15,6 +15,7 @@ from typing import Final, Protocol
 import structlog
 
 from trunkline.kvstore.records import BusyError, MissingError, RecordError, RecordKey, StoreAwayError
+from trunkline.router.errors import ApiError
 from trunkline.router.service import RouterService
 from trunkline.router.stores.task_store import Task
 from trunkline.router.tasks.task_lease import TaskLease
@@ -149,7 +150,7 @@ class TaskRunner:
         try:
             if await handler.run(run.lease):
                 await self._tasks.remove(task.id)
-        except RecordError as error:
+        except (RecordError, ApiError) as error:
             _log.warning("task_interrupted", task=task.id, reason=str(error))
         except Exception:  # noqa: BLE001 (another router, or this one, tries again)
             _log.exception("task_failed", task=task.id)

@@ -51,6 +51,14 @@ class TaskLease:
         """
         self.record = await self._records.put(self._key, self.record.version, change, lease=self._token)
 
+    async def delete(self) -> None:
+        """Delete the record.
+
+        Raises:
+            RecordError: the lease was lost, or the store is away.
+        """
+        await self._records.delete(self._key, lease=self._token)
+
     async def close(self) -> None:
         """End the lease."""
         if self._renewal is None:

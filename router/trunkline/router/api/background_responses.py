@@ -1,0 +1,137 @@
+"""`/v1/responses` with `background: true`: the client gets an id at once, and asks for the response later.
+
+The request is stored as a task. A router does it by calling `POST /v1/responses` (`tasks/background_run.py`), so
+the response is stored as every other one, under the id that the client has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import msgspec
+
+from trunkline.kvstore.records import BusyError, MissingError
+from trunkline.router.api.openai_items import Object, ResponsesRequest
+from trunkline.router.errors import ApiError, bad_value, in_conflict
+from trunkline.router.request_context import RequestRandom, created_at, draw_bytes
+from trunkline.router.service import RouterService
+from trunkline.router.stores.background_store import BackgroundState
+from trunkline.router.stores.owned_records import store_errors
+from trunkline.router.tenancy.auth import current_identity
+
+_CANCEL_PATIENCE_S: Final = 10.0
+"""Longest time in seconds for which a request to cancel a response waits until that is done."""
+_POLL_S: Final = 0.1
+
+
+async def begin_background(service: RouterService, body: ResponsesRequest) -> Object:
+    """Store a request as a task, and return the response as it is now: "queued".
+
+    Raises:
+        ApiError: 400, it cannot be made in the background; 429, the tenant's records have reached their quota;
+            503, the store of records does not answer.
+    """
+    if body.store is False:
+        raise bad_value("background", "`background` needs `store`: the response is asked for by its id")
+    if body.stream:
+        raise bad_value("stream", "`stream` is not available with `background`; ask for the response by its id")
+    identity = current_identity()
+    name, created = draw_bytes("background", 16), created_at()
+    response_id = f"resp_{RequestRandom(name, created).draw('id', 24).hex()}"
+    given = body.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    answer = _queued(body, given, response_id, created, body.model or service.model_name)
+    state = BackgroundState(tenant=identity.tenant, name=name, created=created, answer=answer)
+    content = msgspec.json.encode({**given, "store": True})
+    with store_errors("response", response_id):
+        await service.background.create(identity.owner, state, content)
+    return answer
+
+
+async def find_response(service: RouterService, response_id: str) -> msgspec.Raw | Object:
+    """Return a response: a stored one, or one that is made in the background.
+
+    Raises:
+        ApiError: 404, there is none.
+    """
+    try:
+        return msgspec.Raw((await service.histories.responses.get(response_id)).session.answer)
+    except ApiError as error:
+        if error.status != 404:
+            raise
+    with store_errors("response", response_id):
+        try:
+            return (await service.background.get(current_identity().owner, response_id)).answer
+        except MissingError:  # it may have been completed just now
+            return msgspec.Raw((await service.histories.responses.get(response_id)).session.answer)
+
+
+async def cancel_response(service: RouterService, response_id: str) -> msgspec.Raw | Object:
+    """Cancel a response that is made in the background, and return it: it may have been completed before.
+
+    Raises:
+        ApiError: 400, it is not made in the background; 404, there is none.
+    """
+    found = await find_response(service, response_id)
+    if not _is_background(found):
+        raise bad_value("response_id", "only a response with `background: true` can be cancelled")
+    with store_errors("response", response_id):
+        if isinstance(found, dict) and await service.tasks.cancel(response_id):
+            end = asyncio.get_running_loop().time() + _CANCEL_PATIENCE_S
+            while isinstance(found, dict) and found["status"] in ("queued", "in_progress"):
+                if asyncio.get_running_loop().time() > end:
+                    break
+                await asyncio.sleep(_POLL_S)
+                found = await find_response(service, response_id)
+    return found
+
+
+async def delete_background(service: RouterService, response_id: str) -> None:
+    """Delete a response that was made in the background, and has failed or was cancelled.
+
+    Raises:
+        ApiError: 404, there is none; 409, a router makes it.
+    """
+    with store_errors("response", response_id):
+        try:
+            await service.background.delete(current_identity().owner, response_id)
+        except BusyError:
+            raise in_conflict(
+                "response_id", "the response is being made; cancel it first", code="response_busy"
+            ) from None
+
+
+def _is_background(found: msgspec.Raw | Object) -> bool:
+    fields = found if isinstance(found, dict) else msgspec.json.decode(found)
+    return bool(fields.get("background"))
+
+
+def _queued(body: ResponsesRequest, given: Object, response_id: str, created: int, model: str) -> Object:
+    text: dict[str, Any] = given.get("text") or {}
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": created,
+        "completed_at": None,
+        "status": "queued",
+        "background": True,
+        "conversation": None if body.conversation is None else {"id": body.conversation},
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": None, "summary": None},
+        "store": True,
+        "temperature": body.temperature,
+        "text": {"format": text.get("format") or {"type": "text"}},
+        "tool_choice": given.get("tool_choice") or "auto",
+        "tools": given.get("tools") or [],
+        "top_p": body.top_p,
+        "truncation": body.truncation or "disabled",
+        "usage": None,
+    }

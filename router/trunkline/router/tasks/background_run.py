@@ -1,0 +1,87 @@
+"""Makes responses in the background: the request that a client has left goes to `POST /v1/responses`."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any, Final
+
+import msgspec
+
+from trunkline.router.api.openai_responses import responses
+from trunkline.router.errors import ApiError
+from trunkline.router.request_context import RequestRandom, known
+from trunkline.router.service import RouterService
+from trunkline.router.stores.background_store import KIND, BackgroundState, change_of, state_of
+from trunkline.router.tasks.inner_call import InnerAnswer, InnerRequest, make_request
+from trunkline.router.tasks.task_lease import TaskLease
+from trunkline.router.tenancy.auth import Identity
+
+_RESPONSES_AT_ONCE: Final = 64
+_PATH: Final = "/v1/responses"
+
+
+class BackgroundHandler:
+    """Makes the background responses that this router has taken."""
+
+    kind = KIND
+    count_max = _RESPONSES_AT_ONCE
+
+    def __init__(self, app: Any) -> None:
+        """`app`: the application, whose endpoint makes the responses."""
+        self._app = app
+        self._service: RouterService = app.state.service
+
+    async def run(self, lease: TaskLease) -> bool:
+        """See `Handler`."""
+        state = state_of(lease.record)
+        if state.is_over:
+            return True
+        identity = self._service.tenants.identity_of(state.tenant, lease.task.owner)
+        if await self._is_stored(lease, identity):  # a router has died after it stored the response
+            await lease.delete()
+            return True
+        body = b"".join(segment.content for segment in lease.segments)
+        random = RequestRandom(state.name, state.created)
+        await self._enter(lease, state, "in_progress")
+        answer = await self._answer(lease, InnerRequest(_PATH, body, identity, random, is_behind=False))
+        if answer is None and not lease.cancelled.is_set():
+            return False
+        if await self._is_stored(lease, identity):
+            await lease.delete()
+        elif answer is None:
+            await self._enter(lease, state, "cancelled")
+        else:
+            error = msgspec.json.decode(answer.body)["error"]
+            code = error["code"] or ("server_error" if answer.status >= 500 else "invalid_prompt")
+            state.answer["error"] = {"code": code, "message": error["message"]}
+            await self._enter(lease, state, "failed")
+        return True
+
+    async def _answer(self, lease: TaskLease, request: InnerRequest) -> InnerAnswer | None:
+        """Return the answer to a request; None: it was cancelled, or this router stops."""
+        work = asyncio.create_task(make_request(self._app, responses, request))
+        ends = [asyncio.create_task(event.wait()) for event in (lease.cancelled, lease.stopped)]
+        try:
+            await asyncio.wait([work, *ends], return_when=asyncio.FIRST_COMPLETED)
+            return work.result() if work.done() else None
+        finally:
+            for task in (work, *ends):
+                task.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.gather(work, return_exceptions=True)
+
+    async def _is_stored(self, lease: TaskLease, identity: Identity) -> bool:
+        """Return whether the response is stored as one that is complete."""
+        try:
+            with known(identity=identity):
+                await self._service.histories.responses.get(lease.task.id)
+        except ApiError as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
+    async def _enter(self, lease: TaskLease, state: BackgroundState, status: str) -> None:
+        state.answer["status"] = status
+        await lease.put(change_of(state, lease.record.head))

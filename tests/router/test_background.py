@@ -1,0 +1,152 @@
+"""`/v1/responses` with `background: true`: asked for later, cancelled, and finished by another router."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from router.fake_controller import FakeController
+from router.harness import ANSWER, STORES, RunningRouter, make_answer, running, shared_records, wait_until
+from router.process_calls import router_process
+
+from trunkline.router.tasks import runner, task_lease
+from trunkline.router.text.tokenizer import Tokenizer
+
+LATER: dict[str, Any] = {"model": "demo", "input": "Hi", "background": True}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers look for tasks more often, and lose leases sooner."""
+    monkeypatch.setattr(runner, "PERIOD_SECONDS", 0.1)
+    monkeypatch.setattr(task_lease, "LEASE_SECONDS", 1.0)
+
+
+def begin(http: httpx.Client, **fields: Any) -> str:
+    answer = http.post("/v1/responses", json={**LATER, **fields})
+    assert (answer.status_code, answer.json()["status"]) == (200, "queued"), answer.text
+    return str(answer.json()["id"])
+
+
+def get(http: httpx.Client, response: str) -> dict[str, Any]:
+    answer = http.get(f"/v1/responses/{response}")
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    assert (found["id"], found["background"]) == (response, True)
+    return found
+
+
+def finished(http: httpx.Client, response: str, seconds: float = 8.0) -> dict[str, Any]:
+    wait_until(lambda: get(http, response)["status"] not in ("queued", "in_progress"), seconds)
+    return get(http, response)
+
+
+def nothing_left(router: RunningRouter) -> bool:
+    records = router.service.records
+    return not router.call(router.service.tasks.all()) and not router.call(records.page("background", ""))
+
+
+def test_through_the_client(client: openai.OpenAI, router: RunningRouter, fake: FakeController) -> None:
+    made = client.responses.create(model="demo", input="Hi", background=True, metadata={"a": "b"})
+    assert (made.status, made.background, made.output, made.metadata) == ("queued", True, [], {"a": "b"})
+    wait_until(lambda: client.responses.retrieve(made.id).status == "completed")
+    done = client.responses.retrieve(made.id)
+    assert (done.output_text, done.id, done.created_at) == (ANSWER, made.id, made.created_at)
+    assert (done.background, done.metadata) == (True, {"a": "b"})
+    assert fake.behaviour.submits[-1].priority == 0, "a client waits for it, only not on a connection"
+    next_one = client.responses.create(model="demo", input="And?", previous_response_id=made.id)
+    assert next_one.output_text == ANSWER
+    assert client.responses.cancel(made.id).status == "completed"
+    with pytest.raises(openai.BadRequestError):
+        client.responses.cancel(next_one.id)
+    client.responses.delete(made.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(made.id)
+    wait_until(lambda: nothing_left(router))
+
+
+def test_a_response_is_cancelled(http: httpx.Client, fake: FakeController) -> None:
+    fake.behaviour.hold = True
+    response = begin(http)
+    wait_until(lambda: fake.live == 1)
+    assert get(http, response)["status"] == "in_progress"
+    assert http.delete(f"/v1/responses/{response}").json()["error"]["code"] == "response_busy"
+    cancelled = http.post(f"/v1/responses/{response}/cancel")
+    assert (cancelled.status_code, cancelled.json()["status"]) == (200, "cancelled")
+    wait_until(lambda: fake.live == 0)
+    assert http.post(f"/v1/responses/{response}/cancel").json()["status"] == "cancelled"
+    wait_until(lambda: http.delete(f"/v1/responses/{response}").status_code == 200)
+    for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel")):
+        assert http.request(method, f"/v1/responses/{response}{path}").status_code == 404
+
+
+def test_a_response_fails(http: httpx.Client, router: RunningRouter) -> None:
+    done = finished(http, begin(http, input="long " * 4000))
+    assert (done["status"], done["error"]["code"], done["output"]) == ("failed", "context_length_exceeded", [])
+    assert done["error"]["message"]
+    done = finished(http, begin(http, previous_response_id="resp_none"))
+    assert done["error"]["code"] == "previous_response_not_found"
+    wait_until(lambda: not router.call(router.service.tasks.all()))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"store": False}, "background"), ({"stream": True}, "stream"), ({"input": 5}, "input")],
+)
+def test_what_cannot_be_made_in_the_background(fields: dict[str, Any], param: str, http: httpx.Client) -> None:
+    answer = http.post("/v1/responses", json={**LATER, **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_a_repeated_request_is_made_once(http: httpx.Client, fake: FakeController) -> None:
+    headers = {"Idempotency-Key": "again"}
+    ids = {http.post("/v1/responses", json=LATER, headers=headers).json()["id"] for _ in range(3)}
+    assert len(ids) == 1
+    assert finished(http, ids.pop())["status"] == "completed"
+    assert len(fake.behaviour.submits) == 1
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_two_routers(kind: str, place: Path, tokenizer: Tokenizer) -> None:
+    """Any router tells how far a response is, and cancels it."""
+    other = place / "b"
+    other.mkdir()
+    with (
+        shared_records(kind) as url,
+        running(place, tokenizer, records=url) as (first, [one]),
+        running(other, tokenizer, records=url) as (second, [two]),
+        first.client() as here,
+        second.client() as there,
+    ):
+        response = begin(here)
+        assert finished(there, response)["output"] == finished(here, response)["output"]
+        one.behaviour.hold = two.behaviour.hold = True
+        response = begin(here)
+        wait_until(lambda: one.live + two.live == 1)
+        assert there.post(f"/v1/responses/{response}/cancel").json()["status"] == "cancelled"
+        assert get(here, response)["status"] == "cancelled"
+
+
+@pytest.mark.processes
+def test_another_router_goes_on_when_one_is_killed(place: Path, tokenizer: Tokenizer) -> None:
+    controller = FakeController(f"ipc://{place}/c", make_answer(tokenizer)).start()
+    other = place / "b"
+    other.mkdir()
+    try:
+        with shared_records() as url:
+            options = {"records": url, "served_model_name": "demo", "log_level": "error"}
+            with (
+                router_process(place, controller, **options) as (process, address),
+                httpx.Client(base_url=address, timeout=30) as http,
+            ):
+                controller.behaviour.hold = True
+                response = begin(http)
+                wait_until(lambda: controller.live == 1, 20)
+                process.kill()
+            with running(other, tokenizer, records=url) as (second, _), second.client() as http:
+                assert finished(http, response, 30)["output"][0]["content"][0]["text"] == ANSWER
+    finally:
+        controller.stop()
