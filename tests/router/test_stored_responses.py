@@ -292,6 +292,26 @@ def test_a_tenant_with_too_many_records(place: Path, tokenizer: Tokenizer) -> No
         assert respond(http, store=True)["store"] is True
 
 
+def test_what_runs_already_is_stored(place: Path, tokenizer: Tokenizer) -> None:
+    """A quota that is used up meanwhile takes no answer away that was generated."""
+    with running(place, tokenizer, records_tenant_bytes=10_000) as (router, [fake]), router.client() as http:
+        first, answers = respond(http)["id"], list[Any]()
+        fake.behaviour.hold = True
+        threads = [
+            threading.Thread(target=lambda fields=fields: answers.append(respond(http, **fields)))
+            for fields in ({"store": True}, {"previous": first})
+        ]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(fake.behaviour.submits) == 3)
+        while http.post("/v1/sessions", json={}).status_code == 200:
+            pass
+        fake.behaviour.hold = False
+        for thread in threads:
+            thread.join(20)
+        assert [stored(http, answer["id"])["store"] for answer in answers] == [True, True]
+
+
 @contextmanager
 def tenants(place: Path, tokenizer: Tokenizer) -> Iterator[list[httpx.Client]]:
     """Clients of two tenants."""

@@ -83,7 +83,7 @@ class ResponseTurn(SessionTurn):
             tokens: tokens of the answer.
 
         Raises:
-            ApiError: 429, 503 or 409, it could not be stored although the client asked for that.
+            ApiError: 503 or 409, it could not be stored although the client asked for that; 400, it is too large.
         """
         history = self._history.answered(self._known, tokens, self._tokenizer.vocabulary)
         history = replace(history, form="items", messages=[*self.items, *self._new, *answer["output"]])
@@ -103,7 +103,9 @@ class ResponseTurn(SessionTurn):
         )
         try:
             async with asyncio.timeout(None if self._must_store else _PATIENCE_S):
-                await self._service.histories.responses.create(answer["id"], state, self._base)
+                await self._service.histories.responses.create(
+                    answer["id"], state, self._base, is_admitted=self._must_store
+                )
         except (TimeoutError, ApiError):
             if self._must_store:
                 raise

@@ -95,11 +95,14 @@ class SessionStore:
         if 0 < self._owner_bytes_max <= owner_bytes:
             raise records_full()
 
-    async def create(self, session_id: str, session: SessionState, base: Base | None = None) -> StoredSession:
+    async def create(
+        self, session_id: str, session: SessionState, base: Base | None = None, *, is_admitted: bool = False
+    ) -> StoredSession:
         """Store a new session. If its id exists, the request was sent twice, and the stored session is returned.
 
         Args:
             base: the stored history that the session continues and shares; None: it shares nothing.
+            is_admitted: whether the tenant's quota was checked when the request began; it is not checked again.
 
         Raises:
             ApiError: 429, the tenant's records have reached their quota; 400, the session is too large.
@@ -107,7 +110,7 @@ class SessionStore:
         key = self._kind.key_of(session_id)
         with self._kind.errors(session_id, not_stored=True):
             try:
-                record = await self._create(key, session, base)
+                record = await self._create(key, session, base, 0 if is_admitted else self._owner_bytes_max)
             except ExistsError:
                 if not request_name():
                     raise
@@ -121,8 +124,8 @@ class SessionStore:
         self._memory.keep(stored)
         return stored
 
-    async def _create(self, key: RecordKey, session: SessionState, base: Base | None) -> Record:
-        header, ttl, quota = pack_header(session), self._kind.ttl_of(session), self._owner_bytes_max
+    async def _create(self, key: RecordKey, session: SessionState, base: Base | None, quota: int) -> Record:
+        header, ttl = pack_header(session), self._kind.ttl_of(session)
         if base is not None and base.segment:
             added = segments_for(base.history, session.history)
             with suppress(BaseMissingError):  # the other record was deleted meanwhile
