@@ -27,6 +27,8 @@ def play(first: int, changes: tuple[int, ...], streams: int) -> None:
         assert {answer.error for answer in expected.answers.values()} == {""}
         routers = view.pids("router")
         stayed = view.pid("controller-0" if first > 1 else "controller")
+        with pytest.raises(AssertionError, match="there is no room for 300 groups: --groups is 300"):
+            cluster.command("scale", "300")
         traffic = Traffic(cluster, played)
         try:
             for groups in changes:
@@ -34,7 +36,7 @@ def play(first: int, changes: tuple[int, ...], streams: int) -> None:
                 assert f"the cluster has {groups} group" in said
                 assert len(view.status()["groups"]) == groups
                 answered = traffic.streams
-                wait_for(lambda count=answered: traffic.streams > count + 2 * CLIENTS, 120)  # type: ignore[misc]
+                wait_for(lambda count=answered: traffic.streams > count + CLIENTS, 120)  # type: ignore[misc]
                 # Two routers: each shows its own links, and either may answer.
                 wait_for(lambda number=groups: cluster.gauge("ready") == number, 30)  # type: ignore[misc]
         finally:
@@ -48,17 +50,9 @@ def play(first: int, changes: tuple[int, ...], streams: int) -> None:
 
 
 def test_groups_come_and_go_under_load() -> None:
-    play(1, (2, 1), 16)
+    play(1, (2, 1), 12)
 
 
 @pytest.mark.soak
 def test_from_three_to_four_to_two_groups_under_load() -> None:
     play(3, (4, 2), 60)
-
-
-def test_what_a_machine_has_no_room_for_is_refused() -> None:
-    with Cluster("--tp", "1", "--disk-tier", "0", "--records", "sqlite::memory:") as cluster:
-        with pytest.raises(AssertionError, match="there is no room for 300 groups: --groups is 300"):
-            cluster.command("scale", "300")
-        assert cluster.health() == 200
-        assert cluster.stop() == 0
