@@ -86,6 +86,7 @@ def check(
         view.wait_for_no_leaks(30)
 
 
+@pytest.mark.timeout(400)
 def test_a_process_of_every_kind_dies(tmp_path: Path) -> None:
     check(tmp_path, 1, 60, 30, (0.5, 2.0), 1, "always")
 
