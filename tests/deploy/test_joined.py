@@ -1,0 +1,103 @@
+"""A group that registers itself: it is found in the store while it runs, and has left when it stops."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from deploy.waiting import wait_for
+
+from trunkline.deploy.config.node_settings import Kind, NodePlan, NodeSettings, parse_address
+from trunkline.deploy.config.settings import ServeSettings
+from trunkline.deploy.errors import UserError
+from trunkline.deploy.node.joined import Joined, joined, member_of
+from trunkline.deploy.supervisor.members import CommandError
+from trunkline.kvstore.records import open_records
+from trunkline.router.membership.records_source import Registration, registrations
+
+Found = Callable[[], dict[str, Registration]]
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:{tmp_path / 'records.sqlite'}"
+
+
+@pytest.fixture
+def found(url: str) -> Found:
+    """Reads the registrations as a router does."""
+
+    async def read() -> dict[str, Registration]:
+        store = open_records(url)
+        try:
+            return await registrations(store)
+        finally:
+            await store.close()
+
+    return lambda: asyncio.run(read())
+
+
+def node(url: str, listen: str = "10.0.0.1:7400") -> NodePlan:
+    return NodePlan(ranks=range(1), listen=parse_address(listen, "--listen"), join=url)
+
+
+def test_a_group_is_registered_until_it_leaves(url: str, found: Found) -> None:
+    with joined(node(url), "demo", "ab" * 16) as membership:
+        wait_for(found)
+        [(name, registration)] = found().items()
+        member = registration.member
+        assert (name, member.address, member.events) == (
+            "10.0.0.1:7400",
+            "tcp://10.0.0.1:7400",
+            "tcp://10.0.0.1:7401",
+        )
+        assert (member.model, member.fingerprint, registration.left) == ("demo", "ab" * 16, False)
+        with pytest.raises(CommandError, match="cannot be changed here"):
+            membership.grow(2, [1])
+        membership.leave()
+        membership.leave()
+        wait_for(lambda: found()["10.0.0.1:7400"].left)
+    assert found()["10.0.0.1:7400"].left
+
+
+def test_the_end_of_the_block_leaves_too(url: str, found: Found) -> None:
+    with joined(node(url), "demo", ""):
+        wait_for(found)
+    assert found()["10.0.0.1:7400"].left
+
+
+def test_a_store_that_is_away_keeps_no_group_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trunkline.deploy.node.joined._LEAVE_S", 0.1)
+    with joined(node("redis://127.0.0.1:1/0"), "demo", "") as membership:
+        assert isinstance(membership, Joined)
+
+
+def test_each_start_is_another_one_under_the_same_name() -> None:
+    first, second = (member_of(node("records", "10.0.0.1:7500"), "demo", "") for _ in range(2))
+    assert first.id == second.id
+    assert first.epoch != second.epoch
+    anywhere = member_of(node("records", "0.0.0.0:7500"), "demo", "")
+    assert "0.0.0.0" not in anywhere.address
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "message"),
+    [
+        (Kind.ROUTER, {"members": "files"}, "--members: members are 'files'; it must be one of static:PATH"),
+        (Kind.ROUTER, {"members": "records", "controllers": "a:7400"}, "--controllers and --members exclude"),
+        (Kind.GROUP, {"join": "http://x"}, "--join is 'http://x'"),
+    ],
+)
+def test_what_is_no_membership(kind: Kind, given: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        NodeSettings(plain_tcp=True, **given).validate(kind)  # type: ignore[arg-type]
+
+
+def test_a_file_of_members_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = NodeSettings(plain_tcp=True, members="static:members.json")
+    _, plan = settings.plan(Kind.ROUTER, ServeSettings(port=0))
+    assert plan.members == f"static:{tmp_path}/members.json"
+    assert plan.is_router
