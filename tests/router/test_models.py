@@ -13,7 +13,7 @@ import httpx
 import msgspec
 import pytest
 from router.fake_controller import FakeController, prompt_of
-from router.harness import ADMIN_KEY, DEMO_MODEL, MESSAGES, RunningRouter, make_answer, wait_until
+from router.harness import ADMIN, ADMIN_KEY, DEMO_MODEL, MESSAGES, RunningRouter, make_answer, wait_until
 from router.model_folders import make_second
 
 from trunkline.kvstore.fingerprint import tokenizer_digest
@@ -223,6 +223,8 @@ def test_a_group_that_is_another_is_not_used(
         assert refused.status_code == 503
         [_, other] = http.get("/health").json()["controllers"]
         assert problem in other["problem"]
+        shown = http.get("/ui/api/overview", headers=ADMIN).json()["groups"][1]
+        assert (shown["ready"], problem in shown["detail"]) == (False, True)
         [said_once] = log.warning.mock_calls
         assert (said_once.args, said_once.kwargs["group"]) == (("group_refused",), "b")
         assert not second_group.behaviour.submits

@@ -88,11 +88,12 @@ def groups(facts: Facts) -> Findings:
     if found and len(ready) == len(found):
         yield Finding(Level.OK, "groups", f"all {len(found)} ready" if len(found) > 1 else "the group is ready")
     for group in found:
-        name = f"group {group.get('index')}"
+        name = f"group {group.get('name', group.get('index'))}"
         if not group.get("ready"):
             level = Level.WARNING if ready else Level.FAILURE
-            text = f"it is {group.get('status', 'not known')}"
-            detail = _overview_group(facts, group.get("index")).get("detail")
+            problem = group.get("problem")
+            text = "it is not used" if problem else f"it is {group.get('status', 'not known')}"
+            detail = problem or _overview_group(facts, group.get("index")).get("detail")
             yield Finding(level, name, f"{text}: {detail}" if detail else text, _remedy(facts, group.get("index")))
         elif group.get("events") in ("stale", "catching up"):
             text = f"the router's picture of its chunks is {group['events']}"
