@@ -26,6 +26,8 @@ from trunkline.runtime.wire_sockets import WirePeer
 
 TICK_SECONDS: Final = 0.5
 """Time between two checks of whether a removed group has ended its last request."""
+FOLLOW_AGAIN_SECONDS: Final = 2.0
+"""Pause before a source whose watch has ended is followed again."""
 _log = structlog.get_logger("trunkline.router.streams.link_keeper")
 
 
@@ -60,7 +62,8 @@ class LinkKeeper:
         self._peer = peer
         self._refusal = refusal
         self._on_left = on_left
-        self._members: dict[str, Member] = {}
+        self._refused: set[str] = set()
+        """Members to which no connection may be made, and of which the log has told."""
         self._leaving: set[ControllerLink] = set()
         """Connections to groups that were removed, with requests that have not ended."""
         self._task: asyncio.Task[None] | None = None
@@ -90,9 +93,9 @@ class LinkKeeper:
             _log.warning("members_may_be_old", problem=present.problem, members=len(present.members))
         self.problem = present.problem
         allowed = {each: member for each, member in present.members.items() if self._may_connect(member)}
-        added, removed, changed = changes(self._members, allowed)
-        self._members = allowed
+        self._refused = set(present.members) - set(allowed)
         slots = {link.name: link for link in self._links}
+        added, removed, changed = changes({name: link.member for name, link in slots.items()}, allowed)
         for member in removed:
             self._remove(slots[member.id])
         for member in changed:
@@ -106,13 +109,19 @@ class LinkKeeper:
             self._add(member)
 
     async def _follow(self, source: MemberSource) -> None:
-        async with contextlib.aclosing(source.follow()) as news:
-            async for present in news:
-                self.apply(present)
+        while True:
+            try:
+                async with contextlib.aclosing(source.follow()) as news:
+                    async for present in news:
+                        self.apply(present)
+            except Exception as error:  # noqa: BLE001 - a fault must not end the watch for ever
+                self.problem = f"members cannot be followed: {error}"
+                _log.exception("members_not_followed")
+            await asyncio.sleep(FOLLOW_AGAIN_SECONDS)
 
     def _may_connect(self, member: Member) -> bool:
         refusal = self._refusal([member.address, *([member.events] if member.events else [])])
-        if refusal and member.id not in self._members:
+        if refusal and member.id not in self._refused:
             _log.error("member_refused", member=member.id, reason=refusal)
         return not refusal
 
@@ -130,7 +139,6 @@ class LinkKeeper:
         except zmq.ZMQError as error:  # an address is wrong, which must not hide the other members
             _log.error("member_refused", member=member.id, reason=str(error))
             self._remove(link)
-            del self._members[member.id]
             return
         _log.info("group_joined", group=member.id, address=member.address, groups=len(self._links))
 
