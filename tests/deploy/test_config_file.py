@@ -115,3 +115,15 @@ def test_the_service_of_systemd_can_be_used(tmp_path: Path, serve: Serve) -> Non
         here.write_text(UNIT.read_text().replace(program, "/bin/true"))
         done = subprocess.run([verify, "verify", here], capture_output=True, text=True, check=False, timeout=60)
         assert UNIT.name not in done.stderr, done.stderr
+
+
+@pytest.mark.processes
+def test_the_service_of_a_group_can_be_used(tmp_path: Path) -> None:
+    text = UNIT.with_name("trunkline-group@.service").read_text()
+    drain = int(text.partition("--drain-seconds ")[2].split()[0])
+    assert int(text.partition("TimeoutStopSec=")[2].split()[0]) >= drain + 20
+    if (verify := shutil.which("systemd-analyze")) is not None:
+        here = tmp_path / "trunkline-group@7400.service"
+        here.write_text(text.replace("/opt/trunkline/bin/trunkline", "/bin/true"))
+        done = subprocess.run([verify, "verify", here], capture_output=True, text=True, check=False, timeout=60)
+        assert here.name not in done.stderr, done.stderr

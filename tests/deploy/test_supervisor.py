@@ -20,8 +20,8 @@ from deploy.waiting import free_ports, wait_for
 from trunkline.deploy.config.machine import open_listener
 from trunkline.deploy.supervisor.control import ask
 from trunkline.deploy.supervisor.lifecycle import Phase
-from trunkline.deploy.supervisor.members import Command, Limits, Member, Reply, Role
-from trunkline.deploy.supervisor.membership import ChildSpec
+from trunkline.deploy.supervisor.members import Command, CommandError, Limits, Member, Reply, Role
+from trunkline.deploy.supervisor.membership import ChildSpec, Membership
 from trunkline.deploy.supervisor.run_folder import CONTROL_SOCKET, STATUS_SOCKET
 from trunkline.deploy.supervisor.supervisor import Supervisor
 
@@ -208,12 +208,40 @@ def test_children_die_with_a_killed_supervisor() -> None:
     wait_for(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
 
 
+class Growing(Membership):
+    """Starts stand-ins for further groups, up to three together, and keeps what routers would be told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.published: list[tuple[int, ...]] = []
+        self.has_left = False
+        self.problem = ""
+        self._status = f"status={folder / STATUS_SOCKET}"
+
+    def grow(self, count: int, missing: Sequence[int]) -> list[ChildSpec]:
+        if count > 3:
+            raise CommandError(f"there is no room for {count} groups")
+        return [
+            ChildSpec(Member(f"{role}-{group}", role, group), (*CHILD, f"role={role}", *options))
+            for group in missing
+            for role, options in ((Role.WORKER, ()), (Role.CONTROLLER, (self._status,)))
+        ]
+
+    def publish(self, groups: Sequence[int]) -> None:
+        if self.problem:
+            raise OSError(self.problem)
+        self.published.append(tuple(groups))
+
+    def leave(self) -> None:
+        self.has_left = True
+
+
 class Run:
     """One run: two groups of one worker and two routers; `script` acts in a thread once all serve."""
 
     def __init__(self, folder: Path, script: Callable[[Run], None], worker: tuple[str, ...] = CHILD) -> None:
         self.folder = folder
         self.recorder = Recorder(lambda _: self._thread.start())
+        self.membership = Growing(folder)
         self._thread = threading.Thread(target=self._act, daemon=True)
         self._failure: BaseException | None = None
         self._script = script
@@ -221,6 +249,9 @@ class Run:
 
     def ask(self, command: str, *units: str) -> list[Reply]:
         return list(ask(self.folder / CONTROL_SOCKET, Command(command, list(units))))
+
+    def scale(self, groups: int) -> Reply:
+        return list(ask(self.folder / CONTROL_SOCKET, Command("scale", groups=groups)))[-1]
 
     def status(self) -> dict[str, Any]:
         [reply] = self.ask("status")
@@ -261,6 +292,7 @@ class Run:
                 folder=self.folder,
                 listener=listener,
             )
+            supervisor.membership = self.membership
             previous = signal.signal(signal.SIGTERM, lambda *_: None)  # should the script end later than the run
             try:
                 code = supervisor.run()
@@ -272,6 +304,7 @@ class Run:
         assert code == 0
         assert self.recorder.has_left_nothing()
         assert self.recorder.phases == [Phase.SERVING, Phase.STOPPING, Phase.STOPPED]
+        assert self.membership.has_left
 
     def _act(self) -> None:
         try:
@@ -330,6 +363,32 @@ def test_drain_undrain_restart_and_a_stop_meanwhile(tmp_path: Path) -> None:
     assert "router-0/3" in run.recorder.pids
     assert (replies[-1].done, replies[-1].ok) == (True, False)
     assert "stop" in replies[-1].text
+
+
+def test_groups_come_and_go_beside_the_others(tmp_path: Path) -> None:
+    def script(run: Run) -> None:
+        before = {name: row["pid"] for name, row in run.rows().items()}
+        assert run.scale(3) == Reply("the cluster has 3 groups now", done=True)
+        assert run.membership.published == [(0, 1), (0, 1, 2)]
+        after = {name: row["pid"] for name, row in run.rows().items()}
+        assert after.keys() - before.keys() == {"worker-2", "controller-2"}
+        assert before.items() < after.items()
+        assert run.scale(4) == Reply("there is no room for 4 groups", done=True, ok=False)
+
+        run.membership.problem = "no space left on device"
+        assert run.scale(1).ok
+        assert len(run.membership.published) == 2
+        assert any("no space left on device; `trunkline scale` tries again" in said for said in run.recorder.said)
+        run.membership.problem = ""
+        assert run.scale(1) == Reply("the cluster has 1 group now", done=True)
+        assert run.membership.published[2:] == [(0,)]
+        assert run.groups() == ["ready"]
+        assert run.scale(3).ok, "the same groups again"
+        assert {name for name, pid in before.items() if run.rows()[name]["pid"] == pid} == {
+            *("worker-0", "controller-0", "router-0", "router-1")
+        }
+
+    Run(tmp_path, script).go()
 
 
 def test_a_program_that_is_gone_for_a_while_is_tried_again_until_it_is_back(

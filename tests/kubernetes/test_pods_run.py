@@ -47,8 +47,8 @@ class Pods:
             template["spec"]["containers"][0]["name"]: template for _, template in pod_templates(self.objects)
         }
         self.running: dict[str, subprocess.Popen[bytes]] = {}
-        here = [f"tcp://127.0.0.1:{port}" for port in (self.group_port, self.group_port + 1)]
-        write_members(folder / "members.json", [Member("tl-trunkline-group-0", *here)])
+        requests, events = (f"tcp://127.0.0.1:{self.group_port + offset}" for offset in range(2))
+        write_members(folder / "members.json", [Member("tl-trunkline-group-0", requests, events)])
 
     def secret(self, end: str, key: str) -> bytes:
         return base64.b64decode(only(self.objects, "Secret", end)["data"][key])
