@@ -44,11 +44,13 @@ from trunkline.router.config import RouterConfig
 from trunkline.router.http.answers import BODY_SEND
 from trunkline.router.http.body import bound_heap
 from trunkline.router.service import RouterService
+from trunkline.router.stores.file_store import PART_BYTES
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.runtime.process import report_status
 
 _FILES_FOR_OTHERS: Final = 256
 """Number of file descriptors that are reserved for other uses than clients' connections."""
+_UPLOADS: Final = b"/v1/files"
 _BODY_MARGIN: Final = 1.1
 _AUTHORITY_END: Final = re.compile(rb"[/?#]")
 _ALLOCATIONS_PER_COLLECTION: Final = 20_000
@@ -77,6 +79,8 @@ class ConnectionLimits(msgspec.Struct, frozen=True):
     url_bytes: int
     headers_s: float
     body_s: float
+    file_s: float
+    """As `body_s`, for a request that uploads a file; the endpoint limits the time of each part of it."""
     idle_s: float
 
 
@@ -139,7 +143,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_refused:
             return
         self._take_authority()
-        self._wait(self.server_state.limits.body_s * _BODY_MARGIN)
+        limits = self.server_state.limits
+        is_file = self.url.partition(b"?")[0] == _UPLOADS
+        self._wait((limits.file_s if is_file else limits.body_s) * _BODY_MARGIN)
         super().on_headers_complete()
         if self.server_state.hands_over and self.cycle is not None:
             self.cycle.keep_alive = False
@@ -365,6 +371,7 @@ def make_server(service: RouterService, meet_seconds_max: float = 0.0) -> _Serve
             url_bytes=config.max_url_bytes,
             headers_s=config.header_seconds,
             body_s=config.body_seconds,
+            file_s=config.body_seconds * max(1, config.file_bytes_max // PART_BYTES),
             idle_s=_KEEP_ALIVE_SECONDS,
         ),
     )
