@@ -153,6 +153,11 @@ CASES: list[tuple[dict[str, Any], str, Level]] = [
     ({"version": "0.2.0"}, "version", Level.WARNING),
     ({"health": {"controllers": [{"index": 0, "ready": False}]}}, "group 0", Level.FAILURE),
     (
+        {"health": {"controllers": [{"index": 0, "name": "a", "ready": False, "problem": "another tokenizer"}]}},
+        "group a",
+        Level.FAILURE,
+    ),
+    (
         {"health": {"controllers": [{"index": 0, "ready": False}, {"index": 1, "ready": True}]}},
         "group 0",
         Level.WARNING,
