@@ -27,7 +27,7 @@ from trunkline.controller.messages import MoveOutcome, MovesDone, Probed
 from trunkline.controller.tiers.costs import Preloads
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.messages import TierMoves
+from trunkline.worker.messages import Probe, TierMoves
 from trunkline.worker.tiers.copy_lane import CopyOptions
 from trunkline.worker.tiers.tier_service import TierService
 
@@ -74,8 +74,10 @@ class TieredLoop(EngineLoop):
         for order in ready.orders:
             if isinstance(order, TierMoves):
                 self.tiers.move(order)
-            else:
+            elif isinstance(order, Probe):
                 self.tiers.probe(order)
+            else:
+                self.tiers.forget(order)
 
     def _take_reports(self, seconds: float) -> None:
         """Give the engine what the tiers have done, waiting for the first of it."""

@@ -158,6 +158,48 @@ def test_what_has_not_been_used_for_long_expires_in_every_tier() -> None:
     assert not simulation.tree.node_count
 
 
+def forgotten(session: Session) -> None:
+    """Nobody will continue the session any more."""
+    tokens = session.history
+    session.simulation.forget(Request.of(0, Submit(0, pack_int32(tokens), len(tokens), 1, Sampling())))
+    settle(session.simulation)
+
+
+@pytest.mark.parametrize("place", [None, DISK, REMOTE])
+def test_what_only_a_deleted_session_has_is_gone_from_every_tier(place: TierKind | None) -> None:
+    simulation = simulate(TIERED)
+    session = Session(simulation)
+    session.turn(CHUNK * 2 + 3)
+    session.turn(CHUNK + 1)
+    if place is not None:
+        sink(simulation, place)
+    settle(simulation)
+    assert simulation.tree.node_count
+    forgotten(session)
+    assert not simulation.tree.node_count
+    assert not simulation.tree.tiers.stats()[DISK].used
+    assert not any(simulation.tiers.remote)
+    assert sum(tiers_of(session.turn(3))) == 0
+    forgotten(Session(simulation, start=900))
+
+
+def test_what_others_have_too_outlives_a_deleted_session() -> None:
+    simulation = simulate(TIERED)
+    session, fork = Session(simulation), Session(simulation)
+    session.turn(CHUNK * 2)
+    fork.history = list(session.history)
+    session.turn(CHUNK * 2)
+    fork.turn(CHUNK * 3)
+    pairs = list(zip(session.history, fork.history, strict=False))
+    running = fork.send(CHUNK)
+    forgotten(session)
+    forgotten(fork)
+    fork.ended(running)
+    common = next(at for at, (one, other) in enumerate(pairs) if one != other) // CHUNK * CHUNK
+    assert sum(tiers_of(session.turn(3))) >= common
+    assert sum(tiers_of(fork.turn(3))) > common
+
+
 def test_a_disk_that_stalls_is_given_up_after_a_while() -> None:
     """It was fast so far: it is waited for, but not for ever."""
     session = sunken(DISK, remote=False, pace_s=0.001)

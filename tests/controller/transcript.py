@@ -50,7 +50,7 @@ from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import Flushed
-from trunkline.worker.messages import CompileGrammar, Join, Probe, Sampling, StepPlan, TierMoves
+from trunkline.worker.messages import CompileGrammar, ForgetChunks, Join, Probe, Sampling, StepPlan, TierOrder
 
 PACE_S = 0.01
 
@@ -276,10 +276,13 @@ def disk_shown(change: DiskChange) -> Iterator[str]:
             yield "a chunk has moved behind a cut"
 
 
-def order_shown(order: TierMoves | Probe) -> Iterator[str]:
+def order_shown(order: TierOrder) -> Iterator[str]:
     """Tell an order to the tiers."""
     if isinstance(order, Probe):
         yield f"probe {order.id}: which of {len(order.names) // 16} chunks does the remote tier have?"
+        return
+    if isinstance(order, ForgetChunks):
+        yield f"delete {len(order.names) // 16} chunks from the remote tier"
         return
     for move in order.moves:
         below = f"disk slot {move.slot}" if move.tier == TierKind.DISK else "the remote tier"

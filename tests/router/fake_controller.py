@@ -19,6 +19,7 @@ from trunkline.controller.messages import (
     Abort,
     DescribeTree,
     FlushCache,
+    Forget,
     ModulesCall,
     Ping,
     Prefetch,
@@ -116,6 +117,7 @@ class Behaviour:
     """What it answers who asks for its tree; None: nothing."""
     described: list[DescribeTree] = field(default_factory=list)
     prefetches: list[Prefetch] = field(default_factory=list)
+    forgets: list[Forget] = field(default_factory=list)
     modules: FakeModules = field(default_factory=lambda: FakeModules())
     submits: list[Submit] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
@@ -257,6 +259,8 @@ class FakeController:
             behaviour.prefetches.append(message)
             known = len(message.tokens) // 4
             self._send(socket, router, lambda seq: Prefetched(seq, message.ticket, known, known // 2))
+        elif isinstance(message, Forget):
+            behaviour.forgets.append(message)
         elif isinstance(message, ModulesCall):
             answer = behaviour.modules.handle(message, self._sequence.get(router, 0))
             if answer is not None:
@@ -436,7 +440,7 @@ def score_prompt(submit: Submit) -> list[PromptLogprobs]:
     ]
 
 
-def drops_of(submit: Submit | Prefetch) -> list[tuple[int, int]]:
+def drops_of(submit: Submit | Prefetch | Forget) -> list[tuple[int, int]]:
     """Ranges of a request's prompt that it does not see."""
     return [(int(start), int(stop)) for start, stop in unpack_int32(submit.drops, 2)]
 
@@ -446,6 +450,6 @@ def seen_tokens(layout: PromptLayout) -> int:
     return sum(int(stop - start) for text in layout.texts for start, stop in unpack_int32(text.seen, 2))
 
 
-def prompt_of(submit: Submit | Prefetch) -> list[int]:
+def prompt_of(submit: Submit | Prefetch | Forget) -> list[int]:
     """A request's prompt."""
     return [int(token) for token in unpack_int32(submit.tokens)]

@@ -391,6 +391,20 @@ def test_a_record_that_nobody_can_read(router: RunningRouter, http: httpx.Client
         wait_until(lambda: http.delete("/v1/sessions/sess_broken").status_code == 200)
 
 
+def test_what_is_deleted_is_forgotten_by_the_controllers(http: httpx.Client, fake: FakeController) -> None:
+    session = create(http)["id"]
+    assert chat(http, session).status_code == 200
+    assert chat(http, session).status_code == 200
+    last = prompt_of(fake.behaviour.submits[-1])
+    assert http.delete(f"/v1/sessions/{session}").status_code == 200
+    wait_until(lambda: bool(fake.behaviour.forgets))
+    [message] = fake.behaviour.forgets
+    assert prompt_of(message)[: len(last)] == last
+    assert message.salt == fake.behaviour.submits[-1].salt
+    assert http.delete(f"/v1/sessions/{session}").status_code == 404
+    assert len(fake.behaviour.forgets) == 1
+
+
 @pytest.mark.parametrize("kind", STORES)
 def test_routers_share_sessions(place: Path, tokenizer: Tokenizer, kind: str) -> None:
     """Two routers on one store work on a session in turn; each sees what the other has stored."""

@@ -29,6 +29,7 @@ from trunkline.controller.engine.events import (
     EngineOutputs,
     Event,
     ExpectRequest,
+    ForgetPrompt,
     Ready,
     RequestTimeline,
     WorkersBack,
@@ -49,7 +50,7 @@ from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.storage.persistence import Persistence
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.router.messages import Finished, FinishReason, ModulesReply, Prefetched
-from trunkline.worker.messages import CompileGrammar, Probe, Sampling, StepPlan, TierMoves
+from trunkline.worker.messages import CompileGrammar, Sampling, StepPlan, TierOrder
 
 
 class CallOptions(TypedDict, total=False):
@@ -67,7 +68,7 @@ class Wanted:
 
     disk_changes: list[DiskChange] = field(default_factory=list)
     """Not noted, because there is no `persistence`."""
-    orders: list[TierMoves | Probe] = field(default_factory=list)
+    orders: list[TierOrder] = field(default_factory=list)
     """Not given to the tiers yet."""
     timelines: list[RequestTimeline] = field(default_factory=list)
     """Of requests that have ended."""
@@ -164,6 +165,10 @@ class Simulation:
         """Announce a request; return the tokens of it that are known, and those that have to be fetched."""
         self.receive(ExpectRequest((0, 0), request))
         return self.wanted.expected
+
+    def forget(self, request: Request) -> None:
+        """Say that no request will have this one's prompt any more."""
+        self.receive(ForgetPrompt(request))
 
     def modules_call(self, op: str, texts: list[ModuleText], **options: Unpack[CallOptions]) -> int:
         """Ask something about texts; the answer comes to `replies` under the number that is returned."""

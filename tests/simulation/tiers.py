@@ -15,7 +15,7 @@ from simulation.pool import Entry, SimulatedPool
 from trunkline.controller.messages import MoveOutcome, MovesDone, Probed
 from trunkline.kvstore.chunks import NAME_BYTES
 from trunkline.kvstore.tier import TierKind
-from trunkline.worker.messages import Probe, TierMove, TierMoves
+from trunkline.worker.messages import ForgetChunks, Probe, TierMove, TierOrder
 
 
 @dataclass
@@ -53,7 +53,12 @@ class SimulatedTiers:
     def is_busy(self) -> bool:
         return bool(self._waiting or self._probes)
 
-    def receive(self, message: TierMoves | Probe) -> None:
+    def receive(self, message: TierOrder) -> None:
+        if isinstance(message, ForgetChunks):
+            for start in range(0, len(message.names), NAME_BYTES):
+                for shards in self.remote:
+                    shards.pop(message.names[start : start + NAME_BYTES], None)
+            return
         if isinstance(message, Probe):
             self._probes += [(rank, message) for rank in range(self.ranks)]
             return

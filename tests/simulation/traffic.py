@@ -209,6 +209,8 @@ class Traffic:
                 simulation.abort(request, rng.randrange(simulation.streams[request].n))
         elif self._chance(0.002):
             simulation.flush_cache()
+        elif self._chance(0.002) and (known := simulation.engine._requests.groups):
+            simulation.forget(known[rng.choice(list(known))].request)  # while it waits, runs, or was preempted
         elif simulation.grammars and self._chance(0.3):
             grammar = simulation.grammars[rng.choice(list(simulation.grammars))]
             simulation.compiled(grammar.grammar, "it is bad" if grammar.text == BAD_GRAMMAR else "")

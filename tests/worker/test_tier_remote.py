@@ -18,6 +18,7 @@ from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, SlotId
 from trunkline.kvstore.remote_stores import REMOTE_STORES, RemoteStore
 from trunkline.kvstore.tier import SharedTier, SlotKey
 from trunkline.worker.errors import WorkerConfigError
+from trunkline.worker.tiers import remote_tier
 from trunkline.worker.tiers.disk_tier import RecordKeeper
 from trunkline.worker.tiers.remote_tier import open_remote_tier
 
@@ -82,6 +83,22 @@ def test_a_use_begins_the_time_to_live_anew(redis_server: RedisServer, use: str)
             tier.write(key(1), memoryview(content(1)))
     assert client.ttl(place) > 100
     client.close()
+    tier.close()
+
+
+def test_deleted_chunks_are_gone_and_others_stay(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_tier, "_DELETED_AT_ONCE", 2)
+    tier = open_tier(redis_server.url)
+    for index in range(6):
+        tier.write(key(index), memoryview(content(index)))
+    tier.delete([name(index) for index in (0, 1, 2, 4, 9)])
+    assert [found(tier, index) for index in range(6)] == [False, False, False, True, False, True]
+    tier.delete([])
+    redis_server.kill()
+    with pytest.raises(OSError, match="remote tier"):
+        tier.delete([name(3)])
     tier.close()
 
 

@@ -16,7 +16,7 @@ from trunkline.kvstore.chunks import NAME_BYTES
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.errors import PlanError
-from trunkline.worker.messages import Probe, TierMove, TierMoves
+from trunkline.worker.messages import ForgetChunks, Probe, TierMove, TierMoves
 from trunkline.worker.tiers.tier_service import TierService
 
 SAVED = moves((3, 0, 1), (4, 1, 1), (9, 2, 1))
@@ -106,6 +106,20 @@ def test_text_is_the_same_through_every_tier(
     traveller.come_back([10, 11, 12], loads=loads, load_fence=3)
     traveller.decode()
     assert traveller.results == expected[:-1]
+
+
+@pytest.mark.processes
+def test_deleted_chunks_leave_the_remote_tier(bench: MakeBench, redis_server: RedisServer) -> None:
+    one = bench(remote_url=redis_server.url)
+    one.traveller.prefill()
+    one.traveller.leave(saves=SAVED, save_fence=2)
+    assert one.statuses(*((TierKind.REMOTE, True, slot, slot) for slot in range(3))) == [0, 0, 0]
+    assert one.probe(0, 1, 2).present == 3
+    one.tiers.forget(ForgetChunks(bytes([2]) * NAME_BYTES + bytes([1]) * NAME_BYTES))
+    wait_until(lambda: one.probe(0, 1, 2).present == 1)
+    redis_server.kill()
+    one.tiers.forget(ForgetChunks(bytes([0]) * NAME_BYTES))
+    assert one.probe(0).present == -1, "the rank goes on"
 
 
 def test_moves_wait_for_the_copies_of_their_slots(bench: MakeBench) -> None:

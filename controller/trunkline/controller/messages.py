@@ -143,6 +143,18 @@ class Prefetch(msgspec.Struct, array_like=True, frozen=True, tag="prefetch"):
     """Layout of a prompt with modules, as in `Submit.layout`; `tokens` may be empty, to fetch the texts only."""
 
 
+class Forget(msgspec.Struct, array_like=True, frozen=True, tag="forget"):
+    """No request will have this prompt any more: drop the chunks that nothing else uses, from all tiers. There is
+    no answer."""
+
+    tokens: bytes
+    salt: bytes = b""
+    drops: bytes = b""
+    """Ranges of tokens that requests did not see, as in `Submit.drops`."""
+    layout: PromptLayout | None = None
+    """Layout of a prompt with modules, as in `Submit.layout`; the texts themselves stay."""
+
+
 class ModulesCall(msgspec.Struct, array_like=True, frozen=True, tag="modules"):
     """An operation on the cached texts of a schema. Answered by `ModulesReply`.
 
@@ -194,7 +206,7 @@ class DescribeTree(msgspec.Struct, array_like=True, frozen=True, tag="describe")
     """Number of each node's first tokens to describe; they are part of a client's prompt."""
 
 
-RouterRequest = Submit | Abort | Ping | FlushCache | Prefetch | ModulesCall | EventsCall | DescribeTree
+RouterRequest = Submit | Abort | Ping | FlushCache | Prefetch | Forget | ModulesCall | EventsCall | DescribeTree
 
 
 class TopLogprobs(msgspec.Struct, array_like=True, frozen=True):

@@ -94,3 +94,10 @@ class SharedTier(Tier, Protocol):
         Raises:
             OSError: The tier cannot be reached.
         """
+
+    def delete(self, names: Sequence[ChunkName]) -> None:
+        """Delete this rank's shards of chunks; those that are not there are left out.
+
+        Raises:
+            OSError: The tier cannot be reached; some may be deleted.
+        """

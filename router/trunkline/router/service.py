@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import msgspec
 import zmq
 
-from trunkline.controller.messages import Prefetch
+from trunkline.controller.messages import Forget, Prefetch
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.kvstore.records import open_records
 from trunkline.router.config import RouterConfig
@@ -359,6 +359,19 @@ class RouterService:
         if not isinstance(answer, Prefetched):
             raise unavailable("the engine gave another answer than the one to the question")
         return answer
+
+    def forget(self, route: RouteRequest) -> None:
+        """Have all controllers drop the KV that nothing but this prompt uses, as far as they are connected."""
+        if route.drops:
+            # What was cut off is found as a part of the whole history, once nothing hangs from it any more.
+            drops = pack_int32([end for span in route.drops for end in span])
+            self._tell_all(Forget(route.tokens, route.salt, drops))
+        self._tell_all(Forget(route.tokens, route.salt, layout=route.layout))
+
+    def _tell_all(self, message: Forget) -> None:
+        for link in self.links:
+            if link.state is not None:
+                link.tell(lambda _: message)
 
     def _count_modules(self, job: Job, modules: Modules, link: ControllerLink | None) -> None:
         self.metrics.modules.requests.inc()

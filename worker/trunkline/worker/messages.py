@@ -228,6 +228,18 @@ class Probe(msgspec.Struct, array_like=True, frozen=True, tag="probe"):
     """Names of the chunks in the order of a path, `NAME_BYTES` each."""
 
 
+class ForgetChunks(msgspec.Struct, array_like=True, frozen=True, tag="forget_chunks"):
+    """Delete these chunks from the remote tier. There is no answer: a store that is away keeps them until their
+    time to live is over."""
+
+    names: bytes
+    """Names of the chunks, `NAME_BYTES` each."""
+
+
+TierOrder = TierMoves | Probe | ForgetChunks
+"""Orders to a rank's lower tiers."""
+
+
 class Welcome(msgspec.Struct, array_like=True, frozen=True, tag="welcome"):
     """Answer to `WorkerHello`, on the rank's own topic. The rank belongs to an epoch of the group from now on, and
     meets the other ranks of that epoch."""
@@ -285,4 +297,4 @@ class ForgetGrammar(msgspec.Struct, array_like=True, frozen=True, tag="forget"):
     grammar: int
 
 
-WorkerMessage = Welcome | Refused | StepPlan | Shutdown | CompileGrammar | ForgetGrammar | TierMoves | Probe
+WorkerMessage = Welcome | Refused | StepPlan | Shutdown | CompileGrammar | ForgetGrammar | TierOrder

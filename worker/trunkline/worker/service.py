@@ -46,6 +46,7 @@ from trunkline.worker.errors import PeerLostError, PlanError, RankRefusedError, 
 from trunkline.worker.messages import (
     LEAVE_TOPIC,
     CompileGrammar,
+    ForgetChunks,
     ForgetGrammar,
     Leave,
     Probe,
@@ -464,6 +465,8 @@ def _loop(
             tiers.move(message)
         elif isinstance(message, Probe):
             tiers.probe(message)
+        elif isinstance(message, ForgetChunks):
+            tiers.forget(message)
         elif isinstance(message, CompileGrammar):
             runner.compile_grammar(message)
         elif isinstance(message, ForgetGrammar):

@@ -367,6 +367,18 @@ class RadixCache(RadixTree):
         """Return the reason why a chunk is gone, if it is remembered."""
         return self._departed.get(name)
 
+    def forget_path(self, path: list[Node]) -> list[ChunkName]:
+        """Drop the last chunks of a path that nothing else uses, from all tiers; return their names.
+
+        Requests that hold, claim or await a chunk use it, and so do pins and the chunks below it.
+        """
+        gone = []
+        for node in reversed(path):
+            if not (node.active or node.children or node.claims or node.pins or node.wants):
+                gone.append(node.name)
+                self._drop(node)
+        return gone
+
     def flush(self) -> int:
         """Drop every chunk that is not held, claimed ones included, and their copies in all tiers but the remote.
 

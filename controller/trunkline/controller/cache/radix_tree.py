@@ -356,6 +356,11 @@ class RadixTree:
                 best, best_agreed = child, agreed
         return best, best_agreed
 
+    def beginnings(self, node: Node, rest: bytes) -> list[Node]:
+        """Return the children that are beginnings of `rest`, or all of it, in any tier."""
+        ends = range(TOKEN_BYTES, len(rest) + 1, TOKEN_BYTES)
+        return [node.children[rest[:end]] for end in ends if rest[:end] in node.children]
+
     def _neighbours(self, node: Node, rest: bytes) -> Iterator[Node]:
         keys = node.sorted_keys
         at = bisect_left(keys, rest)

@@ -20,6 +20,7 @@ from math import inf
 
 import msgspec
 
+from trunkline.controller.engine.announced import expect_prompt, forget_prompt
 from trunkline.controller.engine.disk_chunks import DiskChange, StoredChunks, restore_chunks, take_disk_changes
 from trunkline.controller.engine.events import (
     AbortRequest,
@@ -31,6 +32,7 @@ from trunkline.controller.engine.events import (
     EngineOutputs,
     Event,
     ExpectRequest,
+    ForgetPrompt,
     Ready,
     WorkerEvent,
     WorkersBack,
@@ -46,7 +48,7 @@ from trunkline.controller.engine.requests import (
     group_of,
     result_rows,
 )
-from trunkline.controller.engine.validation import is_expectable, problem_of_request, problem_of_texts
+from trunkline.controller.engine.validation import problem_of_request, problem_of_texts
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import GrammarReady, ModulesCall, MovesDone, Probed, StepResult
 from trunkline.controller.scheduling.admission import DEADLY
@@ -59,7 +61,7 @@ from trunkline.controller.tiers.tier_orders import TierOrders
 from trunkline.controller.totals import Totals
 from trunkline.kvstore.module_names import RelocationRule
 from trunkline.router.messages import Finished, FinishReason, Flushed, ModulesReply, Prefetched
-from trunkline.worker.messages import Probe, StepPlan, TierMoves
+from trunkline.worker.messages import StepPlan, TierOrder
 
 
 class Engine:
@@ -165,6 +167,8 @@ class Engine:
                 self._call_texts(call_id, call, now)
             case ExpectRequest(caller, request):
                 self._expect_request(caller, request, now)
+            case ForgetPrompt(request):
+                forget_prompt(request, self.traffic, self.scheduler.kv.tree, self.config, self._step + 1)
             case DropCache(caller):
                 self._drops_cache |= self.is_away
                 freed = self.scheduler.kv.tree.flush()
@@ -422,7 +426,7 @@ class Engine:
 
     # Tiers
 
-    def _tier_orders(self, now: float) -> list[TierMoves | Probe]:
+    def _tier_orders(self, now: float) -> list[TierOrder]:
         """Return the orders to the workers' tiers, which follow the plans made so far."""
         tree = self.scheduler.kv.tree
         tree.expire(now)
@@ -442,11 +446,8 @@ class Engine:
             self.scheduler.end_found(self._step + 1, now)
 
     def _expect_request(self, caller: Caller, request: Request, now: float) -> None:
-        known = coming = 0
-        if is_expectable(request, self.config):
-            tree, sampling = self.scheduler.kv.tree, request.submit.sampling
-            group = group_of(request, self._arrivals, sampling, tree, self.config, is_announced=True)
-            known, coming = self.prefetcher.announce(group, self._step + 1, now)
+        tree = self.scheduler.kv.tree
+        known, coming = expect_prompt(request, self.prefetcher, tree, self.config, self._step + 1, now)
         self._requests.pending_outputs.replies.append((caller[0], Prefetched(0, caller[1], known, coming)))
 
     # Steps

@@ -33,7 +33,7 @@ from trunkline.router.messages import (
     PromptScored,
     Started,
 )
-from trunkline.worker.messages import CompileGrammar, ForgetGrammar, Probe, StepPlan, TierMoves
+from trunkline.worker.messages import CompileGrammar, ForgetGrammar, StepPlan, TierOrder
 
 Caller = tuple[int, int]
 """The receiver of an answer: the router's index, and the ticket of its call. The engine only hands both back."""
@@ -85,6 +85,13 @@ class ExpectRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetPrompt:
+    """Drop the chunks that only this request's prompt has, from all tiers."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
 class CallTexts:
     """Do what a router asks about the texts of a schema. Answered in `EngineOutputs.modules`, perhaps steps
     later."""
@@ -122,6 +129,7 @@ Event = (
     | EndAll
     | DropCache
     | ExpectRequest
+    | ForgetPrompt
     | CallTexts
     | WorkersLost
     | WorkersBack
@@ -284,7 +292,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     disk_changes: Sequence[DiskChange]
     """Note these changes in the disk tier's index before `orders` are sent: a slot that is about to be overwritten
     must not be listed with the chunk that it held."""
-    orders: Sequence[TierMoves | Probe]
+    orders: Sequence[TierOrder]
     """Send these orders to all workers after `plan`, whose saves and loads they follow."""
     outputs: EngineOutputs | None
     """Send each router its part. The next `Ready` continues these outputs, so none may be left out."""

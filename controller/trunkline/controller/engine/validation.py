@@ -19,7 +19,7 @@ from typing import Final
 
 from trunkline.controller.cache.radix_tree import TOKEN_BYTES
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import ModulesCall, ModuleText, Prefetch, PromptLayout, Submit
+from trunkline.controller.messages import Forget, ModulesCall, ModuleText, Prefetch, PromptLayout, Submit
 from trunkline.controller.sequences.beam_search import WIDTH_MAX
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.beams import candidate_count
@@ -65,8 +65,8 @@ def is_request_number(number: int) -> bool:
     return 0 <= number < 1 << NUMBER_BITS
 
 
-def request_of_prefetch(message: Prefetch) -> Request:
-    """Return the engine's request for a valid announcement of a request."""
+def request_of_prefetch(message: Prefetch | Forget) -> Request:
+    """Return the engine's request for a valid prompt without a request."""
     tokens, own = message.tokens, len(message.tokens) // 4
     submit = Submit(0, tokens, own, 1, Sampling(), salt=message.salt, drops=message.drops, layout=message.layout)
     return Request.of(0, submit)
@@ -76,8 +76,8 @@ def _drops(packed: bytes) -> tuple[tuple[int, int], ...]:
     return tuple((start, stop) for start, stop in unpack_int32(packed, columns=2).tolist())
 
 
-def problem_of_prefetch(message: Prefetch, vocab_size: int) -> str:
-    """Return what is wrong with an announcement; "" if it is valid."""
+def problem_of_prefetch(message: Prefetch | Forget, vocab_size: int) -> str:
+    """Return what is wrong with a prompt without a request; "" if it is valid."""
     problem = tokens_problem(message.tokens, vocab_size)
     if not problem and message.layout is not None:
         problem = problem_of_layout(message.layout, len(message.tokens) // 4, vocab_size)

@@ -33,6 +33,7 @@ from trunkline.controller.engine.events import (
     EngineOutputs,
     Event,
     ExpectRequest,
+    ForgetPrompt,
     Ready,
     WorkersBack,
     WorkersLost,
@@ -51,6 +52,7 @@ from trunkline.controller.messages import (
     DescribeTree,
     EventsCall,
     FlushCache,
+    Forget,
     ModulesCall,
     Ping,
     Prefetch,
@@ -368,6 +370,9 @@ class ControllerService:
                 self._pending.events.append(DropCache((router, message.ticket)))
             case Prefetch():
                 self._prefetch(router, message)
+            case Forget():
+                if self.engine is not None and not problem_of_prefetch(message, self.config.vocab_size):
+                    self._pending.events.append(ForgetPrompt(request_of_prefetch(message)))
             case ModulesCall():
                 self._modules_call(router, message)
             case EventsCall():

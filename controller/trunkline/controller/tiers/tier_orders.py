@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.messages import MovesDone, Probed
 from trunkline.kvstore.chunks import ChunkName
+from trunkline.kvstore.tier import TierKind
 from trunkline.kvstore.tier_moves import MoveStatus
 from trunkline.router.messages import MissReason
-from trunkline.worker.messages import Probe, TierMove, TierMoves
+from trunkline.worker.messages import ForgetChunks, Probe, TierMove, TierMoves, TierOrder
 
 
 @dataclass(slots=True)
@@ -44,7 +45,7 @@ class TierOrders:
         self._ranks = ranks
         self._moves: dict[int, _Answers] = {}
         self._probes: dict[int, _Answers] = {}
-        self._asked: list[Probe] = []
+        self._asked: list[TierOrder] = []
         self._next_probe = 1
 
     @property
@@ -52,13 +53,13 @@ class TierOrders:
         """Number of moves that some rank has still to answer."""
         return len(self._moves)
 
-    def messages(self, step: int, now: float) -> list[TierMoves | Probe]:
+    def messages(self, step: int, now: float) -> list[TierOrder]:
         """Return the orders for the ranks since the last call.
 
         Args:
             step: number of the last plan.
         """
-        messages: list[TierMoves | Probe] = list(self._asked)
+        messages: list[TierOrder] = list(self._asked)
         self._asked.clear()
         moves = self._tree.tiers.moves(now)
         if moves:
@@ -105,6 +106,11 @@ class TierOrders:
         self._probes[probe] = _Answers(worst=len(names))
         self._asked.append(Probe(probe, b"".join(names)))
         return probe
+
+    def forget(self, names: list[ChunkName]) -> None:
+        """Have chunks deleted from the remote tier, if there is one."""
+        if names and TierKind.REMOTE in self._tree.tiers.health:
+            self._asked.append(ForgetChunks(b"".join(names)))
 
     def probed(self, report: Probed) -> ProbeAnswer | None:
         """Note a rank's answer to a probe.

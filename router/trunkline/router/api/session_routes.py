@@ -7,6 +7,7 @@ PATCH, discard and DELETE, holds the session's lease; meanwhile others get 409 `
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, Final, Literal
 
 from fastapi import APIRouter
@@ -14,7 +15,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 from starlette.requests import Request
 
-from trunkline.kvstore.chunks import pack_int32
+from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.kvstore.records import Record
 from trunkline.router.api.module_prompts import as_roles, place
 from trunkline.router.api.paging import PAGE_PARAMETERS, answer_of, components_of, make_page, page_of
@@ -35,7 +36,7 @@ from trunkline.router.api.session_types import (
     SessionUpdate,
 )
 from trunkline.router.api.turn import check_messages, stored_messages
-from trunkline.router.errors import bad_value, not_found
+from trunkline.router.errors import ApiError, bad_value, not_found
 from trunkline.router.http.answers import JsonResponse
 from trunkline.router.http.body import beside_loop, parse_json_object, read_body, read_request, validate
 from trunkline.router.jobs.request_models import Message
@@ -44,7 +45,7 @@ from trunkline.router.service import RouterService, scoped_session
 from trunkline.router.stores.history_kinds import SESSIONS
 from trunkline.router.stores.session_history import History, HistoryMark, common_length, token_at
 from trunkline.router.stores.session_memory import StoredSession
-from trunkline.router.stores.session_state import SessionModules, SessionState
+from trunkline.router.stores.session_state import SessionState
 from trunkline.router.stores.session_store import is_stored
 from trunkline.router.tenancy.auth import cache_salt, current_identity
 from trunkline.router.text.truncation import (
@@ -144,8 +145,15 @@ async def update_session(request: Request, session_id: str) -> JsonResponse:
 
 @routes.delete("/v1/sessions/{session_id}", responses=answer_of(SessionDeleted))
 async def delete_session(request: Request, session_id: str) -> JsonResponse:
-    """Delete a session. Its KV is evicted when its space is needed."""
-    await service_of(request).sessions.delete(_stored_id(session_id))
+    """Delete a session, and the KV that nothing else uses."""
+    service = service_of(request)
+    route = None
+    with suppress(ApiError):  # a session that cannot be continued any more can be deleted all the same
+        session = (await service.sessions.get(_stored_id(session_id))).session
+        route, _ = await _next_route(service.of_model(session.model), session_id, session)
+    await service.sessions.delete(_stored_id(session_id))
+    if route is not None:
+        service.forget(route)
     return JsonResponse(SessionDeleted(id=session_id))
 
 
@@ -171,29 +179,24 @@ async def prefetch_session(request: Request, session_id: str) -> JsonResponse:
     service = service_of(request)
     session = (await service.sessions.get(_stored_id(session_id))).session
     service = service.of_model(session.model)
-    _drop_unknown_tokens(service, session)
-    if session.modules is not None:
-        return JsonResponse(await _prefetch_modules(service, session_id, session, session.modules))
-    tokens = session.history.ids()
+    route, module_tokens = await _next_route(service, session_id, session)
+    tokens = len(unpack_int32(route.tokens)) + module_tokens
     known = coming = 0
     if tokens:
-        salt = cache_salt(None)
-        route = RouteRequest(
-            session.history.tokens,
-            salt,
-            scoped_session(session_id, salt),
-            drops=await _drops(service, session, tokens),
-        )
         found = await service.prefetch(route)
-        known, coming = found.known_tokens, found.coming_tokens
-    return JsonResponse(
-        SessionPrefetch(id=session_id, tokens=len(tokens), known_tokens=known, coming_tokens=coming)
-    )
+        # The engine counts a text's last chunk as if it were full.
+        known, coming = min(found.known_tokens, tokens), min(found.coming_tokens, tokens)
+    return JsonResponse(SessionPrefetch(id=session_id, tokens=tokens, known_tokens=known, coming_tokens=coming))
 
 
-async def _prefetch_modules(
-    service: RouterService, session_id: str, session: SessionState, given: SessionModules
-) -> SessionPrefetch:
+async def _next_route(service: RouterService, session_id: str, session: SessionState) -> tuple[RouteRequest, int]:
+    """Return the next request of a session as far as it is known, and the number of its modules' tokens."""
+    _drop_unknown_tokens(service, session)
+    given = session.modules
+    if given is None:
+        salt = cache_salt(None)
+        drops = await _drops(service, session, session.history.ids())
+        return RouteRequest(session.history.tokens, salt, scoped_session(session_id, salt), drops=drops), 0
     messages = as_roles(service.tokenizer, await stored_messages(service, session))
     placed = await place(service, given, "session_id", messages, add_generation_prompt=True)
     own = placed.prompt.own.tolist()[: placed.prompt.messages_from] + session.history.ids()
@@ -205,15 +208,7 @@ async def _prefetch_modules(
         home=service.schemas.home_of(placed.schema.key, service.model_name).index,
         layout=placed.layout(len(own)),
     )
-    found = await service.prefetch(route)
-    tokens = len(own) + placed.prompt.module_tokens
-    # The engine counts a text's last chunk as if it were full.
-    return SessionPrefetch(
-        id=session_id,
-        tokens=tokens,
-        known_tokens=min(found.known_tokens, tokens),
-        coming_tokens=min(found.coming_tokens, tokens),
-    )
+    return route, placed.prompt.module_tokens
 
 
 async def _drops(service: RouterService, session: SessionState, tokens: list[int]) -> tuple[TokenSpan, ...]:

@@ -29,6 +29,7 @@ from trunkline.controller.messages import (
     DescribeTree,
     EventsCall,
     FlushCache,
+    Forget,
     ModulesCall,
     Prefetch,
     RouterRequest,
@@ -262,8 +263,9 @@ class ControllerLink:
             await asyncio.sleep(_RECONNECT_POLL_SECONDS)
         return self.state is not None and self._loop.time() < deadline
 
-    def tell(self, make: Callable[[int], Call]) -> None:
-        """Send a call without waiting for its answer. Without a connection nothing is sent."""
+    def tell(self, make: Callable[[int], Call | Forget]) -> None:
+        """Send a call without waiting for its answer, or a message that has none. Without a connection nothing is
+        sent."""
         self._send(make(next(self._ids) & 0xFFFF_FFFF))
 
     def _fail_all(self, detail: str) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -34,6 +35,7 @@ _CONNECT_S: Final = 1.0
 _ANSWER_S: Final = 3.0
 """Seconds to wait for the store's answer. A chunk is some megabytes; a store that takes longer for one is of no
 use."""
+_DELETED_AT_ONCE: Final = 1000
 _RETRY_FIRST_S: Final = 0.5
 _RETRY_MOST_S: Final = 15.0
 
@@ -126,6 +128,12 @@ class RedisTier:
         found = self._call(ask)
         return next((index for index, exists in enumerate(found) if not exists), len(found))
 
+    def delete(self, names: Sequence[ChunkName]) -> None:
+        """Delete chunks (see `SharedTier.delete`)."""
+        for start in range(0, len(names), _DELETED_AT_ONCE):
+            keys = [self._key(name) for name in names[start : start + _DELETED_AT_ONCE]]
+            self._call(partial(_unlink, keys=keys))
+
     def close(self) -> None:
         """End the connections."""
         self._client.close()
@@ -167,6 +175,10 @@ class RedisTier:
             if self._retry_s:
                 log.info("remote tier is back", at=self._place)
             self._retry_s = self._next_attempt = 0.0
+
+
+def _unlink(client: Any, keys: list[str]) -> None:
+    client.unlink(*keys)
 
 
 def open_remote_tier(url: str, slot_bytes: int, keeper: RecordKeeper, ttl_s: float) -> SharedTier:

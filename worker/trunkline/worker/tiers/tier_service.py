@@ -1,6 +1,6 @@
 """The tiers below a rank's host pool, and the moves between it and them (CachedAttention §3.3).
 
-      main thread    TierMoves, Probe ──► queue of the tier (disk, remote)
+      main thread    orders ────────────► queue of the tier (disk, remote)
       its threads    wait for the host slot's copies ──► read or write ──► outcome
       outbox thread  outcomes ──► MovesDone, Probed
 
@@ -24,7 +24,7 @@ from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, SlotId
 from trunkline.kvstore.tier import SharedTier, SlotKey, Tier, TierKind
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.errors import PlanError, WorkerError
-from trunkline.worker.messages import Probe, TierMove, TierMoves
+from trunkline.worker.messages import ForgetChunks, Probe, TierMove, TierMoves
 from trunkline.worker.tiers.copier import Copier, Ticket
 from trunkline.worker.tiers.disk_tier import DiskTier, RecordKeeper
 
@@ -112,10 +112,7 @@ class TierService:
 
     def probe(self, message: Probe) -> None:
         """Queue a question to the remote tier: which chunks does it have?"""
-        names = [
-            ChunkName(message.names[start : start + NAME_BYTES])
-            for start in range(0, len(message.names), NAME_BYTES)
-        ]
+        names = _names(message.names)
         served, shared = self._served.get(TierKind.REMOTE), self._shared
         if served is None or shared is None:
             self._report(Probed(self._rank, self._epoch, message.id, -1, "this rank has no remote tier"))
@@ -130,6 +127,21 @@ class TierService:
             self._report(Probed(self._rank, self._epoch, message.id, present, detail))
 
         served.queue.put(ask, is_write=False)
+
+    def forget(self, message: ForgetChunks) -> None:
+        """Queue the deletion of chunks from the remote tier, behind the writes so far."""
+        served, shared = self._served.get(TierKind.REMOTE), self._shared
+        if served is None or shared is None:
+            return
+        names = _names(message.names)
+
+        def delete() -> None:
+            try:
+                shared.delete(names)
+            except OSError as error:
+                log.warning("deleted chunks stay in the remote tier", chunks=len(names), reason=str(error))
+
+        served.queue.put(delete, is_write=True)
 
     def close(self) -> None:
         """Begin no more moves, and close the tiers."""
@@ -161,6 +173,10 @@ class TierService:
             self._report(MoveOutcome(move.id, status, elapsed_us, detail))
 
         return carry_out
+
+
+def _names(packed: bytes) -> list[ChunkName]:
+    return [ChunkName(packed[start : start + NAME_BYTES]) for start in range(0, len(packed), NAME_BYTES)]
 
 
 def _carry_out(tier: Tier, move: TierMove, copier: Copier) -> tuple[int, str]:
