@@ -114,7 +114,7 @@ class LinkKeeper:
                 async with contextlib.aclosing(source.follow()) as news:
                     async for present in news:
                         self.apply(present)
-            except Exception as error:  # noqa: BLE001 - a fault must not end the watch for ever
+            except Exception as error:  # noqa: BLE001 (a fault must not end the watch for good)
                 self.problem = f"members cannot be followed: {error}"
                 _log.exception("members_not_followed")
             await asyncio.sleep(FOLLOW_AGAIN_SECONDS)
