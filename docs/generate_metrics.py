@@ -30,8 +30,8 @@ _HEAD: Final = """# Metrics
   is 0.
 - **Several router pods**: each tells of its own requests, and of all controllers. So add up the former
   (`sum(rate(trunkline_requests_total[5m]))`), and take the latter once: `max by (controller) (…)`.
-- The label `controller` is the group's name: its number, or its id as a member. Its series are as of its last report (one
-  each second), and are missing while it is not connected.
+- The label `controller` is the group's name: its number, or its id as a member. Its series are as of its last
+  report (one each second), and are missing while it is not connected.
 - Times are in seconds, sizes in bytes, and names of counters end in `_total`.
 
 """

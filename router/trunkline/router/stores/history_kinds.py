@@ -24,7 +24,6 @@ from trunkline.router.errors import ApiError, in_conflict, not_found, records_aw
 from trunkline.router.stores.session_state import SessionState
 from trunkline.router.tenancy.auth import current_identity
 
-
 _ID_CHARACTERS_MAX: Final = 128
 
 
