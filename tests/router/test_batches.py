@@ -125,6 +125,26 @@ def test_a_wrong_input_is_refused_with_its_lines(http: httpx.Client) -> None:
     assert problem["code"] == "empty_file"
 
 
+@pytest.mark.parametrize("depth", [300, 950, 100_000])
+def test_a_line_that_is_too_deep_fails_its_batch(depth: int, http: httpx.Client) -> None:
+    body = b'{"messages": ' + b"[" * depth + b"]" * depth + b"}"
+    line = b'{"custom_id": "a", "url": "/v1/chat/completions", "body": ' + body + b"}"
+    request = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    made = http.post("/v1/batches", json={**request, "input_file_id": upload(http, line)}).json()
+    [problem] = finished(http, made["id"])["errors"]["data"]
+    assert (problem["code"], problem["line"]) == ("invalid_json_line", 1)
+
+
+def test_a_line_that_is_too_long_is_not_read_whole(
+    place: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trunkline.router.api.upload.PART_BYTES", 1000)
+    with running(place, tokenizer, max_body_bytes=4000) as (router, _), router.client() as http:
+        done = finished(http, begin(http, [chat_line(0, "x"), chat_line(1, "long " * 4000)]))
+    assert done["status"] == "failed"
+    assert [(each["code"], each["line"]) for each in done["errors"]["data"]] == [("line_too_long", 2)]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import IO, Any, Final, NamedTuple
 
 import msgspec
+from pydantic_core import from_json
 
 from trunkline.router.stores.batch_store import Problem
 
@@ -57,11 +58,16 @@ class BatchLine(msgspec.Struct):
 class BatchInput:
     """The requests of a batch, read and checked. Call `close` in the end."""
 
-    def __init__(self, endpoint: str) -> None:
-        """`endpoint`: path that all requests must be for."""
+    def __init__(self, endpoint: str, line_bytes_max: int) -> None:
+        """
+        Args:
+            endpoint: path that all requests must be for.
+            line_bytes_max: largest size of a request.
+        """
         self.lines: list[Line] = []
         self.problems: list[Problem] = []
         self._endpoint = endpoint
+        self._line_bytes_max = line_bytes_max
         self._content: IO[bytes] = tempfile.SpooledTemporaryFile(_MEMORY_BYTES)  # noqa: SIM115 (`close` closes it)
         self._ids: set[bytes] = set()
         self._number = 0
@@ -74,6 +80,10 @@ class BatchInput:
         async for part in parts:
             whole, newline, rest = (rest + part).rpartition(b"\n")
             await asyncio.to_thread(self._add, whole + newline)
+            if len(rest) > self._line_bytes_max:
+                message = f"this line is longer than {self._line_bytes_max} bytes"
+                self.problems.append(Problem("line_too_long", message, self._number + 1))
+                return
             if len(self.problems) >= PROBLEMS_MAX:
                 return
         await asyncio.to_thread(self._add, rest)
@@ -113,7 +123,10 @@ class BatchInput:
         try:
             line = msgspec.json.decode(content, type=BatchLine)
             body = msgspec.json.decode(line.body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            from_json(
+                bytes(line.body), allow_inf_nan=False
+            )  # the endpoint reads it so, too: it must not be too deep
+        except (ValueError, RecursionError) as error:
             return Problem("invalid_json_line", f"this line is no request: {error}", number)
         if not 1 <= len(line.custom_id) <= _CUSTOM_ID_CHARACTERS_MAX:
             message = f"`custom_id` must have 1 to {_CUSTOM_ID_CHARACTERS_MAX} characters"

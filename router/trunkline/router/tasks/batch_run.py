@@ -132,7 +132,7 @@ class _BatchWork:
         if state.is_over:
             return True
         if not state.ending:
-            source = BatchInput(state.endpoint)
+            source = BatchInput(state.endpoint, self._service.config.max_body_bytes)
             try:
                 ending = await self._answer_input(source)
                 if ending is None:
@@ -249,6 +249,7 @@ class _BatchWork:
             if not _bit(self._state.done, line.number):
                 error = {"code": code, "message": message}
                 self._settle(line, source.get(line).custom_id, is_error=True, response=None, error=error)
+                await asyncio.sleep(0)  # there may be thousands, and streams go on beside them
 
     async def _store_settled(self) -> None:
         """Store the answers that are not stored yet, with the state that counts them."""
