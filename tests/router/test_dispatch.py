@@ -237,6 +237,24 @@ def test_what_was_let_in_before_waits_for_room(place: Path, tokenizer: Tokenizer
         assert {result.status_code for result in results} <= {200, 429}
 
 
+def test_a_group_that_drains_is_not_asked_without_pause_while_the_other_is_full(
+    place: Path, tokenizer: Tokenizer
+) -> None:
+    with cluster(place, tokenizer, 2) as (router, fakes, http):
+        session = {"X-Session-ID": "talk-1"}
+        assert http.post("/v1/chat/completions", json=CHAT, headers=session).status_code == 200
+        home, other = sorted(fakes, key=lambda fake: -len(submits_of([fake])))
+        home.behaviour.refuse = FinishReason.DRAINING
+        other.behaviour.refuse = FinishReason.QUEUE_FULL
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(http.post, "/v1/chat/completions", json=CHAT, headers=session)
+            wait_until(lambda: router.service.dispatcher.waiting_count > 0)
+            wait_until(lambda: len(submits_of([other])) >= 3)
+            assert len(submits_of([home])) <= len(submits_of([other])) + 2, "one at a time, with pauses"
+            other.behaviour.refuse = None
+            assert text_of(answer.result()) == ANSWER
+
+
 def test_what_fails_everywhere_is_not_tried_for_ever(place: Path, tokenizer: Tokenizer) -> None:
     with cluster(place, tokenizer, 2) as (_, fakes, http):
         for fake in fakes:

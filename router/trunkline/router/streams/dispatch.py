@@ -325,7 +325,9 @@ class Dispatcher:
                 trace.routed(began, decision)
             if decision.controller in refused:
                 break
-            if decision.controller in routed.full:
+            # Of controllers that have just refused, one that drains would refuse again at once, and so for ever.
+            drains = routed.last_failure.reason == FinishReason.DRAINING and decision.controller in routed.failed
+            if decision.controller in routed.full or (routed.full and drains):
                 self._all_full(routed, sample)
                 return
             if self._try(routed, sample, decision, route, output):
