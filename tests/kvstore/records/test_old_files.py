@@ -105,13 +105,13 @@ def test_records_of_old_files_are_taken_over_once(tmp_path: Path) -> None:
 
 def test_a_value_that_is_too_long_for_a_header_is_a_segment(tmp_path: Path) -> None:
     long = bytes(HEADER_BYTES_MAX + 1)
-    old = old_file(tmp_path / "group-0.sqlite", [("session", "sess_1", long, 60.0)])
+    old = old_file(tmp_path / "group-0.sqlite", [("session", "sess_1", long, 86400.0)])
 
     async def test() -> None:
         records = open_records(f"sqlite:{tmp_path / 'new.sqlite'}")
         assert await import_old_files(records, [old], print) == 1
         reading = await records.get(RecordKey("session", "", "sess_1"))
-        assert (reading.record.header, reading.record.ttl) == (b"", 60.0)
+        assert (reading.record.header, reading.record.ttl) == (b"", 86400.0)
         assert [segment.content for segment in reading.segments] == [long]
         await records.close()
 
