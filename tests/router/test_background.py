@@ -101,6 +101,29 @@ def test_what_cannot_be_made_in_the_background(fields: dict[str, Any], param: st
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
+def test_a_request_that_is_too_large_to_be_kept_is_refused(http: httpx.Client, router: RunningRouter) -> None:
+    answer = http.post("/v1/responses", json={**LATER, "instructions": "x" * (9 << 20)})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "response_too_long"), answer.text[:500]
+    assert nothing_left(router)
+
+
+def test_a_response_that_is_deleted_as_it_is_stored_is_not_made_again(
+    http: httpx.Client, router: RunningRouter, fake: FakeController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    responses = router.service.histories.responses
+    create = responses.create
+
+    async def create_and_delete(response: str, *args: Any, **options: Any) -> Any:
+        stored = await create(response, *args, **options)
+        await responses.delete(response)
+        return stored
+
+    monkeypatch.setattr(responses, "create", create_and_delete)
+    begin(http)
+    wait_until(lambda: nothing_left(router))
+    assert len(fake.behaviour.submits) == 1
+
+
 def test_a_repeated_request_is_made_once(http: httpx.Client, fake: FakeController) -> None:
     headers = {"Idempotency-Key": "again"}
     ids = {http.post("/v1/responses", json=LATER, headers=headers).json()["id"] for _ in range(3)}

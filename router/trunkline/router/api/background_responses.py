@@ -29,8 +29,8 @@ async def begin_background(service: RouterService, body: ResponsesRequest) -> Ob
     """Store a request as a task, and return the response as it is now: "queued".
 
     Raises:
-        ApiError: 400, it cannot be made in the background; 429, the tenant's records have reached their quota;
-            503, the store of records does not answer.
+        ApiError: 400, it cannot be made in the background, or is too large for that; 429, the tenant's records
+            have reached their quota; 503, the store of records does not answer.
     """
     if body.store is False:
         raise bad_value("background", "`background` needs `store`: the response is asked for by its id")
@@ -44,7 +44,11 @@ async def begin_background(service: RouterService, body: ResponsesRequest) -> Ob
     state = BackgroundState(tenant=identity.tenant, name=name, created=created, answer=answer)
     content = msgspec.json.encode({**given, "store": True})
     with store_errors("response", response_id):
-        await service.background.create(identity.owner, state, content)
+        try:
+            await service.background.create(identity.owner, state, content)
+        except ValueError as error:
+            message = f"the request is too large to be kept: {error}"
+            raise ApiError(400, message, code="response_too_long") from None
     return answer
 
 

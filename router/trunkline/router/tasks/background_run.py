@@ -47,7 +47,10 @@ class BackgroundHandler:
         answer = await self._answer(lease, InnerRequest(_PATH, body, identity, random, is_behind=False))
         if answer is None and not lease.cancelled.is_set():
             return False
-        if await self._is_stored(lease, identity):
+        is_made = (
+            answer is not None and answer.status == 200
+        )  # stored, too; its client may have deleted it already
+        if is_made or await self._is_stored(lease, identity):
             await lease.delete()
         elif answer is None:
             await self._enter(lease, state, "cancelled")
