@@ -165,6 +165,21 @@ def test_salts_labels_and_keys_of_requests_do_too(keyed: tuple[RunningRouter, Fa
     assert salts == [own, tenant_salt("tenant/bob"), own + b"s"]
 
 
+def test_each_tenant_has_a_quota_of_its_own(place: Path, tokenizer: Tokenizer) -> None:
+    tenants = {**TENANTS, "alice": {**TENANTS["alice"], "records_bytes": None}}
+    tenants["carol"] = {"keys": [hash_key("key-of-carol")], "records_bytes": 3000}
+    with guarded(place, tokenizer, tenants, records_tenant_bytes=600) as (router, _, _):
+        made = {}
+        for who in ("alice", "bob", "carol"):
+            with client_of(router, who) as client:
+                answers = [client.post("/v1/sessions", json={}) for _ in range(8)]
+                assert {error_of(answer)[:2] for answer in answers if answer.status_code != 200} <= {
+                    (429, "records_quota")
+                }
+                made[who] = sum(answer.status_code == 200 for answer in answers)
+    assert made["bob"] < made["carol"] < made["alice"] == 8
+
+
 def known(router: RunningRouter) -> list[str]:
     """Tenants that the router's file names."""
     return router.service.tenants.owners()[1:]

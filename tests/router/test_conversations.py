@@ -262,3 +262,15 @@ def test_bad_requests(http: httpx.Client, fake: FakeController) -> None:
     assert error_of(http.get(f"{PATH}/{conversation}/items?after=x"))[::2] == (400, "after")
     assert items_of(http, conversation) == []
     assert not fake.behaviour.submits
+
+
+def test_what_is_deleted_is_forgotten_by_the_controllers(place: Path, tokenizer: Tokenizer) -> None:
+    with running(place, tokenizer) as (router, [fake]), router.client() as http:
+        empty, used = create(http), create(http)
+        assert respond(http, used).status_code == 200
+        last = prompt_of(fake.behaviour.submits[-1])
+        for conversation in (empty, used):
+            assert http.delete(f"{PATH}/{conversation}").status_code == 200
+        wait_until(lambda: bool(fake.behaviour.forgets))
+        [message] = fake.behaviour.forgets
+        assert prompt_of(message)[: len(last)] == last

@@ -172,7 +172,7 @@ def test_leases() -> None:
 
 def test_quotas() -> None:
     async def work(records: RecordStore) -> None:
-        free, limited, rng = SessionStore(records), SessionStore(records, 2000), random.Random(9)
+        free, limited, rng = SessionStore(records), SessionStore(records, lambda _: 2000), random.Random(9)
         session = limited.draw_id()
         stored = await limited.create(session, SessionState(model="m"))
         await turn(limited, session, rng)

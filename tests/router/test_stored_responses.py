@@ -360,3 +360,17 @@ def test_branches_at_the_same_time(http: httpx.Client, router: RunningRouter) ->
         thread.join(20)
     assert len({each["id"] for each in made}) == 4
     assert all(each["output"][0]["content"][0]["text"] == ANSWER for each in made)
+
+
+def test_what_is_deleted_is_forgotten_by_the_controllers(place: Path, tokenizer: Tokenizer) -> None:
+    with running(place, tokenizer) as (router, [fake]), router.client() as http:
+        first = respond(http)["id"]
+        second = respond(http, "And?", first)["id"]
+        last = fake.behaviour.submits[-1]
+        assert http.delete(f"{PATH}/{second}").status_code == 200
+        assert http.delete(f"{PATH}/{second}").status_code == 404
+        wait_until(lambda: bool(fake.behaviour.forgets))
+        [message] = fake.behaviour.forgets
+        assert prompt_of(message)[: len(prompt_of(last))] == prompt_of(last)
+        assert message.salt == last.salt
+        assert respond(http, "What?", first)["output"], "what shares its beginning goes on"

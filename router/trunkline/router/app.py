@@ -113,7 +113,7 @@ def create_app(service: RouterService) -> FastAPI:
         app.add_middleware(
             ReplayMiddleware,
             store=IdempotencyStore(
-                service.records, config.idempotency_ttl_seconds, owner_bytes_max=config.records_tenant_bytes
+                service.records, config.idempotency_ttl_seconds, quota_of=service.tenants.quota_of
             ),
             bytes_max=config.max_body_bytes,
             on_result=lambda result: metrics.admission.keys.labels(result).inc(),

@@ -48,10 +48,12 @@ class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     priority: int | None = None
     """Priority of requests that ask for none, and at the same time the most urgent priority that a request gets.
     Smaller numbers are more urgent."""
+    records_bytes: int | None = None
+    """Size in bytes of the tenant's records from which on it can make no more."""
 
     def problem(self) -> str:
         """Return what is wrong with the limits; "": nothing."""
-        for name in ("requests", "requests_per_minute", "tokens_per_minute"):
+        for name in ("requests", "requests_per_minute", "tokens_per_minute", "records_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 return f"{name} is {value}; it must be at least 1, or null for no limit"
@@ -225,7 +227,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Largest size in bytes of all records together; 0: there is no limit. Beyond it, records that were not used
     for the longest time are deleted."""
     records_tenant_bytes: int = 0
-    """Size in bytes of a tenant's records from which on it can make no more (429); 0: there is no limit."""
+    """Size in bytes of a tenant's records from which on it can make no more (429), unless `tenant_limits` or the
+    file of tenants has another `records_bytes`; 0: there is no limit."""
     wire_keys: str = ""
     """File with the keys of sockets between hosts (`trunkline key wire`); "": there is none."""
     plain_tcp: bool = False

@@ -117,17 +117,17 @@ class RouterService:
         self.metrics.records.bytes_max = config.records_bytes_max
         self.records = MeteredRecords(store, self.metrics.records.measured)
         """Sessions, schemas and kept answers, which all routers share. Connects when it is used."""
-        self.histories = Histories(self.records, config.records_tenant_bytes)
+        self.tenants = Tenants(config, records=self.records)
+        self.histories = Histories(self.records, self.tenants.quota_of)
         """Sessions, stored responses and conversations."""
         self.schemas = SchemaStore(
             self.records,
             Homes(self.links),
             self.of_model,
             lambda code: self.metrics.modules.errors.labels(code).inc(),
-            owner_bytes_max=config.records_tenant_bytes,
+            quota_of=self.tenants.quota_of,
         )
-        self._task_stores = TaskStores(self.records, config.records_tenant_bytes)
-        self.tenants = Tenants(config, records=self.records)
+        self._task_stores = TaskStores(self.records, self.tenants.quota_of)
         self.large_requests = LargeRequests(config.max_body_bytes)
         self.dispatcher = Dispatcher(
             self.links,

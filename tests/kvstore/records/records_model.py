@@ -104,6 +104,7 @@ class Model:
             self.put: 8,
             self.delete: 1,
             self.page: 2,
+            self.kinds: 1,
             self.usage: 1,
             self.tend: 1,
             self.wait: 2,
@@ -286,6 +287,10 @@ class Model:
         assert [record.key for record in found] == [RecordKey(kind, owner, id_) for id_ in wanted]
         for record in found:
             self.check_record(record, record.key, with_header=headers)
+
+    async def kinds(self, store: RecordStore) -> None:
+        owner = self.rng.choice(OWNERS)
+        assert await store.kinds(owner) == sorted({key.kind for key in self.docs if key.owner == owner})
 
     async def usage(self, store: RecordStore) -> None:
         for owner in (None, *OWNERS):

@@ -24,7 +24,7 @@ from trunkline.deploy.supervisor.control import ControlError, ask
 from trunkline.deploy.supervisor.members import Command, Reply
 from trunkline.deploy.supervisor.run_folder import CONTROL_SOCKET, Running, admin_key, client_key, find_cluster
 
-_Port = Annotated[int | None, typer.Option(help="Port of the cluster. Default: the only cluster that runs here.")]
+Port = Annotated[int | None, typer.Option(help="Port of the cluster. Default: the only cluster that runs here.")]
 _Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it is done.")]
 _STYLES = {
     "ready": "green",
@@ -41,7 +41,7 @@ class RefusedError(DeployError):
 
 
 def status(
-    port: _Port = None,
+    port: Port = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Show the processes of a running cluster.
@@ -61,7 +61,7 @@ def status(
 
 def drain(
     group: Annotated[str, typer.Argument(help="Number of a group, or the name of its controller.")],
-    port: _Port = None,
+    port: Port = None,
     wait: _Wait = True,
 ) -> None:
     """Stop a group without losing a request.
@@ -81,7 +81,7 @@ def drain(
 
 def undrain(
     group: Annotated[str, typer.Argument(help="Number of a group, or the name of its controller.")],
-    port: _Port = None,
+    port: Port = None,
     wait: _Wait = True,
 ) -> None:
     """Start a group that was drained or given up.
@@ -98,7 +98,7 @@ def restart(
         list[str] | None,
         typer.Argument(help="Groups by number, routers by name or all as 'routers'. Default: everything."),
     ] = None,
-    port: _Port = None,
+    port: Port = None,
     wait: _Wait = True,
 ) -> None:
     """Restart groups and routers one after the other, without losing a request.
@@ -119,7 +119,7 @@ def restart(
 
 def scale(
     groups: Annotated[int, typer.Argument(metavar="N", help="The number of groups that there are to be.")],
-    port: _Port = None,
+    port: Port = None,
     wait: _Wait = True,
 ) -> None:
     """Change the number of groups of a running cluster, without losing a
@@ -206,18 +206,18 @@ def _show(console: Console, reply: Reply) -> None:
     console.print(reply.text, markup=False, soft_wrap=True)
 
 
-_Url = Annotated[
+Url = Annotated[
     str,
     typer.Option(help="Address of a server elsewhere; its key comes from --api-key-file or TRUNKLINE_API_KEY."),
 ]
-_KeyFile = Annotated[str, typer.Option(metavar="FILE", help="File with a key of role admin.")]
+KeyFile = Annotated[str, typer.Option(metavar="FILE", help="File with a key of role admin.")]
 
 
-class FlushError(DeployError):
-    """The server cannot be reached, or refused to empty its cache."""
+class ServerError(DeployError):
+    """The server cannot be reached, or refused what was asked of it."""
 
 
-def ui(port: _Port = None, url: _Url = "", api_key_file: _KeyFile = "") -> None:
+def ui(port: Port = None, url: Url = "", api_key_file: KeyFile = "") -> None:
     """Print the address of the dashboard, with the key that it needs.
 
     The key stands behind a #, which browsers do not send to servers. But
@@ -227,22 +227,22 @@ def ui(port: _Port = None, url: _Url = "", api_key_file: _KeyFile = "") -> None:
 
     trunkline ui
     """
-    base, key = run(lambda: _server(port, url, api_key_file))
+    base, key = run(lambda: admin_server(port, url, api_key_file))
     typer.echo(f"{base}/ui#key={key}" if key else f"{base}/ui")
 
 
-def flush(port: _Port = None, url: _Url = "", api_key_file: _KeyFile = "") -> None:
+def flush(port: Port = None, url: Url = "", api_key_file: KeyFile = "") -> None:
     """Empty the KV cache, but for what running requests use.
 
     [bold]Example[/]
 
     trunkline flush
     """
-    base, key = run(lambda: _server(port, url, api_key_file))
+    base, key = run(lambda: admin_server(port, url, api_key_file))
     typer.echo(run(lambda: f"{_flush(base, key)} blocks freed"))
 
 
-def _server(port: int | None, url: str, api_key_file: str) -> tuple[str, str]:
+def admin_server(port: int | None, url: str, api_key_file: str) -> tuple[str, str]:
     """Return the address of a cluster's router, and the key of an admin."""
     if url:
         if port is not None:
@@ -255,11 +255,20 @@ def _server(port: int | None, url: str, api_key_file: str) -> tuple[str, str]:
 
 
 def _flush(base: str, key: str) -> int:
+    return int(post_as_admin(f"{base}/flush_cache", key)["blocks_freed"])
+
+
+def post_as_admin(address: str, key: str) -> dict[str, Any]:
+    """Send a request without a body to a router; return the answer.
+
+    Raises:
+        ServerError: it does not answer, or refuses.
+    """
     try:
-        answer = httpx.post(f"{base}/flush_cache", headers={"Authorization": f"Bearer {key}"}, timeout=60.0)
-        body = answer.json()
+        answer = httpx.post(address, headers={"Authorization": f"Bearer {key}"}, timeout=60.0)
+        body: dict[str, Any] = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise FlushError(f"{base} cannot be asked: {error or type(error).__name__}") from error
+        raise ServerError(f"{address} cannot be asked: {error or type(error).__name__}") from error
     if answer.status_code != httpx.codes.OK:
-        raise FlushError(f"{base} refused: {body.get('error', {}).get('message', answer.status_code)}")
-    return int(body["blocks_freed"])
+        raise ServerError(f"{address} refused: {body.get('error', {}).get('message', answer.status_code)}")
+    return body

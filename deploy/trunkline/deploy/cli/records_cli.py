@@ -1,14 +1,18 @@
-"""`trunkline records`: look at the store of sessions, schemas and kept answers, and bring old files into it."""
+"""`trunkline records`: look at the store of sessions, schemas and kept answers, bring old files into it, and purge
+tenants."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Final
+from urllib.parse import urlencode
 
 import typer
 from rich.console import Console
 
+from trunkline.deploy.cli.cluster_cli import KeyFile, Port, Url, admin_server, post_as_admin
 from trunkline.deploy.cli.option_commands import run
 from trunkline.deploy.config.option_values import check_records_url, format_bytes, redacted
 from trunkline.deploy.config.record_files import PATIENCE_S, plan_records, take_over
@@ -16,7 +20,7 @@ from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import DeployError, UserError
 from trunkline.kvstore.records import RecordError, Usage, open_records
 
-app = typer.Typer(no_args_is_help=True, help="Look at stored sessions and schemas as a whole, and move old ones.")
+app = typer.Typer(no_args_is_help=True, help="Look at what is stored as a whole, move old records, purge tenants.")
 _Url = Annotated[
     str,
     typer.Option(
@@ -80,6 +84,46 @@ def import_(
             raise RecordsError(f"the store does not answer: {error}; nothing was lost") from error
 
     run(imported)
+
+
+@app.command()
+def purge(
+    tenant: Annotated[str, typer.Argument(metavar="TENANT", help="The tenant's name.")],
+    port: Port = None,
+    url: Url = "",
+    api_key_file: KeyFile = "",
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Delete everything that a running server stores for a tenant, with its
+    KV.
+
+    These are sessions, stored responses, conversations, files, batches,
+    schemas and kept answers. Revoke the tenant's keys first: its requests
+    could store more meanwhile. What cannot be attributed to a tenant, as
+    without keys, is that of the tenant 'default'.
+
+    Exit code: 0 if all is deleted, 1 if something was in use; then run it
+    again.
+
+    [bold]Example[/]
+
+    trunkline records purge alice
+    """
+    base, key = run(lambda: admin_server(port, url, api_key_file))
+    if not yes:
+        typer.confirm(f"Delete everything that is stored for tenant {tenant!r}?", abort=True)
+    deleted: Counter[str] = Counter()
+    address = f"{base}/ui/api/purge?{urlencode({'tenant': tenant})}"
+    while True:
+        answer = run(lambda: post_as_admin(address, key))
+        deleted.update(answer["deleted"])
+        if answer["is_done"]:
+            break
+    parts = [f"{count} {kind}" for kind, count in sorted(deleted.items()) if count]
+    typer.echo(f"deleted: {', '.join(parts) or 'nothing'}")
+    if answer["left"]:
+        typer.echo(f"in use, and so not deleted: {answer['left']}; run it again", err=True)
+        raise typer.Exit(1)
 
 
 def _url(given: str) -> str:

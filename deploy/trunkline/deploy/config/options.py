@@ -255,7 +255,7 @@ SERVE_OPTIONS: Final = (
     CliOption(
         "tenant_limits",
         "Limits of tenants that the file does not name, such as requests=8,priority=1. Names: requests (at once), "
-        "requests_per_minute, tokens_per_minute, priority.",
+        "requests_per_minute, tokens_per_minute, priority, records_bytes.",
         OPERATION,
         metavar="NAME=N,…",
         parse=parse_tenant_limits,

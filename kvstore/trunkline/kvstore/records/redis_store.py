@@ -34,6 +34,7 @@ from .store import (
     Record,
     RecordKey,
     Segment,
+    StoreAwayError,
     Tended,
     Usage,
     chain_of,
@@ -48,6 +49,10 @@ _READINGS_MAX: Final = 10
 _MEMORY: Final = 1.5
 """Bytes of the server's memory that a counted byte of records may take."""
 _VERSION_MIN: Final = (6, 2)
+_INDEX: Final = "tl:r:i:"
+"""What begins the names of the indexes of records, which are listed in records.lua."""
+_SCAN: Final = "5000"
+"""Number of names of the server that are looked at together: a few milliseconds of its time."""
 
 
 class RedisRecords:
@@ -121,6 +126,23 @@ class RedisRecords:
                 break
             least = b"(" + last
         return records
+
+    async def kinds(self, owner: str) -> list[str]:
+        """See `RecordStore.kinds`."""
+        found: set[str] = set()
+        cursor = "0"
+        while True:
+            try:
+                answer = await self._script.command("SCAN", cursor, "MATCH", f"{_INDEX}*", "COUNT", _SCAN)
+            except refusals.ResponseError as error:
+                raise StoreAwayError(f"the store of records refuses to list its indexes: {error}") from error
+            for name in answer[1]:
+                kind, _, of = bytes(name).decode().removeprefix(_INDEX).partition("\0")
+                if of == owner:
+                    found.add(kind)
+            cursor = bytes(answer[0]).decode()
+            if cursor == "0":
+                return sorted(found)
 
     async def usage(self, owner: str | None = None) -> Usage:
         """See `RecordStore.usage`."""

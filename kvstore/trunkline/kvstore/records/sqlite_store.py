@@ -103,6 +103,10 @@ class SqliteRecords:
             lambda to: to.page(kind, owner, after, limit, prefix, headers=headers), writes=False
         )
 
+    async def kinds(self, owner: str) -> list[str]:
+        """See `RecordStore.kinds`."""
+        return await self._thread.carry_out(lambda to: to.kinds(owner), writes=False)
+
     async def usage(self, owner: str | None = None) -> Usage:
         """See `RecordStore.usage`."""
         return await self._thread.carry_out(lambda to: to.usage(owner), writes=False)

@@ -79,6 +79,10 @@ WHERE r.kind = ? AND r.owner = ? AND r.id = ?"""
 _PAGE: Final = """
 SELECT {} FROM records r LEFT JOIN segments s ON s.number = r.head
 WHERE r.kind = ? AND r.owner = ? AND r.id {} ? ORDER BY r.id LIMIT ?"""
+_KINDS: Final = """
+WITH RECURSIVE k (kind) AS (SELECT min(kind) FROM records UNION ALL
+    SELECT (SELECT min(kind) FROM records WHERE kind > k.kind) FROM k WHERE k.kind IS NOT NULL)
+SELECT kind FROM k WHERE EXISTS (SELECT 1 FROM records r WHERE r.kind = k.kind AND r.owner = ?)"""
 _CHAIN: Final = """
 WITH RECURSIVE chain (number, name, parent) AS (
     SELECT number, name, parent FROM segments WHERE number = ?
@@ -225,6 +229,10 @@ class RecordTables:
                 break
             found.append(record)
         return found
+
+    def kinds(self, owner: str) -> list[str]:
+        """See `RecordStore.kinds`."""
+        return [kind for (kind,) in self.connection.execute(_KINDS, (owner,))]
 
     def usage(self, owner: str | None) -> Usage:
         """See `RecordStore.usage`."""

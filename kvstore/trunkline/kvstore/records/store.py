@@ -242,6 +242,9 @@ class RecordStore(Protocol):
         """Return up to `limit` (at most `PAGE_MAX`) records of a kind and owner, in the order of their ids, which
         follow `after` and begin with `prefix`. Without `headers`, their headers are empty."""
 
+    async def kinds(self, owner: str) -> list[str]:
+        """Return the kinds of an owner's records, sorted. This may take seconds in a store of millions."""
+
     async def usage(self, owner: str | None = None) -> Usage:
         """Return the size of an owner's records; None: of all records."""
 

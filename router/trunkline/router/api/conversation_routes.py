@@ -19,6 +19,7 @@ from starlette.requests import Request
 
 from trunkline.router.api.blocks import renamed
 from trunkline.router.api.item_lists import ITEM_PARAMETERS, ItemList, list_of, page_of_items
+from trunkline.router.api.next_route import delete_history
 from trunkline.router.api.openai_items import Object, to_items, to_messages
 from trunkline.router.api.paging import answer_of, components_of
 from trunkline.router.api.requests import service_of
@@ -122,8 +123,9 @@ async def update_conversation(request: Request, conversation_id: str) -> JsonRes
 
 @routes.delete("/v1/conversations/{conversation_id}", responses=answer_of(ConversationDeleted))
 async def delete_conversation(request: Request, conversation_id: str) -> JsonResponse:
-    """Delete a conversation with its items. Responses that were stored stay."""
-    await service_of(request).histories.conversations.delete(conversation_id)
+    """Delete a conversation with its items, and the KV that nothing else uses. Responses that were stored stay."""
+    service = service_of(request)
+    await delete_history(service, service.histories.conversations, conversation_id)
     return JsonResponse(ConversationDeleted(id=conversation_id))
 
 

@@ -7,7 +7,6 @@ PATCH, discard and DELETE, holds the session's lease; meanwhile others get 409 `
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any, Final, Literal
 
 from fastapi import APIRouter
@@ -18,8 +17,9 @@ from starlette.requests import Request
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.kvstore.records import Record
 from trunkline.router.api.module_prompts import as_roles, place
+from trunkline.router.api.next_route import delete_history, next_route
 from trunkline.router.api.paging import PAGE_PARAMETERS, answer_of, components_of, make_page, page_of
-from trunkline.router.api.prompting import Rendering, instruction_tokens
+from trunkline.router.api.prompting import Rendering
 from trunkline.router.api.requests import check_length, check_model, check_session, service_of
 from trunkline.router.api.session_types import (
     DISCARDS_MAX,
@@ -36,27 +36,21 @@ from trunkline.router.api.session_types import (
     SessionUpdate,
 )
 from trunkline.router.api.turn import check_messages, stored_messages
-from trunkline.router.errors import ApiError, bad_value, not_found
+from trunkline.router.errors import bad_value, not_found
 from trunkline.router.http.answers import JsonResponse
 from trunkline.router.http.body import beside_loop, parse_json_object, read_body, read_request, validate
 from trunkline.router.jobs.request_models import Message
-from trunkline.router.routing.request import RouteRequest
-from trunkline.router.service import RouterService, scoped_session
+from trunkline.router.service import RouterService
 from trunkline.router.stores.history_kinds import SESSIONS
 from trunkline.router.stores.session_history import History, HistoryMark, common_length, token_at
 from trunkline.router.stores.session_memory import StoredSession
 from trunkline.router.stores.session_state import SessionState
 from trunkline.router.stores.session_store import is_stored
-from trunkline.router.tenancy.auth import cache_salt, current_identity
+from trunkline.router.tenancy.auth import current_identity
 from trunkline.router.text.truncation import (
-    CutError,
     RetentionPolicy,
     TokenSpan,
-    clip_spans,
     merge_spans,
-    plan_cut,
-    room_for,
-    span_tokens,
 )
 
 routes = APIRouter()
@@ -147,13 +141,7 @@ async def update_session(request: Request, session_id: str) -> JsonResponse:
 async def delete_session(request: Request, session_id: str) -> JsonResponse:
     """Delete a session, and the KV that nothing else uses."""
     service = service_of(request)
-    route = None
-    with suppress(ApiError):  # a session that cannot be continued any more can be deleted all the same
-        session = (await service.sessions.get(_stored_id(session_id))).session
-        route, _ = await _next_route(service.of_model(session.model), session_id, session)
-    await service.sessions.delete(_stored_id(session_id))
-    if route is not None:
-        service.forget(route)
+    await delete_history(service, service.sessions, _stored_id(session_id))
     return JsonResponse(SessionDeleted(id=session_id))
 
 
@@ -179,7 +167,7 @@ async def prefetch_session(request: Request, session_id: str) -> JsonResponse:
     service = service_of(request)
     session = (await service.sessions.get(_stored_id(session_id))).session
     service = service.of_model(session.model)
-    route, module_tokens = await _next_route(service, session_id, session)
+    route, module_tokens = await next_route(service, session_id, session)
     tokens = len(unpack_int32(route.tokens)) + module_tokens
     known = coming = 0
     if tokens:
@@ -187,45 +175,6 @@ async def prefetch_session(request: Request, session_id: str) -> JsonResponse:
         # The engine counts a text's last chunk as if it were full.
         known, coming = min(found.known_tokens, tokens), min(found.coming_tokens, tokens)
     return JsonResponse(SessionPrefetch(id=session_id, tokens=tokens, known_tokens=known, coming_tokens=coming))
-
-
-async def _next_route(service: RouterService, session_id: str, session: SessionState) -> tuple[RouteRequest, int]:
-    """Return the next request of a session as far as it is known, and the number of its modules' tokens."""
-    _drop_unknown_tokens(service, session)
-    given = session.modules
-    if given is None:
-        salt = cache_salt(None)
-        drops = await _drops(service, session, session.history.ids())
-        return RouteRequest(session.history.tokens, salt, scoped_session(session_id, salt), drops=drops), 0
-    messages = as_roles(service.tokenizer, await stored_messages(service, session))
-    placed = await place(service, given, "session_id", messages, add_generation_prompt=True)
-    own = placed.prompt.own.tolist()[: placed.prompt.messages_from] + session.history.ids()
-    salt = cache_salt(given.salt)
-    route = RouteRequest(
-        pack_int32(own),
-        salt,
-        scoped_session(session_id, salt),
-        home=service.schemas.home_of(placed.schema.key, service.model_name).index,
-        layout=placed.layout(len(own)),
-    )
-    return route, placed.prompt.module_tokens
-
-
-async def _drops(service: RouterService, session: SessionState, tokens: list[int]) -> tuple[TokenSpan, ...]:
-    """Return the ranges of the history that the next request will probably not see."""
-    context, policy = service.limits.max_context, session.truncation
-    room = room_for(None, context)
-    history = session.history
-    discards = clip_spans(history.discards, len(tokens) - 1)
-    head = 0
-    overflows = len(tokens) - span_tokens(discards) + room > context
-    if policy is not None and policy.keep_instructions and history.messages and overflows:
-        messages = await stored_messages(service, session)
-        head = await instruction_tokens(service, Rendering(), messages, history.text, tokens)
-    try:
-        return plan_cut(len(tokens), context, room, policy, head=head, discards=discards).drops
-    except CutError:  # the next request will report it
-        return discards
 
 
 @routes.post("/v1/sessions/{session_id}/discard", responses=answer_of(SessionObject))
@@ -236,7 +185,7 @@ async def discard_tokens(request: Request, session_id: str) -> JsonResponse:
     lease = await service.sessions.acquire(_stored_id(session_id))
     try:
         session, service = lease.session, service.of_model(lease.session.model)
-        _drop_unknown_tokens(service, session)
+        session.history = session.history.in_vocabulary(service.tokenizer.fingerprint)
         if session.modules is not None:
             raise bad_value("session_id", "nothing can be discarded in a session with modules")
         if body.tokens is not None:
@@ -303,11 +252,6 @@ def _stored_id(session_id: str) -> str:
     if not is_stored(session_id):
         raise not_found("session_id", f"session {session_id[:80]!r} does not exist", code="session_not_found")
     return session_id
-
-
-def _drop_unknown_tokens(service: RouterService, session: SessionState) -> None:
-    """Drop token ids of another tokenizer from a session."""
-    session.history = session.history.in_vocabulary(service.tokenizer.fingerprint)
 
 
 def _summary(record: Record, owner: str = "") -> SessionSummary:

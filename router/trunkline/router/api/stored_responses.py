@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from trunkline.router.api.background_responses import cancel_response, delete_background, find_response
 from trunkline.router.api.item_lists import ITEM_PARAMETERS, ItemList, page_of_items
+from trunkline.router.api.next_route import delete_history
 from trunkline.router.api.paging import answer_of, components_of
 from trunkline.router.api.requests import service_of
 from trunkline.router.errors import ApiError, bad_value
@@ -52,10 +53,10 @@ async def cancel(request: Request, response_id: str) -> JsonResponse:
 
 @routes.delete("/v1/responses/{response_id}", responses=answer_of(ResponseDeleted))
 async def delete_response(request: Request, response_id: str) -> JsonResponse:
-    """Delete a stored response. Responses that continue it stay as they are."""
+    """Delete a stored response, and the KV that nothing else uses. Responses that continue it stay as they are."""
     service = service_of(request)
     try:
-        await service.histories.responses.delete(response_id)
+        await delete_history(service, service.histories.responses, response_id)
     except ApiError as error:
         if error.status != 404:
             raise

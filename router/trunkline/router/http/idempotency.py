@@ -39,6 +39,7 @@ from trunkline.kvstore.records import (
     StoreAwayError,
 )
 from trunkline.router.errors import ApiError, in_conflict
+from trunkline.router.stores.owned_records import QuotaOf, no_quota
 from trunkline.router.tenancy.auth import current_identity
 
 WAIT_SECONDS: Final = 60.0
@@ -116,19 +117,18 @@ class IdempotencyStore:
         records: RecordStore,
         ttl_seconds: float,
         *,
-        owner_bytes_max: int = 0,
+        quota_of: QuotaOf = no_quota,
         wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         """
         Args:
             ttl_seconds: how long an answer is kept after it was last used.
-            owner_bytes_max: size in bytes of an owner's records from which on no answers are kept for it; 0: there
-                is no limit.
+            quota_of: as in `owned_records.py`; from there on no answers are kept for an owner.
             wait_seconds: see `WAIT_SECONDS`.
         """
         self.records = records
         self.ttl_seconds = ttl_seconds
-        self.owner_bytes_max = owner_bytes_max
+        self.quota_of = quota_of
         self._wait_seconds = wait_seconds
         self._background: set[asyncio.Task[None]] = set()
 
@@ -215,7 +215,8 @@ class Claim:
             if is_new:
                 change = Change(msgspec.msgpack.encode(self._asked), self._store.ttl_seconds)
                 with suppress(ExistsError):
-                    made = self._records.create(self._key, change, owner_bytes_max=self._store.owner_bytes_max)
+                    quota = self._store.quota_of(self._key.owner)
+                    made = self._records.create(self._key, change, owner_bytes_max=quota)
                     await _soon(made)
             with suppress(MissingError):  # it has expired
                 reading = await _soon(self._records.acquire(self._key, self._token, LEASE_SECONDS))

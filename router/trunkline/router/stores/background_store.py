@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from trunkline.kvstore.records import Change, ExistsError, Record, RecordKey, RecordStore
-from trunkline.router.stores.owned_records import KEPT_S
+from trunkline.router.stores.owned_records import KEPT_S, QuotaOf, no_quota
 from trunkline.router.stores.task_store import TaskStore
 
 KIND: Final = "background"
@@ -40,11 +40,11 @@ class BackgroundState(msgspec.Struct, kw_only=True, omit_defaults=True):
 class BackgroundStore:
     """The responses of all tenants that are made in the background."""
 
-    def __init__(self, records: RecordStore, tasks: TaskStore, owner_bytes_max: int = 0) -> None:
-        """`owner_bytes_max`: quota of each tenant; 0: none."""
+    def __init__(self, records: RecordStore, tasks: TaskStore, quota_of: QuotaOf = no_quota) -> None:
+        """`quota_of`: as in `owned_records.py`."""
         self._records = records
         self._tasks = tasks
-        self._owner_bytes_max = owner_bytes_max
+        self._quota_of = quota_of
 
     async def create(self, owner: str, state: BackgroundState, body: bytes) -> None:
         """Store a request, and have it answered. A request that is stored already changes nothing.
@@ -58,7 +58,7 @@ class BackgroundStore:
             await self._tasks.add(owner, task_id)
         try:
             key = RecordKey(KIND, owner, task_id)
-            await self._records.create(key, change, owner_bytes_max=self._owner_bytes_max)
+            await self._records.create(key, change, owner_bytes_max=self._quota_of(owner))
         except ExistsError:
             return
         except Exception:

@@ -14,7 +14,7 @@ from typing import Final, Literal
 import msgspec
 
 from trunkline.kvstore.records import Change, Record, RecordKey, RecordStore, Segment
-from trunkline.router.stores.owned_records import KEPT_S, check_id, draw_id
+from trunkline.router.stores.owned_records import KEPT_S, QuotaOf, check_id, draw_id, no_quota
 from trunkline.router.stores.task_store import TaskStore
 
 KIND: Final = "batch"
@@ -98,11 +98,11 @@ class StoredBatch(msgspec.Struct, frozen=True):
 class BatchStore:
     """The batches of all tenants."""
 
-    def __init__(self, records: RecordStore, tasks: TaskStore, owner_bytes_max: int = 0) -> None:
-        """`owner_bytes_max`: quota of each tenant; 0: none."""
+    def __init__(self, records: RecordStore, tasks: TaskStore, quota_of: QuotaOf = no_quota) -> None:
+        """`quota_of`: as in `owned_records.py`."""
         self._records = records
         self._tasks = tasks
-        self._owner_bytes_max = owner_bytes_max
+        self._quota_of = quota_of
 
     async def create(self, owner: str, state: BatchState) -> StoredBatch:
         """Store a batch, and have it done.
@@ -114,7 +114,7 @@ class BatchStore:
         await self._tasks.add(owner, batch_id)
         try:
             key = RecordKey(KIND, owner, batch_id)
-            record = await self._records.create(key, change_of(state), owner_bytes_max=self._owner_bytes_max)
+            record = await self._records.create(key, change_of(state), owner_bytes_max=self._quota_of(owner))
         except Exception:
             await self._tasks.remove(batch_id)
             raise

@@ -16,12 +16,14 @@ import msgspec
 
 from trunkline.kvstore.records import Change, MissingError, Record, RecordKey, RecordStore
 from trunkline.router.request_context import draw_hex
-from trunkline.router.stores.owned_records import KEPT_S, check_id, draw_id
+from trunkline.router.stores.owned_records import KEPT_S, QuotaOf, check_id, draw_id, no_quota
 
 PART_BYTES: Final = 4 << 20
 """Largest size in bytes of a part."""
 _KIND: Final = "file"
 _PART_KIND: Final = "file-part"
+KINDS: Final = (_KIND, _PART_KIND)
+"""The kinds of records of files, in the order in which they can be deleted."""
 PREFIX: Final = "file-"
 _PART_TTL_S: Final = KEPT_S + 24 * 3600.0
 """Parts are used a little before or after their file, and must not expire before it."""
@@ -53,10 +55,10 @@ class StoredFile(msgspec.Struct, frozen=True):
 class FileStore:
     """The files of all tenants."""
 
-    def __init__(self, records: RecordStore, owner_bytes_max: int = 0) -> None:
-        """`owner_bytes_max`: quota of each tenant; 0: none."""
+    def __init__(self, records: RecordStore, quota_of: QuotaOf = no_quota) -> None:
+        """`quota_of`: as in `owned_records.py`."""
         self._records = records
-        self._owner_bytes_max = owner_bytes_max
+        self._quota_of = quota_of
 
     def draw_id(self) -> str:
         """Return the id for a new file."""
@@ -74,7 +76,7 @@ class FileStore:
         """
         part = f"{file_id}/{draw_hex('part', 8)}"
         change = Change(b"", _PART_TTL_S, segments=[content])
-        quota = self._owner_bytes_max if is_bounded else 0
+        quota = self._quota_of(owner) if is_bounded else 0
         await self._records.create(RecordKey(_PART_KIND, owner, part), change, owner_bytes_max=quota)
         return part
 

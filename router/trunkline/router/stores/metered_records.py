@@ -62,6 +62,9 @@ class MeteredRecords:
         found = self._store.page(kind, owner, after, limit, prefix=prefix, headers=headers)
         return await self._measure("page", found)
 
+    async def kinds(self, owner: str) -> list[str]:
+        return await self._measure("kinds", self._store.kinds(owner))
+
     async def usage(self, owner: str | None = None) -> Usage:
         return await self._measure("usage", self._store.usage(owner))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -16,6 +16,14 @@ KEPT_S: Final = 30 * 24 * 3600.0
 _LAST_MS: Final = 1 << 44
 """A time in Unix milliseconds that will not come for some hundred years."""
 _ID_CHARACTERS_MAX: Final = 64
+QuotaOf = Callable[[str], int]
+"""Returns the quota of an owner: the size in bytes of the owner's records from which on it can make no more; 0: it
+has none."""
+
+
+def no_quota(owner: str) -> int:
+    """Return that an owner has no quota."""
+    return 0
 
 
 def draw_id(prefix: str) -> str:

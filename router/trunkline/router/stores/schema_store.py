@@ -41,6 +41,7 @@ from trunkline.router.messages import ModulesReply
 from trunkline.router.request_context import request_name
 from trunkline.router.stores.homes import CALL_SECONDS, Homes, call_persistently
 from trunkline.router.stores.model_text import ModelText
+from trunkline.router.stores.owned_records import QuotaOf, no_quota
 from trunkline.router.stores.schema_records import (
     UNKNOWN,
     Definition,
@@ -168,20 +169,19 @@ class SchemaStore:
         of_model: Callable[[str], ModelService],
         on_error: Callable[[str], None],
         *,
-        owner_bytes_max: int = 0,
+        quota_of: QuotaOf = no_quota,
     ) -> None:
         """
         Args:
             of_model: returns what is needed of the model with a name; if there is none, of the first one.
             on_error: called with the error's code for each wrong source or prompt.
-            owner_bytes_max: size in bytes of an owner's records from which on no schema is made for it; 0: there
-                is no limit.
+            quota_of: as in `owned_records.py`.
         """
         self._records = records
         self._homes = homes
         self._of_model = of_model
         self._on_error = on_error
-        self._owner_bytes_max = owner_bytes_max
+        self._quota_of = quota_of
         self._cached: OrderedDict[RecordKey, StoredSchema] = OrderedDict()
         self._bytes = 0
         self._compiling = asyncio.Lock()
@@ -235,7 +235,7 @@ class SchemaStore:
                 definition.version = 1
                 with suppress(ExistsError):
                     change = change_of(definition)
-                    record = await self._records.create(key, change, owner_bytes_max=self._owner_bytes_max)
+                    record = await self._records.create(key, change, owner_bytes_max=self._quota_of(key.owner))
                     await delete_old(self._records, key, salt)
                     return self._keep(StoredSchema(salt, record, definition, ready))
                 with suppress(MissingError):  # another request has just deleted it

@@ -33,6 +33,7 @@ from trunkline.kvstore.records import (
 from trunkline.router.errors import ApiError, records_away, records_full
 from trunkline.router.request_context import draw_hex, request_name
 from trunkline.router.stores.history_kinds import CONVERSATIONS, RESPONSES, SESSIONS, HistoryKind
+from trunkline.router.stores.owned_records import QuotaOf, no_quota
 from trunkline.router.stores.session_changes import read_segments
 from trunkline.router.stores.session_history import History
 from trunkline.router.stores.session_lease import LEASE_SECONDS, Background, Lease, segments_for
@@ -58,19 +59,18 @@ class SessionStore:
     def __init__(
         self,
         records: RecordStore,
-        owner_bytes_max: int = 0,
+        quota_of: QuotaOf = no_quota,
         *,
         kind: HistoryKind = SESSIONS,
         memory: SessionMemory | None = None,
     ) -> None:
         """
         Args:
-            owner_bytes_max: size in bytes of a tenant's records from which on it gets no more sessions and turns;
-                0: there is no limit.
+            quota_of: as in `owned_records.py`; from there on a tenant gets no more sessions and turns.
             memory: remembers what was used last; None: one of its own.
         """
         self._records = records
-        self._owner_bytes_max = owner_bytes_max
+        self._quota_of = quota_of
         self._kind = kind
         self._memory = SessionMemory(MEMORY_BYTES) if memory is None else memory
         self._background = Background()
@@ -92,7 +92,7 @@ class SessionStore:
         self._check_quota(usage.bytes)
 
     def _check_quota(self, owner_bytes: int) -> None:
-        if 0 < self._owner_bytes_max <= owner_bytes:
+        if 0 < self._quota_of(current_identity().owner) <= owner_bytes:
             raise records_full()
 
     async def create(
@@ -110,7 +110,7 @@ class SessionStore:
         key = self._kind.key_of(session_id)
         with self._kind.errors(session_id, not_stored=True):
             try:
-                record = await self._create(key, session, base, 0 if is_admitted else self._owner_bytes_max)
+                record = await self._create(key, session, base, 0 if is_admitted else self._quota_of(key.owner))
             except ExistsError:
                 if not request_name():
                     raise
@@ -229,12 +229,17 @@ class SessionStore:
 class Histories:
     """The stores of all records that have a history. They share what a router remembers."""
 
-    def __init__(self, records: RecordStore, owner_bytes_max: int) -> None:
-        """`owner_bytes_max`: as in `SessionStore`."""
+    def __init__(self, records: RecordStore, quota_of: QuotaOf = no_quota) -> None:
+        """`quota_of`: as in `SessionStore`."""
         memory = SessionMemory(MEMORY_BYTES)
-        self.sessions = SessionStore(records, owner_bytes_max, memory=memory)
-        self.responses = SessionStore(records, owner_bytes_max, kind=RESPONSES, memory=memory)
-        self.conversations = SessionStore(records, owner_bytes_max, kind=CONVERSATIONS, memory=memory)
+        self.sessions = SessionStore(records, quota_of, memory=memory)
+        self.responses = SessionStore(records, quota_of, kind=RESPONSES, memory=memory)
+        self.conversations = SessionStore(records, quota_of, kind=CONVERSATIONS, memory=memory)
+
+    def of_kind(self, kind: str) -> SessionStore | None:
+        """Return the store of the records of a kind; None: they have no history."""
+        stores = {SESSIONS: self.sessions, RESPONSES: self.responses, CONVERSATIONS: self.conversations}
+        return next((store for each, store in stores.items() if each.name == kind), None)
 
 
 def _known(remembered: StoredSession | None) -> tuple[bytes, ...]:

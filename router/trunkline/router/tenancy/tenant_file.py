@@ -36,7 +36,7 @@ CHECK_SECONDS: Final = 1.0
 """Time between two checks of whether the file has changed."""
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _KEY_NAME: Final = re.compile(r"[\x21-\x7e]{0,128}")
-_FIELDS: Final = ("requests", "requests_per_minute", "tokens_per_minute", "priority")
+_FIELDS: Final = ("requests", "requests_per_minute", "tokens_per_minute", "priority", "records_bytes")
 _log = structlog.get_logger("trunkline.router.tenancy.tenants")
 
 
@@ -45,6 +45,7 @@ class _Default(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requests_per_minute: int | UnsetType | None = UNSET
     tokens_per_minute: int | UnsetType | None = UNSET
     priority: int | UnsetType = UNSET
+    records_bytes: int | UnsetType | None = UNSET
 
 
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

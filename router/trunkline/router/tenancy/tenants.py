@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
+from msgspec.structs import replace
+
 from trunkline.kvstore.records import RecordStore
 from trunkline.router.config import NO_LIMITS, RouterConfig, TenantLimits
 from trunkline.router.errors import RETRY_AFTER_SECONDS, ApiError
@@ -31,6 +33,7 @@ from trunkline.router.request_context import current, known
 from trunkline.router.tenancy.account import Account
 from trunkline.router.tenancy.auth import (
     ANONYMOUS,
+    DEFAULT,
     Access,
     Authenticator,
     Identity,
@@ -322,10 +325,11 @@ class Tenants:
             ValueError: the file of tenants cannot be read or is wrong; or the server has no keys, and other
                 machines reach it.
         """
-        self._file = (
-            TenantFile(config.tenants, config.tenant_limits, config.tenants_kept) if config.tenants else None
-        )
-        rules = TenantRules(config.tenant_limits) if self._file is None else self._file.rules
+        limits = config.tenant_limits
+        if limits.records_bytes is None and config.records_tenant_bytes:
+            limits = replace(limits, records_bytes=config.records_tenant_bytes)
+        self._file = TenantFile(config.tenants, limits, config.tenants_kept) if config.tenants else None
+        rules = TenantRules(limits) if self._file is None else self._file.rules
         self._shared = (
             None
             if records is None or not config.shares_records
@@ -372,6 +376,11 @@ class Tenants:
     def limits_of(self, tenant: str) -> TenantLimits:
         """Return a tenant's limits."""
         return self._rules().limits_of(tenant)
+
+    def quota_of(self, owner: str) -> int:
+        """Return the size in bytes of an owner's records from which on it can make no more; 0: there is no limit.
+        What no tenant owns counts as that of the tenant `DEFAULT`."""
+        return self.limits_of(owner or DEFAULT).records_bytes or 0
 
     def open(self) -> None:
         """Begin to share limits with other routers."""

@@ -13,11 +13,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
+from trunkline.router.api.purge import purge
 from trunkline.router.api.requests import service_of
 from trunkline.router.errors import bad_value, not_found
 from trunkline.router.http.answers import JsonResponse
 from trunkline.router.http.body import read_body
+from trunkline.router.request_context import known
 from trunkline.router.routing.core import DECISIONS_MAX
+from trunkline.router.tenancy.auth import current_identity
 from trunkline.router.ui.assets import PAGE, Asset, Assets, is_current
 from trunkline.router.ui.chunk_tree import NODES_DEFAULT, NODES_MAX
 from trunkline.router.ui.dashboard import Dashboard
@@ -30,7 +33,7 @@ _Number = TypeVar("_Number", int, float)
 routes = APIRouter(include_in_schema=False)
 _assets = Assets()
 _READ: Final = ["GET", "HEAD"]
-_API: Final = ("overview", "history", "tree", "requests", "sessions", "records", "decisions", "prompt")
+_API: Final = ("overview", "history", "tree", "requests", "sessions", "records", "decisions", "prompt", "purge")
 PATHS: Final = frozenset({"/ui", *(f"/ui/api/{name}" for name in _API)})
 """Paths of the dashboard that have a label of their own in metrics."""
 _PAGE_HEADERS: Final = {
@@ -153,6 +156,14 @@ async def post_prompt(request: Request) -> Response:
     service = service_of(request)
     content = await read_body(request, service.config.max_body_bytes)
     return _answer(await prompt_pieces(service, content))
+
+
+@routes.post("/ui/api/purge")
+async def post_purge(request: Request) -> Response:
+    """Delete what is stored for the tenant that the query names."""
+    service, tenant = service_of(request), request.query_params.get("tenant", "")
+    with known(identity=service.tenants.acting_for(current_identity(), tenant)):
+        return _answer(await purge(service))
 
 
 def number_of(request: Request, name: str, default: _Number, low: _Number, high: _Number) -> _Number:
