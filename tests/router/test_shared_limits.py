@@ -236,6 +236,27 @@ def test_tokens_overdraw_and_are_paid(seed: int) -> None:
     simulate(run())
 
 
+@pytest.mark.parametrize("seed", seeds(3))
+def test_requests_that_leave_while_they_wait_cost_nothing(seed: int) -> None:
+    async def run() -> None:
+        rng = random.Random(seed)
+        site = Site(rng, TenantLimits(requests_per_minute=600), 1, delay_s=0.1)
+        end = site.clock() + 60
+        while site.clock() < end:
+            asked = asyncio.create_task(site.ask(0))
+            await asyncio.wait([asked], timeout=rng.uniform(0, 0.1))
+            if asked.cancel():
+                await asyncio.wait([asked])
+            elif (meter := asked.result()) is not None:
+                meter.close()
+            else:
+                await asyncio.sleep(0.05)
+        assert 1000 <= len(site.admitted) <= 1200, "a full bucket and what flows in, each once"
+        await site.close()
+
+    simulate(run())
+
+
 @pytest.mark.parametrize("seed", seeds(4))
 @pytest.mark.parametrize("skewed", [False, True], ids=["evenly", "one router has all"])
 def test_places_hold_and_are_used(seed: int, skewed: bool) -> None:
@@ -262,7 +283,8 @@ def test_places_hold_and_are_used(seed: int, skewed: bool) -> None:
             while site.clock() < began + length:
                 group.create_task(request(0 if skewed else rng.randrange(3)))
                 await asyncio.sleep(rng.expovariate(max(2.0, limit)))
-        assert busy_s >= 0.93 * limit * length
+        least = 0.93 if limit > 1 else 0.85  # a single place takes up to half a second from router to router
+        assert busy_s >= least * limit * length
         await site.close()
 
     simulate(run())

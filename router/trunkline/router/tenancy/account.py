@@ -10,7 +10,7 @@ from typing import Final
 
 from trunkline.router.config import NO_LIMITS, TenantLimits
 from trunkline.router.tenancy.buckets import ROUNDING, ReservedBucket
-from trunkline.router.tenancy.ledger import LEASE_S, Ledger, Use, rest_of, settled, time_without_clock
+from trunkline.router.tenancy.ledger import LEASE_S, Ledger, Share, Use, rest_of, settled, time_without_clock
 
 RENEW_S: Final = LEASE_S / 3
 """Time in seconds between two settlements that only keep a share from ending."""
@@ -41,6 +41,10 @@ class Account:
         """The version of the ledger's record; 0: not known."""
         self.is_alone = False
         """Whether the router grants its own part of each limit, because the ledger cannot be read."""
+        self._number = 0
+        """Number of the last settlement that was begun."""
+        self._unknown: Use | None = None
+        """What the last settlement was to tell the ledger, while it is not known whether it did."""
         self._clock_offset: float | None = None
         """The ledger's time less this router's; None: not known."""
         self._settled_at = -math.inf
@@ -79,28 +83,48 @@ class Account:
 
     def is_due(self, now: float) -> bool:
         """Return whether the router should settle in the background."""
-        if self._is_active() or self._has_reserve():
+        if self._is_active() or self._has_reserve() or self._unknown is not None:
             return True
         return self.has_share and now - self._settled_at >= RENEW_S
 
     def is_idle(self) -> bool:
         """Return whether there is nothing to settle until the next request."""
-        return not (self.has_share or self.running or self._is_active())
+        return not (self.has_share or self.running or self._is_active() or self._unknown is not None)
 
     def use(self, now: float, *, wants_place: bool) -> Use:
-        """Return what to tell the ledger. It counts as told; see `failed`. `wants_place`: whether a request waits
-        for this settlement."""
+        """Return what to tell the ledger. `wants_place`: whether a request waits for this settlement."""
         requests, tokens = self.requests, self.tokens
         is_active = wants_place or self._is_active()
         self.changed = False
-        return Use(
+        self._number += 1
+        self._unknown = Use(
             0.0 if requests is None else requests.spent(now),
             0.0 if tokens is None else tokens.spent(now),
             self.running,
             is_active,
             wants_place and self.limits.requests is not None,
             (0.0 if requests is None else requests.reserved, 0.0 if tokens is None else tokens.reserved),
+            self._number,
         )
+        return self._unknown
+
+    @property
+    def is_unsure(self) -> bool:
+        """Whether a settlement was cut off, for example because its request left: the ledger may have it."""
+        return self._unknown is not None
+
+    def catch_up(self, share: Share | None) -> None:
+        """Note whether the ledger has the settlement that was cut off. `share`: this router's share in it."""
+        use, self._unknown = self._unknown, None
+        if use is None:
+            return
+        self.changed = self.changed or use.is_active
+        if share is None or share.number != use.number:
+            return
+        if self.requests is not None:
+            self.requests.paid(use.requests, share.requests)
+        if self.tokens is not None:
+            self.tokens.paid(use.tokens, share.tokens)
 
     def propose(self, ledger: Ledger, router: str, use: Use, now: float, wall: float) -> Ledger:
         """Return the ledger as it is to be. Until it is, no place is used that it gives back. `wall`: Unix time in
@@ -116,6 +140,7 @@ class Account:
         """Note that the ledger is as proposed. `now`: the time of the proposal."""
         self.ledger, self.version = ledger, version
         self.is_alone = False
+        self._unknown = None
         self._clock_offset = ledger.time - now
         share = ledger.shares.get(router)
         self._settled_at = -math.inf if share is None else now
@@ -136,6 +161,7 @@ class Account:
         self.changed = True
         self.version = 0
         self.is_alone = True
+        self._unknown = None
         self._clock_offset = -math.inf  # what flows in meanwhile, each router grants from its own part
         known = 0 if self.ledger is None else len(self.ledger.shares)
         parts = max(routers, known, 1)

@@ -41,6 +41,8 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
     """How many requests the router may run at once."""
     is_short: bool = False
     """Whether the router has refused a request for want of a place."""
+    number: int = 0
+    """Number of the settlement that made the share; the router counts them."""
 
 
 class Ledger(msgspec.Struct, frozen=True, array_like=True):
@@ -71,6 +73,8 @@ class Use(msgspec.Struct, frozen=True):
     """Whether a request waits for a place."""
     reserved: tuple[float, float] = (0.0, 0.0)
     """Requests and tokens that it has reserved; others may have ended the share since."""
+    number: int = 0
+    """Number of this settlement."""
 
 
 def time_without_clock(ledger: Ledger, wall: float) -> float:
@@ -119,13 +123,14 @@ def _share(
     places = _places(use, limits.requests, others)
     is_short = use.wants_place and places <= use.running
     if not use.is_active:
-        return Share(until, places=places)
+        return Share(until, places=places, number=use.number)
     return Share(
         until,
         _part(_rest(limits.requests_per_minute, requests, sum(share.requests for share in there)), routers),
         _part(_rest(limits.tokens_per_minute, tokens, sum(share.tokens for share in there)), routers),
         places,
         is_short,
+        use.number,
     )
 
 

@@ -160,7 +160,7 @@ class SharedLimits:
 
     async def _write(self, account: Account, *, is_awaited: bool) -> None:
         key = RecordKey(KIND, "", account.name)
-        ledger, version = account.ledger or Ledger(), account.version
+        ledger, version = account.ledger or Ledger(), 0 if account.is_unsure else account.version
         failures = 0
         while True:
             if not version:
@@ -171,6 +171,7 @@ class SharedLimits:
                     pass
                 except msgspec.DecodeError:
                     ledger, version = Ledger(), record.version
+                account.catch_up(ledger.shares.get(self.router) if version else None)
             now = self._clock()
             use = account.use(now, wants_place=is_awaited)
             new = account.propose(ledger, self.router, use, now, self._wall_clock())
@@ -181,7 +182,6 @@ class SharedLimits:
                 else:
                     record = await self._records.create(key, change)
             except (ConflictError, ExistsError, MissingError):
-                account.changed = account.changed or use.is_active
                 version = 0
                 failures += 1
                 await asyncio.sleep(random.uniform(0, failures * _CONFLICT_PAUSE_S) if failures > 1 else 0)
