@@ -205,6 +205,14 @@ class Life:
             assert not chunk.is_stored
             assert (chunk.pins, chunk.claims, chunk.wants) == (0, 0, [])
 
+    def own(self) -> None:
+        """A tenant's request uses chunks; its share may have changed."""
+        if (chunk := self.some()) is not None:
+            floor, ceiling = sorted(self.rng.choices([0.0, 0.2, 0.5, 1.0], k=2))
+            account = self.directory.shares.account(self.rng.choice("abc"), floor, ceiling)
+            if account is not None:
+                self.directory.own(self.path_to(chunk.name), account)
+
     def forget(self) -> None:
         if (chunk := self.some()) is not None and not chunk.children:
             self.remove(chunk)
@@ -325,7 +333,7 @@ COMMON = (
 )
 RARE = (
     *(Life.pin, Life.unpin, Life.unpin, Life.keep, Life.expire, Life.forget, Life.remote_evicts, Life.probe),
-    Life.crash,
+    *(Life.own, Life.crash),
 )
 
 

@@ -353,6 +353,23 @@ def test_a_file_fills_in_what_it_does_not_say() -> None:
     assert parse_rules(b"{}", base) == TenantRules(base)
 
 
+def test_the_file_gives_tenants_shares_of_the_kv_tiers() -> None:
+    text = {
+        "tenants": {"a": {"kv_floor": 0.1, "kv_ceiling": 0.5}, "b": {"kv_floor": 0.9}, "c": {"kv_floor": None}}
+    }
+    rules = parse_rules(json.dumps(text).encode(), TenantLimits())
+    shares = {name: rules.limits_of(name).kv_share for name in "abcd"}
+    assert shares == {"a": (0.1, 0.5), "b": (0.9, 1.0), "c": (0.0, 1.0), "d": (0.0, 1.0)}
+    for wrong, problem in (
+        ({"tenants": {"a": {"kv_floor": 0.6}, "b": {"kv_floor": 0.5}}}, "all tenants together is 1.1"),
+        ({"tenants": {"a": {"kv_floor": 0.6, "kv_ceiling": 0.5}}}, "a: kv_floor is 0.6 and kv_ceiling 0.5"),
+        ({"tenants": {"a": {"kv_ceiling": 2}}}, "a: kv_floor is 0.0 and kv_ceiling 2"),
+        ({"default": {"kv_floor": 0.1}}, "kv_floor"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            parse_rules(json.dumps(wrong).encode(), TenantLimits())
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

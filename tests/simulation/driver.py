@@ -132,6 +132,8 @@ class Simulation:
             beam=beam,
             priority=options.get("priority", 0),
             tenant=options.get("tenant", ""),
+            kv_floor=options.get("kv_share", (0.0, 1.0))[0],
+            kv_ceiling=options.get("kv_share", (0.0, 1.0))[1],
             grammar=options.get("grammar"),
             layout=layout,
         )

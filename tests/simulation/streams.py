@@ -31,6 +31,7 @@ class Options(TypedDict, total=False):
     beam: BeamSearch | None
     priority: int
     tenant: str
+    kv_share: tuple[float, float]
     prompt_logprobs: int
     grammar: Grammar | None
     drops: tuple[tuple[int, int], ...]

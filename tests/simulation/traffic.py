@@ -24,6 +24,8 @@ from trunkline.kvstore.chunks import blocks_for
 from trunkline.router.messages import FinishReason
 
 WIDTHS: Final = (2, 3, 4)
+SHARES: Final = {"a": (0.0, 1.0), "b": (0.2, 1.0), "c": (0.1, 0.4)}
+"""Floor and ceiling of each tenant's part of the tiers."""
 BAD_GRAMMAR: Final = "("
 CHECK_EVERY: Final = 200
 """Events between two checks of the whole engine."""
@@ -127,6 +129,7 @@ class Traffic:
             options["priority"] = rng.randrange(-1, 3)
         if self._tenants.random() < mix.tenants:
             options["tenant"] = self._tenants.choice("abc")
+            options["kv_share"] = SHARES[options["tenant"]]
         if self._chance(mix.salts):
             options["salt"] = b"tenant"
         if self._chance(mix.cuts) and "beam" not in options and "prompt_logprobs" not in options:
@@ -160,6 +163,7 @@ class Traffic:
             options["priority"] = rng.randrange(-1, 3)
         if self._tenants.random() < mix.tenants:
             options["tenant"] = self._tenants.choice("abc")
+            options["kv_share"] = SHARES[options["tenant"]]
         if self._chance(mix.salts):
             options["salt"] = b"tenant"
         if self._chance(mix.ttl):
@@ -291,7 +295,7 @@ class Traffic:
         tree, config = scheduler.kv.tree, self.config
         chunks = config.num_blocks + config.host_slots + config.disk_slots
         assert config.remote or tree.node_count <= chunks
-        assert len(tree._idle_leaves) <= 4 * chunks + 65
+        assert len(tree.idle_leaves) <= 4 * chunks + 65
         assert self.mix.cuts or self.mix.modules or len(list(tree.roots())) <= 2
         jobs = len(scheduler.encoding.jobs)
         assert scheduler.waiting_count <= len(scheduler.queue) <= self.live + jobs

@@ -108,6 +108,11 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
     tenant: str = ""
     """Name of the tenant that pays for the request; at most 128 bytes as UTF-8. Tenants with requests of the same
     priority take turns."""
+    kv_floor: float = 0.0
+    """Part of each tier of a group, from 0 to 1, that other tenants cannot evict (`trunkline.kvstore.shares`). It
+    holds until the tenant's next request says otherwise."""
+    kv_ceiling: float = 1.0
+    """Part of each tier of a group, from 0 to 1, above which the tenant's chunks are evicted first."""
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True, tag="abort"):

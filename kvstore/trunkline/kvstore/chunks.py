@@ -25,10 +25,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Final, Generic, NamedTuple, NewType, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, NewType, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from trunkline.kvstore.shares import KvAccount
 
 BlockId = NewType("BlockId", int)
 """A block of the device pool: room for one chunk of all layers. It has the same id on every rank."""
@@ -162,6 +165,7 @@ class TieredChunk(CopyLocations):
     """A chunk with its copies, the requests that need it, and its place in a path of chunks."""
 
     __slots__ = (
+        "account",
         "claims",
         "depth",
         "expires",
@@ -179,6 +183,8 @@ class TieredChunk(CopyLocations):
         self.parent = parent
         """The chunk above this one in its path; None for a root, which has no copies."""
         self.name = name
+        self.account: KvAccount | None = None
+        """The tenant with a share of the tiers to which the chunk belongs; None: it belongs to no such tenant."""
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.last_use = 0.0
         self.expires = 0.0

@@ -31,6 +31,7 @@ from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar, cast
 
 from trunkline.kvstore.chunks import NO_SLOT, ChangeLog, ChunkT, SlotId, TieredChunk
+from trunkline.kvstore.shares import KvAccount, SharedHeap, Shares
 from trunkline.kvstore.tier import TierKind, TierTotals
 from trunkline.kvstore.tier_policy import DirectoryConfig, HeapVerdict, LazyHeap, VictimKey, victim_key
 
@@ -178,19 +179,27 @@ class CopyChanges(Generic[ChunkT]):
 class Copies(Generic[ChunkT]):
     """The slots of host memory and disk, and the order in which their copies are evicted."""
 
-    def __init__(self, config: DirectoryConfig, totals: Mapping[TierKind, TierTotals]) -> None:
+    def __init__(
+        self, config: DirectoryConfig, totals: Mapping[TierKind, TierTotals], device_blocks: int = 0
+    ) -> None:
         self.host: SlotPool[ChunkT] = SlotPool(config.host_slots)
         self.disk: SlotPool[ChunkT] = SlotPool(config.disk_slots, config.first_generation)
-        self.key = key = victim_key(config.policy)
+        sizes = (
+            (TierKind.DEVICE, device_blocks),
+            (TierKind.HOST, config.host_slots),
+            (TierKind.DISK, config.disk_slots),
+        )
+        self.shares = Shares(victim_key(config.policy), dict(sizes))
+        """The tenants' shares of the tiers, the device included: they and the policy order all chunks."""
         self.may_sink = bool(config.disk_slots or config.remote)
         """Whether there are tiers below host memory, to which host copies are to be written."""
         self._is_exclusive = config.is_exclusive
         self._totals = totals
-        self.clean: LazyHeap[ChunkT] = LazyHeap(key)
-        self.dirty: LazyHeap[ChunkT] = LazyHeap(key)
-        self.doubles: LazyHeap[ChunkT] = LazyHeap(key)
-        self.settled: LazyHeap[ChunkT] = LazyHeap(key)
-        self.distant: LazyHeap[ChunkT] = LazyHeap(key)
+        self.clean: SharedHeap[ChunkT] = SharedHeap(self.shares, TierKind.HOST)
+        self.dirty: SharedHeap[ChunkT] = SharedHeap(self.shares, TierKind.HOST)
+        self.doubles: SharedHeap[ChunkT] = SharedHeap(self.shares, TierKind.DISK)
+        self.settled: SharedHeap[ChunkT] = SharedHeap(self.shares, TierKind.DISK)
+        self.distant: LazyHeap[ChunkT] = LazyHeap(self.shares.key)
         self.expiring: LazyHeap[ChunkT] = LazyHeap(lambda chunk: (chunk.expires, -chunk.depth))
         self.changes: CopyChanges[ChunkT] = CopyChanges()
         self.unsaved_claims = 0
@@ -202,6 +211,7 @@ class Copies(Generic[ChunkT]):
         slot = self.host.allocate(chunk, step)
         if slot is not None:
             chunk.host = slot
+            self.shares.count(chunk, TierKind.HOST, 1)
             self.unsaved_claims -= chunk.claims > 0
         return slot
 
@@ -217,6 +227,7 @@ class Copies(Generic[ChunkT]):
         """Give up a chunk's host copy, or the host slot that was reserved for one."""
         self.host.release(chunk.host)
         chunk.host = NO_SLOT
+        self.shares.count(chunk, TierKind.HOST, -1)
         self.unsaved_claims += chunk.claims > 0
         self.clean.discard(chunk)
         self.dirty.discard(chunk)
@@ -230,6 +241,7 @@ class Copies(Generic[ChunkT]):
         slot = self.disk.allocate(chunk)
         if slot is not None:
             chunk.disk = slot
+            self.shares.count(chunk, TierKind.DISK, 1)
         return slot
 
     def disk_arrived(self, chunk: ChunkT) -> None:
@@ -247,6 +259,7 @@ class Copies(Generic[ChunkT]):
             return False
         self._arriving(chunk)
         chunk.disk, chunk.disk_ready = slot, True
+        self.shares.count(chunk, TierKind.DISK, 1)
         self.changes.log.note(chunk)
         self.distant.discard(chunk)
         self.offer(chunk)
@@ -257,6 +270,7 @@ class Copies(Generic[ChunkT]):
         slot = chunk.disk
         self.disk.release(slot)
         chunk.disk = NO_SLOT
+        self.shares.count(chunk, TierKind.DISK, -1)
         self.doubles.discard(chunk)
         self.settled.discard(chunk)
         if chunk.disk_ready:
@@ -312,8 +326,10 @@ class Copies(Generic[ChunkT]):
         """Free the slots of a forgotten chunk that no move uses any more."""
         if chunk.host != NO_SLOT:
             self.host.release(chunk.host)
+            self.shares.count(chunk, TierKind.HOST, -1)
         if chunk.disk != NO_SLOT:
             self.disk.release(chunk.disk)
+            self.shares.count(chunk, TierKind.DISK, -1)
         chunk.host = chunk.disk = NO_SLOT
 
     def offer(self, chunk: ChunkT) -> None:
@@ -333,6 +349,18 @@ class Copies(Generic[ChunkT]):
         elif chunk.remote and not chunk.host_ready:
             self.distant.push(chunk)
 
+    def give(self, chunk: ChunkT, account: KvAccount) -> None:
+        """Make a chunk that belongs to no tenant with a share one of this account."""
+        heaps = [heap for heap in (self.clean, self.dirty, self.doubles, self.settled) if chunk in heap]
+        for heap in heaps:
+            heap.discard(chunk)
+        chunk.account = account
+        for heap in heaps:
+            heap.push(chunk)
+        account.counts[TierKind.DEVICE] += chunk.on_device
+        account.counts[TierKind.HOST] += chunk.host != NO_SLOT
+        account.counts[TierKind.DISK] += chunk.disk != NO_SLOT
+
     def clean_victim(self, judge: Callable[[ChunkT], HeapVerdict]) -> ChunkT | None:
         """Return the first chunk whose host copy can be dropped without loss and that `judge` takes."""
         return self.clean.search(lambda chunk: self._check_host(chunk, HostState.CLEAN, self.dirty, judge))
@@ -342,7 +370,7 @@ class Copies(Generic[ChunkT]):
         return self.dirty.search(lambda chunk: self._check_host(chunk, HostState.DIRTY, self.clean, judge))
 
     def _check_host(
-        self, chunk: ChunkT, wanted: HostState, other: LazyHeap[ChunkT], judge: Callable[[ChunkT], HeapVerdict]
+        self, chunk: ChunkT, wanted: HostState, other: SharedHeap[ChunkT], judge: Callable[[ChunkT], HeapVerdict]
     ) -> HeapVerdict:
         state = host_state(chunk, may_sink=self.may_sink)
         if state is wanted:
@@ -363,11 +391,10 @@ class Copies(Generic[ChunkT]):
         """
         if self.disk.free_count:
             return True
-        floor = None if chunk.pins else self.key(chunk)
-        victim = self.doubles.search(lambda double: self._judge_double(double, floor))
+        victim = self.doubles.search(lambda double: self._judge_double(double, chunk))
         if not (self._is_exclusive and (victim is not None or lossless)):
-            settled = self.settled.search(lambda settled: self._judge_settled(settled, floor))
-            if victim is None or (settled is not None and self.key(settled) < self.key(victim)):
+            settled = self.settled.search(lambda settled: self._judge_settled(settled, chunk))
+            if victim is None or (settled is not None and self._disk_rank(settled) < self._disk_rank(victim)):
                 victim = settled
         if victim is None:
             return False
@@ -376,23 +403,32 @@ class Copies(Generic[ChunkT]):
         gone(victim)
         return True
 
-    def _judge_double(self, chunk: ChunkT, floor: VictimKey | None) -> HeapVerdict:
+    def _disk_rank(self, chunk: ChunkT) -> VictimKey:
+        return self.shares.rank(chunk, TierKind.DISK)
+
+    def _may_replace(self, chunk: ChunkT, newcomer: ChunkT) -> bool:
+        """Return whether a chunk's disk copy may be given up for that of a newcomer."""
+        if newcomer.pins:
+            return not self.shares.is_protected(chunk, TierKind.DISK, newcomer)
+        return self.shares.outranks(newcomer, chunk, TierKind.DISK)
+
+    def _judge_double(self, chunk: ChunkT, newcomer: ChunkT) -> HeapVerdict:
         if chunk.busy:
             return HeapVerdict.PARK
         if not chunk.host_ready:
             self.settled.push(chunk)
             return HeapVerdict.PARK
-        if not self._is_exclusive and floor is not None and self.key(chunk) >= floor:
+        if not self._is_exclusive and not self._may_replace(chunk, newcomer):
             return HeapVerdict.STOP
         return HeapVerdict.TAKE
 
-    def _judge_settled(self, chunk: ChunkT, floor: VictimKey | None) -> HeapVerdict:
+    def _judge_settled(self, chunk: ChunkT, newcomer: ChunkT) -> HeapVerdict:
         if chunk.host_ready and not chunk.busy:
             self.doubles.push(chunk)
             return HeapVerdict.PARK
         if chunk.busy or not (chunk.remote or may_leave(chunk)):
             return HeapVerdict.PARK
-        if floor is not None and self.key(chunk) >= floor:
+        if not self._may_replace(chunk, newcomer):
             return HeapVerdict.STOP
         return HeapVerdict.TAKE
 

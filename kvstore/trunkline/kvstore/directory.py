@@ -30,6 +30,7 @@ from typing import Generic
 from trunkline.kvstore.chunks import NO_SLOT, ChangeLog, ChunkT, QueueKey, SlotId, TieredChunk
 from trunkline.kvstore.copies import Copies, IndexEvent, may_leave
 from trunkline.kvstore.directory_check import check_directory
+from trunkline.kvstore.shares import KvAccount, Shares
 from trunkline.kvstore.tier import TierKind, TierTotals
 from trunkline.kvstore.tier_moves import Move, MoveStatus, TierHealth, TierMover
 from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy, HeapVerdict, WaitingJobs
@@ -55,10 +56,16 @@ class TierStats:
 class Directory(Generic[ChunkT]):
     """Knows which chunk has a copy in which tier below the device, and decides all moves and evictions."""
 
-    def __init__(self, config: DirectoryConfig, totals: Mapping[TierKind, TierTotals] | None = None) -> None:
+    def __init__(
+        self,
+        config: DirectoryConfig,
+        totals: Mapping[TierKind, TierTotals] | None = None,
+        device_blocks: int = 0,
+    ) -> None:
         """
         Args:
             totals: The totals of each `TierKind` from which to count on; None: count from zero.
+            device_blocks: Number of blocks of the device, for the tenants' shares of it.
 
         Raises:
             ValueError: The configuration makes no sense.
@@ -69,7 +76,7 @@ class Directory(Generic[ChunkT]):
         tiers = [TierKind.DISK] * (config.disk_slots > 0) + [TierKind.REMOTE] * config.remote
         self.totals = totals or {tier: TierTotals() for tier in TierKind}
         self.health = {tier: TierHealth(READ_US[tier], *limits, self.totals[tier]) for tier in tiers}
-        self.copies: Copies[ChunkT] = Copies(config, self.totals)
+        self.copies: Copies[ChunkT] = Copies(config, self.totals, device_blocks)
         self.jobs: WaitingJobs[ChunkT] = WaitingJobs()
         self.mover: TierMover[ChunkT] = TierMover(self.copies, self.jobs, self.health, config, self.totals)
         self.claimed_count = 0
@@ -110,28 +117,38 @@ class Directory(Generic[ChunkT]):
 
     def _victim_for(self, chunk: ChunkT, step: int, forced: bool) -> ChunkT | None:
         """Return the chunk whose host copy makes room for a save in the plan of `step`."""
-        copies = self.copies
+        copies, shares = self.copies, self.copies.shares
         outranks = forced or self.config.policy is EvictionPolicy.FIFO  # by arrival a newcomer is the last to go
-        worth = copies.key(chunk)
-        above = chunk.parent
+        above, spares_floors = chunk.parent, True
         # A chunk is found only if the one above it is. That one's block may be given up in this very plan.
         only_above = above if above is not None and not (above.disk_ready or above.remote) else None
 
         def judge_clean(victim: ChunkT) -> HeapVerdict:
             if victim is only_above:
                 return HeapVerdict.SKIP
+            if spares_floors and shares.is_protected(victim, TierKind.HOST, chunk):
+                return HeapVerdict.STOP
             spared = copies.host.is_busy(victim.host, step) or (self.jobs.is_next(victim) and not forced)
             return HeapVerdict.SKIP if spared else HeapVerdict.TAKE
 
         def judge_dirty(victim: ChunkT) -> HeapVerdict:
-            if not outranks and copies.key(victim) >= worth:
+            if spares_floors and shares.is_protected(victim, TierKind.HOST, chunk):
+                return HeapVerdict.STOP
+            if not outranks and not shares.outranks(chunk, victim, TierKind.HOST):
                 return HeapVerdict.STOP
             spared = victim is only_above or copies.host.is_busy(victim.host, step) or not may_leave(victim)
             return HeapVerdict.SKIP if spared else HeapVerdict.TAKE
 
-        victim = copies.clean_victim(judge_clean)
-        if victim is None and (forced or not self.mover.can_sink()):
-            victim = copies.dirty_victim(judge_dirty)
+        def search() -> ChunkT | None:
+            victim = copies.clean_victim(judge_clean)
+            if victim is None and (forced or not self.mover.can_sink()):
+                victim = copies.dirty_victim(judge_dirty)
+            return victim
+
+        victim = search()
+        if victim is None and forced:
+            spares_floors = False
+            victim = search()
         return victim
 
     def load(self, chunk: ChunkT, step: int) -> tuple[SlotId, int]:
@@ -149,6 +166,12 @@ class Directory(Generic[ChunkT]):
         self.copies.offer(chunk)
 
     # What requests use and want.
+
+    def own(self, path: Sequence[ChunkT], account: KvAccount) -> None:
+        """Give a tenant with a share the chunks of a path that it uses, if they belong to no such tenant."""
+        for chunk in path:
+            if chunk.account is None:
+                self.copies.give(chunk, account)
 
     def used(self, path: Sequence[ChunkT], now: float) -> None:
         """Note that a request uses the chunks of a path, from its beginning on."""
@@ -381,6 +404,11 @@ class Directory(Generic[ChunkT]):
             size = (disk.capacity, disk.used_count) if tier is TierKind.DISK else (0, len(self.copies.distant))
             found[tier] = TierStats(*size, health.totals, health.read_us, health.problem)
         return found
+
+    @property
+    def shares(self) -> Shares:
+        """The tenants' shares of the tiers, the device included."""
+        return self.copies.shares
 
     @property
     def changed(self) -> ChangeLog[ChunkT]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from trunkline.kvstore.chunks import NO_SLOT, ChunkT, SlotId, TieredChunk
 from trunkline.kvstore.copies import Copies, HostState, SlotPool, host_state, may_leave
+from trunkline.kvstore.shares import KvAccount
 from trunkline.kvstore.tier import TierKind
 from trunkline.kvstore.tier_moves import TierMover
 from trunkline.kvstore.tier_policy import WaitingJobs
@@ -39,6 +41,7 @@ def check_directory(
         _check_chunk(copies, chunk)
         _check_wants(jobs, mover, chunk)
     _check_below(live)
+    _check_shares(copies, chunks)
     _require(claimed_count <= copies.host.capacity, "more chunks are claimed than host memory has slots")
     _require(0 <= copies.unsaved_claims <= claimed_count, "unsaved claims do not add up")
     unsaved = claimed_count - sum(chunk.claims > 0 and chunk.host != NO_SLOT for chunk in live)
@@ -51,6 +54,18 @@ def _check_slots(pool: SlotPool[ChunkT], held: Iterable[tuple[SlotId, ChunkT]]) 
     free = list(pool.free_slots())
     _require(len(free) == len(set(free)) == pool.free_count, "free slots do not add up")
     _require(not owned.keys() & set(free), "a slot in use is free")
+
+
+def _check_shares(copies: Copies[ChunkT], chunks: Iterable[ChunkT]) -> None:
+    counted = Counter[tuple[KvAccount, TierKind]]()
+    for chunk in chunks:
+        if chunk.account is not None:
+            counted[chunk.account, TierKind.HOST] += chunk.host != NO_SLOT
+            counted[chunk.account, TierKind.DISK] += chunk.disk != NO_SLOT
+    for account in copies.shares.accounts():
+        for tier in (TierKind.HOST, TierKind.DISK):
+            right = account.counts[tier] == counted[account, tier]
+            _require(right, f"the chunks of {account.tenant} in {tier.name} do not add up")
 
 
 def _check_moves(copies: Copies[ChunkT], mover: TierMover[ChunkT], chunks: Iterable[ChunkT]) -> None:

@@ -327,21 +327,26 @@ class TierMover(Generic[ChunkT]):
             replaced_by: The chunk to be fetched instead. No chunk that is wanted sooner is evicted for it, and
                 none leaves the system.
         """
-        copies, refused = self._copies, set[ChunkT]()
+        copies, shares, refused = self._copies, self._copies.shares, set[ChunkT]()
         not_worth_it = HeapVerdict.STOP if self._config.policy is EvictionPolicy.LOOK_AHEAD else HeapVerdict.SKIP
 
         def judge(chunk: ChunkT) -> HeapVerdict:
             if chunk in refused or self._jobs.is_next(chunk):
                 return HeapVerdict.SKIP
+            if replaced_by is not None and shares.is_protected(chunk, TierKind.HOST, replaced_by):
+                return HeapVerdict.STOP
             if replaced_by is not None and not wanted_later(chunk, replaced_by):
                 return not_worth_it
             return HeapVerdict.TAKE
+
+        def goes_first(one: ChunkT, other: ChunkT) -> bool:
+            return shares.rank(one, TierKind.HOST) < shares.rank(other, TierKind.HOST)
 
         lossless = replaced_by is not None
         clean = copies.clean_victim(judge)
         while len(refused) < REFUSALS_MAX:
             dirty = copies.dirty_victim(judge)
-            if dirty is None or (clean is not None and copies.key(clean) <= copies.key(dirty)):
+            if dirty is None or (clean is not None and not goes_first(dirty, clean)):
                 break
             if self._sink(dirty, now, lossless=lossless):
                 return Room.MADE

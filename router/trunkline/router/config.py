@@ -50,6 +50,10 @@ class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Smaller numbers are more urgent."""
     records_bytes: int | None = None
     """Size in bytes of the tenant's records from which on it can make no more."""
+    kv_floor: float | None = None
+    """Part of each KV tier of a group, from 0 to 1, that other tenants cannot evict. None: nothing is kept."""
+    kv_ceiling: float | None = None
+    """Part of each KV tier of a group, from 0 to 1, above which the tenant's chunks are evicted first."""
 
     def problem(self) -> str:
         """Return what is wrong with the limits; "": nothing."""
@@ -59,9 +63,17 @@ class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 return f"{name} is {value}; it must be at least 1, or null for no limit"
             if value is not None and value > LIMIT_MAX:
                 return f"{name} has {len(str(value))} digits; allowed are 1 to {LIMIT_MAX}, or null for no limit"
+        floor, ceiling = self.kv_share
+        if not 0.0 <= floor <= ceiling <= 1.0:
+            return f"kv_floor is {floor} and kv_ceiling {ceiling}; parts of each tier, 0 <= floor <= ceiling <= 1"
         if self.priority is not None and not -(2**31) <= self.priority < 2**31:
             return f"priority is {self.priority}; it is a 32-bit integer"
         return ""
+
+    @property
+    def kv_share(self) -> tuple[float, float]:
+        """Floor and ceiling of the tenant's part of each KV tier."""
+        return self.kv_floor or 0.0, 1.0 if self.kv_ceiling is None else self.kv_ceiling
 
 
 NO_LIMITS: Final = TenantLimits()

@@ -201,6 +201,7 @@ class KVCacheManager:
         sequence.tails = [blocks.pop() for _ in range(tails)]
         sequence.resident = len(match.path) * self.chunk_size + match.partial_tokens
         self._insert_pending(sequence, blocks, plan.now)
+        self._own(sequence, sequence.path)
         self.tree.release(anchor, plan.now)
         self.drop_claim(sequence)
         self._join(sequence, plan)
@@ -365,6 +366,7 @@ class KVCacheManager:
         if self.prefix_cache:
             self.seal(sequence, kv_tokens, now)
             tail = self._keep_tail(sequence, kv_tokens, now)
+            self._own(sequence, sequence.path + tail)
             self._keep(sequence, tail, now)
             if claim:
                 self.drop_claim(sequence)
@@ -374,6 +376,12 @@ class KVCacheManager:
         for node in (*sequence.stem.pins, sequence.anchor):
             self.tree.release(node, now)
         sequence.path, sequence.private, sequence.tails = [], [], []
+
+    def _own(self, sequence: Sequence, chunks: list[Node]) -> None:
+        """Count chunks of a sequence in its tenant's share of the tiers, if it has one."""
+        submit = sequence.group.request.submit
+        account = self.tree.tiers.shares.account(submit.tenant, submit.kv_floor, submit.kv_ceiling)
+        self.tree.own(chunks, account)
 
     def _keep(self, sequence: Sequence, tail: list[Node], now: float) -> None:
         """Set how long the chunks of a sequence that leaves are kept; texts of modules have a time of their

@@ -20,19 +20,19 @@ Invariants (checked by `integrity`):
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from itertools import count
 from math import inf
 from typing import Final
 
 from trunkline.controller.cache.block_pool import BlockPool, Fences
+from trunkline.controller.cache.idle_leaves import IdleLeaves
 from trunkline.controller.cache.radix_tree import Node, RadixTree
 from trunkline.controller.totals import Totals
 from trunkline.kvstore.chunks import NO_BLOCK, BlockId, ChunkName, SlotId
 from trunkline.kvstore.directory import Directory
+from trunkline.kvstore.shares import KvAccount
 from trunkline.kvstore.tier import TierKind
 from trunkline.kvstore.tier_policy import DirectoryConfig
 from trunkline.router.messages import MissReason
@@ -76,12 +76,10 @@ class RadixCache(RadixTree):
         super().__init__(chunk_size, fingerprint, dtype)
         tiers = tiers or DirectoryConfig()
         self.totals = totals or Totals()
-        self.tiers: Directory[Node] = Directory(tiers, self.totals.tiers)
+        self.tiers: Directory[Node] = Directory(tiers, self.totals.tiers, pool.num_blocks)
         self.fences = Fences(pool.num_blocks, tiers.host_slots)
         self._pool = pool
-        self._idle_leaves: list[tuple[float, int, Node]] = []
-        """Heap of idle leaves by last use. Entries are checked when popped, because leaves may be in use again."""
-        self._serial = count()
+        self.idle_leaves = IdleLeaves(self.tiers.shares, pool.num_blocks, self._is_idle_leaf)
         self._unsaved: deque[Node] = deque()
         """Full chunks that have no copy yet, in the order in which they filled."""
         self._departed: OrderedDict[ChunkName, MissReason] = OrderedDict()
@@ -112,6 +110,7 @@ class RadixCache(RadixTree):
         assert node.parent is not None
         assert not node.on_device
         node.block = block
+        self.tiers.shares.count(node, TierKind.DEVICE, 1)
         self.changed.note(node)
         node.parent.device_children += 1
         self.evictable += not node.active
@@ -219,6 +218,14 @@ class RadixCache(RadixTree):
 
     # Keeping chunks
 
+    def own(self, path: list[Node], account: KvAccount | None) -> None:
+        """Give a tenant the chunks of a path that its request made or uses, if they belong to no tenant with a
+        share. None: the tenant itself has none."""
+        if account is not None:
+            self.tiers.own(path, account)
+            for node in path:
+                self._note_idle(node)
+
     def keep(self, path: list[Node], now: float, ttl: float) -> None:
         """Keep the chunks of a path for `ttl` seconds from now on, because a sequence leaves; 0: no limit."""
         on_disk = [node for node in path if node.disk_ready]
@@ -268,6 +275,7 @@ class RadixCache(RadixTree):
         parent = self._unlink(node)
         self.node_count -= 1
         self.evictable -= node.on_device
+        self.tiers.shares.count(node, TierKind.DEVICE, -node.on_device)
         parent.last_use = max(parent.last_use, node.last_use)
         self._note_idle(parent)
         self.prune_root(parent)
@@ -281,6 +289,7 @@ class RadixCache(RadixTree):
         assert not node.active
         assert not node.device_children
         block, node.block = node.block, NO_BLOCK
+        self.tiers.shares.count(node, TierKind.DEVICE, -1)
         self.changed.note(node)
         self.tiers.left_device(node)
         self.evictable -= 1
@@ -304,29 +313,16 @@ class RadixCache(RadixTree):
         return node.on_device and not (node.active or node.device_children) and node.parent is not None
 
     def _note_idle(self, node: Node) -> None:
-        if not self._is_idle_leaf(node):
-            return
-        heapq.heappush(self._idle_leaves, (node.last_use, next(self._serial), node))
-        if len(self._idle_leaves) > 4 * self._pool.num_blocks + 64:
-            present = {entry[2]: entry for entry in self._idle_leaves if self._is_current(entry)}
-            self._idle_leaves = list(present.values())
-            heapq.heapify(self._idle_leaves)
-
-    def _is_current(self, entry: tuple[float, int, Node]) -> bool:
-        last_use, _, node = entry
-        return node.last_use == last_use and self._is_idle_leaf(node)
+        if self._is_idle_leaf(node):
+            self.idle_leaves.push(node)
 
     def evict(self, blocks: int, plan: TierCopyPlan | None = None) -> int:
-        """Free up to `blocks` blocks of idle chunks, least recently used leaves first; return how many were freed.
+        """Free up to `blocks` blocks of idle chunks, in the order of `IdleLeaves`; return how many were freed.
 
         With a plan, chunks without a copy are saved in it if there is room; otherwise they are dropped.
         """
         free, freed = self._pool.free_count, 0
-        while freed < blocks and self._idle_leaves:
-            entry = heapq.heappop(self._idle_leaves)
-            if not self._is_current(entry):
-                continue
-            node = entry[2]
+        while freed < blocks and (node := self.idle_leaves.pop()) is not None:
             if plan is not None and self._wants_copy(node):
                 self._reserve(node, plan, plan.saves, forced=node.claims > 0 or node.pins > 0)
             if node.is_stored:

@@ -31,6 +31,7 @@ from trunkline.controller.cache.radix_tree import PENDING, SALT_ROOT, Node
 from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.sequence import Phase, Sequence
 from trunkline.kvstore.chunks import BlockId, chunk_name
+from trunkline.kvstore.tier import TierKind
 
 
 class IntegrityError(AssertionError):
@@ -164,6 +165,10 @@ def _check_device(pool: BlockPool, tree: RadixCache) -> None:
         elif not node.active:
             evictable += 1
             _check(pool.holders(node.block) == 1, "an idle chunk's block has another holder, too")
+    counts = Counter(node.account for node in tree.nodes() if node.on_device)
+    for account in tree.tiers.shares.accounts():
+        counted = account.counts[TierKind.DEVICE]
+        _check(counted == counts[account], f"{account.tenant} has {counts[account]} blocks, counted are {counted}")
     _check(evictable == tree.evictable, f"the tree counts {tree.evictable} evictable blocks and has {evictable}")
 
 

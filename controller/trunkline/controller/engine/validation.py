@@ -121,6 +121,8 @@ def problem_of_submit(message: Submit, vocab_size: int) -> str:
     stop = next((stop for stop in message.stop_token_ids if not 0 <= stop <= _INT32_MAX), None)
     if stop is not None:
         return f"stop token {stop} is not a token id; they are 0 to {_INT32_MAX}"
+    if not 0.0 <= message.kv_floor <= message.kv_ceiling <= 1.0:
+        return f"kv_floor is {message.kv_floor} and kv_ceiling {message.kv_ceiling}; 0 <= floor <= ceiling <= 1"
     if not -_INT32_MAX <= message.priority <= _INT32_MAX:
         return f"priority is {message.priority}; allowed are {-_INT32_MAX} to {_INT32_MAX}"
     if message.beam is not None and not math.isfinite(message.beam.length_penalty):

@@ -299,6 +299,7 @@ def job_for(
         priority=LAST_PRIORITY if current().is_behind else meter.priority(body.priority),
         grammar=owned(job.grammar, meter.tenant),
         tenant=meter.tenant,
+        kv_share=meter.kv_share,
     )
 
 

@@ -87,6 +87,8 @@ class Job(msgspec.Struct, frozen=True):
     decoding: Decoding = Decoding()
     grammar: Grammar | None = None
     priority: int = 0
+    kv_share: tuple[float, float] = (0.0, 1.0)
+    """Floor and ceiling of the tenant's part of each KV tier, each from 0 to 1."""
     cut: PromptCut = PromptCut()
     """The tokens of `prompt` that the model does not see."""
     session: str = ""

@@ -405,6 +405,8 @@ def submission(job: Job, request: int) -> Submit:
         ttl=job.ttl,
         layout=None if job.modules is None else job.modules.layout,
         tenant=job.tenant,
+        kv_floor=job.kv_share[0],
+        kv_ceiling=job.kv_share[1],
     )
 
 

@@ -37,6 +37,10 @@ CHECK_SECONDS: Final = 1.0
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _KEY_NAME: Final = re.compile(r"[\x21-\x7e]{0,128}")
 _FIELDS: Final = ("requests", "requests_per_minute", "tokens_per_minute", "priority", "records_bytes")
+_SHARES: Final = ("kv_floor", "kv_ceiling")
+"""Fields that only a named tenant has: the floors of all tenants together must fit into a tier."""
+FLOORS_SLACK: Final = 1e-9
+"""How far the sum of all floors may exceed 1, for parts like 0.1 that are not exact as floating-point numbers."""
 _log = structlog.get_logger("trunkline.router.tenancy.tenants")
 
 
@@ -64,6 +68,8 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 class _Tenant(_Default, frozen=True, forbid_unknown_fields=True):
     keys: list[str | KeyEntry] | UnsetType = UNSET
     salt: str = ""
+    kv_floor: float | UnsetType | None = UNSET
+    kv_ceiling: float | UnsetType | None = UNSET
 
 
 class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,13 +98,16 @@ def parse_rules(text: bytes, base: TenantLimits) -> TenantRules:
                 f"tenants: {name[:140]!r} is no name: 1 to 128 printable ASCII characters, no spaces, and not "
                 f"beginning with {KEY_PREFIX!r}"
             )
-        tenants[name] = _filled(tenant, default, f"tenants: {name}")
+        tenants[name] = _filled(tenant, default, f"tenants: {name}", (*_FIELDS, *_SHARES))
         if tenant.salt and not NAME.fullmatch(tenant.salt):
             raise ValueError(f"tenants: {name}: a salt's name has 1 to 128 printable ASCII characters, no spaces")
         for given in tenant.keys or ():
             digest, key = _key(name, given)
             if keys.setdefault(digest, key).tenant != name:
                 raise ValueError(f"tenants: {name} and {keys[digest].tenant} have a key in common")
+    floors = sum(limits.kv_share[0] for limits in tenants.values())
+    if floors > 1.0 + FLOORS_SLACK:
+        raise ValueError(f"tenants: the kv_floor of all tenants together is {floors:g}; a tier has 1")
     return TenantRules(
         default,
         tenants,
@@ -155,8 +164,8 @@ def parse_time(text: str, where: str) -> float:
     return moment.timestamp()
 
 
-def _filled(given: _Default, base: TenantLimits, where: str) -> TenantLimits:
-    said = {name: value for name in _FIELDS if (value := getattr(given, name)) is not UNSET}
+def _filled(given: _Default, base: TenantLimits, where: str, fields: tuple[str, ...] = _FIELDS) -> TenantLimits:
+    said = {name: value for name in fields if (value := getattr(given, name)) is not UNSET}
     limits = msgspec.structs.replace(base, **said)
     if problem := limits.problem():
         raise ValueError(f"{where}: {problem}")

@@ -110,6 +110,11 @@ class Meter:
         """The tenant's name."""
         return self._tenant.name
 
+    @property
+    def kv_share(self) -> tuple[float, float]:
+        """Floor and ceiling of the tenant's part of each KV tier."""
+        return self._tenant.limits.kv_share
+
     def priority(self, wanted: int | None) -> int:
         """Return the priority that a request gets. `wanted`: the one that it asks for; None: it asks for none."""
         own = self._tenant.limits.priority
