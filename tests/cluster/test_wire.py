@@ -60,7 +60,11 @@ def test_strangers_and_nonsense_change_nothing(tmp_path: Path) -> None:
     names = ("plan_endpoint", "report_endpoint", "router_endpoint", "events_endpoint")
     places = {name: f"tcp://127.0.0.1:{port}" for name, port in zip(names, free_ports(4), strict=True)}
     to_workers = {name: places[name] for name in names[:2]}
-    to_routers = {"controllers": [places["router_endpoint"]], "events": [places["events_endpoint"]]}
+    to_routers = {
+        "members": "",
+        "controllers": [places["router_endpoint"]],
+        "events": [places["events_endpoint"]],
+    }
     changes = {
         "router": {"config": {**to_routers, "wire_keys": str(tmp_path / "router")}},
         "controller": {"config": {**places, "wire_keys": str(tmp_path / "group")}},

@@ -74,7 +74,7 @@ def encode_members(members: Iterable[Member]) -> bytes:
 
 
 def write_members(path: Path, members: Iterable[Member]) -> None:
-    """Write a file of members. A reader sees either the old file or the new one.
+    """Write a file of members, for its owner only. A reader sees either the old file or the new one.
 
     Raises:
         OSError: the file cannot be written.
@@ -84,7 +84,6 @@ def write_members(path: Path, members: Iterable[Member]) -> None:
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, 0o644)
             file.write(text)
             file.flush()
             os.fsync(descriptor)
