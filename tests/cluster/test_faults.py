@@ -211,6 +211,7 @@ def spread(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             "prefix": network.prefix(0),
             "config": {
                 **FAST["router"]["config"],
+                "members": "",
                 "controllers": [to_router["router_endpoint"]],
                 "events": [to_router["events_endpoint"]],
                 "wire_keys": str(folder / "router.keys"),
