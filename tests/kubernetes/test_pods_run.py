@@ -120,7 +120,11 @@ class Pods:
         return (self.folder / role / "log").read_text()
 
     def until(self, role: str, path: str, status: int) -> None:
-        wait_for(lambda: self.probe(role, path) == status or self.running[role].poll() is not None)
+        try:
+            wait_for(lambda: self.probe(role, path) == status or self.running[role].poll() is not None)
+        except AssertionError:
+            logs = "\n".join(f"{name}: {self.log(name)}" for name in self.running)
+            raise AssertionError(f"{role}{path} does not become {status}:\n{logs}") from None
         assert self.running[role].poll() is None, self.log(role)
 
 
