@@ -362,7 +362,7 @@ class Simulation:
         for started in outputs.started:
             stream = self.streams[started.request]
             if stream.started is not None:
-                assert (stream.started.cut, started.cut) == ("kept", "recomputed"), "a request started twice"
+                assert {stream.started.cut, started.cut} == {"kept", "recomputed"}, "a request started twice"
                 stream.started = started
                 continue
             stream.cached_tokens = started.cached_tokens
