@@ -39,7 +39,7 @@ ALL_KINDS: Final = (*QUICK_KINDS, "regex")
 EVERY_KIND: Final = (*QUICK_KINDS, "beams", "modules")
 """Modules are those of `MODULES`."""
 MODULES: Final = schema_source("crowd")
-"""A schema that somebody has to make before."""
+"""A schema that another client has to make before."""
 
 
 @dataclass(frozen=True)

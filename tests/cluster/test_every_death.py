@@ -1,7 +1,7 @@
 """Clients of all kinds while a process of every kind is killed, one after the other, the records' server included.
 
-When a router dies, its connections break: the clients ask again with the same idempotency key, and nobody is told
-anything else than in peace.
+When a router dies, its connections break: the clients ask again with the same idempotency key, and no client is
+told anything else than in peace.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def check(
             if seconds > expected.seconds[name] + DELAY_SECONDS_MAX
         ]
         assert not wrong, f"seed {seed}: {len(wrong)} are wrong:\n" + "\n".join(wrong)
-        assert retried, "nobody has noticed that a router died"
+        assert retried, "no client has noticed that a router died"
         sessions = sessions_of(cluster)
         assert len(sessions) == (1 + len(crowds)) * sum(script.is_session for script in played)
         assert {len(messages_of(cluster, session)) for session in sessions} == {1 + 2 * 3}, "a turn counts once"

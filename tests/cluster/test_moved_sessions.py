@@ -1,6 +1,6 @@
 """Sessions belong to the cluster: they go on whatever becomes of groups, disks, options and routers.
 
-Texts are compared with a server that nobody disturbs, in float32.
+Texts are compared with a server that no fault disturbs, in float32.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def test_sessions_stay_with_other_options(tmp_path: Path, plain: Cluster) -> Non
     with Cluster("--tp", "2", "--chunk-size", "32", *FLOAT32, *kept) as cluster:
         assert sessions_of(cluster) == set(conversations.ids)
         assert conversations.turn(cluster, 1) == expected[1]
-        cluster.kill()  # whoever had it open
+        cluster.kill()  # the processes that had it open
     with Cluster("--tp", "1", "--dtype", "bfloat16", *kept) as cluster:
         assert sessions_of(cluster) == set(conversations.ids)
         assert all(conversations.turn(cluster, 2))

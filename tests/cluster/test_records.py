@@ -77,7 +77,7 @@ def test_on_a_full_disk_nothing_that_was_answered_is_lost(tmp_path: Path) -> Non
         ]
         assert [(answer.status_code, code_of(answer)) for answer in changes] == [(503, "records_unavailable")] * 6
         plain = {"model": "trunkline-demo", "prompt": QUESTIONS[0], "max_tokens": 8}
-        assert send(cluster, "POST", "/v1/completions", plain).status_code == 200  # nobody else notices
+        assert send(cluster, "POST", "/v1/completions", plain).status_code == 200  # no other client notices
         assert sessions_of(cluster) == told
         os.kill(router, signal.SIGKILL)
         wait_for(lambda: View(cluster).pid("router") not in (0, router) and cluster.health() == 200, 60)

@@ -19,7 +19,7 @@ KINDS = ("greedy", "sampled", "several", "shared", "session", "session")
 
 
 def play(first: int, changes: tuple[int, ...], streams: int) -> None:
-    """Change the number of groups under load, and compare everything with a cluster that nobody disturbs."""
+    """Change the number of groups under load, and compare everything with a cluster that no change disturbs."""
     played = scripts(18, streams, 60, KINDS)
     with Cluster("--groups", str(first), *OPTIONS) as cluster:
         view, expected = View(cluster), Crowd(cluster.url)

@@ -47,7 +47,7 @@ class Traffic(threading.Thread):
         assert not self.is_alive()
 
     def check(self, expected: Crowd) -> None:
-        """Nobody was told anything else than in peace."""
+        """No client was told anything else than in peace."""
         for crowd in self.rounds:
             for key, answer in crowd.answers.items():
                 assert answer.error == "", (key, answer)

@@ -159,7 +159,7 @@ def test_what_has_not_been_used_for_long_expires_in_every_tier() -> None:
 
 
 def forgotten(session: Session) -> None:
-    """Nobody will continue the session any more."""
+    """No request will continue the session any more."""
     tokens = session.history
     session.simulation.forget(Request.of(0, Submit(0, pack_int32(tokens), len(tokens), 1, Sampling())))
     settle(session.simulation)

@@ -193,7 +193,7 @@ def test_every_process_is_told_of_its_tiers(tmp_path: Path) -> None:
             assert worker["disk_path"] == str(base / f"group-{group}" / f"rank-{rank}.slab")
             assert worker["disk_bytes"] == disk.rank_bytes > (1 << 30) // 4 * 0.9
             assert (worker["remote_url"], worker["tier_fingerprint"]) == (url, plan.tier_fingerprint)
-    # Controllers do not need the password, nobody but us can read the files, and people are not shown it.
+    # Controllers do not need the password, no other user can read the files, and people are not shown it.
     assert [name for name, config in told.items() if "secret" in str(config)] == [
         name for name in told if not name.startswith("controller")
     ]

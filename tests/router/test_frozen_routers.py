@@ -74,7 +74,7 @@ def fake(place: Path, tokenizer: Tokenizer) -> Iterator[FakeController]:
 def test_a_session_that_another_router_has_taken_is_not_overwritten(
     place: Path, fake: FakeController, kind: str
 ) -> None:
-    """The frozen router's client is told; if nobody has taken the session, the turn is stored."""
+    """The frozen router's client is told; if no other router has taken the session, the turn is stored."""
     options: dict[str, Any] = {"prelude": SHORT_LEASES, "resume_seconds": 30.0}
     with (
         shared_records(kind) as url,

@@ -2,8 +2,8 @@
 
 A tenant may have a *floor* and a *ceiling*, both parts of each tier of a group (device, host memory, disk). Each
 chunk belongs to at most one tenant with a share: the first one whose request made or used it. All other chunks
-belong to nobody, and stand as those of a tenant without floor and ceiling. When a tier needs room, its chunks go
-in this order; among chunks of the same standing, the eviction policy decides:
+belong to no tenant, and stand as those of a tenant without floor and ceiling. When a tier needs room, its chunks
+go in this order; among chunks of the same standing, the eviction policy decides:
 
       above its ceiling ──► ordinary ──► at or below its floor
 

@@ -244,7 +244,7 @@ def test_sessions_are_looked_into(
     assert sum(row["turns"] for row in known()) == 1
     assert len(get(admin, "sessions?limit=5")) == 5
     wait_until(lambda: bool(get(admin, "sessions")) and {session for session, _ in read} >= set(made))
-    assert not any(use for _, use in read), "sessions must not live on because somebody watches"
+    assert not any(use for _, use in read), "sessions must not live on because a dashboard watches"
     assert admin.delete(f"/v1/sessions/{made[0]}").status_code == 200
     wait_until(lambda: made[0] not in [row["id"] for row in get(admin, "sessions")])
     assert len(known()) == 11

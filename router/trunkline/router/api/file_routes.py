@@ -100,7 +100,7 @@ async def upload_file(request: Request) -> JsonResponse:
                 async for content in contents:
                     parts.append(await service.files.add_part(owner, file_id, content))
             stored = await service.files.create(owner, file_id, _info_of(form, parts))
-        except BaseException:  # the client left, too: nobody will ask for these parts
+        except BaseException:  # the client left, too: no request will ask for these parts
             await _drop(service, owner, parts)
             raise
     return JsonResponse(_object(stored))

@@ -3,9 +3,9 @@
     task record (owner "", so that one page finds all) ─► whose it is; whether it is to be cancelled
     record of the batch or response ─► what is to be done, what is done; its lease names the router that does it
 
-A router looks for tasks whose record nobody has leased, and does them (`tasks/runner.py`). If it dies, the lease
-ends, and another router goes on from what is stored. The task's record is made first and deleted last, so no batch
-is forgotten.
+A router looks for tasks whose record no router has leased, and does them (`tasks/runner.py`). If it dies, the
+lease ends, and another router goes on from what is stored. The task's record is made first and deleted last,
+so no batch is forgotten.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Requests that a task makes: the endpoint's own code runs them, as if the tenant had sent them.
 
-What differs from a request over HTTP: nobody waits for it, so it waits itself where a client would be told to try
-again later (a tenant's limit is reached, no controller is ready).
+What differs from a request over HTTP: no client waits for it, so it waits itself where a client would be told to
+try again later (a tenant's limit is reached, no controller is ready).
 """
 
 from __future__ import annotations

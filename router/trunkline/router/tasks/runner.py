@@ -104,7 +104,7 @@ class TaskRunner:
             run.lease.stopped.set()
 
     async def _look(self) -> None:
-        """Take tasks that nobody does, as many as this router may do at once."""
+        """Take tasks that no router does, as many as this router may do at once."""
         tasks = await self._tasks.all()
         open_ids = {task.id for task in tasks}
         now = asyncio.get_running_loop().time()
