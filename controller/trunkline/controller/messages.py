@@ -65,6 +65,20 @@ class PromptLayout(msgspec.Struct, array_like=True, frozen=True):
     """Whether a text that was computed at another distance from the texts above it may be used, too."""
 
 
+class Holder(msgspec.Struct, array_like=True, frozen=True):
+    """A peer, which is another group, and a run of a prompt's chunks that it has in host memory. It may have lost
+    them by the time that they are pulled."""
+
+    member: str
+    """Id of the group as a member of the cluster."""
+    endpoints: list[str]
+    """Where the group's ranks export KV, by rank (`State.exports`)."""
+    start: int
+    """Index in the prompt's path of the run's first chunk. Only whole chunks are counted."""
+    stop: int
+    """Index behind the run's last chunk."""
+
+
 class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
     """A router's request for tokens. Answered by `Started` or `Finished`, then by token outputs."""
 
@@ -113,6 +127,8 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
     holds until the tenant's next request says otherwise."""
     kv_ceiling: float = 1.0
     """Part of each tier of a group, from 0 to 1, above which the tenant's chunks are evicted first."""
+    holders: list[Holder] = []
+    """Peers that have chunks of the prompt which this group may lack; of runs that overlap, the first counts."""
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
@@ -146,6 +162,11 @@ class Prefetch(msgspec.Struct, array_like=True, frozen=True, tag="prefetch"):
     """Ranges of tokens that the request will not see, as in `Submit.drops`."""
     layout: PromptLayout | None = None
     """Layout of a prompt with modules, as in `Submit.layout`; `tokens` may be empty, to fetch the texts only."""
+    holders: list[Holder] = []
+    """Peers that have chunks of the prompt, as in `Submit.holders`."""
+    root: bytes = b""
+    """Key of the root below which `tokens` are to be found (`OfferedPath.root`); then `salt`, `drops` and `layout`
+    are not looked at. Empty: they say which root it is."""
 
 
 class Forget(msgspec.Struct, array_like=True, frozen=True, tag="forget"):
@@ -211,7 +232,35 @@ class DescribeTree(msgspec.Struct, array_like=True, frozen=True, tag="describe")
     """Number of each node's first tokens to describe; they are part of a client's prompt."""
 
 
-RouterRequest = Submit | Abort | Ping | FlushCache | Prefetch | Forget | ModulesCall | EventsCall | DescribeTree
+class OffersCall(msgspec.Struct, array_like=True, frozen=True, tag="offers"):
+    """Question for paths of the chunk tree that other groups should have, too. Answered by `Offers`."""
+
+    ticket: int
+    kind: str
+    """"live": what was used last comes first, for a group that leaves; "hot": what was used most comes first, for
+    a group that is new."""
+    page: int = 0
+    """Page of the list, from 0 on. The list is made for page 0, and forgotten after a minute."""
+
+
+class Handed(msgspec.Struct, array_like=True, frozen=True, tag="handed"):
+    """The router has handed over what it could of a group that drains: the group need not wait any longer. There
+    is no answer."""
+
+
+RouterRequest = (
+    Submit
+    | Abort
+    | Ping
+    | FlushCache
+    | Prefetch
+    | Forget
+    | ModulesCall
+    | EventsCall
+    | DescribeTree
+    | OffersCall
+    | Handed
+)
 
 
 class TopLogprobs(msgspec.Struct, array_like=True, frozen=True):
@@ -287,6 +336,8 @@ class WorkerReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
     """Why a tier that was asked for is not there; the group goes on without it."""
     has_remote: bool = False
     """Whether the rank was given a remote tier (which may be unreachable now and back later)."""
+    exports: str = ""
+    """Endpoint at which the rank exports the chunks in its host memory to peers; "": it exports none."""
 
 
 class LoadProgress(msgspec.Struct, array_like=True, frozen=True, tag="progress"):

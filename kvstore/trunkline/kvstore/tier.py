@@ -20,12 +20,14 @@ from trunkline.kvstore.chunks import ChunkName, SlotId
 
 
 class TierKind(IntEnum):
-    """The places where a chunk can be, fastest first."""
+    """The places where a chunk can be. The numbers are on the wire; up to `REMOTE` the faster one comes first."""
 
     DEVICE = 0
     HOST = 1
     DISK = 2
     REMOTE = 3
+    PEER = 4
+    """Host memory of another group, from which chunks can be pulled."""
 
 
 @dataclass(slots=True)

@@ -45,7 +45,7 @@ class Started(msgspec.Struct, array_like=True, frozen=True):
     cached_tokens: int
     """Prompt tokens whose KV was found, not computed."""
     tier_tokens: list[int] = []
-    """Number of cached prompt tokens by the tier in which they were found: device, host, disk, remote
+    """Number of cached prompt tokens by the tier in which they were found: device, host, disk, remote, peer
     (`trunkline.kvstore.tier.TierKind`)."""
     miss: str = ""
     """Why the other prompt tokens were not found: a `MissReason`; "": all were, but for the last one, which is
@@ -245,7 +245,7 @@ class State(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     prefill_us: float = 0.0
     """Measured time to compute one more prompt token; 0.0: not known."""
     load_us: list[float] = []
-    """Measured time to load a prompt token, by `TierKind`, from device (0.0) to remote; 0.0: not known."""
+    """Measured time to load a prompt token, by `TierKind`, from device (0.0) to peer; 0.0: not known."""
     queued_tokens: int = 0
     """Prompt tokens of all requests that have still to be computed."""
     requests: int = 0
@@ -255,6 +255,10 @@ class State(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     protocol: int = 1
     """The controller's `PROTOCOL`. The field has this place in all versions."""
     group: GroupIdentity = GroupIdentity()
+    exports: list[str] = []
+    """Where the group's ranks export the chunks in their host memory, by rank; empty: they export none."""
+    role: str = "both"
+    """What the group is for: "both", "prefill" (it computes long prompts for others) or "decode"."""
 
 
 class Flushed(msgspec.Struct, array_like=True, frozen=True, tag="flushed"):
@@ -382,4 +386,27 @@ class TreeDescription(msgspec.Struct, array_like=True, frozen=True, kw_only=True
     """uint8: how many tokens of `heads` each node has."""
 
 
-RouterMessage = EventsReply | Outputs | State | Flushed | Prefetched | ModulesReply | TreeDescription
+class OfferedPath(msgspec.Struct, array_like=True, frozen=True):
+    """A path of chunks below a root, as a group that is to have it finds it (`Prefetch.root`, `Prefetch.tokens`)."""
+
+    root: bytes
+    """Key of the root: the salt, the cut or the text (docs/protocol.md, index of the disk tier)."""
+    tokens: bytes
+    """Token ids of the path's chunks, int32; all chunks are whole."""
+    uses: int = 0
+    """How often the path's last chunk was used; for `hot` offers."""
+    age: float = 0.0
+    """Seconds since the path's last chunk was used."""
+
+
+class Offers(msgspec.Struct, array_like=True, frozen=True, tag="offers"):
+    """Answer to `OffersCall`: a page of paths, none of them the beginning of another one of the list."""
+
+    seq: int
+    ticket: int
+    paths: list[OfferedPath]
+    more: bool
+    """Whether another page follows."""
+
+
+RouterMessage = EventsReply | Outputs | State | Flushed | Prefetched | ModulesReply | TreeDescription | Offers

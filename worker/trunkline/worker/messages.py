@@ -189,6 +189,9 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     traces: bytes | None = None
     """One record of 40 bytes (`trunkline.runtime.spans.StepTrace`) for each part of a traced prompt that is
     computed; None: no such part."""
+    save_names: bytes = b""
+    """Names of the chunks of `saves`, then of `late_saves`, `NAME_BYTES` each: peers ask for chunks by name. Empty:
+    there are no peers."""
 
 
 class TierMove(msgspec.Struct, array_like=True, frozen=True):
@@ -197,7 +200,7 @@ class TierMove(msgspec.Struct, array_like=True, frozen=True):
     id: int
     """Number of the move, never used twice within an epoch."""
     tier: int
-    """The tier below the host pool, a `trunkline.kvstore.tier.TierKind`: `DISK` or `REMOTE`."""
+    """The tier below the host pool, a `trunkline.kvstore.tier.TierKind`: `DISK`, `REMOTE` or `PEER`."""
     is_write: bool
     """Whether the chunk goes from the host slot to the tier; else it comes from the tier."""
     host_slot: int
@@ -208,6 +211,8 @@ class TierMove(msgspec.Struct, array_like=True, frozen=True):
     """Generation of the disk slot."""
     name: bytes
     """Name of the chunk."""
+    peer: int = -1
+    """Number of the peer from which the chunk comes (`PeerAt.peer`), if `tier` is `PEER`."""
 
 
 class TierMoves(msgspec.Struct, array_like=True, frozen=True, tag="moves"):
@@ -236,7 +241,17 @@ class ForgetChunks(msgspec.Struct, array_like=True, frozen=True, tag="forget_chu
     """Names of the chunks, `NAME_BYTES` each."""
 
 
-TierOrder = TierMoves | Probe | ForgetChunks
+class PeerAt(msgspec.Struct, array_like=True, frozen=True, tag="peer"):
+    """Where a peer's ranks export chunks. Sent before the first move that names the peer, and again when the peer
+    has moved."""
+
+    peer: int
+    """Number of the peer, chosen by the controller and never used for another one within an epoch."""
+    endpoints: list[str]
+    """By rank of the peer; empty: the peer is gone."""
+
+
+TierOrder = TierMoves | Probe | ForgetChunks | PeerAt
 """Orders to a rank's lower tiers."""
 
 

@@ -42,7 +42,7 @@ from trunkline.kvstore.tier import TierKind
 TOKEN_BYTES: Final = 4
 PENDING: Final = 1 << 62
 """Value of `ready_step` for a chunk whose computation is not planned yet."""
-_DEVICE, _HOST, _DISK, _REMOTE = (1 << tier for tier in TierKind)
+_DEVICE, _HOST, _DISK, _REMOTE, _PEER = (1 << tier for tier in TierKind)
 
 
 class Node(TieredChunk):
