@@ -1,9 +1,11 @@
 """Digests of everything on which KV depends besides the tokens, so that KV of another model or shape is never
 found.
 
-There are two, one inside the other. The *model's* is part of every chunk's name (`trunkline.kvstore.chunks`): it
-says which model computed the KV. The *tier's* is part of every file and key that holds KV: it also says which
-shape the bytes have.
+There are three, the first one inside the others. The *model's* is part of every chunk's name
+(`trunkline.kvstore.chunks`): it says which model computed the KV. The *exchange's* also says which form the bytes
+of a whole chunk have: groups with an equal one may take KV from each other, also if their numbers of ranks differ
+(`trunkline.kvstore.shards`). The *tier's* is part of every file that a rank keeps: it also says among how many
+ranks a chunk is divided.
 
 The *tokenizer's* is the same for all models that have equal tokenizers. Routers compare theirs with that of each
 group: ids of another tokenizer would mean other texts.
@@ -24,11 +26,11 @@ bytes change."""
 
 
 class KvShape(NamedTuple):
-    """The shape of one rank's part of a chunk."""
+    """The shape of a chunk's KV, or of one rank's part of it."""
 
     layers: int
     kv_heads: int
-    """Number of KV heads of this rank."""
+    """Number of KV heads: the rank's, or the model's for the whole chunk."""
     chunk_size: int
     """Number of tokens of a chunk."""
     head_dim: int
@@ -58,6 +60,20 @@ def tier_fingerprint(model: bytes, dtype: str, tp: int, shape: KvShape, position
     """
     numbers = ",".join(map(str, (FORMAT, tp, *shape)))
     return _digest(b"trunkline-tier", model, dtype.encode(), numbers.encode(), positions.encode())
+
+
+def exchange_fingerprint(model: bytes, dtype: str, shape: KvShape, positions: str) -> bytes:
+    """Return the digest of all that must agree for groups to use each other's KV, 16 bytes: everything that the
+    bytes depend on except rank and number of ranks.
+
+    Args:
+        model: The result of `model_fingerprint`.
+        dtype: The type of the KV.
+        shape: The shape of a whole chunk, with all KV heads of the model.
+        positions: As in `tier_fingerprint`.
+    """
+    numbers = ",".join(map(str, (FORMAT, *shape)))
+    return _digest(b"trunkline-kv", model, dtype.encode(), numbers.encode(), positions.encode())
 
 
 def tokenizer_digest(folder: str | Path) -> str:
