@@ -50,9 +50,9 @@ def play(first: int, changes: tuple[int, ...], streams: int) -> None:
 
 
 def test_groups_come_and_go_under_load() -> None:
-    play(1, (2, 1), 12)
+    play(1, (2, 1, 2), 12)
 
 
 @pytest.mark.soak
-def test_from_three_to_four_to_two_groups_under_load() -> None:
-    play(3, (4, 2), 60)
+def test_from_three_to_four_to_two_to_three_groups_under_load() -> None:
+    play(3, (4, 2, 3), 60)

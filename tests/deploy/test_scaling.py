@@ -128,6 +128,35 @@ def test_a_group_that_dies_before_it_is_ready_is_started_again() -> None:
     assert told(fleet.reported("c1", "ready", 14.0)) == [(1, "the cluster has 2 groups now", True, True)]
 
 
+def test_a_new_group_that_is_drained_before_it_is_ready_ends_the_wait() -> None:
+    fleet = ready_fleet(1)
+    scale(fleet, 2)
+    actions = fleet.command(Command("drain", ["1"]), 2, 11.0)
+    assert (1, "group 1 was drained meanwhile", True, False) in told(actions)
+    assert told(end(fleet, 1, 12.0)) == [(2, "group 1 is down", True, True)]
+    assert shown(fleet) == {0: "ready", 1: "down"}, "a drained group stays, so that it can be started again"
+    assert starts(fleet.command(Command("undrain", ["1"]), 3, 13.0)) == ["w1.0", "w1.1", "c1"]
+    actions = fleet.reported("c1", "ready", 14.0)
+    assert published(actions) == [(0, 1)]
+    assert told(actions) == [(3, "group 1 is ready", True, True)]
+
+
+def test_the_last_groups_that_run_stay() -> None:
+    fleet = ready_fleet(3)
+    fleet.command(Command("drain", ["0"]), 2, 10.0)
+    with pytest.raises(CommandError, match="no group would be left: group 0 is down; `trunkline undrain 0`"):
+        scale(fleet, 1)
+    assert shown(fleet) == {0: "draining", 1: "ready", 2: "ready"}, "nothing has changed"
+    end(fleet, 0, 11.0)
+    for name in ("w1.0", "w1.1", "c1"):
+        fleet.exited(name, EXIT_IMPOSSIBLE if name == "w1.0" else -TERM, 12.0, "no GPU is left")
+    with pytest.raises(CommandError, match="no group would be left: group 0, group 1 are down"):
+        scale(fleet, 2)
+    assert sends(scale(fleet, 4)) == [], "more groups are not refused"
+    fleet.command(Command("undrain", ["0"]), 3, 13.0)
+    assert sends(scale(fleet, 1, 4, 14.0)) == [("c2", TERM), ("c3", TERM)], "group 0 starts"
+
+
 def test_what_is_refused_changes_nothing() -> None:
     fleet = ready_fleet(2)
     with pytest.raises(CommandError, match="no room for 6 groups"):

@@ -164,6 +164,19 @@ def test_routers_share_what_the_supervisor_listens_on(tmp_path: Path, monkeypatc
             assert controller["status_path"] == router["status_path"] == str(tmp_path / "status")
 
 
+def test_a_group_that_was_here_before_can_be_started_again(tmp_path: Path) -> None:
+    plan = plan_cluster(ServeSettings(port=0, groups=2, tp=1))
+    first = {spec.member: spec for spec in children(plan, tmp_path)}
+    growing = Growing(plan, tmp_path, DiskFolders(), Running(plan.port, plan.url, plan.title, 1))
+    told = configs(tmp_path)
+    again = growing.grow(2, [1])
+    assert [spec.member.name for spec in again] == ["worker-1.0", "controller-1"]
+    assert all(first[spec.member] == spec for spec in again), "routers reach it where they did"
+    assert configs(tmp_path) == told
+    further = [spec.member.name for spec in growing.grow(3, [2])]
+    assert further == ["worker-2.0", "controller-2"] == [spec.member.name for spec in growing.grow(3, [2])]
+
+
 def test_policies_are_those_of_the_router() -> None:
     assert tuple(POLICY_RULES) == POLICIES
 

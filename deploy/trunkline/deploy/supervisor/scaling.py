@@ -58,6 +58,7 @@ class Scaling:
         missing = [number for number in range(count) if number not in present]
         # A cluster whose groups are started elsewhere cannot lose any here, either.
         members = self._further(count, missing)
+        self._check_that_some_serve(count, missing)
         actions: list[Action] = []
         if self._ticket is not None:
             actions.append(Tell(self._ticket, f"changed again, to {_groups(count)}", done=True, ok=False))
@@ -87,10 +88,10 @@ class Scaling:
         if ready:
             self._published |= ready
             actions.append(self._publish())
-        failed = [group for group in new if group.mode is Mode.LOST]
+        failed = [group for group in new if group.outcome]  # given up, or drained before it was ready
         leaving = [group for group in self._groups if self.is_leaving(group)]
         for group in [*failed, *leaving]:
-            if group.has_ended:
+            if group.has_ended and (group.mode is Mode.LOST or group in leaving):
                 self._groups.remove(group)
         failed += [group for group in leaving if group.mode is Mode.LOST and not group.has_ended]
         if failed:
@@ -108,11 +109,29 @@ class Scaling:
         ticket, self._ticket = self._ticket, None
         return [] if ticket is None else [ticket]
 
+    def _check_that_some_serve(self, count: int, missing: Sequence[int]) -> None:
+        """Refuse to stop the last groups that run, while those that would stay are down."""
+        staying = [group for group in self._groups if group.number < count]
+        returning = [group for group in staying if group.number not in self._published]
+        if missing or returning or not all(_is_down(group) for group in staying):
+            return
+        if all(_is_down(group) for group in self._groups):
+            return
+        names = ", ".join(group.title for group in staying)
+        raise CommandError(
+            f"no group would be left: {names} {'is' if len(staying) == 1 else 'are'} down; "
+            f"`trunkline undrain {staying[0].number}` starts {staying[0].title}"
+        )
+
     def _end(self, text: str, *, ok: bool) -> list[Action]:
         return [Tell(ticket, text, done=True, ok=ok) for ticket in self.close()]
 
     def _publish(self) -> Publish:
         return Publish(tuple(sorted(self._published)))
+
+
+def _is_down(group: Group) -> bool:
+    return group.is_to_be_down or group.mode is Mode.LOST
 
 
 def _groups(count: int) -> str:

@@ -155,10 +155,15 @@ def children(plan: ClusterPlan, folder: Path, disk: DiskFolders | None = None) -
 
 
 def specs_of(plan: ClusterPlan, folder: Path, configs: Mapping[Member, Config]) -> list[ChildSpec]:
-    """Write configurations into the run folder, and return how to start their processes, workers first."""
+    """Write configurations into the run folder, and return how to start their processes, workers first.
+
+    Raises:
+        OSError: One of them cannot be written.
+    """
     specs = []
     for member, config in configs.items():
         path = folder / f"{member.name}.json"
+        path.unlink(missing_ok=True)  # of the same group when it was here before
         # Only this user may read it, wherever the folder is: there may be a password in it.
         with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:
             file.write(msgspec.json.encode(config))
@@ -221,8 +226,6 @@ class Growing(Membership):
         self._folder = folder
         self._disk = disk
         self._running = running
-        self._specs: dict[int, list[ChildSpec]] = {}
-        """How to start the processes of each further group that there ever was."""
 
     def grow(self, count: int, missing: Sequence[int]) -> list[ChildSpec]:
         """See `Membership.grow`."""
@@ -234,13 +237,10 @@ class Growing(Membership):
             get_logger("trunkline.deploy").warning("group_without_disk_tier", problem=problem)
         configs = configs_of(plan, self._folder, self._disk)
         try:
-            for number in missing:
-                if number not in self._specs:
-                    own = {member: config for member, config in configs.items() if member.group == number}
-                    self._specs[number] = specs_of(plan, self._folder, own)
+            own = {member: config for member, config in configs.items() if member.group in missing}
+            return specs_of(plan, self._folder, own)
         except OSError as error:
             raise CommandError(f"nothing can be written into {self._folder}: {error.strerror or error}") from error
-        return [spec for number in missing for spec in self._specs[number]]
 
     def publish(self, groups: Sequence[int]) -> None:
         """See `Membership.publish`."""
