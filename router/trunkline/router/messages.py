@@ -392,15 +392,15 @@ class OfferedPath(msgspec.Struct, array_like=True, frozen=True):
     root: bytes
     """Key of the root: the salt, the cut or the text (docs/protocol.md, index of the disk tier)."""
     tokens: bytes
-    """Token ids of the path's chunks, int32; all chunks are whole."""
+    """Token ids of the path's chunks, int32; all chunks are whole, but for the last one of a module's text."""
     uses: int = 0
-    """How often the path's last chunk was used; for `hot` offers."""
+    """Number of requests that used the path's last chunk and have left."""
     age: float = 0.0
     """Seconds since the path's last chunk was used."""
 
 
 class Offers(msgspec.Struct, array_like=True, frozen=True, tag="offers"):
-    """Answer to `OffersCall`: a page of paths, none of them the beginning of another one of the list."""
+    """Answer to `OffersCall`: a page of paths. A `hot` path may be the beginning of another one of the list."""
 
     seq: int
     ticket: int

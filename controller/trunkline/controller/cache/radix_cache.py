@@ -236,6 +236,7 @@ class RadixCache(RadixTree):
         self.tiers.used(path, now)
         self.tiers.keep(path, now + ttl if ttl else inf)
         for node in path:
+            node.uses += 1
             self._note_idle(node)  # idle chunks have just become younger
 
     def expire(self, now: float) -> None:

@@ -60,6 +60,7 @@ class Node(TieredChunk):
         "ready_step",
         "sorted_keys",
         "text_name",
+        "uses",
     )
 
     parent: Node | None
@@ -85,6 +86,8 @@ class Node(TieredChunk):
         self.text_name: ChunkName | None = None
         """Name under which routers know a chunk of a module's text (`trunkline.kvstore.chunks`); None for other
         chunks."""
+        self.uses = 0
+        """Number of requests that used the chunk and have left."""
         self.announced = 0
         """Tiers in which routers were last told that the chunk is, as a bit mask
         (`trunkline.controller.cache.kv_events`)."""

@@ -53,14 +53,18 @@ from trunkline.controller.messages import (
     EventsCall,
     FlushCache,
     Forget,
+    Handed,
     ModulesCall,
+    OffersCall,
     Ping,
     Prefetch,
     RouterRequest,
     Submit,
 )
 from trunkline.controller.sequences.sequence import Request
+from trunkline.controller.service.handover import HandoverWait
 from trunkline.controller.service.membership import GroupLostError
+from trunkline.controller.service.offers import LIVE, Offering
 from trunkline.controller.service.request_log import RequestLog
 from trunkline.controller.service.routers import NUMBER_MASK, ROUTER_SHIFT, Routers
 from trunkline.controller.service.status import Descriptions, EventPublisher, state_of
@@ -111,6 +115,14 @@ class _Deadlines:
 
 
 @dataclass(slots=True)
+class _Leaving:
+    """What other groups may have of this one's chunks."""
+
+    offering: Offering = field(default_factory=Offering)
+    wait: HandoverWait = field(default_factory=HandoverWait)
+
+
+@dataclass(slots=True)
 class _Pending:
     """The events and answers that this turn of the loop has collected."""
 
@@ -135,6 +147,7 @@ class ControllerService:
         self.routers = Routers(self.gate, config.router_endpoint, config.local_endpoint)
         self.events = EventPublisher(self.gate, config.events_endpoint)
         self.descriptions = Descriptions()
+        self._leaving = _Leaving()
         self.persistence = Persistence(
             config.index_path,
             bytes.fromhex(config.tier_fingerprint),
@@ -194,6 +207,8 @@ class ControllerService:
                     self._cancel(call)
                 # Routers send the waiting requests to other controllers, which can begin at once.
                 self._pending.events.append(EndWaiting(FinishReason.DRAINING, _STOPPING))
+                if self.engine.scheduler.kv.tree.node_count:
+                    self._leaving.wait.begin(len(self.routers.indices()), now)
             self._set_status(Status.DRAINING, _STOPPING)
         else:
             self._deadlines.drain = 0.0
@@ -202,11 +217,12 @@ class ControllerService:
         """Bring a drain one step further, if there is one; return whether it is over."""
         if self.status is not Status.DRAINING:
             return False
-        if self.engine is None or self.engine.is_settled:
+        is_handed = self._leaving.wait.is_over(time.monotonic())
+        if self.engine is None or (self.engine.is_settled and is_handed):
             return True
         if self.engine.is_away:
             self._deadlines.drain = 0.0  # no new workers are waited for: routers continue the requests elsewhere
-        if self.engine.is_idle and not self.engine.is_away:
+        if self.engine.is_idle and is_handed and not self.engine.is_away:
             # No client waits any more. Wait a moment for chunks that are not on disk yet.
             self._deadlines.settle = min(self._deadlines.settle, time.monotonic() + SETTLE_SECONDS_MAX)
             if time.monotonic() >= self._deadlines.settle:
@@ -221,9 +237,10 @@ class ControllerService:
     def _poll_ms(self) -> int:
         """Return for how many milliseconds the loop may sleep if nothing arrives."""
         now = time.monotonic()
-        if self.descriptions.is_busy:
+        if self.descriptions.is_busy or self._leaving.offering.is_busy:
             return 0
         until = min(self._deadlines.drain, self._deadlines.settle, self.events.next_deadline)
+        until = min(until, self._leaving.wait.deadline)
         until = min(until, now + self.group.patience_s, self._deadlines.engine)
         return int(max(0, min(POLL_MS_MAX, math.ceil((until - now) * 1000) if until < math.inf else POLL_MS_MAX)))
 
@@ -246,12 +263,15 @@ class ControllerService:
             self._handle(router, message, now)
         for router in self.routers.silent(now, self.config.router_silence_seconds_max):
             self.routers.forget(router)
+            self._leaving.wait.gone(router, now)
             self._abort_all(router)
         self._step(now)
         self._send_state()
         self.events.turn(self.engine, now)
         for router, description in self.descriptions.turn(self.engine, now):
             self.routers.send(router, description)
+        for router, offers in self._leaving.offering.turn(self.engine, now):
+            self.routers.send(router, offers)
 
     def _step(self, now: float) -> None:
         """Give the engine the events of this turn, and do what it asks for until it can plan no more steps."""
@@ -379,6 +399,12 @@ class ControllerService:
                 self.routers.send(router, self.events.log.answer(message, 0, now))
             case DescribeTree():
                 self.descriptions.ask(router, message)
+            case OffersCall():
+                self._leaving.offering.ask(router, message)
+                if message.kind == LIVE:
+                    self._leaving.wait.asked(router)
+            case Handed():
+                self._leaving.wait.handed(router)
 
     def _submit(self, router: int, message: Submit) -> None:
         refusal = self._refusal(message)
