@@ -20,8 +20,8 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from trunkline.controller.messages import Holder
 from trunkline.kvstore.chunks import blocks_for
 from trunkline.router.errors import RouterError
 from trunkline.router.routing.controllers import (
@@ -35,15 +35,15 @@ from trunkline.router.routing.controllers import (
 from trunkline.router.routing.index import TIERS, ChunkIndex, IntArray
 from trunkline.router.routing.names import KvIdentity, prompt_names
 from trunkline.router.routing.overlaps import Found, best_way, known_tails, missing, own_tail
+from trunkline.router.routing.peers import holders, keeps_cut, pullable, pulled_tokens, sleeping
 from trunkline.router.routing.policies import POLICIES, Policy, RoutingSettings, Turns, View
-from trunkline.router.routing.request import Decision, Origin, RouteRequest, Weighed
+from trunkline.router.routing.request import Decision, Origin, RouteRequest, Sleeping, Weighed
 from trunkline.router.routing.slots import Slots
 from trunkline.router.routing.tails import Tails
+from trunkline.router.routing.traits import Traits
 
 DECISIONS_MAX: Final = 1000
 __all__ = ["Decision", "NoControllerError", "RouteRequest", "RoutingCore", "RoutingSettings"]
-_UNKNOWN_CHUNK: Final = 64
-"""Number of tokens of a chunk that is assumed until a controller has reported its own."""
 
 
 class Logged(NamedTuple):
@@ -113,67 +113,6 @@ class NoControllerError(RouterError):
         """Seconds until a controller that has failed may be tried again; infinity: waiting alone does not help."""
 
 
-class _Traits:
-    """What controllers have told of themselves; arrays are by controller."""
-
-    def __init__(self, host_worth: float, disk_worth: float) -> None:
-        self.members: dict[KvIdentity, IntArray] = {}
-        """The controllers of each identity."""
-        self.chunk_size = np.zeros(0, np.int64)
-        self.worth = np.zeros((0, TIERS))
-        """Part of the work of computing a token that a cached token of each tier saves, 0 to 1; `[controllers,
-        4]`."""
-        self._identities: dict[int, KvIdentity] = {}
-        self._model_numbers: dict[str, int] = {}
-        self._models = np.zeros(0, np.int64)
-        """Number of the model that each controller serves; 0: not known."""
-        self._default_worth = (1.0, host_worth, disk_worth, 1.0)
-
-    def grow(self, controllers: int) -> None:
-        """Make room for so many controllers."""
-        self.chunk_size = resized(self.chunk_size, controllers)
-        self.worth = resized(self.worth, controllers)
-        self._models = resized(self._models, controllers)
-
-    def reset(self, controller: int) -> None:
-        """Forget what a controller has told."""
-        self.chunk_size[controller] = _UNKNOWN_CHUNK
-        self.worth[controller] = self._default_worth
-        self._models[controller] = 0
-        if self._identities.pop(controller, None) is not None:
-            self._group()
-
-    def identity(self, controller: int) -> KvIdentity | None:
-        return self._identities.get(controller)
-
-    def set_identity(self, controller: int, identity: KvIdentity) -> None:
-        if self._identities.get(controller) != identity:
-            self._identities[controller] = identity
-            self.chunk_size[controller] = identity.chunk_size
-            self._group()
-
-    def set_model(self, controller: int, model: str) -> None:
-        self._models[controller] = self._model_numbers.setdefault(model, len(self._model_numbers) + 1)
-
-    def serves(self, model: str) -> NDArray[np.bool_]:
-        """Return by controller whether it serves a model."""
-        served: NDArray[np.bool_] = self._models == self._model_numbers.get(model, -1)
-        return served
-
-    def set_costs(self, controller: int, prefill_us: float, load_us: Sequence[float]) -> None:
-        for tier in (1, 2):
-            load = load_us[tier] if tier < len(load_us) else 0.0
-            is_measured = prefill_us > 0 and load > 0
-            default = self._default_worth[tier]
-            self.worth[controller, tier] = 1.0 - min(1.0, load / prefill_us) if is_measured else default
-
-    def _group(self) -> None:
-        members: dict[KvIdentity, list[int]] = {}
-        for controller, identity in self._identities.items():
-            members.setdefault(identity, []).append(controller)
-        self.members = {identity: np.array(sorted(slots)) for identity, slots in members.items()}
-
-
 class RoutingCore:
     """Chooses controllers. Times are seconds of any clock that does not go back."""
 
@@ -212,7 +151,7 @@ class RoutingCore:
         """Controllers whose breakers are not closed."""
         self._sessions = SessionPlaces(self.settings.sessions_max)
         self._tails = Tails()
-        self._traits = _Traits(self.settings.host_worth, self.settings.disk_worth)
+        self._traits = Traits(self.settings.host_worth, self.settings.disk_worth, self.settings.peer_worth)
         names = list(controllers)
         self._grow(len(names))
         for name in names:
@@ -244,8 +183,9 @@ class RoutingCore:
         return slot
 
     def remove(self, slot: int, now: float) -> None:
-        """Remove a controller: it gets no more requests. Those that it has end as usual. Another controller gets
-        the slot when they have ended and the time is over in which this one may come back.
+        """Remove a controller: it gets no more requests. Those that it has end as usual, and it may still export
+        (`set_exports`). Another controller gets the slot when they have ended and the time is over in which this
+        one may come back.
 
         Raises:
             ValueError: there is no such controller.
@@ -293,6 +233,14 @@ class RoutingCore:
         """
         self._traits.set_costs(controller, prefill_us, load_us)
 
+    def set_exports(self, controller: int, endpoints: Sequence[str], *, leaves: bool = False) -> None:
+        """Set where a controller's ranks export KV to peers, by rank; []: they export none, and pull none.
+
+        Args:
+            leaves: whether the controller drains.
+        """
+        self._traits.set_exports(controller, endpoints, leaves=leaves)
+
     def set_available(self, controller: int, available: bool, now: float) -> None:
         """Set whether a controller can take requests. Only a change has an effect: a controller that comes back
         after failures gets a single request first. One that was removed stays unavailable."""
@@ -323,7 +271,7 @@ class RoutingCore:
         """
         self._forget_gone(now)
         candidates = self._candidates(request, now)
-        found, tiers, effective, tail = self._look_up(request, now)
+        found, tiers, effective, pulled, tail = self._look_up(request, now)
         prompt = max((each.names.prompt_tokens for each in found.values()), default=_prompt_tokens(request))
         new = prompt - effective
         loads, settings = self.loads, self.settings
@@ -358,6 +306,7 @@ class RoutingCore:
             )
             chosen, reason = self._policy.choose(view)
         identity = self._traits.identity(chosen)
+        given, asleep = self._from_peers(found[identity], identity, chosen) if identity is not None else ([], None)
         return Decision(
             chosen,
             reason or self._policy_name,
@@ -371,6 +320,9 @@ class RoutingCore:
             Weighed(candidates, tiers, costs, self._slots.names),
             self._slots.names[chosen],
             found[identity].tail if identity is not None else None,
+            int(pulled[chosen]),
+            given,
+            asleep,
         )
 
     def sent(self, ticket: int, decision: Decision, request: RouteRequest, now: float) -> None:
@@ -382,7 +334,8 @@ class RoutingCore:
         controller = decision.controller
         self.log.add(decision, request, now)
         breaker = self._breakers[controller]
-        self.loads.sent(ticket, SentRequest(controller, decision.new_tokens, decision.blocks, now, breaker))
+        computed = decision.new_tokens - decision.pulled_tokens
+        self.loads.sent(ticket, SentRequest(controller, computed, decision.blocks, now, breaker))
         self.index.expect(ticket, controller, decision.names, now)
         if decision.tail is not None:
             self._tails.expect(ticket, decision.tail, decision.name)
@@ -452,16 +405,18 @@ class RoutingCore:
 
     def _look_up(
         self, request: RouteRequest, now: float
-    ) -> tuple[dict[KvIdentity, Found], IntArray, FloatArray, int]:
+    ) -> tuple[dict[KvIdentity, Found], IntArray, FloatArray, IntArray, int]:
         """Look up what is cached of a request's prompt.
 
         Returns:
             The names of the prompt's chunks by identity; the cached tokens, `[controllers, 4]`; by controller the
-            number of computed tokens that they save; and `View.tail`.
+            number of computed tokens that they save, those that it can pull included; by controller the tokens
+            that it can pull; and `View.tail`.
         """
         count = len(self._available)
         tiers = np.zeros((count, TIERS), np.int64)
         effective = np.zeros(count)
+        pulled = np.zeros(count, np.int64)
         found: dict[KvIdentity, Found] = {}
         longest, tail = 0, -1
         serves = self._traits.serves(request.model) if request.model else None
@@ -470,8 +425,10 @@ class RoutingCore:
             if not len(members):
                 continue
             names = prompt_names(request, identity)
-            overlaps = [(chain, self.index.match(chain.names, now)) for chain in names.chains]
-            found[identity] = Found(names, overlaps, own_tail(request.tokens, names, identity.chunk_size))
+            matches = [self.index.look_up(chain.names, now) for chain in names.chains]
+            overlaps = [(chain, match.counts) for chain, match in zip(names.chains, matches, strict=True)]
+            tail_of = own_tail(request.tokens, names, identity.chunk_size)
+            found[identity] = Found(names, overlaps, tail_of, matches[-1])
             cached = best_way(overlaps)[members]
             whole = cached.sum(axis=1)
             for name, depth, tokens in known_tails(request.tokens, found[identity], whole, self._tails, now):
@@ -481,7 +438,25 @@ class RoutingCore:
                     longest, tail = depth + tokens, int(members[own[0]])
             tiers[members] = cached
             effective[members] = (cached * self._traits.worth[members]).sum(axis=1)
-        return found, tiers, effective, tail
+            peers = self._traits.peers(identity)
+            if len(peers):
+                chunks = pullable(self.index, matches[-1], members, peers)
+                given = pulled_tokens(found[identity], chunks, members, cached)
+                pulled[members] = np.where(self._traits.pull_worth[members] > 0, given, 0)
+                effective[members] += given * self._traits.pull_worth[members]
+        return found, tiers, effective, pulled, tail
+
+    def _from_peers(self, found: Found, identity: KvIdentity, chosen: int) -> tuple[list[Holder], Sleeping | None]:
+        """Return which peers have chunks that a controller lacks, in host memory and then on disk."""
+        traits, peers = self._traits, self._traits.peers(identity)
+        if not traits.exports(chosen) or not len(peers) or keeps_cut(found, np.array([chosen])).any():
+            return [], None
+        runs, at = holders(self.index, found.last, chosen, peers, traits.leaves, self.loads.inflight)
+        given = [Holder(self.names[run.controller], traits.exports(run.controller), *run[1:]) for run in runs]
+        disk = sleeping(self.index, found.last, at, peers)
+        names, size = found.names.chains[-1].names, identity.chunk_size
+        asleep = None if disk is None else Sleeping(disk.controller, names[at], (disk.stop - disk.start) * size)
+        return given, asleep
 
 
 def _prompt_tokens(request: RouteRequest) -> int:

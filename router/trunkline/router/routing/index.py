@@ -47,6 +47,7 @@ to wipe."""
 _NAME_OVERHEAD_BYTES: Final = 64 + 56
 """Memory that a name takes: the object, and its place in a dictionary that is half full."""
 _EVICTED_AT_ONCE: Final = 64
+_ROWS_MAX: Final = 64
 
 _HAS: Final = np.array([(0xF if x & 0xF else 0) | (0xF0 if x & 0xF0 else 0) for x in range(256)], np.uint8)
 """For each byte, which has the bits of two columns: all bits of each column in which any bit is set."""
@@ -59,6 +60,16 @@ _COUNTED_AT_ONCE: Final = 255
 class _Ticket(NamedTuple):
     column: int
     names: list[bytes]
+
+
+class Match(NamedTuple):
+    """What controllers have of a chain of chunks."""
+
+    counts: IntArray
+    """`[controllers, 4]`: chunks without a gap from the chain's beginning, by the fastest tier in which they are:
+    device, host memory, disk, and chunks that are only expected."""
+    masks: NDArray[np.uint8]
+    """`[chunks, bytes]`: the bits of the chain's first chunks, up to the first one that no controller has."""
 
 
 class ChunkIndex:
@@ -87,6 +98,8 @@ class ChunkIndex:
         """By number of a column that is being wiped: how many shards have still to be wiped."""
         self._wiping = 0
         """The next shard to wipe."""
+        self._rows: dict[bytes, NDArray[np.uint8]] = {}
+        """The bits of groups of controllers, as `held_by_any` asks for them, until a column changes."""
         self._tickets: dict[int, _Ticket] = {}
         """Names that each ticket expects."""
         self._shared: list[dict[bytes, int]] = [{} for _ in range(1 + controllers)]
@@ -118,10 +131,12 @@ class ChunkIndex:
     def grow(self, controllers: int) -> None:
         """Make room for so many controllers; the index does not know the new ones yet."""
         self._columns = resized(self._columns, controllers)
+        self._rows.clear()
 
     def add(self, controller: int) -> None:
         """Know a controller from now on, without any chunks."""
         self._columns[controller] = self._take_column()
+        self._rows.clear()
 
     def remove(self, controller: int) -> None:
         """Forget a controller with all its chunks and expectations. What is said of it from now on is ignored."""
@@ -176,6 +191,7 @@ class ChunkIndex:
             raise ValueError(f"no snapshot of controller {controller} has begun")
         old, new = int(self._columns[controller]), self._shadows.pop(controller)
         self._columns[controller] = new
+        self._rows.clear()
         self._shared[old], self._shared[new] = {}, self._shared[old]
         bit = _EXPECTED_BIT << TIERS * new
         for ticket, entry in self._tickets.items():
@@ -196,6 +212,7 @@ class ChunkIndex:
         self._drop_shadow(controller)
         old = int(self._columns[controller])
         self._columns[controller] = new
+        self._rows.clear()
         self._shared[old] = {}
         self._tickets = {ticket: entry for ticket, entry in self._tickets.items() if entry.column != old}
         self._dirty[old] = SHARDS
@@ -276,19 +293,18 @@ class ChunkIndex:
     # Looking up
 
     def match(self, names: Sequence[bytes], now: float) -> IntArray:
-        """Return how many chunks of a chain each controller has, without a gap from its beginning.
+        """Return how many first chunks of a chain each controller has (`Match.counts`)."""
+        return self.look_up(names, now).counts
 
-        Returns:
-            `[controllers, 4]`: chunks by the fastest tier in which they are: device, host memory, disk, and chunks
-            that are only expected.
-        """
+    def look_up(self, names: Sequence[bytes], now: float) -> Match:
+        """Return what controllers have of a chain. Other methods take the answer until the index changes."""
         self._expire(now)
         self._wipe()
         shards = self._shards
         found = [shards[name[0]].get(name) for name in names]
         known = found[: found.index(None)] if None in found else found
         if not known:
-            return np.zeros((len(self._columns), TIERS), np.int64)
+            return Match(np.zeros((len(self._columns), TIERS), np.int64), np.zeros((0, self._row_bytes), np.uint8))
         packed = b"".join([mask.to_bytes(self._row_bytes, "little") for mask in known if mask is not None])
         masks = np.frombuffer(packed, np.uint8).reshape(len(known), -1)
         for at in ((masks[:, 0] & _USED) == 0).nonzero()[0].tolist():
@@ -299,8 +315,29 @@ class ChunkIndex:
         for start in range(0, len(bits), _COUNTED_AT_ONCE):
             counts += np.add.reduce(bits[start : start + _COUNTED_AT_ONCE], axis=0, dtype=np.uint8)
         counts[:TIERS] = 0  # column 0 stands for controllers that the index does not know
-        overlap: IntArray = counts.reshape(-1, TIERS)[self._columns]
-        return overlap
+        return Match(counts.reshape(-1, TIERS)[self._columns], masks)
+
+    def held_by_any(self, match: Match, controllers: IntArray, tier: int) -> NDArray[np.bool_]:
+        """Return which of the chunks of a match any of some controllers has in a tier, `[chunks]`."""
+        key = bytes((tier,)) + controllers.tobytes()
+        row = self._rows.get(key)
+        if row is None:
+            row = np.zeros(self._row_bytes, np.uint8)
+            columns = self._columns[controllers]
+            columns = columns[columns > 0]
+            np.bitwise_or.at(row, columns >> 1, (1 << tier) << TIERS * (columns & 1))
+            if len(self._rows) >= _ROWS_MAX:
+                self._rows.clear()
+            self._rows[key] = row
+        held: NDArray[np.bool_] = np.any(match.masks & row, axis=1)
+        return held
+
+    def held_by(self, match: Match, controllers: IntArray, chunks: slice) -> NDArray[np.uint8]:
+        """Return in which tiers some controllers have some chunks of a match: `[chunks, controllers]`, each a sum
+        of `1 << tier`."""
+        columns = self._columns[controllers]
+        bits = match.masks[chunks, columns >> 1] >> (TIERS * (columns & 1)).astype(np.uint8)
+        return np.where(columns > 0, bits & 0xF, 0).astype(np.uint8)
 
     # Inside
 
@@ -382,6 +419,7 @@ class ChunkIndex:
 
     def _set_width(self) -> None:
         self._row_bytes = _row_bytes(len(self._shared))
+        self._rows.clear()
         self._names.set_width(self._row_bytes)
 
     def _make_room(self) -> None:

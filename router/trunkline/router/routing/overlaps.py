@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from trunkline.router.routing.index import TIERS, IntArray
+from trunkline.router.routing.index import TIERS, IntArray, Match
 from trunkline.router.routing.names import Chain, Names
 from trunkline.router.routing.tails import Tail, Tails
 
@@ -24,6 +24,8 @@ class Found(NamedTuple):
     """Each chain, with how many of its chunks each controller has in each tier, `[controllers, 4]`."""
     tail: Tail | None
     """The prompt's open tail; None if the prompt is not plain."""
+    last: Match
+    """What controllers have of the last chain."""
 
 
 def own_tail(prompt: bytes, names: Names, chunk_size: int) -> Tail | None:

@@ -59,6 +59,9 @@ class RoutingSettings(msgspec.Struct, frozen=True):
     disk_worth: float = 0.5
     """Work that a cached token on disk saves, as a part (0 to 1) of the work that a token on the device saves.
     Used until loading and computing have been measured."""
+    peer_worth: float = 0.5
+    """Work that a token pulled from another group saves, as a part (0 to 1) of the work of computing it. Used
+    until pulling and computing have been measured."""
     sessions_max: int = 100_000
     """Largest number of sessions whose controllers are remembered."""
     index_bytes_max: int = 256 << 20
@@ -78,7 +81,7 @@ class RoutingSettings(msgspec.Struct, frozen=True):
         for name in ("stay_ratio", "near_ratio"):
             if not getattr(self, name) >= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("host_worth", "disk_worth"):
+        for name in ("host_worth", "disk_worth", "peer_worth"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be from 0 to 1")
 
@@ -91,8 +94,8 @@ class View(msgspec.Struct, frozen=True):
     prompt_tokens: int
     chunk_size: IntArray
     new_tokens: FloatArray
-    """Prompt tokens that each controller would have to compute; cached tokens that it has to load count in
-    part."""
+    """Prompt tokens that each controller would have to compute; cached tokens that it has to load, and those that
+    it can pull from peers, count in part."""
     matched_tokens: IntArray
     """Prompt tokens that each controller has cached, in any tier."""
     inflight: FloatArray

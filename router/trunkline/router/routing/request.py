@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkline.controller.messages import PromptLayout
+from trunkline.controller.messages import Holder, PromptLayout
 from trunkline.router.routing.tails import Tail
 
 
@@ -68,6 +69,15 @@ class Weighed:
     """The controllers' names; "": there is no such controller. Arrays may have further rows that mean nothing."""
 
 
+class Sleeping(NamedTuple):
+    """Chunks of a prompt that a peer has on disk, from where it exports none."""
+
+    controller: int
+    first: bytes
+    """Name of the first of them."""
+    tokens: int
+
+
 class Decision(msgspec.Struct, frozen=True):
     """The controller to which a request goes, and why."""
 
@@ -78,7 +88,7 @@ class Decision(msgspec.Struct, frozen=True):
     "home": it is the home of the request's schema; "only": no other controller can take the request; "pinned"; or
     the name of a policy other than "prefix"."""
     new_tokens: int
-    """Prompt tokens that the controller will have to compute, as far as is known."""
+    """Prompt tokens that the controller will have to compute or pull, as far as is known."""
     cached_tokens: int
     """Prompt tokens that the controller has cached in some tier."""
     tier_tokens: list[int]
@@ -98,3 +108,9 @@ class Decision(msgspec.Struct, frozen=True):
     """The controller's name."""
     tail: Tail | None = None
     """The prompt's open tail; None for prompts with modules or dropped ranges."""
+    pulled_tokens: int = 0
+    """Those of `new_tokens` that the controller can pull from peers."""
+    holders: list[Holder] = []
+    """Peers that have chunks which the controller lacks (`Submit.holders`)."""
+    sleeping: Sleeping | None = None
+    """A peer that has more of the prompt, on disk only."""

@@ -1,0 +1,134 @@
+"""What controllers have told of themselves: the names of their chunks, their model, how long they take to load and
+to compute, and where they export KV to peers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trunkline.kvstore.tier import TierKind
+from trunkline.router.routing.controllers import resized
+from trunkline.router.routing.index import TIERS, IntArray
+from trunkline.router.routing.names import KvIdentity
+
+_UNKNOWN_CHUNK: Final = 64
+"""Number of tokens of a chunk that is assumed until a controller has reported its own."""
+_NOBODY: Final = np.zeros(0, np.int64)
+
+
+class Traits:
+    """What controllers have told of themselves; arrays are by controller."""
+
+    def __init__(self, host_worth: float, disk_worth: float, peer_worth: float) -> None:
+        """The arguments are parts of the work of computing a token that a cached token saves, until measured."""
+        self.members: dict[KvIdentity, IntArray] = {}
+        """The controllers of each identity."""
+        self.chunk_size = np.zeros(0, np.int64)
+        self.worth = np.zeros((0, TIERS))
+        """Part of the work of computing a token that a cached token of each tier saves, 0 to 1; `[controllers,
+        4]`."""
+        self.pull_worth = np.zeros(0)
+        """The same for a token that the controller pulls from a peer; 0: it pulls none."""
+        self.leaves = np.zeros(0, bool)
+        """Whether the controller drains, so that what only it has will be lost."""
+        self._peers: dict[KvIdentity, IntArray] = {}
+        """The controllers of each identity that export chunks and pull them."""
+        self._exports: dict[int, list[str]] = {}
+        self._identities: dict[int, KvIdentity] = {}
+        self._model_numbers: dict[str, int] = {}
+        self._models = np.zeros(0, np.int64)
+        """Number of the model that each controller serves; 0: not known."""
+        self._default_worth = (1.0, host_worth, disk_worth, 1.0)
+        self._measured_pull_worth = np.zeros(0)
+        self._default_pull_worth = peer_worth
+
+    def grow(self, controllers: int) -> None:
+        """Make room for so many controllers."""
+        self.chunk_size = resized(self.chunk_size, controllers)
+        self.worth = resized(self.worth, controllers)
+        self.pull_worth = resized(self.pull_worth, controllers)
+        self.leaves = resized(self.leaves, controllers)
+        self._models = resized(self._models, controllers)
+        self._measured_pull_worth = resized(self._measured_pull_worth, controllers)
+
+    def reset(self, controller: int) -> None:
+        """Forget what a controller has told."""
+        self.chunk_size[controller] = _UNKNOWN_CHUNK
+        self.worth[controller] = self._default_worth
+        self._measured_pull_worth[controller] = self._default_pull_worth
+        self._models[controller] = 0
+        self.set_exports(controller, [])
+        if self._identities.pop(controller, None) is not None:
+            self._group()
+
+    def identity(self, controller: int) -> KvIdentity | None:
+        """Return how a controller names its chunks; None: not known."""
+        return self._identities.get(controller)
+
+    def set_identity(self, controller: int, identity: KvIdentity) -> None:
+        """Set how a controller names its chunks."""
+        if self._identities.get(controller) != identity:
+            self._identities[controller] = identity
+            self.chunk_size[controller] = identity.chunk_size
+            self._group()
+
+    def set_model(self, controller: int, model: str) -> None:
+        """Set which model a controller serves, by its main name."""
+        self._models[controller] = self._model_numbers.setdefault(model, len(self._model_numbers) + 1)
+
+    def serves(self, model: str) -> NDArray[np.bool_]:
+        """Return by controller whether it serves a model."""
+        served: NDArray[np.bool_] = self._models == self._model_numbers.get(model, -1)
+        return served
+
+    def set_costs(self, controller: int, prefill_us: float, load_us: Sequence[float]) -> None:
+        """Set the times per prompt token that a controller has measured (`RoutingCore.set_costs`)."""
+
+        def worth(tier: int, default: float) -> float:
+            load = load_us[tier] if tier < len(load_us) else 0.0
+            return 1.0 - min(1.0, load / prefill_us) if prefill_us > 0 and load > 0 else default
+
+        for tier in (TierKind.HOST, TierKind.DISK):
+            self.worth[controller, tier] = worth(tier, self._default_worth[tier])
+        self._measured_pull_worth[controller] = worth(TierKind.PEER, self._default_pull_worth)
+        self._set_pull_worth(controller)
+
+    # Peers
+
+    def peers(self, identity: KvIdentity) -> IntArray:
+        """Return the controllers with an identity that exchange chunks with each other, ascending."""
+        return self._peers.get(identity, _NOBODY)
+
+    def exports(self, controller: int) -> list[str]:
+        """Return where a controller's ranks export KV, by rank; []: they export none."""
+        return self._exports.get(controller, [])
+
+    def set_exports(self, controller: int, endpoints: Sequence[str], *, leaves: bool = False) -> None:
+        """Set where a controller's ranks export KV, and whether it drains."""
+        self.leaves[controller] = leaves
+        if self.exports(controller) == list(endpoints):
+            return
+        if endpoints:
+            self._exports[controller] = list(endpoints)
+        else:
+            del self._exports[controller]
+        self._set_pull_worth(controller)
+        self._group()
+
+    def _set_pull_worth(self, controller: int) -> None:
+        pulls = controller in self._exports
+        self.pull_worth[controller] = self._measured_pull_worth[controller] if pulls else 0.0
+
+    def _group(self) -> None:
+        members: dict[KvIdentity, list[int]] = {}
+        for controller, identity in self._identities.items():
+            members.setdefault(identity, []).append(controller)
+        self.members = {identity: np.array(sorted(slots)) for identity, slots in members.items()}
+        self._peers = {
+            identity: np.array(peers)
+            for identity, slots in members.items()
+            if len(peers := sorted(self._exports.keys() & slots)) > 1
+        }
