@@ -6,8 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from deploy.commands import Serve, invoke
 
+from trunkline.deploy.cli import app as cli
 from trunkline.deploy.config import machine
+from trunkline.deploy.config.settings import ServeSettings
 
 ShowGpus = Callable[[int], None]
 
@@ -35,3 +38,18 @@ def show_gpus(monkeypatch: pytest.MonkeyPatch) -> ShowGpus:
 def no_gpus(show_gpus: ShowGpus) -> None:
     """Show no GPUs, unless a test shows some."""
     show_gpus(0)
+
+
+@pytest.fixture
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """Return a function that gives the settings with which a cluster would run."""
+
+    def settings(text: str, *words: str, **environment: str) -> ServeSettings:
+        seen: list[ServeSettings] = []
+        monkeypatch.setattr(cli, "run_cluster", seen.append)
+        (tmp_path / "serve.yaml").write_text(text)
+        done = invoke(["serve", *words, "--config", str(tmp_path / "serve.yaml")], environment)
+        assert done.exit_code == 0, done.stderr
+        return seen[0]
+
+    return settings

@@ -7,38 +7,16 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import pytest
-from typer.testing import CliRunner, Result
+from deploy.commands import Serve, invoke
 
-from trunkline.deploy.cli import app as cli
 from trunkline.deploy.config.options import SERVE_OPTIONS
 from trunkline.deploy.config.settings import ServeSettings
 
 UNIT: Final = Path(__file__).resolve().parents[2] / "deploy" / "systemd" / "trunkline.service"
-Serve = Callable[..., ServeSettings]
-
-
-def invoke(words: list[str], environment: dict[str, str]) -> Result:
-    return CliRunner().invoke(cli.app, words, env={"COLUMNS": "160", "NO_COLOR": "1", **environment})
-
-
-@pytest.fixture
-def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
-    """Return a function that gives the settings with which a cluster would run."""
-
-    def settings(text: str, *words: str, **environment: str) -> ServeSettings:
-        seen: list[ServeSettings] = []
-        monkeypatch.setattr(cli, "run_cluster", seen.append)
-        (tmp_path / "serve.yaml").write_text(text)
-        done = invoke(["serve", *words, "--config", str(tmp_path / "serve.yaml")], environment)
-        assert done.exit_code == 0, done.stderr
-        return seen[0]
-
-    return settings
 
 
 def test_the_command_line_goes_before_the_file_and_the_file_before_the_environment(serve: Serve) -> None:

@@ -112,12 +112,13 @@ def test_tenants_are_a_bounded_number_of_series() -> None:
 
 def test_live_numbers_are_asked_for_at_each_scrape() -> None:
     running = [3]
-    metrics = Metrics(list, LiveGauges(running=lambda: running[0]), version="1.2", model="demo")
+    metrics = Metrics(list, LiveGauges(running=lambda: running[0]), version="1.2", models=["demo", "other"])
     assert values_of(metrics.scrape())["trunkline_generations_running", ()] == 3.0
     running[0] = 4
     values = values_of(metrics.scrape())
     assert values["trunkline_generations_running", ()] == 4.0
-    assert any(name == "trunkline_build_info" and ("model", "demo") in labels for name, labels in values)
+    for model in ("demo", "other"):
+        assert any(name == "trunkline_build_info" and ("model", model) in labels for name, labels in values)
     assert values["process_resident_memory_bytes", ()] > 1 << 20
 
 

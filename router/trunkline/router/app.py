@@ -136,7 +136,6 @@ def create_app(service: RouterService) -> FastAPI:
         RequestMiddleware,
         metrics=metrics,
         paths=_PATHS | ui.PATHS,
-        model=config.model_name,
         on_over=service.large_requests.release,
     )
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]

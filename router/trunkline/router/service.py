@@ -111,7 +111,7 @@ class RouterService:
             lambda: self.links,
             LiveGauges(lambda: len(self.schemas), lambda: self.live_count, lambda: self.dispatcher.waiting_count),
             version=self.version,
-            model=config.model_name,
+            models=[model.name for model in self.models],
         )
         store = open_records(config.records, bytes_max=config.records_bytes_max, patience_s=RECORDS_PATIENCE_S)
         self.metrics.records.bytes_max = config.records_bytes_max
@@ -301,6 +301,8 @@ class RouterService:
         """
         self.check_admission()
         meter, record = current_meter(), current_record()
+        if record is not None:
+            record.model = self.model_name
         meter.charge_prompt(job.seen_tokens)
         route = self._route_of(job)
         stream = self.dispatcher.submit(job, route)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING
@@ -15,13 +16,15 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
+from trunkline.deploy.config.option_values import nearest
 from trunkline.deploy.config.options import FIELD_DEFAULTS, FIELD_TYPES, OPERATION, CliOption
 from trunkline.deploy.errors import DeployError
 from trunkline.deploy.launch.document import load
-from trunkline.deploy.launch.fileformat import nearest
 from trunkline.deploy.launch.unit_options import plain
 
 _MODEL: Final = "Give the model as the first argument, as in `trunkline serve MODEL`."
+_MODELS: Final = "more-models"
+"""The option for which a file has a mapping: `models`."""
 _ON_BY_DEFAULT: Final = "Prefixes are always cached, unless --no-prefix-cache is given."
 HINTS: Final = {
     "--max-model-len": "Did you mean --max-context?",
@@ -90,8 +93,13 @@ def file_values(options: Sequence[CliOption], path: Path) -> dict[str, Any]:
     known = {plain(option.parameter): option for option in options}
     found = {}
     for key, value in document.value.items():
+        if key == "models" and isinstance(value, dict) and _MODELS in known:
+            found[known[_MODELS].parameter] = json.dumps(value, default=str)
+            continue
         option = known.get(plain(key))
         if option is None:
+            if key == "models" and _MODELS in known:
+                raise document.error((key,), "is a mapping of names to models, such as `small: ./small`")
             raise document.error((key,), f"is unknown; {nearest(plain(key), list(known))}")
         if isinstance(value, dict | list):
             raise document.error((key,), "takes one value")

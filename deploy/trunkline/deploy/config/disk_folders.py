@@ -32,7 +32,7 @@ import os
 import re
 import shutil
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -107,6 +107,8 @@ class DiskFolders:
     """Warnings that are shown to the user, as sentences."""
     locks: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """The locks of the folders."""
+    others: list[DiskFolders] = field(default_factory=list)
+    """The folders of further models."""
 
     def folder_of(self, group: int) -> Path | None:
         """Return the folder of a group; None: the group has no disk tier."""
@@ -150,16 +152,28 @@ def plan_disk(
 
 
 @contextlib.contextmanager
-def disk_folders(plan: DiskPlan | None) -> Iterator[DiskFolders]:
+def disk_folders(plan: DiskPlan | None, others: Sequence[DiskPlan | None] = ()) -> Iterator[DiskFolders]:
     """Make, bound and lock the folders; unlock them at the end, without deleting them.
+
+    Args:
+        others: The disk tiers of further models. All are locked before the first is bounded, so that none of them
+            deletes what another one has kept.
 
     Raises:
         UserError: The disk tier was asked for and is not possible.
     """
-    found = DiskFolders()
-    with found.locks:
-        if plan is not None:
-            _take(plan, found)
+    found = DiskFolders(others=[DiskFolders() for _ in others])
+    pairs = [
+        (each, folders)
+        for each, folders in zip((plan, *others), (found, *found.others), strict=True)
+        if each is not None
+    ]
+    with contextlib.ExitStack() as locks:
+        for folders in (found, *found.others):
+            locks.enter_context(folders.locks)
+        for step in (_lock, _bound):
+            for each, folders in pairs:
+                _try(step, each, folders)
         yield found
 
 
@@ -199,13 +213,19 @@ def add_groups(plan: DiskPlan, found: DiskFolders, groups: int) -> str:
     return ""
 
 
-def _take(plan: DiskPlan, found: DiskFolders) -> None:
+def _lock(plan: DiskPlan, found: DiskFolders) -> None:
+    _make_private(plan.base)
+    _make_private(plan.base / plan.fingerprint)
+    (plan.base / plan.fingerprint / _MARK).write_text(_MARK_TEXT)
+    found.groups = _take_groups(plan, found.locks)
+
+
+def _try(step: Callable[[DiskPlan, DiskFolders], None], plan: DiskPlan, found: DiskFolders) -> None:
+    """Take a step towards a disk tier, unless an earlier one has failed."""
+    if found.warnings and not found.groups:
+        return
     try:
-        _make_private(plan.base)
-        _make_private(plan.base / plan.fingerprint)
-        (plan.base / plan.fingerprint / _MARK).write_text(_MARK_TEXT)
-        found.groups = _take_groups(plan, found.locks)
-        _bound(plan, found)
+        step(plan, found)
     except OSError as error:
         reason = f"{plan.base} cannot be used for KV: {error.strerror or error}"
         if plan.option is not None:

@@ -6,6 +6,8 @@ which every user of a machine can read.
 
 from __future__ import annotations
 
+import difflib
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from typing import Final
 from trunkline.deploy.errors import UserError
 from trunkline.kvstore.records import problem_of_records
 from trunkline.kvstore.remote_stores import RemoteUrlError, find_store
-from trunkline.router.config import NO_LIMITS, TenantLimits
+from trunkline.router.config import NO_LIMITS, TenantLimits, problem_of_model_name
 from trunkline.router.tenancy.auth import hash_key, is_loopback
 from trunkline.router.tenancy.tenant_file import read_rules
 
@@ -115,6 +117,68 @@ def parse_disk_tier(text: str) -> DiskOption:
     if size.strip() == "0":
         raise UserError(f"--disk-tier is {text!r}; to have no disk tier, write 0 alone")
     return DiskOption(parse_bytes(size, "--disk-tier"), Path(path).expanduser().absolute())
+
+
+@dataclass(frozen=True)
+class FurtherModel:
+    """A model besides the first one, and the options that it has of its own."""
+
+    name: str
+    """By which requests ask for it."""
+    model: str
+    """MODEL, as the first one is given."""
+    options: tuple[tuple[str, str | int | float | bool], ...] = ()
+    """Names and values of options, as they were written."""
+
+
+def parse_models(text: str) -> tuple[FurtherModel, ...]:
+    """Return the models in a text of the form `NAME=MODEL,…`, or `{"NAME": "MODEL", …}`, where a mapping may stand
+    for MODEL: `{"model": MODEL, OPTION: VALUE, …}`.
+
+    Raises:
+        UserError: The text has neither form, or gives a name twice.
+    """
+    found = _models_in_json(text) if text.lstrip().startswith("{") else _models_in_text(text)
+    for index, model in enumerate(found):
+        if problem := problem_of_model_name(model.name):
+            raise UserError(f"--more-models: {problem}")
+        if any(model.name == other.name for other in found[:index]):
+            raise UserError(f"--more-models names {model.name!r} twice")
+    return found
+
+
+def _models_in_text(text: str) -> tuple[FurtherModel, ...]:
+    found = []
+    for part in parse_names(text):
+        name, _, model = part.partition("=")
+        if not name or not model:
+            raise UserError(f"--more-models has {part!r}; write NAME=MODEL, with commas between several")
+        found.append(FurtherModel(name, model))
+    return tuple(found)
+
+
+def _models_in_json(text: str) -> tuple[FurtherModel, ...]:
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--more-models begins like JSON, but is none: {error}") from error
+    found = []
+    for name, value in given.items():
+        options = {"model": value} if isinstance(value, str) else dict(value) if isinstance(value, dict) else {}
+        model = options.pop("model", None)
+        if not isinstance(model, str) or not model:
+            raise UserError(f"model {name!r} names no folder; write `{name}: MODEL` or `{name}: {{model: MODEL}}`")
+        for option, of_it in options.items():
+            if not isinstance(of_it, str | int | float | bool):
+                raise UserError(f"model {name!r}: {option} takes one value")
+        found.append(FurtherModel(name, model, tuple(options.items())))
+    return tuple(found)
+
+
+def nearest(given: str, allowed: list[str]) -> str:
+    """Return a hint at the allowed name that is most like the given one, or at all of them."""
+    found = difflib.get_close_matches(given, allowed, 1, 0.6)
+    return f"did you mean {found[0]!r}?" if found else f"allowed are {', '.join(allowed)}"
 
 
 def check_remote_url(url: str) -> None:

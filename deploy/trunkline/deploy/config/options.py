@@ -17,6 +17,7 @@ from trunkline.deploy.config.option_values import (
     parse_bytes,
     parse_disk_tier,
     parse_limit,
+    parse_models,
     parse_names,
     parse_tenant_limits,
 )
@@ -116,6 +117,15 @@ SERVE_OPTIONS: Final = (
         is_argument=True,
     ),
     CliOption("served_model_name", "Name of the model in the API. Default: its folder's or hub name.", MODEL),
+    CliOption(
+        "models",
+        "Further models behind the same address, each with a group of its own. Options of each are a mapping in "
+        "--config, or JSON.",
+        MODEL,
+        name="more_models",
+        metavar="NAME=MODEL,…",
+        parse=parse_models,
+    ),
     CliOption("max_context", "Longest prompt and answer together, in tokens. Default: the model's limit.", MODEL),
     CliOption(
         "dtype",
@@ -387,7 +397,7 @@ NODE_OPTIONS: Final = (
 )
 """The options for fields of `NodeSettings`."""
 
-_CLUSTER_ONLY: Final = frozenset({"groups", "ranks_here"})
+_CLUSTER_ONLY: Final = frozenset({"groups", "ranks_here", "models"})
 """Fields that only `serve` makes use of."""
 _ROUTER_ONLY: Final = frozenset(
     """served_model_name tool_call_parser routers policy resume_seconds host port tenants tenant_limits
@@ -399,6 +409,8 @@ _ENGINE_ONLY: Final = frozenset(
     disk_tier remote_tier tier_policy session_ttl preemption target_itl_ms max_batch token_budget max_waiting
     prefix_cache""".split()
 )
+OF_A_MODEL: Final = _ENGINE_ONLY | {"groups", "max_context", "tool_call_parser"}
+"""Fields that further models of a cluster can have values of their own for."""
 _CONTROLLER_ONLY: Final = frozenset(
     {"tier_policy", "preemption", "target_itl_ms", "max_batch", "token_budget", "max_waiting"}
 )

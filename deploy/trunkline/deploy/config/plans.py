@@ -13,8 +13,8 @@ where s is the number of groups that fit side by side. Ranks of one group never 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from math import isclose
 from pathlib import Path
 from typing import Final
@@ -59,7 +59,7 @@ class Placement:
         """
         return self.groups[group][here] if self.groups else None
 
-    def describe(self) -> str:
+    def describe(self, first_group: int = 0) -> str:
         """Say in one line which group has which GPUs; "" on CPUs."""
         if not self.groups:
             return ""
@@ -67,18 +67,42 @@ class Placement:
         if len(self.groups) == 1:
             places = _listed(self.groups[0])
         else:
-            places = " · ".join(f"group {number}: {_listed(own)}" for number, own in enumerate(self.groups))
+            places = " · ".join(
+                f"group {number}: {_listed(own)}" for number, own in enumerate(self.groups, first_group)
+            )
         return (
             f"{places} of {len(self.visible)} visible ({'; '.join(names)}) · "
             f"each worker may use {self.fraction * 100:g} % of its GPU's memory"
         )
 
 
-def settle(settings: ServeSettings, folder: Path) -> tuple[ServeSettings, Placement]:
+@dataclass(frozen=True)
+class Beside:
+    """What other models of the same cluster have of this machine."""
+
+    groups: int = 0
+    """The number of groups of all other models together."""
+    taken: Mapping[int, float] = field(default_factory=dict)
+    """Parts of GPUs that are given to other models already, by index; 1: the whole GPU."""
+
+    def with_gpus(self, placement: Placement, *, is_shared: bool) -> Beside:
+        """Return this with the GPUs of one more model, which other models may share with it or not."""
+        taken = dict(self.taken)
+        for gpu in {gpu for own in placement.groups for gpu in own}:
+            workers = sum(own.count(gpu) for own in placement.groups)
+            taken[gpu] = taken.get(gpu, 0.0) + (workers * placement.fraction if is_shared else 1.0)
+        return replace(self, taken=taken)
+
+
+_ALONE: Final = Beside()
+
+
+def settle(settings: ServeSettings, folder: Path, beside: Beside = _ALONE) -> tuple[ServeSettings, Placement]:
     """Decide where workers compute, and how many a group has if that is left open.
 
     Args:
         folder: The checkpoint.
+        beside: What other models have. The default of `tp` leaves each group of theirs as many GPUs.
 
     Returns:
         The settings with a number for `tp`, and the placement.
@@ -98,8 +122,9 @@ def settle(settings: ServeSettings, folder: Path) -> tuple[ServeSettings, Placem
             raise UserError(f"--gpu-memory-fraction is {given}, but workers compute on CPUs{why}; leave it out")
         warning = found.problem and f"No GPU is used: {found.problem}."
         return _with_tp(settings, lambda: TP_ON_CPUS), Placement(warning=warning)
-    settings = _with_tp(settings, lambda: default_tp(settings.groups, found.count, _splits(folder)))
-    return settings, place(settings, found.devices)
+    fair = found.count * settings.groups // (settings.groups + beside.groups)
+    settings = _with_tp(settings, lambda: default_tp(settings.groups, fair, _splits(folder)))
+    return settings, place(settings, found.devices, beside.taken)
 
 
 def default_tp(groups: int, visible: int, splits: Callable[[int], bool]) -> int:
@@ -112,12 +137,44 @@ def default_tp(groups: int, visible: int, splits: Callable[[int], bool]) -> int:
     return next((tp for tp in range(visible // groups, 1, -1) if splits(tp)), 1)
 
 
-def place(settings: ServeSettings, visible: tuple[machine.Gpu, ...]) -> Placement:
+def place(
+    settings: ServeSettings, visible: tuple[machine.Gpu, ...], taken: Mapping[int, float] | None = None
+) -> Placement:
     """Give each worker of this machine its GPU.
+
+    Args:
+        taken: Parts of GPUs that other models have. GPUs without any go first.
 
     Raises:
         UserError: There are fewer GPUs than the workers need.
     """
+    if not taken:
+        return _place(settings, visible)
+    fraction = settings.gpu_memory_fraction
+    free = [gpu for gpu in range(len(visible)) if gpu not in taken]
+    room = [gpu for gpu in range(len(visible)) if taken.get(gpu, 0.0) + (fraction or 1.0) <= 1.0 + 1e-9]
+    if (settings.ranks_here or settings.ranks) > len(room):
+        raise UserError(
+            f"model {settings.served_model_name!r} needs {_many(settings.groups * settings.ranks, 'GPU')}, and of "
+            f"{len(visible)} other models leave {len(room)}; give models fewer groups or a smaller tp, or let "
+            "them share GPUs by --gpu-memory-fraction"
+        )
+    tries = [own for own in (free, room) if len(own) >= (settings.ranks_here or settings.ranks)]
+    for last, own in zip([*[False] * (len(tries) - 1), True], tries, strict=True):
+        share = max(taken.get(gpu, 0.0) for gpu in own)
+        try:
+            found = _place(settings, tuple(visible[gpu] for gpu in own), 1.0 - share)
+        except UserError:
+            if last:
+                raise
+            continue
+        groups = tuple(tuple(own[gpu] for gpu in each) for each in found.groups)
+        return replace(found, visible=visible, groups=groups)
+    raise AssertionError("the last try has returned or raised")
+
+
+def _place(settings: ServeSettings, visible: tuple[machine.Gpu, ...], room: float = 1.0) -> Placement:
+    """Give each worker a GPU of these, of each of which a part is free."""
     groups, ranks, fraction = settings.groups, settings.ranks_here or settings.ranks, settings.gpu_memory_fraction
     count = len(visible)
     shown = f"this machine shows {count} ({_kinds(visible)})"
@@ -135,10 +192,10 @@ def place(settings: ServeSettings, visible: tuple[machine.Gpu, ...]) -> Placemen
             f"--groups {side_by_side}, let groups share GPUs by --gpu-memory-fraction {_share(together):g}, "
             "or use --device cpu"
         )
-    if fraction is not None and together * fraction > 1 and not isclose(together * fraction, 1):
+    if fraction is not None and together * fraction > room and not isclose(together * fraction, room):
         raise UserError(
             f"--gpu-memory-fraction is {fraction:g}, but --groups {groups} with {_many(ranks, 'worker')} each "
-            f"puts {together} workers on a GPU ({shown}); allowed are up to {_share(together):g}"
+            f"puts {together} workers on a GPU ({shown}); allowed are up to {_share(together, room):g}"
         )
     own = tuple(tuple(group % side_by_side * ranks + rank for rank in range(ranks)) for group in range(groups))
     return Placement(visible, own, GPU_MEMORY_FRACTION if fraction is None else fraction)
@@ -169,10 +226,10 @@ def _splits(folder: Path) -> Callable[[int], bool]:
     return splits
 
 
-def _share(together: int) -> float:
+def _share(together: int, room: float = 1.0) -> float:
     """Return the largest fraction of a GPU's memory, with two decimals, that each of `together` workers on it can
-    have."""
-    return int(100 / together) / 100
+    have, of a part that is free."""
+    return int(100 * room / together) / 100
 
 
 def _kinds(visible: tuple[machine.Gpu, ...]) -> str:
@@ -237,6 +294,20 @@ class ClusterPlan:
     """The place of sessions, schemas and kept answers; None: no routers run on this host."""
     node: NodePlan | None = None
     """The part of the cluster that runs on this host; None: the whole cluster runs on this machine."""
+    first_group: int = 0
+    """The number of its first group: more than 0 for a further model, whose plan has groups only."""
+    others: tuple[ClusterPlan, ...] = ()
+    """The plans of further models."""
+
+    @property
+    def models(self) -> tuple[ClusterPlan, ...]:
+        """The plans of all models, this one first."""
+        return (self, *self.others)
+
+    @property
+    def groups(self) -> range:
+        """The numbers of all groups, of every model."""
+        return range(self.first_group, self.first_group + sum(plan.settings.groups for plan in self.models))
 
     @property
     def device(self) -> str:
@@ -251,7 +322,11 @@ class ClusterPlan:
 
     @property
     def title(self) -> str:
-        """The model, its workers and its KV memory in a few words."""
+        """The models, their workers and their KV memory in a few words."""
+        return " + ".join(plan._own_title for plan in self.models)
+
+    @property
+    def _own_title(self) -> str:
         settings = self.settings
         groups = f"{settings.groups} groups of " if settings.groups > 1 else ""
         workers = f"{groups}{settings.ranks} worker{'s' if settings.ranks > 1 else ''}"

@@ -9,6 +9,7 @@ from trunkline.controller.engine_config import TIER_POLICIES
 from trunkline.deploy.config.machine import available_cores
 from trunkline.deploy.config.option_values import (
     DiskOption,
+    FurtherModel,
     check_exposure,
     check_records_url,
     check_remote_url,
@@ -77,6 +78,9 @@ class ServeSettings:
     port: int = 8000
     """Port on which routers listen; 0: any free port."""
     served_model_name: str | None = None
+    models: tuple[FurtherModel, ...] = ()
+    """Further models, each with groups of its own (`further_models.py`). The other fields describe the first one,
+    which requests mean that name none."""
     chunk_size: int = 64
     """Tokens per chunk, the unit of storage; sharing is exact to the token whatever it is."""
     kv_memory_bytes: int | None = None

@@ -6,7 +6,6 @@ both. Rules that concern several fields at once, or several hosts, are in `plan.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 import types
@@ -16,7 +15,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from trunkline.deploy.config.option_values import parse_bytes
+from trunkline.deploy.config.option_values import nearest, parse_bytes
 from trunkline.deploy.config.options import Scalar
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.launch.document import Document, Path
@@ -356,12 +355,6 @@ def _record_of(kind: Any) -> tuple[type[Record] | None, type | None]:
             if found := _record_of(argument)[0]:
                 return found, None
     return None, None
-
-
-def nearest(given: str, allowed: list[str]) -> str:
-    """Return a hint at the allowed name that is most like the given one, or at all of them."""
-    found = difflib.get_close_matches(given, allowed, 1, 0.6)
-    return f"did you mean {found[0]!r}?" if found else f"allowed are {', '.join(allowed)}"
 
 
 def _check_values(document: Document, cluster: Cluster) -> None:

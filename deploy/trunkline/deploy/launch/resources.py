@@ -11,11 +11,11 @@ from typing import Final
 from msgspec import structs
 
 from trunkline.deploy.config.node_settings import GROUP_PORTS
-from trunkline.deploy.config.option_values import format_bytes, parse_bytes
+from trunkline.deploy.config.option_values import format_bytes, nearest, parse_bytes
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.launch import fileformat
 from trunkline.deploy.launch.document import Document, Path
-from trunkline.deploy.launch.fileformat import Cluster, Group, Host, Ssh, Tiers, nearest
+from trunkline.deploy.launch.fileformat import Cluster, Group, Host, Ssh, Tiers
 from trunkline.deploy.launch.unit_options import plain
 
 

@@ -39,17 +39,32 @@ def configs_of(plan: ClusterPlan, folder: Path, disk: DiskFolders) -> dict[Membe
     settings, node = plan.settings, plan.node
     configs: dict[Member, Config] = {}
     if node is None or node.ranks:
-        for group in range(settings.groups):
-            meeting = plan.meeting(folder, group)
-            if node is None or node.listen is not None:
-                member = Member(f"controller{_suffix(plan, group)}", Role.CONTROLLER, group)
-                configs[member] = _controller_config(plan, group, meeting, folder, disk)
-            configs.update(_worker_configs(plan, group, meeting, folder, disk))
-    if node is None or node.is_router:
+        disks = (disk, *(disk.others or [DiskFolders()] * len(plan.others)))
+        for each, its_disk in zip(plan.models, disks, strict=True):
+            configs |= _group_configs(each, folder, its_disk, is_one=len(plan.groups) == 1)
+    if (node is None or node.is_router) and not plan.first_group:
         router = _router_config(plan, folder)
         for number in range(settings.routers):
             name = f"router-{number}" if settings.routers > 1 else "router"
             configs[Member(name, Role.ROUTER, -1)] = msgspec.structs.replace(router, number=number)
+    return configs
+
+
+def _group_configs(plan: ClusterPlan, folder: Path, disk: DiskFolders, *, is_one: bool) -> dict[Member, Config]:
+    """Return the configurations of a model's groups.
+
+    Args:
+        is_one: Whether the cluster has one group, so that its processes need no numbers.
+    """
+    node = plan.node
+    configs: dict[Member, Config] = {}
+    for index in range(plan.settings.groups):
+        group = plan.first_group + index
+        meeting, suffix = plan.meeting(folder, group), "" if is_one else f"-{group}"
+        if node is None or node.listen is not None:
+            member = Member(f"controller{suffix}", Role.CONTROLLER, group)
+            configs[member] = _controller_config(plan, group, meeting, folder, disk)
+        configs.update(_worker_configs(plan, group, meeting, folder, disk, suffix))
     return configs
 
 
@@ -93,19 +108,28 @@ def _router_config(plan: ClusterPlan, folder: Path) -> RouterConfig:
         listen_fd=plan.listen_fd,
         status_path=str(folder / STATUS_SOCKET),
         served_model_name=plan.model_name,
-        models=[ModelConfig(model_path=str(folder), names=[name]) for name, folder in node.models] if node else [],
+        models=[
+            *(ModelConfig(model_path=str(folder), names=[name]) for name, folder in (node.models if node else ())),
+            *(_model_config(other) for other in plan.others),
+        ],
     )
 
 
-def _suffix(plan: ClusterPlan, group: int) -> str:
-    return f"-{group}" if plan.settings.groups > 1 else ""
+def _model_config(plan: ClusterPlan) -> ModelConfig:
+    """Return what routers are told of a further model."""
+    return ModelConfig(
+        model_path=str(plan.folder),
+        names=[plan.model_name],
+        tool_call_parser=plan.settings.tool_call_parser,
+        max_context=plan.max_context,
+    )
 
 
 def _controller_config(
     plan: ClusterPlan, group: int, meeting: Meeting, folder: Path, disk: DiskFolders
 ) -> ControllerConfig:
     settings = plan.settings
-    kept = disk.folder_of(group)
+    kept = disk.folder_of(group - plan.first_group)
     return ControllerConfig(
         **_as_given(plan, _OF_CONTROLLERS),
         group=group,
@@ -132,12 +156,11 @@ def _controller_config(
 
 
 def _worker_configs(
-    plan: ClusterPlan, group: int, meeting: Meeting, folder: Path, disk: DiskFolders
+    plan: ClusterPlan, group: int, meeting: Meeting, folder: Path, disk: DiskFolders, suffix: str
 ) -> Iterator[tuple[Member, WorkerConfig]]:
     settings, node = plan.settings, plan.node
-    kept = disk.folder_of(group)
+    kept = disk.folder_of(group - plan.first_group)
     is_spread = node is not None and node.is_spread(settings.ranks)
-    suffix = _suffix(plan, group)
     for here, rank in enumerate(node.ranks if node else range(settings.ranks)):
         yield (
             Member(f"worker{suffix}{'.' if suffix else '-'}{rank}", Role.WORKER, group),
@@ -148,7 +171,7 @@ def _worker_configs(
                 tp=settings.ranks,
                 group=f"group-{group}",
                 device=plan.device,
-                gpu=plan.placement.gpu(group, here),
+                gpu=plan.placement.gpu(group - plan.first_group, here),
                 gpu_memory_fraction=plan.placement.fraction,
                 dtype=plan.dtype,
                 quantisation="int8" if settings.quantization == "int8" else "",
@@ -174,6 +197,7 @@ def _worker_configs(
 def expected_folders(plan: ClusterPlan) -> DiskFolders:
     """Return the folders that the disk tier gets if no other server uses them, without making any: `check_configs`
     checks the processes' configurations with them. The size of a slab in it is a placeholder."""
+    others = [expected_folders(other) for other in plan.others]
     if plan.disk is None:
-        return DiskFolders()
-    return DiskFolders([plan.disk.group_folder(group) for group in range(plan.settings.groups)], 1)
+        return DiskFolders(others=others)
+    return DiskFolders([plan.disk.group_folder(group) for group in range(plan.settings.groups)], 1, others=others)

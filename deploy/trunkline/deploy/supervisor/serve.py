@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +24,11 @@ from structlog import get_logger
 from trunkline.controller.engine_config import ConfigError
 from trunkline.deploy.config import models
 from trunkline.deploy.config.disk_folders import DiskFolders, add_groups, disk_folders, plan_disk
-from trunkline.deploy.config.machine import free_port, open_listener
+from trunkline.deploy.config.further_models import settings_of_models
+from trunkline.deploy.config.machine import available_cores, free_port, open_listener
 from trunkline.deploy.config.node_settings import NodePlan
 from trunkline.deploy.config.option_values import format_bytes
-from trunkline.deploy.config.plans import ClusterPlan, place, settle
+from trunkline.deploy.config.plans import Beside, ClusterPlan, place, settle
 from trunkline.deploy.config.record_files import plan_records, prepare_records
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
@@ -51,8 +53,9 @@ from trunkline.worker.errors import WorkerError
 from trunkline.worker.model.families import check_model
 from trunkline.worker.model.model_config import ModelConfig
 
-__all__ = ["ClusterPlan", "children", "plan_cluster", "serve"]
+__all__ = ["ClusterPlan", "children", "plan_cluster", "plan_models", "serve"]
 
+_ALONE: Final = Beside()
 _TELL_BYTES: Final = 2 << 30
 """Number of bytes of weights above which reading them is announced, because it takes seconds."""
 
@@ -62,6 +65,7 @@ def plan_cluster(
     tell: Callable[[str], None] = lambda text: None,
     listener: socket.socket | None = None,
     node: NodePlan | None = None,
+    beside: Beside = _ALONE,
 ) -> ClusterPlan:
     """Choose what the settings leave open, and refuse what cannot work. Only digests of weights are written.
 
@@ -70,13 +74,14 @@ def plan_cluster(
         tell: Called with a sentence before a step that takes seconds.
         listener: A socket that listens on the port already; None to only try whether that is possible.
         node: The part of a cluster that is to run here, if it is not all of one.
+        beside: What other models of the cluster have of this machine.
 
     Raises:
         UserError: The cluster cannot work. The text says what was given, what is allowed and what to do.
     """
     settings.validate()
     folder = models.resolve(settings.model)
-    settings, placement = settle(settings, folder)
+    settings, placement = settle(settings, folder, beside)
     device = placement.device
     if settings.kernels in ("cpu", "cuda") and settings.kernels != device:
         raise UserError(
@@ -127,6 +132,41 @@ def plan_cluster(
     _check_host_tier(settings, chunk_bytes)
     check_configs(plan)
     return plan
+
+
+def plan_models(
+    settings: ServeSettings, tell: Callable[[str], None] = lambda text: None, listener: socket.socket | None = None
+) -> ClusterPlan:
+    """Plan a cluster of one model or several (see `plan_cluster`): the first's plan has those of the others."""
+    if not settings.models:
+        return plan_cluster(settings, tell, listener)
+    each_settings = settings_of_models(settings)
+    groups = sum(each.groups for each in each_settings)
+    beside, plans = Beside(), list[ClusterPlan]()
+    for each in each_settings:
+        plan = plan_cluster(each, tell, listener, beside=replace(beside, groups=groups - each.groups))
+        beside = beside.with_gpus(plan.placement, is_shared=each.gpu_memory_fraction is not None)
+        first_group = sum(other.settings.groups for other in plans)
+        records = None if plans else plan.records
+        plans.append(replace(plan, first_group=first_group, records=records))
+    for index, plan in enumerate(plans):
+        for other in plans[:index]:
+            if plan.model_name == other.model_name:
+                raise UserError(f"two models are named {plan.model_name!r}; give each a name of its own")
+            if plan.tier_fingerprint == other.tier_fingerprint:
+                raise UserError(
+                    f"{other.model_name!r} and {plan.model_name!r} are the same model in the same form; give one "
+                    "of them more groups instead"
+                )
+    _check_memory([(plan.settings, plan.device) for plan in plans])
+    workers = sum(plan.settings.workers_here for plan in plans)
+    threads = max(1, available_cores() // workers)
+    first, *others = (
+        replace(plan, settings=replace(plan.settings, threads=plan.settings.threads or threads)) for plan in plans
+    )
+    found = replace(first, others=tuple(others))
+    check_configs(found)
+    return found
 
 
 def check_configs(plan: ClusterPlan) -> None:
@@ -186,9 +226,9 @@ def serve(settings: ServeSettings) -> int:
     settings.validate()
     # Before anything slow: from here on no other process can take the port.
     with open_listener(settings.host, settings.port) as listener:
-        plan = plan_cluster(settings, lambda text: console.print(text, markup=False), listener)
+        plan = plan_models(settings, lambda text: console.print(text, markup=False), listener)
         enter_role("supervisor", log_level=settings.log_level, log_format=settings.log_format)
-        with disk_folders(plan.disk) as disk:
+        with disk_folders(plan.disk, [other.disk for other in plan.others]) as disk:
             return _supervise(plan, disk, listener, console)
 
 
@@ -211,7 +251,7 @@ def _supervise(plan: ClusterPlan, disk: DiskFolders, listener: socket.socket, co
                 listener=listener,
             )
             supervisor.membership = Growing(plan, folder, disk, running)
-            supervisor.membership.publish(range(settings.groups))
+            supervisor.membership.publish(plan.groups)
             return supervisor.run()
     finally:
         reporter.close()
@@ -229,6 +269,11 @@ class Growing(Membership):
 
     def grow(self, count: int, missing: Sequence[int]) -> list[ChildSpec]:
         """See `Membership.grow`."""
+        if self._plan.others:
+            raise CommandError(
+                "several models are served here, and it is not clear whose groups these would be; change `groups` "
+                "of the model in --config and start again"
+            )
         try:
             plan = grown(self._plan, count)
         except UserError as error:
@@ -247,8 +292,9 @@ class Growing(Membership):
         meetings = {number: self._plan.meeting(self._folder, number) for number in groups}
         members = (GroupMember(str(number), at.router, at.events) for number, at in meetings.items())
         write_members(self._folder / MEMBERS_FILE, members)
-        title = replace(self._plan, settings=replace(self._plan.settings, groups=len(groups))).title
-        describe(self._folder, msgspec.structs.replace(self._running, title=title))
+        if not self._plan.others:
+            title = replace(self._plan, settings=replace(self._plan.settings, groups=len(groups))).title
+            describe(self._folder, msgspec.structs.replace(self._running, title=title))
 
 
 def grown(plan: ClusterPlan, groups: int) -> ClusterPlan:
@@ -279,12 +325,20 @@ def reporter_of(
 
 def announce(plan: ClusterPlan, disk: DiskFolders, reporter: TerminalReporter | JsonReporter) -> None:
     """Say where workers compute and where KV goes, before the first process starts."""
-    if gpus := plan.placement.describe():
-        reporter.say(gpus, "info")
-    reporter.say(f"KV tiers below the device: {plan.describe_tiers(disk)}", "info")
-    for warning in (plan.placement.warning, *disk.warnings):
-        if warning:
-            reporter.say(warning, "warning")
+    for each, its_disk in zip(plan.models, (disk, *disk.others), strict=True):
+        name = f"Model {each.model_name}, {_numbers(each)}: " if plan.others else ""
+        if gpus := each.placement.describe(each.first_group):
+            reporter.say(name + gpus, "info")
+        reporter.say(f"{name}KV tiers below the device: {each.describe_tiers(its_disk)}", "info")
+        for warning in (each.placement.warning if each is plan else "", *its_disk.warnings):
+            if warning:
+                reporter.say(warning, "warning")
+
+
+def _numbers(plan: ClusterPlan) -> str:
+    """Return the numbers of a model's groups in words."""
+    first, last = plan.first_group, plan.first_group + plan.settings.groups - 1
+    return f"group {first}" if first == last else f"groups {first} to {last}"
 
 
 def with_records(plan: ClusterPlan, disk: DiskFolders, reporter: TerminalReporter | JsonReporter) -> ClusterPlan:
@@ -342,16 +396,35 @@ def _check_kv_memory(settings: ServeSettings, model: ModelConfig, dtype: str, de
 
 def _check_machine(settings: ServeSettings, device: str) -> None:
     """Check that the machine has the memory that was asked for."""
-    asked = {"--host-tier": settings.host_tier_bytes or 0}
-    if device == "cpu":
-        asked["--kv-memory"] = settings.kv_memory_bytes or 0
     machine = psutil.virtual_memory().total
-    for option, memory in asked.items():
+    for option, memory in _memory_asked(settings, device).items():
         if memory * settings.workers_here > machine:
             raise UserError(
                 f"{option} is {format_bytes(memory)} for each of {settings.workers_here} workers, "
                 f"{format_bytes(memory * settings.workers_here)} in all; this machine has {format_bytes(machine)} "
                 "of memory"
+            )
+
+
+def _memory_asked(settings: ServeSettings, device: str) -> dict[str, int]:
+    """Return the bytes of this machine's memory that were asked for each worker, by option."""
+    asked = {"--host-tier": settings.host_tier_bytes or 0}
+    if device == "cpu":
+        asked["--kv-memory"] = settings.kv_memory_bytes or 0
+    return asked
+
+
+def _check_memory(models: Sequence[tuple[ServeSettings, str]]) -> None:
+    """Check that the machine has the memory that was asked for all models together."""
+    machine, total = psutil.virtual_memory().total, Counter[str]()
+    for settings, device in models:
+        for option, memory in _memory_asked(settings, device).items():
+            total[option] += memory * settings.workers_here
+    for option, memory in total.items():
+        if memory > machine:
+            raise UserError(
+                f"{option} is {format_bytes(memory)} for the workers of all models; this machine has "
+                f"{format_bytes(machine)} of memory"
             )
 
 

@@ -67,7 +67,6 @@ class RequestMiddleware:
         app: ASGIApp,
         metrics: Metrics,
         paths: frozenset[str],
-        model: str = "",
         on_over: Callable[[Scope], None] = lambda scope: None,
     ) -> None:
         """
@@ -75,14 +74,12 @@ class RequestMiddleware:
             metrics: counts requests, and has the tracer.
             paths: paths with a label of their own in metrics. All others count as "other": a scanner must not make
                 series.
-            model: name of the served model, for spans.
             on_over: called with the scope of each request that is over.
         """
         self._app = app
         self._metrics = metrics
         self._paths = paths
         self._tracer = metrics.tracer
-        self._model = model
         self._on_over = on_over
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -143,7 +140,7 @@ class RequestMiddleware:
         write("request", method=method, endpoint=path, status=status, duration_s=seconds, **record.fields())
         if record.trace is not None:
             error = "stream_failed" if state.get("stream_failed") else ""
-            attributes = span_attributes(record, path, self._model)
+            attributes = span_attributes(record, path)
             record.trace.finish(method, path, status, attributes, error)
 
     def _label(self, path: str) -> str:
@@ -174,7 +171,7 @@ def is_routine(path: str) -> bool:
     return path in ("/health", "/metrics", "/version") or path.startswith("/ui")
 
 
-def span_attributes(record: RequestRecord, path: str, model: str) -> dict[str, Value]:
+def span_attributes(record: RequestRecord, path: str) -> dict[str, Value]:
     """Return the attributes of a request's span besides HTTP's. They never hold a prompt's or an answer's text."""
     found: dict[str, Value] = {"trunkline.request_id": record.id}
     if record.tenant:
@@ -185,8 +182,8 @@ def span_attributes(record: RequestRecord, path: str, model: str) -> dict[str, V
     found |= {
         "gen_ai.operation.name": operation_of(path),
         "gen_ai.provider.name": PROVIDER,
-        "gen_ai.request.model": model,
-        "gen_ai.response.model": model,
+        "gen_ai.request.model": record.model,
+        "gen_ai.response.model": record.model,
         "gen_ai.request.max_tokens": job.max_tokens,
         "gen_ai.request.temperature": job.sampling.temperature,
         "gen_ai.request.top_p": job.sampling.top_p,

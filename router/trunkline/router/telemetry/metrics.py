@@ -294,14 +294,17 @@ class ModuleMetrics:
 
 
 class _Build(FamilyCollector):
-    """The metric `trunkline_build_info`: a constant with the running versions as labels."""
+    """The metric `trunkline_build_info`: for each model a constant with the running versions as labels."""
 
     _FAMILY: Final = Family(
-        "trunkline_build_info", "gauge", "Always 1; the labels say what runs.", ("version", "model", "python")
+        "trunkline_build_info",
+        "gauge",
+        "Always 1, for each model; the labels say what runs.",
+        ("version", "model", "python"),
     )
 
-    def __init__(self, version: str, model: str) -> None:
-        self._labels = (version, model, platform.python_version())
+    def __init__(self, version: str, models: Sequence[str]) -> None:
+        self._labels = [(version, model, platform.python_version()) for model in models]
 
     def families(self) -> Iterable[Family]:
         """Return all families that `collect` may give."""
@@ -310,7 +313,8 @@ class _Build(FamilyCollector):
     def collect(self) -> Iterable[Metric]:
         """Yield the present values of these metrics for Prometheus."""
         metric = GaugeMetricFamily(self._FAMILY.name, self._FAMILY.text, labels=self._FAMILY.labels)
-        metric.add_metric(self._labels, 1.0)
+        for labels in self._labels:
+            metric.add_metric(labels, 1.0)
         yield metric
 
 
@@ -345,14 +349,14 @@ class Metrics:
         live: LiveGauges = LiveGauges(),  # noqa: B008 (immutable)
         *,
         version: str = "",
-        model: str = "",
+        models: Sequence[str] = ("",),
     ) -> None:
-        """`links`: returns the connections to the controllers. `version`, `model`: for `trunkline_build_info`."""
+        """`links`: returns the connections to the controllers. `version`, `models`: for `trunkline_build_info`."""
         self.registry = registry = FamilyRegistry()
         """Families whose values differ between the router processes."""
         self.shared = FamilyRegistry()
         """Families that have the same values in every router process of the cluster."""
-        self.shared.register(_Build(version, model))
+        self.shared.register(_Build(version, models))
         self.shared.register(ControllerCollector(links))
         registry.register(LinkCollector(links))
         self.admission = AdmissionMetrics(registry)

@@ -40,6 +40,8 @@ class RequestRecord:
     trace: RequestTrace | None = None
     """The spans of the request; None: the request is not traced."""
     tenant: str = ""
+    model: str = ""
+    """The model that generates, or "" before one does."""
     groups: list[int] = field(default_factory=list)
     """Controllers that the request was sent to, in the order of the first time."""
     attempts: int = 0
@@ -77,6 +79,7 @@ class RequestRecord:
         said: dict[str, Any] = {"tenant": self.tenant} if self.tenant else {}
         if not self.outcomes:
             return said
+        said["model"] = self.model
         said["group"] = self.groups[0] if len(self.groups) == 1 else self.groups
         if self.attempts > len(self.outcomes):
             said["attempts"] = self.attempts
