@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from deploy.lives import KILL, TERM, members, sends, starts, told
+from deploy.lives import KILL, TERM, members, sends, starts, texts, told
 from seeds import seeds
 
 from trunkline.deploy.supervisor.fleet import Fleet
@@ -72,6 +72,7 @@ def test_new_groups_are_published_one_by_one_when_they_are_ready() -> None:
     actions = fleet.reported("c1", "ready", 12.0)
     assert published(actions) == [(0, 1, 2)]
     assert told(actions) == [(1, "the cluster has 3 groups now", True, True)]
+    assert texts(actions) == "Scaling: the cluster has 3 groups now.", "for those who watch the server"
     assert {row["restarts"] for row in fleet.describe(13.0)["processes"]} == {0}
 
 

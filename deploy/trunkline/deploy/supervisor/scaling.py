@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from trunkline.deploy.supervisor.members import Action, CommandError, Limits, Member, Publish, Tell
+from trunkline.deploy.supervisor.members import Action, CommandError, Limits, Member, Publish, Say, Tell
 from trunkline.deploy.supervisor.units import Group, Mode
 
 Further = Callable[[int, Sequence[int]], Sequence[Member]]
@@ -63,7 +63,8 @@ class Scaling:
         if self._ticket is not None:
             actions.append(Tell(self._ticket, f"changed again, to {_groups(count)}", done=True, ok=False))
         self._ticket, self._count = ticket, count
-        actions.append(Tell(ticket, f"from {_groups(len(present))} to {_groups(count)}"))
+        change = f"from {_groups(len(present))} to {_groups(count)}"
+        actions += [Tell(ticket, change), Say(f"Scaling {change}.")]
         returning = [
             group for group in self._groups if group.number < count and group.number not in self._published
         ]
@@ -124,7 +125,9 @@ class Scaling:
         )
 
     def _end(self, text: str, *, ok: bool) -> list[Action]:
-        return [Tell(ticket, text, done=True, ok=ok) for ticket in self.close()]
+        tickets = self.close()
+        said = [Say(f"Scaling: {text}.", "info" if ok else "warning")] if tickets else []
+        return [*said, *(Tell(ticket, text, done=True, ok=ok) for ticket in tickets)]
 
     def _publish(self) -> Publish:
         return Publish(tuple(sorted(self._published)))
