@@ -1,4 +1,5 @@
-"""Two models behind one router: real processes, with a group for each model, each part started by its own command.
+"""Two models behind one router: real processes, with a group for each model. Each part is started by its own
+command, or all by one `serve`.
 
 The models are random checkpoints with different weights and tokenizers, so what one of them said to a prompt, or
 keeps of it, is of no use to the other.
@@ -6,6 +7,7 @@ keeps of it, is of no use to the other.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -60,7 +62,13 @@ class Models:
             path = make_checkpoint(folder / f"{name}-checkpoint", vocab_size=VOCAB_SIZE, seed=seed)
             write_tokenizer(path, text)
             self.checkpoints[name] = path
-        members = folder / "members.json"
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.start_all(port)
+
+    def start_all(self, port: int) -> None:
+        """Start groups and a router."""
+        members = self.folder / "members.json"
         write_members(
             members,
             [
@@ -68,15 +76,13 @@ class Models:
                 for name, port in self.ports.items()
             ],
         )
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
         for name in TRAINED:
             self.start_group(name)
         self.start(
             "router",
             *("router", str(self.checkpoints["first"]), "--served-model-name", "first"),
             *("--more-models", f"second={self.checkpoints['second']}"),
-            *("--members", f"static:{members}", "--port", str(port), "--resume-seconds", "0"),
+            *("--members", f"static:{members}", "--port", str(port), "--resume-seconds", "0", *_QUIET),
         )
 
     def start(self, name: str, *words: str) -> None:
@@ -84,7 +90,7 @@ class Models:
         environment = {"TMPDIR": str(self.folder), "XDG_CACHE_HOME": str(self.folder / "cache")}
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [*_COMMAND, *words, *_QUIET],
+                [*_COMMAND, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -96,7 +102,7 @@ class Models:
             name,
             *("group", str(self.checkpoints[name]), "--served-model-name", served_as or name),
             *("--listen", f"127.0.0.1:{self.ports[name]}", "--tp", "1", "--dtype", "float32", "--threads", "1"),
-            *("--kv-memory", "8MiB", "--chunk-size", str(CHUNK), "--disk-tier", "0"),
+            *("--kv-memory", "8MiB", "--chunk-size", str(CHUNK), "--disk-tier", "0", *_QUIET),
         )
 
     def stop(self, name: str) -> None:
@@ -126,9 +132,40 @@ class Models:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+class ServedModels(Models):
+    """A `serve` of both."""
+
+    def start_all(self, port: int) -> None:
+        """Start the cluster."""
+        second = {"model": str(self.checkpoints["second"]), "tp": 2, "kv-memory": "6MiB", "groups": 2}
+        options: dict[str, Any] = {
+            "model": str(self.checkpoints["first"]),
+            "served-model-name": "first",
+            "port": port,
+            "tp": 1,
+            "dtype": "float32",
+            "device": "cpu",
+            "kv-memory": "8MiB",
+            "chunk-size": CHUNK,
+            "disk-tier": f"{self.folder / 'kv'}:64MiB",
+            "models": {"second": second},
+        }
+        (self.folder / "serve.yaml").write_text(json.dumps(options))  # JSON is YAML
+        self.start("serve", "serve", "--config", str(self.folder / "serve.yaml"))
+
+
 @pytest.fixture(scope="module")
 def models() -> Iterator[Models]:
-    made = Models(Path(tempfile.mkdtemp(prefix="tl-models-")))
+    yield from running(Models)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Models]:
+    yield from running(ServedModels)
+
+
+def running(kind: type[Models]) -> Iterator[Models]:
+    made = kind(Path(tempfile.mkdtemp(prefix="tl-models-")))
     try:
         made.wait_ready(first=True, second=True)
         yield made
@@ -188,3 +225,53 @@ def test_the_others_serve_while_one_models_group_is_away(models: Models) -> None
     models.start_group("second")
     models.wait_ready(first=True, second=True)
     assert text_of(models.chat(model="second"))
+
+
+def test_one_command_serves_both(served: Models) -> None:
+    """Chat, sessions and schemas of each model, and what the cluster says of itself."""
+    answers = {name: served.chat(model=name) for name in ("first", "second")}
+    assert text_of(answers["first"]) != text_of(answers["second"])
+    counted = {name: answer.json()["usage"]["prompt_tokens"] for name, answer in answers.items()}
+    for name in ("first", "second"):
+        again = served.chat(model=name)
+        assert text_of(again) == text_of(answers[name])
+        assert cached(again) >= CHUNK
+        prompt = {"model": name, "messages": [{"role": "user", "content": LONG}]}
+        tokens = httpx.post(f"{served.url}/tokenize", json=prompt, timeout=10).json()
+        assert tokens["count"] == counted[name], "by the model's own tokenizer and template"
+    assert counted["first"] != counted["second"]
+    for name in ("first", "second"):
+        made = httpx.post(f"{served.url}/v1/sessions", json={"model": name}, timeout=10).json()
+        turn = served.chat(session_id=made["id"])
+        assert (turn.json()["model"], text_of(turn)) == (name, text_of(answers[name]))
+        assert text_of(served.chat("And now?", session_id=made["id"]))
+        schema = f'<schema name="of-{name}"><module name="m">{LONG}</module></schema>'
+        stored = httpx.post(f"{served.url}/v1/schemas", json={"model": name, "pml": schema}, timeout=30)
+        assert stored.status_code == 201, stored.text
+        prompted = served.chat("What?", model=name, pml=f'<prompt schema="of-{name}"><m/></prompt>')
+        assert text_of(prompted)
+        assert cached(prompted) >= CHUNK
+    assert served.chat(model="third").status_code == 404
+    metrics = httpx.get(f"{served.url}/metrics", timeout=10).text
+    assert [f'model="{name}"' in metrics for name in ("first", "second")] == [True, True]
+
+
+def test_one_commands_group_dies_and_comes_back(served: Models) -> None:
+    before = text_of(served.chat(model="second"))
+    groups = httpx.get(f"{served.url}/health", timeout=10).json()["controllers"]
+    assert len(groups) == 3
+    environment = {**os.environ, "TMPDIR": str(served.folder), "XDG_CACHE_HOME": str(served.folder / "cache")}
+
+    def command(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*_COMMAND, *words], env=environment, capture_output=True, text=True, check=False, timeout=150
+        )
+
+    refused = command("scale", "4")
+    assert "several models" in refused.stdout + refused.stderr
+    assert command("drain", "0").returncode == 0
+    served.wait_ready(first=False, second=True)
+    assert text_of(served.chat(model="second")) == before
+    assert command("undrain", "0").returncode == 0
+    served.wait_ready(first=True, second=True)
+    assert text_of(served.chat(model="first"))
