@@ -387,7 +387,7 @@ class TreeDescription(msgspec.Struct, array_like=True, frozen=True, kw_only=True
 
 
 class OfferedPath(msgspec.Struct, array_like=True, frozen=True):
-    """A path of chunks below a root, as a group that is to have it finds it (`Prefetch.root`, `Prefetch.tokens`)."""
+    """A path of chunks below a root, as a group that is to have it finds it (`Prefetch.root`, its `tokens`)."""
 
     root: bytes
     """Key of the root: the salt, the cut or the text (docs/protocol.md, index of the disk tier)."""

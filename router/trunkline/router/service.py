@@ -42,6 +42,7 @@ from trunkline.router.stores.task_store import TaskStore
 from trunkline.router.stores.task_stores import TaskStores
 from trunkline.router.streams.dispatch import Dispatcher
 from trunkline.router.streams.generation import Choices, Generation
+from trunkline.router.streams.handovers import Handovers
 from trunkline.router.streams.health import Health, HealthProbe, describe
 from trunkline.router.streams.kv_feed import EventFeeds
 from trunkline.router.streams.link import ControllerLink
@@ -76,6 +77,7 @@ class _Opened(NamedTuple):
     zmq: zmq.Context[zmq.Socket[bytes]]
     health: HealthProbe
     feeds: EventFeeds
+    handovers: Handovers
     keeper: LinkKeeper
     tender: RecordTender
 
@@ -210,12 +212,17 @@ class RouterService:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         core, config = self.dispatcher.core, self.config
         feeds = EventFeeds(context, core.index, self.dispatcher.load_changed)
+        handovers = Handovers(self.links, core, self.records, feeds.stream, self.metrics.handovers)
+
+        def changed(link: ControllerLink) -> None:
+            handovers.changed(link)  # a new group must not get requests before it is told
+            self.dispatcher.link_changed(link)
 
         def connect(slot: int, member: Member, peer: WirePeer) -> ControllerLink:
             link = ControllerLink(slot, member, context, config.silence_seconds, peer)
             link.patience = config.resume_seconds
             link.judge = self.models.judge
-            link.on_change = self.dispatcher.link_changed
+            link.on_change = changed
             return link
 
         keeper = LinkKeeper(
@@ -223,6 +230,7 @@ class RouterService:
             core,
             feeds,
             connect,
+            handovers=handovers,
             on_left=self.metrics.routing.left,
             peer=lambda: WirePeer(config.wire_keys, Role.ROUTER),
             refusal=lambda endpoints: problem_of(
@@ -236,7 +244,7 @@ class RouterService:
             phase=self.config.number / self.config.routers,
         )
         probe = HealthProbe(self.links, lambda link: self.models.of_link(link).probe_token)
-        self._life.opened = _Opened(context, probe, feeds, keeper, tender)
+        self._life.opened = _Opened(context, probe, feeds, handovers, keeper, tender)
         tender.open()
         self.tenants.open()
         feeds.open()
@@ -247,6 +255,7 @@ class RouterService:
         opened = self._life.opened
         if opened is not None:
             opened.feeds.close()
+            await opened.handovers.close()
             await opened.tender.close()
             await opened.keeper.close()
         self.models.close()
@@ -332,6 +341,10 @@ class RouterService:
         """Return how current the index of a controller's chunks is: "current", "catching up", "stale", or
         "off"."""
         return "off" if self._life.opened is None else self._life.opened.feeds.status(controller)
+
+    def is_warming(self, link: ControllerLink) -> bool:
+        """Return whether a group is new and fetches what it will need first, before it gets requests."""
+        return self._life.opened is not None and self._life.opened.handovers.is_warming(link)
 
     def _route_of(self, job: Job) -> RouteRequest:
         """Return the job as routing sees it."""

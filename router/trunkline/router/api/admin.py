@@ -13,6 +13,7 @@ from starlette.responses import Response
 from trunkline.router.api.requests import check_model, service_of
 from trunkline.router.http.answers import JsonResponse, while_connected
 from trunkline.router.service import RouterService
+from trunkline.router.streams.link import ControllerLink
 from trunkline.router.telemetry.metrics_page import MetricsPage
 
 routes = APIRouter()
@@ -68,6 +69,12 @@ def _records_health(away: str) -> dict[str, str]:
     return {"records": "away", "records_reason": away} if away else {"records": "ok"}
 
 
+def _status(service: RouterService, link: ControllerLink) -> str:
+    if link.state is None:
+        return "disconnected"
+    return "warming up" if service.is_warming(link) else link.state.status
+
+
 @routes.head("/health", include_in_schema=False)
 @routes.get("/health")
 async def health(request: Request) -> Response:
@@ -89,7 +96,7 @@ async def health(request: Request) -> Response:
                 "ready": link.ready,
                 "model": link.standing.model,
                 "problem": link.problem,
-                "status": link.state.status if link.state else "disconnected",
+                "status": _status(service, link),
                 "running": link.state.running if link.state else 0,
                 "waiting": link.state.waiting if link.state else 0,
                 "events": service.events_status(link.index),

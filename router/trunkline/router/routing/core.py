@@ -149,6 +149,7 @@ class RoutingCore:
         self._breakers: list[Breaker] = []
         self._failing: set[int] = set()
         """Controllers whose breakers are not closed."""
+        self._warming: set[int] = set()
         self._sessions = SessionPlaces(self.settings.sessions_max)
         self._tails = Tails()
         self._traits = Traits(self.settings.host_worth, self.settings.disk_worth, self.settings.peer_worth)
@@ -193,6 +194,7 @@ class RoutingCore:
         self._slots.remove(slot, now)
         self._available[slot] = False
         self._failing.discard(slot)
+        self._warming.discard(slot)
         self.loads.lost(slot)
         self._forget_gone(now)
 
@@ -251,6 +253,11 @@ class RoutingCore:
         elif not self._available[controller]:
             self._breakers[controller].back()
         self._available[controller] = available
+
+    def set_warming(self, controller: int, warming: bool) -> None:
+        """Set whether a controller fetches what it will need first. Then it gets requests only if no other can
+        take them."""
+        (self._warming.add if warming else self._warming.discard)(controller)
 
     def is_available(self, controller: int, now: float) -> bool:
         """Return whether a request may be sent to a controller."""
@@ -398,6 +405,11 @@ class RoutingCore:
         if request.exclude:
             rest = usable.copy()
             rest[list(request.exclude)] = False
+            if rest.any():
+                usable = rest
+        if self._warming:
+            rest = usable.copy()
+            rest[list(self._warming)] = False
             if rest.any():
                 usable = rest
         candidates: IntArray = usable.nonzero()[0]

@@ -30,7 +30,9 @@ from trunkline.controller.messages import (
     EventsCall,
     FlushCache,
     Forget,
+    Handed,
     ModulesCall,
+    OffersCall,
     Prefetch,
     RouterRequest,
     Submit,
@@ -44,6 +46,7 @@ from trunkline.router.messages import (
     FinishReason,
     Flushed,
     ModulesReply,
+    Offers,
     Outputs,
     Prefetched,
     RouterMessage,
@@ -61,8 +64,8 @@ _RECONNECT_POLL_SECONDS: Final = 0.05
 _LASTING_SECONDS: Final = 1.0
 """Time in seconds after which a lost connection is replaced at once. If it was lost sooner, the timer opens the
 next one."""
-Call = FlushCache | Prefetch | ModulesCall | EventsCall | DescribeTree
-Answer = Flushed | Prefetched | ModulesReply | EventsReply | TreeDescription
+Call = FlushCache | Prefetch | ModulesCall | EventsCall | DescribeTree | OffersCall
+Answer = Flushed | Prefetched | ModulesReply | EventsReply | TreeDescription | Offers
 _log = structlog.get_logger("trunkline.router.streams.link")
 _rare = RareLog("trunkline.router.streams.link")
 
@@ -263,7 +266,7 @@ class ControllerLink:
             await asyncio.sleep(_RECONNECT_POLL_SECONDS)
         return self.state is not None and self._loop.time() < deadline
 
-    def tell(self, make: Callable[[int], Call | Forget]) -> None:
+    def tell(self, make: Callable[[int], Call | Forget | Handed]) -> None:
         """Send a call without waiting for its answer, or a message that has none. Without a connection nothing is
         sent."""
         self._send(make(next(self._ids) & 0xFFFF_FFFF))

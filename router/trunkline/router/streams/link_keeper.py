@@ -19,6 +19,7 @@ import zmq
 
 from trunkline.router.membership.member import Member, Members, MemberSource, Present, changes
 from trunkline.router.routing.core import RoutingCore
+from trunkline.router.streams.handovers import Handovers
 from trunkline.router.streams.kv_feed import EventFeeds
 from trunkline.router.streams.link import ControllerLink
 from trunkline.router.streams.links import Links
@@ -44,6 +45,7 @@ class LinkKeeper:
         *,
         peer: Callable[[], WirePeer] = WirePeer,
         refusal: Callable[[Sequence[str]], str] = lambda endpoints: "",
+        handovers: Handovers | None = None,
         on_left: Callable[[str], None] = lambda name: None,
     ) -> None:
         """
@@ -51,6 +53,7 @@ class LinkKeeper:
             connect: makes the connection to a member, given its slot.
             peer: makes the wire keys of a controller.
             refusal: returns why endpoints must not be connected to; "": they may.
+            handovers: told of each group that was removed; its connection stays until it is handed over.
             on_left: called with the name of a group that was removed and has no requests any more.
         """
         self.problem = ""
@@ -61,6 +64,7 @@ class LinkKeeper:
         self._connect = connect
         self._peer = peer
         self._refusal = refusal
+        self._handovers = handovers
         self._on_left = on_left
         self._refused: set[str] = set()
         """Members to which no connection may be made, and of which the log has told."""
@@ -145,6 +149,8 @@ class LinkKeeper:
     def _remove(self, link: ControllerLink) -> None:
         self._core.remove(link.index, asyncio.get_running_loop().time())
         self._links.remove(link)
+        if self._handovers is not None:
+            self._handovers.leaves(link)
         self._feeds.remove(link.index)
         self._leaving.add(link)
         _log.info("group_left", group=link.name, requests=link.inflight, groups=len(self._links))
@@ -152,8 +158,9 @@ class LinkKeeper:
             self._tick()
 
     def _tick(self) -> None:
-        """Close the connections to groups that were removed and have no requests any more."""
-        for link in [each for each in self._leaving if not each.inflight]:
+        """Close the connections to groups that were removed, have no requests any more and are handed over."""
+        handed = self._handovers
+        for link in [each for each in self._leaving if not (each.inflight or (handed and handed.needs(each)))]:
             self._leaving.remove(link)
             link.close()
             if all(other.name != link.name for other in self._links):  # it has not come back

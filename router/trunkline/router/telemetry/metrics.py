@@ -19,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from trunkline.router.routing.request import Decision
 from trunkline.router.telemetry.controller_metrics import ControllerCollector, LinkCollector
+from trunkline.router.telemetry.handover_metrics import HandoverMetrics
 from trunkline.router.telemetry.metric_families import (
     Exposition,
     Family,
@@ -401,6 +402,7 @@ class Metrics:
         )
         self.modules = ModuleMetrics(registry, live)
         self.records = RecordMetrics(registry, self.shared)
+        self.handovers = HandoverMetrics(registry)
         self.tracer = OFF
         """The router's tracer, which records nothing. If traces are on, `create_app` sets another before the first
         request."""

@@ -1,0 +1,38 @@
+"""Metrics of handovers: what groups that leave hand to others, and what new groups get before requests."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from trunkline.router.routing.handover import Handed
+from trunkline.router.telemetry.metric_families import FamilyRegistry
+
+Occasion = Literal["drain", "warm_up"]
+_SECONDS_BUCKETS: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+class HandoverMetrics:
+    """What this router has handed over. Another router may do other handovers of the same cluster."""
+
+    def __init__(self, registry: FamilyRegistry) -> None:
+        self._paths = registry.counter(
+            "trunkline_handover_paths",
+            "Paths of chunks that a group was to get because another one drains (drain) or because it is new "
+            "(warm_up): handed, or given_up, which are computed again when they are needed.",
+            ["occasion", "result"],
+        )
+        self._chunks = registry.counter(
+            "trunkline_handover_chunks",
+            "Chunks that groups have fetched from others because of that.",
+            ["occasion"],
+        )
+        self._seconds = registry.histogram(
+            "trunkline_handover_seconds", "Duration of handovers.", _SECONDS_BUCKETS, ["occasion"]
+        )
+
+    def ended(self, occasion: Occasion, handed: Handed, seconds: float) -> None:
+        """Count a handover that is over."""
+        self._paths.labels(occasion, "handed").inc(handed.paths)
+        self._paths.labels(occasion, "given_up").inc(handed.given_up)
+        self._chunks.labels(occasion).inc(handed.chunks)
+        self._seconds.labels(occasion).observe(seconds)
