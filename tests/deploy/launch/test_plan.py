@@ -172,15 +172,23 @@ def test_the_smallest_file(rules: Rules) -> None:
 
 
 def test_routers_are_not_restarted_for_further_groups(rules: Rules) -> None:
-    found = []
-    for count in (2, 3):
-        made = plan(f"version: 1\ngroups: [{{count: {count}, options: {{threads: 1}}}}]", rules)
-        contents = {MEMBERS: encode_members(made.members)}
-        found.append({unit.name: unit.digest(contents) for unit in made.units})
-        assert len(made.members) == count
-    few, more = found
-    assert more.keys() - few.keys() == {"group-2"}
-    assert few.items() < more.items(), "what runs goes on"
+    facts = {"local": Facts(cores=12, memory_bytes=1 << 36)}
+    for name, named in (("group", ""), ("g", "name: g, ")):
+        found = []
+        for count in (1, 2, 3):
+            made = plan(f"version: 1\ngroups: [{{{named}count: {count}}}]", rules, facts)
+            shares = {option(unit, "threads") for unit in made.units if unit.group}
+            assert shares == {None if count == 1 else str(12 // count)}, "new groups get equal parts"
+            contents = {MEMBERS: encode_members(made.members)}
+            found.append({unit.name: unit.digest(contents) for unit in made.units})
+            assert len(made.members) == count
+        one, two, three = found
+        assert one.keys() == {f"{name}-0", "router"}
+        assert three.keys() - two.keys() == {f"{name}-2"}
+        assert one.items() < two.items() < three.items(), "what runs goes on"
+    assert [unit.name for unit in plan("version: 1\ngroups: [{name: g}]", rules).units] == ["g", "router"]
+    given = [plan(f"version: 1\noptions: {{threads: {n}}}", rules).units[0].digest({}) for n in (1, 2)]
+    assert given[0] != given[1], "what the file says takes effect"
 
 
 def test_groups_register_where_others_can_too(rules: Rules) -> None:

@@ -133,9 +133,12 @@ class Group(Record, frozen=True):
 
     name: Annotated[str, Meta(description="The group's name. Default: `group-N`.")] = ""
     count: Annotated[
-        Positive,
-        Meta(description="Number of such groups, named `NAME-0`, `NAME-1` and so on, all on the same hosts."),
-    ] = 1
+        Positive | None,
+        Meta(
+            description="Number of such groups, named `NAME-0`, `NAME-1` and so on, all on the same hosts. "
+            "Default: one group, named `NAME`."
+        ),
+    ] = None
     model: Annotated[
         str, Meta(description="Name of the group's model in `models`. Default: the cluster's `model`.")
     ] = ""
@@ -367,7 +370,7 @@ def _check_values(document: Document, cluster: Cluster) -> None:
         _check_environment(document, group.environment, (*path, "environment"))
         if group.model and group.model not in cluster.models:
             raise document.error((*path, "model"), f"is {group.model!r}, which is not in `models`")
-        if group.port is not None and group.count > 1:
+        if group.port is not None and (group.count or 1) > 1:
             raise document.error((*path, "port"), "is for one group; leave it out, or write groups one by one")
     for name, model in cluster.models.items():
         if problem := problem_of_model_name(name) or ("" if "," not in f"{name}{model}" else "has a comma"):

@@ -78,13 +78,17 @@ class Unit:
     """Ranks that run in it; empty for a router, or a group that chooses its number of ranks."""
     files: tuple[str, ...] = ()
     """Files that must be in the host's folder before it starts."""
+    cores: str = ""
+    """The word of `argv` that gives it a part of the host's cores, if that follows from the groups of the host.
+    When groups come and go, a unit that runs keeps the part that it has."""
 
     def digest(self, contents: Mapping[str, bytes]) -> str:
         """Return a digest of all that a unit would have to be restarted for; not of API keys and of the list of
         groups, which it reads again."""
         name = WIRE_KEYS[self.kind]
         wire = hashlib.sha256(contents.get(name, b"")).hexdigest() if name in self.files else ""
-        said = [self.argv, sorted(self.environment.items()), wire]
+        argv = [word for word in self.argv if word != self.cores]
+        said = [argv, sorted(self.environment.items()), wire]
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
@@ -221,8 +225,9 @@ def _group_units(parts: _Parts, group: GroupPlan, port: int) -> list[Unit]:
         if leads and cluster.members:
             secrets = {**secrets, **parts.words.for_joining(kind, parts.records)[1]}
         wire, files = parts.wire(kind)
-        if label in parts.shares.threads and not any(word.startswith("--threads=") for word in words):
-            words.append(f"--threads={parts.shares.threads[label]}")
+        is_shared = label in parts.shares.threads and not any(word.startswith("--threads=") for word in words)
+        cores = f"--threads={parts.shares.threads[label]}" if is_shared else ""
+        words += [cores] if cores else []
         units.append(
             Unit(
                 name=name,
@@ -241,6 +246,7 @@ def _group_units(parts: _Parts, group: GroupPlan, port: int) -> list[Unit]:
                 health_port=health,
                 ranks=() if chooses else tuple(ranks),
                 files=files,
+                cores=cores,
             )
         )
     return units

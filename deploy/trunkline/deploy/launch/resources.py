@@ -49,14 +49,15 @@ def plan_groups(document: Document, cluster: Cluster, hosts: list[str]) -> list[
     """
     groups = []
     records = cluster.groups or [Group()]
-    alone = len(records) == 1 and records[0].count == 1
+    is_alone = len(records) == 1
     for index, record in enumerate(records):
         path: Path = ("groups", index) if cluster.groups else ()
         ranks = _ranks(document, record, path, hosts)
         base = record.name or ("group" if len(records) == 1 else f"group-{index}")
-        for number in range(record.count):
-            name = f"{base}-{number}" if record.count > 1 else "group-0" if alone and not record.name else base
-            groups.append(GroupPlan(name, record, path, ranks))
+        # With a count of 1, too: a group that gets company later is not renamed, which would replace it.
+        is_numbered = record.count is not None or (is_alone and not record.name)
+        for number in range(record.count or 1):
+            groups.append(GroupPlan(f"{base}-{number}" if is_numbered else base, record, path, ranks))
     return groups
 
 
