@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from controller.module_harness import ROOMY, WIDE, ask, call, jobs_of, submit, tiers_in, words
-from controller.tier_harness import TIERED, settle, simulate
+from controller.tier_harness import TIERED, settle, simulate, sink
 from msgspec.structs import replace
 from simulation.driver import Simulation
 from simulation.module_prompts import text
@@ -15,6 +15,7 @@ from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import ModulesCall, ModuleText
 from trunkline.controller.scheduling.module_calls import JOBS_AT_ONCE, TEXTS_PER_STEP
 from trunkline.kvstore.chunks import unpack_int32
+from trunkline.kvstore.tier import TierKind
 
 SCHEMA = [
     text(words(0, 10), 0),
@@ -162,6 +163,50 @@ def test_a_second_host_pin_beyond_the_quota_is_refused() -> None:
         simulation.modules_call("unpin", [], holder=f"schema {i}")
     settle(simulation)
     assert simulation.tree.tiers.pinned_count == 0
+
+
+@pytest.mark.parametrize("place", [None, TierKind.DISK, TierKind.REMOTE])
+def test_what_only_a_deleted_schema_has_is_gone_from_every_tier(place: TierKind | None) -> None:
+    simulation = simulate(TIERED)
+    other = [SCHEMA[0], text([*words(20, 4), 99], 10, parent=0)]  # shares a text and a chunk
+    call(simulation, "encode", SCHEMA)
+    call(simulation, "encode", other, holder="other")
+    if place is not None:
+        sink(simulation, place)
+    settle(simulation)
+    call(simulation, "forget", SCHEMA)
+    settle(simulation)
+    assert tiers_in(call(simulation, "look", SCHEMA))[1:] == [-1] * 3
+    assert -1 not in tiers_in(call(simulation, "look", other)), "pinned by another schema"
+    call(simulation, "unpin", [], holder="other")
+    call(simulation, "forget", other)
+    settle(simulation)
+    assert not simulation.tree.node_count
+    assert not simulation.tree.tiers.stats()[TierKind.DISK].used
+    assert not any(simulation.tiers.remote)
+    assert call(simulation, "forget", SCHEMA).status == "ok"
+
+
+def test_texts_of_running_requests_stay(simulation: Simulation) -> None:
+    call(simulation, "encode", SCHEMA)
+    request = submit(simulation, [SCHEMA[0], SCHEMA[2]], [(22, 1)], 8)
+    simulation.step()
+    simulation.replies.pop(simulation.modules_call("forget", SCHEMA))
+    assert tiers_in(call(simulation, "look", SCHEMA))[::2] == [0, 0]
+    simulation.finish()
+    assert simulation.streams[request].output
+
+
+def test_a_large_schema_is_forgotten_beside_the_steps() -> None:
+    simulation = Simulation(WIDE)
+    texts = [text(words(20 * i, 4), 0) for i in range(2 * TEXTS_PER_STEP + 9)]
+    call(simulation, "encode", texts)
+    ticket = simulation.modules_call("forget", texts)
+    assert simulation.tree.node_count
+    assert ticket not in simulation.replies
+    simulation.run()
+    assert simulation.replies[ticket].status == "ok"
+    assert not simulation.tree.node_count
 
 
 def test_texts_that_are_encoded_for_a_time(simulation: Simulation) -> None:

@@ -153,6 +153,8 @@ class FakeModules:
                 self.texts |= {(call.salt, text.tokens) for text in missing}
             if call.holder and self.status == "ok":
                 self.pins[call.holder] = len(call.texts)
+        elif call.op == "forget":
+            self.texts -= {(call.salt, text.tokens) for text in call.texts}
         elif call.op == "unpin":
             self.pins.pop(call.holder, None)
         elif call.op == "cancel":

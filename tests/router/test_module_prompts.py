@@ -17,7 +17,7 @@ from trunkline.kvstore.records import Record, RecordKey
 from trunkline.router import pml
 from trunkline.router.stores.model_text import ModelText
 from trunkline.router.stores.schema_records import Definition
-from trunkline.router.stores.schema_store import Compiled, StoredSchema
+from trunkline.router.stores.stored_schema import Compiled, StoredSchema
 from trunkline.router.text.tokenizer import Tokenizer
 
 CHAT = """<schema name="talk">

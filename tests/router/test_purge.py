@@ -53,7 +53,9 @@ def test_a_purge_deletes_all_of_one_tenant(place: Path, tokenizer: Tokenizer, ki
         client_of(router, **ADMIN) as admin,
     ):
         session = store_all(alice)
+        texts = set(fake.behaviour.modules.texts)
         theirs = store_all(bob)
+        others = fake.behaviour.modules.texts - texts
         sizes = size(router, "bob"), size(router, "")
         salt = fake.behaviour.submits[0].salt
         assert admin.post(PATH).status_code == 400
@@ -82,6 +84,9 @@ def test_a_purge_deletes_all_of_one_tenant(place: Path, tokenizer: Tokenizer, ki
         assert bob.get("/v1/schemas/trip").status_code == chat(bob, theirs).status_code == 200
         wait_until(lambda: len(fake.behaviour.forgets) >= 2)
         assert {message.salt for message in fake.behaviour.forgets} == {salt}
+        wait_until(lambda: fake.behaviour.modules.texts == others)
+        assert texts
+        assert others
         assert admin.post(PATH, params={"tenant": "alice"}).json() == EMPTY
 
 

@@ -143,7 +143,9 @@ def test_names_live_per_salt(http: httpx.Client, fake: FakeController) -> None:
 def test_deleted(http: httpx.Client, fake: FakeController) -> None:
     post(http)
     assert complete(http).status_code == 200
+    assert fake.behaviour.modules.texts
     assert http.delete("/v1/schemas/trip").status_code == 200
+    wait_until(lambda: not fake.behaviour.modules.texts)
     for answer in (
         http.get("/v1/schemas/trip"),
         http.patch("/v1/schemas/trip", json={"ttl": 5}),

@@ -186,8 +186,8 @@ class ModulesCall(msgspec.Struct, array_like=True, frozen=True, tag="modules"):
     """An operation on the cached texts of a schema. Answered by `ModulesReply`.
 
     Operations: "encode" (compute those that no tier has, as ordinary work beside the requests; answered when all
-    is done; ended early by "cancel" with the same ticket), "look" (say where they are), "unpin" (`texts` are not
-    looked at).
+    is done; ended early by "cancel" with the same ticket), "look" (say where they are), "forget" (drop the chunks
+    that nothing else uses, from all tiers), "unpin" (`texts` are not looked at).
     """
 
     ticket: int

@@ -59,7 +59,6 @@ from trunkline.controller.sequences.sequence import Request, SequenceGroup
 from trunkline.controller.tiers.prefetch import Prefetcher
 from trunkline.controller.tiers.tier_orders import TierOrders
 from trunkline.controller.totals import Totals
-from trunkline.kvstore.module_names import RelocationRule
 from trunkline.router.messages import Finished, FinishReason, Flushed, ModulesReply, Prefetched
 from trunkline.worker.messages import StepPlan, TierOrder
 
@@ -398,9 +397,7 @@ class Engine:
         if problem := problem_of_texts(call.texts, self.config):
             calls.done.append(ModulesReply(0, call_id, "failed", problem))
             return
-        moves = RelocationRule.of(self.config.positions_shift, call.relocate)
-        pins = (call.holder, call.ttl) if call.op == "encode" else ()
-        wanted = TextsCall(call_id, call.texts, call.salt, moves, call.op == "encode", *pins)
+        wanted = TextsCall.of(call_id, call, positions_shift=self.config.positions_shift)
         if self.is_away and not wanted.encodes:
             calls.postpone(wanted)  # until new workers are ready, it is not known what is on disk
         else:
@@ -431,6 +428,7 @@ class Engine:
         tree = self.scheduler.kv.tree
         tree.expire(now)
         self.prefetcher.forget_old(now)
+        self.traffic.forget(self.scheduler.encoding.calls.take_forgotten())
         messages = self.traffic.messages(self._step, now)
         tree.drop_lost()
         return messages

@@ -32,7 +32,7 @@ TEXTS_MAX: Final = 65_536
 """Largest number of texts of one schema."""
 RUNS_MAX: Final = 65_536
 """Largest number of runs of own tokens between the texts of a prompt."""
-OPERATIONS: Final = ("encode", "look", "unpin", "cancel")
+OPERATIONS: Final = ("encode", "look", "forget", "unpin", "cancel")
 """Operations that a `ModulesCall` may ask for."""
 _PAIR_BYTES: Final = 8
 NUMBER_BITS: Final = 32

@@ -1,4 +1,4 @@
-"""Calls of routers about the texts of a schema: encode them, pin them, tell in which tiers they are. Pure."""
+"""Calls of routers about the texts of a schema: encode, pin or drop them, tell in which tiers they are. Pure."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Final
 
 from trunkline.controller.allocation.kv_manager import KVCacheManager
 from trunkline.controller.allocation.modules import find_text, name_texts
-from trunkline.controller.cache.radix_tree import Node
-from trunkline.controller.messages import ModuleText
+from trunkline.controller.cache.radix_tree import TOKEN_BYTES, Node
+from trunkline.controller.messages import ModulesCall, ModuleText
 from trunkline.controller.scheduling.fair_queue import FairQueue
 from trunkline.controller.scheduling.module_jobs import ModuleJobs, Wish
 from trunkline.controller.sequences.module_prompt import CachedText
 from trunkline.controller.sequences.sequence import Sequence as TokenSequence
 from trunkline.controller.sequences.sequence import SequenceGroup
 from trunkline.controller.tiers.prefetch import Fetching
-from trunkline.kvstore.chunks import blocks_for, pack_int32
+from trunkline.kvstore.chunks import ChunkName, blocks_for, pack_int32
 from trunkline.kvstore.module_names import RelocationRule
 from trunkline.router.messages import ModulesReply
 
@@ -32,7 +32,8 @@ PINNED_DEVICE_SHARE: Final = 0.5
 
 @dataclass(eq=False, slots=True)
 class TextsCall:
-    """A call to encode texts, or to look for them. Compared by identity: its jobs are registered under it."""
+    """A call to encode texts, to look for them, or to drop them. Compared by identity: jobs are registered under
+    it."""
 
     id: int
     """Id of the call; negative for a call of the engine itself, which gets no answer."""
@@ -42,6 +43,7 @@ class TextsCall:
     encodes: bool
     holder: str = ""
     ttl: float = 0.0
+    forgets: bool = False
     texts: list[CachedText] = field(default_factory=list)
     """Texts that have been named. If the call encodes, each was present, is being encoded, or has been encoded."""
     tiers: list[int] = field(default_factory=list)
@@ -49,6 +51,14 @@ class TextsCall:
     chunks: dict[Node, None] = field(default_factory=dict)
     """Chunks of the named texts, to be pinned, each once: texts that begin alike share chunks."""
     computed_tokens: int = 0
+
+    @classmethod
+    def of(cls, call_id: int, call: ModulesCall, *, positions_shift: bool) -> TextsCall:
+        """Return a router's call. `positions_shift`: whether the model's KV can be read at other positions."""
+        moves = RelocationRule.of(positions_shift, call.relocate)
+        encodes, forgets = call.op == "encode", call.op == "forget"
+        holder, ttl = (call.holder, call.ttl) if encodes else ("", 0.0)
+        return cls(call_id, call.texts, call.salt, moves, encodes, holder, ttl, forgets)
 
 
 class ModuleCalls:
@@ -66,6 +76,7 @@ class ModuleCalls:
         self._pinned_by: dict[str, TextsCall] = {}
         """The call that made a pin, by the holder of the pin."""
         self.done: list[ModulesReply] = []
+        self._forgotten: list[ChunkName] = []
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -178,6 +189,8 @@ class ModuleCalls:
         while self._left and len(call.tiers) < len(call.texts):
             self._left -= 1
             text = call.texts[len(call.tiers)]
+            if call.forgets:
+                self._forget(text)
             nodes = find_text(self._tree, text, text.token_count, step).nodes
             places = [self._tree.tiers.tier_of(node) for node in nodes]
             call.tiers.append(max((int(place) for place in places if place is not None), default=-1))
@@ -188,6 +201,26 @@ class ModuleCalls:
         if len(call.tiers) == len(call.sources):
             del self._calls[call.id]
             self._finish(call, now)
+
+    def _forget(self, text: CachedText) -> None:
+        """Drop a text's chunks that nothing else uses: no request, no pin, and no text that goes on from them."""
+        root = self._tree.find_text_root(text.place)
+        if root is None:
+            return
+        path, node, size = list[Node](), root, self._tree.chunk_bytes
+        for at in range(0, text.token_count * TOKEN_BYTES, size):
+            child = node.children.get(text.tokens[at : at + size])
+            if child is None:
+                break
+            path.append(child)
+            node = child
+        self._forgotten += self._tree.forget_path(path)
+        self._tree.prune_root(root)
+
+    def take_forgotten(self) -> list[ChunkName]:
+        """Return the names of the chunks dropped since the last time: to be deleted from the remote tier, too."""
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten
 
     def _ttl(self, call: TextsCall) -> float:
         return call.ttl or self._kv.ttl

@@ -425,7 +425,7 @@ class ControllerService:
         problem = problem_of_call(call, self.config.vocab_size)
         if not is_request_number(call.ticket):
             return
-        frees = call.op in ("cancel", "unpin")  # allowed while the controller stops, too
+        frees = call.op in ("cancel", "unpin", "forget")  # allowed while the controller stops, too
         if self.engine is None or not (frees or self.status in (Status.READY, Status.STARTING)):
             problem = problem or f"the group is {self.status}: {self.detail}"
         if problem:

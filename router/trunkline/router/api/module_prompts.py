@@ -27,7 +27,7 @@ from trunkline.router.jobs.job import Job, Modules, Prompt
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, Message
 from trunkline.router.service import RouterService
 from trunkline.router.stores.model_text import ModelText
-from trunkline.router.stores.schema_store import StoredSchema
+from trunkline.router.stores.stored_schema import StoredSchema
 from trunkline.router.stores.session_history import PromptPart
 from trunkline.router.stores.session_state import SessionModules
 from trunkline.router.tenancy.auth import cache_salt

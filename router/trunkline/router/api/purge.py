@@ -31,7 +31,7 @@ from trunkline.router.stores.batch_store import KIND as BATCHES
 from trunkline.router.stores.file_store import KINDS as FILES
 from trunkline.router.stores.history_kinds import CONVERSATIONS, RESPONSES, SESSIONS
 from trunkline.router.stores.schema_records import is_schema
-from trunkline.router.tenancy.auth import current_identity
+from trunkline.router.tenancy.auth import cache_salt, current_identity
 
 CALL_S: Final = 10.0
 """Time in seconds after which a call ends though there is more to delete."""
@@ -101,7 +101,9 @@ async def _delete(service: RouterService, key: RecordKey) -> bool:
     """
     try:
         store = service.histories.of_kind(key.kind)
-        if store is None:
+        if is_schema(key):
+            await service.schemas.purge(key, [cache_salt(None)])
+        elif store is None:
             await service.records.delete(key)
         else:
             await delete_history(service, store, key.id)
@@ -119,5 +121,4 @@ async def _delete(service: RouterService, key: RecordKey) -> bool:
         raise
     if key.kind in _TASKS:
         await service.tasks.remove(key.id)
-    service.schemas.gone(key)
     return True

@@ -40,7 +40,7 @@ from trunkline.router.jobs.parameters import SESSION_ID_CHARACTERS_MAX
 from trunkline.router.messages import ModulesReply
 from trunkline.router.service import RouterService
 from trunkline.router.stores.schema_records import Definition
-from trunkline.router.stores.schema_store import StoredSchema
+from trunkline.router.stores.stored_schema import StoredSchema
 from trunkline.router.tenancy.auth import cache_salt
 
 routes = APIRouter()
@@ -136,7 +136,7 @@ async def update_schema(request: Request, schema_id: str) -> JsonResponse:
     "/v1/schemas/{schema_id}", responses=answer_of(SchemaDeleted), openapi_extra={"parameters": [_SALT]}
 )
 async def delete_schema(request: Request, schema_id: str) -> JsonResponse:
-    """Delete a schema. Running requests continue; its KV is evicted when its space is needed."""
+    """Delete a schema, and the KV of its modules that nothing else uses. Running requests continue."""
     store = service_of(request).schemas
     with store.errors_of("schema"):
         await store.delete(schema_id, _salt_asked(request))

@@ -20,11 +20,9 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
-from msgspec.structs import replace
-
-from trunkline.controller.messages import ModulesCall, ModuleText, PromptLayout
+from trunkline.controller.messages import ModulesCall
 from trunkline.kvstore.records import (
     BaseMissingError,
     ConflictError,
@@ -55,32 +53,15 @@ from trunkline.router.stores.schema_records import (
     take_over,
     unpack,
 )
+from trunkline.router.stores.stored_schema import OFF_LOOP_CHARACTERS, Compiled, StoredSchema
 from trunkline.router.streams.link import Answer, ControllerLink
 from trunkline.router.text.tokenizer import Tokenizer
 
 CACHED_MAX: Final = 1024
 CACHED_BYTES_MAX: Final = 256 << 20
 """Largest approximate size in bytes of all cached sources and compiled schemas together."""
-_PART_BYTES: Final = 600
-"""Approximate size in bytes of a compiled module, text or parameter: up to 25 times the size of its source."""
 _TRIES: Final = 8
 """Largest number of attempts to change a schema that other requests change at the same time."""
-_OFF_LOOP_CHARACTERS: Final = 16 << 10
-"""Length in characters above which a source is compiled in a thread. The thread compiles one source at a time."""
-_MANY_TEXTS: Final = 512
-_HINT_SECONDS: Final = 1.0
-_HINT_TEXTS_MAX: Final = 16
-_USES_MAX: Final = 4096
-
-
-class Compiled(NamedTuple):
-    """A compiled source, with what is sent to controllers and told to clients."""
-
-    schema: pml.CompiledSchema
-    texts: list[ModuleText]
-    """All texts of the schema, as messages to a controller."""
-    warnings: list[str]
-    """Warnings for the schema's author."""
 
 
 class ModelService(Protocol):
@@ -97,66 +78,6 @@ class ModelService(Protocol):
     @property
     def limits(self) -> ModelLimits:
         """The limits of requests to the model at this moment."""
-
-
-class StoredSchema:
-    """The current version of a schema, compiled and ready for prompts."""
-
-    def __init__(self, salt: bytes, record: Record, definition: Definition, ready: Compiled) -> None:
-        self.salt = salt
-        self.record = record
-        self.definition = definition
-        self.ready = ready
-        self.weight = _weight(definition, ready)
-        """Bytes counted for this schema in the cache."""
-        self.uses: Counter[str] = Counter()
-        """Recent imports of each module, by path, as seen by this router."""
-        self.pinned_at: ControllerLink | None = None
-        """The home where this router set the pin last; None: it has set none."""
-        self.pinned_on = 0
-        """Number of that home's connection over which the pin was set; 0: it must be set again."""
-        self._hinted_at = float("-inf")
-
-    @property
-    def name(self) -> str:
-        """Name of the schema, which is also its id."""
-        return self.record.key.id
-
-    @property
-    def key(self) -> str:
-        """Key that determines the schema's home controller and names the holder of its pins."""
-        return holder_of(self.record.key)
-
-    @property
-    def compiled(self) -> pml.CompiledSchema:
-        """The compiled schema, for `pml.compile_prompt`."""
-        return self.ready.schema
-
-    @property
-    def is_large(self) -> bool:
-        """Whether work on the whole schema is too long for the event loop."""
-        return len(self.ready.texts) > _MANY_TEXTS or len(self.definition.source) > _OFF_LOOP_CHARACTERS
-
-    def used(self, paths: Iterable[str]) -> None:
-        """Count the modules that a prompt imports."""
-        self.uses.update(paths)
-        if self.uses.total() > _USES_MAX:  # recent imports count more
-            self.uses = Counter({path: count // 2 for path, count in self.uses.items() if count > 1})
-
-    def hint(self, prompt: pml.CompiledPrompt, now: float) -> PromptLayout | None:
-        """Return texts that the next requests will probably need; None if a hint was given within the last second.
-
-        Args:
-            prompt: The prompt of the current request.
-            now: Loop time in seconds.
-        """
-        if now - self._hinted_at < _HINT_SECONDS:
-            return None
-        self._hinted_at = now
-        wanted = pml.likely_texts(self.compiled, prompt, self.uses, _HINT_TEXTS_MAX)
-        if not wanted:
-            return None
-        return replace(pml.hint_layout(self.compiled, wanted), relocate=self.definition.relocate)
 
 
 class SchemaStore:
@@ -294,12 +215,17 @@ class SchemaStore:
         return await self.get(name, salt)
 
     async def delete(self, name: str, salt: bytes) -> None:
-        """Delete a schema. Running requests are not disturbed.
+        """Delete a schema, and the KV of its modules that nothing else uses. Running requests are not disturbed.
+
+        KV that schemas without pins share with it is computed again when they are used.
 
         Raises:
             ApiError: 404, there is no such schema.
         """
         key = key_of(name, salt)
+        schema = None
+        with suppress(ApiError, pml.PmlError):  # what cannot be compiled any more can be deleted all the same
+            schema = await self.get(name, salt)
         with store_errors(name):
             was_old = await delete_old(self._records, key, salt)
             try:
@@ -308,6 +234,33 @@ class SchemaStore:
                 if not was_old:
                     raise
         self.gone(key)
+        if schema is not None:
+            self._forget(schema)
+
+    async def purge(self, key: RecordKey, salts: Iterable[bytes]) -> None:
+        """Delete the record of a schema of the request's owner, and its KV if its salt is known.
+
+        Args:
+            salts: salts that it may have. Its record holds only a hash of its salt.
+
+        Raises:
+            MissingError: it does not exist any more.
+            ApiError: 503, the store does not answer.
+        """
+        cached = self._cached.get(key)
+        salts = [*salts, *([] if cached is None else [cached.salt])]
+        salt = next((salt for salt in salts if key_of(key.id, salt) == key), None)
+        if salt is None:
+            await self._records.delete(key)
+            self.gone(key)
+        else:
+            await self.delete(key.id, salt)
+
+    def _forget(self, schema: StoredSchema) -> None:
+        """Have all controllers drop the KV of a schema's modules, as far as they are connected."""
+        texts, salt, relocate = schema.ready.texts, schema.salt, schema.definition.relocate
+        for link in self._homes.links:
+            link.tell(lambda ticket: ModulesCall(ticket, "forget", texts, salt, relocate=relocate))
 
     def gone(self, key: RecordKey) -> None:
         """Forget a schema whose record was deleted, and remove its pins. Records of other kinds do not matter."""
@@ -360,7 +313,7 @@ class SchemaStore:
             )
             return Compiled(schema, pml.texts_message(schema), pml.lint(document, text))
 
-        if len(definition.source) <= _OFF_LOOP_CHARACTERS:
+        if len(definition.source) <= OFF_LOOP_CHARACTERS:
             return run()
         async with self._compiling:
             return await asyncio.to_thread(run)
@@ -455,16 +408,6 @@ class SchemaStore:
                 raise
             self._on_error(UNKNOWN)
             raise not_found(param, error.message, code=UNKNOWN) from None
-
-
-def _weight(definition: Definition, ready: Compiled) -> int:
-    """Return the approximate size of a schema in memory, in bytes."""
-    parts = len(ready.texts)
-    size = len(definition.source) + sum(len(text.tokens) for text in ready.texts)
-    for module in ready.schema.modules:
-        parts += 1 + len(module.params)
-        size += len(module.path)
-    return size + parts * _PART_BYTES
 
 
 def pml_error(error: pml.PmlError, param: str) -> ApiError:
