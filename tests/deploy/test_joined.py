@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from deploy.waiting import wait_for
 from trunkline.deploy.config.node_settings import Kind, NodePlan, NodeSettings, parse_address
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.node.joined import Joined, joined, member_of
+from trunkline.deploy.node.joined import Joined, joined, member_of, warning_of
 from trunkline.deploy.supervisor.members import CommandError
 from trunkline.kvstore.records import open_records
 from trunkline.router.membership.records_source import Registration, registrations
@@ -41,6 +43,30 @@ def found(url: str) -> Found:
 
 def node(url: str, listen: str = "10.0.0.1:7400") -> NodePlan:
     return NodePlan(ranks=range(1), listen=parse_address(listen, "--listen"), join=url)
+
+
+@pytest.mark.parametrize(
+    ("listen", "store", "is_warned"),
+    [
+        ("127.0.0.1:7400", "redis://store.example:6379/0", True),
+        ("127.0.0.1:7400", "redis://127.0.0.1:6379/0", False),
+        ("127.0.0.1:7400", "redis://localhost/0", False),
+        ("127.0.0.1:7400", "unix:///run/redis.sock?db=0", False),
+        ("127.0.0.1:7400", "sqlite:/srv/records.sqlite", False),
+        ("10.0.0.1:7400", "redis://:secret@store.example:6379/0", False),
+    ],
+)
+def test_an_address_that_no_other_host_reaches_is_told(listen: str, store: str, is_warned: bool) -> None:
+    warning = warning_of(node(store, listen))
+    assert ("registers as 127.0.0.1:7400, where only this machine" in warning) == is_warned
+    assert bool(warning) == is_warned
+    assert warning_of(replace(node(store, listen), join="")) == ""
+
+
+def test_a_name_that_no_other_host_reaches_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, is_warned in (("localhost", True), ("localhost.localdomain", True), ("h1.example", False)):
+        monkeypatch.setattr(socket, "getfqdn", lambda name=name: name)
+        assert bool(warning_of(node("redis://store.example/0", "0.0.0.0:7400"))) == is_warned
 
 
 def test_a_group_is_registered_until_it_leaves(url: str, found: Found) -> None:

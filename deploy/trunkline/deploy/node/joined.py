@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import secrets
 import socket
 import threading
 from collections.abc import Iterator
 from typing import Final
+from urllib.parse import urlsplit
 
 import structlog
 
-from trunkline.deploy.config.node_settings import NodePlan
+from trunkline.deploy.config.node_settings import NodePlan, is_ip
 from trunkline.deploy.supervisor.membership import Membership
 from trunkline.kvstore.records import RecordError, open_records
 from trunkline.router.membership.member import Member
@@ -42,6 +44,26 @@ def member_of(node: NodePlan, model: str, fingerprint: str) -> Member:
         model=model,
         fingerprint=fingerprint,
     )
+
+
+def warning_of(node: NodePlan) -> str:
+    """Return why routers of other hosts will not reach a group that registers, as a sentence; "": they may.
+
+    Such a group would be listed, but never used; two of them on different hosts would have the same id.
+    """
+    if not node.join or node.listen is None:
+        return ""
+    host, store = node.reached.host, urlsplit(node.join).hostname
+    if not _is_loopback(host) or store is None or _is_loopback(store):
+        return ""
+    return (
+        f"The group registers as {node.reached}, where only this machine reaches it; write an address of this "
+        "machine that routers reach to --listen."
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    return host.partition(".")[0] == "localhost" or (is_ip(host) and ipaddress.ip_address(host).is_loopback)
 
 
 class Joined(Membership):

@@ -24,7 +24,7 @@ from trunkline.deploy.config.record_files import plan_records
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.node.health import NodeHealth, probe_of, serving
-from trunkline.deploy.node.joined import joined
+from trunkline.deploy.node.joined import joined, warning_of
 from trunkline.deploy.supervisor.members import Limits
 from trunkline.deploy.supervisor.run_folder import Running, announced, run_folder
 from trunkline.deploy.supervisor.serve import (
@@ -70,6 +70,8 @@ def run_node(kind: Kind, settings: ServeSettings, node_settings: NodeSettings) -
         reporter = stack.enter_context(closing(reporter_of(settings, console, title)))
         if kind is not Kind.ROUTER:
             announce(plan, disk, reporter)
+            if warning := warning_of(node):
+                reporter.say(warning, "warning")
         plan = with_records(plan, disk, reporter)
         folder = stack.enter_context(run_folder())
         stack.enter_context(announced(folder, _running(kind, plan, node_settings, title)))
