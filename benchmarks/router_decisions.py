@@ -44,6 +44,8 @@ class Case(NamedTuple):
     sessions: bool
     gone: int = 0
     """Controllers that have joined and left before: they must leave nothing behind."""
+    peers: bool = True
+    """Controllers exchange KV, so each decision says who has what the chosen one lacks."""
 
 
 class Cluster:
@@ -62,6 +64,8 @@ class Cluster:
         self.prompts = [self._tokens(case.prompt_tokens) for _ in range(case.indexed // self.chunks)]
         for controller in range(case.controllers):
             self.core.set_identity(controller, IDENTITY)
+            if case.peers:
+                self.core.set_exports(controller, [f"tcp://10.0.0.{controller}:7000"])
             self.core.set_available(controller, True, 0.0)
         tracemalloc.start()
         for prompt in self.prompts:
@@ -159,6 +163,7 @@ def main() -> None:
     for case in (
         Case(64, 8192, indexed, "prefix", False),
         Case(64, 8192, indexed, "prefix", True),
+        Case(64, 8192, indexed, "prefix", True, peers=False),
         Case(64, 2048, indexed, "prefix", True),
         Case(64, 32_768, indexed, "prefix", True),
         Case(8, 8192, indexed, "prefix", True),

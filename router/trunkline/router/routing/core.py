@@ -32,10 +32,10 @@ from trunkline.router.routing.controllers import (
     SessionPlaces,
     resized,
 )
-from trunkline.router.routing.index import TIERS, ChunkIndex, IntArray
+from trunkline.router.routing.index import EXPECTED, TIERS, ChunkIndex, IntArray
 from trunkline.router.routing.names import KvIdentity, prompt_names
 from trunkline.router.routing.overlaps import Found, best_way, known_tails, missing, own_tail
-from trunkline.router.routing.peers import holders, keeps_cut, pullable, pulled_tokens, sleeping
+from trunkline.router.routing.peers import holders, keeps_cut, pullable, sleeping
 from trunkline.router.routing.policies import POLICIES, Policy, RoutingSettings, Turns, View
 from trunkline.router.routing.request import Decision, Origin, RouteRequest, Sleeping, Weighed
 from trunkline.router.routing.slots import Slots
@@ -327,7 +327,7 @@ class RoutingCore:
             Weighed(candidates, tiers, costs, self._slots.names),
             self._slots.names[chosen],
             found[identity].tail if identity is not None else None,
-            int(pulled[chosen]),
+            int(pulled[chosen]) if self._traits.exports(chosen) else 0,
             given,
             asleep,
         )
@@ -430,7 +430,7 @@ class RoutingCore:
         effective = np.zeros(count)
         pulled = np.zeros(count, np.int64)
         found: dict[KvIdentity, Found] = {}
-        longest, tail = 0, -1
+        longest, tail, is_pulled = 0, -1, False
         serves = self._traits.serves(request.model) if request.model else None
         for identity, controllers in self._traits.members.items():
             members = controllers if serves is None else controllers[serves[controllers]]
@@ -451,24 +451,29 @@ class RoutingCore:
             tiers[members] = cached
             effective[members] = (cached * self._traits.worth[members]).sum(axis=1)
             peers = self._traits.peers(identity)
-            if len(peers):
-                chunks = pullable(self.index, matches[-1], members, peers)
-                given = pulled_tokens(found[identity], chunks, members, cached)
-                pulled[members] = np.where(self._traits.pull_worth[members] > 0, given, 0)
-                effective[members] += given * self._traits.pull_worth[members]
+            if len(peers) and matches[-1].masks:
+                whole = cached.sum(axis=1) if tail >= 0 else whole
+                pulled[members] = pullable(found[identity], members, whole, self.index.columns(peers))
+                is_pulled = True
+        if is_pulled:
+            effective += pulled * self._traits.pull_worth
         return found, tiers, effective, pulled, tail
 
     def _from_peers(self, found: Found, identity: KvIdentity, chosen: int) -> tuple[list[Holder], Sleeping | None]:
         """Return which peers have chunks that a controller lacks, in host memory and then on disk."""
         traits, peers = self._traits, self._traits.peers(identity)
-        if not traits.exports(chosen) or not len(peers) or keeps_cut(found, np.array([chosen])).any():
+        told = found.last.counts[chosen, :EXPECTED].sum()
+        if told == len(found.last.masks) or not traits.exports(chosen) or not len(peers):
             return [], None
-        runs, at = holders(self.index, found.last, chosen, peers, traits.leaves, self.loads.inflight)
-        given = [Holder(self.names[run.controller], traits.exports(run.controller), *run[1:]) for run in runs]
-        disk = sleeping(self.index, found.last, at, peers)
+        if found.names.chains[-1].way and keeps_cut(found, np.array([chosen])).any():
+            return [], None
+        columns = self.index.columns(peers)
+        runs, at = holders(found.last, self.index.shift(chosen), columns, traits.leaves, self.loads.inflight)
+        given = [Holder(self.names[giver], traits.exports(giver), start, stop) for giver, start, stop in runs]
+        if at == len(found.last.masks) or (disk := sleeping(found.last, at, columns)) is None:
+            return given, None
         names, size = found.names.chains[-1].names, identity.chunk_size
-        asleep = None if disk is None else Sleeping(disk.controller, names[at], (disk.stop - disk.start) * size)
-        return given, asleep
+        return given, Sleeping(disk.controller, names[at], (disk.stop - disk.start) * size)
 
 
 def _prompt_tokens(request: RouteRequest) -> int:

@@ -37,7 +37,8 @@ them."""
 DEVICE, HOST, DISK, EXPECTED = range(4)
 TIERS: Final = 4
 """Number of bits of a column. The first three are what controllers publish (`1 << TierKind`)."""
-_TOLD: Final = 0b0111
+TOLD: Final = 0b0111
+"""The tiers of what a controller has told that it has."""
 _EXPECTED_BIT: Final = 1 << EXPECTED
 _USED: Final = 1
 """Mark of a name that was looked for: bit 0 of column 0, which no controller owns."""
@@ -47,7 +48,7 @@ to wipe."""
 _NAME_OVERHEAD_BYTES: Final = 64 + 56
 """Memory that a name takes: the object, and its place in a dictionary that is half full."""
 _EVICTED_AT_ONCE: Final = 64
-_ROWS_MAX: Final = 64
+_GROUPS_MAX: Final = 64
 
 _HAS: Final = np.array([(0xF if x & 0xF else 0) | (0xF0 if x & 0xF0 else 0) for x in range(256)], np.uint8)
 """For each byte, which has the bits of two columns: all bits of each column in which any bit is set."""
@@ -68,8 +69,17 @@ class Match(NamedTuple):
     counts: IntArray
     """`[controllers, 4]`: chunks without a gap from the chain's beginning, by the fastest tier in which they are:
     device, host memory, disk, and chunks that are only expected."""
-    masks: NDArray[np.uint8]
-    """`[chunks, bytes]`: the bits of the chain's first chunks, up to the first one that no controller has."""
+    masks: list[int]
+    """The bits of the chain's first chunks, up to the first one that no controller has."""
+
+
+class Columns(NamedTuple):
+    """The columns of some controllers."""
+
+    bits: int
+    """The lowest bit of each column."""
+    owners: dict[int, int]
+    """The controllers, by the place of their columns' lowest bits."""
 
 
 class ChunkIndex:
@@ -98,8 +108,8 @@ class ChunkIndex:
         """By number of a column that is being wiped: how many shards have still to be wiped."""
         self._wiping = 0
         """The next shard to wipe."""
-        self._rows: dict[bytes, NDArray[np.uint8]] = {}
-        """The bits of groups of controllers, as `held_by_any` asks for them, until a column changes."""
+        self._groups: dict[bytes, Columns] = {}
+        """The columns of some controllers, as `columns` is asked for them."""
         self._tickets: dict[int, _Ticket] = {}
         """Names that each ticket expects."""
         self._shared: list[dict[bytes, int]] = [{} for _ in range(1 + controllers)]
@@ -131,12 +141,12 @@ class ChunkIndex:
     def grow(self, controllers: int) -> None:
         """Make room for so many controllers; the index does not know the new ones yet."""
         self._columns = resized(self._columns, controllers)
-        self._rows.clear()
+        self._groups.clear()
 
     def add(self, controller: int) -> None:
         """Know a controller from now on, without any chunks."""
         self._columns[controller] = self._take_column()
-        self._rows.clear()
+        self._groups.clear()
 
     def remove(self, controller: int) -> None:
         """Forget a controller with all its chunks and expectations. What is said of it from now on is ignored."""
@@ -191,7 +201,7 @@ class ChunkIndex:
             raise ValueError(f"no snapshot of controller {controller} has begun")
         old, new = int(self._columns[controller]), self._shadows.pop(controller)
         self._columns[controller] = new
-        self._rows.clear()
+        self._groups.clear()
         self._shared[old], self._shared[new] = {}, self._shared[old]
         bit = _EXPECTED_BIT << TIERS * new
         for ticket, entry in self._tickets.items():
@@ -212,7 +222,7 @@ class ChunkIndex:
         self._drop_shadow(controller)
         old = int(self._columns[controller])
         self._columns[controller] = new
-        self._rows.clear()
+        self._groups.clear()
         self._shared[old] = {}
         self._tickets = {ticket: entry for ticket, entry in self._tickets.items() if entry.column != old}
         self._dirty[old] = SHARDS
@@ -235,7 +245,7 @@ class ChunkIndex:
         column = int(self._columns[controller])
         if not column:
             return
-        told, bit = _TOLD << TIERS * column, _EXPECTED_BIT << TIERS * column
+        told, bit = TOLD << TIERS * column, _EXPECTED_BIT << TIERS * column
         shards, shared = self._shards, self._shared[column]
         noted: list[bytes] = []
         for name in names:
@@ -301,11 +311,11 @@ class ChunkIndex:
         self._expire(now)
         self._wipe()
         shards = self._shards
-        found = [shards[name[0]].get(name) for name in names]
-        known = found[: found.index(None)] if None in found else found
+        found = [shards[name[0]].get(name, 0) for name in names]
+        known = found[: found.index(0)] if 0 in found else found
         if not known:
-            return Match(np.zeros((len(self._columns), TIERS), np.int64), np.zeros((0, self._row_bytes), np.uint8))
-        packed = b"".join([mask.to_bytes(self._row_bytes, "little") for mask in known if mask is not None])
+            return Match(np.zeros((len(self._columns), TIERS), np.int64), [])
+        packed = b"".join([mask.to_bytes(self._row_bytes, "little") for mask in known])
         masks = np.frombuffer(packed, np.uint8).reshape(len(known), -1)
         for at in ((masks[:, 0] & _USED) == 0).nonzero()[0].tolist():
             shards[names[at][0]][names[at]] |= _USED
@@ -315,29 +325,24 @@ class ChunkIndex:
         for start in range(0, len(bits), _COUNTED_AT_ONCE):
             counts += np.add.reduce(bits[start : start + _COUNTED_AT_ONCE], axis=0, dtype=np.uint8)
         counts[:TIERS] = 0  # column 0 stands for controllers that the index does not know
-        return Match(counts.reshape(-1, TIERS)[self._columns], masks)
+        return Match(counts.reshape(-1, TIERS)[self._columns], known)
 
-    def held_by_any(self, match: Match, controllers: IntArray, tier: int) -> NDArray[np.bool_]:
-        """Return which of the chunks of a match any of some controllers has in a tier, `[chunks]`."""
-        key = bytes((tier,)) + controllers.tobytes()
-        row = self._rows.get(key)
-        if row is None:
-            row = np.zeros(self._row_bytes, np.uint8)
-            columns = self._columns[controllers]
-            columns = columns[columns > 0]
-            np.bitwise_or.at(row, columns >> 1, (1 << tier) << TIERS * (columns & 1))
-            if len(self._rows) >= _ROWS_MAX:
-                self._rows.clear()
-            self._rows[key] = row
-        held: NDArray[np.bool_] = np.any(match.masks & row, axis=1)
-        return held
+    def columns(self, controllers: IntArray) -> Columns:
+        """Return the columns of some controllers, until one of the columns changes."""
+        key = controllers.tobytes()
+        known = self._groups.get(key)
+        if known is None:
+            places = zip(self._columns[controllers].tolist(), controllers.tolist(), strict=True)
+            owners = {TIERS * column: controller for column, controller in places if column}
+            known = Columns(sum(1 << shift for shift in owners), owners)
+            if len(self._groups) >= _GROUPS_MAX:
+                self._groups.clear()
+            self._groups[key] = known
+        return known
 
-    def held_by(self, match: Match, controllers: IntArray, chunks: slice) -> NDArray[np.uint8]:
-        """Return in which tiers some controllers have some chunks of a match: `[chunks, controllers]`, each a sum
-        of `1 << tier`."""
-        columns = self._columns[controllers]
-        bits = match.masks[chunks, columns >> 1] >> (TIERS * (columns & 1)).astype(np.uint8)
-        return np.where(columns > 0, bits & 0xF, 0).astype(np.uint8)
+    def shift(self, controller: int) -> int:
+        """Return the place of a controller's lowest bit in the masks of a `Match`."""
+        return TIERS * int(self._columns[controller])
 
     # Inside
 
@@ -345,13 +350,13 @@ class ChunkIndex:
         if len(names) != NAME_BYTES * len(tiers):
             raise ValueError(f"{len(tiers)} tiers for {len(names)} bytes of names; names have {NAME_BYTES} each")
         shift = TIERS * column
-        keep = ~(_TOLD << shift)
+        keep = ~(TOLD << shift)
         shards, added = self._shards, 0
         for at, where in enumerate(tiers):
             name = names[at * NAME_BYTES : (at + 1) * NAME_BYTES]
             shard = shards[name[0]]
             before = shard.get(name, 0)
-            mask = before & keep | (where & _TOLD) << shift
+            mask = before & keep | (where & TOLD) << shift
             if mask > _USED:
                 shard[name] = mask
                 added += not before
@@ -419,7 +424,7 @@ class ChunkIndex:
 
     def _set_width(self) -> None:
         self._row_bytes = _row_bytes(len(self._shared))
-        self._rows.clear()
+        self._groups.clear()
         self._names.set_width(self._row_bytes)
 
     def _make_room(self) -> None:

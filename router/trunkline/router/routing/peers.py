@@ -18,20 +18,18 @@ that was kept behind a cut is looked for below a root that only its controller h
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trunkline.router.routing.controllers import FloatArray
-from trunkline.router.routing.index import DISK, HOST, ChunkIndex, IntArray, Match
+from trunkline.router.routing.index import DEVICE, DISK, HOST, TOLD, Columns, IntArray, Match
 from trunkline.router.routing.overlaps import Found
 
 HOLDERS_MAX: Final = 4
 """Largest number of groups from which the chunks of one prompt are pulled."""
-_TOLD: Final = 0b0111
-"""The tiers in which a controller has told that it has a chunk; another request may still fail to compute one that
-is only expected."""
 
 
 class Run(NamedTuple):
@@ -43,48 +41,27 @@ class Run(NamedTuple):
     stop: int
 
 
-def pullable(index: ChunkIndex, match: Match, members: IntArray, peers: IntArray) -> IntArray:
-    """Return how many chunks each of `members` could pull, without a gap from its own ones on.
+def pullable(found: Found, members: IntArray, whole: IntArray, peers: Columns) -> IntArray:
+    """Return how many tokens controllers need not compute if they pull, without a gap from their own chunks on.
 
     Args:
+        members: the controllers.
+        whole: how many tokens each has cached.
         peers: the controllers that export chunks.
     """
-    own = match.counts[members].sum(axis=1)
-    if not len(match.masks) or not len(peers):
-        return np.zeros_like(own)
-    held = index.held_by_any(match, peers, HOST)
-    gaps = np.append(np.flatnonzero(~held), len(held))
-    reach: IntArray = gaps[gaps.searchsorted(own)] - own
-    return reach
-
-
-def holders(
-    index: ChunkIndex, match: Match, chosen: int, peers: IntArray, leaves: NDArray[np.bool_], inflight: FloatArray
-) -> tuple[list[Run], int]:
-    """Return the runs of chunks that a controller lacks and peers have in host memory, and the index of the first
-    chunk behind them.
-
-    Args:
-        leaves: whether each controller drains. Of runs of one length that of such a controller is better, as its
-            copy will go; then that of a controller with fewer requests.
-        inflight: requests that each controller has.
-    """
-    count = len(match.masks)
-    has = (index.held_by(match, np.array([chosen]), slice(0, count))[:, 0] & _TOLD) > 0
-    at = int(np.append(has, False).argmin())
-    others = peers[peers != chosen]
-    runs: list[Run] = []
-    while at < count and len(runs) < HOLDERS_MAX:
-        some = others[(index.held_by(match, others, slice(at, at + 1))[0] & (1 << HOST)) > 0]
-        if not len(some):
-            break
-        held = (index.held_by(match, some, slice(at, count)) & (1 << HOST)) > 0
-        lengths = np.append(held, np.zeros((1, len(some)), bool), axis=0).argmin(axis=0)
-        best = np.lexsort((inflight[some], ~leaves[some], -lengths))[0]
-        stop = at + int(lengths[best])
-        runs.append(Run(int(some[best]), at, stop))
-        at = stop + int(np.append(has[stop:], False).argmin())
-    return runs, at
+    size, is_plain = found.names.chains[-1].tokens, bool(found.names.root)
+    masks, host = found.last.masks, peers.bits << HOST
+    own = whole // size if is_plain else found.last.counts[members].sum(axis=1)
+    if all(map(host.__and__, masks)):
+        reach: IntArray = len(masks) - own
+    else:
+        gaps = np.array([at for at, mask in enumerate(masks) if not mask & host] + [len(masks)])
+        reach = gaps[gaps.searchsorted(own)] - own
+    if is_plain:  # an open tail may have tokens of the first of these chunks
+        tokens: IntArray = np.maximum((own + reach) * size - whole, 0)
+        return tokens
+    reach[keeps_cut(found, members)] = 0
+    return reach * size
 
 
 def keeps_cut(found: Found, controllers: IntArray) -> NDArray[np.bool_]:
@@ -96,34 +73,56 @@ def keeps_cut(found: Found, controllers: IntArray) -> NDArray[np.bool_]:
     return keeps
 
 
-def pulled_tokens(found: Found, chunks: IntArray, members: IntArray, cached: IntArray) -> IntArray:
-    """Return how many tokens each of `members` need not compute if it pulls.
+def holders(
+    match: Match, shift: int, peers: Columns, leaves: NDArray[np.bool_], inflight: FloatArray
+) -> tuple[list[Run], int]:
+    """Return the runs of chunks that a controller lacks and peers have in host memory, and the index of the first
+    chunk behind them.
 
     Args:
-        chunks: how many each could pull (`pullable`).
-        cached: tokens that each has already, by tier.
+        shift: place of the controller's own column.
+        peers: the controllers that export chunks.
+        leaves: whether each controller drains. Of runs of one length that of such a controller is better, as its
+            copy will go; then that of a controller with fewer requests.
+        inflight: requests that each controller has.
     """
-    size = found.names.chains[-1].tokens
-    tokens: IntArray = chunks * size
-    if found.names.root:  # an open tail may have tokens of the first of these chunks
-        tokens += found.last.counts[members].sum(axis=1) * size - cached.sum(axis=1)
-        return tokens.clip(0)
-    tokens[keeps_cut(found, members)] = 0
-    return tokens
+    masks, own = match.masks, TOLD << shift
+    host = (peers.bits & ~(1 << shift)) << HOST
+    at, count = 0, len(masks)
+    runs: list[Run] = []
+    while True:
+        while at < count and masks[at] & own:
+            at += 1
+        if at == count or len(runs) == HOLDERS_MAX:
+            return runs, at
+        best, stop = host, at
+        while stop < count and (both := best & masks[stop]):
+            best, stop = both, stop + 1
+        if stop == at:
+            return runs, at
+        owners = [peers.owners[place - HOST] for place in _places(best)]
+        giver = min(owners, key=lambda owner: (not leaves[owner], inflight[owner]))
+        runs.append(Run(giver, at, stop))
+        at = stop
 
 
-def sleeping(index: ChunkIndex, match: Match, at: int, peers: IntArray) -> Run | None:
-    """Return the longest run from a chunk on that a peer has, of which the first chunk is on the peer's disk only;
-    None: there is none."""
-    count = len(match.masks)
-    if at >= count or not len(peers):
+def sleeping(match: Match, at: int, peers: Columns) -> Run | None:
+    """Return the longest run from a chunk on that a peer has on disk or in host memory, the first chunk of it on
+    disk only; None: there is none."""
+    masks = match.masks
+    if at >= len(masks):
         return None
-    first = index.held_by(match, peers, slice(at, at + 1))[0]
-    some = peers[(first & _TOLD) == 1 << DISK]
-    if not len(some):
-        return None
-    near = (1 << HOST) | (1 << DISK)
-    held = (index.held_by(match, some, slice(at, count)) & near) > 0
-    lengths = np.append(held, np.zeros((1, len(some)), bool), axis=0).argmin(axis=0)
-    best = int(lengths.argmax())
-    return Run(int(some[best]), at, at + int(lengths[best]))
+    first = masks[at]
+    best = peers.bits & (first >> DISK) & ~(first >> HOST) & ~(first >> DEVICE)
+    stop = at
+    while stop < len(masks) and (both := best & (masks[stop] >> HOST | masks[stop] >> DISK)):
+        best, stop = both, stop + 1
+    return Run(peers.owners[next(_places(best))], at, stop) if stop > at else None
+
+
+def _places(bits: int) -> Iterator[int]:
+    """Yield the places of the bits that are set."""
+    while bits:
+        low = bits & -bits
+        yield low.bit_length() - 1
+        bits ^= low
