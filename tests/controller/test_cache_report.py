@@ -118,7 +118,7 @@ def test_tiers_add_up_over_a_path_that_is_everywhere() -> None:
     stream = session.turn(3)
     assert tiers_of(stream) == [8, 0, 16, 20]
     assert stream.cached_tokens == 44
-    assert simulation.engine.counters.tier_tokens == [8, 0, 24, 20]
+    assert simulation.engine.counters.tier_tokens == [8, 0, 24, 20, 0]
     assert simulation.engine.counters.cached_tokens == 52
 
 

@@ -23,6 +23,7 @@ from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import EventsCall
 from trunkline.controller.service.status import load_of, state_of
 from trunkline.kvstore.chunks import NO_BLOCK, ChunkName, pack_int32
+from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import EventsReply
 from trunkline.router.routing.names import KvIdentity, prompt_names
 from trunkline.router.routing.request import RouteRequest
@@ -294,4 +295,4 @@ def test_a_state_says_what_a_router_needs_to_name_chunks() -> None:
     assert (device, host) == (0.0, 10.0)
     assert host < disk < remote
     assert state.prefill_us > 0
-    assert state_of(Simulation(TINY).engine).load_us == [0.0, 0.0, 0.0, 0.0]
+    assert state_of(Simulation(TINY).engine).load_us == [0.0] * len(TierKind)

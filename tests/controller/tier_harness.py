@@ -108,9 +108,15 @@ def cut_of(stream: Stream) -> str:
 
 
 def tiers_of(stream: Stream) -> list[int]:
-    """Cached tokens by tier."""
+    """Cached tokens by tier of this group: device, host, disk, remote."""
     assert stream.started is not None
-    return stream.started.tier_tokens
+    return stream.started.tier_tokens[: TierKind.PEER]
+
+
+def pulled_of(stream: Stream) -> int:
+    """Cached tokens that came from peers."""
+    assert stream.started is not None
+    return stream.started.tier_tokens[TierKind.PEER]
 
 
 def miss_of(stream: Stream) -> tuple[str, int]:

@@ -50,7 +50,16 @@ from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import Flushed
-from trunkline.worker.messages import CompileGrammar, ForgetChunks, Join, Probe, Sampling, StepPlan, TierOrder
+from trunkline.worker.messages import (
+    CompileGrammar,
+    ForgetChunks,
+    Join,
+    PeerAt,
+    Probe,
+    Sampling,
+    StepPlan,
+    TierOrder,
+)
 
 PACE_S = 0.01
 
@@ -284,8 +293,13 @@ def order_shown(order: TierOrder) -> Iterator[str]:
     if isinstance(order, ForgetChunks):
         yield f"delete {len(order.names) // 16} chunks from the remote tier"
         return
+    if isinstance(order, PeerAt):
+        yield f"peer {order.peer} is at {', '.join(order.endpoints) or 'no place'}"
+        return
     for move in order.moves:
-        below = f"disk slot {move.slot}" if move.tier == TierKind.DISK else "the remote tier"
+        below = {TierKind.DISK: f"disk slot {move.slot}", TierKind.PEER: f"peer {move.peer}"}.get(
+            TierKind(move.tier), "the remote tier"
+        )
         ways = (f"host slot {move.host_slot}", below)
         source, target = ways if move.is_write else ways[::-1]
         yield f"move {move.id}: {source} to {target}, after plan {order.after}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trunkline.kvstore.tier import TierTotals
-from trunkline.kvstore.tier_moves import FAILURES_IN_A_ROW, FIRST_PAUSE_S, LONGEST_PAUSE_S, TierHealth
+from trunkline.kvstore.tier_health import FAILURES_IN_A_ROW, FIRST_PAUSE_S, LONGEST_PAUSE_S, TierHealth
 
 
 def pauses(health: TierHealth, count: int) -> list[float]:

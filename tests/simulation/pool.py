@@ -12,6 +12,7 @@ nothing that could be read, so a fence that is missing shows as well.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
@@ -60,6 +61,12 @@ class SimulatedPool:
         """Block → (step, id in the batch) of its last computed token: a step's sequences see only their own."""
         self.host: dict[int, tuple[int, list[Entry | None]]] = {}
         """Slot → (generation, content)."""
+        self.names: dict[bytes, tuple[int, int]] = {}
+        """Chunk name → (slot, generation) of what was, or is to be, saved under it last."""
+        self._named: dict[tuple[int, int], bytes] = {}
+        """The other way round, of slots whose content is not known yet."""
+        self.observer: Callable[[bytes, list[Entry | None]], None] | None = None
+        """Called with what arrives in a slot under a name."""
         self._saves: deque[_Batch] = deque()
         self._loads: deque[_Batch] = deque()
         self._computed_step = 0
@@ -122,6 +129,31 @@ class SimulatedPool:
             self._chains[target] = None
             self.copied_tokens += count
 
+    # Names
+
+    def name_saves(self, names: list[bytes], saves: list[Move]) -> None:
+        """The names of the chunks that a plan saves, if it says them."""
+        assert len(names) in (0, len(saves)), "names do not go with saves"
+        for name, (_, slot, generation) in zip(names, saves, strict=False):
+            self.name(name, slot, generation)
+
+    def name(self, name: bytes, slot: int, generation: int) -> None:
+        """A chunk is coming to a slot."""
+        self.names[name] = slot, generation
+        self._named[slot, generation] = name
+
+    def arrived(self, slot: int, generation: int) -> None:
+        """A slot has the content of this generation."""
+        name = self._named.pop((slot, generation), None)
+        if name is not None and self.observer is not None:
+            self.observer(name, self.host[slot][1])
+
+    def named(self, name: bytes) -> list[Entry | None] | None:
+        """Return what host memory holds under a name; None: nothing, or it was overwritten."""
+        slot, generation = self.names.get(name, (-1, 0))
+        held = self.host.get(slot)
+        return list(held[1]) if held is not None and held[0] == generation else None
+
     # Moves
 
     def order(self, step: int, saves: list[Move], loads: list[Move], save_fence: int, load_fence: int) -> None:
@@ -178,6 +210,7 @@ class SimulatedPool:
             before = self.host.get(slot, (-1, []))[0]
             assert generation > before, "a host slot was handed out again under an old generation"
             self.host[slot] = (generation, list(self._blocks[block]))
+            self.arrived(slot, generation)
             self.saved_blocks += 1
 
     def _load(self, batch: _Batch) -> None:
@@ -187,3 +220,14 @@ class SimulatedPool:
             self._blocks[block] = list(self.host[slot][1])
             self._chains[block] = None
             self.loaded_blocks += 1
+
+
+def chain_of(content: list[Entry | None]) -> list[Entry]:
+    """Return the entries of a block that hold its chunk, perhaps some more. What an open chunk leaves of
+    its block holds remains of earlier chunks, which differ from write to write."""
+    chain: list[Entry] = []
+    for entry in content:
+        if entry is None or (chain and entry.before != chain[-1].after):
+            break
+        chain.append(entry)
+    return chain

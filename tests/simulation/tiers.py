@@ -3,6 +3,8 @@
 Each rank keeps what it was told under slot, name and generation. Moves end in any order and at any time; a rank
 may fail, lose what it had, or find it damaged, each of which it reports. What comes back is therefore either what
 was written under that name, or a miss. Copies between device and host come first, as `TierMoves.after` says.
+
+Pulls from peers (`simulation.peers`) fail if nothing answers there, at once or after a while.
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from simulation.pool import Entry, SimulatedPool
+from simulation.peers import Network
+from simulation.pool import Entry, SimulatedPool, chain_of
 
 from trunkline.controller.messages import MoveOutcome, MovesDone, Probed
 from trunkline.kvstore.chunks import NAME_BYTES
 from trunkline.kvstore.tier import TierKind
-from trunkline.worker.messages import ForgetChunks, Probe, TierMove, TierOrder
+from trunkline.worker.messages import ForgetChunks, PeerAt, Probe, TierMove, TierOrder
 
 
 @dataclass
@@ -39,6 +42,10 @@ class SimulatedTiers:
         self.disk: list[dict[int, tuple[bytes, int, list[Entry | None]]]] = [{} for _ in range(ranks)]
         """By rank: slot → (name, generation, content)."""
         self.remote: list[dict[bytes, list[Entry | None]]] = [{} for _ in range(ranks)]
+        self.network = Network()
+        """Where peers are; alone in it if no other one is given."""
+        self.peers: dict[int, list[str]] = {}
+        """Endpoints by the number of the peer, as the controller has told them."""
         self.done = 0
         """Moves that every rank carried out."""
         self._epoch = epoch
@@ -62,7 +69,14 @@ class SimulatedTiers:
         if isinstance(message, Probe):
             self._probes += [(rank, message) for rank in range(self.ranks)]
             return
+        if isinstance(message, PeerAt):
+            assert bool(message.endpoints) != (message.peer in self.peers), "a peer comes or goes twice"
+            self.peers[message.peer] = message.endpoints
+            if not message.endpoints:
+                del self.peers[message.peer]
+            return
         for move in message.moves:
+            assert move.tier != TierKind.PEER or move.peer in self.peers, "nothing was said of a peer"
             self._waiting += [(rank, message.after, move) for rank in range(self.ranks)]
 
     def work(self, share: float) -> list[MovesDone | Probed]:
@@ -71,7 +85,7 @@ class SimulatedTiers:
         self._random.shuffle(self._waiting)
         rest = []
         for rank, after, move in self._waiting:
-            if self._random.random() < share:
+            if self._random.random() < share * self._speed_of(move):
                 status = self._carry_out(rank, after, move)
                 reports.append(
                     MovesDone(rank, self._epoch, [MoveOutcome(move.id, status, 5, "broken" * (status == 2))])
@@ -87,6 +101,11 @@ class SimulatedTiers:
                 self._probes.append((rank, probe))
         return reports
 
+    def _speed_of(self, move: TierMove) -> float:
+        """A silent peer is given up some time later."""
+        silent = move.tier == TierKind.PEER and self.network.silent.intersection(self.peers.get(move.peer, ()))
+        return 0.02 if silent else 1.0
+
     def _present(self, rank: int, probe: Probe) -> int:
         if TierKind.REMOTE in self.faults.dead:
             return -1
@@ -97,6 +116,7 @@ class SimulatedTiers:
         self.pool.settle(after)
         kind = TierKind(move.tier)
         failed = kind in self.faults.dead or self._random.random() < self.faults.fail
+        failed |= kind is TierKind.PEER and not self._reaches(rank, move)
         if move.is_write:
             return 2 if failed else self._write(rank, kind, move)
         content = None if failed else self._read(rank, kind, move)
@@ -114,7 +134,15 @@ class SimulatedTiers:
                 before = self.pool.host.get(move.host_slot, (-1, []))[0]
                 assert move.host_generation > before, "a host slot was handed out again under an old generation"
                 self.pool.host[move.host_slot] = (move.host_generation, answers[0])
+                self.pool.name(move.name, move.host_slot, move.host_generation)
+                self.pool.arrived(move.host_slot, move.host_generation)
         return 2 if failed else 1 if content is None else 0
+
+    def _reaches(self, rank: int, move: TierMove) -> bool:
+        endpoints = self.peers.get(move.peer, [])
+        assert endpoints, "a peer is gone from which something is pulled"
+        there = endpoints[rank % len(endpoints)]
+        return there in self.network.exports and there not in self.network.silent
 
     def _write(self, rank: int, kind: TierKind, move: TierMove) -> int:
         held = self.pool.host.get(move.host_slot)
@@ -137,19 +165,12 @@ class SimulatedTiers:
             held = self.disk[rank].get(move.slot)
             found = held is not None and held[:2] == (move.name, move.generation) and not lost
             content = list(held[2]) if held is not None and found else None
+        elif kind is TierKind.PEER:
+            endpoints = self.peers[move.peer]
+            pulled = self.network.pull(endpoints[rank % len(endpoints)], move.name)
+            content = None if lost else pulled
         else:
             stored = self.remote[rank].get(move.name)
             content = list(stored) if stored is not None and not lost else None
         self.done += content is not None
         return content
-
-
-def chain_of(content: list[Entry | None]) -> list[Entry]:
-    """Return the entries of a block that hold its chunk, perhaps some more. What an open chunk leaves of
-    its block holds remains of earlier chunks, which differ from write to write."""
-    chain: list[Entry] = []
-    for entry in content:
-        if entry is None or (chain and entry.before != chain[-1].after):
-            break
-        chain.append(entry)
-    return chain

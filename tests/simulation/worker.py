@@ -18,7 +18,7 @@ from simulation.model import MODULES, extend_hash, extend_seen, next_token, prom
 from simulation.pool import Entry, SimulatedPool
 
 from trunkline.controller.messages import BeamStep, PromptLogprobs, StepResult
-from trunkline.kvstore.chunks import pack_int32, unpack_int32
+from trunkline.kvstore.chunks import NAME_BYTES, pack_int32, unpack_int32
 from trunkline.worker.messages import CompileGrammar, ForgetGrammar, Fork, Join, Sampling, StepPlan
 
 TOKEN_US = 25
@@ -95,6 +95,8 @@ class SimulatedWorkers:
             self._join(join, (modules or {}).get(join.sequence))
         saves, loads = unpack_int32(plan.saves, 3).tolist(), unpack_int32(plan.loads, 3).tolist()
         late_saves = unpack_int32(plan.late_saves, 3).tolist()
+        names = [plan.save_names[at : at + NAME_BYTES] for at in range(0, len(plan.save_names), NAME_BYTES)]
+        self.pool.name_saves(names, saves + late_saves)
         self.pool.order(plan.step, saves, loads, plan.save_fence, plan.load_fence)
         self.pool.copy(self.searches.take_copies())
         self.pool.copy(unpack_int32(plan.copies, 4).tolist())

@@ -55,6 +55,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     (CachedAttention §3.3); "lru" and "fifo" are for comparison."""
     session_ttl_s: float = 0.0
     """Seconds without use after which cached KV is forgotten, unless its request says otherwise; 0: never."""
+    peers: bool = False
+    """Whether KV is pulled from other groups, and exported to them."""
     positions_shift: bool = True
     """Whether the model can read cached KV at other positions than those at which it was computed (CachedAttention
     §3.4); not with learned positions. If not, what remains behind a cut is computed again."""
@@ -163,6 +165,7 @@ class EngineConfig(EngineLimits, frozen=True, kw_only=True):
             host_slots=self.host_slots,
             disk_slots=self.disk_slots,
             remote=self.remote,
+            peers=self.peers and self.host_slots > 0,
             policy=EvictionPolicy(self.tier_policy),
             first_generation=first_generation,
         )

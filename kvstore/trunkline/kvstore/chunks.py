@@ -46,6 +46,9 @@ store this token's KV"."""
 NO_SLOT: Final = SlotId(-1)
 """The value for "no slot": the chunk has none in that tier."""
 
+NO_PEER: Final = -1
+"""The value for "no peer": no other group is known to have the chunk."""
+
 OPEN_COUNT: Final = -1
 """Token count of an extent that grows with its sequence."""
 
@@ -142,7 +145,7 @@ class CopyLocations:
     is reserved.
     """
 
-    __slots__ = ("arrived", "busy", "disk", "disk_ready", "host", "host_ready", "remote")
+    __slots__ = ("arrived", "busy", "disk", "disk_ready", "host", "host_ready", "peer", "remote")
 
     def __init__(self) -> None:
         self.host = NO_SLOT
@@ -150,6 +153,9 @@ class CopyLocations:
         self.host_ready = False
         self.disk_ready = False
         self.remote = False
+        self.peer = NO_PEER
+        """Number of the peer that is said to have the chunk in its host memory. Known only while a waiting job
+        wants the chunk and nothing nearer has it."""
         self.busy = 0
         """Number of background moves in flight that read or write a copy of the chunk."""
         self.arrived = 0
@@ -157,8 +163,8 @@ class CopyLocations:
 
     @property
     def is_stored(self) -> bool:
-        """Whether some tier below the device has a ready copy."""
-        return self.host_ready or self.disk_ready or self.remote
+        """Whether some tier below the device has a ready copy, or a peer is said to have one."""
+        return self.host_ready or self.disk_ready or self.remote or self.peer != NO_PEER
 
 
 class TieredChunk(CopyLocations):

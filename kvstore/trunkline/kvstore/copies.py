@@ -13,119 +13,22 @@ be reported (`offer`). Chunks that must not be evicted now are taken out and off
 Leaf first: a chunk leaves the system (loses its last copy) only if no chunk below it is stored. `stored_below`
 counts these along the path, so no search is needed.
 
-Slots. The memory is the workers'; slot ids are the same on every rank. Each use of a slot has a *generation*,
-which grows when the slot is handed out. So a read can never mistake the bytes of an older use for those that it
-wants (`trunkline.kvstore.tier.SlotKey`). All saves of a plan run before all its loads, but in no order among
-themselves. So a host slot that the plan in the making reads or writes is *busy* in its step, and is not handed out
-for another write in that step.
+What only a *peer* has is in no heap: it is known while a waiting job wants it, and takes no slot here.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from itertools import count
-from types import MappingProxyType
-from typing import Generic, NamedTuple, TypeVar, cast
+from typing import Generic, NamedTuple, cast
 
-from trunkline.kvstore.chunks import NO_SLOT, ChangeLog, ChunkT, SlotId, TieredChunk
+from trunkline.kvstore.chunks import NO_PEER, NO_SLOT, ChangeLog, ChunkT, SlotId, TieredChunk
 from trunkline.kvstore.shares import KvAccount, SharedHeap, Shares
+from trunkline.kvstore.slots import SlotPool
 from trunkline.kvstore.tier import TierKind, TierTotals
 from trunkline.kvstore.tier_policy import DirectoryConfig, HeapVerdict, LazyHeap, VictimKey, victim_key
-
-OwnerT = TypeVar("OwnerT")
-
-
-class SlotPool(Generic[OwnerT]):
-    """The slots of one tier, free or with an owner."""
-
-    def __init__(self, capacity: int, first_generation: int = 0) -> None:
-        """
-        Args:
-            first_generation: All generations handed out are larger, so larger than those of earlier runs whose
-                slots are still on disk.
-        """
-        self.capacity = capacity
-        self._first_generation = first_generation
-        self._free = deque(SlotId(i) for i in range(capacity))
-        """Slots are reused in the order in which they came free, so busy ones are at the end. The queue may hold
-        slots that `take` has taken since."""
-        self._queued = bytearray(b"\1") * capacity
-        """1 for each slot that stands in `_free`."""
-        self._owners: dict[SlotId, OwnerT] = {}
-        self._generations = [first_generation] * capacity
-        self._busy_step = [0] * capacity
-
-    @property
-    def free_count(self) -> int:
-        return self.capacity - len(self._owners)
-
-    @property
-    def used_count(self) -> int:
-        return len(self._owners)
-
-    @property
-    def owners(self) -> Mapping[SlotId, OwnerT]:
-        return MappingProxyType(self._owners)
-
-    def generation(self, slot: SlotId) -> int:
-        """Return the generation of a slot's present use."""
-        return self._generations[slot]
-
-    @property
-    def highest_generation(self) -> int:
-        """The highest generation of all uses so far; the first generation if there was none."""
-        return max(self._generations, default=self._first_generation)
-
-    def allocate(self, owner: OwnerT, step: int = 0) -> SlotId | None:
-        """Return a free slot for `owner`; None if none is free that is not busy in `step` (0: no plan's step)."""
-        for _ in range(len(self._free)):
-            slot = self._free.popleft()
-            if slot in self._owners:
-                self._queued[slot] = 0
-                continue
-            if step and self._busy_step[slot] == step:
-                self._free.append(slot)
-                continue
-            self._queued[slot] = 0
-            self._owners[slot] = owner
-            self._generations[slot] = max(self._generations[slot], self._first_generation) + 1
-            self._busy_step[slot] = step
-            return slot
-        return None
-
-    def take(self, owner: OwnerT, slot: SlotId, generation: int) -> bool:
-        """Give a slot to an owner that had it in an earlier run.
-
-        Returns:
-            False if there is no such slot, or if it has an owner.
-        """
-        if not 0 <= slot < self.capacity or slot in self._owners:
-            return False
-        self._owners[slot] = owner
-        self._generations[slot] = generation
-        return True
-
-    def touch(self, slot: SlotId, step: int) -> None:
-        """Note that the plan of `step` reads a slot, so that the slot is busy in that step."""
-        self._busy_step[slot] = step
-
-    def is_busy(self, slot: SlotId, step: int) -> bool:
-        """Return whether the plan of `step` reads or writes a slot."""
-        return self._busy_step[slot] == step
-
-    def release(self, slot: SlotId) -> None:
-        """Free a slot whose copy is given up."""
-        del self._owners[slot]
-        if not self._queued[slot]:
-            self._queued[slot] = 1
-            self._free.append(slot)
-
-    def free_slots(self) -> Iterable[SlotId]:
-        """Return the ids of free slots, for checks."""
-        return [slot for slot in self._free if slot not in self._owners]
 
 
 class IndexEvent(NamedTuple, Generic[ChunkT]):
@@ -174,6 +77,8 @@ class CopyChanges(Generic[ChunkT]):
         self.events: list[IndexEvent[ChunkT]] = []
         self.log: ChangeLog[ChunkT] = ChangeLog()
         """Chunks that may be in other tiers than before. The owner notes changes on the device in it as well."""
+        self.unheld: set[ChunkT] = set()
+        """The chunks of `lost` that only a peer was said to have."""
 
 
 class Copies(Generic[ChunkT]):
@@ -202,6 +107,8 @@ class Copies(Generic[ChunkT]):
         self.distant: LazyHeap[ChunkT] = LazyHeap(self.shares.key)
         self.expiring: LazyHeap[ChunkT] = LazyHeap(lambda chunk: (chunk.expires, -chunk.depth))
         self.changes: CopyChanges[ChunkT] = CopyChanges()
+        self.at_peers: dict[int, dict[ChunkT, None]] = {}
+        """The chunks that only a peer is said to have, by the number of the peer."""
         self.unsaved_claims = 0
         """Claimed chunks without a host slot. Each of them may be saved at any moment."""
         self._arrivals = count(1)
@@ -219,9 +126,7 @@ class Copies(Generic[ChunkT]):
         """Note that the host slot reserved for a chunk holds its copy, which may be read from now on."""
         self._arriving(chunk)
         chunk.host_ready = True
-        self.changes.log.note(chunk)
-        self.distant.discard(chunk)
-        self.offer(chunk)
+        self._came_nearer(chunk)
 
     def drop_host(self, chunk: ChunkT) -> None:
         """Give up a chunk's host copy, or the host slot that was reserved for one."""
@@ -248,10 +153,8 @@ class Copies(Generic[ChunkT]):
         """Note that a chunk's copy is written to its reserved disk slot and verified."""
         self._arriving(chunk)
         chunk.disk_ready = True
-        self.changes.log.note(chunk)
-        self.distant.discard(chunk)
         self.changes.events.append(IndexEvent(chunk.disk, chunk, self.disk.generation(chunk.disk)))
-        self.offer(chunk)
+        self._came_nearer(chunk)
 
     def restore_disk(self, chunk: ChunkT, slot: SlotId, generation: int) -> bool:
         """Enter a disk copy that an earlier run left; return False if its slot does not exist or is taken."""
@@ -260,10 +163,15 @@ class Copies(Generic[ChunkT]):
         self._arriving(chunk)
         chunk.disk, chunk.disk_ready = slot, True
         self.shares.count(chunk, TierKind.DISK, 1)
+        self._came_nearer(chunk)
+        return True
+
+    def _came_nearer(self, chunk: ChunkT) -> None:
+        """Note that host memory or the disk has a ready copy of a chunk now."""
         self.changes.log.note(chunk)
         self.distant.discard(chunk)
+        self.drop_peer(chunk)
         self.offer(chunk)
-        return True
 
     def drop_disk(self, chunk: ChunkT) -> None:
         """Give up a chunk's disk copy, or the disk slot that was reserved for one."""
@@ -302,6 +210,30 @@ class Copies(Generic[ChunkT]):
         self._totals[TierKind.REMOTE].evictions += 1
         self.drop_remote(chunk)
 
+    def change_peer(self, chunk: ChunkT, peer: int) -> None:
+        """Note that a peer is said to have a chunk that has no nearer copy, and forget what another peer has."""
+        if chunk.peer != NO_PEER:
+            self._not_at_peer(chunk)
+        else:
+            self._arriving(chunk)
+        chunk.peer = peer
+        self.at_peers.setdefault(peer, {})[chunk] = None
+
+    def drop_peer(self, chunk: ChunkT) -> None:
+        """Forget that a peer has a chunk: it has come nearer, or the peer does not have it, or no job wants it."""
+        if chunk.peer != NO_PEER:
+            self._not_at_peer(chunk)
+            if not chunk.is_stored:
+                self.changes.unheld.add(chunk)
+            self._gone(chunk)
+
+    def _not_at_peer(self, chunk: ChunkT) -> None:
+        known = self.at_peers[chunk.peer]
+        del known[chunk]
+        if not known:
+            del self.at_peers[chunk.peer]
+        chunk.peer = NO_PEER
+
     def forget(self, chunk: ChunkT) -> None:
         """Forget a chunk that its owner removes. Slots that moves still use stay reserved (see
         `free_slots_of`)."""
@@ -311,6 +243,8 @@ class Copies(Generic[ChunkT]):
         if chunk.disk_ready:
             self.changes.events.append(IndexEvent(chunk.disk, None))
         chunk.host_ready = chunk.disk_ready = chunk.remote = False
+        if chunk.peer != NO_PEER:
+            self._not_at_peer(chunk)
         self.changes.log.note(chunk)
         chunk.arrived = 0
         chunk.expires = 0.0

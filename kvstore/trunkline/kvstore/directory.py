@@ -7,13 +7,15 @@ The controller has one; its workers carry out what it orders. Time and step numb
              ◄──load──      ◄──read───            write, read: `Move`s beside the steps, each answered by all ranks
                             ──write──► remote
                             ◄──read───
+                            ◄──pull─── peer      the host memory of another group, which is only read
 
-A chunk is immutable, so it may be in several tiers. The directory keeps, over all chunks,
+A chunk is immutable, so it may be in several tiers. A peer's copy is hearsay: it is known only while a waiting job
+wants the chunk and nothing nearer has it. The directory keeps, over all chunks,
 
 - where the copies are and which of them are evicted first (`trunkline.kvstore.copies`),
 - which chunks the waiting jobs will use (`trunkline.kvstore.tier_policy`),
-- the moves in flight (`trunkline.kvstore.tier_moves`), and how fast and how reliable each tier is
-  (`trunkline.kvstore.tier_moves`).
+- the moves in flight (`trunkline.kvstore.tier_moves`), and how fast and how reliable each tier and each peer is
+  (`trunkline.kvstore.tier_health`, `trunkline.kvstore.peers`).
 
 Invariants (`check`): a slot has one owner. A claimed chunk stays in host memory, a pinned one in the system, and a
 copy that a move uses where it is. A chunk leaves the system only after all chunks below it, unless a tier lost it.
@@ -27,13 +29,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from trunkline.kvstore.chunks import NO_SLOT, ChangeLog, ChunkT, QueueKey, SlotId, TieredChunk
+from trunkline.kvstore.chunks import NO_PEER, NO_SLOT, ChangeLog, ChunkT, QueueKey, SlotId, TieredChunk
 from trunkline.kvstore.copies import Copies, IndexEvent, may_leave
-from trunkline.kvstore.directory_check import check_directory
+from trunkline.kvstore.directory_check import check_directory, check_peers
+from trunkline.kvstore.peers import Peer, PeerBook
 from trunkline.kvstore.shares import KvAccount, Shares
 from trunkline.kvstore.tier import TierKind, TierTotals
-from trunkline.kvstore.tier_moves import Move, MoveStatus, TierHealth, TierMover
-from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy, HeapVerdict, WaitingJobs
+from trunkline.kvstore.tier_health import TierHealth
+from trunkline.kvstore.tier_moves import Move, MoveStatus, TierMover
+from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy, HeapVerdict, Source, WaitingJobs
 
 READ_US: dict[TierKind, float] = {TierKind.DISK: 500.0, TierKind.REMOTE: 1000.0}
 """Assumed microseconds of one read, by tier, until a read was measured."""
@@ -44,11 +48,11 @@ class TierStats:
     """A tier's size, its totals, and how well it works at present."""
 
     slots: int
-    """Number of the tier's slots; 0: not known (remote)."""
+    """Number of the tier's slots; 0: not known (remote, peer)."""
     used: int
     totals: TierTotals
     read_us: float = 0.0
-    """Microseconds of one read while many are in flight; 0 for host memory, which step plans read."""
+    """Microseconds of one read while many are in flight; 0: nothing is read (host memory), or was yet (peers)."""
     problem: str = ""
     """Why the tier's moves fail; "": they do not."""
 
@@ -78,7 +82,12 @@ class Directory(Generic[ChunkT]):
         self.health = {tier: TierHealth(READ_US[tier], *limits, self.totals[tier]) for tier in tiers}
         self.copies: Copies[ChunkT] = Copies(config, self.totals, device_blocks)
         self.jobs: WaitingJobs[ChunkT] = WaitingJobs()
-        self.mover: TierMover[ChunkT] = TierMover(self.copies, self.jobs, self.health, config, self.totals)
+        self.peers = PeerBook(config.pulls_in_flight, self.totals[TierKind.PEER])
+        self.mover: TierMover[ChunkT] = TierMover(
+            self.copies, self.jobs, self.health, self.peers, config, self.totals
+        )
+        self._released: list[ChunkT] = []
+        """Chunks that only a peer is said to have, and that a job has ceased to want since the last moves."""
         self.claimed_count = 0
         self.pinned_count = 0
 
@@ -187,7 +196,15 @@ class Directory(Generic[ChunkT]):
             return TierKind.HOST
         if chunk.disk_ready:
             return TierKind.DISK
+        if chunk.peer != NO_PEER:
+            return TierKind.PEER
         return TierKind.REMOTE if chunk.remote else None
+
+    @staticmethod
+    def source_of(chunk: TieredChunk) -> Source | None:
+        """Return the fastest place that has a ready copy, as `tier_of`, and which peer it is."""
+        tier = Directory.tier_of(chunk)
+        return None if tier is None else Source(tier, chunk.peer if tier is TierKind.PEER else NO_PEER)
 
     def want(self, job: int, key: QueueKey, chunks: Sequence[ChunkT]) -> None:
         """Note that a waiting job will use the chunks of a path. If the job is known already, this replaces it.
@@ -205,6 +222,8 @@ class Directory(Generic[ChunkT]):
             for chunk in self.jobs.remove(job):
                 if not chunk.is_forgotten:
                     self.copies.offer(chunk)
+                    if chunk.peer != NO_PEER and not chunk.wants:
+                        self._released.append(chunk)
 
     def claim(self, chunk: ChunkT) -> bool:
         """Claim a chunk for a preempted sequence: from when it has lost its block, it stays in host memory.
@@ -290,6 +309,10 @@ class Directory(Generic[ChunkT]):
     def moves(self, now: float) -> list[Move[ChunkT]]:
         """Return new moves. They may use slots of all plans made so far, so send those plans first."""
         self.copies.trim_remote(self.config.remote_known)
+        for chunk in self._released:
+            if not chunk.wants:
+                self.copies.drop_peer(chunk)
+        self._released.clear()
         return self.mover.orders(now)
 
     def done(
@@ -332,6 +355,11 @@ class Directory(Generic[ChunkT]):
         self.copies.changes.lost.clear()
         return [chunk for chunk in lost if not (chunk.is_stored or chunk.is_forgotten)]
 
+    def take_unheld(self) -> set[ChunkT]:
+        """Return the chunks that only a peer was said to have, and that were forgotten since the last call."""
+        unheld, self.copies.changes.unheld = self.copies.changes.unheld, set()
+        return unheld
+
     def index_events(self) -> list[IndexEvent[ChunkT]]:
         """Return what changed on disk since the last call, in order, without arrivals of forgotten chunks."""
         events, self.copies.changes.events = self.copies.changes.events, []
@@ -352,6 +380,29 @@ class Directory(Generic[ChunkT]):
             self.copies.remote_arrived(chunk)
             self.jobs.note(chunk)
 
+    def add_peer(self, chunk: ChunkT, peer: Peer) -> None:
+        """Note that a peer is said to have a chunk. Call `want` for the chunk before the next moves.
+
+        Nothing is noted if the chunk is near or coming, or costs no more elsewhere, or if the peer is paused.
+        """
+        if chunk.on_device or chunk.host != NO_SLOT or chunk.disk_ready or chunk.peer == peer.number:
+            return
+        if peer.health.is_paused:
+            return
+        known = self.source_of(chunk)
+        if known is not None:
+            health = self.mover.health_of(known)
+            if not health.is_paused and health.read_us <= peer.health.read_us:
+                return
+        self.copies.change_peer(chunk, peer.number)
+        self.jobs.note(chunk)
+        if not chunk.wants:
+            self._released.append(chunk)
+
+    def placed(self, chunk: ChunkT) -> None:
+        """Note that a chunk got a block: it is computed or loaded, so it is not pulled any more."""
+        self.copies.drop_peer(chunk)
+
     # What to expect.
 
     def is_coming(self, chunk: ChunkT) -> bool:
@@ -359,7 +410,7 @@ class Directory(Generic[ChunkT]):
         if chunk.host != NO_SLOT:
             return not chunk.host_ready
         source = self.jobs.source(chunk)
-        if source is None or self.health[source].is_paused or self.mover.is_starved:
+        if source is None or self.mover.health_of(source).is_paused or self.mover.is_starved:
             return False
         if not (self.config.prefetches or self.jobs.is_next(chunk)):
             return False
@@ -370,21 +421,20 @@ class Directory(Generic[ChunkT]):
 
         The reads in flight come first.
         """
-        missing = dict.fromkeys(self.health, 0)
-        is_coming = False
+        missing: dict[Source, int] = {}
         for chunk in chunks:
-            tier = self.tier_of(chunk)
-            if tier is None:
+            source = self.source_of(chunk)
+            if source is None:
                 return math.inf
-            if tier in missing:
-                missing[tier] += chunk.host == NO_SLOT
-                is_coming = is_coming or chunk.host != NO_SLOT
+            if source.tier > TierKind.HOST:
+                missing[source] = missing.get(source, 0) + (chunk.host == NO_SLOT)
         slowest = 0.0
-        for tier, health in self.health.items():
-            if missing[tier] and health.is_paused:
+        for source, reads in missing.items():
+            health = self.mover.health_of(source)
+            if reads and health.is_paused:
                 return math.inf
-            if missing[tier] or (is_coming and health.reading):
-                slowest = max(slowest, health.predicted_us(missing[tier]))
+            if reads or health.reading:
+                slowest = max(slowest, health.predicted_us(reads))
         return slowest
 
     def doubt_costs(self) -> None:
@@ -392,6 +442,7 @@ class Directory(Generic[ChunkT]):
         no read would correct a wrong estimate then."""
         for tier, health in self.health.items():
             health.doubt(READ_US[tier])
+        self.peers.doubt()
 
     def stats(self) -> dict[TierKind, TierStats]:
         """Return the state of each tier that exists."""
@@ -403,6 +454,10 @@ class Directory(Generic[ChunkT]):
             disk = self.copies.disk
             size = (disk.capacity, disk.used_count) if tier is TierKind.DISK else (0, len(self.copies.distant))
             found[tier] = TierStats(*size, health.totals, health.read_us, health.problem)
+        if self.config.peers:
+            known = sum(len(chunks) for chunks in self.copies.at_peers.values())
+            totals = self.totals[TierKind.PEER]
+            found[TierKind.PEER] = TierStats(0, known, totals, self.peers.read_us, self.peers.problem)
         return found
 
     @property
@@ -442,3 +497,4 @@ class Directory(Generic[ChunkT]):
             DirectoryIntegrityError: An invariant is broken.
         """
         check_directory(self.copies, self.jobs, self.mover, self.claimed_count)
+        check_peers(self.copies, self.peers, self.mover, self._released)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from trunkline.kvstore.chunks import NO_SLOT, ChunkT, SlotId, TieredChunk
-from trunkline.kvstore.copies import Copies, HostState, SlotPool, host_state, may_leave
+from trunkline.kvstore.chunks import NO_PEER, NO_SLOT, ChunkT, SlotId, TieredChunk
+from trunkline.kvstore.copies import Copies, HostState, host_state, may_leave
+from trunkline.kvstore.peers import PeerBook
 from trunkline.kvstore.shares import KvAccount
+from trunkline.kvstore.slots import SlotPool
 from trunkline.kvstore.tier import TierKind
 from trunkline.kvstore.tier_moves import TierMover
-from trunkline.kvstore.tier_policy import WaitingJobs
+from trunkline.kvstore.tier_policy import Source, WaitingJobs
 
 
 class DirectoryIntegrityError(AssertionError):
@@ -33,6 +35,8 @@ def check_directory(
     chunks = dict.fromkeys(copies.host.owners.values())
     chunks.update(dict.fromkeys(copies.disk.owners.values()))
     chunks.update(dict.fromkeys(copies.distant))
+    for known in copies.at_peers.values():
+        chunks.update(known)
     live = [chunk for chunk in chunks if not chunk.is_forgotten]
     _check_slots(copies.host, [(chunk.host, chunk) for chunk in chunks])
     _check_slots(copies.disk, [(chunk.disk, chunk) for chunk in chunks])
@@ -46,6 +50,36 @@ def check_directory(
     _require(0 <= copies.unsaved_claims <= claimed_count, "unsaved claims do not add up")
     unsaved = claimed_count - sum(chunk.claims > 0 and chunk.host != NO_SLOT for chunk in live)
     _require(copies.unsaved_claims == unsaved, "unsaved claims do not add up")
+
+
+def check_peers(
+    copies: Copies[ChunkT], peers: PeerBook, mover: TierMover[ChunkT], released: Iterable[ChunkT]
+) -> None:
+    """Check that what peers are said to have is wanted and nowhere nearer, and that moves in flight are counted
+    where they belong.
+
+    Args:
+        released: Chunks that a job has ceased to want since the last moves.
+
+    Raises:
+        DirectoryIntegrityError: An invariant is broken.
+    """
+    leaving = set(released)
+    for number, known in copies.at_peers.items():
+        _require(number in peers, f"peer {number} is not known")
+        _require(bool(known), f"peer {number} is kept for nothing")
+        for chunk in known:
+            _require(chunk.peer == number and not chunk.is_forgotten, "a peer's chunk does not know of it", chunk)
+            near = chunk.on_device or chunk.host_ready or chunk.disk_ready
+            _require(not near, "a peer's copy is known of a chunk that is nearer", chunk)
+            _require(bool(chunk.wants) or chunk in leaving, "a peer's copy is known that no job wants", chunk)
+    in_flight = Counter(Source(move.tier, move.peer) for move in mover.in_flight.values() if not move.is_write)
+    for peer in peers:
+        place = Source(TierKind.PEER, peer.number)
+        _require(peer.health.reading == in_flight.pop(place, 0), f"pulls from peer {peer.number} do not add up")
+        _require(not peer.health.writing, f"something is written to peer {peer.number}")
+    for place, reads in in_flight.items():
+        _require(mover.health_of(place).reading == reads, f"reads from {place} do not add up")
 
 
 def _check_slots(pool: SlotPool[ChunkT], held: Iterable[tuple[SlotId, ChunkT]]) -> None:
@@ -94,6 +128,8 @@ def _check_chunk(copies: Copies[ChunkT], chunk: ChunkT) -> None:
     _require(not chunk.disk_ready or chunk.disk != NO_SLOT, "a disk copy without a slot", chunk)
     reserved = (chunk.host != NO_SLOT and not chunk.host_ready) + (chunk.disk != NO_SLOT and not chunk.disk_ready)
     _require(reserved <= chunk.busy, "a slot is reserved for nothing", chunk)
+    known = chunk in copies.at_peers.get(chunk.peer, ())
+    _require(known == (chunk.peer != NO_PEER), "what a peer is said to have is not noted", chunk)
     _require((chunk.arrived > 0) == chunk.is_stored, "arrival does not agree with copies", chunk)
     if chunk.busy:
         return

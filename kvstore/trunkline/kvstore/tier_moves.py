@@ -12,9 +12,6 @@ Moves are ordered for three reasons, in this order (CachedAttention §3.3):
 
 Every move is transactional. No copy is given up before the other one is verified. A failed move leaves its source.
 A read that does not bring back what was written is a miss, and that copy is forgotten.
-
-A tier's health is learnt from its moves. A tier that fails several times in a row is paused, then tried with one
-move at a time; each relapse doubles the pause. Meanwhile its copies count as out of reach, and no request fails.
 Pure: time is an argument.
 """
 
@@ -27,126 +24,26 @@ from enum import Enum, IntEnum, auto
 from itertools import count
 from typing import Final, Generic
 
-from trunkline.kvstore.chunks import NO_SLOT, ChunkT, SlotId
+from trunkline.kvstore.chunks import NO_PEER, NO_SLOT, ChunkT, SlotId
 from trunkline.kvstore.copies import Copies, may_leave
+from trunkline.kvstore.peers import PeerBook
 from trunkline.kvstore.tier import TierKind, TierTotals
-from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy, HeapVerdict, WaitingJobs, wanted_later
+from trunkline.kvstore.tier_health import TierHealth
+from trunkline.kvstore.tier_policy import (
+    DirectoryConfig,
+    EvictionPolicy,
+    HeapVerdict,
+    Source,
+    WaitingJobs,
+    wanted_later,
+)
 
-FAILURES_IN_A_ROW: Final = 3
-FIRST_PAUSE_S: Final = 1.0
-LONGEST_PAUSE_S: Final = 60.0
-SURPRISE_MAX: Final = 4.0
-"""Largest factor by which one measured read may exceed the estimate of a read's cost; a slower read counts as this
-many times the estimate."""
-DOUBT: Final = 0.8
-"""Factor by which `TierHealth.doubt` lowers the estimate of a read's cost."""
-SMOOTHING: Final = 0.1
-"""Weight of the newest sample of a read's cost."""
 READ_FAILURES_MAX: Final = 3
 """Number of failed reads after which a copy is given up, even if its tier works for other chunks."""
 
 REFUSALS_MAX: Final = 4
 """How many chunks `_make_room` tries to write to a lower tier before it gives up on such chunks: they have their
 only copy in host memory, no tier takes it now, and it may not be dropped."""
-
-
-class TierHealth:
-    """The speed and the state of one tier below host memory."""
-
-    def __init__(self, read_us: float, reads_in_flight: int, writes_in_flight: int, totals: TierTotals) -> None:
-        """
-        Args:
-            read_us: The assumed cost of one read of many before any was measured.
-        """
-        self.totals = totals
-        self.reading = 0
-        """Number of reads in flight."""
-        self.writing = 0
-        self.problem = ""
-        """Why the tier is paused, or gets only one move at a time after a pause; "": it works."""
-        self.read_us = read_us
-        """Microseconds per read while the tier has as many reads in flight as it may."""
-        self.latency_us = 0.0
-        """Microseconds from a read's start to its end."""
-        self._limits = reads_in_flight, writes_in_flight
-        self._last_read = 0.0
-        self._streak = 0
-        self._pause_s = FIRST_PAUSE_S
-        self._paused_until = 0.0
-        self.is_paused = False
-        self._on_trial = False
-
-    def look(self, now: float) -> bool:
-        """End a pause that is over; return whether moves may be ordered at this time."""
-        if self.is_paused and now >= self._paused_until:
-            self.is_paused = False
-            self._on_trial = True
-        return not self.is_paused
-
-    def may_read(self) -> bool:
-        return not self.is_paused and self.reading < self._limits[0] and not self._trial_runs()
-
-    def may_write(self) -> bool:
-        return not self.is_paused and self.writing < self._limits[1] and not self._trial_runs()
-
-    def _trial_runs(self) -> bool:
-        return self._on_trial and self.reading + self.writing > 0
-
-    def ordered(self, is_write: bool) -> None:
-        """Count a move that was ordered."""
-        if is_write:
-            self.writing += 1
-        else:
-            self.reading += 1
-
-    def _ended(self, is_write: bool) -> None:
-        if is_write:
-            self.writing -= 1
-        else:
-            self.reading -= 1
-
-    def succeeded(self, is_write: bool, ordered: float, now: float, elapsed_us: float) -> None:
-        """Note that the tier carried out a move, even if a read found nothing: the tier works."""
-        self._ended(is_write)
-        if is_write:
-            self.totals.writes += 1
-        else:
-            self.totals.reads += 1
-            # With several reads in flight the time between two ends is the cost of one.
-            sample = max(0.0, now - max(ordered, self._last_read)) * 1e6
-            sample = min(sample, SURPRISE_MAX * self.read_us)  # a stall or a busy machine, not the usual cost
-            if elapsed_us:
-                sample = min(sample, elapsed_us)  # the rest is the messages' delay, not the tier's
-            self._last_read = now
-            self.read_us += SMOOTHING * (sample - self.read_us)
-            self.latency_us += SMOOTHING * (elapsed_us - self.latency_us)
-        self._streak = 0
-        self._on_trial = False
-        self._pause_s = FIRST_PAUSE_S
-        if not self.is_paused:
-            self.problem = ""
-
-    def predicted_us(self, reads: int) -> float:
-        """Return the microseconds until the reads in flight and `reads` more are done."""
-        return max(self.latency_us, (self.reading + reads) * self.read_us)
-
-    def doubt(self, prior_us: float) -> None:
-        """Lower the estimated cost of reads by a fifth, but not below `prior_us`: the true cost may have fallen
-        since it was measured."""
-        self.read_us = max(prior_us, DOUBT * self.read_us)
-        self.latency_us *= DOUBT
-
-    def failed(self, is_write: bool, now: float, detail: str) -> None:
-        """Note that the tier could not carry out a move."""
-        self._ended(is_write)
-        self.totals.failures += 1
-        self._streak += 1
-        if self.is_paused or (self._streak < FAILURES_IN_A_ROW and not self._on_trial):
-            return
-        self.problem = detail or "its moves fail"
-        self.is_paused, self._on_trial = True, False
-        self._paused_until = now + self._pause_s
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
 
 class MoveStatus(IntEnum):
@@ -172,7 +69,7 @@ class Move(Generic[ChunkT]):
     host_slot: SlotId
     host_generation: int
     slot: SlotId
-    """Slot of the disk tier; `NO_SLOT`: the move is from or to the remote tier."""
+    """Slot of the disk tier; `NO_SLOT`: the move is from or to the remote tier, or from a peer."""
     generation: int
     ordered: float
     evicts: bool = False
@@ -180,6 +77,8 @@ class Move(Generic[ChunkT]):
     the chunk."""
     borrows: bool = False
     """Whether this is a read into one of the host slots that are kept free."""
+    peer: int = NO_PEER
+    """Number of the peer from which the chunk is pulled, if the tier is `PEER`."""
 
 
 class Room(Enum):
@@ -202,16 +101,18 @@ class TierMover(Generic[ChunkT]):
         copies: Copies[ChunkT],
         jobs: WaitingJobs[ChunkT],
         health: dict[TierKind, TierHealth],
+        peers: PeerBook,
         config: DirectoryConfig,
         totals: Mapping[TierKind, TierTotals],
     ) -> None:
         """
         Args:
-            health: The health of each tier that exists, fastest tier first.
+            health: The health of each tier below host memory that exists, fastest tier first.
         """
         self._copies = copies
         self._jobs = jobs
         self._health = health
+        self._peers = peers
         self._config = config
         self._host_totals = totals[TierKind.HOST]
         self.in_flight: dict[int, Move[ChunkT]] = {}
@@ -231,6 +132,9 @@ class TierMover(Generic[ChunkT]):
         """Return new moves, reads first."""
         for health in self._health.values():
             health.look(now)
+        if len(self._peers):
+            for peer in self._peers.look(now, self._copies.at_peers):
+                self._jobs.peer_gone(peer)
         self._orders = []
         while self._copies.host.free_count + self._freeing + self._borrowed < self._config.host_buffer:
             if self._make_room(now) is not Room.MADE:
@@ -281,13 +185,19 @@ class TierMover(Generic[ChunkT]):
         """Return whether some tier below works, so that only copies in host memory can be written there."""
         return any(not health.is_paused for health in self._health.values())
 
+    def health_of(self, source: Source) -> TierHealth:
+        """Return the health of a place from which chunks are read."""
+        return self._peers.health(source.peer) if source.tier is TierKind.PEER else self._health[source.tier]
+
     def _fetch(self, now: float) -> None:
         self.is_starved = False
         while True:
-            tiers = [tier for tier, health in self._health.items() if health.may_read()]
-            chunk = self._jobs.next_lacking(tiers) if tiers else None
+            places = [place for place in self._jobs.lacking_at() if self.health_of(place).may_read()]
+            chunk = self._jobs.next_lacking(places) if places else None
             if chunk is None or not (self._config.prefetches or self._jobs.is_next(chunk)):
                 return
+            source = self._jobs.source(chunk)
+            assert source is not None, "it lacks a copy that can be read"
             chunk.busy += 1  # its copy must not be what makes room
             room = self._room_for(chunk, now)
             chunk.busy -= 1
@@ -298,14 +208,14 @@ class TierMover(Generic[ChunkT]):
                 return
             slot = self._copies.reserve_host(chunk)
             assert slot is not None, "room was made"
-            source = TierKind.DISK if chunk.disk_ready else TierKind.REMOTE
             self._order(chunk, source, is_write=False, now=now, borrows=room is Room.BORROWED)
 
     def _room_for(self, chunk: ChunkT, now: float) -> Room:
         """Make a host slot free for a fetch without using up the slots that are kept free.
 
         No chunk leaves the system for a fetch. If the disk is full, the chunk that is to make room waits until it
-        can have the disk slot of the fetched one.
+        can have the disk slot of the fetched one. Without a tier below there is no such room: what is pulled from
+        a peer takes the place of a chunk that is worth less, as a chunk that is saved does.
         """
         host = self._copies.host
         reserve = 0 if chunk.claims else self._copies.unsaved_claims
@@ -342,7 +252,7 @@ class TierMover(Generic[ChunkT]):
         def goes_first(one: ChunkT, other: ChunkT) -> bool:
             return shares.rank(one, TierKind.HOST) < shares.rank(other, TierKind.HOST)
 
-        lossless = replaced_by is not None
+        lossless = replaced_by is not None and bool(self._health)
         clean = copies.clean_victim(judge)
         while len(refused) < REFUSALS_MAX:
             dirty = copies.dirty_victim(judge)
@@ -366,7 +276,7 @@ class TierMover(Generic[ChunkT]):
             if not health.may_write():
                 continue
             if tier is TierKind.REMOTE or self._copies.make_disk_room(chunk, self._jobs.note, lossless=lossless):
-                self._order(chunk, tier, is_write=True, now=now, evicts=True)
+                self._order(chunk, Source(tier), is_write=True, now=now, evicts=True)
                 return True
         if lossless or not may_leave(chunk) or not all(health.may_write() for health in self._health.values()):
             return False
@@ -378,19 +288,19 @@ class TierMover(Generic[ChunkT]):
         while queue and health.may_write() and (tier is TierKind.REMOTE or self._copies.disk.free_count):
             chunk, _ = queue.popitem(last=False)
             if not (chunk.remote if tier is TierKind.REMOTE else chunk.disk != NO_SLOT):
-                self._order(chunk, tier, is_write=True, now=now)
+                self._order(chunk, Source(tier), is_write=True, now=now)
 
     def _order(
         self,
         chunk: ChunkT,
-        tier: TierKind,
+        place: Source,
         *,
         is_write: bool,
         now: float,
         evicts: bool = False,
         borrows: bool = False,
     ) -> None:
-        copies, slot, generation = self._copies, NO_SLOT, 0
+        copies, tier, slot, generation = self._copies, place.tier, NO_SLOT, 0
         if is_write:
             self.unsaved[tier].pop(chunk, None)
         if tier is TierKind.DISK:
@@ -403,7 +313,7 @@ class TierMover(Generic[ChunkT]):
         chunk.busy += 1
         self._freeing += evicts
         self._borrowed += borrows
-        self._health[tier].ordered(is_write)
+        self.health_of(place).ordered(is_write)
         move = Move(
             id=next(self._ids),
             tier=tier,
@@ -416,6 +326,7 @@ class TierMover(Generic[ChunkT]):
             ordered=now,
             evicts=evicts,
             borrows=borrows,
+            peer=place.peer,
         )
         self.in_flight[move.id] = move
         self._orders.append(move)
@@ -427,9 +338,12 @@ class TierMover(Generic[ChunkT]):
             KeyError: No such move is in flight.
         """
         move = self.in_flight.pop(move_id)
-        health = self._health[move.tier]
+        health = self.health_of(Source(move.tier, move.peer))
         if status is MoveStatus.FAILED:
             health.failed(move.is_write, now, detail)
+        elif status is MoveStatus.MISS and move.tier is TierKind.PEER:
+            health.answered(move.is_write)  # a peer that has nothing is not fast
+            health.totals.failures += 1
         else:
             health.succeeded(move.is_write, move.ordered, now, elapsed_us)
             self._host_totals.writes += not move.is_write
@@ -472,6 +386,9 @@ class TierMover(Generic[ChunkT]):
             self._copies.host_arrived(chunk)
             return
         self._copies.drop_host(chunk)
+        if move.tier is TierKind.PEER:
+            self._not_pulled(move)
+            return
         failures = self._read_failures[chunk] = self._read_failures.get(chunk, 0) + 1
         if status is MoveStatus.MISS or failures >= READ_FAILURES_MAX:
             del self._read_failures[chunk]
@@ -479,3 +396,14 @@ class TierMover(Generic[ChunkT]):
                 self._copies.drop_disk(chunk)
             else:
                 self._copies.drop_remote(chunk)
+
+    def _not_pulled(self, move: Move[ChunkT]) -> None:
+        """Forget that a peer has a chunk that it did not give. If the peer is paused now, forget all that only it
+        has: the waiting jobs compute these chunks, or read them from the remote tier."""
+        if move.chunk.peer == move.peer:
+            self._copies.drop_peer(move.chunk)
+        if self._peers.health(move.peer).is_paused:
+            for chunk in list(self._copies.at_peers.get(move.peer, ())):
+                if chunk.host == NO_SLOT:  # what is under way may still come
+                    self._copies.drop_peer(chunk)
+                    self._jobs.note(chunk)

@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from functools import partial
 from itertools import count
-from typing import Generic, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
-from trunkline.kvstore.chunks import ChunkT, QueueKey, TieredChunk
+from trunkline.kvstore.chunks import NO_PEER, ChunkT, QueueKey, TieredChunk
 from trunkline.kvstore.tier import TierKind
 
 
@@ -50,6 +50,8 @@ class DirectoryConfig:
     """Number of slots of the disk tier. A disk tier needs host slots, because all moves go through host memory."""
     remote: bool = False
     """Whether there is a remote tier. A remote tier needs host slots, because all moves go through host memory."""
+    peers: bool = False
+    """Whether chunks can be pulled from other groups. It needs host slots, into which they are pulled."""
     policy: EvictionPolicy = EvictionPolicy.LOOK_AHEAD
     host_free: int | float = 0.05
     """Host slots to keep free if there is a tier below (CachedAttention §3.3.1): a number (int) or a share
@@ -61,6 +63,8 @@ class DirectoryConfig:
     """Largest number of reads at once per tier: enough to keep a disk busy, and few enough that an urgent read
     does not wait long."""
     writes_in_flight: int = 16
+    pulls_in_flight: int = 16
+    """Largest number of reads at once from one peer."""
     pin_quota: float = 0.5
     """Share of the largest tier that pinned chunks may take; the rest must stay movable."""
     prefetch: bool | None = None
@@ -88,8 +92,10 @@ class DirectoryConfig:
             )
         if (self.disk_slots or self.remote) and not self.host_slots:
             raise ValueError("a disk or remote tier needs host slots: all moves go through host memory")
-        if min(self.reads_in_flight, self.writes_in_flight) < 1:
-            raise ValueError("reads_in_flight and writes_in_flight must be at least 1")
+        if self.peers and not self.host_slots:
+            raise ValueError("peers need host slots: chunks are pulled into host memory")
+        if min(self.reads_in_flight, self.writes_in_flight, self.pulls_in_flight) < 1:
+            raise ValueError("reads_in_flight, writes_in_flight and pulls_in_flight must be at least 1")
         if not 0.0 <= self.pin_quota <= 1.0:
             raise ValueError(f"pin_quota is {self.pin_quota}; it is a share, from 0 to 1")
 
@@ -233,6 +239,18 @@ def _wanted_first(chunk: ChunkT) -> tuple[float, ...]:
     return (*chunk.wants[0][0], chunk.depth) if chunk.wants else ()
 
 
+class Source(NamedTuple):
+    """A place from which chunks are read into host memory."""
+
+    tier: TierKind
+    peer: int = NO_PEER
+    """Number of the peer, if the tier is `PEER`."""
+
+
+DISK: Final = Source(TierKind.DISK)
+REMOTE: Final = Source(TierKind.REMOTE)
+
+
 class WaitingJobs(Generic[ChunkT]):
     """The waiting jobs and the chunks that they will use."""
 
@@ -240,11 +258,11 @@ class WaitingJobs(Generic[ChunkT]):
         self._jobs: dict[int, tuple[QueueKey, tuple[ChunkT, ...]]] = {}
         self._heads: list[tuple[QueueKey, int]] = []
         """A heap of the waiting jobs. Jobs that are gone are dropped when they come to the top."""
-        self._lacking: dict[TierKind, LazyHeap[ChunkT]] = {
-            TierKind.DISK: LazyHeap(_wanted_first),
-            TierKind.REMOTE: LazyHeap(_wanted_first),
+        self._lacking: dict[Source, LazyHeap[ChunkT]] = {
+            DISK: LazyHeap(_wanted_first),
+            REMOTE: LazyHeap(_wanted_first),
         }
-        """Wanted chunks that are neither in host memory nor on the device, by the tier to fetch them from."""
+        """Wanted chunks that are neither in host memory nor on the device, by the place to fetch them from."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -294,37 +312,53 @@ class WaitingJobs(Generic[ChunkT]):
 
     def note(self, chunk: ChunkT) -> None:
         """Note that a chunk may have to be fetched: a job wants it now, or its nearer copies are gone."""
-        tier = self.source(chunk)
-        if tier is not None:
-            self._lacking[tier].push(chunk)
+        source = self.source(chunk)
+        if source is not None:
+            self._queue(source, chunk)
 
-    def source(self, chunk: ChunkT) -> TierKind | None:
-        """Return the tier to fetch a chunk from; None if it is not wanted, is near already or cannot be
+    def _queue(self, source: Source, chunk: ChunkT) -> None:
+        heap = self._lacking.get(source)
+        if heap is None:
+            heap = self._lacking[source] = LazyHeap(_wanted_first)
+        heap.push(chunk)
+
+    def source(self, chunk: ChunkT) -> Source | None:
+        """Return the place to fetch a chunk from; None if it is not wanted, is near already or cannot be
         fetched."""
         if not chunk.wants or chunk.host >= 0 or chunk.on_device:
             return None
         if chunk.disk_ready:
-            return TierKind.DISK
-        return TierKind.REMOTE if chunk.remote else None
+            return DISK
+        if chunk.peer != NO_PEER:
+            return Source(TierKind.PEER, chunk.peer)
+        return REMOTE if chunk.remote else None
 
     def is_lacking(self, chunk: ChunkT) -> bool:
         """Return whether a chunk is queued to be fetched."""
-        tier = self.source(chunk)
-        return tier is not None and chunk in self._lacking[tier]
+        source = self.source(chunk)
+        return source is not None and chunk in self._lacking.get(source, ())
 
-    def next_lacking(self, tiers: Sequence[TierKind]) -> ChunkT | None:
-        """Return the chunk wanted first of those to be fetched from one of `tiers`; None if there is none."""
+    def peer_gone(self, peer: int) -> None:
+        """Forget a peer that is not said to have any chunk."""
+        self._lacking.pop(Source(TierKind.PEER, peer), None)
+
+    def lacking_at(self) -> list[Source]:
+        """Return the places from which chunks may have to be fetched."""
+        return [source for source, heap in self._lacking.items() if len(heap)]
+
+    def next_lacking(self, sources: Sequence[Source]) -> ChunkT | None:
+        """Return the chunk wanted first of those to be fetched from one of `sources`; None if there is none."""
         best: ChunkT | None = None
-        for tier in tiers:
-            chunk = self._lacking[tier].search(partial(self._judge, tier))
+        for place in sources:
+            chunk = self._lacking[place].search(partial(self._judge, place))
             if chunk is not None and (best is None or _wanted_first(chunk) < _wanted_first(best)):
                 best = chunk
         return best
 
-    def _judge(self, tier: TierKind, chunk: ChunkT) -> HeapVerdict:
+    def _judge(self, place: Source, chunk: ChunkT) -> HeapVerdict:
         source = self.source(chunk)
-        if source is tier:
+        if source == place:
             return HeapVerdict.TAKE
         if source is not None:
-            self._lacking[source].push(chunk)
+            self._queue(source, chunk)
         return HeapVerdict.PARK

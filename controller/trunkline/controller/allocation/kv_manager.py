@@ -399,6 +399,7 @@ class KVCacheManager:
     def _take_back(self, node: Node) -> BlockId:
         """Return the block of a pending chunk whose producer leaves."""
         if not node.is_stored:
+            self.tree.drop_below(node)  # chunks that came from a tier or a peer while this one was to be computed
             return self.tree.remove(node)
         node.ready_step = 0
         return self.tree.unplace(node)

@@ -32,6 +32,7 @@ from trunkline.controller.cache.radix_tree import Node, RadixTree
 from trunkline.controller.totals import Totals
 from trunkline.kvstore.chunks import NO_BLOCK, BlockId, ChunkName, SlotId
 from trunkline.kvstore.directory import Directory
+from trunkline.kvstore.peers import Peer
 from trunkline.kvstore.shares import KvAccount
 from trunkline.kvstore.tier import TierKind
 from trunkline.kvstore.tier_policy import DirectoryConfig
@@ -53,6 +54,10 @@ class TierCopyPlan:
     saves: list[tuple[int, int, int]] = field(default_factory=list, kw_only=True)
     late_saves: list[tuple[int, int, int]] = field(default_factory=list, kw_only=True)
     """Saves of chunks that this very step computes."""
+    save_names: list[bytes] = field(default_factory=list, kw_only=True)
+    """Names of the chunks of `saves`; empty without peers."""
+    late_names: list[bytes] = field(default_factory=list, kw_only=True)
+    """Names of the chunks of `late_saves`; empty without peers."""
     loads: list[tuple[int, int, int]] = field(default_factory=list, kw_only=True)
 
 
@@ -110,6 +115,7 @@ class RadixCache(RadixTree):
         assert node.parent is not None
         assert not node.on_device
         node.block = block
+        self.tiers.placed(node)
         self.tiers.shares.count(node, TierKind.DEVICE, 1)
         self.changed.note(node)
         node.parent.device_children += 1
@@ -139,11 +145,23 @@ class RadixCache(RadixTree):
         self.tiers.add_remote(node)
         return node
 
+    def add_peer(self, parent: Node, key: bytes, peer: Peer, now: float, marker: bytes = b"") -> Node:
+        """Add a chunk that a peer is said to have, or note it of one that is there; `marker` as in `attach`.
+
+        The caller makes a waiting job want the chunk before the next moves.
+        """
+        node = parent.children.get(key)
+        if node is None:
+            node = self.attach(parent, key, NO_BLOCK, 0, marker)
+            node.last_use = now
+        self.tiers.add_peer(node, peer)
+        return node
+
     def computed(self, node: Node, step: int, plan: TierCopyPlan | None = None) -> None:
         """Let steps after `step` read a full chunk, and save it: at the end of `plan` if given, else later."""
         node.ready_step = step
         self.absorb_prefixes(node)
-        if plan is not None and self._wants_copy(node) and self._reserve(node, plan, plan.late_saves):
+        if plan is not None and self._wants_copy(node) and self._reserve(node, plan, is_late=True):
             return
         self.save_later(node)
 
@@ -167,7 +185,7 @@ class RadixCache(RadixTree):
             node = self._unsaved[0]
             if node.ready_step >= plan.step and node.parent is not None:
                 return  # this very plan computes it
-            if self._wants_copy(node) and not self._reserve(node, plan, plan.saves):
+            if self._wants_copy(node) and not self._reserve(node, plan):
                 if not self.tiers.can_sink():
                     self._unsaved.popleft()  # it gets another chance when its block is needed
                 return  # writes under way will make room; without this chunk, none below it would be saved
@@ -180,16 +198,16 @@ class RadixCache(RadixTree):
             return False
         return node.parent.parent is None or node.parent.is_stored
 
-    def _reserve(
-        self, node: Node, plan: TierCopyPlan, saves: list[tuple[int, int, int]], forced: bool = False
-    ) -> bool:
+    def _reserve(self, node: Node, plan: TierCopyPlan, *, is_late: bool = False, forced: bool = False) -> bool:
         place = self.tiers.save(node, plan.step, forced=forced)
         if place is None:
             return False
         slot, generation = place
         self.drop_lost()
         self.fences.saved(node.block, slot, plan.step)
-        saves.append((node.block, slot, generation))
+        (plan.late_saves if is_late else plan.saves).append((node.block, slot, generation))
+        if self.tiers.config.peers:
+            (plan.late_names if is_late else plan.save_names).append(node.name)
         return True
 
     # Moving chunks to another tree
@@ -325,7 +343,7 @@ class RadixCache(RadixTree):
         free, freed = self._pool.free_count, 0
         while freed < blocks and (node := self.idle_leaves.pop()) is not None:
             if plan is not None and self._wants_copy(node):
-                self._reserve(node, plan, plan.saves, forced=node.claims > 0 or node.pins > 0)
+                self._reserve(node, plan, forced=node.claims > 0 or node.pins > 0)
             if node.is_stored:
                 self._pool.release(self.unplace(node))
             else:
@@ -335,11 +353,14 @@ class RadixCache(RadixTree):
         return freed
 
     def drop_lost(self) -> None:
-        """Forget chunks whose last copy a tier has dropped, or could not read back."""
-        for node in self.tiers.lost():
+        """Forget chunks whose last copy a tier has dropped, or could not read back, and those that only a peer had
+        and that no job wants any more."""
+        lost, unheld = self.tiers.lost(), self.tiers.take_unheld()
+        for node in lost:
             if node.parent is not None and not (node.on_device or node.active or node.is_stored):
-                lost = self.departed(node.name) is MissReason.LOST
-                self._drop(node, MissReason.LOST if lost else MissReason.EVICTED)
+                is_lost = self.departed(node.name) is MissReason.LOST
+                gone = None if node in unheld else MissReason.EVICTED
+                self._drop(node, MissReason.LOST if is_lost else gone)
 
     def _drop(self, node: Node, reason: MissReason | None = None) -> None:
         """Forget an idle chunk and those below it, which could not be reached any more."""
@@ -352,6 +373,11 @@ class RadixCache(RadixTree):
             block = self.remove(gone)
             if block != NO_BLOCK:
                 self._pool.release(block)
+
+    def drop_below(self, node: Node) -> None:
+        """Forget the idle chunks below a chunk that is about to be removed; none of them is on the device."""
+        for child in list(node.children.values()):
+            self._drop(child)
 
     def remember(self, node: Node, reason: MissReason) -> None:
         """Remember why a chunk is gone, to tell clients whose prompts miss it."""

@@ -35,7 +35,16 @@ from typing import Final
 
 import numpy as np
 
-from trunkline.kvstore.chunks import NAME_BYTES, NO_BLOCK, BlockId, ChunkName, TieredChunk, chunk_name, root_name
+from trunkline.kvstore.chunks import (
+    NAME_BYTES,
+    NO_BLOCK,
+    NO_PEER,
+    BlockId,
+    ChunkName,
+    TieredChunk,
+    chunk_name,
+    root_name,
+)
 from trunkline.kvstore.cuts import cut_name
 from trunkline.kvstore.tier import TierKind
 
@@ -108,6 +117,7 @@ class Node(TieredChunk):
             | (self.host_ready and _HOST)
             | (self.disk_ready and _DISK)
             | (self.remote and _REMOTE)
+            | (self.peer != NO_PEER and _PEER)
         )
 
     @property

@@ -13,13 +13,23 @@ from trunkline.controller.tiers.tier_orders import TierOrders
 
 
 def expect_prompt(
-    request: Request, prefetcher: Prefetcher, tree: RadixCache, config: EngineConfig, step: int, now: float
+    request: Request,
+    root: bytes,
+    prefetcher: Prefetcher,
+    tree: RadixCache,
+    config: EngineConfig,
+    step: int,
+    now: float,
 ) -> tuple[int, int]:
     """Fetch a prompt's chunks into host memory; return how many of its tokens are known, and are being fetched.
 
     Args:
+        root: key of the root below which the prompt's tokens are; empty: the request says which root it is.
         step: number of the next step.
     """
+    if root:
+        submit = request.submit
+        return prefetcher.announce_path(root, submit.tokens, submit.holders, now, config.session_ttl_s)
     if not is_expectable(request, config):
         return 0, 0
     group = group_of(request, 0, request.submit.sampling, tree, config, is_announced=True)

@@ -56,6 +56,7 @@ from trunkline.controller.scheduling.module_calls import TextsCall
 from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.plan_builder import InflightStep
 from trunkline.controller.sequences.sequence import Request, SequenceGroup
+from trunkline.controller.tiers.holders import Holders
 from trunkline.controller.tiers.prefetch import Prefetcher
 from trunkline.controller.tiers.tier_orders import TierOrders
 from trunkline.controller.totals import Totals
@@ -103,7 +104,7 @@ class Engine:
         self.scheduler = Scheduler(config, first_disk_generation, self._requests.quarantine, self.counters)
         tree, fetching = self.scheduler.kv.tree, self.scheduler.fetching
         self.traffic = TierOrders(tree, config.ranks)
-        self.prefetcher = Prefetcher(tree, fetching, self.traffic)
+        self.prefetcher = Prefetcher(tree, fetching, self.traffic, Holders(tree, self.scheduler.costs))
         self._requests.grammars = GrammarBook(self.grammars.next_id)
         self._inflight.clear()
         self._step = 0
@@ -164,8 +165,8 @@ class Engine:
                 self._grammar_ready(event, now)
             case CallTexts(call_id, call):
                 self._call_texts(call_id, call, now)
-            case ExpectRequest(caller, request):
-                self._expect_request(caller, request, now)
+            case ExpectRequest(caller, request, root):
+                self._expect_request(caller, request, root, now)
             case ForgetPrompt(request):
                 forget_prompt(request, self.traffic, self.scheduler.kv.tree, self.config, self._step + 1)
             case DropCache(caller):
@@ -443,9 +444,9 @@ class Engine:
             self.prefetcher.probed(report, self._step + 1, now)
             self.scheduler.end_found(self._step + 1, now)
 
-    def _expect_request(self, caller: Caller, request: Request, now: float) -> None:
+    def _expect_request(self, caller: Caller, request: Request, root: bytes, now: float) -> None:
         tree = self.scheduler.kv.tree
-        known, coming = expect_prompt(request, self.prefetcher, tree, self.config, self._step + 1, now)
+        known, coming = expect_prompt(request, root, self.prefetcher, tree, self.config, self._step + 1, now)
         self._requests.pending_outputs.replies.append((caller[0], Prefetched(0, caller[1], known, coming)))
 
     # Steps

@@ -82,6 +82,8 @@ class ExpectRequest:
 
     caller: Caller
     request: Request
+    root: bytes = b""
+    """Key of the root below which the request's tokens are looked for; empty: the request says which one it is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
+
+from msgspec import structs
 
 from trunkline.controller.cache.radix_tree import TOKEN_BYTES
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import Forget, ModulesCall, ModuleText, Prefetch, PromptLayout, Submit
+from trunkline.controller.messages import Forget, Holder, ModulesCall, ModuleText, Prefetch, PromptLayout, Submit
 from trunkline.controller.sequences.beam_search import WIDTH_MAX
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.beams import candidate_count
@@ -38,6 +40,12 @@ _PAIR_BYTES: Final = 8
 NUMBER_BITS: Final = 32
 """Number of bits of a router's request numbers."""
 HOLDER_CHARACTERS_MAX: Final = 2048
+"""Largest length of the name under which texts are pinned (`ModulesCall.holder`)."""
+HOLDERS_MAX: Final = 64
+"""Largest number of peers' runs of chunks that a request names."""
+RANKS_MAX: Final = 1024
+"""Largest number of ranks that a peer may have."""
+ENDPOINT_CHARACTERS_MAX: Final = 1024
 REQUEST_ID_CHARACTERS_MAX: Final = 128
 GRAMMAR_TENANT_BYTES_MAX: Final = 64
 TENANT_BYTES_MAX: Final = 128
@@ -69,6 +77,9 @@ def request_of_prefetch(message: Prefetch | Forget) -> Request:
     """Return the engine's request for a valid prompt without a request."""
     tokens, own = message.tokens, len(message.tokens) // 4
     submit = Submit(0, tokens, own, 1, Sampling(), salt=message.salt, drops=message.drops, layout=message.layout)
+    if isinstance(message, Prefetch):
+        plain: dict[str, Any] = {"salt": b"", "drops": b"", "layout": None} if message.root else {}
+        submit = structs.replace(submit, holders=message.holders, **plain)
     return Request.of(0, submit)
 
 
@@ -79,6 +90,10 @@ def _drops(packed: bytes) -> tuple[tuple[int, int], ...]:
 def problem_of_prefetch(message: Prefetch | Forget, vocab_size: int) -> str:
     """Return what is wrong with a prompt without a request; "" if it is valid."""
     problem = tokens_problem(message.tokens, vocab_size)
+    if isinstance(message, Prefetch):
+        problem = problem or _problem_of_holders(message.holders)
+        if problem or message.root:
+            return problem
     if not problem and message.layout is not None:
         problem = problem_of_layout(message.layout, len(message.tokens) // 4, vocab_size)
     if problem or not message.drops:
@@ -136,7 +151,23 @@ def problem_of_submit(message: Submit, vocab_size: int) -> str:
     if message.grammar is not None and len(message.grammar.tenant) > GRAMMAR_TENANT_BYTES_MAX:
         size = len(message.grammar.tenant)
         return f"a grammar's tenant is {size} bytes; at most {GRAMMAR_TENANT_BYTES_MAX} are kept"
-    return _sampling_problem(message.sampling, id_max)
+    return _problem_of_holders(message.holders) or _sampling_problem(message.sampling, id_max)
+
+
+def _problem_of_holders(holders: Sequence[Holder]) -> str:
+    if len(holders) > HOLDERS_MAX:
+        return f"{len(holders)} holders were given; at most {HOLDERS_MAX} are allowed"
+    for holder in holders:
+        if not 0 <= holder.start < holder.stop <= _INT32_MAX:
+            return f"{holder.member} is said to hold chunks [{holder.start}, {holder.stop})"
+        if not 1 <= len(holder.endpoints) <= RANKS_MAX:
+            return f"{holder.member} has {len(holder.endpoints)} endpoints; one per rank, up to {RANKS_MAX}"
+        for endpoint in (holder.member, *holder.endpoints):
+            if len(endpoint) > ENDPOINT_CHARACTERS_MAX:
+                return f"a holder's name or endpoint has {len(endpoint)} characters"
+        if not all(endpoint.startswith(("ipc://", "tcp://")) for endpoint in holder.endpoints):
+            return f"{holder.member} exports at {holder.endpoints}; endpoints are ipc://PATH or tcp://HOST:PORT"
+    return ""
 
 
 def _sampling_problem(sampling: Sampling, id_max: int) -> str:

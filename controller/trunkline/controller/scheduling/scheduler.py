@@ -71,7 +71,7 @@ class Scheduler:
         self.kv = KVCacheManager(pool, tree, prefix_cache=config.prefix_cache, ttl=config.session_ttl_s)
         self.costs = StepCosts(config.swap_us_per_block)
         self.preloads = Preloads()
-        self.fetching = Fetching(tree.tiers, self.costs, config.chunk_size)
+        self.fetching = Fetching(tree.tiers, self.costs, config.chunk_size, tree.totals)
         self.rows = DecodeRows(config.max_rows, config.chunk_size, config.max_table_blocks)
         self.queue = FairQueue(config.token_budget)
         self.admission = AdmissionOrder(self.queue, quarantine or Quarantine())

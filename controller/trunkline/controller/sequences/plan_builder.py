@@ -303,6 +303,7 @@ class PlanBuilder(TierCopyPlan):
             late_saves=pack_int32([x for save in self.late_saves for x in save]) if self.late_saves else b"",
             save_fence=self.save_fence,
             load_fence=self.load_fence,
+            save_names=b"".join(self.save_names + self.late_names),
             traces=pack_steps(self._step_traces()) if self.traced else None,
         )
 

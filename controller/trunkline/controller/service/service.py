@@ -419,7 +419,8 @@ class ControllerService:
         if self.engine is None or problem_of_prefetch(message, self.config.vocab_size):
             self.routers.send(router, Prefetched(0, message.ticket, 0, 0))
         else:
-            self._pending.events.append(ExpectRequest((router, message.ticket), request_of_prefetch(message)))
+            request = request_of_prefetch(message)
+            self._pending.events.append(ExpectRequest((router, message.ticket), request, message.root))
 
     def _modules_call(self, router: int, call: ModulesCall) -> None:
         problem = problem_of_call(call, self.config.vocab_size)

@@ -2,7 +2,8 @@
 
 When a request arrives, the chunks that it will use are known. The directory fetches those that are far away into
 host memory while the request waits (CachedAttention §3.3.1), and keeps chunks that other requests would evict.
-Where the radix tree ends, the remote tier is asked for chunks that other controllers have put there.
+Where the radix tree ends, the router says which peers have chunks (`holders.py`), and the remote tier is asked for
+chunks that other controllers have put there.
 
 If chunks are still far away when the request's turn comes, it waits for them only if computing them would take
 longer. It waits at most twice the predicted time, or half the time saved, whichever is longer; then they are
@@ -19,11 +20,13 @@ from typing import Final, NamedTuple
 from trunkline.controller.allocation.prefix_match import expected_chunks
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import Node
-from trunkline.controller.messages import Probed
+from trunkline.controller.messages import Holder, Probed
 from trunkline.controller.sequences.sequence import Sequence, SequenceGroup
 from trunkline.controller.tiers.costs import StepCosts
+from trunkline.controller.tiers.holders import Holders
 from trunkline.controller.tiers.tier_orders import TierOrders
-from trunkline.kvstore.chunks import ChunkName, chunk_name
+from trunkline.controller.totals import Totals
+from trunkline.kvstore.chunks import NO_PEER, ChunkName, chunk_name
 from trunkline.kvstore.directory import Directory
 from trunkline.kvstore.tier import TierKind
 
@@ -56,9 +59,16 @@ class _Wait:
 class Fetching:
     """Which chunks are fetched for waiting requests, and how long each request waits for them."""
 
-    def __init__(self, tiers: Directory[Node], costs: StepCosts, chunk_size: int) -> None:
+    def __init__(
+        self, tiers: Directory[Node], costs: StepCosts, chunk_size: int, totals: Totals | None = None
+    ) -> None:
+        """
+        Args:
+            totals: where chunks are counted that were not pulled in time; None: they are not counted.
+        """
         self._tiers = tiers
         self._costs = costs
+        self._totals = totals or Totals()
         self._chunk_size = chunk_size
         self._waits: dict[int, _Wait] = {}
         self._timed: dict[int, _Wait] = {}
@@ -110,6 +120,7 @@ class Fetching:
             self._timed[group.id] = wait
         if now >= wait.fetch_until:
             wait.gave_up = True
+            self._totals.gave_up_pulls("slow", sum(self._tier_of(node) is TierKind.PEER for node in far))
             return False
         if not self._tiers.is_coming(far[0]):
             self.expect(group, far)
@@ -117,11 +128,11 @@ class Fetching:
 
     def _best(self, far: list[Node]) -> tuple[int, float]:
         """Return how many of these chunks to load, so that loading them and computing the others is fastest, and
-        the predicted loading time in µs. Considered are the ends of runs of chunks in one tier."""
+        the predicted loading time in µs. Considered are the ends of runs of chunks in one tier, or of one peer."""
         compute_us = self._chunk_size * self._costs.token_us
         best, best_us, best_load_us = 0, len(far) * compute_us, 0.0
         for count in range(1, len(far) + 1):
-            if count < len(far) and self._tier_of(far[count]) == self._tier_of(far[count - 1]):
+            if count < len(far) and self._tiers.source_of(far[count]) == self._tiers.source_of(far[count - 1]):
                 continue
             load_us = self._tiers.predicted_us(far[:count])
             total_us = load_us + (len(far) - count) * compute_us
@@ -174,8 +185,16 @@ def _entries(group: SequenceGroup) -> int:
     return group.modules.entries if group.modules is not None else 0
 
 
-def _tokens(nodes: list[Node]) -> int:
+def _tokens(nodes: AbstractSequence[Node]) -> int:
     return sum(node.token_count for node in nodes)
+
+
+def _beyond(held: list[Node], path: AbstractSequence[Node]) -> list[Node]:
+    """Return the chunks of `held` that are not in `path`: another request computes those between them now."""
+    if not held:
+        return []
+    known = set(path)
+    return [node for node in held if node not in known]
 
 
 class _Origin(NamedTuple):
@@ -200,10 +219,12 @@ class _Probing:
 
 
 class Prefetcher:
-    """Finds the chunks that coming requests will use, in the tree and in the remote tier, and fetches them."""
+    """Finds the chunks that coming requests will use, in the tree, at peers and in the remote tier, and fetches
+    them."""
 
-    def __init__(self, tree: RadixCache, fetching: Fetching, orders: TierOrders) -> None:
+    def __init__(self, tree: RadixCache, fetching: Fetching, orders: TierOrders, holders: Holders) -> None:
         self._tree = tree
+        self._holders = holders
         self._fetching = fetching
         self._orders = orders
         self._probes: dict[int, _Probing] = {}
@@ -220,12 +241,18 @@ class Prefetcher:
     def arrived(self, group: SequenceGroup, step: int, now: float) -> int:
         """Fetch what a request that has arrived will use; return its `known_tokens`."""
         sequence = group.members[0]
-        path, head = expected_chunks(self._tree, sequence, step)
-        self._fetching.expect(group, path + head)
+        path = self._expect(group, step, now)
         plain = group.cut is None and group.modules is None
         if self._tree.tiers.config.remote and (plain or group.encodes) and self._may_probe(now):
             self._probe(group, sequence, len(path) - _entries(group) if path else 0, now)
         return _tokens(path[_entries(group) :])
+
+    def _expect(self, group: SequenceGroup, step: int, now: float) -> AbstractSequence[Node]:
+        """Fetch what a waiting request will use, as far as it is known where that is; return its whole chunks."""
+        held = self._holders.learn(group, now)
+        path, head = expected_chunks(self._tree, group.members[0], step)
+        self._fetching.expect(group, [*path, *head, *_beyond(held, path)])
+        return path
 
     def _may_probe(self, now: float) -> bool:
         """Return whether to ask the remote tier. While it does not answer it is not asked, or each request would
@@ -285,8 +312,7 @@ class Prefetcher:
             self._learn(probing, answer.present, now)
         if waits:
             self._fetching.probed(probing.group)
-            path, head = expected_chunks(self._tree, probing.group.members[0], step)
-            self._fetching.expect(probing.group, path + head)
+            self._expect(probing.group, step, now)
 
     def _learn(self, probing: _Probing, present: int, now: float) -> None:
         """Add the chunks that were found to the tree, if the chunks above them are still there."""
@@ -313,15 +339,39 @@ class Prefetcher:
         Returns:
             how many of its tokens are cached, and how many of those are not near yet.
         """
+        held = self._holders.learn(group, now, is_announced=True)
         path, head = expected_chunks(self._tree, group.members[0], step)
-        if path:
-            job, self._next_job = self._next_job, self._next_job - 1
-            # Behind all waiting requests, in order of arrival.
-            self._tree.tiers.want(job, (inf, inf, 1.0, float(-job), 0.0), path + head)
-            self._announced[job] = now + ANNOUNCED_S
-            if len(self._announced) > ANNOUNCED_MAX:
-                self._forget(next(iter(self._announced)))
+        if path or held:
+            self._want([*path, *head, *_beyond(held, path)], now)
         return _tokens(path), _tokens([node for node in path if not node.is_loadable])
+
+    def announce_path(
+        self, root_key: bytes, tokens: bytes, holders: AbstractSequence[Holder], now: float, ttl: float
+    ) -> tuple[int, int]:
+        """Fetch the chunks of a path that other groups offer into host memory, where they stay as cached chunks.
+
+        Args:
+            root_key: key of the root below which the path is.
+            tokens: int32 token ids of the path's chunks.
+            ttl: seconds for which chunks that peers give are kept; 0: no limit.
+
+        Returns:
+            how many tokens of the path are cached or at peers, and how many of those are not near yet.
+        """
+        path = self._holders.learn_path(root_key, tokens, holders, now)
+        if path:
+            self._want(path, now)
+        if ttl:
+            self._tree.tiers.keep([node for node in path if node.peer != NO_PEER], now + ttl)
+        return _tokens(path), _tokens([node for node in path if not node.is_loadable])
+
+    def _want(self, nodes: list[Node], now: float) -> None:
+        """Want chunks behind all waiting requests, in order of arrival, for a while."""
+        job, self._next_job = self._next_job, self._next_job - 1
+        self._tree.tiers.want(job, (inf, inf, 1.0, float(-job), 0.0), nodes)
+        self._announced[job] = now + ANNOUNCED_S
+        if len(self._announced) > ANNOUNCED_MAX:
+            self._forget(next(iter(self._announced)))
 
     def forget_old(self, now: float) -> None:
         """Forget announcements that no request has followed up in time."""

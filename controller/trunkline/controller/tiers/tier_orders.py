@@ -6,15 +6,17 @@ answers: a chunk is published only if every rank has verified it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from trunkline.controller.cache.radix_cache import RadixCache
+from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.messages import MovesDone, Probed
 from trunkline.kvstore.chunks import ChunkName
 from trunkline.kvstore.tier import TierKind
-from trunkline.kvstore.tier_moves import MoveStatus
+from trunkline.kvstore.tier_moves import Move, MoveStatus
 from trunkline.router.messages import MissReason
-from trunkline.worker.messages import ForgetChunks, Probe, TierMove, TierMoves, TierOrder
+from trunkline.worker.messages import ForgetChunks, PeerAt, Probe, TierMove, TierMoves, TierOrder
 
 
 @dataclass(slots=True)
@@ -35,6 +37,12 @@ class ProbeAnswer:
     present: int
     """Number of the path's first chunks that the remote tier has; -1: it cannot be reached."""
     detail: str
+
+
+def _kept_s(move: Move[Node], now: float) -> float:
+    """Return for how long a written chunk is kept without use; 0: as long as the ranks' configuration says."""
+    expires = move.chunk.expires
+    return max(1.0, expires - now) if move.is_write and 0.0 < expires < math.inf else 0.0
 
 
 class TierOrders:
@@ -62,6 +70,7 @@ class TierOrders:
         messages: list[TierOrder] = list(self._asked)
         self._asked.clear()
         moves = self._tree.tiers.moves(now)
+        messages += [PeerAt(peer, list(endpoints)) for peer, endpoints in self._tree.tiers.peers.take_news()]
         if moves:
             for move in moves:
                 self._moves[move.id] = _Answers()
@@ -75,6 +84,8 @@ class TierOrders:
                     move.slot,
                     move.generation,
                     move.chunk.name,
+                    move.peer,
+                    _kept_s(move, now),
                 )
                 for move in moves
             ]
@@ -92,13 +103,20 @@ class TierOrders:
             answers.elapsed_us = max(answers.elapsed_us, outcome.elapsed_us)
             answers.detail = answers.detail or outcome.detail
             if len(answers.ranks) == self._ranks:
-                del self._moves[outcome.id]
-                status = MoveStatus(min(answers.worst, int(MoveStatus.FAILED)))
-                node = self._tree.tiers.done(outcome.id, status, now, answers.elapsed_us, answers.detail)
-                if status is MoveStatus.MISS:
-                    self._tree.totals.lost_chunks += 1
-                    if node is not None:
-                        self._tree.remember(node, MissReason.LOST)
+                self._ended(outcome.id, answers, now)
+
+    def _ended(self, move_id: int, answers: _Answers, now: float) -> None:
+        """Apply the result of a move on which all ranks have reported."""
+        del self._moves[move_id]
+        tree, status = self._tree, MoveStatus(min(answers.worst, int(MoveStatus.FAILED)))
+        is_pull = tree.tiers.mover.in_flight[move_id].tier is TierKind.PEER
+        node = tree.tiers.done(move_id, status, now, answers.elapsed_us, answers.detail)
+        if is_pull and status is not MoveStatus.DONE:
+            tree.totals.gave_up_pulls("lost" if status is MoveStatus.MISS else "gone", 1)
+        if status is MoveStatus.MISS:
+            tree.totals.lost_chunks += 1
+        if node is not None and (status is MoveStatus.MISS or (is_pull and status is MoveStatus.FAILED)):
+            tree.remember(node, MissReason.LOST)
 
     def probe(self, names: list[ChunkName]) -> int:
         """Ask which chunks of a path the remote tier has; return the id of the probe."""
