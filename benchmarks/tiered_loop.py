@@ -27,7 +27,6 @@ from trunkline.controller.messages import MoveOutcome, MovesDone, Probed
 from trunkline.controller.tiers.costs import Preloads
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.messages import Probe, TierMoves
 from trunkline.worker.tiers.copy_lane import CopyOptions
 from trunkline.worker.tiers.tier_service import TierService
 
@@ -72,12 +71,7 @@ class TieredLoop(EngineLoop):
     def _act(self, ready: Ready) -> None:
         super()._act(ready)
         for order in ready.orders:
-            if isinstance(order, TierMoves):
-                self.tiers.move(order)
-            elif isinstance(order, Probe):
-                self.tiers.probe(order)
-            else:
-                self.tiers.forget(order)
+            self.tiers.take(order)
 
     def _take_reports(self, seconds: float) -> None:
         """Give the engine what the tiers have done, waiting for the first of it."""

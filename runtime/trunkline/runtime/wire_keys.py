@@ -2,8 +2,9 @@
 
     {"format": 1, "generations": [{"controller": {"public": …, "secret": …}, "router": …, "worker": …}, …]}
 
-Controllers are CURVE servers; routers and workers are clients. Each role has a key pair of its own, so that a
-router's secret does not allow to pass for a worker, which receives the tokens of all prompts, nor for a controller
+Controllers are CURVE servers; routers and workers are clients. Workers are servers, too, for workers of other
+groups, which pull KV from them. Each role has a key pair of its own, so that a router's secret does not allow to
+pass for a worker, which receives the tokens of all prompts, nor for a controller
 (docs/decisions/0014-wire-keys.md). A file may have only those secrets that its host needs (`part`).
 
 Keys change by *generations*: servers use the newest, and let in clients of all that their file lists; clients try

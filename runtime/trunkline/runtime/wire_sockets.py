@@ -182,10 +182,13 @@ def _let_through(listener: int, whether: bool) -> None:
 class Gate:
     """Lets the sockets of a context listen. All calls must come from the thread that owns them."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: str = "") -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], path: str = "", identity: Role = Role.CONTROLLER
+    ) -> None:
         """
         Args:
             path: The file of keys; "" if there are none, and ports on the network are open to all.
+            identity: The role whose key pair the sockets show: that of the process.
 
         Raises:
             WireKeysError: The file cannot be used.
@@ -195,6 +198,7 @@ class Gate:
         self.ports: list[Port] = []
         self.log = RareLog("trunkline.wire")
         self._path = path
+        self._identity = identity
         self._keys: WireKeys | None = load(path) if path else None
         self._seen = _stamp(path)
         self._looked_at = float("-inf")
@@ -223,7 +227,7 @@ class Gate:
             socket.set(zmq.IPV6, 1)
         if self._keys is not None:
             self._guard()
-            own = self._keys.generations[0].controller
+            own = self._keys.generations[0].of(self._identity)
             socket.curve_server = True
             socket.curve_publickey = own.public.encode()
             socket.curve_secretkey = own.secret.encode()
@@ -362,17 +366,19 @@ class MonitorEvent(TypedDict):
 class WirePeer:
     """A peer of a process, and the generation of keys that is tried there. Without keys, sockets are plain."""
 
-    def __init__(self, path: str = "", role: Role = Role.ROUTER) -> None:
+    def __init__(self, path: str = "", role: Role = Role.ROUTER, server: Role = Role.CONTROLLER) -> None:
         """
         Args:
             path: The file of keys, which is read at each connection, so it may be exchanged; "": none.
             role: The role whose key pair is shown.
+            server: The role that the peer must have.
         """
         self.path = path
         self.attempts = 0
         """Number of changes to another generation of keys. When it grows, other sockets to the same peer should
         connect again."""
         self._role = role
+        self._server = server
         self._generations: tuple[Generation, ...] = ()
         self.problem = ""
         """Why the file of keys could not be read the last time; "" if it could. The keys that were read before
@@ -393,7 +399,7 @@ class WirePeer:
             if self.path:
                 keys = self._generation()
                 pair = keys.of(self._role)
-                socket.curve_serverkey = keys.controller.public.encode()
+                socket.curve_serverkey = keys.of(self._server).public.encode()
                 socket.curve_publickey = pair.public.encode()
                 socket.curve_secretkey = pair.secret.encode()
         socket.connect(endpoint)

@@ -67,6 +67,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Hexadecimal digest of everything that KV in the tiers depends on besides the tokens
     (`trunkline.kvstore.fingerprint`). A tier below the host pool never gives a rank KV that was written under
     another fingerprint."""
+    exchange_fingerprint: str = ""
+    """Hexadecimal digest of everything that KV depends on besides tokens, rank and number of ranks
+    (`trunkline.kvstore.fingerprint`): the rank may pull chunks from peers where it is equal. "": from none."""
+    export: str = ""
+    """ZeroMQ endpoint at which peers may ask for the chunks in this rank's host memory; `tcp://ADDRESS:*` takes
+    any free port. "": the rank exports none."""
+    export_host: str = ""
+    """Host under which peers reach `export`; "": the address in it."""
     io_threads: int = 4
     """Threads that read and write a tier below the host pool, for each such tier."""
     max_context: int = 0
@@ -138,7 +146,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for holds, sentence in (*self._rules(), *self._tier_rules()):
             if not holds:
                 raise WorkerConfigError(sentence)
-        endpoints = [self.plan_endpoint, self.report_endpoint]
+        endpoints = [self.plan_endpoint, self.report_endpoint, *([self.export] if self.export else [])]
         if problem := problem_of(endpoints, self.wire_keys, Role.WORKER, plain_tcp=self.plain_tcp):
             raise WorkerConfigError(problem)
 
@@ -195,9 +203,20 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 bool(self.tier_fingerprint) or not (has_disk or has_remote),
                 "a disk or remote tier needs a tier_fingerprint",
             ),
+            *(
+                (_is_hex(value), f"{name} is {value!r}; allowed: up to 64 pairs of hexadecimal digits")
+                for name, value in (
+                    ("tier_fingerprint", self.tier_fingerprint),
+                    ("exchange_fingerprint", self.exchange_fingerprint),
+                )
+            ),
             (
-                _is_hex(self.tier_fingerprint),
-                f"tier_fingerprint is {self.tier_fingerprint!r}; allowed: up to 64 pairs of hexadecimal digits",
+                bool(self.exchange_fingerprint) or not self.export,
+                f"export is {self.export!r}, but no exchange_fingerprint is given",
+            ),
+            (
+                not self.export or self.export.startswith(("ipc://", "tcp://")),
+                f"export is {self.export!r}; write ipc://PATH, tcp://ADDRESS:PORT or tcp://ADDRESS:*",
             ),
             (1 <= self.io_threads <= 64, f"io_threads is {self.io_threads}; allowed are 1 to 64"),
         )

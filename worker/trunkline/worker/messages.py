@@ -190,8 +190,8 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     """One record of 40 bytes (`trunkline.runtime.spans.StepTrace`) for each part of a traced prompt that is
     computed; None: no such part."""
     save_names: bytes = b""
-    """Names of the chunks of `saves`, then of `late_saves`, `NAME_BYTES` each: peers ask for chunks by name. Empty:
-    there are no peers."""
+    """Names of the chunks of `saves`, then of `late_saves`, `NAME_BYTES` each: peers ask for chunks by name.
+    Empty: there are no peers."""
 
 
 class TierMove(msgspec.Struct, array_like=True, frozen=True):
@@ -213,6 +213,9 @@ class TierMove(msgspec.Struct, array_like=True, frozen=True):
     """Name of the chunk."""
     peer: int = -1
     """Number of the peer from which the chunk comes (`PeerAt.peer`), if `tier` is `PEER`."""
+    kept_s: float = 0.0
+    """For a write to the remote tier, seconds without use after which it may forget the chunk; 0: as the rank's
+    configuration says."""
 
 
 class TierMoves(msgspec.Struct, array_like=True, frozen=True, tag="moves"):

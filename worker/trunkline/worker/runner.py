@@ -19,6 +19,7 @@ from trunkline.controller.messages import GrammarReady, StepResult
 from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kernels.plan import PrefillPlan, WritePlan
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
+from trunkline.kvstore.shards import HeadShard
 from trunkline.worker.batch.batch import BatchBuilder, ForwardBatch
 from trunkline.worker.batch.sequences import SequenceTable
 from trunkline.worker.config import WorkerConfig
@@ -165,6 +166,12 @@ class Runner:
     def host_slots(self) -> int:
         """Number of blocks that the host pool holds."""
         return self.copier.host.capacity_slots if self.copier else 0
+
+    @property
+    def head_shard(self) -> HeadShard:
+        """The rank's share of the model's KV heads."""
+        shard = self._decoder.shard
+        return HeadShard(shard.config.kv_heads, shard.rank, shard.tp)
 
     @property
     def pool(self) -> KvPool:

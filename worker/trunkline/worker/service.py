@@ -1,7 +1,7 @@
 """Run a rank as a process: receive plans and send results by ZeroMQ, and notice the death of controller or peers.
 
       main thread      SUB: plans ──► Runner.execute ──► PUSH: results (rank 0)
-                       moves, probes ──► TierService (threads of its own)
+                       moves, probes ──► TierService (threads of its own, also for peers' questions)
       outbox thread    outcomes of moves, answers to probes ──► PUSH
       watchdog thread  monitors the SUB connection; if the controller is gone, or has ended this rank's epoch,
                        makes the process leave
@@ -46,14 +46,12 @@ from trunkline.worker.errors import PeerLostError, PlanError, RankRefusedError, 
 from trunkline.worker.messages import (
     LEAVE_TOPIC,
     CompileGrammar,
-    ForgetChunks,
     ForgetGrammar,
     Leave,
-    Probe,
     Refused,
     Shutdown,
     StepPlan,
-    TierMoves,
+    TierOrder,
     Welcome,
     WorkerMessage,
     member_topic,
@@ -408,7 +406,7 @@ def _serve_epoch(
     outbox = Outbox(config, link)
     try:
         runner = load(config, _progress(config, link, watchdog))
-        tiers = TierService(config, runner.copier, outbox.put)
+        tiers = TierService(config, runner.copier, outbox.put, runner.head_shard)
         tracer = start_tracing(config.otlp_endpoint, "worker", f"{config.group}/rank-{config.rank}")
         traces = StepTraces(tracer, config.rank, config.group_label, config.epoch)
         try:
@@ -443,6 +441,7 @@ def _loop(
         disk_slots=tiers.disk_slots,
         tier_problem=tiers.problem,
         has_remote=tiers.has_remote,
+        exports=tiers.exports,
     )
     log.info("ready", blocks=runner.num_blocks, block_bytes=runner.block_bytes, device=config.device)
     report_status(config.status_path, "ready", epoch=config.epoch)
@@ -461,12 +460,8 @@ def _loop(
                 link.report(result)
             if traces.is_on:
                 traces.step(message, began, time.monotonic())
-        elif isinstance(message, TierMoves):
-            tiers.move(message)
-        elif isinstance(message, Probe):
-            tiers.probe(message)
-        elif isinstance(message, ForgetChunks):
-            tiers.forget(message)
+        elif isinstance(message, TierOrder):
+            tiers.take(message)
         elif isinstance(message, CompileGrammar):
             runner.compile_grammar(message)
         elif isinstance(message, ForgetGrammar):

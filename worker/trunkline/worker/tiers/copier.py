@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from trunkline.kernels.ops import Kernels
-from trunkline.kvstore.chunks import Int32Array, SlotId, unpack_int32
+from trunkline.kvstore.chunks import NAME_BYTES, Int32Array, SlotId, unpack_int32
 from trunkline.worker.errors import CopyError, PlanError
 from trunkline.worker.messages import StepPlan
 from trunkline.worker.tiers.copy_lane import (
@@ -42,6 +42,8 @@ _MEASURED_BLOCKS: Final = 8
 _MEASURED_ROUNDS: Final = 3
 _MEASURED_NS: Final = 200_000_000
 """Nanoseconds after which `measure` begins no further round."""
+_SAVE_BYTES: Final = 12
+"""Bytes of a save in a plan: block, host slot, generation."""
 
 
 class Ticket(NamedTuple):
@@ -64,8 +66,8 @@ class _Touched:
 
 
 class Copier:
-    """Orders all copies between the device pool and the host pool. Used by the thread that takes plans; only
-    `wait_ticket` may be called from others."""
+    """Orders all copies between the device pool and the host pool. Used by the thread that takes plans, except
+    for the methods that say so."""
 
     def __init__(
         self,
@@ -101,11 +103,12 @@ class Copier:
             CopyError: copies have failed.
         """
         self._computed.check()
+        _check_names(plan)
         layers = self.host.layers
         gate = StepGate(plan.step, layers, self.loads.gate, self._computed)
         mark = mark_of(self._device) if plan.saves or plan.loads or plan.late_saves else None
         if plan.saves:
-            self._save(SAVE, gate, unpack_int32(plan.saves, columns=3), mark)
+            self._save(SAVE, gate, unpack_int32(plan.saves, columns=3), mark, plan.save_names)
         fence = self.saves.last_until(plan.save_fence)
         if plan.saves and not self._options.saves_beside:
             fence = self.saves.submitted
@@ -114,7 +117,8 @@ class Copier:
         if plan.late_saves:
             gate.tells_layers = True
             gate.record_layer = lambda: mark_of(self._device)
-            self._save(LATE_SAVE, gate, unpack_int32(plan.late_saves, columns=3), mark)
+            names = plan.save_names[len(plan.saves) // _SAVE_BYTES * NAME_BYTES :]
+            self._save(LATE_SAVE, gate, unpack_int32(plan.late_saves, columns=3), mark, names)
         if fence:
             gate.waited_ns += self.saves.wait_for(fence)
         last = self.loads.last_until(plan.load_fence)
@@ -149,8 +153,12 @@ class Copier:
         self._reported = total
         return spent_ns // 1000, blocks
 
-    def _save(self, kind: str, gate: StepGate, moves: Int32Array, mark: object) -> None:
-        """Submit a job behind earlier loads, whose slots it may overwrite and whose blocks it may read."""
+    def _save(self, kind: str, gate: StepGate, moves: Int32Array, mark: object, names: bytes = b"") -> None:
+        """Submit a job behind earlier loads, whose slots it may overwrite and whose blocks it may read.
+
+        Args:
+            names: Names of the chunks in the order of `moves`, and perhaps further ones; empty: not known.
+        """
         touched = self._touched
         blocks, slots = self.host.begin_saves(moves)
         behind = max(int(touched.slot_loads[slots].max()), int(touched.block_loads[blocks].max()))
@@ -159,6 +167,9 @@ class Copier:
         number = self.saves.submit(CopyJob(kind, gate.step, blocks, slots, waits, mark, computed, gate.marks))
         touched.slot_saves[slots] = number
         touched.block_saves[blocks] = number
+        if names:  # not before: who finds a name must see what its content waits for
+            for index, slot in enumerate(moves[:, 1].tolist()):
+                self.host.names.put(slot, names[index * NAME_BYTES : (index + 1) * NAME_BYTES])
 
     def _load(self, step: int, moves: Int32Array, mark: object, fence: int) -> None:
         blocks, slots = self.host.begin_loads(moves)
@@ -180,6 +191,16 @@ class Copier:
         if not 0 <= slot < self.host.capacity_slots:
             raise PlanError(f"a move of host slot {slot}; there are {self.host.capacity_slots}")
         return Ticket(int(self._touched.slot_saves[slot]), int(self._touched.slot_loads[slot]))
+
+    def is_saved(self, slot: int) -> bool:
+        """Return whether all saves into a slot are done that the plans so far have ordered. May be called from any
+        thread."""
+        return self.saves.gate.passed >= int(self._touched.slot_saves[slot]) * self.host.layers
+
+    def is_done(self, ticket: Ticket) -> bool:
+        """Return whether the copies of a ticket are done. May be called from any thread."""
+        layers = self.host.layers
+        return self.saves.gate.passed >= ticket.save * layers and self.loads.gate.passed >= ticket.load * layers
 
     def wait_ticket(self, ticket: Ticket) -> None:
         """Wait until the copies of a ticket are done. May be called from any thread.
@@ -246,3 +267,10 @@ class Copier:
         """End all waiting: a copy thread has ended, so what it had to do will never be done."""
         for gate in (self._computed, self.saves.gate, self.loads.gate):
             gate.fail(error)
+
+
+def _check_names(plan: StepPlan) -> None:
+    """Raise `PlanError` unless a plan has no names, or one for each of its saves and late saves."""
+    saves = (len(plan.saves) + len(plan.late_saves)) // _SAVE_BYTES
+    if plan.save_names and len(plan.save_names) != saves * NAME_BYTES:
+        raise PlanError(f"{len(plan.save_names)} bytes of names for {saves} saves")

@@ -1,10 +1,10 @@
 """The host tier of one rank: KV blocks in main memory, outside the device pool (PagedAttention §4.5, swapping;
 CachedAttention §3.3).
 
-Which chunk is in which slot is the controller's business; a slot here only knows the generation of its
-content, so that a read never takes an older use's bytes for those it wants. A block is kept in plain order,
-whatever order the kernels hold it in (`Kernels.gather_slots`), layer behind layer, so that one can come before
-the next.
+Which chunk is in which slot is the controller's business; a slot here knows the generation of its content, so that
+a read never takes an older use's bytes for those it wants. Names are kept for peers only (`SlotNames`). A block is
+kept in plain order, whatever order the kernels hold it in (`Kernels.gather_slots`), layer behind layer, so that
+one can come before the next.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from torch import Tensor
 from trunkline.kernels.large_pages import advise_large_pages
 from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kvstore.chunks import Int32Array, SlotId
+from trunkline.kvstore.fingerprint import KvShape
 from trunkline.worker.errors import PlanError, WorkerConfigError
+from trunkline.worker.tiers.slot_names import SlotNames
 
 _EMPTY: Final = -1
 """Generation of a slot without content; the controller's generations are not negative."""
@@ -44,6 +46,7 @@ class HostPool:
         self.capacity_slots = capacity_slots
         self.slot_bytes = data[0].numel() * data.element_size()
         self.layers = int(data.shape[1])
+        self.names = SlotNames()
         self._pool = pool
         self._bytes = _reserve(capacity_slots * self.slot_bytes).view(capacity_slots, -1)
         self._generations = np.full(capacity_slots, _EMPTY, dtype=np.int64)
@@ -75,6 +78,7 @@ class HostPool:
             raise PlanError(
                 f"save to slot {slots[late]} with generation {generations[late]}: it holds generation {held[late]}"
             )
+        self.names.drop(slots.tolist())
         self._generations[slots] = generations
         return blocks, slots
 
@@ -127,16 +131,33 @@ class HostPool:
         """Return the generation of a slot's content; negative if it has none."""
         return int(self._generations[slot])
 
-    def set_generation(self, slot: int, generation: int) -> None:
-        """Note that a slot's bytes were written through `view`, and are whole."""
+    def set_generation(self, slot: int, generation: int, name: bytes = b"") -> None:
+        """Note that a slot's bytes were written through `view`, and are whole.
+
+        Args:
+            name: Name of the chunk that they are; empty: peers do not get it from here.
+        """
         self._generations[slot] = generation
+        if name:
+            self.names.put(slot, name)
 
     def view(self, slot: int) -> memoryview:
         """Return a slot's bytes. The view must not be used after `close`."""
         return self._bytes[slot].numpy().data
 
+    def address(self, slot: int) -> int:
+        """Return the address of a slot's bytes, with the same validity as `view`."""
+        return self._bytes.data_ptr() + slot * self.slot_bytes
+
+    @property
+    def shape(self) -> KvShape:
+        """Shape of a slot's bytes, which are in plain order."""
+        _, layers, _, kv_heads, chunk_size, head_dim = self._pool.data.shape
+        return KvShape(layers, kv_heads, chunk_size, head_dim)
+
     def discard(self, slot: SlotId) -> None:
         """Forget a slot's content."""
+        self.names.drop([slot])
         self._generations[slot] = _EMPTY
 
     def close(self) -> None:

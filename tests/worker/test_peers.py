@@ -1,0 +1,416 @@
+"""KV travels from rank to rank of other groups: the same bytes, or a miss, and nothing waits for a bad peer."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from seeds import seeds
+from worker.peer_driver import FINGERPRINT, HEADS, PeerRank, export_until_killed, name_of
+from worker.ranks import RankProcess
+from worker.tier_driver import HeldKernels, wait_until
+
+from trunkline.runtime import wire_keys
+from trunkline.worker.tiers import peer_tier
+from trunkline.worker.tiers.exchange import Ask, Found, Told, checksum
+from trunkline.worker.tiers.process_memory import read_memory
+from trunkline.worker.tiers.questions import AWAY_S, QUESTION_S, Questions
+
+DONE, MISS, FAILED = 0, 1, 2
+Make = Callable[..., PeerRank]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[PeerRank] = []
+
+    def rank(*arguments: Any, **config: Any) -> PeerRank:
+        made.append(PeerRank(*arguments, **config))
+        return made[-1]
+
+    yield rank
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Callable[[], str]:
+    """Makes endpoints on this host."""
+    count = iter(range(100))
+    return lambda: f"ipc://{tmp_path}/x{next(count)}"
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    path = tmp_path / "keys"
+    wire_keys.write(wire_keys.generate().part(wire_keys.PARTS["workers"]), path)
+    return str(path)
+
+
+@pytest.fixture(params=["memory", "socket"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How bytes come: read in the exporter's memory, or by the socket as between hosts."""
+    if request.param == "socket":
+        monkeypatch.setattr(peer_tier, "node_id", lambda: "")
+    return str(request.param)
+
+
+@pytest.mark.parametrize(("tp", "peer_tp"), [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2), (1, 8), (8, 2), (8, 8)])
+def test_chunks_arrive_whole_for_any_number_of_ranks(
+    make: Make, place: Callable[[], str], way: str, tp: int, peer_tp: int
+) -> None:
+    exports = []
+    for rank in range(peer_tp):
+        peer = make(rank, peer_tp, export=place())
+        peer.save(range(20), range(20))
+        exports.append(peer.tiers.exports)
+    for rank in range(tp):
+        own = make(rank, tp)
+        own.meet(7, *exports)
+        assert own.statuses(7, {30 + chunk: chunk for chunk in range(20)}) == [DONE] * 20
+        assert all(own.holds(30 + chunk, chunk) for chunk in range(20))
+        assert own.statuses(7, {1: 99, 2: 3}) == [MISS, DONE]
+        assert own.copier.host.generation(1) < 0
+
+
+def test_what_was_pulled_is_exported_again(make: Make, place: Callable[[], str]) -> None:
+    first, second, third = make(export=place()), make(export=place()), make()
+    first.save([5], [0])
+    second.meet(1, first.tiers.exports)
+    third.meet(1, second.tiers.exports)
+    assert third.statuses(1, {0: 5}) == [MISS]
+    assert second.statuses(1, {4: 5}) == [DONE]
+    assert third.statuses(1, {0: 5}) == [DONE]
+    assert third.holds(0, 5)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("is_near", [True, False])
+def test_another_process_exports_over_tcp_with_keys(
+    make: Make, tmp_path: Path, keys: str, monkeypatch: pytest.MonkeyPatch, is_near: bool
+) -> None:
+    if not is_near:
+        monkeypatch.setattr(peer_tier, "node_id", lambda: "")
+    settings = {"export": "tcp://127.0.0.1:*", "wire_keys": keys, "parent_pid": os.getpid()}
+    process, endpoint = start(tmp_path, settings)
+    try:
+        own = make(wire_keys=keys)
+        own.meet(1, endpoint)
+        assert own.statuses(1, {30 + chunk: chunk for chunk in range(60)}) == [DONE] * 60
+        assert all(own.holds(30 + chunk, chunk) for chunk in range(60))
+        stranger = make()
+        stranger.meet(1, endpoint)
+        assert stranger.statuses(1, {0: 0}) == [FAILED]
+    finally:
+        process.kill()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_peer_that_dies_or_freezes_fails_and_delays_no_other(
+    make: Make, place: Callable[[], str], tmp_path: Path, how: signal.Signals
+) -> None:
+    process, endpoint = start(tmp_path, {"export": place()})
+    try:
+        good, own = make(export=place()), make()
+        good.save(range(20), range(20))
+        own.meet(1, endpoint)
+        own.meet(2, good.tiers.exports)
+        assert own.statuses(1, {0: 0}) == [DONE]
+        process.send_signal(how)
+        if how is signal.SIGKILL:
+            process.wait()
+        bad = own.pull(1, {slot: slot for slot in range(10)})
+        assert own.statuses(2, {40 + chunk: chunk for chunk in range(20)}) == [DONE] * 20
+        assert [outcome.status for outcome in own.outcomes(bad)] == [FAILED] * 10
+        assert all(own.copier.host.generation(slot) < 0 for slot in range(10))
+        assert own.statuses(1, {0: 0}) == [FAILED], "at once, not after another silence"
+    finally:
+        process.kill()
+    process, endpoint = start(tmp_path, {"export": endpoint})
+    try:
+        wait_until(lambda: own.statuses(1, {0: 0}) == [DONE])
+        assert own.holds(0, 0)
+    finally:
+        process.kill()
+
+
+def start(folder: Path, settings: dict[str, Any]) -> tuple[RankProcess, str]:
+    told = folder / "endpoint"
+    told.unlink(missing_ok=True)
+    process = RankProcess(export_until_killed, str(told), 60, settings)
+    wait_until(told.exists, 60)
+    return process, told.read_text()
+
+
+def test_copies_that_are_under_way_are_waited_for(make: Make, place: Callable[[], str], way: str) -> None:
+    peer, own = make(export=place()), make()
+    own.meet(1, peer.tiers.exports)
+    peer.save([1], [1])
+    assert own.statuses(1, {1: 1}) == [DONE]
+    held = HeldKernels.hold(peer.copier.saves)
+    peer.save_late(chunk=2, slot=2)
+    moves = own.pull(1, {3: 1, 2: 2})
+    assert own.outcomes(moves[:1])[0].status == DONE, "others are not kept waiting"
+    held.let_all()
+    assert own.outcomes(moves[1:])[0].status == DONE
+    assert own.holds(2, 2)
+    loads = HeldKernels.hold(own.copier.loads)
+    own.load(slot=2)
+    again = own.pull(1, {2: 1})
+    wait_until(lambda: loads.asked == 1)
+    assert own.holds(2, 2), "a slot that is being loaded from is not overwritten"
+    loads.let_all()
+    assert own.outcomes(again)[0].status == DONE
+    assert own.holds(2, 1)
+
+
+def test_bytes_that_changed_are_a_miss(make: Make, place: Callable[[], str], way: str) -> None:
+    """The exporter remembers the checksum of an unchanged slot; here a bit of it flips."""
+    peer, own = make(export=place()), make()
+    peer.save(range(4), range(4))
+    own.meet(1, peer.tiers.exports)
+    assert own.statuses(1, {0: 1}) == [DONE]
+    peer.copier.host.view(1)[1000] ^= 1
+    moves = own.pull(1, {0: 1, 1: 2})
+    assert [(one.status, one.detail) for one in own.outcomes(moves)] == [
+        (MISS, "the checksum does not fit"),
+        (DONE, ""),
+    ]
+    assert own.copier.host.generation(0) < 0
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_slots_that_are_overwritten_never_give_wrong_bytes(
+    make: Make, place: Callable[[], str], way: str, seed: int
+) -> None:
+    """Saves go into the exporter's slots all the time while chunks are pulled: each comes whole or not at all."""
+    chance = random.Random(seed)
+    peer, own = make(export=place()), make()
+    own.meet(1, peer.tiers.exports)
+    generation, found = 0, 0
+    for _ in range(40):
+        wanted = {slot: chance.randrange(12) for slot in chance.sample(range(60), 20)}
+        moves = own.pull(1, wanted)
+        for _ in range(chance.randrange(4)):
+            generation += 1
+            count = chance.randrange(1, 8)
+            peer.save(chance.sample(range(12), count), chance.sample(range(10), count), generation)
+        for (slot, chunk), outcome in zip(wanted.items(), own.outcomes(moves), strict=True):
+            assert outcome.status in (DONE, MISS)
+            assert outcome.status == MISS or own.holds(slot, chunk)
+            found += outcome.status == DONE
+    assert found
+
+
+@pytest.mark.parametrize("seed", seeds(8))
+def test_a_name_is_found_where_its_chunk_is(make: Make, seed: int) -> None:
+    """Random plans and moves against a plain dictionary."""
+    chance = random.Random(seed)
+    rank = make()
+    held: dict[int, int] = {}
+    names = rank.copier.host.names
+    for generation in range(1, 60):
+        count = chance.randrange(1, 8)
+        slots, chunks = chance.sample(range(20), count), chance.sample(range(30), count)
+        if chance.random() < 0.2:
+            rank.copier.host.discard(slots[0])  # type: ignore[arg-type]
+            held.pop(slots[0], None)
+        else:
+            rank.save(chunks, slots, generation)
+            held = {slot: chunk for slot, chunk in held.items() if slot not in slots and chunk not in chunks}
+            held |= dict(zip(slots, chunks, strict=True))
+        for chunk in range(30):
+            use = names.find(name_of(chunk))
+            assert (use.slot if use else None) == next((s for s, c in held.items() if c == chunk), None)
+        assert len(names) == len(held)
+
+
+def test_another_fingerprint_is_refused(make: Make, place: Callable[[], str]) -> None:
+    peer, own = make(export=place(), exchange_fingerprint="ab" * 16), make()
+    peer.save([1], [1])
+    own.meet(1, peer.tiers.exports)
+    outcome = own.outcomes(own.pull(1, {0: 1}))[0]
+    assert outcome.status == FAILED
+    assert "another model" in outcome.detail
+
+
+@pytest.mark.parametrize("endpoints", [["tcp://127.0.0.1:1"] * 3, ["what://x"], ["tcp://"], [""]])
+def test_peers_that_cannot_be_fail(make: Make, endpoints: list[str]) -> None:
+    own = make()
+    own.meet(1, *endpoints)
+    assert own.statuses(1, {0: 1}) == [FAILED]
+    own.meet(1)
+    assert own.statuses(1, {0: 1}) == [FAILED]
+
+
+class Liar:
+    """A peer that answers what a test says."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.bind(endpoint)
+
+    def ask(self) -> tuple[bytes, Ask]:
+        assert self.socket.poll(10_000)
+        peer, payload = self.socket.recv_multipart()
+        return peer, msgspec.msgpack.decode(payload, type=Ask)
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+        self.context.term()
+
+
+def test_lies_are_never_believed(make: Make, place: Callable[[], str]) -> None:
+    endpoint = place()
+    liar, own = Liar(endpoint), make()
+    good = checksum(FINGERPRINT, name_of(1), 0, np.zeros((6, HEADS, 512), dtype="u1"))
+    answers: list[Callable[[Ask], list[bytes]]] = [
+        lambda ask: [b"\xff\xff"],
+        lambda ask: [encoded(Told(ask.id, [Found(0, good)]))],  # no bytes
+        lambda ask: [encoded(Told(ask.id, [Found(0, good)])), b"short"],
+        lambda ask: [encoded(Told(ask.id, [Found(0, good)])), b"\1" * 6 * HEADS * 512],
+        lambda ask: [encoded(Told(ask.id, [Found(0, good, 4096)], pid=os.getpid()))],
+        lambda ask: [encoded(Told(ask.id, [Found(0, good, -5)], pid=-1))],
+        lambda ask: [encoded(Told(ask.id, [Found(0, good, 1 << 40)], pid=1 << 30))],
+        lambda ask: [encoded(Told(ask.id, [Found(0)]))],
+    ]
+    for answer in answers:
+        own.meet(1, endpoint)
+        moves = own.pull(1, {0: 1})
+        peer, ask = liar.ask()
+        liar.socket.send_multipart([peer, encoded(Told(ask.id + 9, [Found(0, good)]))])
+        liar.socket.send_multipart([peer, encoded(Told(ask.id, [Found(77, good)]))])
+        liar.socket.send_multipart([peer, *answer(ask)])
+        assert own.outcomes(moves)[0].status in (MISS, FAILED)
+        assert own.copier.host.generation(0) < 0
+    liar.close()
+
+
+def encoded(told: Told) -> bytes:
+    return msgspec.msgpack.encode(told)
+
+
+def test_questions_that_make_no_sense_harm_none(make: Make, place: Callable[[], str]) -> None:
+    peer, own = make(1, 2, export=place()), make(1, 2)
+    peer.save([1], [1])
+    context: zmq.Context[Any] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(peer.tiers.exports)
+    right = Ask(1, FINGERPRINT, 2, 4, name_of(1), "")
+    socket.send(msgspec.msgpack.encode(right))
+    assert answer_of(socket).found[0].checksum
+    chance = random.Random(1)
+    for _ in range(300):
+        socket.send(chance.randbytes(chance.randrange(200)))
+    for change in (
+        {"first": 0},
+        {"first": 3, "stop": 3},
+        {"stop": 5},
+        {"first": -1},
+        {"names": b""},
+        {"names": b"x" * 17},
+        {"names": name_of(1) * 65},
+        {"fingerprint": b""},
+    ):
+        socket.send(msgspec.msgpack.encode(msgspec.structs.replace(right, **change)))
+        told = answer_of(socket)
+        assert told.refusal
+        assert not told.found
+    own.meet(1, place(), peer.tiers.exports)
+    assert own.statuses(1, {1: 1}) == [DONE]
+    socket.close(linger=0)
+    context.term()
+
+
+def answer_of(socket: Any) -> Told:
+    assert socket.poll(10_000)
+    return msgspec.msgpack.decode(socket.recv_multipart()[0], type=Told)
+
+
+def test_memory_that_may_not_be_read_comes_by_socket(
+    make: Make, place: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = []
+
+    def forbid(*arguments: Any) -> None:
+        refused.append(arguments)
+        raise PermissionError(1, "not allowed")
+
+    monkeypatch.setattr(peer_tier, "read_memory", forbid)
+    peer, own = make(export=place()), make()
+    peer.save(range(20), range(20))
+    own.meet(1, peer.tiers.exports)
+    assert own.statuses(1, {40 + chunk: chunk for chunk in range(20)}) == [DONE] * 20
+    assert all(own.holds(40 + chunk, chunk) for chunk in range(20))
+    assert refused
+
+
+def test_memory_of_a_process_that_is_gone_cannot_be_read() -> None:
+    into = np.zeros(8, dtype=np.uint8)
+    ours = np.array([[into.ctypes.data, 8]], dtype=np.uint64)
+    with pytest.raises(OSError, match="cannot be read"):
+        read_memory(2**22 + 1, ours, ours)
+    with pytest.raises(OSError, match="cannot be read"):
+        read_memory(os.getpid(), np.array([[4096, 8]], dtype=np.uint64), ours)
+
+
+@pytest.mark.parametrize("seed", seeds(30))
+def test_every_part_is_answered_once(seed: int) -> None:
+    """Random additions, answers and silences: nothing is lost, nothing comes twice, silence ends in time."""
+    chance = random.Random(seed)
+    questions: Questions[int] = Questions(chance.choice([10_000, 3_000_000, 30_000_000]))
+    questions.needs_payload = chance.random() < 0.5
+    now, last, wanted, ended = 0.0, 0, set(), set()
+    asked: list[tuple[int, int, int]] = []
+    for _ in range(400):
+        now += chance.random()
+        for _ in range(chance.randrange(20)):
+            last += 1
+            wanted.add(last)
+            questions.add(last, now)
+        while (question := questions.next(now)) is not None:
+            asked += [(question.id, index, part) for index, part in enumerate(question.parts)]
+        chance.shuffle(asked)
+        while asked and chance.random() < 0.7:
+            number, index, part = asked.pop()
+            got = questions.take(number, index, now)
+            assert got == (part if part in wanted else None)
+            assert questions.take(number, index, now) is None
+            wanted.discard(part)
+            ended.add(part)
+        if now >= questions.deadline():
+            given_up = questions.fail(now)
+            assert len(given_up) == len(set(given_up))
+            assert set(given_up) == wanted
+            ended |= wanted
+            wanted.clear()
+            assert questions.is_away(now + AWAY_S / 2)
+        assert questions.is_idle == (not wanted) or not wanted
+    assert wanted | ended == set(range(1, last + 1))
+
+
+def test_a_trickle_is_not_an_answer() -> None:
+    """A peer that sends one chunk of a question now and then fails, as one that is silent."""
+    questions: Questions[int] = Questions(1)
+    questions.needs_payload = False
+    for part in range(60):
+        questions.add(part, 0.0)
+    question = questions.next(0.0)
+    assert question is not None
+    now = 0.0
+    for index in range(50):
+        if now >= questions.deadline():
+            break
+        questions.take(question.id, index, now)
+        now += 1.0
+    assert now <= QUESTION_S + 1.0
