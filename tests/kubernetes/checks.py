@@ -220,13 +220,21 @@ def _allowed(policies: list[Object], subject: Any, other: Any, port: int, protoc
         for policy in policies
         if subject is not None
         and way in policy["spec"]["policyTypes"]
-        and policy["spec"]["podSelector"].get("matchLabels", {}).items() <= subject.items()
+        and _selects(policy["spec"]["podSelector"], subject)
     ]
     if not ours:
         return True  # no policy: nothing is held back
     rules = [rule for spec in ours for rule in spec.get(way.lower(), [])]
     peers = "to" if way == "Egress" else "from"
     return any(_port_fits(rule, port, protocol) and _peer_fits(rule.get(peers), other) for rule in rules)
+
+
+def _selects(selector: Object, labels: Any) -> bool:
+    wanted = selector.get("matchExpressions", [])
+    assert all(each["operator"] == "Exists" for each in wanted)
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        each["key"] in labels for each in wanted
+    )
 
 
 def _port_fits(rule: Object, port: int, protocol: str) -> bool:
@@ -242,8 +250,6 @@ def _peer_fits(peers: list[Object] | None, other: Any) -> bool:
     if not peers:
         return True
     return other is not None and any(
-        "podSelector" in peer
-        and "namespaceSelector" not in peer
-        and peer["podSelector"].get("matchLabels", {}).items() <= other.items()
+        "podSelector" in peer and "namespaceSelector" not in peer and _selects(peer["podSelector"], other)
         for peer in peers
     )

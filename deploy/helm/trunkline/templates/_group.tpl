@@ -4,7 +4,7 @@
 {{- $leads := eq .role "group" -}}
 {{- $g := .root.Values.groups -}}
 {{- $net := .root.Values.network -}}
-{{- $part := dict "root" .root "component" "group" "part" $g -}}
+{{- $part := dict "root" .root "component" (include "trunkline.groupComponent" .root) "part" $g -}}
 {{- $tp := include "trunkline.tp" .root -}}
 {{- $ranks := div (int $tp) (int $g.podsPerGroup) -}}
 metadata:
@@ -69,6 +69,9 @@ spec:
         - {{ .root.Values.logLevel }}
         {{- $options := list (list "dtype" $g.dtype) (list "quantization" $g.quantization) (list "kv-memory" $g.kvMemory) (list "host-tier" $g.hostTier) (list "max-context" $g.maxContext) (list "session-ttl" $g.sessionTtlSeconds) (list "otlp-endpoint" .root.Values.tracing.endpoint) }}
         {{- if $leads }}
+        {{- if .root.Values.models }}
+        {{- $options = append $options (list "served-model-name" (include "trunkline.servedName" .root)) }}
+        {{- end }}
         {{- $options = concat $options (list (list "max-batch" $g.maxBatch) (list "token-budget" $g.tokenBudget) (list "max-waiting" $g.maxWaiting)) }}
         {{- end }}
         {{- with include "trunkline.options" $options | trim }}

@@ -25,6 +25,42 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | quote }}
 {{- end -}}
 
+{{/* Sets .Values._contexts: for each model, the first one first, what its templates see: its own values of `model` and `groups`.
+Made once: the secrets that are made in a rendering are the same for all. */}}
+{{- define "trunkline.contexts" -}}
+{{- if not (hasKey .Values "_contexts") -}}
+{{- $root := . -}}
+{{- $_ := include "trunkline.checksum" . -}}
+{{- $found := list . -}}
+{{- range $name, $own := .Values.models -}}
+{{- $model := mergeOverwrite (dict "servedName" $name) (deepCopy (default dict $own.model)) -}}
+{{- $values := mergeOverwrite (deepCopy $root.Values) (dict "model" $model "groups" (deepCopy (default dict $own.groups))) -}}
+{{- $found = append $found (dict "Values" $values "Release" $root.Release "Chart" $root.Chart "Capabilities" $root.Capabilities "Template" $root.Template "Part" $name) -}}
+{{- end -}}
+{{- $_ := set .Values "_contexts" $found -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "trunkline.groupName" -}}
+{{- printf "%s-group%s" (include "trunkline.fullname" .) (ternary (printf "-%s" (get . "Part")) "" (hasKey . "Part")) -}}
+{{- end -}}
+
+{{- define "trunkline.groupComponent" -}}
+{{- ternary (printf "group-%s" (get . "Part")) "group" (hasKey . "Part") -}}
+{{- end -}}
+
+{{/* The pods of all groups, of every model, as a pod selector. */}}
+{{- define "trunkline.anyGroup" -}}
+matchLabels:
+  {{- if .Values.models }}
+  {{- omit (include "trunkline.selector" (dict "root" . "component" "group") | fromYaml) "app.kubernetes.io/component" | toYaml | nindent 2 }}
+matchExpressions:
+  - {key: trunkline/role, operator: Exists}
+  {{- else }}
+  {{- include "trunkline.selector" (dict "root" . "component" "group") | nindent 2 }}
+  {{- end }}
+{{- end -}}
+
 {{- define "trunkline.image" -}}
 {{- with .Values.image -}}
 {{- if .digest -}}
@@ -123,6 +159,26 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | quote }}
 {{- int $g.tp -}}
 {{- else -}}
 {{- mul (max 1 (int $g.gpus)) (int $g.podsPerGroup) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What no schema can say of several models together. */}}
+{{- define "trunkline.validateModels" -}}
+{{- $names := list -}}
+{{- range .Values._contexts -}}
+{{- include "trunkline.validate" . -}}
+{{- $name := include "trunkline.groupName" . -}}
+{{- if and $.Values.models (gt (len $name) 52) -}}
+{{- fail (printf "%s is too long for the names of pods: a shorter name in models, or fullnameOverride, leaves at most 52 characters" $name) -}}
+{{- end -}}
+{{- if and $.Values.models .Values.groups.autoscaling.enabled -}}
+{{- fail "groups.autoscaling looks at the queues of all models together, so it cannot be used with models; set groups.replicas of each" -}}
+{{- end -}}
+{{- $served := include "trunkline.servedName" . | default "trunkline-demo" -}}
+{{- if has $served $names -}}
+{{- fail (printf "two models are served as %s; give one of them another model.servedName" $served) -}}
+{{- end -}}
+{{- $names = append $names $served -}}
 {{- end -}}
 {{- end -}}
 

@@ -94,8 +94,9 @@ demo
     - {name: wire-seed, mountPath: /secrets/wire, readOnly: true}
     - {name: wire-keys, mountPath: /run/trunkline/wire}
     - {name: scratch, mountPath: /tmp, subPath: tmp}
+{{- range (ternary .Values._contexts (list .) (eq $role "router")) }}
 {{- if eq .Values.model.source "hub" }}
-- name: model
+- name: {{ ternary (include "trunkline.modelVolume" .) "model" (eq $role "router") }}
   image: {{ include "trunkline.image" . }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
   command: [hf, download]
@@ -124,10 +125,26 @@ demo
     requests: {cpu: 100m, memory: 512Mi}
     limits: {memory: 2Gi}
   volumeMounts:
-    - {name: model, mountPath: /model}
+    - {name: {{ ternary (include "trunkline.modelVolume" .) "model" (eq $role "router") }}, mountPath: /model}
     - {name: scratch, mountPath: /tmp, subPath: tmp}
 {{- end }}
+{{- end }}
 {{- end -}}
+{{- end -}}
+
+{{/* The volume of a model: in a router's pod there is one for each model. */}}
+{{- define "trunkline.modelVolume" -}}
+{{- ternary (printf "model-%s" (get . "Part")) "model" (hasKey . "Part") -}}
+{{- end -}}
+
+{{/* Further models, for routers: NAME=MODEL,… */}}
+{{- define "trunkline.moreModels" -}}
+{{- $found := list -}}
+{{- range rest .Values._contexts -}}
+{{- $at := ternary "demo" (include "trunkline.model" . | replace "/model" (printf "/models/%s" .Part)) (eq .Values.model.source "demo") -}}
+{{- $found = append $found (printf "%s=%s" (include "trunkline.servedName" .) $at) -}}
+{{- end -}}
+{{- join "," $found -}}
 {{- end -}}
 
 {{- define "trunkline.mounts" -}}
@@ -141,7 +158,7 @@ demo
 
 {{/* {root, role}. */}}
 {{- define "trunkline.volumes" -}}
-{{- $size := ternary "1Gi" (printf "%dGi" (int .root.Values.model.hub.sizeGiB)) (eq .role "router") -}}
+{{- $role := .role -}}
 {{- with .root -}}
 - name: scratch
   emptyDir: {sizeLimit: 8Gi}
@@ -153,20 +170,24 @@ demo
       - {key: seed, path: seed}
 - name: wire-keys
   emptyDir: {medium: Memory, sizeLimit: 1Mi}
+{{- range (ternary .Values._contexts (list .) (eq $role "router")) }}
+{{- $volume := ternary (include "trunkline.modelVolume" .) "model" (eq $role "router") }}
+{{- $size := ternary "1Gi" (printf "%dGi" (int .Values.model.hub.sizeGiB)) (eq $role "router") }}
 {{- if eq .Values.model.source "claim" }}
-- name: model
+- name: {{ $volume }}
   persistentVolumeClaim: {claimName: {{ .Values.model.claim.name }}, readOnly: true}
 {{- else if eq .Values.model.source "hostPath" }}
-- name: model
+- name: {{ $volume }}
   hostPath: {path: {{ .Values.model.hostPath }}, type: Directory}
 {{- else if eq .Values.model.source "hub" }}
-- name: model
+- name: {{ $volume }}
   ephemeral:
     volumeClaimTemplate:
       spec:
         accessModes: [ReadWriteOnce]
         resources:
           requests: {storage: {{ $size }}}
+{{- end }}
 {{- end }}
 {{- end -}}
 {{- end -}}
