@@ -23,7 +23,7 @@ class Conversations:
             name: distinguishes these sessions' topics from those of other tests.
         """
         self._url = cluster.url
-        topics = [f"{name}, {topic}. " for topic in _TOPICS[:count]]
+        topics = [f"{name}, {_topic(number)}. " for number in range(count)]
         with httpx.Client(base_url=self._url, timeout=60.0) as client:
             self.ids = [_begun(client, topic * 24) for topic in topics]
 
@@ -62,6 +62,11 @@ def messages_of(cluster: Cluster, session: str) -> list[dict[str, Any]]:
     answer = httpx.get(f"{cluster.url}/v1/sessions/{session}?include=messages", timeout=60)
     assert answer.status_code == 200, answer.text
     return list(answer.json()["messages"])
+
+
+def _topic(number: int) -> str:
+    again, topic = divmod(number, len(_TOPICS))
+    return f"{_TOPICS[topic]} {again}" if again else _TOPICS[topic]
 
 
 def _begun(client: httpx.Client, system: str) -> str:

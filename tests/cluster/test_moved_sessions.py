@@ -61,6 +61,20 @@ def test_sessions_of_a_drained_group_are_answered_by_another(served: Cluster, pl
     wait_for(View(served).is_healthy, 30)
 
 
+@pytest.mark.soak
+def test_sixty_sessions_when_one_of_three_groups_is_drained(plain: Cluster) -> None:
+    expected = expected_of(plain, "sixty", count=60)
+    with Cluster("--groups", "3", "--routers", "2", "--tp", "1", *FLOAT32) as cluster:
+        view, conversations = View(cluster), Conversations(cluster, "sixty", 60)
+        routers = view.pids("router")
+        assert [conversations.turn(cluster, number) for number in range(2)] == expected[:2]
+        cluster.command("drain", "0")
+        assert conversations.turn(cluster, 2) == expected[2]
+        assert view.pids("router") == routers
+        assert sessions_of(cluster) == set(conversations.ids)
+        assert cluster.stop() == 0
+
+
 def test_a_group_that_loses_memory_and_disk_loses_no_session(served: Cluster, plain: Cluster) -> None:
     """Its host has burnt down: its processes are killed, and its folder is gone."""
     expected, view = expected_of(plain, "burnt", turns=4), View(served)
@@ -122,7 +136,7 @@ def test_sessions_stay_with_other_options(tmp_path: Path, plain: Cluster) -> Non
         assert sessions_of(cluster) == set(conversations.ids)
         assert conversations.turn(cluster, 1) == expected[1]
         cluster.kill()  # the processes that had it open
-    with Cluster("--tp", "1", "--dtype", "bfloat16", *kept) as cluster:
+    with Cluster("--tp", "1", "--dtype", "bfloat16", "--quantization", "int8", *kept) as cluster:
         assert sessions_of(cluster) == set(conversations.ids)
         assert all(conversations.turn(cluster, 2))
         for session in conversations.ids:
