@@ -291,8 +291,8 @@ def test_a_state_says_what_a_router_needs_to_name_chunks() -> None:
     simulation = Simulation(replace(ENGINES["tiers"], model_fingerprint=b"weights", swap_us_per_block=80.0))
     state = state_of(simulation.engine)
     assert (state.fingerprint, state.dtype, state.chunk_size) == (b"weights", "float32", CHUNK)
-    device, host, disk, remote = state.load_us
-    assert (device, host) == (0.0, 10.0)
+    device, host, disk, remote, peer = state.load_us
+    assert (device, host, peer) == (0.0, 10.0, 0.0)
     assert host < disk < remote
     assert state.prefill_us > 0
     assert state_of(Simulation(TINY).engine).load_us == [0.0] * len(TierKind)

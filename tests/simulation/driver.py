@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypedDict, Unpack
 
 import numpy as np
+from msgspec.structs import replace
 from simulation.module_checks import check_places, expected_reaches, joining_modules
 from simulation.module_oracle import prompt_tokens
 from simulation.streams import Options, Stream, verify
@@ -39,6 +40,7 @@ from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import (
     GrammarReady,
+    Holder,
     ModulesCall,
     ModuleText,
     PromptLogprobs,
@@ -100,6 +102,8 @@ class Simulation:
         self.replies: dict[int, ModulesReply] = {}
         """To calls about texts of modules."""
         self.now = 0.0
+        self.holders_of: Callable[[Submit], list[Holder]] | None = None
+        """What a router says of peers that have chunks of a prompt; None: nothing."""
         self.wanted = Wanted()
         self.listener = Listener() if check else None
         """A router that hears where chunks are; None: nothing is checked."""
@@ -137,6 +141,8 @@ class Simulation:
             grammar=options.get("grammar"),
             layout=layout,
         )
+        if self.holders_of is not None:
+            submit = replace(submit, holders=self.holders_of(submit))
         self.receive(Request.of(request_id, submit))
         return request_id
 
@@ -285,6 +291,7 @@ class Simulation:
         )
         self.tiers = SimulatedTiers(self.workers.pool, config.ranks, self.seed + epoch, epoch)
         self.tiers.faults, self.tiers.disk, self.tiers.remote = tiers.faults, tiers.disk, tiers.remote
+        self.tiers.network = tiers.network
         stored = self.persistence.load(config.disk_slots, self.now) if self.persistence is not None else None
         self.receive(WorkersBack(config, stored))
         self._verify()

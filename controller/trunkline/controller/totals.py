@@ -38,8 +38,8 @@ class Totals:
     lost_chunks: int = 0
     """Number of reads that did not find the whole chunk in its tier."""
     pulls_given_up: dict[str, int] = field(default_factory=dict)
-    """Number of chunks that a peer was said to have and that a request had to do without, by reason: "slow" (it did
-    not wait any longer), "lost" (the peer did not have it) or "gone" (the peer did not answer)."""
+    """Number of chunks that a peer was said to have and that a request had to do without, by reason: "slow" (it
+    did not wait any longer), "lost" (the peer did not have it) or "gone" (the peer did not answer)."""
     tiers: dict[TierKind, TierTotals] = field(default_factory=lambda: {tier: TierTotals() for tier in TierKind})
 
     def gave_up_pulls(self, reason: str, chunks: int) -> None:

@@ -259,6 +259,9 @@ class State(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """Where the group's ranks export the chunks in their host memory, by rank; empty: they export none."""
     role: str = "both"
     """What the group is for: "both", "prefill" (it computes long prompts for others) or "decode"."""
+    pulls_given_up: dict[str, int] = {}
+    """Chunks that a peer was said to have and that requests had to do without, by reason: "slow" (a request did
+    not wait any longer), "lost" (the peer did not have them) or "gone" (the peer did not answer)."""
 
 
 class Flushed(msgspec.Struct, array_like=True, frozen=True, tag="flushed"):

@@ -467,7 +467,10 @@ class ControllerService:
     def _send_state(self) -> None:
         """Send the state to the routers that wait for it: after a ping, or a change of status."""
         for router in self._pending.state_for:
-            state = state_of(self.engine, self.status, self.detail, self.group.block_bytes, self.config.identity)
+            group = self.group
+            state = state_of(
+                self.engine, self.status, self.detail, group.block_bytes, self.config.identity, group.exports
+            )
             self.routers.send(router, state)
         self._pending.state_for.clear()
 

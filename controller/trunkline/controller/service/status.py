@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -55,11 +56,13 @@ def state_of(
     detail: str = "",
     block_bytes: int = 0,
     group: GroupIdentity = _NOBODY,
+    exports: Sequence[str] = (),
 ) -> State:
     """Return the state of a controller; without an engine, all counts are zero.
 
     Args:
         block_bytes: Bytes of a chunk on all ranks together.
+        exports: Where the ranks export chunks; counts only if the engine has peers, and workers.
     """
     if engine is None:
         return State(0, status, detail, **_NO_COUNTS, block_bytes=block_bytes, protocol=PROTOCOL, group=group)
@@ -110,6 +113,8 @@ def state_of(
         load_us=_load_us(engine),
         requests=requests,
         queued_tokens=queued_tokens,
+        exports=list(exports) if config.peers and not engine.is_away else [],
+        pulls_given_up=dict(counters.pulls_given_up),
     )
 
 
@@ -128,7 +133,8 @@ def _load_us(engine: Engine) -> list[float]:
     move_us = scheduler.costs.move_us
     times = {TierKind.HOST: move_us}
     for tier, stats in scheduler.kv.tree.tiers.stats().items():
-        times[tier] = stats.read_us + move_us  # it comes by way of host memory
+        if tier is not TierKind.PEER or stats.read_us:  # of pulls nothing is known before the first one
+            times[tier] = stats.read_us + move_us  # it comes by way of host memory
     return [times.get(tier, 0.0) / size for tier in TierKind]
 
 

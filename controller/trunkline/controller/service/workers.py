@@ -153,6 +153,12 @@ class WorkerGroup:
         return sum(report.block_bytes for report in self.ready.values())
 
     @property
+    def exports(self) -> list[str]:
+        """Return where the ranks export chunks to peers, by rank; empty unless all ranks are ready and export."""
+        reports = [self.ready[rank].exports for rank in sorted(self.ready)]
+        return reports if self.is_complete and all(reports) else []
+
+    @property
     def tier_problems(self) -> list[str]:
         """Return why ranks run without a tier that was configured."""
         return [f"rank {r.rank}: {r.tier_problem}" for r in self.ready.values() if r.tier_problem]
@@ -309,7 +315,8 @@ def problem_of_report(report: WorkerReport, ranks: int) -> str:
         case StepResult():
             return _out_of_range(report, _RESULT_RANGES) or _problem_of_scores(report)
         case WorkerReady():
-            return _problem_of_rank(report.rank, ranks) or _out_of_range(report, _READY_RANGES)
+            problem = _out_of_range(report, _READY_RANGES) or _too_long(report.exports)
+            return _problem_of_rank(report.rank, ranks) or problem
         case WorkerHello():
             return _problem_of_rank(report.rank, ranks) or _too_long(report.node)
         case LoadProgress():
