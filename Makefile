@@ -14,8 +14,11 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.13; do \
 ARGS ?=
 # Options of pytest, e.g. make test TESTS="tests/controller -x"
 TESTS ?=
-# Areas of make test-all: all, changed, or names (tests/areas.py)
-AREAS ?= all
+# Areas of make test (by default none) and make test-all (all): all, changed, or names (tests/areas.py)
+AREAS ?=
+
+# Every process of the tests and of the server would compile its modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # What the compiled library is made of: it is rebuilt when one of these changes.
 CSRC = $(shell find kernels/trunkline/kernels/csrc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
@@ -32,7 +35,8 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@if [ -z "$(PYTHON)" ]; then echo "Trunkline needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; fi
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	@echo "Installing pinned dependencies into $(VENV) (the first time: some minutes, about 200 MB)"
-	@$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
+	@# Python compiles what it imports; of most of torch's and transformers' modules nothing ever is.
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-compile --quiet -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 
 serve: $(STAMP) ## Serve the demo model: a router, a controller and its tensor-parallel workers
@@ -45,7 +49,7 @@ check: $(STAMP) ## Style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CSRC)
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 check-native: $(STAMP) ## Compile the CPU kernels with warnings as errors and sanitizers, run their tests
 	$(BIN)/cmake -S . -B build/sanitized -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_BUILD_TYPE=Debug \
@@ -68,21 +72,22 @@ wheel: $(STAMP) ## Build the wheel into dist/, with compiled CUDA kernels where 
 gpu-kit: wheel ## Build build/gpu-kit: all that a visit to a machine with CUDA, torch and no network needs
 	$(BIN)/python benchmarks/gpu_kit.py $(ARGS)
 
-# Two at a time: tests that only compute one by one, those that start processes file by file, for they share clusters.
-PYTEST := $(BIN)/python -m pytest -q -n 2
-test: check ## Style, types and the tests that find regressions: what a change must pass
+# Two workers for the tests that start processes, one that computes meanwhile (tests/spreading.py).
+PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile
+# The area of the sanitizers is a command of its own.
+native = @if $(BIN)/python tests/areas.py native $(1); then $(MAKE) check-native; fi
+test: check ## Style, types and the tests that find regressions: what a change must pass; AREAS=changed: and what it touched
 ifeq ($(strip $(TESTS)),)
-	$(PYTEST) -m "not processes and not soak"
-	$(PYTEST) --dist loadfile -m "processes and not soak"
+	$(call native,$(or $(AREAS),none))
+	$(PYTEST) --areas $(or $(AREAS),none) -m "not soak"
 else
 	$(BIN)/python -m pytest $(TESTS)
 endif
 
-test-all: $(STAMP) ## The rest: sanitizers, wheels, sites, browsers, charts, ssh; AREAS=changed: what recent changes touched
-	@if $(BIN)/python tests/areas.py native $(AREAS); then $(MAKE) check-native; fi
-	@echo "areas ($(AREAS)): $$($(BIN)/python tests/areas.py $(AREAS))"
-	$(PYTEST) --dist loadfile --areas $(AREAS) -m "area and not soak" || [ $$? -eq 5 ]
-	@if [ "$(AREAS)" = all ]; then set -x; $(BIN)/python -m pytest -q -m soak; fi
+test-all: $(STAMP) ## The rest: sanitizers, wheels, sites, browsers, charts, ssh, long runs; AREAS=...: some areas
+	$(call native,$(or $(AREAS),all))
+	$(PYTEST) --areas $(or $(AREAS),all) -m "area and not soak" || [ $$? -eq 5 ]
+	@if [ "$(or $(AREAS),all)" = all ]; then set -x; $(BIN)/python -m pytest -q -m soak; fi
 
 format: $(STAMP) ## Rewrite the sources in the house format
 	$(BIN)/ruff check --fix .

@@ -12,6 +12,7 @@ from typing import Any
 import areas
 import pytest
 import seeds
+from spreading import Spreading, prepare, tell
 from watched import watched
 
 SLEEP_S_MAX = 0.02
@@ -35,6 +36,17 @@ def pytest_report_header() -> str:
     return f"seeds: {seeds.VARIABLE}={seeds.base()}"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare what tells of the tests that start processes."""
+    prepare(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Spreading | None:
+    """Spread tests over workers as this suite does (tests/spreading.py)."""
+    return Spreading(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests of areas that were not asked for."""
     named = any(argument.split("::")[0].endswith(".py") for argument in config.args)
@@ -52,6 +64,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
     if left_out:
         config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Say which tests start processes (tests/spreading.py)."""
+    tell(item.nodeid for item in session.items if item.get_closest_marker("processes") is not None)
 
 
 def forbid(what: str) -> None:

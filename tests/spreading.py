@@ -1,0 +1,78 @@
+"""Which of pytest-xdist's workers runs which tests, with `--dist loadfile`: files whole, and no idle cores.
+
+Tests that start processes wait much of their time, and mind how many others run. So two workers take them, file by
+file, for the tests of a file share clusters; those of `tests/cluster`, the longest, first. The third worker only
+computes, with less of the processor than they have. What it leaves of the tests that compute, the others end with.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+
+if TYPE_CHECKING:
+    import pytest
+
+WORKER: Final = os.environ.get("PYTEST_XDIST_WORKER", "")
+"""This process's name among the workers; "" in the process that spreads the tests, or with no workers."""
+FIRST: Final = "gw0"
+COMPUTES_ONLY: Final = "gw2"
+"""The third worker."""
+NICENESS: Final = 5
+"""How much it stands back behind the processes of the others' tests, as `os.nice` counts."""
+TOLD: Final = "TRUNKLINE_TESTS_OF_PROCESSES"
+"""The environment variable with the path of a file: workers collect the tests, the process above them does not."""
+CLUSTER: Final = "tests/cluster/"
+SIGN: Final = " with processes"
+
+
+def prepare(config: pytest.Config) -> None:
+    """Make the file before the workers start; or stand back, in the worker that computes."""
+    if WORKER == COMPUTES_ONLY:
+        os.nice(NICENESS)
+    if not WORKER:
+        file, path = tempfile.mkstemp(prefix="trunkline-tests-")
+        os.close(file)
+        os.environ[TOLD] = path
+        config.add_cleanup(lambda: os.unlink(path))
+
+
+def tell(names: Iterable[str]) -> None:
+    """Say in a worker which tests start processes."""
+    if WORKER == FIRST and TOLD in os.environ:
+        Path(os.environ[TOLD]).write_text("\n".join(names), encoding="utf-8")
+
+
+def turn(unit: str) -> int:
+    """Return when the tests of a file are given away: small numbers first."""
+    if not unit.endswith(SIGN):
+        return 2
+    return int(not unit.startswith(CLUSTER))
+
+
+class Spreading(LoadScopeScheduling):  # type: ignore[misc]
+    """Gives each worker the next file that it may have; of equal turns, the one with the most tests."""
+
+    @functools.cached_property
+    def _processes(self) -> frozenset[str]:
+        """The tests that start processes, once a worker has collected all."""
+        return frozenset(Path(os.environ[TOLD]).read_text(encoding="utf-8").split("\n"))
+
+    def _split_scope(self, nodeid: str) -> str:
+        """Return what a worker gets as a whole: those tests of a file that start processes, or the others."""
+        return nodeid.split("::", 1)[0] + (SIGN if nodeid in self._processes else "")
+
+    def _assign_work_unit(self, node: Any) -> None:
+        """Give a worker its next file, or let it end where nothing is left for it."""
+        own = [unit for unit in self.workqueue if node.gateway.id != COMPUTES_ONLY or not unit.endswith(SIGN)]
+        if not own:
+            node.shutdown()
+            return
+        self.workqueue.move_to_end(min(own, key=turn), last=False)
+        super()._assign_work_unit(node)
