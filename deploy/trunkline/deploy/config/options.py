@@ -251,6 +251,12 @@ SERVE_OPTIONS: Final = (
     ),
     CliOption("chunk_size", "Tokens in a block of the KV cache.", TUNING),
     CliOption(
+        "peers",
+        "on: copies of the model give each other the KV in their RAM, where that is faster than computing it; "
+        "off: they do not.",
+        TUNING,
+    ),
+    CliOption(
         "tier_policy",
         "What leaves RAM and disk first when they are full: look-ahead (what waiting requests do not need), "
         "lru or "
@@ -406,7 +412,7 @@ _ROUTER_ONLY: Final = frozenset(
 )
 _ENGINE_ONLY: Final = frozenset(
     """tp dtype device threads kernels quantization chunk_size kv_memory_bytes gpu_memory_fraction host_tier_bytes
-    disk_tier remote_tier tier_policy session_ttl preemption target_itl_ms max_batch token_budget max_waiting
+    disk_tier remote_tier peers tier_policy session_ttl preemption target_itl_ms max_batch token_budget max_waiting
     prefix_cache""".split()
 )
 OF_A_MODEL: Final = _ENGINE_ONLY | {"groups", "max_context", "tool_call_parser"}

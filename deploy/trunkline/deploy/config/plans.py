@@ -26,6 +26,7 @@ from trunkline.deploy.config.option_values import format_bytes, redacted
 from trunkline.deploy.config.record_files import RecordsPlan
 from trunkline.deploy.config.settings import GPU_MEMORY_FRACTION, ServeSettings
 from trunkline.deploy.errors import UserError
+from trunkline.router.tenancy.auth import is_loopback
 from trunkline.worker.errors import ParallelismError, WorkerError
 from trunkline.worker.model.families import read_model_config
 from trunkline.worker.model.model_config import check_parallelism
@@ -296,6 +297,8 @@ class ClusterPlan:
     """The part of the cluster that runs on this host; None: the whole cluster runs on this machine."""
     first_group: int = 0
     """The number of its first group: more than 0 for a further model, whose plan has groups only."""
+    exchange_fingerprint: str = ""
+    """Digest of all that must agree for groups to use each other's KV; "": this part has no workers."""
     others: tuple[ClusterPlan, ...] = ()
     """The plans of further models."""
 
@@ -345,6 +348,30 @@ class ClusterPlan:
         if settings.remote_tier:
             parts.append(f"remote {redacted(settings.remote_tier)}")
         return " · ".join(parts) or "none"
+
+    def export_of(self, folder: Path, group: int, rank: int) -> tuple[str, str]:
+        """Return where a rank exports KV to peers, and the host under which those reach it, if it differs; "" and
+        "": it exports none.
+
+        Args:
+            folder: The run folder.
+        """
+        node = self.node
+        if not self.has_peers:
+            return "", ""
+        outside = node.listen or node.leader if node is not None else None
+        if node is None or outside is None or is_loopback(outside.host):
+            return f"ipc://{folder}/g{group}-kv{rank}", ""
+        if node.listen is not None:
+            return f"tcp://{node.listen.host}:*", node.reached.host
+        return f"tcp://{ANY_HOST}:*", ""
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether its groups give KV to peers and take it from them."""
+        settings = self.settings
+        host_memory = settings.host_tier_per_worker(self.device)
+        return settings.peers == "on" and settings.prefix_cache and host_memory > 0
 
     def meeting(self, folder: Path, group: int) -> Meeting:
         """Return the endpoints of a group.

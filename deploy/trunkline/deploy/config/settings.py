@@ -33,6 +33,7 @@ DEVICES: Final = ("auto", "cpu", "cuda")
 KERNELS: Final = ("auto", "cpu", "cuda", "reference")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
+SWITCHES: Final = ("on", "off")
 PREEMPTIONS: Final = ("auto", "swap", "recompute")
 QUANTIZATIONS: Final = ("none", "int8")
 POLICIES: Final = ("prefix", "round-robin", "least-loaded", "session-hash", "sglang", "dynamo", "lmetric", "llm-d")
@@ -102,6 +103,8 @@ class ServeSettings:
     """Folder and size of the disk tier. None: a folder in the user's cache folder, if there is room."""
     remote_tier: str = ""
     """URL of a Redis or Valkey server that several clusters may share; "": none. May hold a password."""
+    peers: str = "on"
+    """Whether groups give each other the KV in their host memory: "on" or "off"."""
     tier_policy: str = "look-ahead"
     session_ttl: float = 86400.0
     """Seconds after which unused KV is forgotten: a conversation is seldom continued after a day. 0: no limit."""
@@ -263,6 +266,7 @@ _CHOICES: Final = {
     "preemption": PREEMPTIONS,
     "tool_call_parser": TOOL_CALL_PARSERS,
     "tier_policy": TIER_POLICIES,
+    "peers": SWITCHES,
 }
 """The values that a field may have."""
 _RANGES: Final[dict[str, tuple[float, float, str]]] = {

@@ -149,6 +149,7 @@ def _controller_config(
         index_path=str(kept / INDEX_NAME) if kept else "",
         tier_fingerprint=plan.tier_fingerprint if kept or settings.remote_tier else "",
         remote_tier=bool(settings.remote_tier),
+        peers=plan.has_peers,
         session_ttl_s=settings.session_ttl,
         positions_shift=plan.positions_shift,
         vocab_size=plan.vocab_size,
@@ -162,6 +163,7 @@ def _worker_configs(
     kept = disk.folder_of(group - plan.first_group)
     is_spread = node is not None and node.is_spread(settings.ranks)
     for here, rank in enumerate(node.ranks if node else range(settings.ranks)):
+        export, export_host = plan.export_of(folder, group, rank)
         yield (
             Member(f"worker{suffix}{'.' if suffix else '-'}{rank}", Role.WORKER, group),
             WorkerConfig(
@@ -182,6 +184,9 @@ def _worker_configs(
                 remote_url=settings.remote_tier,
                 remote_ttl_s=settings.session_ttl,
                 tier_fingerprint=plan.tier_fingerprint if kept or settings.remote_tier else "",
+                exchange_fingerprint=plan.exchange_fingerprint,
+                export=export,
+                export_host=export_host,
                 plan_endpoint=meeting.plan_at,
                 report_endpoint=meeting.report_at,
                 rendezvous=meeting.rendezvous,

@@ -45,7 +45,7 @@ from trunkline.deploy.supervisor.run_folder import (
     run_folder,
 )
 from trunkline.deploy.supervisor.supervisor import Supervisor
-from trunkline.kvstore.fingerprint import KvShape, tier_fingerprint
+from trunkline.kvstore.fingerprint import KvShape, exchange_fingerprint, tier_fingerprint
 from trunkline.router.membership.member import Member as GroupMember
 from trunkline.router.membership.static_source import write_members
 from trunkline.runtime.process import enter_role
@@ -106,7 +106,7 @@ def plan_cluster(
             )
 
     fingerprint = models.fingerprint(folder, settings.quantization, tell_reading)
-    tier = _tier_fingerprint(settings, model, dtype, fingerprint)
+    tier, exchange = _tier_fingerprints(settings, model, dtype, fingerprint)
     chunk_bytes = model.kv_block_bytes(settings.chunk_size, settings.ranks, dtype)
     plan = ClusterPlan(
         settings=settings,
@@ -118,6 +118,7 @@ def plan_cluster(
         vocab_size=model.vocab_size,
         fingerprint=fingerprint,
         tier_fingerprint=tier,
+        exchange_fingerprint=exchange,
         positions_shift=model.positions_shift,
         disk=plan_disk(
             settings.disk_tier, tier, settings.groups, settings.ranks_here or settings.ranks, chunk_bytes
@@ -371,12 +372,17 @@ def _has_room_on_host(settings: ServeSettings, device: str, chunk_bytes: int) ->
     return False
 
 
-def _tier_fingerprint(settings: ServeSettings, model: ModelConfig, dtype: str, fingerprint: str) -> str:
+def _tier_fingerprints(
+    settings: ServeSettings, model: ModelConfig, dtype: str, fingerprint: str
+) -> tuple[str, str]:
+    """Return the fingerprints of the tiers' bytes: of each rank's, and of those that groups exchange."""
     kv_heads = max(1, model.kv_heads // settings.ranks)
     shape = KvShape(model.layers, kv_heads, settings.chunk_size, model.head_dim)
     # Their text names all fields: a field that is added changes it, and KV is computed again.
     positions = repr((model.architecture.positions, model.attention, model.alibi_slopes, model.max_positions))
-    return tier_fingerprint(bytes.fromhex(fingerprint), dtype, settings.ranks, shape, positions).hex()
+    digest = bytes.fromhex(fingerprint)
+    own = tier_fingerprint(digest, dtype, settings.ranks, shape, positions)
+    return own.hex(), exchange_fingerprint(digest, dtype, shape._replace(kv_heads=model.kv_heads), positions).hex()
 
 
 def _check_kv_memory(settings: ServeSettings, model: ModelConfig, dtype: str, device: str) -> None:

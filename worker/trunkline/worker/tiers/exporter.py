@@ -8,6 +8,7 @@ question is checked, and one that asks for too much is refused.
 from __future__ import annotations
 
 import os
+import socket as sockets
 import threading
 import time
 from collections import deque
@@ -222,6 +223,23 @@ class Exporter:
             self._rare.warning("an answer to a peer is dropped", time.monotonic(), error=str(error))
             return False
         return True
+
+
+def own_address(endpoint: str) -> str:
+    """Return the address of this host from which it reaches an endpoint; "" if there is none.
+
+    Args:
+        endpoint: `tcp://HOST:PORT`; for others there is none.
+    """
+    parts = urlsplit(endpoint)
+    if parts.scheme != "tcp" or not parts.hostname:
+        return ""
+    try:
+        with sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as route:
+            route.connect((parts.hostname, parts.port or 0))  # sends nothing
+            return str(route.getsockname()[0])
+    except OSError:
+        return ""
 
 
 def _more(frames: list[Any]) -> int:
