@@ -32,8 +32,6 @@ KNOWN: Final[dict[tuple[str, str], int]] = {
 }
 
 LATE_IMPORTS: Final = {
-    # A quarter of a second for a client that only a rank with a remote tier uses.
-    "worker/trunkline/worker/tiers/tier_service.py": {"trunkline.worker.tiers.remote_tier"},
     # Who keeps records in SQLite needs no client of Redis.
     "kvstore/trunkline/kvstore/records/__init__.py": {"trunkline.kvstore.records.redis_store"},
     # OpenTelemetry takes half a second and 7 MB, and may not be installed: for processes that are traced only.

@@ -10,6 +10,7 @@ import pytest
 from worker.checkpoints import Models
 from worker.grammar_driver import Grammars, V
 from worker.redis_server import RedisServer
+from worker.s3_server import S3Server, credentials
 from worker.tier_driver import LAYERS, never_away
 
 from trunkline.deploy.config.models import DEMO_FOLDER
@@ -62,3 +63,20 @@ def redis_server(redis_shared: RedisServer) -> RedisServer:
     """A server that holds nothing and takes everything."""
     redis_shared.begin_anew()
     return redis_shared
+
+
+@pytest.fixture(scope="session")
+def s3_shared() -> Iterator[S3Server]:
+    """One server for all tests that do not kill it."""
+    server = S3Server()
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def s3_server(s3_shared: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """A server with an empty bucket, which this process may use."""
+    credentials(monkeypatch)
+    s3_shared.begin_anew()
+    return s3_shared

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from worker.tier_driver import DEADLINE_S, wait_until
 
-from trunkline.worker.tiers.tier_service import TierQueue
+from trunkline.worker.messages import TierMove
+from trunkline.worker.tiers.copier import Ticket
+from trunkline.worker.tiers.tier_queue import BATCH_MAX, QueuedMove, TierQueue
+
+
+def no_moves(moves: Sequence[QueuedMove]) -> None:
+    raise AssertionError(f"nothing of this kind was queued: {moves}")
 
 
 def test_reads_go_first_in_their_order() -> None:
-    tasks, done = TierQueue("tier", 1), list[str]()
+    tasks, done = TierQueue("tier", 1, no_moves), list[str]()
     begun, go_on = threading.Event(), threading.Event()
 
     def first() -> None:
@@ -33,7 +39,7 @@ def test_reads_go_first_in_their_order() -> None:
 
 def test_a_thread_is_left_for_reads() -> None:
     """However many writes hang."""
-    tasks, go_on = TierQueue("tier", 3), threading.Event()
+    tasks, go_on = TierQueue("tier", 3, no_moves), threading.Event()
     writing, read = threading.Semaphore(0), threading.Event()
 
     def write() -> None:
@@ -54,7 +60,7 @@ def test_a_thread_is_left_for_reads() -> None:
 
 
 def test_a_failed_task_does_not_end_the_thread() -> None:
-    tasks, done = TierQueue("tier", 1), threading.Event()
+    tasks, done = TierQueue("tier", 1, no_moves), threading.Event()
 
     def fail() -> None:
         raise ValueError("surprise")
@@ -67,7 +73,7 @@ def test_a_failed_task_does_not_end_the_thread() -> None:
 
 
 def test_closing_begins_nothing_more() -> None:
-    tasks, go_on = TierQueue("tier", 1), threading.Event()
+    tasks, go_on = TierQueue("tier", 1, no_moves), threading.Event()
     begun, late = threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -81,3 +87,58 @@ def test_closing_begins_nothing_more() -> None:
     go_on.set()
     tasks.close(DEADLINE_S)
     assert not late.is_set()
+
+
+def test_moves_that_wait_travel_together() -> None:
+    """As many as leave each thread its share, in their order; a move that comes alone goes alone."""
+    batches: list[list[int]] = []
+    go_on = threading.Event()
+
+    def carry_out(moves: Sequence[QueuedMove]) -> None:
+        batches.append([queued.move.id for queued in moves])
+
+    def wait() -> None:
+        assert go_on.wait(DEADLINE_S)
+
+    def move(number: int, *, is_write: bool) -> QueuedMove:
+        return QueuedMove(TierMove(number, 3, is_write, 0, 0, -1, 0, b""), Ticket(0, 0))
+
+    tasks, task_done = TierQueue("tier", 1, carry_out), threading.Event()
+    tasks.put(move(0, is_write=False), is_write=False)
+    wait_until(lambda: batches == [[0]])
+    tasks.put(wait, is_write=False)
+    for number in range(1, 2 * BATCH_MAX):
+        tasks.put(move(number, is_write=False), is_write=False)
+    tasks.put(task_done.set, is_write=False)
+    for number in range(100, 103):
+        tasks.put(move(number, is_write=True), is_write=True)
+    go_on.set()
+    wait_until(lambda: len(batches) == 4)
+    assert task_done.is_set()
+    numbers = list(range(1, 2 * BATCH_MAX))
+    assert batches == [[0], numbers[:BATCH_MAX], numbers[BATCH_MAX:], [100, 101, 102]]
+    tasks.close(DEADLINE_S)
+
+
+def test_each_thread_has_its_share_of_the_moves() -> None:
+    batches, go_on = list[int](), threading.Event()
+
+    def carry_out(moves: Sequence[QueuedMove]) -> None:
+        batches.append(len(moves))
+        assert go_on.wait(DEADLINE_S)
+
+    tasks, holding = TierQueue("tier", 3, carry_out), threading.Semaphore(0)
+
+    def hold() -> None:
+        holding.release()
+        assert go_on.wait(DEADLINE_S)
+
+    for _ in range(3):
+        tasks.put(hold, is_write=False)
+        assert holding.acquire(timeout=DEADLINE_S)
+    for number in range(5):
+        tasks.put(QueuedMove(TierMove(number, 3, False, 0, 0, -1, 0, b""), Ticket(0, 0)), is_write=False)
+    go_on.set()
+    wait_until(lambda: sum(batches) == 5)
+    assert batches[0] == 2
+    tasks.close(DEADLINE_S)

@@ -1,16 +1,68 @@
 """The kinds of stores that can be a remote tier, by the scheme of their URLs.
 
 The launcher checks `--remote-tier` with this table before anything starts, and workers open the store that it
-names. To add a kind of store, add an entry. This module imports no client of a store, because the launcher needs
-none.
+names. Other packages add kinds of stores by entry points of the group `trunkline.tiers`: the name is the scheme,
+the object a `RemoteStore` (docs/remote-stores.md). This module imports no client of a store, because the launcher
+needs none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
-from urllib.parse import SplitResult, parse_qs, urlsplit
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from typing import Final, NamedTuple, Protocol
+from urllib.parse import SplitResult, parse_qs, parse_qsl, urlsplit
+
+ENTRY_POINTS: Final = "trunkline.tiers"
+CONNECT_S: Final = 1.0
+"""Seconds in which a store must accept a connection."""
+ANSWER_S: Final = 3.0
+"""Seconds to wait for a store's next bytes. A chunk is some megabytes; a store that takes longer for one is of no
+use."""
+
+
+class Place(NamedTuple):
+    """The place of a value."""
+
+    chunk: str
+    """Identifies the chunk: letters, digits, `-` and `/`. All parts of a chunk have the same."""
+    part: str
+    """Identifies the part of the chunk that the value is: letters, digits and `-`."""
+
+
+class ChunkStore(Protocol):
+    """A store of chunks for a remote tier. It stores bytes under names and knows nothing of what they are: the
+    tier above it makes and verifies checksums, cuts and joins parts, and waits out outages.
+
+    Several threads call it at the same time. A value that was written whole is read back whole or not at all;
+    besides that the store may lose values at any time. Every method returns or raises within some seconds, and
+    raises OSError if the store cannot be reached or refuses; the text shows no password.
+    """
+
+    def write(self, values: Sequence[tuple[Place, bytes]], kept_s: Sequence[float]) -> None:
+        """Store values, in place of older ones.
+
+        Args:
+            kept_s: For each value, the seconds without use after which the store may forget it; 0: never. A
+                shorter time than the one that an earlier use gave changes nothing.
+        """
+
+    def read(self, places: Sequence[Place], kept_s: float) -> Sequence[bytes | memoryview | None]:
+        """Return the values; None for those that are not there. This is a use of the chunks."""
+
+    def count(self, chunks: Sequence[str], parts: Sequence[str], kept_s: float) -> int:
+        """Return how many of the first chunks have all of these parts. This is a use of those chunks."""
+
+    def parts(self, chunk: str) -> Sequence[str]:
+        """Return the names of the parts of a chunk that are stored."""
+
+    def delete(self, chunks: Sequence[str]) -> None:
+        """Delete all parts of chunks; those that are not there are left out."""
+
+    def close(self) -> None:
+        """End all connections."""
 
 
 @dataclass(frozen=True)
@@ -19,13 +71,24 @@ class RemoteStore:
 
     form: str
     """The form of the store's URLs, for messages."""
-    tier: str
-    """`MODULE:NAME` of the function that makes the tier in a worker. Its arguments are the URL, the bytes of a
-    chunk's shard, the `RecordKeeper` and the seconds without use after which a chunk is forgotten (0: never); it
-    returns a `SharedTier`."""
+    store: str
+    """`MODULE:NAME` of the function that opens the store in a worker. Its argument is the URL; it returns a
+    `ChunkStore` without waiting for the store to be reachable, and raises ValueError for a URL that cannot be
+    used."""
     problem: Callable[[SplitResult], str]
     """Function that returns why a URL with the store's scheme does not have the right form; "": it has. Its result
     never quotes a password."""
+    needs: str = ""
+    """Module that the store's client is; "": one that is always installed."""
+    extra: str = ""
+    """What to install for `needs`."""
+
+    @property
+    def missing(self) -> str:
+        """Why the store cannot be used on this machine; "": it can."""
+        if not self.needs or find_spec(self.needs) is not None:
+            return ""
+        return f"{self.form} needs {self.needs}, which is not installed here: pip install '{self.extra}'"
 
 
 class RemoteUrlError(ValueError):
@@ -36,18 +99,38 @@ def find_store(url: str) -> RemoteStore:
     """Return the kind of store that a URL names.
 
     Raises:
-        RemoteUrlError: There is no such kind, or the URL is malformed.
+        RemoteUrlError: There is no such kind, the URL is malformed, or the package that has the kind is broken.
     """
     try:
         parts = urlsplit(url)
         _ = parts.hostname, parts.port
     except ValueError:  # its message may quote the address
         raise RemoteUrlError("which is no URL with a host and a port") from None
-    store = REMOTE_STORES.get(parts.scheme)
+    store = REMOTE_STORES.get(parts.scheme) or _installed(parts.scheme)
     if store is None:
-        raise RemoteUrlError(f"allowed are {', '.join(known.form for known in REMOTE_STORES.values())}")
+        forms = [*(known.form for known in REMOTE_STORES.values()), *_installed_schemes()]
+        raise RemoteUrlError(f"allowed are {', '.join(forms)}")
     if problem := store.problem(parts):
         raise RemoteUrlError(problem)
+    return store
+
+
+def _installed_schemes() -> Iterator[str]:
+    for point in entry_points(group=ENTRY_POINTS):
+        yield f"{point.name}://… (of {point.dist.name if point.dist else point.value})"
+
+
+def _installed(scheme: str) -> RemoteStore | None:
+    """Return the kind of store that another package has for a scheme; None: no package has one."""
+    found = sorted(entry_points(group=ENTRY_POINTS, name=scheme), key=lambda point: point.value)
+    if not found:
+        return None
+    try:
+        store = found[0].load()
+    except Exception as error:  # whatever the package's code does when it is imported
+        raise RemoteUrlError(f"its entry point {found[0].value} does not load: {error}") from error
+    if not isinstance(store, RemoteStore):
+        raise RemoteUrlError(f"its entry point {found[0].value} is no RemoteStore")
     return store
 
 
@@ -69,11 +152,36 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal()
 
 
-_REDIS: Final = "trunkline.worker.tiers.remote_tier:RedisTier"
+S3_OPTIONS: Final = ("endpoint", "region", "profile")
+
+
+def _s3_problem(parts: SplitResult) -> str:
+    if parts.username is not None or parts.password is not None:
+        return "credentials are taken from the environment (AWS_ACCESS_KEY_ID …) or ~/.aws, never from the URL"
+    if not parts.hostname or parts.port is not None:
+        return "write s3://BUCKET/PREFIX?endpoint=http://HOST:PORT&region=REGION, where only BUCKET is needed"
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    if unknown := sorted(options.keys() - set(S3_OPTIONS)):
+        return f"its option {unknown[0]!r} is unknown; allowed are {', '.join(S3_OPTIONS)}"
+    if "endpoint" in options:
+        endpoint = urlsplit(options["endpoint"])
+        if endpoint.scheme not in ("http", "https") or not endpoint.hostname or endpoint.username is not None:
+            return "its endpoint is http://HOST:PORT or https://HOST:PORT"
+    return ""
+
+
+_REDIS: Final = "trunkline.worker.tiers.redis_store:RedisStore"
 REMOTE_STORES: Final[dict[str, RemoteStore]] = {
     **{
         scheme: RemoteStore(f"{scheme}://HOST:PORT/DB", _REDIS, _network_problem)
         for scheme in ("redis", "rediss", "valkey", "valkeys")  # the longer ones: over TLS
     },
     "unix": RemoteStore("unix:///PATH?db=DB", _REDIS, _socket_problem),
+    "s3": RemoteStore(
+        "s3://BUCKET/PREFIX",
+        "trunkline.worker.tiers.s3_store:S3Store",
+        _s3_problem,
+        needs="obstore",
+        extra="trunkline[s3]",
+    ),
 }

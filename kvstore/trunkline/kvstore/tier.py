@@ -5,8 +5,8 @@ stores and returns bytes. Every rank keeps its own shard of a chunk under the sa
 remote tiers implement `Tier`. The device pool and the host pool are not, because kernels and other tiers use their
 memory in place.
 
-To add a tier, write a class with these methods. A tier that several controllers share implements `SharedTier`, and
-is chosen by the scheme of its URL (`trunkline.kvstore.remote_stores`).
+To add a tier, write a class with these methods. A tier that several controllers share implements `SharedTier`; the
+store below it is chosen by the scheme of its URL (`trunkline.kvstore.remote_stores`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from trunkline.kvstore.chunks import ChunkName, SlotId
 
@@ -85,10 +85,26 @@ class Tier(Protocol):
         """Release files, connections and memory."""
 
 
+@runtime_checkable
 class SharedTier(Tier, Protocol):
     """Storage that other groups and controllers use as well.
 
-    A chunk is found by its name alone and may be lost at any time. `SlotKey.slot` and `generation` are ignored."""
+    A chunk is found by its name alone and may be lost at any time. `SlotKey.slot` and `generation` are ignored.
+    Several chunks travel in one round trip."""
+
+    def write_many(self, chunks: Sequence[tuple[SlotKey, memoryview, float]]) -> None:
+        """Store chunks, each with the seconds without use after which it may be forgotten; 0: the tier's own time.
+
+        Raises:
+            OSError: The tier cannot be reached; some may be stored.
+        """
+
+    def read_many(self, chunks: Sequence[tuple[SlotKey, memoryview]]) -> list[bool]:
+        """Fill each buffer with its chunk; return for each whether it is there, whole (see `read`).
+
+        Raises:
+            OSError: The tier cannot be reached.
+        """
 
     def present(self, names: Sequence[ChunkName]) -> int:
         """Return how many chunks from the first one on are stored now without a gap. This counts as their use.
@@ -98,7 +114,7 @@ class SharedTier(Tier, Protocol):
         """
 
     def delete(self, names: Sequence[ChunkName]) -> None:
-        """Delete this rank's shards of chunks; those that are not there are left out.
+        """Delete chunks; those that are not there are left out.
 
         Raises:
             OSError: The tier cannot be reached; some may be deleted.

@@ -1,12 +1,17 @@
-"""The remote tier: a store that all controllers share, by the protocol of Redis and Valkey.
+"""The remote tier: a store that groups share, also groups with other numbers of ranks.
 
-A chunk's shard is one value: its record (`RecordKeeper`), then its bytes in plain order. The key names everything
-that the bytes depend on, so that groups of other models, or of another size, never meet:
+      TierService ──chunks──► RemoteTier ──values──► ChunkStore: Redis, S3, …
+                              records, parts, outages
 
-      tl:{fingerprint}:{rank}/{ranks}:{name of the chunk}
+What a store keeps of a chunk is the part of some KV heads: its record (`RecordKeeper`), then its bytes in plain
+order. It stands under the fingerprint of what groups may exchange, the chunk's name and the range of the heads,
+but neither under a rank nor under the number of ranks:
 
-The store forgets a chunk that was not used for its time to live. Writing and reading it, and asking for it on
-behalf of a request, are uses.
+      {exchange fingerprint}/{name of the chunk}      FIRST-STOP of the model's KV heads
+
+A rank writes and reads the part of its own heads in one value. Where that is not there, a group of another size
+may have written the chunk: its parts are then joined or divided (`trunkline.kvstore.shards`). Parts are read
+whole, also where a half is used, because the checksum is over the whole part.
 
 The store may be away. Then every call fails at once until the next attempt is due, with growing distances; of each
 outage one warning is logged.
@@ -19,144 +24,233 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any, Final
+from typing import Final, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-import redis
 import structlog
 
 from trunkline.kvstore.chunks import ChunkName
-from trunkline.kvstore.remote_stores import RemoteUrlError, find_store
+from trunkline.kvstore.fingerprint import KvShape
+from trunkline.kvstore.remote_stores import ChunkStore, Place, RemoteUrlError, find_store
+from trunkline.kvstore.shards import HeadShard, rows_of
 from trunkline.kvstore.tier import SharedTier, SlotKey, TierKind
 from trunkline.worker.errors import WorkerConfigError
 from trunkline.worker.tiers.disk_tier import RECORD_BYTES, RecordKeeper
 
-_CONNECT_S: Final = 1.0
-_ANSWER_S: Final = 3.0
-"""Seconds to wait for the store's answer. A chunk is some megabytes; a store that takes longer for one is of no
-use."""
-_DELETED_AT_ONCE: Final = 1000
 _RETRY_FIRST_S: Final = 0.5
 _RETRY_MOST_S: Final = 15.0
 
 log = structlog.get_logger()
 
+_T = TypeVar("_T")
 
-class RedisTier:
-    """A `SharedTier`. Thread-safe: each call takes a connection of its own."""
+
+class Part(NamedTuple):
+    """Which part of each chunk a rank has."""
+
+    fingerprint: bytes
+    """The `exchange_fingerprint`."""
+    shard: HeadShard
+    shape: KvShape
+    """Shape of the rank's part."""
+    slot_bytes: int
+    """Bytes of the rank's part."""
+
+
+class RemoteTier:
+    """A `SharedTier`. Thread-safe if its store is."""
 
     kind = TierKind.REMOTE
     capacity_slots = 0
 
-    def __init__(self, url: str, slot_bytes: int, keeper: RecordKeeper, ttl_s: float) -> None:
-        """Set up the tier without connecting yet.
-
+    def __init__(self, store: ChunkStore, at: str, part: Part, ttl_s: float) -> None:
+        """
         Args:
-            slot_bytes: bytes of a chunk's payload.
-            ttl_s: seconds without use after which the store forgets a chunk; 0: never.
+            at: Place of the store, for messages.
+            ttl_s: Seconds without use after which the store may forget a chunk; 0: never.
 
         Raises:
-            WorkerConfigError: a URL that cannot be read.
+            ShardError: The ranks cannot divide the heads.
         """
-        self.slot_bytes = slot_bytes
-        self._keeper = keeper
-        self._ttl_ms = int(ttl_s * 1000)
-        parts = urlsplit(url)
-        self._place = parts.hostname or parts.path
-        """Host or path of the store, for messages: the whole URL may hold a password."""
-        keepalive = {} if parts.scheme == "unix" else {"socket_keepalive": True}
-        try:
-            self._client: Any = redis.Redis.from_url(
-                url.replace("valkey", "redis", 1) if parts.scheme.startswith("valkey") else url,
-                socket_connect_timeout=_CONNECT_S,
-                socket_timeout=_ANSWER_S,
-                retry=None,
-                protocol=2,
-                **keepalive,
-            )
-        except (ValueError, redis.RedisError) as error:
-            raise WorkerConfigError(f"remote tier at {self._place}: {error}") from error
+        self.slot_bytes = part.slot_bytes
+        self._store = store
+        self._outages = Outages(at)
+        self._part = part
+        self._ttl_s = ttl_s
+        heads = part.shard.kv_heads
+        self._own = min(part.shard.tp, heads)
+        """Number of parts into which this rank's group divides a chunk."""
+        self._divisions = sorted(
+            (count for count in range(1, heads + 1) if heads % count == 0),
+            key=lambda count: (count != self._own, -count),
+        )
+        """Numbers of parts into which groups may have divided a chunk; the group's own first."""
+        self._last = self._own
+        """Division of the chunk that was found last: most likely that of the next one, too."""
+        self._name = _part_name(part.shard.heads)
+        self._writes = part.shard.copy == 0
+
+    # --- SharedTier
+
+    def write(self, key: SlotKey, data: memoryview, kept_s: float = 0.0) -> None:
+        """Store a chunk's bytes under its name (see `Tier.write`)."""
+        self.write_many([(key, data, kept_s)])
+
+    def write_many(self, chunks: Sequence[tuple[SlotKey, memoryview, float]]) -> None:
+        """Store chunks (see `SharedTier.write_many`). Of ranks with the same heads only the first one does."""
+        if not self._writes:
+            return
+        keeper = self._keeper(self._part.shard.heads)
+        values = [
+            (Place(self._chunk(key.name), self._name), b"".join((keeper.record(key.name, 0, data), data)))
+            for key, data, _ in chunks
+        ]
+        kept = [kept_s or self._ttl_s for _, _, kept_s in chunks]
+        self._outages.call(lambda: self._store.write(values, kept))
+
+    def read(self, key: SlotKey, into: memoryview) -> bool:
+        """Fill `into` with a chunk's bytes (see `Tier.read`)."""
+        return self.read_many([(key, into)])[0]
+
+    def read_many(self, chunks: Sequence[tuple[SlotKey, memoryview]]) -> list[bool]:
+        """Fill each buffer with its chunk's bytes (see `SharedTier.read_many`)."""
+        done = [False] * len(chunks)
+        left = list(range(len(chunks)))
+        for division in dict.fromkeys((self._last, self._own)):
+            if left:
+                left = self._read_divided(division, chunks, left, done)
+        for index in left:
+            division = self._division_of(chunks[index][0].name)
+            if division not in (0, self._own):
+                self._read_divided(division, chunks, [index], done)
+                self._last = division
+        return done
+
+    def present(self, names: Sequence[ChunkName]) -> int:
+        """Return how many of the first of these chunks are there (see `SharedTier.present`)."""
+        chunks, count, division = [self._chunk(name) for name in names], 0, self._own
+        while count < len(chunks):
+            parts = [_part_name(shard.heads) for shard in self._shards(division)]
+            rest = chunks[count:]
+            count += self._outages.call(partial(self._store.count, rest, parts, self._ttl_s))
+            if count == len(chunks):
+                break
+            found = self._division_of(names[count])
+            if found in (0, division):
+                break
+            self._last = division = found
+        return count
+
+    def delete(self, names: Sequence[ChunkName]) -> None:
+        """Delete chunks (see `SharedTier.delete`)."""
+        if names:
+            self._outages.call(lambda: self._store.delete([self._chunk(name) for name in names]))
+
+    def close(self) -> None:
+        """Close the store."""
+        self._store.close()
+
+    # --- parts
+
+    def _read_divided(
+        self,
+        division: int,
+        chunks: Sequence[tuple[SlotKey, memoryview]],
+        wanted: list[int],
+        done: list[bool],
+    ) -> list[int]:
+        """Read chunks that are divided into so many parts.
+
+        Args:
+            wanted: Indices of the chunks.
+            done: Set for each chunk that was read and verified.
+
+        Returns:
+            The indices of those of which a part is not there.
+        """
+        shards = self._shards(division)
+        places = [
+            Place(self._chunk(chunks[index][0].name), _part_name(shard.heads))
+            for index in wanted
+            for shard in shards
+        ]
+        values = self._outages.call(lambda: self._store.read(places, self._ttl_s))
+        absent = []
+        for at, index in enumerate(wanted):
+            parts = [value for value in values[at * len(shards) : (at + 1) * len(shards)] if value is not None]
+            if len(parts) < len(shards):
+                absent.append(index)
+            else:
+                key, into = chunks[index]
+                done[index] = self._take(division, [memoryview(value) for value in parts], key.name, into)
+        return absent
+
+    def _take(self, division: int, values: list[memoryview], name: ChunkName, into: memoryview) -> bool:
+        """Verify the parts of a chunk and put this rank's heads into its buffer; return whether they are whole."""
+        shape = self._part.shape
+        pieces = self._part.shard.pieces(division)
+        for piece, shard, value in zip(pieces, self._shards(division), values, strict=True):
+            payload = value[RECORD_BYTES:]
+            if len(payload) * shape.kv_heads != self.slot_bytes * len(shard.heads):
+                return False
+            if not self._keeper(shard.heads).holds(bytes(value[:RECORD_BYTES]), name, 0, payload):
+                return False
+            if division == self._own:
+                into[:] = payload
+            else:
+                rows = rows_of(payload, shape._replace(kv_heads=len(shard.heads)))
+                source = rows[:, piece.source.start : piece.source.stop]
+                rows_of(into, shape)[:, piece.target.start : piece.target.stop] = source
+        return True
+
+    def _shards(self, division: int) -> list[HeadShard]:
+        """Return the parts that this rank's heads are in, of chunks that are divided into so many parts."""
+        shard = self._part.shard
+        return [HeadShard(shard.kv_heads, piece.rank, division) for piece in shard.pieces(division)]
+
+    def _division_of(self, name: ChunkName) -> int:
+        """Return into how many parts a chunk is divided that has all parts for this rank; 0: none is whole."""
+        found = set(self._outages.call(lambda: self._store.parts(self._chunk(name))))
+        for division in self._divisions:
+            if all(_part_name(shard.heads) in found for shard in self._shards(division)):
+                return division
+        return 0
+
+    def _keeper(self, heads: range) -> RecordKeeper:
+        """Return the keeper of the records of a part. Where the disk's have rank and ranks, these have heads."""
+        return RecordKeeper(self._part.fingerprint, heads.start, len(heads))
+
+    def _chunk(self, name: bytes) -> str:
+        return f"{self._part.fingerprint.hex()}/{name.hex()}"
+
+
+def _part_name(heads: range) -> str:
+    return f"{heads.start}-{heads.stop}"
+
+
+class Outages:
+    """Keeps calls from a store that is known to be away. Thread-safe."""
+
+    def __init__(self, at: str) -> None:
+        self._at = at
         self._lock = threading.Lock()
         self._next_attempt = 0.0
         self._retry_s = 0.0
         """Seconds to the next attempt to reach the store; 0 while the store is there."""
 
-    # --- SharedTier
-
-    def write(self, key: SlotKey, data: memoryview) -> None:
-        """Store a chunk's bytes under its name (see `Tier.write`)."""
-        record = self._keeper.record(key.name, 0, data)
-        value = b"".join((record, data))
-        expiry = {"px": self._ttl_ms} if self._ttl_ms else {}
-        self._call(lambda client: client.set(self._key(key.name), value, **expiry))
-
-    def read(self, key: SlotKey, into: memoryview) -> bool:
-        """Fill `into` with a chunk's bytes (see `Tier.read`)."""
-
-        def ask(client: Any) -> bytes | None:
-            pipeline = client.pipeline(transaction=False)
-            pipeline.get(self._key(key.name))
-            if self._ttl_ms:
-                pipeline.pexpire(self._key(key.name), self._ttl_ms)
-            found: bytes | None = pipeline.execute()[0]
-            return found
-
-        value = self._call(ask)
-        if value is None or len(value) != RECORD_BYTES + self.slot_bytes:
-            return False
-        payload = memoryview(value)[RECORD_BYTES:]
-        if not self._keeper.holds(value[:RECORD_BYTES], key.name, 0, payload):
-            return False
-        into[:] = payload
-        return True
-
-    def present(self, names: Sequence[ChunkName]) -> int:
-        """Return how many of the first of these chunks are there (see `SharedTier.present`)."""
-        if not names:
-            return 0
-
-        def ask(client: Any) -> list[int]:
-            pipeline = client.pipeline(transaction=False)
-            for name in names:
-                if self._ttl_ms:  # the question is a use: a request's prompt has the chunk
-                    pipeline.pexpire(self._key(name), self._ttl_ms)
-                else:
-                    pipeline.exists(self._key(name))
-            found: list[int] = pipeline.execute()
-            return found
-
-        found = self._call(ask)
-        return next((index for index, exists in enumerate(found) if not exists), len(found))
-
-    def delete(self, names: Sequence[ChunkName]) -> None:
-        """Delete chunks (see `SharedTier.delete`)."""
-        for start in range(0, len(names), _DELETED_AT_ONCE):
-            keys = [self._key(name) for name in names[start : start + _DELETED_AT_ONCE]]
-            self._call(partial(_unlink, keys=keys))
-
-    def close(self) -> None:
-        """End the connections."""
-        self._client.close()
-
-    def _key(self, name: bytes) -> str:
-        keeper = self._keeper
-        return f"tl:{keeper.fingerprint.hex()}:{keeper.rank}/{keeper.tp}:{name.hex()}"
-
-    # --- outages
-
-    def _call(self, ask: Callable[[Any], Any]) -> Any:
+    def call(self, ask: Callable[[], _T]) -> _T:
         """Ask the store, unless it is known to be away.
 
         Raises:
-            OSError: the store is away or refuses.
+            OSError: The store is away or refuses.
         """
         if time.monotonic() < self._next_attempt:
-            raise OSError(f"remote tier at {self._place} is away; the next attempt is due later")
+            raise OSError(f"remote tier at {self._at} is away; the next attempt is due later")
         try:
-            answer = ask(self._client)
-        except redis.RedisError as error:
+            answer = ask()
+        except OSError as error:
             self._failed(error)
-            raise OSError(f"remote tier at {self._place}: {error}") from error
+            raise OSError(f"remote tier at {self._at}: {error}") from error
         if self._retry_s:
             self._is_back()
         return answer
@@ -164,7 +258,7 @@ class RedisTier:
     def _failed(self, error: Exception) -> None:
         with self._lock:
             if not self._retry_s:
-                log.warning("remote tier fails", at=self._place, error=str(error))
+                log.warning("remote tier fails", at=self._at, error=str(error))
             elif time.monotonic() < self._next_attempt:
                 return  # calls that were under way at the same time count once
             self._retry_s = min(_RETRY_MOST_S, 2 * self._retry_s or _RETRY_FIRST_S)
@@ -173,23 +267,27 @@ class RedisTier:
     def _is_back(self) -> None:
         with self._lock:
             if self._retry_s:
-                log.info("remote tier is back", at=self._place)
+                log.info("remote tier is back", at=self._at)
             self._retry_s = self._next_attempt = 0.0
 
 
-def _unlink(client: Any, keys: list[str]) -> None:
-    client.unlink(*keys)
-
-
-def open_remote_tier(url: str, slot_bytes: int, keeper: RecordKeeper, ttl_s: float) -> SharedTier:
+def open_remote_tier(url: str, part: Part, ttl_s: float) -> SharedTier:
     """Return the tier that a URL names (`trunkline.kvstore.remote_stores`). It need not be reachable yet.
 
     Raises:
-        WorkerConfigError: an unknown scheme, or a URL that cannot be read.
+        WorkerConfigError: An unknown scheme, a URL that cannot be read, or a client that is not installed.
     """
+    parts = urlsplit(url)
     try:
-        module, _, name = find_store(url).tier.partition(":")
+        kind = find_store(url)
     except RemoteUrlError as error:
-        raise WorkerConfigError(f"remote_url (scheme {urlsplit(url).scheme!r}): {error}") from None
-    tier: SharedTier = getattr(import_module(module), name)(url, slot_bytes, keeper, ttl_s)
-    return tier
+        raise WorkerConfigError(f"remote_url (scheme {parts.scheme!r}): {error}") from None
+    if kind.missing:
+        raise WorkerConfigError(f"remote_url: {kind.missing}")
+    module, _, name = kind.store.partition(":")
+    at = parts.hostname or parts.path  # the whole URL may hold a password
+    try:
+        store: ChunkStore = getattr(import_module(module), name)(url)
+    except ValueError as error:
+        raise WorkerConfigError(f"remote tier at {at}: {error}") from error
+    return RemoteTier(store, at, part, ttl_s)

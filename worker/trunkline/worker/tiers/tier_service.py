@@ -1,6 +1,6 @@
 """The tiers below a rank's host pool, and the moves between it and them (CachedAttention §3.3).
 
-      main thread    orders ────────────► queue of the tier (disk, remote)
+      main thread    orders ────────────► queue of the tier (disk, remote), or link to the peer (`peer_tier`)
       its threads    wait for the host slot's copies ──► read or write ──► outcome
       outbox thread  outcomes ──► MovesDone, Probed
 
@@ -10,10 +10,9 @@ by move, and never ends the rank: only a move of a host slot that does not exist
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -21,12 +20,20 @@ import structlog
 
 from trunkline.controller.messages import MoveOutcome, Probed
 from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, SlotId
+from trunkline.kvstore.shards import HeadShard
 from trunkline.kvstore.tier import SharedTier, SlotKey, Tier, TierKind
+from trunkline.runtime.wire_keys import WireKeysError
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.errors import PlanError, WorkerError
-from trunkline.worker.messages import ForgetChunks, Probe, TierMove, TierMoves
-from trunkline.worker.tiers.copier import Copier, Ticket
+from trunkline.worker.messages import ForgetChunks, Probe, TierMove, TierMoves, TierOrder
+from trunkline.worker.tiers.copier import Copier
 from trunkline.worker.tiers.disk_tier import DiskTier, RecordKeeper
+from trunkline.worker.tiers.exporter import Exporter, own_address
+from trunkline.worker.tiers.host_pool import HostPool
+from trunkline.worker.tiers.peer_tier import PeerTier
+from trunkline.worker.tiers.process_memory import let_family_read
+from trunkline.worker.tiers.remote_tier import Part, open_remote_tier
+from trunkline.worker.tiers.tier_queue import QueuedMove, TierQueue
 
 _DONE: Final = 0
 _MISS: Final = 1
@@ -47,12 +54,15 @@ class _Served(NamedTuple):
 class TierService:
     """Moves chunks between the host pool and the tiers below it. `move` and `probe` never wait."""
 
-    def __init__(self, config: WorkerConfig, copier: Copier | None, report: Report) -> None:
+    def __init__(
+        self, config: WorkerConfig, copier: Copier | None, report: Report, shard: HeadShard | None = None
+    ) -> None:
         """Open the tiers that the configuration asks for.
 
         Args:
             copier: copier of the host pool; None: the rank has no host pool, so no tiers either.
             report: called from any thread with the outcome of each move and the answer to each probe.
+            shard: the KV heads of this rank; None: it exchanges none with peers.
 
         Raises:
             WorkerConfigError: the remote tier can never be used. If the disk tier cannot be opened, nothing is
@@ -65,8 +75,12 @@ class TierService:
         self._report = report
         self._served: dict[int, _Served] = {}
         self._shared: SharedTier | None = None
+        self._peers: PeerTier | None = None
+        self._exporter: Exporter | None = None
         if copier is None:
             return
+        if config.exchange_fingerprint and shard is not None:
+            self._exchange(config, copier, shard)
         keeper = RecordKeeper(bytes.fromhex(config.tier_fingerprint), config.rank, config.tp)
         slot_bytes = copier.host.slot_bytes
         if config.disk_bytes:
@@ -78,10 +92,7 @@ class TierService:
             else:
                 self._serve(disk, "disk", config.io_threads)
         if config.remote_url:
-            # Only a rank that has such a tier pays for the client.
-            from trunkline.worker.tiers.remote_tier import open_remote_tier  # noqa: PLC0415
-
-            self._shared = open_remote_tier(config.remote_url, slot_bytes, keeper, config.remote_ttl_s)
+            self._shared = open_remote_tier(config.remote_url, _part(config, copier, shard), config.remote_ttl_s)
             self._serve(self._shared, "remote", config.io_threads)
 
     @property
@@ -94,6 +105,26 @@ class TierService:
     def has_remote(self) -> bool:
         return self._shared is not None
 
+    @property
+    def exports(self) -> str:
+        """Endpoint at which peers ask for the chunks in host memory; "": they cannot."""
+        return self._exporter.endpoint if self._exporter is not None else ""
+
+    def take(self, order: TierOrder) -> None:
+        """Carry out an order.
+
+        Raises:
+            PlanError: a move of a host slot that does not exist.
+        """
+        if isinstance(order, TierMoves):
+            self.move(order)
+        elif isinstance(order, Probe):
+            self.probe(order)
+        elif isinstance(order, ForgetChunks):
+            self.forget(order)
+        elif self._peers is not None:
+            self._peers.at(order)
+
     def move(self, message: TierMoves) -> None:
         """Queue moves. Each waits for the copies from and to its host slot that the plans so far have ordered.
 
@@ -104,11 +135,16 @@ class TierService:
             raise PlanError("moves of host slots, but this rank has no host pool")
         for move in message.moves:
             ticket = self._copier.ticket(move.host_slot)
+            if move.tier == TierKind.PEER and self._peers is not None:
+                self._peers.pull(move, ticket)
+                continue
             served = self._served.get(move.tier)
             if served is None:
                 self._report(MoveOutcome(move.id, _FAILED, detail="this rank has no such tier"))
                 continue
-            served.queue.put(self._task(served.tier, move, ticket), is_write=move.is_write)
+            queued = QueuedMove(move, ticket)
+            task = queued if served.tier is self._shared else partial(self._carry_out, served.tier, [queued])
+            served.queue.put(task, is_write=move.is_write)
 
     def probe(self, message: Probe) -> None:
         """Queue a question to the remote tier: which chunks does it have?"""
@@ -145,118 +181,118 @@ class TierService:
 
     def close(self) -> None:
         """Begin no more moves, and close the tiers."""
+        if self._exporter is not None:
+            self._exporter.close()
+        if self._peers is not None:
+            self._peers.close()
         for served in self._served.values():
             served.queue.close(_CLOSE_WITHIN_S)
             served.tier.close()
         self._served.clear()
 
-    def _serve(self, tier: Tier, name: str, threads: int) -> None:
-        self._served[tier.kind] = _Served(tier, TierQueue(name, threads))
+    def _exchange(self, config: WorkerConfig, copier: Copier, shard: HeadShard) -> None:
+        """Begin to exchange KV with peers."""
 
-    def _task(self, tier: Tier, move: TierMove, ticket: Ticket) -> Callable[[], None]:
-        copier = self._copier
-        assert copier is not None
-
-        def carry_out() -> None:
-            started = time.perf_counter_ns()
-            status, detail = _FAILED, ""
-            try:
-                copier.wait_ticket(ticket)
-                started = time.perf_counter_ns()
-                status, detail = _carry_out(tier, move, copier)
-            except (OSError, WorkerError) as error:
-                detail = str(error)
-            except Exception as error:  # whatever a tier does, the move is answered and the rank goes on
-                log.error("a move failed", error=str(error), exc_info=True)
-                detail = f"{type(error).__name__}: {error}"
-            elapsed_us = (time.perf_counter_ns() - started) // 1000
+        def done(move: TierMove, status: int, elapsed_us: int, detail: str) -> None:
             self._report(MoveOutcome(move.id, status, elapsed_us, detail))
 
-        return carry_out
+        fingerprint = bytes.fromhex(config.exchange_fingerprint)
+        self._peers = PeerTier(copier, shard, fingerprint, config.wire_keys, done)
+        if not config.export:
+            return
+        if config.parent_pid:
+            let_family_read(config.parent_pid)
+        try:
+            self._exporter = Exporter(
+                config.export, config.export_host or _host_of(config), copier, shard, fingerprint, config.wire_keys
+            )
+        except (OSError, WireKeysError) as error:
+            self.problem = f"no KV for peers: {error}"
+            log.warning("peers cannot pull KV from here", reason=str(error))
+
+    def _serve(self, tier: Tier, name: str, threads: int) -> None:
+        self._served[tier.kind] = _Served(tier, TierQueue(name, threads, partial(self._carry_out, tier)))
+
+    def _carry_out(self, tier: Tier, batch: Sequence[QueuedMove]) -> None:
+        """Carry out moves that travel together, all writes or all reads, and report their outcomes."""
+        copier = self._copier
+        assert copier is not None
+        started = time.perf_counter_ns()
+        outcomes = [(_FAILED, "")] * len(batch)
+        try:
+            for queued in batch:
+                copier.wait_ticket(queued.ticket)
+            started = time.perf_counter_ns()
+            carry_out = _write if batch[0].move.is_write else _read
+            outcomes = carry_out(tier, [queued.move for queued in batch], copier.host)
+        except (OSError, WorkerError) as error:
+            outcomes = [(_FAILED, str(error))] * len(batch)
+        except Exception as error:  # whatever a tier does, the moves are answered and the rank goes on
+            log.error("a move failed", error=str(error), exc_info=True)
+            outcomes = [(_FAILED, f"{type(error).__name__}: {error}")] * len(batch)
+        elapsed_us = (time.perf_counter_ns() - started) // 1000
+        for queued, (status, detail) in zip(batch, outcomes, strict=True):
+            self._report(MoveOutcome(queued.move.id, status, elapsed_us, detail))
+
+
+def _host_of(config: WorkerConfig) -> str:
+    """Return where peers reach this rank, if it listens on all addresses of its host; else ""."""
+    return own_address(config.plan_endpoint) if "://0.0.0.0:" in config.export else ""
 
 
 def _names(packed: bytes) -> list[ChunkName]:
     return [ChunkName(packed[start : start + NAME_BYTES]) for start in range(0, len(packed), NAME_BYTES)]
 
 
-def _carry_out(tier: Tier, move: TierMove, copier: Copier) -> tuple[int, str]:
-    """Carry out a move; return its status and detail.
+def _part(config: WorkerConfig, copier: Copier, shard: HeadShard | None) -> Part:
+    """Return which part of each chunk the rank has, in a tier that groups share."""
+    host = copier.host
+    if shard is not None and config.exchange_fingerprint:
+        return Part(bytes.fromhex(config.exchange_fingerprint), shard, host.shape, host.slot_bytes)
+    # Not known what other groups have in common with this one: only ranks of equal groups meet.
+    alone = HeadShard(host.shape.kv_heads * config.tp, config.rank, config.tp)
+    return Part(bytes.fromhex(config.tier_fingerprint), alone, host.shape, host.slot_bytes)
+
+
+def _key(move: TierMove) -> SlotKey:
+    return SlotKey(SlotId(move.slot), ChunkName(move.name), move.generation)
+
+
+def _write(tier: Tier, moves: Sequence[TierMove], host: HostPool) -> list[tuple[int, str]]:
+    """Write chunks into a tier; return status and detail of each.
 
     Raises:
         OSError: the tier failed.
     """
-    host, slot = copier.host, move.host_slot
-    key = SlotKey(SlotId(move.slot), ChunkName(move.name), move.generation)
-    if move.is_write:
-        held = host.generation(slot)
-        if held != move.host_generation:
-            return _MISS, f"host slot {slot} holds generation {held}, not {move.host_generation}"
-        tier.write(key, host.view(slot))
-        return _DONE, ""
-    host.discard(SlotId(slot))
-    if not tier.read(key, host.view(slot)):
-        return _MISS, ""
-    host.set_generation(slot, move.host_generation)
-    return _DONE, ""
+    outcomes, valid = [], []
+    for move in moves:
+        held = host.generation(move.host_slot)
+        is_held = held == move.host_generation
+        detail = f"host slot {move.host_slot} holds generation {held}, not {move.host_generation}"
+        outcomes.append((_DONE, "") if is_held else (_MISS, detail))
+        if is_held:
+            valid.append(move)
+    if isinstance(tier, SharedTier):
+        tier.write_many([(_key(move), host.view(move.host_slot), move.kept_s) for move in valid])
+    else:
+        for move in valid:
+            tier.write(_key(move), host.view(move.host_slot))
+    return outcomes
 
 
-Task = Callable[[], None]
+def _read(tier: Tier, moves: Sequence[TierMove], host: HostPool) -> list[tuple[int, str]]:
+    """Read chunks from a tier into host memory; return status and detail of each.
 
-
-class TierQueue:
-    """A queue of tasks for a few threads. Reads are begun in the order in which they were added, and so are
-    writes."""
-
-    def __init__(self, name: str, threads: int) -> None:
-        """
-        Args:
-            threads: number of threads. If there are several, they never all write at once, so that a read need not
-                wait for a write to end.
-        """
-        self._reads: deque[Task] = deque()
-        self._writes: deque[Task] = deque()
-        self._writers = 0
-        self._writers_max = max(1, threads - 1)
-        self._changed = threading.Condition()
-        self._is_closed = False
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"{name}-{index}", daemon=True) for index in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def put(self, task: Task, *, is_write: bool) -> None:
-        """Add a task. It must not raise."""
-        with self._changed:
-            (self._writes if is_write else self._reads).append(task)
-            self._changed.notify()
-
-    def close(self, within_s: float) -> None:
-        """Begin no more tasks; wait a moment for those that have begun."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join(within_s / len(self._threads))
-
-    def _serve(self) -> None:
-        while True:
-            with self._changed:
-                while not (self._is_closed or self._reads or self._may_write()):
-                    self._changed.wait()
-                if self._is_closed:
-                    return
-                is_write = not self._reads
-                task = self._writes.popleft() if is_write else self._reads.popleft()
-                self._writers += is_write
-            try:
-                task()
-            except Exception as error:  # the thread serves others after this one
-                log.error("a tier's task failed", error=str(error), exc_info=True)
-            if is_write:
-                with self._changed:
-                    self._writers -= 1
-                    self._changed.notify()
-
-    def _may_write(self) -> bool:
-        return bool(self._writes) and self._writers < self._writers_max
+    Raises:
+        OSError: the tier failed.
+    """
+    for move in moves:
+        host.discard(SlotId(move.host_slot))
+    if isinstance(tier, SharedTier):
+        found = tier.read_many([(_key(move), host.view(move.host_slot)) for move in moves])
+    else:
+        found = [tier.read(_key(move), host.view(move.host_slot)) for move in moves]
+    for move, is_found in zip(moves, found, strict=True):
+        if is_found:
+            host.set_generation(move.host_slot, move.host_generation, move.name)
+    return [(_DONE if is_found else _MISS, "") for is_found in found]
