@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import time
 from collections.abc import Callable
@@ -10,21 +11,22 @@ from pathlib import Path
 SECONDS_MAX = 60.0
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    """Return as soon as the condition holds; fail if it does not for a minute."""
-    deadline = time.monotonic() + SECONDS_MAX
+def wait_for(condition: Callable[[], object], seconds: float = SECONDS_MAX) -> None:
+    """Return as soon as the condition holds; fail if it does not for so long."""
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition still does not hold"
         time.sleep(0.01)
 
 
 def free_ports(count: int = 1) -> int:
-    """Return the first of so many ports in a row that are free on every address."""
+    """Return the first of so many ports in a row that are free on every address.
+
+    None of those that systems give to connections: these could be taken until a server listens, seconds later.
+    """
     for _ in range(100):
-        with socket.socket() as first:
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-        if port + count < 65536 and all(is_free(each) for each in range(port, port + count)):
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        if all(is_free(each) for each in range(port, port + count)):
             return port
     raise AssertionError("no free ports in a row")
 

@@ -108,7 +108,7 @@ class Pods:
             connection.request("POST" if body is not None else "GET", path, data, headers)
             answer = connection.getresponse()
             return answer.status, answer.read()
-        except OSError:
+        except (OSError, http.client.HTTPException):
             return 0, b""
         finally:
             connection.close()
@@ -117,11 +117,13 @@ class Pods:
         return self.get(self.health[role], path)[0]
 
     def log(self, role: str) -> str:
-        return (self.folder / role / "log").read_text()
+        return (self.folder / role / "log").read_text(errors="replace")
 
     def until(self, role: str, path: str, status: int) -> None:
         try:
-            wait_for(lambda: self.probe(role, path) == status or self.running[role].poll() is not None)
+            wait_for(
+                lambda: self.probe(role, path) == status or self.running[role].poll() is not None, _TOGETHER_S_MAX
+            )
         except AssertionError:
             logs = "\n".join(f"{name}: {self.log(name)}" for name in self.running)
             raise AssertionError(f"{role}{path} does not become {status}:\n{logs}") from None
