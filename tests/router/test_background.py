@@ -12,7 +12,8 @@ from router.fake_controller import FakeController
 from router.harness import ANSWER, STORES, RunningRouter, make_answer, running, shared_records, wait_until
 from router.process_calls import router_process
 
-from trunkline.router.tasks import runner, task_lease
+from trunkline.router.messages import FinishReason
+from trunkline.router.tasks import background_run, runner, task_lease
 from trunkline.router.text.tokenizer import Tokenizer
 
 LATER: dict[str, Any] = {"model": "demo", "input": "Hi", "background": True}
@@ -90,6 +91,20 @@ def test_a_response_fails(http: httpx.Client, router: RunningRouter) -> None:
     done = finished(http, begin(http, previous_response_id="resp_none"))
     assert done["error"]["code"] == "previous_response_not_found"
     wait_until(lambda: not router.call(router.service.tasks.all()))
+
+
+def test_what_never_finds_room_fails_after_its_time(
+    http: httpx.Client, fake: FakeController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_run, "TRIED_S", 3.0)
+    fake.behaviour.refuse = FinishReason.QUEUE_FULL
+    response = begin(http)
+    done = finished(http, response, 20)
+    assert (done["status"], done["output"]) == ("failed", [])
+    assert "it was tried for 0 hours without success: " in done["error"]["message"]
+    fake.behaviour.refuse = None
+    assert finished(http, begin(http))["status"] == "completed"
+    assert get(http, response)["status"] == "failed"
 
 
 @pytest.mark.parametrize(

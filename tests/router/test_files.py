@@ -80,12 +80,18 @@ def test_a_list_begins_with_the_newest(http: httpx.Client) -> None:
     assert ([file["id"] for file in rest["data"]], rest["has_more"]) == ([made[1]], False)
 
 
-def test_a_file_expires(http: httpx.Client) -> None:
+def test_a_file_expires(http: httpx.Client, router: RunningRouter) -> None:
     plain = http.get(f"/v1/files/{upload(http, b'x')}").json()
     assert abs(plain["expires_at"] - plain["created_at"] - KEPT_S) < 120
     fields = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "7200"}
     short = http.get(f"/v1/files/{upload(http, b'x', **fields)}").json()
     assert short["expires_at"] - short["created_at"] == 7200
+    records = router.service.records
+    assert http.get(f"/v1/files/{short['id']}/content").content == b"x"
+    parts = {each.key.id.partition("/")[0]: each for each in router.call(records.page("file-part", ""))}
+    part = parts[short["id"]]
+    assert 0 <= part.used + part.ttl - short["expires_at"] < 3700, "its parts go soon after it, read or not"
+    assert parts[plain["id"]].ttl > KEPT_S
     fields["expires_after[seconds]"] = "60"
     assert http.post("/v1/files", **form_of(b"x", purpose="batch", **fields)).status_code == 400
 

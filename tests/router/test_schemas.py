@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import threading
 from functools import partial
@@ -16,7 +17,7 @@ from router.harness import DEMO_MODEL, STORES, RunningRouter, running, shared_re
 from router.schema_calls import PLAN, TRIP, complete, look, post
 from router.session_calls import error_of
 
-from trunkline.kvstore.records import Change, MissingError, Reading, RecordKey
+from trunkline.kvstore.records import Change, MissingError, Reading, RecordKey, Tended
 from trunkline.router import pml
 from trunkline.router.config import RouterConfig
 from trunkline.router.stores import record_tender
@@ -274,6 +275,32 @@ def test_an_expired_schema_loses_its_pins(
             router.call(records.get(key))
         assert complete(http).status_code == 404
         assert len(router.service.schemas) == 0
+
+
+def test_pins_end_though_the_router_stops_meanwhile(
+    place: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other router would learn that the schema has expired."""
+    monkeypatch.setattr(record_tender, "PERIOD_SECONDS", 0.05)
+    with running(place, tokenizer) as (router, [fake]), router.client() as http:
+        post(http, pin=True)
+        records, key = router.service.records, RecordKey("schema", "", "trip")
+        tend, expired = records.tend, threading.Event()
+
+        async def slowly() -> Tended:
+            done = await tend()
+            if done.deleted:
+                expired.set()
+                await asyncio.sleep(1.0)
+            return done
+
+        monkeypatch.setattr(records, "tend", slowly)
+        record = router.call(records.get(key)).record
+        router.call(records.put(key, record.version, Change(record.header, 0.01, record.head)))
+        assert expired.wait(20)
+        assert fake.behaviour.modules.pins
+        router.stop()
+        wait_until(lambda: not fake.behaviour.modules.pins)
 
 
 def test_pins_move_with_their_home(place: Path, tokenizer: Tokenizer) -> None:

@@ -27,6 +27,8 @@ KINDS: Final = (_KIND, _PART_KIND)
 PREFIX: Final = "file-"
 _PART_TTL_S: Final = KEPT_S + 24 * 3600.0
 """Parts are used a little before or after their file, and must not expire before it."""
+_PART_LATER_S: Final = 3600.0
+"""Time in seconds after which the parts of a file that expires go, too: whoever reads it then comes to its end."""
 
 
 class FileInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -86,8 +88,16 @@ class FileStore:
         Raises:
             ExistsError: there is one already.
         """
+        if info.ttl:
+            for part in info.parts:
+                await self._expire(RecordKey(_PART_KIND, owner, part), info.ttl + _PART_LATER_S)
         change = Change(msgspec.msgpack.encode(info), info.ttl or KEPT_S)
         return _stored(await self._records.create(RecordKey(_KIND, owner, file_id), change))
+
+    async def _expire(self, key: RecordKey, seconds: float) -> None:
+        """Let a part expire after a time."""
+        record = (await self._records.get(key)).record
+        await self._records.put(key, record.version, Change(b"", seconds, record.head))
 
     async def get(self, owner: str, file_id: str) -> StoredFile:
         """Return a file.
@@ -107,7 +117,7 @@ class FileStore:
         if not file.info.ttl:
             await self._records.get(RecordKey(_KIND, owner, file.id))
         for part in file.info.parts:
-            reading = await self._records.get(RecordKey(_PART_KIND, owner, part))
+            reading = await self._records.get(RecordKey(_PART_KIND, owner, part), use=not file.info.ttl)
             yield reading.segments[0].content
 
     async def page(self, owner: str, after: str, limit: int) -> list[StoredFile]:

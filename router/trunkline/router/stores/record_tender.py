@@ -45,16 +45,20 @@ class RecordTender:
         self._on_usage = on_usage
         self._phase = phase
         self._task: asyncio.Task[None] | None = None
+        self._portion: asyncio.Task[bool] | None = None
 
     def open(self) -> None:
         """Begin to tend the store."""
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Stop; the portion in progress is waited for at most as long as it takes to cancel it."""
+        """Stop. The portion in progress is waited for: what it has deleted is told, which no router could find out
+        later."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+        if self._portion is not None:
+            await asyncio.gather(self._portion, return_exceptions=True)
 
     async def _run(self) -> None:
         await asyncio.sleep(self._phase * PERIOD_SECONDS)
@@ -69,10 +73,15 @@ class RecordTender:
 
     async def _round(self) -> None:
         while True:
-            tended = await self._records.tend()
-            for key in tended.deleted:
-                self._on_deleted(key)
-            if tended.is_done:
+            self._portion = asyncio.create_task(self._tend())
+            if await asyncio.shield(self._portion):
                 break
             await asyncio.sleep(_PAUSE_SECONDS)
         self._on_usage(await self._records.usage())
+
+    async def _tend(self) -> bool:
+        """Tend a portion, and tell which records it has deleted. Return whether that was the last one."""
+        tended = await self._records.tend()
+        for key in tended.deleted:
+            self._on_deleted(key)
+        return tended.is_done

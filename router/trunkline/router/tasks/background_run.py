@@ -19,6 +19,8 @@ from trunkline.router.tenancy.auth import Identity
 
 _RESPONSES_AT_ONCE: Final = 64
 _PATH: Final = "/v1/responses"
+TRIED_S: Final = 24 * 3600.0
+"""Time in seconds from its request after which a response fails that always gets "try again later" (429, 503)."""
 
 
 class BackgroundHandler:
@@ -44,7 +46,10 @@ class BackgroundHandler:
         body = b"".join(segment.content for segment in lease.segments)
         random = RequestRandom(state.name, state.created)
         await self._enter(lease, state, "in_progress")
-        answer = await self._answer(lease, InnerRequest(_PATH, body, identity, random, is_behind=False))
+        until = state.created + TRIED_S
+        answer = await self._answer(
+            lease, InnerRequest(_PATH, body, identity, random, is_behind=False, until=until)
+        )
         if answer is None and not lease.cancelled.is_set():
             return False
         is_made = (
@@ -56,6 +61,9 @@ class BackgroundHandler:
             await self._enter(lease, state, "cancelled")
         else:
             error = msgspec.json.decode(answer.body)["error"]
+            if answer.status in (429, 503):
+                tried = f"it was tried for {TRIED_S / 3600:.0f} hours without success"
+                error["message"] = f"{tried}: {error['message']}"
             code = error["code"] or ("server_error" if answer.status >= 500 else "invalid_prompt")
             state.answer["error"] = {"code": code, "message": error["message"]}
             await self._enter(lease, state, "failed")

@@ -7,6 +7,8 @@ try again later (a tenant's limit is reached, no controller is ready).
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
@@ -42,6 +44,8 @@ class InnerRequest(NamedTuple):
     """Its source of random bytes: the request, made again by another router, gets the same ones."""
     is_behind: bool
     """Whether the request stands behind all requests that clients wait for."""
+    until: float = math.inf
+    """Unix time in seconds from which on "try again later" is an answer, too."""
 
 
 class InnerAnswer(NamedTuple):
@@ -53,7 +57,8 @@ class InnerAnswer(NamedTuple):
 
 
 async def make_request(app: Any, endpoint: Endpoint, request: InnerRequest) -> InnerAnswer:
-    """Return the answer of an endpoint, once it is one that a client would not be told to ask for again.
+    """Return the answer of an endpoint, once it is one that a client would not be told to ask for again, or the
+    request's time is over.
 
     Args:
         app: the application, whose state has the service.
@@ -66,9 +71,11 @@ async def make_request(app: Any, endpoint: Endpoint, request: InnerRequest) -> I
             async with _admitted(service, request, request_id):
                 answer = await _answer(app, endpoint, request)
         except OverLimitError as error:
+            if time.time() >= request.until:
+                return InnerAnswer(request_id, error.status, bytes(JsonResponse(error.body()).body))
             await asyncio.sleep(min(error.retry_after or pause_s, _PAUSE_S_MAX))
             continue
-        if answer.status_code not in _RETRIED:
+        if answer.status_code not in _RETRIED or time.time() >= request.until:
             return InnerAnswer(request_id, answer.status_code, bytes(answer.body))
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _PAUSE_S_MAX)
