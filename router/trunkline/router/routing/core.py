@@ -453,7 +453,8 @@ class RoutingCore:
             peers = self._traits.peers(identity)
             if len(peers) and matches[-1].masks:
                 whole = cached.sum(axis=1) if tail >= 0 else whole
-                pulled[members] = pullable(found[identity], members, whole, self.index.columns(peers))
+                columns = self.index.columns(peers)
+                pulled[members] = pullable(found[identity], members, whole, columns, has_tail=tail >= 0)
                 is_pulled = True
         if is_pulled:
             effective += pulled * self._traits.pull_worth
@@ -462,7 +463,7 @@ class RoutingCore:
     def _from_peers(self, found: Found, identity: KvIdentity, chosen: int) -> tuple[list[Holder], Sleeping | None]:
         """Return which peers have chunks that a controller lacks, in host memory and then on disk."""
         traits, peers = self._traits, self._traits.peers(identity)
-        told = found.last.counts[chosen, :EXPECTED].sum()
+        told = sum(found.last.counts[chosen, :EXPECTED].tolist())
         if told == len(found.last.masks) or not traits.exports(chosen) or not len(peers):
             return [], None
         if found.names.chains[-1].way and keeps_cut(found, np.array([chosen])).any():

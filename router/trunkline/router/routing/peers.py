@@ -41,27 +41,28 @@ class Run(NamedTuple):
     stop: int
 
 
-def pullable(found: Found, members: IntArray, whole: IntArray, peers: Columns) -> IntArray:
+def pullable(found: Found, members: IntArray, whole: IntArray, peers: Columns, *, has_tail: bool) -> IntArray:
     """Return how many tokens controllers need not compute if they pull, without a gap from their own chunks on.
 
     Args:
         members: the controllers.
         whole: how many tokens each has cached.
         peers: the controllers that export chunks.
+        has_tail: whether one of them has an open tail, too, so that `whole` is not of whole chunks only.
     """
-    size, is_plain = found.names.chains[-1].tokens, bool(found.names.root)
-    masks, host = found.last.masks, peers.bits << HOST
-    own = whole // size if is_plain else found.last.counts[members].sum(axis=1)
+    masks, host, size = found.last.masks, peers.bits << HOST, found.names.chains[-1].tokens
     if all(map(host.__and__, masks)):
-        reach: IntArray = len(masks) - own
+        ends = np.array([len(masks) * size])
     else:
-        gaps = np.array([at for at, mask in enumerate(masks) if not mask & host] + [len(masks)])
-        reach = gaps[gaps.searchsorted(own)] - own
-    if is_plain:  # an open tail may have tokens of the first of these chunks
-        tokens: IntArray = np.maximum((own + reach) * size - whole, 0)
-        return tokens
+        ends = np.array([at * size for at, mask in enumerate(masks) if not mask & host] + [len(masks) * size])
+    if found.names.root:
+        own = whole // size * size if has_tail else whole
+        reach: IntArray = ends[ends.searchsorted(own)] - whole
+        return reach.clip(0) if has_tail else reach  # a tail may have tokens of the first of these chunks
+    own = found.last.counts[members].sum(axis=1) * size
+    reach = ends[ends.searchsorted(own)] - own
     reach[keeps_cut(found, members)] = 0
-    return reach * size
+    return reach
 
 
 def keeps_cut(found: Found, controllers: IntArray) -> NDArray[np.bool_]:
