@@ -1,8 +1,9 @@
 """The directory under random orders and faults, with a model of every byte that its tiers hold.
 
-The model keeps what lies in each slot of the host pool, of the disk and of the remote tier; moves are carried out
-some time after they were ordered and reported some time after that. Whatever happens, a load must find in its host
-slot the bytes that were computed for its chunk, and `check` must find nothing to complain about.
+The model keeps what lies in each slot of the host pool, of the disk and of the remote tier, and what peers have;
+moves are carried out some time after they were ordered and reported some time after that. Whatever happens, a load
+must find in its host slot the bytes that were computed for its chunk, and `check` must find nothing to complain
+about.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class World:
     host: dict[int, Content] = field(default_factory=dict)
     disk: dict[int, Content] = field(default_factory=dict)
     remote: set[bytes] = field(default_factory=set)
+    peers: dict[str, set[bytes]] = field(default_factory=dict)
+    """What each peer has in host memory, by its endpoint."""
 
 
 @dataclass
@@ -69,6 +72,8 @@ class Life:
             "host_slots": rng.randint(1, 8),
             "disk_slots": rng.choice([0, 1, 4, 9, 12]),
             "remote": rng.random() < 0.4,
+            "peers": rng.random() < 0.5,
+            "pulls_in_flight": 2,
             "policy": rng.choice(list(EvictionPolicy)),
             "write_behind": rng.random() < 0.7,
             "host_free": rng.randrange(3),
@@ -93,6 +98,7 @@ class Life:
         self.ordered: list[Move[Chunk]] = []
         self.executed: list[tuple[Move[Chunk], MoveStatus]] = []
         self.plan = Plan()
+        self.where: dict[int, str] = {}
         self.claims: list[Chunk] = []
         self.pins: list[list[Chunk]] = []
         self.may_lose = False
@@ -128,6 +134,7 @@ class Life:
         self.directory.used(path, self.now)
         for chunk in path:
             chunk.placed = True
+            self.directory.placed(chunk)
             self.save(chunk, forced=self.rng.random() < 0.1)
 
     def save(self, chunk: Chunk, *, forced: bool) -> None:
@@ -147,6 +154,7 @@ class Life:
                 slot, generation = self.directory.load(chunk, self.plan.step)
                 self.plan.loads.append((slot, (chunk.name, generation)))
                 chunk.placed = True
+                self.directory.placed(chunk)
 
     def leave_device(self) -> None:
         """Blocks are needed for something else."""
@@ -257,6 +265,8 @@ class Life:
         if move.tier is TierKind.DISK:
             found = self.world.disk.get(move.slot) == (name, move.generation) and not is_flipped
             assert found or is_flipped or self.was_damaged(move), "it was there"
+        elif move.tier is TierKind.PEER:
+            found = name in self.world.peers.get(self.where[move.peer], ())
         else:
             found = name in self.world.remote
         self.world.host[move.host_slot] = (name, move.host_generation) if found else GARBAGE
@@ -291,6 +301,36 @@ class Life:
         if (chunk := self.some()) is not None and chunk.name in self.world.remote:
             self.directory.add_remote(chunk)
 
+    def peer_changes(self) -> None:
+        """A peer gets chunks, loses some, or leaves; it comes back elsewhere."""
+        at = f"ipc://{self.rng.randrange(4)}"
+        has = self.world.peers.setdefault(at, set())
+        if self.rng.random() < 0.1:
+            del self.world.peers[at]
+        elif self.rng.random() < 0.3:
+            has -= set(self.rng.sample(sorted(has), len(has) // 2))
+        elif self.chunks:
+            has |= set(self.rng.choices(sorted(self.chunks), k=5))
+
+    def hear(self) -> None:
+        """A router says that peers have the chunks of a path, rightly or not; a job wants them."""
+        at = f"ipc://{self.rng.randrange(5)}"
+        peer = self.directory.peers.meet("a group", (at,), self.now) if self.options["peers"] else None
+        if peer is None:
+            return
+        self.where[peer.number] = at
+        path = self.path_to(bytes(self.rng.randrange(FANOUT) for _ in range(self.rng.randint(1, DEPTH))))
+        for chunk in path:
+            if self.rng.random() < 0.8:
+                self.directory.add_peer(chunk, peer)
+        if self.rng.random() < 0.8:
+            job = self.rng.randrange(6)
+            self.directory.want(job, (float(self.rng.randrange(10)), float(job)), path)
+
+    def pass_time(self) -> None:
+        """So long that peers without use are forgotten."""
+        self.now += 400.0
+
     def crash(self) -> None:
         """Everything but disk, index and remote tier is gone; the index may be a few events behind."""
         events = self.directory.index_events()
@@ -311,9 +351,14 @@ class Life:
 
     def check(self) -> None:
         self.directory.check()
-        for chunk in self.directory.lost():
+        lost, hearsay = self.directory.lost(), self.directory.take_unheld()
+        for chunk in lost:
             if chunk.is_forgotten:
                 continue  # went with one above it
+            if chunk in hearsay:
+                if not self.on_device(chunk):
+                    self.remove(chunk)
+                continue
             assert not chunk.pins or self.may_lose or chunk.placed, "a pinned chunk left"
             assert not chunk.stored_below or self.may_lose or chunk.placed, "not leaf first"
             if not self.on_device(chunk):
@@ -329,11 +374,11 @@ class Life:
 
 COMMON = (
     *(Life.compute, Life.load, Life.leave_device, Life.order, Life.work, Life.execute, Life.report, Life.want),
-    *(Life.unwant, Life.claim, Life.unclaim, Life.unclaim, Life.end_step),
+    *(Life.unwant, Life.claim, Life.unclaim, Life.unclaim, Life.end_step, Life.hear, Life.peer_changes),
 )
 RARE = (
     *(Life.pin, Life.unpin, Life.unpin, Life.keep, Life.expire, Life.forget, Life.remote_evicts, Life.probe),
-    *(Life.own, Life.crash),
+    *(Life.own, Life.crash, Life.pass_time),
 )
 
 

@@ -154,8 +154,8 @@ class Fetching:
         return wait is not None and wait.gave_up
 
     def origin(self, group: SequenceGroup, node: Node, nearest: TierKind) -> TierKind:
-        """Return the tier in which a chunk was when the request arrived; `nearest` if it was not far away, or if it
-        was computed instead of being pulled from a peer."""
+        """Return the tier in which a chunk was when the request arrived; `nearest` if it was not far away, or if
+        it was computed instead of being pulled from a peer."""
         wait = self._waits.get(group.id)
         tier = wait.far.get(node, nearest) if wait is not None else nearest
         return nearest if tier is TierKind.PEER and nearest is TierKind.DEVICE else tier
