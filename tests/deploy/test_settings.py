@@ -140,6 +140,7 @@ def test_routers_share_what_the_supervisor_listens_on(tmp_path: Path, monkeypatc
             tenant_limits=TenantLimits(requests=4),
             tenant_header="X-Tenant",
             idempotency_ttl=60.0,
+            file_bytes_max=4096,
         )
         plan = plan_cluster(settings, listener=listener)
         assert plan.port == listener.getsockname()[1]
@@ -153,7 +154,7 @@ def test_routers_share_what_the_supervisor_listens_on(tmp_path: Path, monkeypatc
         assert router["tenants"] == str(tmp_path / "tenants.txt"), "wherever the router runs"
         assert router["tenant_limits"]["requests"] == 4
         said = (router[name] for name in ("resume_seconds", "tenant_header", "idempotency_ttl_seconds"))
-        assert tuple(said) == (7.0, "X-Tenant", 60.0)
+        assert (*said, router["file_bytes_max"]) == (7.0, "X-Tenant", 60.0, 4096)
         assert router["members"] == f"static:{tmp_path / 'members.json'}"
         Growing(plan, tmp_path, DiskFolders(), Running(plan.port, plan.url, plan.title, 1)).publish((0, 1))
         groups = read_members(tmp_path / "members.json")

@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_digest
 
-from trunkline.kvstore.records import HEADER_BYTES_MAX, MissingError, RecordKey, open_records
+from trunkline.kvstore.records import (
+    HEADER_BYTES_MAX,
+    SEGMENT_BYTES_MAX,
+    MissingError,
+    RecordKey,
+    open_records,
+)
 from trunkline.kvstore.records.old_files import import_old_files
 
 RECORDS = """
@@ -134,6 +140,17 @@ def test_records_whose_time_is_over_stay_behind(tmp_path: Path) -> None:
     count, found, _ = imported(str(tmp_path / "new.sqlite"), old)
     assert count == 1
     assert list(found) == [RecordKey("session", "", "sess_1")]
+
+
+def test_what_is_too_large_for_a_store_stays_in_the_file(tmp_path: Path) -> None:
+    """Earlier versions had no limit for one record."""
+    path = old_file(
+        tmp_path / "old.sqlite", [*VALUES[:1], ("session", "large", bytes(SEGMENT_BYTES_MAX + 1), 0.0)]
+    )
+    count, found, lines = imported(str(tmp_path / "new.sqlite"), path)
+    assert (count, found[RecordKey("session", "", "sess_1")]) == (1, b"one")
+    assert "1 are larger than records may be" in lines[0]
+    assert (tmp_path / "old.sqlite.imported").exists()
 
 
 def test_what_can_be_read_of_a_damaged_file_is_taken_over(tmp_path: Path) -> None:

@@ -203,7 +203,6 @@ class FairQueue:
         if not line.waiting:
             level.places += 1
             line.place = level.places
-            line.used = max(line.used, level.floor)
         index = bisect_left(line.waiting, _place_in_line(group), key=_place_in_line)
         if index < len(line.waiting):
             group.turn = line.waiting[index].turn

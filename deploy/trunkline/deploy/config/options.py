@@ -304,6 +304,14 @@ SERVE_OPTIONS: Final = (
         parse=lambda text: parse_limit(text, "--records-tenant-bytes"),
     ),
     CliOption(
+        "file_bytes_max",
+        "Largest file that clients may upload, as input of a batch. Default: 200 MiB.",
+        OPERATION,
+        name="file_max_bytes",
+        metavar="SIZE",
+        parse=lambda text: parse_bytes(text, "--file-max-bytes"),
+    ),
+    CliOption(
         "allowed_hosts",
         "Host names by which browsers may reach a server without API keys, with commas between them.",
         OPERATION,
@@ -407,8 +415,8 @@ _CLUSTER_ONLY: Final = frozenset({"groups", "ranks_here", "models"})
 """Fields that only `serve` makes use of."""
 _ROUTER_ONLY: Final = frozenset(
     """served_model_name tool_call_parser routers policy resume_seconds host port tenants tenant_limits
-    tenant_header idempotency_ttl records records_max_bytes records_tenant_bytes api_key_file allow_anonymous
-    allowed_hosts cors_origins""".split()
+    tenant_header idempotency_ttl records records_max_bytes records_tenant_bytes file_bytes_max api_key_file
+    allow_anonymous allowed_hosts cors_origins""".split()
 )
 _ENGINE_ONLY: Final = frozenset(
     """tp dtype device threads kernels quantization chunk_size kv_memory_bytes gpu_memory_fraction host_tier_bytes

@@ -137,6 +137,8 @@ class ServeSettings:
     """Bytes that all records may take; 0: no limit. Beyond it the least recently used ones are deleted."""
     records_tenant_bytes: int = 0
     """Bytes that the records of one tenant may take; 0: no limit. Beyond it the tenant can make no new ones."""
+    file_bytes_max: int = 200 << 20
+    """Largest size in bytes of a file that clients upload."""
     threads: int | None = None
     """CPU threads per worker."""
     log_level: str = "warning"
