@@ -55,7 +55,8 @@ def test_what_is_no_disk_option(text: str, message: str) -> None:
 
 def test_remote_urls() -> None:
     urls = "redis://localhost redis://h:6379/0 rediss://u:p@h:1/15?x=y redis://[::1]:6379/ redis://:p@h "
-    urls += "unix:///run/redis.sock unix:///r?db=3 unix://u:p@/r.sock"
+    urls += "unix:///run/redis.sock unix:///r?db=3 unix://u:p@/r.sock "
+    urls += "s3://bucket s3://bucket/some/prefix?endpoint=http://127.0.0.1:9000&region=eu-west-1&profile=team"
     for url in urls.split():
         check_remote_url(url)
 
@@ -65,7 +66,7 @@ def test_an_unknown_store_is_told_which_there_are() -> None:
         check_remote_url("memcached://h")
     assert str(caught.value) == (
         "--remote-tier is 'memcached://h'; allowed are redis://HOST:PORT/DB, rediss://HOST:PORT/DB, "
-        "valkey://HOST:PORT/DB, valkeys://HOST:PORT/DB, unix:///PATH?db=DB"
+        "valkey://HOST:PORT/DB, valkeys://HOST:PORT/DB, unix:///PATH?db=DB, s3://BUCKET/PREFIX"
     )
 
 

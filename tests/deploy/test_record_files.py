@@ -64,6 +64,8 @@ def test_the_place(tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyP
         (ServeSettings(disk_tier=named), beside),
         (ServeSettings(disk_tier=named, remote_tier=REDIS), REDIS),
         (ServeSettings(disk_tier=named, remote_tier=REDIS, records="redis://x/1"), "redis://x/1"),
+        (ServeSettings(remote_tier="s3://bucket", records="redis://x/1"), "redis://x/1"),
+        (ServeSettings(disk_tier=named, remote_tier="s3://bucket"), beside),
         (ServeSettings(disk_tier=named, remote_tier=REDIS, records="sqlite:/r.sqlite"), "sqlite:/r.sqlite"),
         (ServeSettings(records="sqlite:r.sqlite"), f"sqlite:{Path.cwd()}/r.sqlite"),
         (ServeSettings(records="sqlite::memory:"), "sqlite::memory:"),

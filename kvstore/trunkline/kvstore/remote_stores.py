@@ -82,6 +82,8 @@ class RemoteStore:
     """Module that the store's client is; "": one that is always installed."""
     extra: str = ""
     """What to install for `needs`."""
+    keeps_records: bool = False
+    """Whether `trunkline.kvstore.records` can use the same server."""
 
     @property
     def missing(self) -> str:
@@ -95,8 +97,11 @@ class RemoteUrlError(ValueError):
     """A URL that names no known kind of store. The message does not contain it, because it may hold a password."""
 
 
-def find_store(url: str) -> RemoteStore:
+def find_store(url: str, *, for_records: bool = False) -> RemoteStore:
     """Return the kind of store that a URL names.
+
+    Args:
+        for_records: Only stores count that can keep records, too.
 
     Raises:
         RemoteUrlError: There is no such kind, the URL is malformed, or the package that has the kind is broken.
@@ -106,9 +111,10 @@ def find_store(url: str) -> RemoteStore:
         _ = parts.hostname, parts.port
     except ValueError:  # its message may quote the address
         raise RemoteUrlError("which is no URL with a host and a port") from None
-    store = REMOTE_STORES.get(parts.scheme) or _installed(parts.scheme)
+    known = {scheme: kind for scheme, kind in REMOTE_STORES.items() if kind.keeps_records or not for_records}
+    store = known.get(parts.scheme) or (None if for_records else _installed(parts.scheme))
     if store is None:
-        forms = [*(known.form for known in REMOTE_STORES.values()), *_installed_schemes()]
+        forms = [*(kind.form for kind in known.values()), *(() if for_records else _installed_schemes())]
         raise RemoteUrlError(f"allowed are {', '.join(forms)}")
     if problem := store.problem(parts):
         raise RemoteUrlError(problem)
@@ -173,10 +179,10 @@ def _s3_problem(parts: SplitResult) -> str:
 _REDIS: Final = "trunkline.worker.tiers.redis_store:RedisStore"
 REMOTE_STORES: Final[dict[str, RemoteStore]] = {
     **{
-        scheme: RemoteStore(f"{scheme}://HOST:PORT/DB", _REDIS, _network_problem)
+        scheme: RemoteStore(f"{scheme}://HOST:PORT/DB", _REDIS, _network_problem, keeps_records=True)
         for scheme in ("redis", "rediss", "valkey", "valkeys")  # the longer ones: over TLS
     },
-    "unix": RemoteStore("unix:///PATH?db=DB", _REDIS, _socket_problem),
+    "unix": RemoteStore("unix:///PATH?db=DB", _REDIS, _socket_problem, keeps_records=True),
     "s3": RemoteStore(
         "s3://BUCKET/PREFIX",
         "trunkline.worker.tiers.s3_store:S3Store",

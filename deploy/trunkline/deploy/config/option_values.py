@@ -185,12 +185,15 @@ def check_remote_url(url: str) -> None:
     """Check that this is the URL of a store that can be a remote tier.
 
     Raises:
-        UserError: It is not such a URL. The text says what is allowed, and does not show the password.
+        UserError: It is not such a URL, or the store's client is not installed. The text says what is allowed, and
+            does not show the password.
     """
     try:
-        find_store(url)
+        store = find_store(url)
     except RemoteUrlError as error:
         raise UserError(f"--remote-tier is {redacted(url)!r}; {error}") from None
+    if store.missing:
+        raise UserError(f"--remote-tier: {store.missing}")
 
 
 SQLITE: Final = "sqlite:"

@@ -26,7 +26,7 @@ from trunkline.deploy.config.disk_folders import RECORDS_NAME, base_of, indexes_
 from trunkline.deploy.config.option_values import SQLITE, redacted
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
-from trunkline.kvstore.records import StoreAwayError, open_records
+from trunkline.kvstore.records import StoreAwayError, open_records, problem_of_records
 from trunkline.kvstore.records.old_files import import_old_files
 
 FILE_NAME: Final = "records.sqlite"
@@ -71,9 +71,14 @@ class RecordsPlan:
         return "kept only while the server runs" if self.url in ("", IN_MEMORY) else redacted(self.url)
 
 
+def records_beside(remote_tier: str) -> str:
+    """Return the URL of a remote tier if its server can keep records, too, as Redis can; else ""."""
+    return "" if problem_of_records(remote_tier) else remote_tier
+
+
 def plan_records(settings: ServeSettings) -> RecordsPlan:
-    """Return the place of the records: what `--records` says, else the remote tier's server, else a file beside
-    the disk tier.
+    """Return the place of the records: what `--records` says, else the remote tier's server if that can keep
+    records, else a file beside the disk tier.
 
     Raises:
         UserError: Each of several routers would have records of its own.
@@ -87,8 +92,9 @@ def plan_records(settings: ServeSettings) -> RecordsPlan:
     if settings.records.startswith(SQLITE) and settings.records != IN_MEMORY:
         path = os.path.abspath(os.path.expanduser(settings.records.removeprefix(SQLITE)))
         return RecordsPlan(f"{SQLITE}{path}", base, is_given=True)
-    if settings.records or settings.remote_tier:
-        return RecordsPlan(settings.records or settings.remote_tier, base, is_given=bool(settings.records))
+    url = settings.records or records_beside(settings.remote_tier)
+    if url:
+        return RecordsPlan(url, base, is_given=bool(settings.records))
     return RecordsPlan(f"{SQLITE}{base / RECORDS_NAME / FILE_NAME}" if base is not None else "", base)
 
 

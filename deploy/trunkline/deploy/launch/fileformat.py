@@ -124,7 +124,9 @@ class Tiers(Record, frozen=True):
             "folder is PATH/GROUP."
         ),
     ] = ""
-    remote: Annotated[str, Meta(description="`--remote-tier`: URL of a Redis or Valkey server.")] = ""
+    remote: Annotated[
+        str, Meta(description="`--remote-tier`: URL of a Redis or Valkey server, or of a bucket.")
+    ] = ""
     policy: Annotated[str, Meta(description="`--tier-policy`: the rule by which chunks leave a full tier.")] = ""
 
 

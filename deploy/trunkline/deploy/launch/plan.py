@@ -25,6 +25,7 @@ from msgspec import structs
 
 from trunkline.deploy.config.node_settings import GROUP_PORTS
 from trunkline.deploy.config.option_values import API_KEY_VARIABLE, SQLITE, check_records_url
+from trunkline.deploy.config.record_files import records_beside
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.launch.document import Document, Path
 from trunkline.deploy.launch.fileformat import Cluster, Environment, Host, Router, Security
@@ -317,7 +318,7 @@ def _records(document: Document, cluster: Cluster, routers: list[tuple[Router, P
     Raises:
         FileError: The URL is wrong, or routers on several hosts would have records of their own.
     """
-    url = cluster.records or cluster.tiers.remote
+    url = cluster.records or records_beside(cluster.tiers.remote)
     if cluster.records:
         try:
             check_records_url(url)

@@ -99,7 +99,7 @@ def problem_of_records(url: str) -> str:
             return "After sqlite: the URL names a file, such as sqlite:/var/lib/trunkline/records.sqlite."
         return ""
     try:
-        find_store(url)
+        find_store(url, for_records=True)
     except RemoteUrlError as error:
         return f"The URL of a record store is sqlite:PATH or that of a Redis server; {error}."
     return ""
