@@ -184,8 +184,9 @@ SERVE_OPTIONS: Final = (
     ),
     CliOption(
         "remote_tier",
-        "Redis or Valkey server for KV that several clusters share: redis://HOST:PORT/DB, rediss:// with TLS, or "
-        "unix:///PATH?db=DB.",
+        "Store for KV that several clusters share. A Redis or Valkey server: redis://HOST:PORT/DB, rediss:// with "
+        "TLS, or unix:///PATH?db=DB. A bucket: s3://BUCKET/PREFIX?endpoint=URL&region=REGION. Or one of a package "
+        "(docs/remote-stores.md).",
         MEMORY,
         metavar="URL",
         variable="TRUNKLINE_REMOTE_TIER",
