@@ -360,15 +360,20 @@ class RouterService:
         )
 
     async def prefetch(self, route: RouteRequest) -> Prefetched:
-        """Have the controller that a request would go to fetch the request's KV from slow tiers.
+        """Have the controller that a request would go to fetch the request's KV from slow tiers and from peers.
+        Peers bring what they have on disk only to their host memory, so that the request can have it from there.
 
         Raises:
             ApiError: 503, no controller is ready, or it does not answer.
         """
         drops = pack_int32([end for span in route.drops for end in span])
+        link, decision = self.dispatcher.choose(msgspec.structs.replace(route, model=self._wanted))
+        wanted = Prefetch(0, route.tokens, route.salt, drops, route.layout)
+        if decision.sleeping is not None and (peer := self.links.get(decision.sleeping.controller)) is not None:
+            peer.tell(lambda ticket: msgspec.structs.replace(wanted, ticket=ticket))
         answer = await call_persistently(
-            self.dispatcher.choose(msgspec.structs.replace(route, model=self._wanted)),
-            lambda ticket: Prefetch(ticket, route.tokens, route.salt, drops, route.layout),
+            link,
+            lambda ticket: msgspec.structs.replace(wanted, ticket=ticket, holders=decision.holders),
             CALL_SECONDS,
         )
         if not isinstance(answer, Prefetched):

@@ -35,6 +35,10 @@ _STATUSES: Final = ("starting", "ready", "draining", "failed")
 _COUNT_MAX: Final = (1 << 63) - 1
 _INT32_MAX: Final = (1 << 31) - 1
 _TEXT_MAX: Final = 65_536
+_RANKS_MAX: Final = 1024
+_REASONS_MAX: Final = 16
+_REASON_MAX: Final = 32
+_ENDPOINT_MAX: Final = 512
 _MOST: Final = {"chunk_size": 1 << 16, "max_context": _INT32_MAX, "max_rows": _INT32_MAX}
 """Largest values of the numbers that the router calculates with; all other numbers are only shown."""
 _TIERS: Final = frozenset(kind.name.lower() for kind in TierKind)
@@ -183,6 +187,8 @@ def _problem_of_state(state: State) -> str:
     problem = _problem_of_numbers(state)
     if problem:
         return problem
+    if len(state.exports) > _RANKS_MAX or any(len(endpoint) > _ENDPOINT_MAX for endpoint in state.exports):
+        return f"it exports at more than {_RANKS_MAX} endpoints, or at one of more than {_ENDPOINT_MAX} characters"
     if len(state.tiers) > len(_TIERS) or len(state.load_us) > len(_TIERS):
         return f"it reports {len(state.tiers)} tiers; there are {len(_TIERS)}"
     for tier in state.tiers:
@@ -195,7 +201,11 @@ def _problem_of_state(state: State) -> str:
     unknown = next((reason for reason in state.misses if reason not in set(MissReason)), None)
     if unknown is not None:
         return f"requests missed for a reason {unknown[:40]!r} that is not known"
-    return "" if all(0 <= count <= _COUNT_MAX for count in state.misses.values()) else "it counts below zero"
+    reasons = state.pulls_given_up
+    if len(reasons) > _REASONS_MAX or any(len(reason) > _REASON_MAX for reason in reasons):
+        return f"it gave up pulls for {len(reasons)} reasons; allowed are {_REASONS_MAX} short ones"
+    counts = (*state.misses.values(), *reasons.values())
+    return "" if all(0 <= count <= _COUNT_MAX for count in counts) else "it counts below zero"
 
 
 def _problem_of_numbers(report: State | TierState) -> str:

@@ -148,16 +148,17 @@ class Dispatcher:
             raise
         return stream
 
-    def choose(self, route: RouteRequest) -> ControllerLink:
-        """Return the link to the controller that would get a request now.
+    def choose(self, route: RouteRequest) -> tuple[ControllerLink, Decision]:
+        """Return the link to the controller that would get a request now, and why.
 
         Raises:
             ApiError: 503, no controller is ready.
         """
         try:
-            return self._links[self.core.route(route, self.now()).controller]
+            decision = self.core.route(route, self.now())
         except NoControllerError:
             raise unavailable(f"no engine is ready: {self._describe(route.model)}") from None
+        return self._links[decision.controller], decision
 
     def _describe(self, model: str) -> str:
         return describe(link for link in self._links if link.standing.may_serve(model))
@@ -173,9 +174,13 @@ class Dispatcher:
         """Note that a controller has reported its state, or that its connection was lost."""
         core, now, state = self.core, self.now(), link.state
         if link not in self._links:  # its group was removed, and the link ends with its last request
+            if state is None and self._links.get(link.index) is None:
+                core.set_exports(link.index, [])
             self._move_from(link, now)
             return
         core.set_available(link.index, link.ready, now)
+        exports = [] if state is None or link.problem else state.exports
+        core.set_exports(link.index, exports, leaves=state is not None and state.status == "draining")
         if state is not None:
             core.set_model(link.index, link.standing.model)
             if state.chunk_size:
@@ -347,8 +352,10 @@ class Dispatcher:
 
         def make(request: int) -> Submit:
             if sample == ALL:
-                return attempt.marked(submission(routed.job, request))
-            return attempt.marked(continuation(routed.job, request, sample, output))
+                submit = submission(routed.job, request)
+            else:
+                submit = continuation(routed.job, request, sample, output)
+            return attempt.marked(msgspec.structs.replace(submit, holders=decision.holders))
 
         try:
             attempt.request = link.submit(make, attempt)

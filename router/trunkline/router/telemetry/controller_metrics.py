@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import State, TierState
 from trunkline.router.telemetry.metric_families import Family, FamilyCollector
 
@@ -85,6 +86,7 @@ _TIER_COUNTERS: Final[tuple[tuple[str, str, Callable[[State, TierState], float]]
     ("evictions", "Chunks that made room or whose time was over.", lambda state, tier: tier.evictions),
     ("failures", "Moves that failed, and reads that did not verify.", lambda state, tier: tier.failures),
 )
+_PEER: Final = TierKind.PEER.name.lower()
 _READY: Final = Family(
     "trunkline_controller_ready", "gauge", "1 if the controller takes requests.", ("controller",)
 )
@@ -99,6 +101,20 @@ _MISSES: Final = Family(
     "counter",
     "Requests part of whose prompt was in no tier, by the reason.",
     ("controller", "reason"),
+)
+_GIVEN_UP: Final = Family(
+    "trunkline_pulls_given_up",
+    "counter",
+    "Chunks that a peer was said to have and that requests had to do without: slow (they did not wait any "
+    "longer), lost (the peer did not have them), gone (the peer did not answer).",
+    ("controller", "reason"),
+)
+_SAVED: Final = Family(
+    "trunkline_pulls_saved_seconds",
+    "gauge",
+    "Estimate of the time that pulling has saved since the start: prompt tokens found at peers, times the "
+    "difference between computing and pulling one, as measured now.",
+    ("controller",),
 )
 _INFLIGHT: Final = Family(
     "trunkline_controller_inflight", "gauge", "Requests of this router at the controller.", ("controller",)
@@ -140,7 +156,7 @@ class ControllerCollector(FamilyCollector):
         yield from (_family(name, "counter", text) for _, name, text in _COUNTERS)
         yield from (_tier_family(name, "gauge", text) for name, text, _ in _TIER_GAUGES)
         yield from (_tier_family(name, "counter", text) for name, text, _ in _TIER_COUNTERS)
-        yield _MISSES
+        yield from (_MISSES, _GIVEN_UP, _SAVED)
 
     def collect(self) -> Iterable[Metric]:
         """Yield the present values of these metrics for Prometheus."""
@@ -163,11 +179,21 @@ class ControllerCollector(FamilyCollector):
             yield _of_tiers(_tier_family(name, "gauge", text), value, states)
         for name, text, value in _TIER_COUNTERS:
             yield _of_tiers(_tier_family(name, "counter", text), value, states)
-        misses = metric_of(_MISSES)
+        misses, given_up, saved = metric_of(_MISSES), metric_of(_GIVEN_UP), metric_of(_SAVED)
         for controller, state in states:
             for reason, count in sorted(state.misses.items()):
                 misses.add_metric([controller, reason], float(count))
-        yield misses
+            for reason, count in sorted(state.pulls_given_up.items()):
+                given_up.add_metric([controller, reason], float(count))
+            saved.add_metric([controller], _saved_seconds(state))
+        yield from (misses, given_up, saved)
+
+
+def _saved_seconds(state: State) -> float:
+    """Return how long computing what was pulled would have taken longer than pulling it, in seconds."""
+    tokens = sum(tier.hit_tokens for tier in state.tiers if tier.name == _PEER)
+    pull_us = state.load_us[TierKind.PEER] if len(state.load_us) > TierKind.PEER else 0.0
+    return tokens * max(0.0, state.prefill_us - pull_us) / 1e6 if pull_us and state.prefill_us else 0.0
 
 
 def _filled(family: Family, field: str, states: Iterable[tuple[str, State]]) -> Metric:

@@ -250,7 +250,8 @@ class RoutingMetrics:
         """Labels of the series of `decisions`, by the controller's name."""
         self.expected = registry.counter(
             "trunkline_routing_expected_tokens",
-            "Prompt tokens of them, by whether the index had them at that controller: cached, new.",
+            "Prompt tokens of them, by where the index had them: cached (at that controller), peer (only at "
+            "others, from which it can pull them), new.",
             ["kv"],
         )
         self.events = registry.counter(
@@ -266,7 +267,8 @@ class RoutingMetrics:
         self._chosen.setdefault(decision.name, set()).add(labels)
         self.decisions.labels(*labels).inc()
         self.expected.labels("cached").inc(decision.cached_tokens)
-        self.expected.labels("new").inc(decision.new_tokens)
+        self.expected.labels("peer").inc(decision.pulled_tokens)
+        self.expected.labels("new").inc(decision.new_tokens - decision.pulled_tokens)
 
     def left(self, controller: str) -> None:
         """End the series of a controller that is gone. `controller`: its name."""

@@ -1,6 +1,6 @@
 /** @file The tiers of KV, fastest first: names, bits, colours. Pure. */
 
-export const TIERS = /** @type {const} */ (["device", "host", "disk", "remote"]);
+export const TIERS = /** @type {const} */ (["device", "host", "disk", "remote", "peer"]);
 
 /** @type {Record<string, string>} */
 export const TIER_TEXT = {
@@ -8,6 +8,7 @@ export const TIER_TEXT = {
   host: "host memory",
   disk: "disk",
   remote: "remote",
+  peer: "another group",
   none: "gone",
 };
 

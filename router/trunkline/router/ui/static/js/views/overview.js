@@ -37,7 +37,7 @@ function mount(root) {
     })),
     charts.element,
     h("div.row.head", null, h("h2", null, "Groups"), summary, h("span.grow"),
-      legend(["used", "in use"], ["cached", "cached"], ["host", "host"], ["disk", "disk"], ["remote", "remote"])),
+      legend(["used", "in use"], ["cached", "cached"], ["host", "host"], ["disk", "disk"], ["remote", "remote"], ["peer", "another group"])),
     groups,
   );
   const now = new Poll(() => "ui/api/overview", 1, (data) => {
@@ -147,7 +147,7 @@ class Charts {
 
 /** @param {readonly string[]} names */
 function tierLines(names) {
-  const dashes = /** @type {Record<string, number[] | undefined>} */ ({ host: [6, 3], disk: [2, 3], remote: [8, 3, 2, 3] });
+  const dashes = /** @type {Record<string, number[] | undefined>} */ ({ host: [6, 3], disk: [2, 3], remote: [8, 3, 2, 3], peer: [1, 3] });
   return names.map((name) => ({ label: TIER_TEXT[name], colour: `--${name}`, dash: dashes[name] }));
 }
 

@@ -56,7 +56,7 @@ class Playground {
     const page = h("div.playground", null,
       h("h1.sr", null, "Playground"),
       h("section.card.talk", null,
-        h("div.row.head", null, h("h2", null, "Conversation"), h("span.grow"), legend(["device", "device"], ["host", "host"], ["disk", "disk"], ["remote", "remote"], ["new", "computed"])),
+        h("div.row.head", null, h("h2", null, "Conversation"), h("span.grow"), legend(["device", "device"], ["host", "host"], ["disk", "disk"], ["remote", "remote"], ["peer", "another group"], ["new", "computed"])),
         this.#conversation.element, this.#problem, form),
       h("aside.card.side", { "aria-label": "Settings" },
         h("h3", null, "Kept as"),

@@ -61,7 +61,7 @@ class TreeView {
       h("div.treewrap", null,
         h("section.card.stage", null, this.#path, this.picture.element, this.#empty,
           h("div.row.foot", null,
-            legend(["device", "device"], ["host", "host"], ["disk", "disk"], ["remote", "remote"]),
+            legend(["device", "device"], ["host", "host"], ["disk", "disk"], ["remote", "remote"], ["peer", "another group"]),
             h("div.legend", null, h("span", null, h("i.swatch.weak"), "idle"), h("span", null, h("i.swatch.strong"), "in use now"), h("span", null, h("i.swatch.modular"), "module"), h("span", null, h("i.swatch.bundled"), "many small ones")),
             h("span.grow"), this.#summary)),
         this.#details),
