@@ -21,6 +21,8 @@ class Network:
         self.exports: dict[str, Callable[[bytes], Content | None]] = {}
         self.silent: set[str] = set()
         """Endpoints that take questions and do not answer."""
+        self.asked: dict[str, list[bytes]] = {}
+        """Names that were asked for, by endpoint."""
         self._known: dict[bytes, list[tuple[bytes, int]]] = {}
         self._lives = 0
 
@@ -55,6 +57,7 @@ class Network:
         """
         if endpoint not in self.exports:
             raise OSError(endpoint)
+        self.asked.setdefault(endpoint, []).append(name)
         content = self.exports[endpoint](name)
         if content is not None:
             self.saved(name, content)

@@ -149,7 +149,9 @@ class SimulatedPool:
             self.observer(name, self.host[slot][1])
 
     def named(self, name: bytes) -> list[Entry | None] | None:
-        """Return what host memory holds under a name; None: nothing, or it was overwritten."""
+        """Return what host memory holds under a name, after the saves that are under way; None: nothing, or it was
+        overwritten."""
+        self._hurry(self._saves, self._computed_step)
         slot, generation = self.names.get(name, (-1, 0))
         held = self.host.get(slot)
         return list(held[1]) if held is not None and held[0] == generation else None
