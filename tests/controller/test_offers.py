@@ -236,9 +236,11 @@ def test_a_drain_waits_for_routers_that_hand_over(seed: int) -> None:
                 at_it.discard(router)
                 until = 0.0
             case 2:
-                wait.gone(router, now)
-                if router in at_it:
+                others = rng.randrange(3)
+                wait.gone(router, others, now)
+                if router in at_it and others:
                     until = max(until, now + BEGIN_SECONDS)
+                until = until if others else 0.0
                 at_it.discard(router)
             case _:
                 was_over = wait.is_over(now)

@@ -44,11 +44,13 @@ class HandoverWait:
         self._routers.discard(router)
         self._until = -inf
 
-    def gone(self, router: int, now: float) -> None:
-        """Note that a router is no longer connected."""
-        if router in self._routers:
-            self._routers.discard(router)
+    def gone(self, router: int, others: int, now: float) -> None:
+        """Note that a router is no longer connected. `others`: how many still are."""
+        if not others:
+            self._until = -inf
+        elif router in self._routers:
             self._until = max(self._until, now + BEGIN_SECONDS)
+        self._routers.discard(router)
 
     def is_over(self, now: float) -> bool:
         """Return whether the group need not wait for a handover (any more)."""

@@ -263,7 +263,7 @@ class ControllerService:
             self._handle(router, message, now)
         for router in self.routers.silent(now, self.config.router_silence_seconds_max):
             self.routers.forget(router)
-            self._leaving.wait.gone(router, now)
+            self._leaving.wait.gone(router, len(self.routers.indices()), now)
             self._abort_all(router)
         self._step(now)
         self._send_state()

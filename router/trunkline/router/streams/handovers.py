@@ -12,6 +12,7 @@ already is not fetched again.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
@@ -32,7 +33,7 @@ from trunkline.kvstore.records import (
     StoreAwayError,
 )
 from trunkline.router.errors import ApiError
-from trunkline.router.messages import State
+from trunkline.router.messages import OfferedPath, State
 from trunkline.router.routing.core import RoutingCore
 from trunkline.router.routing.handover import Handed
 from trunkline.router.streams.courier import TICK_SECONDS, Courier, identity_of, offers
@@ -51,8 +52,12 @@ LOOK_AGAIN_SECONDS: Final = 1.0
 DRAIN_PART: Final = 0.5
 """Part of a group's host memory that one handover may fill: the rest is for what the group uses itself."""
 WARM_PART: Final = 0.5
+NEW_TOKENS: Final = 256
+"""Number of prompt tokens below which a group is new: another router may be filling it already."""
 GIVERS_MAX: Final = 3
 """Largest number of groups from which a new one gets what they have used most."""
+HOT_PAGES_MAX: Final = 8
+"""Largest number of pages that each of them is asked for."""
 LEASE_SECONDS: Final = 10.0
 """Time in seconds after which another router goes on if the one that does a handover dies."""
 RECORD_SECONDS: Final = 600.0
@@ -283,14 +288,8 @@ class Handovers:
         _log.info("warm_up_begins", group=link.name, of=[each.name for each in givers])
         courier = Courier(self._links, self._core, identity_of(state), [link], WARM_PART)
         try:
-            found = await asyncio.gather(*(offers(each, "hot", 0) for each in givers), return_exceptions=True)
-            paths = [
-                (path, giver.name)
-                for giver, page in zip(givers, found, strict=True)
-                if not isinstance(page, BaseException)
-                for path in page.paths
-            ]
-            for path, giver in sorted(paths, key=lambda each: -each[0].uses):
+            found = await asyncio.gather(*(_hot_paths(each) for each in givers))
+            for path, giver in sorted(itertools.chain(*found), key=lambda each: -each[0].uses):
                 courier.offer([path], giver)
             while not courier.is_idle and link.ready and _now() < until - 1.0:
                 courier.round()
@@ -350,9 +349,24 @@ class Handovers:
         return sorted((other for other in cached if cached[other]), key=lambda other: -cached[other])[:GIVERS_MAX]
 
 
+async def _hot_paths(giver: ControllerLink) -> list[tuple[OfferedPath, str]]:
+    """Return what a group offers to one that is new, each with the group's name."""
+    paths: list[tuple[OfferedPath, str]] = []
+    for page in range(HOT_PAGES_MAX):
+        try:
+            found = await offers(giver, "hot", page)
+        except ApiError:
+            break
+        paths += [(path, giver.name) for path in found.paths]
+        if not found.more:
+            break
+    return paths
+
+
 def _is_cold(state: State) -> bool:
-    """Return whether a group has no KV of requests at all: it is new, or has lost all of it."""
-    return not (state.blocks_cached or state.running or any(tier.used for tier in state.tiers))
+    """Return whether a group has hardly any KV of its own requests: it is new, or has lost all of it."""
+    has_none = not (state.blocks_cached or any(tier.used for tier in state.tiers))
+    return not state.running and (has_none or state.prompt_tokens < NEW_TOKENS)
 
 
 def _now() -> float:

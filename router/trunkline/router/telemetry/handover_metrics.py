@@ -23,7 +23,8 @@ class HandoverMetrics:
         )
         self._chunks = registry.counter(
             "trunkline_handover_chunks",
-            "Chunks that groups have fetched from others because of that.",
+            "Chunks that groups have fetched from others because of that. One with which several paths begin may "
+            "count more than once.",
             ["occasion"],
         )
         self._seconds = registry.histogram(
