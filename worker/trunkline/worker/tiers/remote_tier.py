@@ -98,7 +98,7 @@ class RemoteTier:
 
     def write_many(self, chunks: Sequence[tuple[SlotKey, memoryview, float]]) -> None:
         """Store chunks (see `SharedTier.write_many`). Of ranks with the same heads only the first one does."""
-        if not self._writes:
+        if not (self._writes and chunks):
             return
         keeper = self._keeper(self._part.shard.heads)
         values = [
