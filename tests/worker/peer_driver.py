@@ -24,7 +24,7 @@ from trunkline.worker.tiers.copier import Copier
 from trunkline.worker.tiers.host_pool import HostPool
 from trunkline.worker.tiers.tier_service import TierService
 
-LAYERS, HEADS, CHUNK, DIM = 3, 4, 8, 16
+LAYERS, HEADS, CHUNK, DIM = 3, 4, 32, 64  # parts are larger than the messages about them
 FINGERPRINT = b"k" * 16
 SLOTS = 96
 

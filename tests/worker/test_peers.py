@@ -81,6 +81,17 @@ def test_chunks_arrive_whole_for_any_number_of_ranks(
         assert own.copier.host.generation(1) < 0
 
 
+def test_parts_are_as_long_as_keys_make_them(make: Make, keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encrypted frames are longer than their contents, and a reader limits what it takes."""
+    monkeypatch.setattr(peer_tier, "node_id", lambda: "")
+    peer, own = make(export="tcp://127.0.0.1:*", wire_keys=keys), make(wire_keys=keys)
+    assert peer.copier.host.slot_bytes > 65536
+    peer.save([5], [0])
+    own.meet(1, peer.tiers.exports)
+    assert own.statuses(1, {0: 5}) == [DONE]
+    assert own.holds(0, 5)
+
+
 def test_what_was_pulled_is_exported_again(make: Make, place: Callable[[], str]) -> None:
     first, second, third = make(export=place()), make(export=place()), make()
     first.save([5], [0])
@@ -273,12 +284,12 @@ class Liar:
 def test_lies_are_never_believed(make: Make, place: Callable[[], str]) -> None:
     endpoint = place()
     liar, own = Liar(endpoint), make()
-    good = checksum(FINGERPRINT, name_of(1), 0, np.zeros((6, HEADS, 512), dtype="u1"))
+    good = checksum(FINGERPRINT, name_of(1), 0, np.zeros((6, HEADS, 8192), dtype="u1"))
     answers: list[Callable[[Ask], list[bytes]]] = [
         lambda ask: [b"\xff\xff"],
         lambda ask: [encoded(Told(ask.id, [Found(0, good)]))],  # no bytes
         lambda ask: [encoded(Told(ask.id, [Found(0, good)])), b"short"],
-        lambda ask: [encoded(Told(ask.id, [Found(0, good)])), b"\1" * 6 * HEADS * 512],
+        lambda ask: [encoded(Told(ask.id, [Found(0, good)])), b"\1" * 6 * HEADS * 8192],
         lambda ask: [encoded(Told(ask.id, [Found(0, good, 4096)], pid=os.getpid()))],
         lambda ask: [encoded(Told(ask.id, [Found(0, good, -5)], pid=-1))],
         lambda ask: [encoded(Told(ask.id, [Found(0, good, 1 << 40)], pid=1 << 30))],

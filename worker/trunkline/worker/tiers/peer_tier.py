@@ -279,7 +279,7 @@ class _Source:
         self.socket = context.socket(zmq.DEALER)
         self.socket.set(zmq.LINGER, 0)
         self.socket.set(zmq.IMMEDIATE, 1)
-        self.socket.set(zmq.MAXMSGSIZE, max(length * count, _ANSWER_BYTES))
+        self.socket.set(zmq.MAXMSGSIZE, length * count + _ANSWER_BYTES)  # encrypted frames are longer
         self.monitor = self.socket.get_monitor_socket(
             HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
