@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Coroutine, Sequence
 from typing import Any, cast
 
+import msgspec
 import pytest
 from seeds import seeds
 
@@ -27,7 +28,7 @@ from trunkline.kvstore.records import (
 from trunkline.router.config import TenantLimits
 from trunkline.router.errors import ApiError
 from trunkline.router.tenancy.auth import TenantRules
-from trunkline.router.tenancy.ledger import LEASE_S
+from trunkline.router.tenancy.ledger import LEASE_S, Ledger
 from trunkline.router.tenancy.shared_limits import PERIOD_S, SharedLimits
 from trunkline.router.tenancy.tenants import Meter, TenantBook
 
@@ -64,6 +65,8 @@ class SlowStore:
         self.delay_s = delay_s
         self.records: dict[RecordKey, Record] = {}
         self.is_away = False
+        self.hangs_s = 0.0
+        """Seconds for which the answer to a change hangs that is already made."""
         self.operations = 0
 
     async def get(self, key: RecordKey, known: Sequence[bytes] = (), *, use: bool = True) -> Reading:
@@ -90,6 +93,7 @@ class SlowStore:
             raise ConflictError(self.records[key].version)
         self.records[key] = made = Record(key, version + 1, change.header, b"", 0.0, 0.0, change.ttl)
         await self._travel()
+        await asyncio.sleep(self.hangs_s)
         return made
 
     async def _travel(self) -> None:
@@ -334,6 +338,28 @@ def test_while_the_store_is_away_each_router_grants_its_part() -> None:
                 meter.close()
             await asyncio.sleep(0.02)
         assert 0.95 * 600 <= admitted <= 1.1 * 600, "one router has the whole limit again"
+        await site.close()
+
+    simulate(run())
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_what_is_paid_without_an_answer_is_paid_once(times: int) -> None:
+    async def run() -> None:
+        site = Site(random.Random(0), TenantLimits(requests_per_minute=60), 1)
+        for _ in range(20):
+            meter = await site.ask(0)
+            assert meter is not None
+            meter.close()
+        for _ in range(times):
+            site.store.hangs_s = 5.0
+            await asyncio.sleep(2.5)
+            site.store.hangs_s = 0.0
+            await asyncio.sleep(1.5)
+        await asyncio.sleep(2.5)
+        [record] = site.store.records.values()
+        ledger = msgspec.msgpack.decode(record.header, type=Ledger)
+        assert 0 < ledger.requests <= 20
         await site.close()
 
     simulate(run())

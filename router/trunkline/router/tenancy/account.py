@@ -157,11 +157,11 @@ class Account:
         self._retry_at = now + min(wait_s, _PAUSES_S[1])
 
     def fail(self, routers: int, now: float) -> None:
-        """Note that the ledger cannot be read: grant the `routers`-th part of each limit until it can."""
+        """Note that the ledger cannot be read: grant the `routers`-th part of each limit until it can. It then tells
+        whether it has the settlement that was cut off."""
         self.changed = True
         self.version = 0
         self.is_alone = True
-        self._unknown = None
         self._clock_offset = -math.inf  # what flows in meanwhile, each router grants from its own part
         known = 0 if self.ledger is None else len(self.ledger.shares)
         parts = max(routers, known, 1)

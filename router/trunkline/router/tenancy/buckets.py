@@ -142,9 +142,8 @@ class ReservedBucket:
     def paid(self, spent: float, reserved: float) -> None:
         """Note that a settlement is in the ledger, which this router did not know. Arguments are those of
         `settle`."""
-        if self._alone is None:
-            self.used -= spent
-            self.reserved = reserved
+        self.used -= spent
+        self.reserved = reserved
 
     def settle(self, spent: float, reserved: float, rest: float, now: float) -> None:
         """Note a settlement.
