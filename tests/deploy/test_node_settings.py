@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,30 @@ def test_ranks_of_two_hosts_meet_at_the_leaders_ports() -> None:
     assert near.terms == far.terms
     assert near.terms == {name: value for name, value in controller.terms.items() if name in near.terms}
     assert len(near.terms["model"]) == 32
+
+
+def test_ranks_export_kv_where_their_peers_may_be() -> None:
+    """On one host by a socket in the run folder, else at any free port of the address at which others reach it."""
+    near = configs(Kind.GROUP, listen="127.0.0.1:7400")
+    assert worker_of(near, "worker-1").export == "ipc:///run/x/g0-kv1"
+    controller = near["controller"]
+    assert isinstance(controller, ControllerConfig)
+    assert controller.peers
+    outside = worker_of(configs(Kind.GROUP, listen="0.0.0.0:7400"), "worker-0")
+    assert outside.export == "tcp://0.0.0.0:*"
+    assert outside.export_host == socket.getfqdn()
+    far = worker_of(configs(Kind.WORKERS, leader="h:7400", ranks="1"), "worker-1")
+    assert (far.export, far.export_host) == ("tcp://0.0.0.0:*", "")
+    assert far.exchange_fingerprint == outside.exchange_fingerprint
+    assert len(far.exchange_fingerprint) == 32
+
+
+@pytest.mark.parametrize("change", [{"peers": "off"}, {"prefix_cache": False}, {"host_tier_bytes": 0}])
+def test_no_kv_is_exported_where_there_is_none_to_share(change: dict[str, Any]) -> None:
+    plan = plan_cluster(dataclasses.replace(SETTINGS, **change))
+    found = configs_of(plan, Path("/run/x"), DiskFolders()).values()
+    assert not any(config.export for config in found if isinstance(config, WorkerConfig))
+    assert not any(config.peers for config in found if isinstance(config, ControllerConfig))
 
 
 def test_a_router_knows_requests_and_events_of_each_group(tmp_path: Path, cache_home: Path) -> None:
