@@ -157,8 +157,10 @@ class Account:
         self._retry_at = now + min(wait_s, _PAUSES_S[1])
 
     def fail(self, routers: int, now: float) -> None:
-        """Note that the ledger cannot be read: grant the `routers`-th part of each limit until it can. It then tells
-        whether it has the settlement that was cut off."""
+        """Note that the ledger cannot be read: grant the `routers`-th part of each limit until it can.
+
+        It then tells whether it has the settlement that was cut off.
+        """
         self.changed = True
         self.version = 0
         self.is_alone = True
