@@ -131,10 +131,10 @@ def s3_server() -> Iterator[str]:
     os.environ.setdefault("AWS_SECRET_ACCESS_KEY", "benchmark")
     command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with _running(command):
-        request = urllib.request.Request(f"{endpoint}/kv", method="PUT")
+        request = urllib.request.Request(f"{endpoint}/kv-bench", method="PUT")
         request.add_header("Authorization", "AWS4-HMAC-SHA256 Credential=k/20260101/us-east-1/s3/aws4_request")
         _until_it_answers(lambda: urllib.request.urlopen(request, timeout=5).close())
-        yield f"s3://kv?endpoint={endpoint}&region=us-east-1"
+        yield f"s3://kv-bench?endpoint={endpoint}&region=us-east-1"
 
 
 def free_port() -> int:
