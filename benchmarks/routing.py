@@ -16,6 +16,8 @@ Scenarios:
 - death: a controller dies after a third, another after 60 %, each for 30 s; its requests start again elsewhere.
 - scale-up: 4 controllers, and 4 more after half of the time (at 60 % of the load).
 - no-host: no tier behind the device, where there was one.
+- peers, peers-death, peers-scale-up: as base, death and scale-up, but controllers pull from each other what they
+  lack (12.5 GB/s). Only the workloads with a tier of host memory can show a difference.
 
 Figures are means over seeds, ± the standard deviation. At the end: whether `prefix` is the best rule, by the
 paired differences over the seeds: "noise" if its distance from the best is below two standard errors.
@@ -68,6 +70,9 @@ SCENARIOS: Final = {
     "death": Scenario(Setting(dies=(1 / 3, 0.6)), _WITH_PEOPLE),
     "scale-up": Scenario(Setting(joins=4), _SOME, load=0.6),
     "no-host": Scenario(Setting(host=False), ("conversation", "synthetic")),
+    "peers": Scenario(Setting(peers=True), tuple(WORKLOADS), 1.0, rules=(*POLICIES, ORACLE)),
+    "peers-death": Scenario(Setting(dies=(1 / 3, 0.6), peers=True), _WITH_PEOPLE),
+    "peers-scale-up": Scenario(Setting(joins=4, peers=True), _SOME, load=0.6),
 }
 UNITS: Final = {
     "mean": "s",
@@ -75,6 +80,7 @@ UNITS: Final = {
     "p90": "s",
     "p99": "s",
     "hits": "%",
+    "pulled": "%",
     "load_cv": "",
     "moves": "%",
     "errors": "requests",
@@ -103,8 +109,10 @@ def _cell(values: Sequence[float]) -> str:
 
 def show(runs: Runs) -> None:
     """A table with a row per rule."""
-    print("| rule | TTFT mean (s) | p50 | p90 | p99 | hits (%) | load CV | moves (%) | errors | sheds |")
-    print("|" + "---|" * 10)
+    print(
+        "| rule | TTFT mean (s) | p50 | p90 | p99 | hits (%) | pulled (%) | load CV | moves (%) | errors | sheds |"
+    )
+    print("|" + "---|" * 11)
     for rule, results in runs.items():
         cells = [
             _cell([result[metric] for result in results]) for metric in UNITS if metric not in ("errors", "sheds")

@@ -41,6 +41,8 @@ class Gpu:
     """Each token of a row's context: 160 KiB."""
     load_us: float = 8.0
     """Each token that comes from host memory: 20 GB/s."""
+    pull_us: float = 21.0
+    """Each token that comes from another controller's host memory: 12.5 GB/s, then as from the own one."""
     budget_tokens: int = 2048
     rows_max: int = 256
     waiting_max: int = 1024
@@ -59,8 +61,8 @@ class Job:
     """A request at one controller."""
 
     __slots__ = (
-        "cached", "estimate", "finish_step", "names", "output", "owner", "private", "prompt", "prompt_chunks",
-        "remaining", "ticket",
+        "cached", "estimate", "finish_step", "givers", "names", "output", "owner", "private", "prompt",
+        "prompt_chunks", "pulled", "remaining", "ticket",
     )  # fmt: skip
 
     def __init__(self, ticket: int, prompt: int, output: int, names: list[bytes], owner: Any) -> None:
@@ -78,6 +80,10 @@ class Job:
         """The same, as it seemed when the request came."""
         self.cached = 0
         """Prompt tokens that were found."""
+        self.pulled = 0
+        """Those of them that came from other controllers."""
+        self.givers: list[tuple[Server, int, int]] = []
+        """Controllers that are said to have chunks of the prompt, from the first one up to the second."""
         self.private = 0
         """Blocks for what has no name yet."""
         self.finish_step = 0
@@ -86,8 +92,12 @@ class Job:
 class Server:
     """One controller. The driver calls `begin` to start a step and `end` at the time that it gave."""
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: Gpu, *, exports: bool = False) -> None:
+        """`exports`: it saves chunks to host memory as they fill, and gives them to others from there."""
         self.gpu = gpu
+        self.exports = exports and gpu.host_chunks > 0
+        self._saved: set[bytes] = set()
+        """Chunks on the device that are in host memory, too."""
         self.cache: dict[bytes, int] = {}
         """Chunks on the device (or being computed), and how many requests refer to them."""
         self.idle: OrderedDict[bytes, None] = OrderedDict()
@@ -129,8 +139,7 @@ class Server:
         """False: too many wait."""
         if len(self.waiting) >= self.gpu.waiting_max:
             return False
-        device, loaded = self._match(job)
-        job.estimate = max(1, job.prompt - (device + loaded) * CHUNK)
+        job.estimate = max(1, job.prompt - sum(self._match(job)) * CHUNK)
         self.queued_tokens += job.estimate
         self.waiting.append(job)
         return True
@@ -147,12 +156,12 @@ class Server:
             budget -= self._take(job, budget, taken)
         while budget > 0 and self.waiting and len(self.rows) + len(self.prefilling) < gpu.rows_max:
             job = self.waiting[0]
-            loaded = self._admit(job)
-            if loaded < 0:
+            loaded_us = self._admit(job)
+            if loaded_us < 0:
                 break
             self.waiting.popleft()
             self.prefilling.append(job)
-            spent_us += loaded * CHUNK * gpu.load_us
+            spent_us += loaded_us
             budget -= self._take(job, budget, taken)
         self._taken = taken
         self.begun_s = now
@@ -187,6 +196,7 @@ class Server:
             self.queued_tokens -= tokens
             if job.remaining == 0:
                 job.finish_step = self._step + job.output - 1
+                self._save(job.names[: job.prompt_chunks])
                 self._context += job.prompt + 1
                 heapq.heappush(self.rows, (job.finish_step, job.ticket, job))
                 started.append(job)
@@ -205,24 +215,38 @@ class Server:
         taken.append((job, tokens))
         return tokens
 
-    def _match(self, job: Job) -> tuple[int, int]:
-        """Chunks of the longest known prefix that are on the device, and only in host memory."""
+    def gives(self, name: bytes) -> bool:
+        """Whether another controller can have a chunk."""
+        return self.exports and (name in self._saved or name in self.host)
+
+    def _save(self, names: list[bytes]) -> None:
+        """Chunks are computed, and saved to host memory."""
+        if self.exports:
+            for name in names:
+                if name in self.cache and name not in self._saved:
+                    self._saved.add(name)
+                    self.changed[name] = DEVICE | HOST
+
+    def _match(self, job: Job) -> tuple[int, int, int]:
+        """Chunks of the longest known prefix that are on the device, only in host memory, and only elsewhere."""
         cache, host = self.cache, self.host
-        device = loaded = 0
-        for name in job.names[: job.prompt_chunks]:
+        device = loaded = pulled = 0
+        for index, name in enumerate(job.names[: job.prompt_chunks]):
             if name in cache:
                 device += 1
             elif name in host:
                 loaded += 1
+            elif any(start <= index < stop and giver.gives(name) for giver, start, stop in job.givers):
+                pulled += 1
             else:
                 break
-        return device, loaded
+        return device, loaded, pulled
 
-    def _admit(self, job: Job) -> int:
-        """Give a request its blocks; how many chunks of it have to be loaded; -1: there are too few blocks."""
+    def _admit(self, job: Job) -> float:
+        """Give a request its blocks; how long loading its chunks takes, in us; -1: there are too few blocks."""
         cache, idle = self.cache, self.idle
-        device, loaded = self._match(job)
-        found = device + loaded
+        device, loaded, pulled = self._match(job)
+        found = device + loaded + pulled
         total = -(-(job.prompt + job.output) // CHUNK)
         names = job.names[: job.prompt_chunks]
         unused = self.gpu.device_chunks - len(cache) - self._private
@@ -233,7 +257,7 @@ class Server:
             if name in cache:
                 cache[name] += 1
                 idle.pop(name, None)
-            elif index < found:
+            elif index < found and name in self.host:
                 self.host.move_to_end(name)
         for _ in range(lack):
             self._evict()
@@ -245,13 +269,15 @@ class Server:
         job.private = total - len(names)
         self._private += job.private
         job.cached = min(found * CHUNK, job.prompt - 1)
+        job.pulled = min(pulled * CHUNK, job.cached)
         job.remaining = job.prompt - job.cached
         self.queued_tokens += job.remaining - job.estimate
-        return loaded
+        return CHUNK * (loaded * self.gpu.load_us + pulled * self.gpu.pull_us)
 
     def _evict(self) -> None:
         name, _ = self.idle.popitem(last=False)
         del self.cache[name]
+        self._saved.discard(name)
         host = self.host
         if not self.gpu.host_chunks:
             self.changed[name] = 0
@@ -261,7 +287,8 @@ class Server:
         host.move_to_end(name)
         if len(host) > self.gpu.host_chunks:
             gone, _ = host.popitem(last=False)
-            self.changed[gone] = DEVICE if gone in self.cache else 0
+            on_device = (DEVICE | HOST if gone in self._saved else DEVICE) if gone in self.cache else 0
+            self.changed[gone] = on_device
 
     def _finish(self, job: Job) -> None:
         cache, idle = self.cache, self.idle
@@ -278,3 +305,4 @@ class Server:
             if not cache[name]:
                 idle[name] = None
                 idle.move_to_end(name)
+        self._save(job.names)

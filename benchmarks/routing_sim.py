@@ -46,6 +46,8 @@ class Setting:
     """Until routers notice: what they sent in the meantime is lost, too."""
     host: bool = True
     """False: whatever the workload says, there is no host tier."""
+    peers: bool = False
+    """Controllers pull from each other what they lack. Then they save chunks to host memory as they fill."""
     joins: int = 0
     """Controllers that are away for the first half."""
     gpu: Gpu = field(default_factory=Gpu)
@@ -59,6 +61,8 @@ class Figures:
     ttft_s: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
     hit_tokens: int = 0
+    pulled_tokens: int = 0
+    """Those of them that came from other controllers."""
     turns: int = 0
     """Requests of a session whose last one went to a controller that still serves."""
     moves: int = 0
@@ -80,6 +84,7 @@ class Figures:
         """What tables show."""
         return {
             "hits": 100 * self.hit_tokens / self.prompt_tokens,
+            "pulled": 100 * self.pulled_tokens / self.prompt_tokens,
             "mean": sum(self.ttft_s) / len(self.ttft_s),
             "p50": self.quantile(0.5),
             "p90": self.quantile(0.9),
@@ -110,8 +115,8 @@ class Request:
 class _Place:
     """A controller as the driver sees it."""
 
-    def __init__(self, gpu: Gpu, is_up: bool) -> None:
-        self.server = Server(gpu)
+    def __init__(self, gpu: Gpu, is_up: bool, exports: bool) -> None:
+        self.server = Server(gpu, exports=exports)
         self.is_up = is_up
         self.life = 0
         """How often it has died."""
@@ -135,7 +140,7 @@ class Simulation:
         self._delay = 0.0 if self._is_oracle else setting.delay_s
         away = range(setting.controllers - setting.joins, setting.controllers)
         self._gpu = replace(setting.gpu, host_chunks=workload.host_chunks if setting.host else 0)
-        self.places = [_Place(self._gpu, index not in away) for index in range(setting.controllers)]
+        self.places = [_Place(self._gpu, index not in away, setting.peers) for index in range(setting.controllers)]
         self._cores = [
             _core(setting, policy, seed * 100 + router, away)
             for router in range(1 if self._is_oracle else setting.routers)
@@ -196,6 +201,9 @@ class Simulation:
         ticket, to = next(self._tickets), decision.controller
         core.sent(ticket, decision, ask, self._now)
         job = Job(ticket, prompt, turn.output - request.generated, turn.names, request)
+        job.givers = [
+            (self.places[int(holder.member)].server, holder.start, holder.stop) for holder in decision.holders
+        ]
         request.controller = to
         place = self.places[to]
         if not place.is_up:
@@ -263,6 +271,7 @@ class Simulation:
                 if request.counted:
                     self.figures.ttft_s.append(self._now - request.arrived)
                     self.figures.hit_tokens += job.cached
+                    self.figures.pulled_tokens += job.pulled
         for job in ended:
             self._cores[job.owner.router].ended(job.ticket, self._now)
             self._answered(job.owner)
@@ -328,7 +337,8 @@ class Simulation:
         place.is_up = place.is_stepping = False
         place.life += 1
         place.version += 1
-        place.server = Server(self._gpu)
+        place.server.exports = False
+        place.server = Server(self._gpu, exports=self.setting.peers)
         self._at(self._now + self.setting.detect_s, self._noticed, index)
         self._at(self._now + self.setting.down_s, self._come, index)
 
@@ -355,6 +365,8 @@ def _core(setting: Setting, policy: str, seed: int, away: range) -> RoutingCore:
     gpu = setting.gpu
     for index in range(setting.controllers):
         core.set_identity(index, _IDENTITY)
-        core.set_costs(index, gpu.prefill_mean_us, [0.0, gpu.load_us])
+        core.set_costs(index, gpu.prefill_mean_us, [0.0, gpu.load_us, 0.0, 0.0, gpu.pull_us])
+        if setting.peers:
+            core.set_exports(index, [f"inproc://{index}"])
         core.set_available(index, index not in away, 0.0)
     return core
