@@ -98,14 +98,7 @@ def plan_cluster(
             f"--max-context is {max_context}; {settings.model} allows at most {model.max_positions} tokens"
         )
     _check_kv_memory(settings, model, dtype, device)
-
-    def tell_reading(count: int) -> None:
-        if count >= _TELL_BYTES:
-            tell(
-                f"Reading {format_bytes(count)} of weights: what is computed with them is kept under their digest."
-            )
-
-    fingerprint = models.fingerprint(folder, settings.quantization, tell_reading)
+    fingerprint = models.fingerprint(folder, settings.quantization, _reading(tell))
     tier, exchange = _tier_fingerprints(settings, model, dtype, fingerprint)
     chunk_bytes = model.kv_block_bytes(settings.chunk_size, settings.ranks, dtype)
     plan = ClusterPlan(
@@ -133,6 +126,18 @@ def plan_cluster(
     _check_host_tier(settings, chunk_bytes)
     check_configs(plan)
     return plan
+
+
+def _reading(tell: Callable[[str], None]) -> Callable[[int], None]:
+    """Return what says that so many bytes of weights are read, if they are many."""
+
+    def tell_reading(count: int) -> None:
+        if count >= _TELL_BYTES:
+            tell(
+                f"Reading {format_bytes(count)} of weights: what is computed with them is kept under their digest."
+            )
+
+    return tell_reading
 
 
 def plan_models(
