@@ -50,6 +50,7 @@ _SECTIONS: Final = (
     Section("Groups", ("trunkline_controller_",)),
     Section("Routing", ("trunkline_routing_", "trunkline_dispatches")),
     Section("Record store", ("trunkline_record",)),
+    Section("Groups that leave and groups that are new", ("trunkline_handover_",)),
     Section("Prompts made of modules", ("trunkline_module_", "trunkline_pml_", "trunkline_schemas_")),
     Section(
         "Keys, tenants, limits, retries",
