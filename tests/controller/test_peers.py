@@ -12,7 +12,9 @@ from simulation.driver import Simulation
 from simulation.peers import Network
 from simulation.streams import Stream
 
+from trunkline.controller.cache.radix_tree import PENDING
 from trunkline.controller.engine.events import ExpectRequest
+from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.engine.validation import problem_of_prefetch, problem_of_submit, request_of_prefetch
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import Holder, Prefetch, Submit
@@ -22,7 +24,7 @@ from trunkline.controller.tiers.prefetch import PATIENCE_LEAST_S
 from trunkline.kvstore import peers
 from trunkline.kvstore.chunks import NAME_BYTES, pack_int32
 from trunkline.kvstore.tier import TierKind
-from trunkline.worker.messages import PeerAt, Sampling, StepPlan, TierOrder
+from trunkline.worker.messages import PeerAt, Sampling, StepPlan, TierMoves, TierOrder
 
 PEERED = replace(TIERED, disk_slots=0, remote=False, peers=True)
 PROMPT = list(range(100, 130))
@@ -78,8 +80,10 @@ def test_what_a_peer_has_is_not_computed_again(ranks: int) -> None:
 def test_only_what_goes_on_from_what_is_known_is_of_use() -> None:
     pair = Pair()
     assert pulled_of(pair.ask(pair.holder(1))) == 0
+    assert not pair.network.asked
     other = Pair()
     assert pulled_of(other.ask(other.holder(0, 3), other.holder(4))) == 3 * CHUNK
+    assert len(other.network.asked[other.endpoints[0]]) == 3
 
 
 def test_of_runs_that_overlap_the_first_counts_and_each_peer_gives_its_own() -> None:
@@ -291,3 +295,30 @@ def test_exports_are_told_while_there_are_workers() -> None:
     pair.taker.lose_workers()
     assert state_of(pair.taker.engine, exports=["ipc://x"]).exports == []
     assert state_of(simulate(TIERED).engine, exports=["ipc://x"]).exports == []
+
+
+def test_chunks_that_came_behind_one_that_did_not_go_with_it() -> None:
+    """A request gives up waiting, begins to compute, and is aborted before it gets to a chunk that is missing."""
+    pair = Pair(replace(PEERED, token_budget=9, max_inflight_steps=1))
+    simulation = pair.taker
+    simulation.holders_of = lambda _: [pair.holder()]
+    request = simulation.submit(PROMPT, 1)
+    simulation.plan()
+    (_, moves) = simulation.wanted.orders
+    assert isinstance(moves, TierMoves)
+    late = [moves.moves.pop(5), moves.moves.pop(1)]
+    simulation.tier_pace = 1.0
+    simulation.move_chunks()
+    (group,) = simulation.scheduler.queue
+    simulation.scheduler.fetching.give_up(group)
+    simulation.scheduler.fetching.expect(group, [])
+    simulation.now += simulation.pace_s
+    simulation.plan()
+    missing = [node for node in simulation.tree.nodes() if not node.is_stored]
+    assert [(node.depth, node.ready_step == PENDING) for node in missing] == [(2, False), (6, True)]
+    simulation.abort(request)
+    check_integrity(simulation.scheduler)
+    simulation.tiers.receive(TierMoves(simulation.engine._step, late))
+    settle(simulation)
+    assert not simulation.engine.traffic.in_flight
+    assert simulation.ask(PROMPT, 1).output

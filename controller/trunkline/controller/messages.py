@@ -74,8 +74,8 @@ class Holder(msgspec.Struct, array_like=True, frozen=True):
     endpoints: list[str]
     """Where the group's ranks export KV, by rank (`State.exports`)."""
     start: int
-    """Index in the prompt's path of the run's first chunk. Only whole chunks are counted. The path of a prompt with
-    modules is its own tokens; that of a prompt with dropped ranges is what is left, as a plain prompt."""
+    """Index in the prompt's path of the run's first chunk. Only whole chunks are counted. The path of a prompt
+    with modules is its own tokens; that of a prompt with dropped ranges is what is left, as a plain prompt."""
     stop: int
     """Index behind the run's last chunk."""
 

@@ -301,6 +301,7 @@ class Directory(Generic[ChunkT]):
                 self.copies.evict_disk(chunk)
             if chunk.remote:
                 self.copies.evict_remote(chunk)
+            self.copies.drop_peer(chunk)
             expired.append(chunk)
         return expired
 
@@ -385,9 +386,8 @@ class Directory(Generic[ChunkT]):
 
         Nothing is noted if the chunk is near or coming, or costs no more elsewhere, or if the peer is paused.
         """
-        if chunk.on_device or chunk.host != NO_SLOT or chunk.disk_ready or chunk.peer == peer.number:
-            return
-        if peer.health.is_paused:
+        is_near = chunk.on_device or chunk.host != NO_SLOT or chunk.disk_ready
+        if is_near or chunk.peer == peer.number or peer.health.is_paused:
             return
         known = self.source_of(chunk)
         if known is not None:
