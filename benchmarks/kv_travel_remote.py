@@ -96,8 +96,15 @@ def _measure(report: Report, store: str, url: str, model: str, shape: KvShape, r
         for _ in range(rounds):
             for way, call in ways.items():
                 seconds[way].append(call())
-    for (way, count), taken in seconds.items():
-        case = {"store": store, "model": model, "chunk": f"{size >> 10} KiB", "read": way, "chunks": count}
+    for (read_as, count), taken in seconds.items():
+        case = {
+            "part": "remote",
+            "store": store,
+            "model": model,
+            "chunk": f"{size >> 10} KiB",
+            "read": read_as,
+            "chunks": count,
+        }
         middle = statistics.median(taken)
         report.add(case, "time", 1e3 * middle, "ms", rounds)
         report.add(case, "per chunk", 1e6 * middle / count, "µs", rounds)

@@ -9,7 +9,7 @@ from worker.tier_driver import DEADLINE_S, wait_until
 
 from trunkline.worker.messages import TierMove
 from trunkline.worker.tiers.copier import Ticket
-from trunkline.worker.tiers.tier_queue import BATCH_MAX, QueuedMove, TierQueue
+from trunkline.worker.tiers.tier_queue import BATCH_BYTES, BATCH_MAX, QueuedMove, TierQueue
 
 
 def no_moves(moves: Sequence[QueuedMove]) -> None:
@@ -142,3 +142,29 @@ def test_each_thread_has_its_share_of_the_moves() -> None:
     wait_until(lambda: sum(batches) == 5)
     assert batches[0] == 2
     tasks.close(DEADLINE_S)
+
+
+def test_large_moves_travel_alone() -> None:
+    for move_bytes, expected in ((BATCH_BYTES // 2, [2, 1]), (BATCH_BYTES, [1, 1, 1]), (1, [3])):
+        batches, go_on, holding = list[int](), threading.Event(), threading.Event()
+
+        def carry_out(moves: Sequence[QueuedMove], batches: list[int] = batches) -> None:
+            batches.append(len(moves))
+
+        def is_done(batches: list[int] = batches) -> bool:
+            return sum(batches) == 3
+
+        tasks = TierQueue("tier", 1, carry_out, move_bytes)
+
+        def hold(holding: threading.Event = holding, go_on: threading.Event = go_on) -> None:
+            holding.set()
+            assert go_on.wait(DEADLINE_S)
+
+        tasks.put(hold, is_write=False)
+        assert holding.wait(DEADLINE_S)
+        for number in range(3):
+            tasks.put(QueuedMove(TierMove(number, 3, False, 0, 0, -1, 0, b""), Ticket(0, 0)), is_write=False)
+        go_on.set()
+        wait_until(is_done)
+        assert batches == expected
+        tasks.close(DEADLINE_S)

@@ -17,6 +17,10 @@ BATCH_MAX: Final = 4
 """Largest number of moves that travel together. More save little, and the controller, which learns from the times
 between two ends what a read costs, takes a longer pause for a stall (`tier_health.SURPRISE_MAX`)."""
 
+BATCH_BYTES: Final = 1 << 20
+"""Largest size of moves that travel together. Of small chunks the round trip is what costs; large ones come sooner
+one by one, because one is verified while the next is on its way (`benchmarks/kv_travel.py`)."""
+
 log = structlog.get_logger()
 
 Task = Callable[[], None]
@@ -36,9 +40,12 @@ class TierQueue:
     A thread takes several waiting moves of a kind at once if there are more of them than threads: as many as leave
     each thread its share. So a single move waits for no other one."""
 
-    def __init__(self, name: str, threads: int, carry_out: Callable[[Sequence[QueuedMove]], None]) -> None:
+    def __init__(
+        self, name: str, threads: int, carry_out: Callable[[Sequence[QueuedMove]], None], move_bytes: int = 0
+    ) -> None:
         """
         Args:
+            move_bytes: bytes of one move.
             threads: number of threads. If there are several, they never all write at once, so that a read need not
                 wait for a write to end.
             carry_out: carries out moves that travel together, all writes or all reads. It must not raise.
@@ -46,6 +53,7 @@ class TierQueue:
         self._reads: deque[Task | QueuedMove] = deque()
         self._writes: deque[Task | QueuedMove] = deque()
         self._carry_out = carry_out
+        self._together = min(BATCH_MAX, max(1, BATCH_BYTES // max(1, move_bytes)))
         self._writers = 0
         self._writers_max = max(1, threads - 1)
         self._changed = threading.Condition()
@@ -92,7 +100,7 @@ class TierQueue:
     def _next(self, waiting: deque[Task | QueuedMove], *, is_write: bool) -> Task:
         """Take the first task, or the first moves."""
         threads = self._writers_max if is_write else len(self._threads)
-        share = min(BATCH_MAX, -(-len(waiting) // threads))
+        share = min(self._together, -(-len(waiting) // threads))
         first = waiting.popleft()
         if not isinstance(first, QueuedMove):
             return first

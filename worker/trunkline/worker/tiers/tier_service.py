@@ -211,7 +211,8 @@ class TierService:
             log.warning("peers cannot pull KV from here", reason=str(error))
 
     def _serve(self, tier: Tier, name: str, threads: int) -> None:
-        self._served[tier.kind] = _Served(tier, TierQueue(name, threads, partial(self._carry_out, tier)))
+        queue = TierQueue(name, threads, partial(self._carry_out, tier), tier.slot_bytes)
+        self._served[tier.kind] = _Served(tier, queue)
 
     def _carry_out(self, tier: Tier, batch: Sequence[QueuedMove]) -> None:
         """Carry out moves that travel together, all writes or all reads, and report their outcomes."""
