@@ -10,7 +10,7 @@ import copy
 import importlib.metadata
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple
@@ -212,11 +212,22 @@ class RouterService:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         core, config = self.dispatcher.core, self.config
         feeds = EventFeeds(context, core.index, self.dispatcher.load_changed)
-        handovers = Handovers(self.links, core, self.records, feeds.stream, self.metrics.handovers)
+        handovers = Handovers(self.links, core, self.records, feeds.stream, self.metrics.routing.handovers)
+
+        def weighed(link: ControllerLink) -> list[ControllerLink]:
+            others = self.models.weigh(link, is_member=link in self.links, now=self.dispatcher.now())
+            return [each for each in others if each is not link]
+
+        def use(links: Iterable[ControllerLink]) -> None:
+            for link in links:
+                handovers.changed(link)  # a new group must not get requests before it is told
+                self.dispatcher.link_changed(link)
 
         def changed(link: ControllerLink) -> None:
-            handovers.changed(link)  # a new group must not get requests before it is told
-            self.dispatcher.link_changed(link)
+            others = weighed(link)
+            use([link, *others])
+
+        self.links.on_remove = lambda link: use(weighed(link))
 
         def connect(slot: int, member: Member, peer: WirePeer) -> ControllerLink:
             link = ControllerLink(slot, member, context, config.silence_seconds, peer)

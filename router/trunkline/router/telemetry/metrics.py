@@ -260,6 +260,7 @@ class RoutingMetrics:
             "gave_up.",
             ["event"],
         )
+        self.handovers = HandoverMetrics(registry)
 
     def chose(self, decision: Decision) -> None:
         """Count a choice of a controller."""
@@ -404,7 +405,6 @@ class Metrics:
         )
         self.modules = ModuleMetrics(registry, live)
         self.records = RecordMetrics(registry, self.shared)
-        self.handovers = HandoverMetrics(registry)
         self.tracer = OFF
         """The router's tracer, which records nothing. If traces are on, `create_app` sets another before the first
         request."""
