@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trunkline.router.messages import TreeDescription
-from trunkline.router.routing.core import DecisionLog, RoutingCore
+from trunkline.router.routing.core import RoutingCore
+from trunkline.router.routing.decision_log import DecisionLog
 from trunkline.router.routing.names import KvIdentity
 from trunkline.router.routing.request import Origin, RouteRequest
 from trunkline.router.ui.assets import FOLDER, PAGE, Assets, is_current

@@ -14,10 +14,8 @@ is never available.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 import numpy as np
 
@@ -32,76 +30,20 @@ from trunkline.router.routing.controllers import (
     SessionPlaces,
     resized,
 )
+from trunkline.router.routing.decision_log import DecisionLog
 from trunkline.router.routing.index import EXPECTED, TIERS, ChunkIndex, IntArray
 from trunkline.router.routing.names import KvIdentity, prompt_names
 from trunkline.router.routing.overlaps import Found, best_way, known_tails, missing, own_tail
 from trunkline.router.routing.peers import holders, keeps_cut, pullable, sleeping
 from trunkline.router.routing.policies import POLICIES, Policy, RoutingSettings, Turns, View
-from trunkline.router.routing.request import Decision, Origin, RouteRequest, Sleeping, Weighed
+from trunkline.router.routing.request import Decision, RouteRequest, Sleeping, Weighed
+from trunkline.router.routing.roles import Prospect, Stream, prefill_group
 from trunkline.router.routing.slots import Slots
 from trunkline.router.routing.tails import Tails
 from trunkline.router.routing.traits import Traits
 
-DECISIONS_MAX: Final = 1000
+_NONE: Final = np.zeros(0, np.int64)
 __all__ = ["Decision", "NoControllerError", "RouteRequest", "RoutingCore", "RoutingSettings"]
-
-
-class Logged(NamedTuple):
-    """A decision that was carried out."""
-
-    number: int
-    """Number of the decision; decisions are counted from 1 on, without gaps."""
-    at: float
-    """Time of the decision: the router's loop time, in seconds."""
-    origin: Origin
-    controller: int
-    name: str
-    """The controller's name; its slot may belong to another one by now."""
-    reason: str
-    """Why the controller was chosen (`Decision.reason`)."""
-    prompt_tokens: int
-    is_again: bool
-    """Whether the request was at another controller before, which refused it, lost it or handed it over."""
-    weighed: Weighed | None
-
-
-class DecisionLog:
-    """The last decisions, together with what was known of each controller, for the dashboard.
-
-    The log keeps references to arrays that each decision makes anew, which costs next to nothing. They are made
-    readable only when the dashboard asks for them.
-    """
-
-    def __init__(self, size: int = DECISIONS_MAX) -> None:
-        self.count = 0
-        """Number of decisions since the start."""
-        self._ring: deque[Logged] = deque(maxlen=size)
-
-    def add(self, decision: Decision, request: RouteRequest, now: float) -> None:
-        """Note that a request was sent as decided."""
-        self.count += 1
-        self._ring.append(
-            Logged(
-                self.count,
-                now,
-                request.origin,
-                decision.controller,
-                decision.name,
-                decision.reason,
-                decision.new_tokens + decision.cached_tokens,
-                bool(request.exclude),
-                decision.weighed,
-            )
-        )
-
-    def after(self, number: int, limit: int) -> list[Logged]:
-        """Return the decisions with higher numbers, the oldest first; of more than `limit` the last ones."""
-        wanted = min(max(0, self.count - number), limit, len(self._ring))
-        return list(islice(self._ring, len(self._ring) - wanted, None))
-
-    def newest(self) -> Iterator[Logged]:
-        """Yield all decisions that are kept, the last one first."""
-        return reversed(self._ring)
 
 
 class NoControllerError(RouterError):
@@ -235,6 +177,10 @@ class RoutingCore:
         """
         self._traits.set_costs(controller, prefill_us, load_us)
 
+    def set_role(self, controller: int, role: str) -> None:
+        """Set a controller's role (`State.role`)."""
+        self._traits.set_role(controller, role)
+
     def set_exports(self, controller: int, endpoints: Sequence[str], *, leaves: bool = False) -> None:
         """Set where a controller's ranks export KV to peers, by rank; []: they export none, and pull none.
 
@@ -277,7 +223,7 @@ class RoutingCore:
             ValueError: see `prompt_names`.
         """
         self._forget_gone(now)
-        candidates = self._candidates(request, now)
+        candidates, prefills = self._candidates(request, now)
         found, tiers, effective, pulled, tail = self._look_up(request, now)
         prompt = max((each.names.prompt_tokens for each in found.values()), default=_prompt_tokens(request))
         new = prompt - effective
@@ -288,6 +234,8 @@ class RoutingCore:
         matched = tiers.sum(axis=1)
         if request.pinned >= 0:
             chosen, reason = request.pinned, "pinned"
+        elif request.planned in candidates:
+            chosen, reason = request.planned, "planned"
         elif len(candidates) == 1:
             chosen, reason = int(candidates[0]), "only"
         else:
@@ -312,6 +260,11 @@ class RoutingCore:
                 tail,
             )
             chosen, reason = self._policy.choose(view)
+        goes_on = -1
+        if request.may_part and len(prefills):
+            apart = self._apart(chosen, prompt - int(matched[chosen]), prefills, new)
+            if apart >= 0:
+                chosen, goes_on, reason = apart, chosen, "prefill"
         identity = self._traits.identity(chosen)
         given, asleep = self._from_peers(found[identity], identity, chosen) if identity is not None else ([], None)
         return Decision(
@@ -330,6 +283,7 @@ class RoutingCore:
             int(pulled[chosen]) if self._traits.exports(chosen) else 0,
             given,
             asleep,
+            goes_on,
         )
 
     def sent(self, ticket: int, decision: Decision, request: RouteRequest, now: float) -> None:
@@ -344,11 +298,12 @@ class RoutingCore:
         computed = decision.new_tokens - decision.pulled_tokens
         self.loads.sent(ticket, SentRequest(controller, computed, decision.blocks, now, breaker))
         self.index.expect(ticket, controller, decision.names, now)
-        if decision.tail is not None:
+        goes_on = self._slots.names[decision.goes_on] if decision.goes_on >= 0 else ""
+        if decision.tail is not None and not goes_on:
             self._tails.expect(ticket, decision.tail, decision.name)
         breaker.sent(ticket)
         if request.session:
-            self._sessions.sent(request.session, decision.name)
+            self._sessions.sent(request.session, goes_on or decision.name)
 
     def started(self, ticket: int, now: float) -> None:
         """Note that a request's prompt is computed. Do nothing if its ticket is unknown or has started before."""
@@ -382,7 +337,9 @@ class RoutingCore:
 
     # Inside
 
-    def _candidates(self, request: RouteRequest, now: float) -> IntArray:
+    def _candidates(self, request: RouteRequest, now: float) -> tuple[IntArray, IntArray]:
+        """Return the controllers that can take a request, and the prefill groups that can compute its prompt for
+        one of them."""
         usable = self._available
         if request.model:
             usable = usable & self._traits.serves(request.model)
@@ -398,7 +355,7 @@ class RoutingCore:
                     f"controller {self._slots.names[request.pinned]}, which the request needs, is not available",
                     wait if self._available[request.pinned] else float("inf"),
                 )
-            return np.array([request.pinned])
+            return np.array([request.pinned]), _NONE
         if not usable.any():
             waits = [self._breakers[i].wait_seconds(now) for i in np.flatnonzero(served)]
             raise NoControllerError("no controller is available", min(waits, default=float("inf")))
@@ -412,8 +369,23 @@ class RoutingCore:
             rest[list(self._warming)] = False
             if rest.any():
                 usable = rest
-        candidates: IntArray = usable.nonzero()[0]
-        return candidates
+        prefills = _NONE
+        if self._traits.prefills:
+            rest = usable.copy()
+            rest[self._traits.prefills] = False
+            if rest.any():
+                usable, prefills = rest, (usable & ~rest).nonzero()[0]
+        return usable.nonzero()[0], prefills
+
+    def _apart(self, chosen: int, lacking: int, prefills: IntArray, new: FloatArray) -> int:
+        """Return the prefill group that is to compute a prompt whose stream goes on at the chosen controller; -1:
+        the chosen one computes it."""
+        traits, identity = self._traits, self._traits.identity(chosen)
+        if identity is None or not traits.exports(chosen):
+            return -1
+        stream = Stream(chosen, lacking, float(traits.pull_worth[chosen]), traits.is_decode(chosen))
+        prospect = Prospect(new, self.loads.queued, self.loads.inflight, traits.token_us)
+        return prefill_group(stream, np.intersect1d(prefills, traits.peers(identity)), prospect, self.settings)
 
     def _look_up(
         self, request: RouteRequest, now: float

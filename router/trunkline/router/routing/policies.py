@@ -62,6 +62,15 @@ class RoutingSettings(msgspec.Struct, frozen=True):
     peer_worth: float = 0.5
     """Work that a token pulled from another group saves, as a part (0 to 1) of the work of computing it. Used
     until pulling and computing have been measured."""
+    long_tokens: int = 512
+    """Number of tokens to compute from which on a prompt may be computed at a prefill group while its stream goes
+    on elsewhere (`roles.py`)."""
+    stream_weight: float = 1.0
+    """How much a second for which a running stream waits counts beside a second for which the request waits whose
+    prompt is computed there."""
+    apart_tokens: int = 256
+    """What it costs, in prompt tokens, that a stream goes on at another group than the one that has computed its
+    prompt: a second attempt, and its last, partial chunk is computed again."""
     sessions_max: int = 100_000
     """Largest number of sessions whose controllers are remembered."""
     index_bytes_max: int = 256 << 20
@@ -76,8 +85,9 @@ class RoutingSettings(msgspec.Struct, frozen=True):
         for name in ("chunk_tokens", "floor_tokens", "sessions_max"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.request_tokens < 0:
-            raise ValueError(f"request_tokens is {self.request_tokens}; it must be at least 0")
+        for name in ("request_tokens", "long_tokens", "apart_tokens", "stream_weight"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
         for name in ("stay_ratio", "near_ratio"):
             if not getattr(self, name) >= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")

@@ -51,6 +51,11 @@ class RouteRequest(msgspec.Struct, frozen=True):
     are ignored, and all controllers must have the same identity. None: the names are computed from the tokens."""
     token_count: int = 0
     """Tokens of the prompt; used only with `names`."""
+    may_part: bool = False
+    """Whether the prompt may be computed at another group than the one where the stream goes on."""
+    planned: int = -1
+    """The controller at which it was planned that the stream goes on; it is chosen if it can take the request. -1:
+    nothing was planned."""
     origin: Origin = Origin()
 
 
@@ -85,8 +90,9 @@ class Decision(msgspec.Struct, frozen=True):
     reason: str
     """"prefix": lowest cost, and part of the prompt is cached there; "load": lowest cost; "session": the session's
     last request went there; "tail": the controller has computed the open tail with which the prompt goes on;
-    "home": it is the home of the request's schema; "only": no other controller can take the request; "pinned"; or
-    the name of a policy other than "prefix"."""
+    "home": it is the home of the request's schema; "only": no other controller can take the request; "pinned";
+    "prefill": it computes the prompt, and the stream goes on elsewhere; "planned": the stream goes on there, as
+    was planned; or the name of a policy other than "prefix"."""
     new_tokens: int
     """Prompt tokens that the controller will have to compute or pull, as far as is known."""
     cached_tokens: int
@@ -114,3 +120,5 @@ class Decision(msgspec.Struct, frozen=True):
     """Peers that have chunks which the controller lacks (`Submit.holders`)."""
     sleeping: Sleeping | None = None
     """A peer that has more of the prompt, on disk only."""
+    goes_on: int = -1
+    """The controller where the stream is to go on after its first token; -1: at `controller`."""

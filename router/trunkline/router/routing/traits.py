@@ -1,5 +1,5 @@
 """What controllers have told of themselves: the names of their chunks, their model, how long they take to load and
-to compute, and where they export KV to peers. Pure."""
+to compute, where they export KV to peers, and their roles. Pure."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from trunkline.kvstore.tier import TierKind
 from trunkline.router.routing.controllers import resized
 from trunkline.router.routing.index import TIERS, IntArray
 from trunkline.router.routing.names import KvIdentity
+from trunkline.router.routing.roles import DECODE, PREFILL
 
 _UNKNOWN_CHUNK: Final = 64
 """Number of tokens of a chunk that is assumed until a controller has reported its own."""
@@ -34,6 +35,10 @@ class Traits:
         """The same for a token that the controller pulls from a peer; 0: it pulls none."""
         self.leaves = np.zeros(0, bool)
         """Whether the controller drains, so that what only it has will be lost."""
+        self.token_us = np.zeros(0)
+        """Measured time to compute a prompt token; 0: not known."""
+        self._roles: dict[int, str] = {}
+        """Roles of the controllers whose role is not "both"."""
         self._peers: dict[KvIdentity, IntArray] = {}
         """The controllers of each identity that export chunks and pull them."""
         self._exports: dict[int, list[str]] = {}
@@ -51,6 +56,7 @@ class Traits:
         self.worth = resized(self.worth, controllers)
         self.pull_worth = resized(self.pull_worth, controllers)
         self.leaves = resized(self.leaves, controllers)
+        self.token_us = resized(self.token_us, controllers)
         self._models = resized(self._models, controllers)
         self._measured_pull_worth = resized(self._measured_pull_worth, controllers)
 
@@ -60,6 +66,8 @@ class Traits:
         self.worth[controller] = self._default_worth
         self._measured_pull_worth[controller] = self._default_pull_worth
         self._models[controller] = 0
+        self.token_us[controller] = 0.0
+        self._roles.pop(controller, None)
         self.set_exports(controller, [])
         if self._identities.pop(controller, None) is not None:
             self._group()
@@ -93,8 +101,26 @@ class Traits:
 
         for tier in (TierKind.HOST, TierKind.DISK):
             self.worth[controller, tier] = worth(tier, self._default_worth[tier])
+        self.token_us[controller] = max(0.0, prefill_us)
         self._measured_pull_worth[controller] = worth(TierKind.PEER, self._default_pull_worth)
         self._set_pull_worth(controller)
+
+    # Roles
+
+    @property
+    def prefills(self) -> list[int]:
+        """The prefill groups."""
+        return [controller for controller, role in self._roles.items() if role == PREFILL]
+
+    def is_decode(self, controller: int) -> bool:
+        """Return whether a controller's role is "decode"."""
+        return self._roles.get(controller) == DECODE
+
+    def set_role(self, controller: int, role: str) -> None:
+        """Set a controller's role: "both", "prefill" or "decode". Any other counts as "both"."""
+        self._roles.pop(controller, None)
+        if role in (PREFILL, DECODE):
+            self._roles[controller] = role
 
     # Peers
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from trunkline.router.messages import State
-from trunkline.router.routing.core import Logged
+from trunkline.router.routing.decision_log import Logged
 from trunkline.router.service import LiveRequest, RouterService
 from trunkline.router.streams.generation import Generation
 from trunkline.router.streams.link import ControllerLink

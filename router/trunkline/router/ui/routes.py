@@ -19,7 +19,7 @@ from trunkline.router.errors import bad_value, not_found
 from trunkline.router.http.answers import JsonResponse
 from trunkline.router.http.body import read_body
 from trunkline.router.request_context import known
-from trunkline.router.routing.core import DECISIONS_MAX
+from trunkline.router.routing.decision_log import DECISIONS_MAX
 from trunkline.router.tenancy.auth import current_identity
 from trunkline.router.ui.assets import PAGE, Asset, Assets, is_current
 from trunkline.router.ui.chunk_tree import NODES_DEFAULT, NODES_MAX
