@@ -52,6 +52,8 @@ class World:
     remote: set[bytes] = field(default_factory=set)
     peers: dict[str, set[bytes]] = field(default_factory=dict)
     """What each peer has in host memory, by its endpoint."""
+    where: dict[int, str] = field(default_factory=dict)
+    """Endpoint of each peer that the directory knows, by its number."""
 
 
 @dataclass
@@ -98,7 +100,7 @@ class Life:
         self.ordered: list[Move[Chunk]] = []
         self.executed: list[tuple[Move[Chunk], MoveStatus]] = []
         self.plan = Plan()
-        self.where: dict[int, str] = {}
+        self.world.where.clear()
         self.claims: list[Chunk] = []
         self.pins: list[list[Chunk]] = []
         self.may_lose = False
@@ -266,7 +268,7 @@ class Life:
             found = self.world.disk.get(move.slot) == (name, move.generation) and not is_flipped
             assert found or is_flipped or self.was_damaged(move), "it was there"
         elif move.tier is TierKind.PEER:
-            found = name in self.world.peers.get(self.where[move.peer], ())
+            found = name in self.world.peers.get(self.world.where[move.peer], ())
         else:
             found = name in self.world.remote
         self.world.host[move.host_slot] = (name, move.host_generation) if found else GARBAGE
@@ -318,7 +320,7 @@ class Life:
         peer = self.directory.peers.meet("a group", (at,), self.now) if self.options["peers"] else None
         if peer is None:
             return
-        self.where[peer.number] = at
+        self.world.where[peer.number] = at
         path = self.path_to(bytes(self.rng.randrange(FANOUT) for _ in range(self.rng.randint(1, DEPTH))))
         for chunk in path:
             if self.rng.random() < 0.8:

@@ -84,6 +84,9 @@ class Wanted:
 class Simulation:
     """An engine, its workers and its clients. Results return after the next plan where the engine allows."""
 
+    holders_of: Callable[[Submit], list[Holder]] | None = None
+    """What a router says of peers that have chunks of a prompt; None: nothing."""
+
     def __init__(self, config: EngineConfig, *, check: bool = True, seed: int = 0) -> None:
         self.engine = Engine(config)
         self.seed = seed
@@ -102,8 +105,6 @@ class Simulation:
         self.replies: dict[int, ModulesReply] = {}
         """To calls about texts of modules."""
         self.now = 0.0
-        self.holders_of: Callable[[Submit], list[Holder]] | None = None
-        """What a router says of peers that have chunks of a prompt; None: nothing."""
         self.wanted = Wanted()
         self.listener = Listener() if check else None
         """A router that hears where chunks are; None: nothing is checked."""

@@ -51,6 +51,9 @@ class _Batch:
 class SimulatedPool:
     """Blocks and slots of one group; bytes of real KV would lie in the same places."""
 
+    observer: Callable[[bytes, list[Entry | None]], None] | None = None
+    """Called with what arrives in a slot under a name."""
+
     def __init__(self, num_blocks: int, chunk_size: int, host_slots: int = 0, seed: int = 0) -> None:
         self.chunk_size = chunk_size
         self.host_slots = host_slots
@@ -65,8 +68,6 @@ class SimulatedPool:
         """Chunk name → (slot, generation) of what was, or is to be, saved under it last."""
         self._named: dict[tuple[int, int], bytes] = {}
         """The other way round, of slots whose content is not known yet."""
-        self.observer: Callable[[bytes, list[Entry | None]], None] | None = None
-        """Called with what arrives in a slot under a name."""
         self._saves: deque[_Batch] = deque()
         self._loads: deque[_Batch] = deque()
         self._computed_step = 0

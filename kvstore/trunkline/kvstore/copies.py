@@ -96,9 +96,7 @@ class Copies(Generic[ChunkT]):
         )
         self.shares = Shares(victim_key(config.policy), dict(sizes))
         """The tenants' shares of the tiers, the device included: they and the policy order all chunks."""
-        self.may_sink = bool(config.disk_slots or config.remote)
-        """Whether there are tiers below host memory, to which host copies are to be written."""
-        self._is_exclusive = config.is_exclusive
+        self._config = config
         self._totals = totals
         self.clean: SharedHeap[ChunkT] = SharedHeap(self.shares, TierKind.HOST)
         self.dirty: SharedHeap[ChunkT] = SharedHeap(self.shares, TierKind.HOST)
@@ -112,6 +110,11 @@ class Copies(Generic[ChunkT]):
         self.unsaved_claims = 0
         """Claimed chunks without a host slot. Each of them may be saved at any moment."""
         self._arrivals = count(1)
+
+    @property
+    def may_sink(self) -> bool:
+        """Whether there are tiers below host memory, to which host copies are to be written."""
+        return self._config.disk_slots > 0 or self._config.remote
 
     def reserve_host(self, chunk: ChunkT, step: int = 0) -> SlotId | None:
         """Return a host slot for a copy that is about to come; None if none is free."""
@@ -326,7 +329,7 @@ class Copies(Generic[ChunkT]):
         if self.disk.free_count:
             return True
         victim = self.doubles.search(lambda double: self._judge_double(double, chunk))
-        if not (self._is_exclusive and (victim is not None or lossless)):
+        if not (self._config.is_exclusive and (victim is not None or lossless)):
             settled = self.settled.search(lambda settled: self._judge_settled(settled, chunk))
             if victim is None or (settled is not None and self._disk_rank(settled) < self._disk_rank(victim)):
                 victim = settled
@@ -352,7 +355,7 @@ class Copies(Generic[ChunkT]):
         if not chunk.host_ready:
             self.settled.push(chunk)
             return HeapVerdict.PARK
-        if not self._is_exclusive and not self._may_replace(chunk, newcomer):
+        if not self._config.is_exclusive and not self._may_replace(chunk, newcomer):
             return HeapVerdict.STOP
         return HeapVerdict.TAKE
 
