@@ -358,7 +358,8 @@ class Directory(Generic[ChunkT]):
 
     def take_unheld(self) -> set[ChunkT]:
         """Return the chunks that only a peer was said to have, and that were forgotten since the last call."""
-        unheld, self.copies.changes.unheld = self.copies.changes.unheld, set()
+        if unheld := self.copies.changes.unheld:
+            self.copies.changes.unheld = set()
         return unheld
 
     def index_events(self) -> list[IndexEvent[ChunkT]]:

@@ -117,7 +117,8 @@ class PeerBook:
 
     def take_news(self) -> list[PeerNews]:
         """Return what ranks must be told since the last call, in order."""
-        news, self._news = self._news, []
+        if news := self._news:
+            self._news = []
         return news
 
     def doubt(self) -> None:
