@@ -292,6 +292,9 @@ def test_the_part_of_an_open_tail_is_not_counted_twice() -> None:
     assert decision.cached_tokens == 2 * CHUNK + 3
     assert decision.pulled_tokens == 2 * CHUNK - 3
     assert runs(decision) == [("1", 2, 4)]
+    core.index.apply(1, own_names(following)[2], bytes([ON_DEVICE]))  # the chunk behind the tail is not exported
+    decision = core.route(msgspec.structs.replace(following, pinned=0), 10.0)
+    assert (decision.holders, decision.pulled_tokens) == ([], 0)
 
 
 def layout() -> PromptLayout:

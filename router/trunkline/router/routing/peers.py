@@ -88,7 +88,7 @@ def holders(
         inflight: requests that each controller has.
     """
     masks, own = match.masks, TOLD << shift
-    host = (peers.bits & ~(1 << shift)) << HOST
+    host = peers.bits << HOST
     at, count = 0, len(masks)
     runs: list[Run] = []
     while True:
