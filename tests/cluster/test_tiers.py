@@ -181,13 +181,16 @@ def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     server.kill()
 
 
+@pytest.mark.parametrize("ranks", [2, 1])
 def test_clusters_share_a_remote_tier_and_do_without_it(
-    redis_server: RedisServer, expected: list[str], tmp_path: Path
+    redis_server: RedisServer, expected: list[str], tmp_path: Path, ranks: int
 ) -> None:
+    """Also if the groups that have written the chunks have another number of ranks."""
     half = len(PROMPTS) // 2
-    with small_cluster(tmp_path / "a", "--remote-tier", redis_server.url) as cluster:
+    with small_cluster(tmp_path / "a", "--remote-tier", redis_server.url, "--tp", str(ranks)) as cluster:
         chunks = sum(chunks_of(ask(cluster, prompt)) for prompt in PROMPTS)
-        wait_for(lambda: len(redis_server.places()) >= 2 * chunks, 20)  # a shard per rank
+        client: Any = redis_server.client()
+        wait_for(lambda: sum(map(client.hlen, redis_server.places())) >= ranks * chunks, 20)  # a part per rank
     with small_cluster(tmp_path / "b", "--remote-tier", redis_server.url) as cluster:
         answers = [ask(cluster, prompt) for prompt in PROMPTS[:half]]
         assert [text_of(answer) for answer in answers] == expected[:half]
