@@ -310,9 +310,8 @@ class Directory(Generic[ChunkT]):
     def moves(self, now: float) -> list[Move[ChunkT]]:
         """Return new moves. They may use slots of all plans made so far, so send those plans first."""
         self.copies.trim_remote(self.config.remote_known)
-        for chunk in self._released:
-            if not chunk.wants:
-                self.copies.drop_peer(chunk)
+        for chunk in [chunk for chunk in self._released if not chunk.wants]:
+            self.copies.drop_peer(chunk)
         self._released.clear()
         return self.mover.orders(now)
 
@@ -358,8 +357,8 @@ class Directory(Generic[ChunkT]):
 
     def take_unheld(self) -> set[ChunkT]:
         """Return the chunks that only a peer was said to have, and that were forgotten since the last call."""
-        if unheld := self.copies.changes.unheld:
-            self.copies.changes.unheld = set()
+        unheld = self.copies.changes.unheld
+        self.copies.changes.unheld = set() if unheld else unheld
         return unheld
 
     def index_events(self) -> list[IndexEvent[ChunkT]]:
