@@ -123,12 +123,12 @@ def test_a_fingerprint_names_configuration_weights_and_their_rounding(tmp_path: 
         (tmp_path / "config.json").write_text(config)
         (tmp_path / "model.safetensors").write_bytes(weights)
         for quantization in ("none", "int8"):
-            digest = models.fingerprint(tmp_path, quantization)
-            assert digest == models.fingerprint(tmp_path, quantization)
+            digest = models.fingerprint(models.weights_digest(tmp_path), quantization)
+            assert digest == models.fingerprint(models.weights_digest(tmp_path), quantization)
             assert len(bytes.fromhex(digest)) == 16
             seen.add(digest)
     (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
-    seen.add(models.fingerprint(tmp_path))
+    seen.add(models.fingerprint(models.weights_digest(tmp_path)))
     assert len(seen) == 7
 
 
@@ -136,4 +136,4 @@ def test_weights_that_cannot_be_read_are_one_clear_error(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
     with pytest.raises(UserError, match=r"(model\.safetensors|gone) cannot be read: No such file"):
-        models.fingerprint(tmp_path)
+        models.weights_digest(tmp_path)

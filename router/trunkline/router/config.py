@@ -147,6 +147,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Socket on which the supervisor gets this process's status (`trunkline.runtime.process`); "": none."""
     served_model_name: str = ""
     """Name of the model for clients; empty: the name of the folder `model_path`."""
+    model_is_named: bool = False
+    """Whether the name was given for groups, too: groups that were given another one are not used."""
     served_model_aliases: list[str] = []
     """More names under which clients may ask for the model."""
     tool_call_parser: str = "auto"

@@ -177,6 +177,10 @@ class GroupIdentity(msgspec.Struct, array_like=True, frozen=True):
     """The name by which requests ask for the group's model."""
     tokenizer: str = ""
     """The digest of the model's tokenizer (`kvstore.fingerprint.tokenizer_digest`)."""
+    weights: str = ""
+    """The digest of the model's configuration and weights as they are stored, whatever they are rounded to."""
+    is_named: bool = False
+    """Whether the name was given, so that it is not just that of the model's folder."""
 
 
 class State(msgspec.Struct, array_like=True, frozen=True, tag="state"):

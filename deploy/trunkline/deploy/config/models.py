@@ -102,12 +102,11 @@ def resolve_dtype(folder: Path, dtype: str, device: str) -> str:
     return str(own) if device != "cpu" and own in ("bfloat16", "float16") else "float32"
 
 
-def fingerprint(folder: Path, quantization: str = "none", tell: Callable[[int], None] = lambda count: None) -> str:
-    """Return a hexadecimal digest of configuration and weights: part of the name of all KV computed with them.
+def weights_digest(folder: Path, tell: Callable[[int], None] = lambda count: None) -> bytes:
+    """Return a digest of configuration and weights as they are stored, 16 bytes.
 
     Args:
         folder: The checkpoint.
-        quantization: How the weights are stored.
         tell: Called with the number of bytes if weights must be read for it (the first time, see `digest_files`).
 
     Raises:
@@ -121,7 +120,17 @@ def fingerprint(folder: Path, quantization: str = "none", tell: Callable[[int], 
             digest.update(path.name.encode() + b"\0" + content)
     except OSError as error:
         raise UserError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
-    return model_fingerprint(digest.digest(), quantization if quantization != "none" else "").hex()
+    return digest.digest()
+
+
+def fingerprint(weights: bytes, quantization: str = "none") -> str:
+    """Return a hexadecimal digest of the model as it is computed with: part of the name of all its KV.
+
+    Args:
+        weights: The checkpoint's `weights_digest`.
+        quantization: How the weights are rounded when they are loaded.
+    """
+    return model_fingerprint(weights, quantization if quantization != "none" else "").hex()
 
 
 def _checked(folder: Path, model: str, needs_weights: bool = True) -> Path:

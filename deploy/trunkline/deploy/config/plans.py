@@ -297,6 +297,8 @@ class ClusterPlan:
     """The part of the cluster that runs on this host; None: the whole cluster runs on this machine."""
     first_group: int = 0
     """The number of its first group: more than 0 for a further model, whose plan has groups only."""
+    weights: str = ""
+    """Digest of the model's configuration and weights, as they are stored; "": this part has no workers."""
     exchange_fingerprint: str = ""
     """Digest of all that must agree for groups to use each other's KV; "": this part has no workers."""
     others: tuple[ClusterPlan, ...] = ()

@@ -98,7 +98,8 @@ def plan_cluster(
             f"--max-context is {max_context}; {settings.model} allows at most {model.max_positions} tokens"
         )
     _check_kv_memory(settings, model, dtype, device)
-    fingerprint = models.fingerprint(folder, settings.quantization, _reading(tell))
+    weights = models.weights_digest(folder, _reading(tell))
+    fingerprint = models.fingerprint(weights, settings.quantization)
     tier, exchange = _tier_fingerprints(settings, model, dtype, fingerprint)
     chunk_bytes = model.kv_block_bytes(settings.chunk_size, settings.ranks, dtype)
     plan = ClusterPlan(
@@ -110,6 +111,7 @@ def plan_cluster(
         max_context=max_context,
         vocab_size=model.vocab_size,
         fingerprint=fingerprint,
+        weights=weights.hex(),
         tier_fingerprint=tier,
         exchange_fingerprint=exchange,
         positions_shift=model.positions_shift,

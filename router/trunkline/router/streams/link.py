@@ -77,6 +77,8 @@ class Standing(NamedTuple):
     """Main name of the model that the group serves; "": not known."""
     problem: str = ""
     """Why requests must not go to the group, for people; "": they may."""
+    rival: str = ""
+    """Why requests must not go to it as long as other groups serve the model; "": they may."""
 
     def may_serve(self, model: str) -> bool:
         """Return whether the group serves a model, as far as is known. `model`: "" stands for any."""
@@ -165,9 +167,28 @@ class ControllerLink:
     @property
     def problem(self) -> str:
         """Why this group must not be used, although it is connected; "": it may."""
+        return self.fault or self.standing.rival
+
+    @property
+    def fault(self) -> str:
+        """Why this group must not be used, whatever others do; "": it may."""
         if self.state is not None and self.state.protocol != PROTOCOL:
             return f"it speaks protocol {self.state.protocol}, this router {PROTOCOL}: update the older of them"
         return self.standing.problem
+
+    @property
+    def weights(self) -> str:
+        """The digest of the group's weights; "": not known, or not connected."""
+        return "" if self.state is None else self.state.group.weights
+
+    def set_rival(self, why: str) -> bool:
+        """Set why the group must not be used as long as others serve its model; return whether that is new."""
+        if why == self.standing.rival:
+            return False
+        self.standing = self.standing._replace(rival=why)
+        if why:
+            _log.warning("group_refused", group=self.name, endpoint=self.endpoint, reason=why)
+        return True
 
     @property
     def inflight(self) -> int:
@@ -392,7 +413,7 @@ class ControllerLink:
             self.last_token_at = self._loop.time()  # a token of any request, perhaps of another router's
         problem = self.problem
         if self.state is None or state.group != self.state.group:
-            self.standing = self.judge(self.member, state)
+            self.standing = self.judge(self.member, state)._replace(rival=self.standing.rival)
         self.state = state
         if self.problem and self.problem != problem:
             _log.warning("group_refused", group=self.name, endpoint=self.endpoint, reason=self.problem)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from trunkline.router.streams.link import ControllerLink
 
@@ -12,6 +12,8 @@ class Links(Collection[ControllerLink]):
 
     def __init__(self) -> None:
         self._links: dict[int, ControllerLink] = {}
+        self.on_remove: Callable[[ControllerLink], None] = lambda link: None
+        """Called when a connection was removed."""
 
     def __len__(self) -> int:
         return len(self._links)
@@ -37,3 +39,4 @@ class Links(Collection[ControllerLink]):
     def remove(self, link: ControllerLink) -> None:
         """Remove a connection."""
         self._links = {slot: each for slot, each in self._links.items() if each is not link}
+        self.on_remove(link)

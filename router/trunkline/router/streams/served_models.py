@@ -3,8 +3,9 @@
     RouterConfig ──► ServedModel ──┐
     Member, State of a group ──────┴──► Standing: the group's model, or why the group is not used
 
-A router has the tokenizer of each model, so it must not send its tokens to a group with another one. Groups of one
-model may differ in everything else (precision, ranks, chunk size), as they do while a cluster is upgraded.
+A router has the tokenizer of each model, so it must not send its tokens to a group with another one. Of groups
+with different weights, only those with the same ones are used at a time (`weights_in_force.py`). Groups of one model
+may differ in everything else (precision, ranks, chunk size), as they do while a cluster is upgraded.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ import hashlib
 import importlib.metadata
 from collections.abc import Collection, Iterable, Iterator
 
+import structlog
+
 from trunkline.router.config import ModelConfig, RouterConfig
 from trunkline.router.jobs.job import ModelLimits
 from trunkline.router.membership.member import Member
 from trunkline.router.messages import State
 from trunkline.router.streams.link import ControllerLink, Standing
+from trunkline.router.streams.weights_in_force import Said, WeightsInForce
 from trunkline.router.text.tokenizer import Tokenizer
+
+_log = structlog.get_logger("trunkline.router.streams.served_models")
 
 
 class ServedModel:
@@ -51,7 +57,7 @@ class ServedModel:
         Args:
             links: the connections to the groups that serve the model.
         """
-        states = [link.state for link in links if link.state is not None]
+        states = [link.state for link in links if link.state is not None and not link.problem]
         contexts = [self._max_context or self.tokenizer.files.max_context]
         if capacity := [state.max_context for state in states if state.max_context > 0]:
             contexts.append(max(capacity))
@@ -80,6 +86,8 @@ class ServedModels(Collection[ServedModel]):
         self._models = (ServedModel(first, tokenizer), *loaded)
         self._by_name = {name: model for model in reversed(self._models) for name in model.names}
         self._ids_are_told = bool(config.members)
+        self._model_is_named = config.model_is_named
+        self._in_force = {model.name: WeightsInForce[ControllerLink]() for model in self._models}
 
     def __len__(self) -> int:
         return len(self._models)
@@ -121,7 +129,9 @@ class ServedModels(Collection[ServedModel]):
                 "", f"the membership says that {member.address} is group {member.id!r}, but it is {said.member!r}"
             )
         name = said.model or member.model
-        model = self.find(name) or (self._models[0] if len(self._models) == 1 else None)
+        model = self.find(name)
+        if len(self._models) == 1 and not (self._model_is_named and said.is_named):
+            model = self._models[0]
         if model is None:
             served = ", ".join(repr(each.name) for each in self._models)
             what = f"it serves model {name[:200]!r}" if name else "it does not say which model it serves"
@@ -134,7 +144,49 @@ class ServedModels(Collection[ServedModel]):
             )
         return Standing(model.name)
 
+    def weigh(self, link: ControllerLink, *, is_member: bool, now: float) -> list[ControllerLink]:
+        """Decide anew which weights serve each model, after a group has reported its state, was lost or has left.
+
+        Args:
+            is_member: whether the group is still a member.
+            now: the time in seconds.
+
+        Returns:
+            the groups that may be used from now on, or no longer may.
+        """
+        changed: list[ControllerLink] = []
+        for model, rule in self._in_force.items():
+            before = rule.current
+            if not is_member or link.fault or link.standing.model != model or (link.state and not link.weights):
+                rule.forget(link, now)
+            elif link.state is None:
+                rule.lost(link, now)
+            else:
+                rule.note(link, _said(link.state), now)
+            if rule.current != before:
+                _log.info("weights_in_force", model=model, weights=rule.current, before=before)
+            concerned = rule if rule.current != before else [link] if link in rule else []
+            changed += [each for each in concerned if each.set_rival(_rival(model, each, rule.refuses(each)))]
+        if not any(link in rule for rule in self._in_force.values()) and link.set_rival(""):
+            changed.append(link)
+        return changed
+
     def close(self) -> None:
         """End the tokenizers' threads."""
         for model in self._models:
             model.tokenizer.close()
+
+
+def _said(state: State) -> Said:
+    return Said(state.group.weights, state.status == "ready", state.status == "draining", state.epoch)
+
+
+def _rival(model: str, group: ControllerLink, in_force: str) -> str:
+    """Return why a group must not be used. `in_force`: the digest of the weights that serve its model; "": it
+    may be used."""
+    if not in_force:
+        return ""
+    return (
+        f"its weights ({group.weights[:12]}) are others than those that serve model {model!r} now "
+        f"({in_force[:12]}); it takes requests when the groups with those have left"
+    )

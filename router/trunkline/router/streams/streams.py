@@ -297,6 +297,8 @@ class RoutedRequest:
     """Controllers that refused the request because their queues were full."""
     last_failure: End = NOTHING_FAILED
     """The end of the last attempt that was lost."""
+    weights: str = ""
+    """Digest of the weights with which its tokens so far were computed; "": not known."""
     record: RequestRecord | None = None
     """Record of the HTTP request; None: the request does not come from a client."""
     lost: list[SpanContext] = field(default_factory=list)
