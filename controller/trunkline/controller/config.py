@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from trunkline.controller.engine_config import ConfigError, EngineConfig, EngineLimits, require
 from trunkline.router.messages import GroupIdentity
 from trunkline.runtime.wire_keys import Role, problem_of
+
+ROLES: Final = ("both", "prefill", "decode")
+"""What a group may be for: to compute prompts and go on with streams, to compute long prompts for other groups, or
+to go on with streams and compute short prompts."""
 
 
 class ControllerConfig(EngineLimits, frozen=True, kw_only=True):
@@ -35,10 +41,8 @@ class ControllerConfig(EngineLimits, frozen=True, kw_only=True):
     """The name by which requests ask for the model; "": routers know it."""
     tokenizer_digest: str = ""
     """Digest of the model's tokenizer (`trunkline.kvstore.fingerprint`); "": not known."""
-    weights_digest: str = ""
-    """Digest of the checkpoint as it is stored, hexadecimal; "": not known."""
-    model_is_named: bool = False
-    """Whether `model_name` was given, so that it is not just the name of the model's folder."""
+    role: str = "both"
+    """What the group is for (`ROLES`)."""
     index_path: str = ""
     """SQLite file with the disk tier's chunks; "": there is no disk tier."""
     tier_fingerprint: str = ""
@@ -81,9 +85,7 @@ class ControllerConfig(EngineLimits, frozen=True, kw_only=True):
     @property
     def identity(self) -> GroupIdentity:
         """What this controller tells routers of its group."""
-        return GroupIdentity(
-            self.member, self.model_name, self.tokenizer_digest, self.weights_digest, self.model_is_named
-        )
+        return GroupIdentity(self.member, self.model_name, self.tokenizer_digest)
 
     @property
     def terms(self) -> dict[str, str]:
@@ -99,6 +101,7 @@ class ControllerConfig(EngineLimits, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         """Raise `ConfigError` for the first field that cannot work."""
+        require(self.role in ROLES, f"role is {self.role!r}; allowed are {', '.join(ROLES)}")
         require(self.tp >= 1, f"tp is {self.tp}; a group has at least 1 rank")
         endpoints = [self.plan_endpoint, self.report_endpoint, self.router_endpoint]
         endpoints += [self.events_endpoint] if self.events_endpoint else []

@@ -139,6 +139,7 @@ class RouterService:
             learns=not any(config.events) and not config.members,
             on_event=lambda kind: self.metrics.routing.events.labels(kind).inc(),
             on_route=lambda decision: self.metrics.routing.chose(decision),
+            on_planned=lambda outcome: self.metrics.routing.planned.labels(outcome).inc(),
         )
         self._generations: dict[Generation, LiveRequest] = {}
         self._life = _Life(asyncio.Event())

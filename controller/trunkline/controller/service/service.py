@@ -469,7 +469,13 @@ class ControllerService:
         for router in self._pending.state_for:
             group = self.group
             state = state_of(
-                self.engine, self.status, self.detail, group.block_bytes, self.config.identity, group.exports
+                self.engine,
+                self.status,
+                self.detail,
+                group.block_bytes,
+                self.config.identity,
+                group.exports,
+                self.config.role,
             )
             self.routers.send(router, state)
         self._pending.state_for.clear()

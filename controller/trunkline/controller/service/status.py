@@ -57,6 +57,7 @@ def state_of(
     block_bytes: int = 0,
     group: GroupIdentity = _NOBODY,
     exports: Sequence[str] = (),
+    role: str = "both",
 ) -> State:
     """Return the state of a controller; without an engine, all counts are zero.
 
@@ -65,7 +66,8 @@ def state_of(
         exports: Where the ranks export chunks; counts only if the engine has peers, and workers.
     """
     if engine is None:
-        return State(0, status, detail, **_NO_COUNTS, block_bytes=block_bytes, protocol=PROTOCOL, group=group)
+        counts: dict[str, Any] = {**_NO_COUNTS, "block_bytes": block_bytes}
+        return State(0, status, detail, **counts, protocol=PROTOCOL, group=group, role=role)
     scheduler, kv, config, counters = engine.scheduler, engine.scheduler.kv, engine.config, engine.counters
     tree = kv.tree
     requests, queued_tokens = load_of(engine)
@@ -114,6 +116,7 @@ def state_of(
         requests=requests,
         queued_tokens=queued_tokens,
         exports=list(exports) if config.peers and not engine.is_away else [],
+        role=role,
         pulls_given_up=dict(counters.pulls_given_up),
     )
 

@@ -258,6 +258,14 @@ SERVE_OPTIONS: Final = (
         TUNING,
     ),
     CliOption(
+        "role",
+        "What the copies are for: both, prefill (long prompts for others), or decode (streams and short prompts); "
+        "with "
+        "several, one of each copy in turn, such as prefill,decode.",
+        TUNING,
+        metavar="ROLE,…",
+    ),
+    CliOption(
         "tier_policy",
         "What leaves RAM and disk first when they are full: look-ahead (what waiting requests do not need), "
         "lru or "
@@ -421,13 +429,13 @@ _ROUTER_ONLY: Final = frozenset(
 )
 _ENGINE_ONLY: Final = frozenset(
     """tp dtype device threads kernels quantization chunk_size kv_memory_bytes gpu_memory_fraction host_tier_bytes
-    disk_tier remote_tier peers tier_policy session_ttl preemption target_itl_ms max_batch token_budget max_waiting
-    prefix_cache""".split()
+    disk_tier remote_tier peers role tier_policy session_ttl preemption target_itl_ms max_batch token_budget
+    max_waiting prefix_cache""".split()
 )
 OF_A_MODEL: Final = _ENGINE_ONLY | {"groups", "max_context", "tool_call_parser"}
 """Fields that further models of a cluster can have values of their own for."""
 _CONTROLLER_ONLY: Final = frozenset(
-    {"tier_policy", "preemption", "target_itl_ms", "max_batch", "token_budget", "max_waiting"}
+    {"tier_policy", "role", "preemption", "target_itl_ms", "max_batch", "token_budget", "max_waiting"}
 )
 _KEYS: Final = ("wire_keys", "plain_tcp", "health_host", "health_port")
 

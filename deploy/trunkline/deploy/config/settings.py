@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from trunkline.controller.config import ROLES
 from trunkline.controller.engine_config import TIER_POLICIES
 from trunkline.deploy.config.machine import available_cores
 from trunkline.deploy.config.option_values import (
@@ -105,6 +106,9 @@ class ServeSettings:
     """URL of a Redis or Valkey server that several clusters may share; "": none. May hold a password."""
     peers: str = "on"
     """Whether groups give each other the KV in their host memory: "on" or "off"."""
+    role: str = "both"
+    """What each group is for: one of `ROLES`, or several with commas between them: of the first group, of the
+    second one and so on; the last one holds for all further groups."""
     tier_policy: str = "look-ahead"
     session_ttl: float = 86400.0
     """Seconds after which unused KV is forgotten: a conversation is seldom continued after a day. 0: no limit."""
@@ -177,6 +181,11 @@ class ServeSettings:
         self._validate_tenants()
 
     def _validate_tiers(self) -> None:
+        roles = self.role.split(",")
+        if wrong := next((role for role in roles if role not in ROLES), None):
+            raise UserError(f"--role: {wrong!r} is no role; allowed are {', '.join(ROLES)}")
+        if "prefill" in roles and self.peers == "off":
+            raise UserError("--role has a prefill group, but with --peers off no other group can have its KV")
         if self.preemption == "swap" and not self.prefix_cache:
             raise UserError("--preemption is swap, but with --no-prefix-cache nothing is found again")
         if self.preemption == "swap" and self.host_tier_bytes == 0:
@@ -226,6 +235,11 @@ class ServeSettings:
         if self.tp is None:
             raise ValueError("the number of ranks is not settled yet")
         return self.tp
+
+    def role_of(self, group: int) -> str:
+        """Return what a group is for. `group`: its number, from 0 on."""
+        roles = self.role.split(",")
+        return roles[min(group, len(roles) - 1)]
 
     @property
     def workers_here(self) -> int:

@@ -95,6 +95,7 @@ async def health(request: Request) -> Response:
                 "name": link.name,
                 "ready": link.ready,
                 "model": link.standing.model,
+                "role": link.state.role if link.state else "",
                 "problem": link.problem,
                 "status": _status(service, link),
                 "running": link.state.running if link.state else 0,

@@ -164,6 +164,10 @@ class RoutingCore:
         """Set by which identity a controller names its chunks; until then nothing is found cached there."""
         self._traits.set_identity(controller, identity)
 
+    def identity(self, controller: int) -> KvIdentity | None:
+        """Return by which identity a controller names its chunks; None: not known."""
+        return self._traits.identity(controller)
+
     def set_model(self, controller: int, model: str) -> None:
         """Set which model a controller serves, by its main name."""
         self._traits.set_model(controller, model)

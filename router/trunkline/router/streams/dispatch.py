@@ -29,13 +29,14 @@ from trunkline.kvstore.chunks import pack_int32
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.errors import ApiError, unavailable
 from trunkline.router.jobs.job import Job
-from trunkline.router.messages import FinishReason, State
+from trunkline.router.messages import FinishReason
 from trunkline.router.routing.core import NoControllerError, RoutingCore
-from trunkline.router.routing.names import KvIdentity
 from trunkline.router.routing.request import Decision, RouteRequest
+from trunkline.router.streams.courier import identity_of
 from trunkline.router.streams.health import describe
 from trunkline.router.streams.link import ControllerLink, Standing
 from trunkline.router.streams.links import Links
+from trunkline.router.streams.planned import PlannedContinuations, only_first
 from trunkline.router.streams.streams import (
     ALL,
     Attempt,
@@ -61,7 +62,6 @@ FULL_AGAIN_SECONDS: Final = 0.25
 _REGULAR: Final = (FinishReason.STOP, FinishReason.LENGTH)
 _ELSEWHERE: Final = (FinishReason.ENGINE_FAILED, FinishReason.DRAINING, FinishReason.QUEUE_FULL)
 """Reasons for the end of an attempt that do not lie in the request: another controller may take the request."""
-_OTHER_WEIGHTS: Final = "the model's weights were changed while the answer was generated; please ask again"
 _log = structlog.get_logger("trunkline.router.streams.dispatch")
 
 
@@ -78,6 +78,7 @@ class Dispatcher:
         learns: bool = False,
         on_event: Callable[[str], None] = lambda kind: None,
         on_route: Callable[[Decision], None] = lambda decision: None,
+        on_planned: Callable[[str], None] = lambda outcome: None,
     ) -> None:
         """
         Args:
@@ -85,10 +86,10 @@ class Dispatcher:
             resume_seconds: how long a stream waits for a controller; 0: it does not wait, and a lost stream ends.
             max_context: returns the most tokens of prompt and output together at this moment, for a model.
             learns: controllers do not publish which chunks they have. Then a chunk counts as being where this
-                router
-                has seen a prompt with it start, until that controller is lost.
+                router has seen a prompt with it start, until that controller is lost.
             on_event: called with "resumed", "retried", "waited" or "gave_up", for metrics.
             on_route: called with each routing decision that was carried out, for metrics.
+            on_planned: see `PlannedContinuations`.
         """
         self.core = core
         self._served: set[str] = set()
@@ -99,6 +100,7 @@ class Dispatcher:
         self._learns = learns
         self._on_event = on_event
         self._on_route = on_route
+        self._planned = PlannedContinuations(links, core, on_planned)
         self._ids = itertools.count(1)
         self._routed: dict[int, RoutedRequest] = {}
         self._waiting: dict[int, RoutedRequest] = {}
@@ -184,8 +186,9 @@ class Dispatcher:
         core.set_exports(link.index, exports, leaves=state is not None and state.status == "draining")
         if state is not None:
             core.set_model(link.index, link.standing.model)
+            core.set_role(link.index, state.role)
             if state.chunk_size:
-                core.set_identity(link.index, _identity(state))
+                core.set_identity(link.index, identity_of(state))
                 core.set_costs(link.index, state.prefill_us, state.load_us)
             self.load_changed(link.index, state.requests, state.queued_tokens)
         if self._learns and not link.ready:
@@ -197,6 +200,7 @@ class Dispatcher:
 
     def load_changed(self, controller: int, requests: int, queued_tokens: int) -> None:
         """Note the load of a controller from all routers, as reported in its `State` or `KvEvents`."""
+        self._planned.progressed(controller)
         link = self._links.get(controller)
         state = None if link is None else link.state
         if state is None:
@@ -241,7 +245,9 @@ class Dispatcher:
             return
         attempt.over(end.reason, is_failure=end.reason in _ELSEWHERE)
         self._let_go(attempt, failed=end.reason == FinishReason.ENGINE_FAILED)
-        if end.reason in _REGULAR and attempt.sample != ALL:
+        if self._planned.ended(routed, attempt.ticket, end.reason):
+            self._send_or_end(routed, attempt.sample)
+        elif end.reason in _REGULAR and attempt.sample != ALL:
             routed.stream.finish_sample(attempt.sample, end.reason)
         elif end.reason not in _ELSEWHERE or (not self._resume_seconds and len(self._links) < 2):
             routed.stream.finish(*end)
@@ -321,6 +327,7 @@ class Dispatcher:
             route = routed.route
             if output or exclude:
                 route = msgspec.structs.replace(route, tokens=route.tokens + pack_int32(output), exclude=exclude)
+            route = self._planned.routed(routed, route, is_new=sample == ALL and not self._learns)
             trace, began = None if routed.record is None else routed.record.trace, time.monotonic()
             try:
                 decision = self.core.route(route, self.now())
@@ -348,21 +355,18 @@ class Dispatcher:
     def _try(
         self, routed: RoutedRequest, sample: int, decision: Decision, route: RouteRequest, output: Sequence[int]
     ) -> bool:
-        link = self._links[decision.controller]
-        if not any(routed.stream.outputs):
-            routed.weights = link.weights
-        elif link.weights and routed.weights and link.weights != routed.weights:
-            self._on_event("gave_up")
-            routed.stream.cut(FinishReason.ENGINE_FAILED, _OTHER_WEIGHTS)
-            return True
+        link, is_part = self._links[decision.controller], decision.goes_on >= 0
+        sample = 0 if is_part else sample  # there is only one
         attempt = Attempt(self, routed, link, next(self._ids), sample)
+        holders = self._planned.holders(routed, link, decision)
 
         def make(request: int) -> Submit:
             if sample == ALL:
                 submit = submission(routed.job, request)
             else:
                 submit = continuation(routed.job, request, sample, output)
-            return attempt.marked(msgspec.structs.replace(submit, holders=decision.holders))
+            submit = only_first(submit) if is_part else submit
+            return attempt.marked(msgspec.structs.replace(submit, holders=holders))
 
         try:
             attempt.request = link.submit(make, attempt)
@@ -374,6 +378,10 @@ class Dispatcher:
         routed.attempts[attempt.ticket] = attempt
         if self._learns:
             attempt.names = decision.names
+        if is_part:
+            self._planned.begin(routed, attempt.ticket, decision, route)
+        else:
+            self._planned.sent(routed, link)
         self.core.sent(attempt.ticket, decision, route, self.now())
         self._on_route(decision)
         return True
@@ -446,6 +454,7 @@ class Dispatcher:
         routed = self._routed.pop(stream, None)
         if routed is None:
             return
+        self._planned.released(routed)
         self._waiting.pop(routed.id, None)
         self._stop_timer(routed)
         routed.waiting.clear()
@@ -467,8 +476,3 @@ class Dispatcher:
                 attempt.link.drop_sample(attempt.request, sample)
             elif attempt.sample == sample:
                 self._let_go(attempt, abort=True)
-
-
-def _identity(state: State) -> KvIdentity:
-    """Return the part of a controller's `State` that decides how its chunks are named."""
-    return KvIdentity(state.fingerprint, state.dtype, state.chunk_size, state.positions_shift)

@@ -37,6 +37,7 @@ from trunkline.runtime.spans import SpanContext
 if TYPE_CHECKING:
     from trunkline.router.streams.dispatch import Dispatcher
     from trunkline.router.streams.link import ControllerLink
+    from trunkline.router.streams.planned import Plan
 
 TIMED_OUT: Final = "timeout"
 """The reason of an `End` by the router's own time limit; all other reasons are `FinishReason`s."""
@@ -297,8 +298,8 @@ class RoutedRequest:
     """Controllers that refused the request because their queues were full."""
     last_failure: End = NOTHING_FAILED
     """The end of the last attempt that was lost."""
-    weights: str = ""
-    """Digest of the weights with which its tokens so far were computed; "": not known."""
+    plan: Plan | None = None
+    """Where its prompt is or was computed for another group, if it was; a request has one such plan at most."""
     record: RequestRecord | None = None
     """Record of the HTTP request; None: the request does not come from a client."""
     lost: list[SpanContext] = field(default_factory=list)

@@ -243,7 +243,8 @@ class RoutingMetrics:
             "trunkline_routing_decisions",
             "Requests sent to a controller, by it and by the reason for choosing it: prefix (cheapest, some of "
             "the prompt is cached there), load (cheapest), session (its session's last request went there), home "
-            "(the home of its schema), only (no other takes it), or the name of a --policy other than prefix.",
+            "(the home of its schema), only (no other takes it), prefill (it computes the prompt, and the stream "
+            "goes on elsewhere), planned (the stream goes on there), or the name of a --policy other than prefix.",
             ["controller", "reason"],
         )
         self._chosen: dict[str, set[tuple[str, str]]] = {}
@@ -253,6 +254,13 @@ class RoutingMetrics:
             "Prompt tokens of them, by where the index had them: cached (at that controller), peer (only at "
             "others, from which it can pull them), new.",
             ["kv"],
+        )
+        self.planned = registry.counter(
+            "trunkline_planned_continuations",
+            "Prompts given to a prefill group, by what followed: went_on (the stream went on where it was "
+            "planned), elsewhere (that group was gone), ended (the first token was the last one, or the client "
+            "left), or why the prefill group gave the prompt up: engine_failed, draining, queue_full, and so on.",
+            ["outcome"],
         )
         self.events = registry.counter(
             "trunkline_dispatches",
