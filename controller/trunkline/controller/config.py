@@ -43,6 +43,10 @@ class ControllerConfig(EngineLimits, frozen=True, kw_only=True):
     """Digest of the model's tokenizer (`trunkline.kvstore.fingerprint`); "": not known."""
     role: str = "both"
     """What the group is for (`ROLES`)."""
+    weights_digest: str = ""
+    """Digest of the checkpoint as it is stored, hexadecimal; "": not known."""
+    model_is_named: bool = False
+    """Whether `model_name` was given, so that it is not just the name of the model's folder."""
     index_path: str = ""
     """SQLite file with the disk tier's chunks; "": there is no disk tier."""
     tier_fingerprint: str = ""
@@ -85,7 +89,9 @@ class ControllerConfig(EngineLimits, frozen=True, kw_only=True):
     @property
     def identity(self) -> GroupIdentity:
         """What this controller tells routers of its group."""
-        return GroupIdentity(self.member, self.model_name, self.tokenizer_digest)
+        return GroupIdentity(
+            self.member, self.model_name, self.tokenizer_digest, self.weights_digest, self.model_is_named
+        )
 
     @property
     def terms(self) -> dict[str, str]:

@@ -108,6 +108,7 @@ def _router_config(plan: ClusterPlan, folder: Path) -> RouterConfig:
         listen_fd=plan.listen_fd,
         status_path=str(folder / STATUS_SOCKET),
         served_model_name=plan.model_name,
+        model_is_named=bool(settings.served_model_name),
         models=[
             *(ModelConfig(model_path=str(folder), names=[name]) for name, folder in (node.models if node else ())),
             *(_model_config(other) for other in plan.others),
@@ -144,6 +145,8 @@ def _controller_config(
         member=plan.node.member_id if plan.node else str(group),
         model_name=plan.model_name,
         tokenizer_digest=tokenizer_digest(plan.folder),
+        weights_digest=plan.weights,
+        model_is_named=bool(settings.served_model_name),
         dtype=plan.dtype,
         max_rows=settings.max_batch,
         index_path=str(kept / INDEX_NAME) if kept else "",

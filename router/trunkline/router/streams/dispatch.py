@@ -62,6 +62,7 @@ FULL_AGAIN_SECONDS: Final = 0.25
 _REGULAR: Final = (FinishReason.STOP, FinishReason.LENGTH)
 _ELSEWHERE: Final = (FinishReason.ENGINE_FAILED, FinishReason.DRAINING, FinishReason.QUEUE_FULL)
 """Reasons for the end of an attempt that do not lie in the request: another controller may take the request."""
+_OTHER_WEIGHTS: Final = "the model's weights were changed while the answer was generated; please ask again"
 _log = structlog.get_logger("trunkline.router.streams.dispatch")
 
 
@@ -356,6 +357,12 @@ class Dispatcher:
         self, routed: RoutedRequest, sample: int, decision: Decision, route: RouteRequest, output: Sequence[int]
     ) -> bool:
         link, is_part = self._links[decision.controller], decision.goes_on >= 0
+        if not any(routed.stream.outputs):
+            routed.weights = link.weights
+        elif link.weights and routed.weights and link.weights != routed.weights:
+            self._on_event("gave_up")
+            routed.stream.cut(FinishReason.ENGINE_FAILED, _OTHER_WEIGHTS)
+            return True
         sample = 0 if is_part else sample  # there is only one
         attempt = Attempt(self, routed, link, next(self._ids), sample)
         holders = self._planned.holders(routed, link, decision)

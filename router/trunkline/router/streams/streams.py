@@ -298,6 +298,8 @@ class RoutedRequest:
     """Controllers that refused the request because their queues were full."""
     last_failure: End = NOTHING_FAILED
     """The end of the last attempt that was lost."""
+    weights: str = ""
+    """Digest of the weights with which its tokens so far were computed; "": not known."""
     plan: Plan | None = None
     """Where its prompt is or was computed for another group, if it was; a request has one such plan at most."""
     record: RequestRecord | None = None
