@@ -87,7 +87,7 @@ def test_layouts_that_cannot_be(wrong: PromptLayout, own: int, words_of_it: str)
 @pytest.mark.parametrize(
     ("change", "words_of_it"),
     [
-        ({"op": "decode"}, "'decode' is unknown; known are encode, look, unpin, cancel"),
+        ({"op": "decode"}, "'decode' is unknown; known are encode, look, forget, unpin, cancel"),
         ({"ttl": float("nan")}, "ttl"),
         ({"ttl": -1.0}, "ttl"),
         ({"texts": [A, text([], 4)]}, "text 1: it is empty"),
