@@ -19,7 +19,7 @@ from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.kvstore.tier import TierKind
 from trunkline.kvstore.tier_moves import MoveStatus
-from trunkline.worker.messages import Sampling
+from trunkline.worker.messages import Sampling, TierMoves, TierOrder
 
 DISK, REMOTE = TierKind.DISK, TierKind.REMOTE
 
@@ -163,6 +163,26 @@ def forgotten(session: Session) -> None:
     tokens = session.history
     session.simulation.forget(Request.of(0, Submit(0, pack_int32(tokens), len(tokens), 1, Sampling())))
     settle(session.simulation)
+
+
+@pytest.mark.parametrize("ttl", [0.0, 500.0])
+def test_the_remote_tier_is_told_a_requests_own_time_while_it_runs(
+    ttl: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunks of the prompt and of the answer are written before the request ends."""
+    simulation = simulate(replace(TIERED, session_ttl_s=50.0, disk_slots=0))
+    session, receive, kept = Session(simulation), simulation.tiers.receive, list[float]()
+
+    def note(message: TierOrder) -> None:
+        if isinstance(message, TierMoves):
+            kept.extend(move.kept_s for move in message.moves if move.is_write and move.tier == REMOTE)
+        receive(message)
+
+    monkeypatch.setattr(simulation.tiers, "receive", note)
+    stream = simulation.streams[session.send(20, max_tokens=40, ttl=ttl)]
+    simulation.step_until(lambda: len(stream.output) > 30)
+    assert len(kept) >= (20 + 20) // CHUNK
+    assert all(ttl - 1.0 < seconds <= ttl for seconds in kept), kept
 
 
 @pytest.mark.parametrize("place", [None, DISK, REMOTE])

@@ -263,6 +263,7 @@ class KVCacheManager:
             node = sequence.anchor.children.get(key)
             if node is None:
                 node = self.tree.insert(sequence.anchor, key, new.pop(0), PENDING, now, sequence.stem.marker)
+                self._lives(sequence, node, now)
             else:  # in a tier that is too far away: other sequences wait for this computation instead
                 self.tree.place(node, new.pop(0))
                 node.ready_step = PENDING
@@ -332,6 +333,7 @@ class KVCacheManager:
             node = anchor.children.get(key)
             if node is None:
                 node = self.tree.insert(anchor, key, sequence.private.pop(0), 0, now, sequence.stem.marker)
+                self._lives(sequence, node, now)
                 self.tree.computed(node, 0)
             elif node.ready_step == PENDING:
                 break  # its producer is not done; this block stays private and is tried again later
@@ -382,6 +384,12 @@ class KVCacheManager:
         submit = sequence.group.request.submit
         account = self.tree.tiers.shares.account(submit.tenant, submit.kv_floor, submit.kv_ceiling)
         self.tree.own(chunks, account)
+
+    def _lives(self, sequence: Sequence, node: Node, now: float) -> None:
+        """Set how long a new chunk is kept at least, if its request has a time of its own: the remote tier is told
+        when the chunk is written (`TierMove.kept_s`), which may be before the request ends."""
+        if ttl := sequence.group.request.submit.ttl:
+            self.tree.tiers.keep([node], now + ttl)
 
     def _keep(self, sequence: Sequence, tail: list[Node], now: float) -> None:
         """Set how long the chunks of a sequence that leaves are kept; texts of modules have a time of their
