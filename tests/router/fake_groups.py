@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,37 @@ def path(number: int, chunks: int, *, shared: int = 0, uses: int = 0) -> Offered
     return OfferedPath(b"s", pack_int32(tokens), uses, float(number))
 
 
+_DECODER = msgspec.msgpack.Decoder[RouterRequest](RouterRequest)
+
+
+@dataclass
+class Heard:
+    """What routers have asked of a group."""
+
+    asked: list[tuple[bytes, OffersCall]] = field(default_factory=list)
+    """Questions for offers, with the routers' ids."""
+    prefetches: list[Prefetch] = field(default_factory=list)
+    handed: list[bytes] = field(default_factory=list)
+    """Ids of the routers that have said that all is handed over."""
+    submits: list[Submit] = field(default_factory=list)
+    pulls: int = 0
+    """Number of paths that it fetches now."""
+    pulls_max: int = 0
+
+
+class _Wire:
+    """A group's sockets, and the tasks that serve them."""
+
+    def __init__(self) -> None:
+        self.stream = os.urandom(8)
+        self.seq = 0
+        self.numbers: dict[bytes, int] = {}
+        self.context: zmq.asyncio.Context = zmq.asyncio.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.events = self.context.socket(zmq.PUB)
+        self.tasks: set[asyncio.Task[None]] = set()
+
+
 class FakeGroup:
     """One group. Its endpoint for KV is its name."""
 
@@ -64,47 +96,32 @@ class FakeGroup:
         """Tiers of each chunk, by name."""
         self.paths: list[OfferedPath] = []
         """What it offers."""
-        self.asked: list[tuple[bytes, OffersCall]] = []
-        """Who has asked for offers."""
-        self.prefetches: list[Prefetch] = []
-        self.handed: list[bytes] = []
-        """Who has said that all is handed over."""
-        self.submits: list[Submit] = []
-        self.pulls = 0
-        """Paths that it fetches now."""
-        self.pulls_max = 0
+        self.heard = Heard()
         self.pull_seconds = 0.005
         """Time that a chunk takes."""
         self.fails = False
         """Whether nothing that it fetches arrives."""
-        self._stream = os.urandom(8)
-        self._seq = 0
-        self._numbers: dict[bytes, int] = {}
-        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._events = self._context.socket(zmq.PUB)
-        self._decoder = msgspec.msgpack.Decoder(RouterRequest)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._wire = _Wire()
 
     def start(self) -> FakeGroup:
-        self._socket.bind(self.member.address)
-        self._events.bind(self.member.events)
+        self._wire.socket.bind(self.member.address)
+        self._wire.events.bind(self.member.events)
         self._spawn(self._serve())
         self._spawn(self._beat())
         return self
 
     async def stop(self) -> None:
-        tasks = list(self._tasks)
+        tasks = list(self._wire.tasks)
         for task in tasks:
             task.cancel()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, Exception):
                 raise result
-        self._context.destroy(linger=0)
+        self._wire.context.destroy(linger=0)
 
     def put(self, paths: Iterable[OfferedPath], tier: int = HOST) -> None:
         """Have paths, and offer them; routers learn of the chunks by the next heartbeat."""
-        self._seq += 1
+        self._wire.seq += 1
         for each in paths:
             self.paths.append(each)
             self.chunks |= dict.fromkeys(path_names(each, IDENTITY), tier)
@@ -114,12 +131,12 @@ class FakeGroup:
 
     def _spawn(self, work: object) -> None:
         task = asyncio.ensure_future(work)  # type: ignore[call-overload]
-        self._tasks.add(task)
+        self._wire.tasks.add(task)
 
     async def _serve(self) -> None:
         while True:
-            router, frame = await self._socket.recv_multipart()
-            await self._answer(router, self._decoder.decode(frame))
+            router, frame = await self._wire.socket.recv_multipart()
+            await self._answer(router, _DECODER.decode(frame))
 
     async def _beat(self) -> None:
         while True:
@@ -128,13 +145,15 @@ class FakeGroup:
 
     async def _publish(self, changed: dict[bytes, int]) -> None:
         self.chunks |= changed
-        self._seq += bool(changed)
-        event = KvEvents(self._stream, self._seq, b"".join(changed), bytes(changed.values()), self.requests)
-        await self._events.send(msgspec.msgpack.encode(event))
+        self._wire.seq += bool(changed)
+        event = KvEvents(
+            self._wire.stream, self._wire.seq, b"".join(changed), bytes(changed.values()), self.requests
+        )
+        await self._wire.events.send(msgspec.msgpack.encode(event))
 
     async def _say(self, router: bytes, message: RouterMessage) -> None:
-        number = self._numbers[router] = self._numbers.get(router, -1) + 1
-        await self._socket.send_multipart(
+        number = self._wire.numbers[router] = self._wire.numbers.get(router, -1) + 1
+        await self._wire.socket.send_multipart(
             [router, msgspec.msgpack.encode(msgspec.structs.replace(message, seq=number))]
         )
 
@@ -144,22 +163,24 @@ class FakeGroup:
                 await self._say(router, self.state())
             case EventsCall():
                 names, tiers = b"".join(self.chunks), bytes(self.chunks.values())
-                reply = EventsReply(0, message.ticket, self._stream, self._seq, True, names, tiers, False)
+                reply = EventsReply(
+                    0, message.ticket, self._wire.stream, self._wire.seq, True, names, tiers, False
+                )
                 await self._say(router, reply)
             case OffersCall():
-                self.asked.append((router, message))
+                self.heard.asked.append((router, message))
                 at = message.page * PAGE
                 page = self.paths[at : at + PAGE]
                 await self._say(router, Offers(0, message.ticket, page, at + PAGE < len(self.paths)))
             case Prefetch():
-                self.prefetches.append(message)
+                self.heard.prefetches.append(message)
                 missing = [n for n in self._names(message) if not self.chunks.get(n, 0) & HOST]
                 await self._say(router, Prefetched(0, message.ticket, 0, len(missing) * CHUNK))
                 self._spawn(self._pull(message))
             case Handed():
-                self.handed.append(router)
+                self.heard.handed.append(router)
             case Submit():
-                self.submits.append(message)
+                self.heard.submits.append(message)
             case _:
                 raise AssertionError(message)
 
@@ -169,8 +190,8 @@ class FakeGroup:
 
     async def _pull(self, message: Prefetch) -> None:
         """Fetch what holders have in host memory, chunk after chunk, or what is on its own disk."""
-        self.pulls += 1
-        self.pulls_max = max(self.pulls, self.pulls_max)
+        self.heard.pulls += 1
+        self.heard.pulls_max = max(self.heard.pulls, self.heard.pulls_max)
         holder_of = {
             index: self.peers[holder.endpoints[0]]
             for holder in message.holders
@@ -185,7 +206,7 @@ class FakeGroup:
                 await self._publish({name: HOST})
             else:
                 break  # a miss: what is behind it is of no use
-        self.pulls -= 1
+        self.heard.pulls -= 1
 
     def state(self) -> State:
         used = len(self.chunks)

@@ -136,15 +136,15 @@ def test_a_group_that_drains_hands_all_over(place: Path) -> None:
     async def play() -> None:
         async with cluster(place) as ([router], groups):
             groups["a"].status = "draining"
-            await until(lambda: bool(groups["a"].handed))
+            await until(lambda: bool(groups["a"].heard.handed))
             assert sum(where(groups)) == len(PATHS)
             assert min(where(groups)) >= len(PATHS) // 3, "groups with the same load share the conversations"
-            assert max(group.pulls_max for group in groups.values()) <= PER_TARGET_MAX
+            assert max(group.heard.pulls_max for group in groups.values()) <= PER_TARGET_MAX
             [(occasion, handed)] = router.ended_with
             assert (occasion, handed.paths, handed.given_up) == ("drain", len(PATHS), 0)
             arrived = [len(groups[name].chunks) - 1 for name in "bc"]
             assert handed.chunks >= sum(arrived) >= len(PATHS)
-            assert len(groups["a"].handed) == 1
+            assert len(groups["a"].heard.handed) == 1
 
     run(play())
 
@@ -153,7 +153,7 @@ def test_what_is_sent_later_goes_to_the_group_that_has_it(place: Path) -> None:
     async def play() -> None:
         async with cluster(place) as ([router], groups):
             groups["a"].status = "draining"
-            await until(lambda: bool(groups["a"].handed))
+            await until(lambda: bool(groups["a"].heard.handed))
             for each in PATHS:
                 tokens = each.tokens + pack_int32([77] * CHUNK)
                 decision = router.core.route(RouteRequest(tokens), asyncio.get_running_loop().time())
@@ -169,11 +169,11 @@ def test_requests_that_end_meanwhile_are_handed_over_too(place: Path) -> None:
             leaving.requests = 1
             leaving.status = "draining"
             await until(lambda: sum(where(groups)) == len(PATHS))
-            assert not leaving.handed
+            assert not leaving.heard.handed
             late = path(99, 5)
             leaving.put([late])
             leaving.requests = 0
-            await until(lambda: bool(leaving.handed))
+            await until(lambda: bool(leaving.heard.handed))
             assert groups["b"].has(late) or groups["c"].has(late)
 
     run(play())
@@ -186,7 +186,7 @@ def test_a_group_that_is_no_member_any_more_hands_all_over(place: Path) -> None:
             link = router.link("a")
             router.meet({name: group for name, group in groups.items() if name != "a"})
             assert router.handovers.needs(link)
-            await until(lambda: bool(leaving.handed))
+            await until(lambda: bool(leaving.heard.handed))
             assert sum(where(groups)) == len(PATHS)
             await until(lambda: not router.keeper._leaving)
 
@@ -200,9 +200,9 @@ def test_one_router_does_it(place: Path, shared: bool) -> None:
     async def play() -> None:
         async with cluster(place, routers=3, shared=shared) as (routers, groups):
             groups["a"].status = "draining"
-            await until(lambda: len(groups["a"].handed) == (1 if shared else 3))
+            await until(lambda: len(groups["a"].heard.handed) == (1 if shared else 3))
             await until(lambda: not any(router.handovers._tasks for router in routers))
-            assert len(groups["a"].handed) == (1 if shared else 3)
+            assert len(groups["a"].heard.handed) == (1 if shared else 3)
             assert sum(len(router.ended_with) for router in routers) == (1 if shared else 3)
             assert all(groups["b"].has(each) or groups["c"].has(each) for each in PATHS)
 
@@ -218,13 +218,13 @@ def test_another_router_goes_on(place: Path, monkeypatch: pytest.MonkeyPatch) ->
                 group.pull_seconds = 0.03
             groups["a"].status = "draining"
             await until(lambda: any(where(groups)))
-            assert not groups["a"].handed
-            asked = groups["a"].asked[0][0]
+            assert not groups["a"].heard.handed
+            asked = groups["a"].heard.asked[0][0]
             [doer] = [router for router in routers if router.handovers.began]
             await doer.handovers.close()
-            await until(lambda: bool(groups["a"].handed))
+            await until(lambda: bool(groups["a"].heard.handed))
             assert sum(where(groups)) >= len(PATHS)
-            assert {router for router, _ in groups["a"].asked} > {asked}
+            assert {router for router, _ in groups["a"].heard.asked} > {asked}
 
     run(play())
 
@@ -236,8 +236,8 @@ def test_chunks_on_disk_are_brought_to_host_memory_first(place: Path) -> None:
             asleep = path(50, 6)
             leaving.put([asleep], DISK)
             leaving.status = "draining"
-            await until(lambda: bool(leaving.handed))
-            assert [each.tokens for each in leaving.prefetches] == [asleep.tokens]
+            await until(lambda: bool(leaving.heard.handed))
+            assert [each.tokens for each in leaving.heard.prefetches] == [asleep.tokens]
             assert groups["b"].has(asleep) or groups["c"].has(asleep)
 
     run(play())
@@ -255,7 +255,7 @@ def test_what_cannot_be_handed_over_is_given_up(place: Path, why: str, monkeypat
             other.host_slots = 0 if why == "no room" else 1000
             await asyncio.sleep(2.1)  # its state is told
             groups["a"].status = "draining"
-            await until(lambda: bool(groups["a"].handed))
+            await until(lambda: bool(groups["a"].heard.handed))
             given_up = [handed.given_up for _, handed in router.ended_with]
             assert given_up == ([len(PATHS)] if why in ("nothing arrives", "no room") else [])
 
@@ -267,10 +267,10 @@ def test_a_group_that_dies_while_it_gets_paths_loses_them_to_another(place: Path
         async with cluster(place) as ([router], groups):
             groups["b"].pull_seconds = 0.5
             groups["a"].status = "draining"
-            await until(lambda: groups["b"].pulls > 0)
+            await until(lambda: groups["b"].heard.pulls > 0)
             await groups.pop("b").stop()
             router.meet(groups)
-            await until(lambda: bool(groups["a"].handed))
+            await until(lambda: bool(groups["a"].heard.handed))
             assert where(groups, "c") == [len(PATHS)]
 
     run(play())
