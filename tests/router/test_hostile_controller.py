@@ -39,6 +39,7 @@ from trunkline.router.messages import (
     TreeDescription,
 )
 from trunkline.router.routing.index import ChunkIndex
+from trunkline.router.streams.controller_socket import problem_of_reply
 from trunkline.router.streams.kv_feed import FeedState
 from trunkline.router.streams.link import ControllerLink
 from trunkline.router.text.tokenizer import Tokenizer
@@ -206,3 +207,38 @@ def test_a_controller_of_another_version_is_told_apart(folder: Path, tokenizer: 
         for _ in range(4):
             assert httpx.post(f"{router.url}/v1/completions", json=PROMPT, timeout=20).status_code == 200
         assert not fakes[1].live
+
+
+def test_a_controller_of_a_later_version_may_report_more(folder: Path, tokenizer: Tokenizer) -> None:
+    """Tiers, times, reasons and fields that this version does not know: shown as far as possible, never a loss."""
+    place = folder / "later"
+    place.mkdir()
+    with running(place, tokenizer, controllers=1) as (router, fakes):
+        fake, state = fakes[0], fakes[0]._state
+        tiers = [TierState("host", 10, 5, 1, 2, 3, 4, 0), TierState("moon", 10, 5, 1, 2, 3, 4, 0)]
+        fake._state = lambda sequence: msgspec.structs.replace(  # type: ignore[method-assign]
+            state(sequence), tiers=tiers, load_us=[1.0] * 7, misses={"eclipse": 2}, pulls_given_up={"late": 1}
+        )
+        fake.behaviour.found = lambda submit: Started(submit.request, 2, [1, 0, 0, 0, 0, 1], "eclipse", 2)
+        links = router.service.links
+        wait_until(lambda: bool(links[0].state and len(links[0].state.tiers) == 2))
+        assert router.ready == 1, links[0].why_not_ready()
+        answer = httpx.post(f"{router.url}/v1/completions", json=PROMPT, timeout=20)
+        assert answer.status_code == 200
+        assert answer.json()["cache"]["reason"] == "eclipse"
+        headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        metrics = httpx.get(f"{router.url}/metrics", headers=headers, timeout=20).text
+        assert 'trunkline_tier_slots{controller="0",tier="moon"} 10.0' in metrics
+        known = links[0].state
+        assert known is not None
+        packed = msgspec.msgpack.decode(msgspec.msgpack.encode(known))
+        frame = msgspec.msgpack.encode([*packed, ["a field", "of a later version"]])
+        assert problem_of_reply(msgspec.msgpack.decode(frame, type=State)) == ""
+        for many in (
+            {"tiers": [tiers[0]] * 17},
+            {"tiers": [TierState("m" * 33, 1, 1, 1, 1, 1, 1, 1)]},
+            {"load_us": [1.0] * 17},
+            {"misses": {str(number): 1 for number in range(17)}},
+            {"pulls_given_up": {"m" * 33: 1}},
+        ):
+            assert problem_of_reply(msgspec.structs.replace(known, **many)), many

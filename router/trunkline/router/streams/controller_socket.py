@@ -20,8 +20,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from trunkline.controller.messages import Ping, RouterRequest
-from trunkline.kvstore.tier import TierKind
-from trunkline.router.messages import MissReason, Outputs, RouterMessage, State, TierState
+from trunkline.router.messages import Outputs, RouterMessage, State, TierState
 from trunkline.runtime.wire_keys import WireKeysError, is_network
 from trunkline.runtime.wire_sockets import HANDSHAKE_FAILED, WirePeer
 
@@ -36,12 +35,13 @@ _COUNT_MAX: Final = (1 << 63) - 1
 _INT32_MAX: Final = (1 << 31) - 1
 _TEXT_MAX: Final = 65_536
 _RANKS_MAX: Final = 1024
+_TIERS_MAX: Final = 16
 _REASONS_MAX: Final = 16
-_REASON_MAX: Final = 32
+_NAME_MAX: Final = 32
+"""Longest name of a tier or of a reason."""
 _ENDPOINT_MAX: Final = 512
 _MOST: Final = {"chunk_size": 1 << 16, "max_context": _INT32_MAX, "max_rows": _INT32_MAX}
 """Largest values of the numbers that the router calculates with; all other numbers are only shown."""
-_TIERS: Final = frozenset(kind.name.lower() for kind in TierKind)
 
 
 def _descriptor(socket: zmq.Socket[bytes]) -> int:
@@ -189,23 +189,22 @@ def _problem_of_state(state: State) -> str:
         return problem
     if len(state.exports) > _RANKS_MAX or any(len(endpoint) > _ENDPOINT_MAX for endpoint in state.exports):
         return f"it exports at more than {_RANKS_MAX} endpoints, or at one of more than {_ENDPOINT_MAX} characters"
-    if len(state.tiers) > len(_TIERS) or len(state.load_us) > len(_TIERS):
-        return f"it reports {len(state.tiers)} tiers; there are {len(_TIERS)}"
+    if max(len(state.tiers), len(state.load_us)) > _TIERS_MAX:
+        return f"it reports {max(len(state.tiers), len(state.load_us))} tiers; at most {_TIERS_MAX} are allowed"
     for tier in state.tiers:
-        if tier.name not in _TIERS:
-            return f"it has a tier {tier.name[:40]!r}; known are {', '.join(sorted(_TIERS))}"
+        # A later version may have tiers and reasons that this one does not know; they are only shown.
+        if len(tier.name) > _NAME_MAX:
+            return f"the name of a tier has {len(tier.name)} characters; at most {_NAME_MAX} are allowed"
         if problem := _problem_of_numbers(tier):
             return problem
     if not all(0.0 <= us < math.inf for us in state.load_us):
         return "loading takes no time that could be"
-    unknown = next((reason for reason in state.misses if reason not in set(MissReason)), None)
-    if unknown is not None:
-        return f"requests missed for a reason {unknown[:40]!r} that is not known"
-    reasons = state.pulls_given_up
-    if len(reasons) > _REASONS_MAX or any(len(reason) > _REASON_MAX for reason in reasons):
-        return f"it gave up pulls for {len(reasons)} reasons; allowed are {_REASONS_MAX} short ones"
-    counts = (*state.misses.values(), *reasons.values())
-    return "" if all(0 <= count <= _COUNT_MAX for count in counts) else "it counts below zero"
+    for reasons in (state.misses, state.pulls_given_up):
+        if len(reasons) > _REASONS_MAX or any(len(reason) > _NAME_MAX for reason in reasons):
+            return f"it counts {len(reasons)} reasons; allowed are {_REASONS_MAX} short ones"
+        if not all(0 <= count <= _COUNT_MAX for count in reasons.values()):
+            return "it counts below zero"
+    return ""
 
 
 def _problem_of_numbers(report: State | TierState) -> str:
@@ -232,8 +231,8 @@ def _problem_of_outputs(outputs: Outputs) -> str:
         counts = (started.cached_tokens, started.miss_token, started.module_tokens, *started.tier_tokens)
         if not all(0 <= count <= _INT32_MAX for count in counts) or not 0.0 <= started.queued_s < math.inf:
             return f"request {started.request} starts with counts that cannot be"
-        if len(started.tier_tokens) > len(_TIERS) or (started.miss and started.miss not in set(MissReason)):
-            return f"request {started.request} found its tokens where nothing is, or not for no known reason"
+        if len(started.tier_tokens) > _TIERS_MAX or len(started.miss) > _NAME_MAX:
+            return f"request {started.request} found its tokens in too many tiers, or not for a long reason"
     for top in (outputs.logprobs or {}).values():
         if len(top.top_ids) != len(top.top_logprobs) or len(top.top_ids) % 4:
             return "log-probabilities do not go with their tokens"
