@@ -128,6 +128,9 @@ class Tiers(Record, frozen=True):
         str, Meta(description="`--remote-tier`: URL of a Redis or Valkey server, or of a bucket.")
     ] = ""
     policy: Annotated[str, Meta(description="`--tier-policy`: the rule by which chunks leave a full tier.")] = ""
+    peers: Annotated[
+        bool | None, Meta(description="`--peers`: whether groups take cached KV from each other. Default: `true`.")
+    ] = None
 
 
 class Group(Record, frozen=True):

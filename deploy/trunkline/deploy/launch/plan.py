@@ -44,6 +44,7 @@ from trunkline.deploy.launch.resources import (
     is_loopback,
     joined,
     merged,
+    peer_hosts,
     plan_groups,
     share,
 )
@@ -177,8 +178,10 @@ def make_plan(
     for router, path in routers:
         ports.take(router.host, router.port, (*path, "port"), router.name)
     first = group_ports(ports, groups)
+    peers = peer_hosts(cluster, groups)
     listens = {
-        group.name: joined(_address(document, hosts, group, routers), first[group.name]) for group in groups
+        group.name: joined(_address(document, hosts, group, routers, peers[group.name]), first[group.name])
+        for group in groups
     }
     shares = share(document, cluster, hosts, groups, facts or {})
     words, records = OptionWords(document, cluster, rules), _records(document, cluster, routers)
@@ -383,13 +386,23 @@ def _check_machines(document: Document, hosts: Mapping[str, Host]) -> None:
 
 
 def _address(
-    document: Document, hosts: Mapping[str, Host], group: GroupPlan, routers: list[tuple[Router, Path]]
+    document: Document,
+    hosts: Mapping[str, Host],
+    group: GroupPlan,
+    routers: list[tuple[Router, Path]],
+    peers: set[str],
 ) -> str:
-    """Return where a group's controller listens: on the loopback address if all its peers are on its host."""
+    """Return where a group's controller listens: on the loopback address if all that talk to it are on its host.
+
+    Args:
+        peers: The hosts of the groups that may pull KV from it.
+    """
     others = sorted({*group.ranks, *(router.host for router, _ in routers)} - {group.leader})
-    if not others:
-        return LOOPBACK
     address = address_of(hosts[group.leader])
+    if not others:
+        # Without an address that others reach, its peers elsewhere compute what they lack.
+        reached = peers > {group.leader} and not (is_loopback(address) or is_any(address) or ":" in address)
+        return address if reached else LOOPBACK
     if is_loopback(address) or is_any(address):
         raise document.error(
             ("hosts", group.leader),

@@ -222,8 +222,18 @@ def merged(over: Tiers | None, under: Tiers) -> Tiers:
     """Return the fields of `over` that are set, and those of `under` for the rest."""
     if over is None:
         return under
-    given = {name: value for name, value in structs.asdict(over).items() if value != ""}
+    given = {name: value for name, value in structs.asdict(over).items() if value not in ("", None)}
     return structs.replace(under, **given)
+
+
+def peer_hosts(cluster: Cluster, groups: list[GroupPlan]) -> dict[str, set[str]]:
+    """Return for each group the hosts of all groups that may pull KV from it: those of its model. A group without
+    peers has none."""
+    hosts: defaultdict[str, set[str]] = defaultdict(set)
+    pulling = [group for group in groups if merged(group.record.tiers, cluster.tiers).peers is not False]
+    for group in pulling:
+        hosts[group.record.model] |= group.ranks.keys()
+    return {group.name: hosts[group.record.model] if group in pulling else set() for group in groups}
 
 
 def share(

@@ -32,6 +32,7 @@ _FIELDS: Final = {
     "disk-tier": "tiers.disk",
     "remote-tier": "tiers.remote",
     "tier-policy": "tiers.policy",
+    "peers": "tiers.peers",
     "records": "records",
     "members": "members",
     "more-models": "models",
@@ -68,6 +69,7 @@ _TIER_OPTIONS: Final = {
     "disk": "disk-tier",
     "remote": "remote-tier",
     "policy": "tier-policy",
+    "peers": "peers",
 }
 
 
@@ -115,8 +117,10 @@ class OptionWords:
         values: dict[str, tuple[Scalar, Path]] = {}
         for field, name in _TIER_OPTIONS.items():
             value = getattr(tiers, field)
-            if value == "" or name not in rules:
+            if value in ("", None) or name not in rules:
                 continue
+            if isinstance(value, bool):
+                value = "on" if value else "off"
             if field == "disk" and isinstance(value, str) and ":" in value:
                 base, _, size = value.rpartition(":")
                 value = f"{base.rstrip('/')}/{folder}:{size}"
