@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -106,6 +107,8 @@ class Behaviour:
     status: str = "ready"
     detail: str = ""
     group: GroupIdentity = GroupIdentity()  # noqa: RUF009 (it cannot change)
+    told: dict[str, Any] = field(default_factory=dict)
+    """Further fields of its state."""
     max_context: int = 2048
     max_rows: int = 256
     cached_tokens: int = 0
@@ -311,7 +314,7 @@ class FakeController:
 
     def _state(self, sequence: int) -> State:
         behaviour = self.behaviour
-        return State(
+        state = State(
             seq=sequence,
             status=behaviour.status,
             detail=behaviour.detail,
@@ -335,6 +338,7 @@ class FakeController:
             protocol=PROTOCOL,
             group=behaviour.group,
         )
+        return msgspec.structs.replace(state, **behaviour.told)
 
     def _step(self, socket: zmq.Socket[bytes]) -> None:
         """One token for every request, packed in one message per router."""

@@ -266,7 +266,7 @@ class RoutingCore:
             chosen, reason = self._policy.choose(view)
         goes_on = -1
         if request.may_part and len(prefills):
-            apart = self._apart(chosen, prompt - int(matched[chosen]), prefills, new)
+            apart = self._apart(chosen, prompt - int(matched[chosen]), int(pulled[chosen]), prefills, new)
             if apart >= 0:
                 chosen, goes_on, reason = apart, chosen, "prefill"
         identity = self._traits.identity(chosen)
@@ -381,14 +381,16 @@ class RoutingCore:
                 usable, prefills = rest, (usable & ~rest).nonzero()[0]
         return usable.nonzero()[0], prefills
 
-    def _apart(self, chosen: int, lacking: int, prefills: IntArray, new: FloatArray) -> int:
+    def _apart(self, chosen: int, lacking: int, pulled: int, prefills: IntArray, work: FloatArray) -> int:
         """Return the prefill group that is to compute a prompt whose stream goes on at the chosen controller; -1:
         the chosen one computes it."""
         traits, identity = self._traits, self._traits.identity(chosen)
         if identity is None or not traits.exports(chosen):
             return -1
-        stream = Stream(chosen, lacking, float(traits.pull_worth[chosen]), traits.is_decode(chosen))
-        prospect = Prospect(new, self.loads.queued, self.loads.inflight, traits.token_us)
+        stream = Stream(
+            chosen, lacking - pulled, lacking, float(traits.pull_worth[chosen]), traits.is_decode(chosen)
+        )
+        prospect = Prospect(work, self.loads.queued, self.loads.inflight, traits.token_us)
         return prefill_group(stream, np.intersect1d(prefills, traits.peers(identity)), prospect, self.settings)
 
     def _look_up(

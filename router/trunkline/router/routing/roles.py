@@ -8,12 +8,13 @@ While a group computes a prompt, its running streams wait: each of them for abou
 So a request whose stream is to go on at a group may be computed elsewhere first. What is predicted, in prompt
 tokens that the stream's group computes in the same time:
 
-      here   = queued + new · (1 + streams · w)                         at the stream's group
-      apart  = (queued' + new') · speed + lacking · pull + overhead     at a prefill group
+      here   = queued + work + new · streams · w                         at the stream's group
+      apart  = (queued' + work') · speed + lacking · pull + overhead     at a prefill group
 
 | | |
 |---|---|
-| `new`, `new'` | prompt tokens to compute there; those that are loaded or pulled count in part |
+| `new` | prompt tokens to compute there: neither cached there nor to be pulled |
+| `work`, `work'` | these tokens there, and in part those that are to be loaded or pulled, as in all of routing |
 | `queued`, `queued'` | prompt tokens of other requests that are to be computed there first |
 | `streams` | requests at the stream's group; one more at a `decode` group, for the next one that comes |
 | `w` | how much a second of a running stream counts beside one of the request (`RoutingSettings.stream_weight`) |
@@ -22,8 +23,8 @@ tokens that the stream's group computes in the same time:
 | `pull` | time to pull a token, as a part of the time to compute it, as in all of routing |
 | `overhead` | what a second attempt and the prompt's last, partial chunk cost (`RoutingSettings.apart_tokens`) |
 
-The prompt is computed apart if that is less. Fewer than `RoutingSettings.long_tokens` new tokens are never worth
-it. Most pulls run while the prompt is computed, so `lacking · pull` says rather too much.
+The prompt is computed apart if that is less. If `new` is less than `RoutingSettings.long_tokens`, it never is.
+Most pulls run while the prompt is computed, so `lacking · pull` is rather too much.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ DECODE: Final = "decode"
 class Prospect(NamedTuple):
     """What is known of a request at all controllers; arrays are by controller."""
 
-    new: FloatArray
+    work: FloatArray
     """Prompt tokens to compute; those that are loaded or pulled count in part."""
     queued: FloatArray
     """Prompt tokens of other requests that have still to be computed."""
@@ -57,6 +58,8 @@ class Stream(NamedTuple):
     """The group where a request's stream is to go on."""
 
     controller: int
+    new: int
+    """Prompt tokens that it would compute: it has not cached them, and cannot pull them."""
     lacking: int
     """Prompt tokens that it has not cached."""
     pull_worth: float
@@ -72,16 +75,15 @@ def prefill_group(stream: Stream, prefills: IntArray, prospect: Prospect, settin
         prefills: the prefill groups that could compute it.
     """
     at = stream.controller
-    new = float(prospect.new[at])
-    if new < settings.long_tokens or not len(prefills):
+    if stream.new < settings.long_tokens or not len(prefills):
         return -1
     streams = float(prospect.requests[at]) + stream.is_decode
-    here = float(prospect.queued[at]) + new * (1.0 + streams * settings.stream_weight)
+    here = float(prospect.queued[at] + prospect.work[at]) + stream.new * streams * settings.stream_weight
     speed = np.ones(len(prefills))
     if prospect.token_us[at] > 0:
         measured = prospect.token_us[prefills]
         speed = np.where(measured > 0, measured / prospect.token_us[at], 1.0)
     pulled = stream.lacking * (1.0 - stream.pull_worth) + settings.apart_tokens
-    apart = (prospect.queued[prefills] + prospect.new[prefills]) * speed + pulled
+    apart = (prospect.queued[prefills] + prospect.work[prefills]) * speed + pulled
     best = int(apart.argmin())
     return int(prefills[best]) if apart[best] < here else -1
