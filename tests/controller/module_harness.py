@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Unpack
 
 from msgspec.structs import replace
-from simulation.driver import Simulation
+from simulation.driver import CallOptions, Simulation
 from simulation.module_prompts import Ranges, layout
 from simulation.streams import Options, Stream
 
@@ -61,10 +61,10 @@ def ask(
 
 
 def call(
-    simulation: Simulation, op: str, texts: list[ModuleText], holder: str = "", ttl: float = 0.0
+    simulation: Simulation, op: str, texts: list[ModuleText], **options: Unpack[CallOptions]
 ) -> ModulesReply:
     """A call, until its answer is there and all is at rest."""
-    ticket = simulation.modules_call(op, texts, holder=holder, ttl=ttl)
+    ticket = simulation.modules_call(op, texts, **options)
     simulation.run()
     return simulation.replies[ticket]
 

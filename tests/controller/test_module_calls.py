@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from controller.module_harness import ROOMY, WIDE, ask, call, jobs_of, submit, tiers_in, words
 from controller.tier_harness import TIERED, settle, simulate, sink
 from msgspec.structs import replace
+from seeds import seeds
 from simulation.driver import Simulation
 from simulation.module_prompts import text
 
@@ -16,6 +19,7 @@ from trunkline.controller.messages import ModulesCall, ModuleText
 from trunkline.controller.scheduling.module_calls import JOBS_AT_ONCE, TEXTS_PER_STEP
 from trunkline.kvstore.chunks import unpack_int32
 from trunkline.kvstore.tier import TierKind
+from trunkline.router.messages import ModulesReply
 
 SCHEMA = [
     text(words(0, 10), 0),
@@ -163,6 +167,58 @@ def test_a_second_host_pin_beyond_the_quota_is_refused() -> None:
         simulation.modules_call("unpin", [], holder=f"schema {i}")
     settle(simulation)
     assert simulation.tree.tiers.pinned_count == 0
+
+
+def pin(
+    simulation: Simulation, sources: list[ModuleText], holder: str, tenant: str = "a", pins: float = 0.25
+) -> ModulesReply:
+    return call(simulation, "encode", sources, holder=holder, tenant=tenant, pins=pins)
+
+
+@pytest.mark.parametrize("config", [replace(ROOMY, num_blocks=48), replace(TIERED, host_slots=16, disk_slots=48)])
+def test_a_tenants_pins_have_a_part_of_the_room(config: EngineConfig) -> None:
+    simulation, other = simulate(config), [text(words(100, 8), 0)]  # there is room for 24 pinned chunks
+    assert pin(simulation, SCHEMA[:2], "a 1").status == "ok", "5 chunks"
+    refused = pin(simulation, other, "a 2")
+    assert (refused.status, refused.computed_tokens) == ("quota", 8)
+    assert refused.detail == "the tenant would have 7 chunks pinned; it may have 6 in this group"
+    assert pin(simulation, SCHEMA[:1], "a 3").status == "ok", "they are pinned already"
+    assert pin(simulation, other, "b 1", "b").status == "ok"
+    assert pin(simulation, other, "any", "").status == "ok"
+    call(simulation, "unpin", [], holder="a 1")
+    assert pin(simulation, other, "a 2").status == "ok"
+    assert pin(simulation, [text(words(200, 4), 0)], "a 1").status == "ok"
+    none = pin(simulation, [text(words(300, 1), 0)], "c", "c", 0.0)
+    assert none.detail == "the tenant would have 1 chunks pinned; it may have 0 in this group"
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_no_tenant_pins_more_than_its_part(seed: int) -> None:
+    rng = random.Random(seed)
+    simulation = simulate(replace(ROOMY, num_blocks=48))
+    parts = {"a": 0.25, "b": 0.5, "c": 1.0}
+    pinned: dict[str, dict[str, set[int]]] = {tenant: {} for tenant in parts}
+    outcomes = set()
+    for _ in range(120):
+        tenant, name = rng.choice(list(parts)), str(rng.randrange(4))
+        texts = sorted(rng.sample(range(6), rng.randint(1, 3)))
+        if rng.random() < 0.3:
+            call(simulation, "unpin", [], holder=f"{tenant} {name}")
+            pinned[tenant].pop(name, None)
+            continue
+        sources = [text(words(100 * number, 8), 0) for number in texts]
+        reply = pin(simulation, sources, f"{tenant} {name}", tenant, parts[tenant])
+        outcomes.add(reply.status)
+        pinned[tenant].pop(name, None)
+        before = set().union(*pinned[tenant].values())
+        if 2 * len(before | set(texts)) > parts[tenant] * 24:
+            assert reply.status == "quota"
+        if reply.status == "ok":
+            pinned[tenant][name] = set(texts)
+    assert outcomes == {"ok", "quota"}
+    assert simulation.scheduler.encoding.calls.pinned_count == 2 * len(
+        set().union(*(texts for holders in pinned.values() for texts in holders.values()))
+    )
 
 
 @pytest.mark.parametrize("place", [None, TierKind.DISK, TierKind.REMOTE])

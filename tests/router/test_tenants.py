@@ -364,10 +364,17 @@ def test_the_file_gives_tenants_shares_of_the_kv_tiers() -> None:
         ({"tenants": {"a": {"kv_floor": 0.6}, "b": {"kv_floor": 0.5}}}, "all tenants together is 1.1"),
         ({"tenants": {"a": {"kv_floor": 0.6, "kv_ceiling": 0.5}}}, "a: kv_floor is 0.6 and kv_ceiling 0.5"),
         ({"tenants": {"a": {"kv_ceiling": 2}}}, "a: kv_floor is 0.0 and kv_ceiling 2"),
+        ({"tenants": {"a": {"pins": 1.5}}}, "a: pins is 1.5; it is a part, from 0 to 1"),
         ({"default": {"kv_floor": 0.1}}, "kv_floor"),
     ):
         with pytest.raises(ValueError, match=problem):
             parse_rules(json.dumps(wrong).encode(), TenantLimits())
+
+
+def test_the_file_says_how_much_of_the_pins_a_tenant_may_have() -> None:
+    text = {"default": {"pins": 0.5}, "tenants": {"a": {"pins": 0}, "b": {}, "c": {"pins": None}}}
+    rules = parse_rules(json.dumps(text).encode(), TenantLimits())
+    assert [rules.limits_of(name).pins for name in "abcd"] == [0.0, 0.5, None, 0.5]
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ class Cluster:
         fake = FakeController(f"ipc://{self._place}/{name}", make_answer(self._tokenizer))
         fake.behaviour.group = GroupIdentity(name, model, self._tokenizer.fingerprint, weights, named)
         fake.start()
-        self._stack.callback(lambda: fake.running and fake.stop())
+        self._stack.callback(lambda: fake.stop() if fake.running else None)
         self.fakes[name] = fake
         self.list_members()
         return fake

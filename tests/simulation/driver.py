@@ -62,6 +62,8 @@ class CallOptions(TypedDict, total=False):
     holder: str
     ttl: float
     relocate: bool
+    tenant: str
+    pins: float
 
 
 @dataclass

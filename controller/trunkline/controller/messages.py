@@ -204,6 +204,11 @@ class ModulesCall(msgspec.Struct, array_like=True, frozen=True, tag="modules"):
     relocate: bool = True
     """Whether a text that was computed at another distance from the texts above it may be used, as in
     `PromptLayout`."""
+    tenant: str = ""
+    """encode: the tenant to whom the pins count."""
+    pins: float = 1.0
+    """encode: the part, from 0 to 1, of the group's room for pins that the tenant's pins may take, these
+    included."""
 
 
 class EventsCall(msgspec.Struct, array_like=True, frozen=True, tag="events"):

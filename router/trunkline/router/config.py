@@ -50,6 +50,8 @@ class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Smaller numbers are more urgent."""
     records_bytes: int | None = None
     """Size in bytes of the tenant's records from which on it can make no more."""
+    pins: float | None = None
+    """Part of a group's room for pins, from 0 to 1, that the tenant's schemas may take."""
     kv_floor: float | None = None
     """Part of each KV tier of a group, from 0 to 1, that other tenants cannot evict. None: nothing is kept."""
     kv_ceiling: float | None = None
@@ -66,6 +68,8 @@ class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         floor, ceiling = self.kv_share
         if not 0.0 <= floor <= ceiling <= 1.0:
             return f"kv_floor is {floor} and kv_ceiling {ceiling}; parts of each tier, 0 <= floor <= ceiling <= 1"
+        if self.pins is not None and not 0.0 <= self.pins <= 1.0:
+            return f"pins is {self.pins}; it is a part, from 0 to 1, of the pins of a group"
         if self.priority is not None and not -(2**31) <= self.priority < 2**31:
             return f"priority is {self.priority}; it is a 32-bit integer"
         return ""

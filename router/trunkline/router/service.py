@@ -128,6 +128,7 @@ class RouterService:
             self.of_model,
             lambda code: self.metrics.modules.errors.labels(code).inc(),
             quota_of=self.tenants.quota_of,
+            pins_of=self.tenants.pins_of,
         )
         self._task_stores = TaskStores(self.records, self.tenants.quota_of)
         self.large_requests = LargeRequests(config.max_body_bytes)

@@ -215,6 +215,10 @@ def problem_of_call(call: ModulesCall, vocab_size: int) -> str:
         return f"ttl is {call.ttl}; it is a time in seconds"
     if len(call.holder) > HOLDER_CHARACTERS_MAX:
         return f"holder has {len(call.holder)} characters; at most {HOLDER_CHARACTERS_MAX} are allowed"
+    if len(call.tenant.encode()) > TENANT_BYTES_MAX:
+        return f"tenant has {len(call.tenant.encode())} bytes; at most {TENANT_BYTES_MAX} are allowed"
+    if not 0.0 <= call.pins <= 1.0:
+        return f"pins is {call.pins}; it is a part, from 0 to 1"
     return _problem_of_texts(call.texts, vocab_size)
 
 

@@ -44,6 +44,9 @@ class TextsCall:
     holder: str = ""
     ttl: float = 0.0
     forgets: bool = False
+    tenant: str = ""
+    pins: float = 1.0
+    """Part of the room for pins that the tenant's pins may take."""
     texts: list[CachedText] = field(default_factory=list)
     """Texts that have been named. If the call encodes, each was present, is being encoded, or has been encoded."""
     tiers: list[int] = field(default_factory=list)
@@ -58,7 +61,7 @@ class TextsCall:
         moves = RelocationRule.of(positions_shift, call.relocate)
         encodes, forgets = call.op == "encode", call.op == "forget"
         holder, ttl = (call.holder, call.ttl) if encodes else ("", 0.0)
-        return cls(call_id, call.texts, call.salt, moves, encodes, holder, ttl, forgets)
+        return cls(call_id, call.texts, call.salt, moves, encodes, holder, ttl, forgets, call.tenant, call.pins)
 
 
 class ModuleCalls:
@@ -232,6 +235,8 @@ class ModuleCalls:
             self._release(call.holder, now)
             if -1 in call.tiers:
                 status, detail = "quota", "there is no room for all of its texts at once, so none is pinned"
+            elif detail := self._beyond_share(call, nodes):
+                status = "quota"
             elif self._pin(call.holder, nodes):
                 if nodes:  # without, the room for pins would not limit the number of holders
                     self._pinned_by[call.holder] = _unbegun(call, call.id)
@@ -242,11 +247,32 @@ class ModuleCalls:
         tiers = pack_int32(call.tiers)
         self._answer(ModulesReply(0, call.id, status, detail, tiers, blocks, call.computed_tokens))
 
+    @property
+    def _pins_max(self) -> int:
+        """Largest number of chunks that may be pinned."""
+        if self._on_device:
+            return int(PINNED_DEVICE_SHARE * self._kv.pool.num_blocks)
+        return self._tree.tiers.config.pins_max
+
     def _room(self) -> int:
         if self._on_device:
-            share = int(PINNED_DEVICE_SHARE * self._kv.pool.num_blocks)
-            return share - len({id(node) for node in self.held})
-        return self._tree.tiers.config.pins_max - self._tree.tiers.pinned_count
+            return self._pins_max - len({id(node) for node in self.held})
+        return self._pins_max - self._tree.tiers.pinned_count
+
+    def _beyond_share(self, call: TextsCall, nodes: list[Node]) -> str:
+        """Return why a call's chunks do not fit into its tenant's part of the pins; "": they do.
+
+        A chunk that other holders of the tenant have pinned counts once; one that another tenant has pinned, too,
+        counts for both.
+        """
+        if call.pins >= 1.0:
+            return ""
+        holders = [holder for holder, other in self._pinned_by.items() if other.tenant == call.tenant]
+        own = {id(node) for holder in holders for node in self._pinned[holder]}
+        count, most = len(own | {id(node) for node in nodes}), int(call.pins * self._pins_max)
+        if count <= most:
+            return ""
+        return f"the tenant would have {count} chunks pinned; it may have {most} in this group"
 
     def _new(self, nodes: list[Node]) -> int:
         """Return how many of these chunks are not pinned on the device yet."""

@@ -91,18 +91,21 @@ class SchemaStore:
         on_error: Callable[[str], None],
         *,
         quota_of: QuotaOf = no_quota,
+        pins_of: Callable[[str], float] = lambda owner: 1.0,
     ) -> None:
         """
         Args:
             of_model: returns what is needed of the model with a name; if there is none, of the first one.
             on_error: called with the error's code for each wrong source or prompt.
             quota_of: as in `owned_records.py`.
+            pins_of: returns the part of a group's room for pins that an owner's schemas may take.
         """
         self._records = records
         self._homes = homes
         self._of_model = of_model
         self._on_error = on_error
         self._quota_of = quota_of
+        self._pins_of = pins_of
         self._cached: OrderedDict[RecordKey, StoredSchema] = OrderedDict()
         self._bytes = 0
         self._compiling = asyncio.Lock()
@@ -385,12 +388,13 @@ class SchemaStore:
         for link in self._homes.links:
             link.tell(_unpin_call(key))
 
-    @staticmethod
-    def _encode_call(schema: StoredSchema) -> Callable[[int], ModulesCall]:
-        definition = schema.definition
-        holder, salt = schema.key if definition.pin else "", schema.salt
+    def _encode_call(self, schema: StoredSchema) -> Callable[[int], ModulesCall]:
+        definition, owner = schema.definition, schema.record.key.owner
+        holder, salt, pins = schema.key if definition.pin else "", schema.salt, self._pins_of(owner)
         return lambda ticket: ModulesCall(
-            ticket, "encode", schema.ready.texts, salt, holder, definition.ttl, definition.relocate
+            *(ticket, "encode", schema.ready.texts, salt, holder, definition.ttl, definition.relocate),
+            tenant=owner,
+            pins=pins,
         )
 
     # -- errors

@@ -36,7 +36,7 @@ CHECK_SECONDS: Final = 1.0
 """Time between two checks of whether the file has changed."""
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _KEY_NAME: Final = re.compile(r"[\x21-\x7e]{0,128}")
-_FIELDS: Final = ("requests", "requests_per_minute", "tokens_per_minute", "priority", "records_bytes")
+_FIELDS: Final = ("requests", "requests_per_minute", "tokens_per_minute", "priority", "records_bytes", "pins")
 _SHARES: Final = ("kv_floor", "kv_ceiling")
 """Fields that only a named tenant has: the floors of all tenants together must fit into a tier."""
 FLOORS_SLACK: Final = 1e-9
@@ -50,6 +50,7 @@ class _Default(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens_per_minute: int | UnsetType | None = UNSET
     priority: int | UnsetType = UNSET
     records_bytes: int | UnsetType | None = UNSET
+    pins: float | UnsetType | None = UNSET
 
 
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

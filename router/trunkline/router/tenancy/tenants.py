@@ -387,6 +387,11 @@ class Tenants:
         What no tenant owns counts as that of the tenant `DEFAULT`."""
         return self.limits_of(owner or DEFAULT).records_bytes or 0
 
+    def pins_of(self, owner: str) -> float:
+        """Return the part of a group's room for pins, from 0 to 1, that an owner's schemas may take."""
+        pins = self.limits_of(owner or DEFAULT).pins
+        return 1.0 if pins is None else pins
+
     def open(self) -> None:
         """Begin to share limits with other routers."""
         if self._shared is not None:
