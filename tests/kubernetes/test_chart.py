@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,6 +190,29 @@ def test_groups_can_be_scaled_by_what_waits() -> None:
         assert "replicas" not in only(objects, kind, "-group")["spec"]
         policies = [found["metadata"]["name"] for found in of_kind(objects, "NetworkPolicy")]
         assert sum(name.startswith("tl-trunkline-group-") for name in policies) == (4 if pods > 1 else 0)
+
+
+@pytest.mark.processes
+@pytest.mark.area("kubernetes")
+@pytest.mark.parametrize("pods", [1, 2])
+def test_the_first_groups_compute_prompts_for_the_others(tmp_path: Path, pods: int) -> None:
+    objects = render({"groups": {"replicas": 4, "prefill": 2, "podsPerGroup": pods}})
+    check_all(objects)
+    owner = only(objects, "StatefulSet", "-group") if pods == 1 else only(objects, "LeaderWorkerSet")
+    _, template = next(pod_templates([owner]))
+    container = template["spec"]["containers"][0]
+    (tmp_path / "trunkline").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "trunkline").chmod(0o755)
+    for number in range(12):
+        said = subprocess.run(
+            [*container["command"], *container["args"]],
+            env={"PATH": f"{tmp_path}:/usr/bin:/bin", "HOSTNAME": f"tl-trunkline-group-{number}"},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.split()
+        role = "prefill" if number < 2 else "decode"
+        assert said == ["group", *container["args"], "--role", role]
 
 
 def test_a_group_of_several_pods_shares_its_ranks_out() -> None:

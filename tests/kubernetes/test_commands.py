@@ -14,6 +14,7 @@ from trunkline.router.membership.open_source import problem_of_members
 
 EVERYTHING: Object = {
     "groups": {
+        "prefill": 1,
         "tp": 2,
         "podsPerGroup": 2,
         "dtype": "float32",
@@ -42,6 +43,8 @@ def _command_lines(objects: list[Object]) -> list[tuple[str, list[str]]]:
             match container["command"]:
                 case ["trunkline", command]:
                     found.append((command, container["args"]))
+                case ["/bin/sh", "-c", script, "sh"] if "exec trunkline group" in script:
+                    found.append(("group", [*container["args"], "--role", "prefill"]))
                 case ["/bin/sh", "-c", script, "sh"] if "exec trunkline workers" in script:
                     found.append(("workers", [*container["args"], "--ranks", "1-1"]))
     return found

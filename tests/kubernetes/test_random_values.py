@@ -24,6 +24,7 @@ def _groups(draw: st.DrawFn) -> Object:
     per_pod = draw(st.sampled_from([1, 2, 8]))
     return {
         "replicas": draw(st.sampled_from([1, 2, 3, 16])),
+        "prefill": draw(st.sampled_from([0, 0, 1])),
         "tp": pods * per_pod,
         "podsPerGroup": pods,
         "gpus": draw(st.sampled_from([0, per_pod])),

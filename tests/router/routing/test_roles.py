@@ -53,26 +53,26 @@ def test_the_prefill_group_with_the_lowest_sum_is_chosen_if_that_is_less(seed: i
         count = rng.randrange(2, 6)
         work, queued = ([float(rng.randrange(4000)) for _ in range(count)] for _ in range(2))
         requests = [float(rng.choice((0, 0, 1, 5, 40))) for _ in range(count)]
-        token_us = [rng.choice((0.0, 50.0, 90.0, 400.0)) for _ in range(count)]
+        times = [(rng.choice((0.0, 50.0, 90.0)), rng.choice((0.0, 5.0, 60.0, 400.0))) for _ in range(count)]
         at, *prefills = rng.sample(range(count), count)
         settings = RoutingSettings(
             long_tokens=rng.choice((0, 512)),
             stream_weight=rng.choice((0.0, 0.3, 1.0)),
             apart_tokens=rng.choice((0, 256)),
+            peer_worth=rng.choice((0.0, 0.5, 1.0)),
         )
-        stream = Stream(at, rng.randrange(2000), rng.randrange(4000), rng.random(), rng.random() < 0.5)
-        prospect = Prospect(*(np.array(each) for each in (work, queued, requests, token_us)))
+        stream = Stream(at, rng.randrange(2000), rng.randrange(4000), rng.random() < 0.5)
+        prospect = Prospect(*(np.array(each) for each in (work, queued, requests, times)))
         chosen = prefill_group(stream, np.array(sorted(prefills)), prospect, settings)
 
         streams = requests[at] + stream.is_decode
         here = queued[at] + work[at] + stream.new * streams * settings.stream_weight
 
-        pulling = stream.lacking * (1 - stream.pull_worth) + settings.apart_tokens
         apart = {}
         for group in prefills:
-            is_known = token_us[at] > 0 and token_us[group] > 0
-            factor = token_us[group] / token_us[at] if is_known else 1.0
-            apart[group] = (queued[group] + work[group]) * factor + pulling
+            is_known = times[at][1] > 0 and times[group][0] > 0
+            pull = times[at][1] / times[group][0] if is_known else 1 - settings.peer_worth
+            apart[group] = queued[group] + work[group] + stream.lacking * pull + settings.apart_tokens
         best = min(apart.values())
         if stream.new < settings.long_tokens or best > here * (1 + 1e-9):
             assert chosen == -1
@@ -87,6 +87,17 @@ def test_a_long_prompt_is_computed_apart_and_its_stream_has_a_place() -> None:
     core.sent(1, decision, msgspec.structs.replace(long(), session="s"), 0.0)
     assert core.loads.own_queued.tolist() == [2000, 0]
     assert core._sessions.find("s") == "1"
+
+
+def test_pulls_that_take_longer_than_computing_are_not_planned() -> None:
+    core = ready("prefill", "decode")
+    core.set_costs(0, 100.0, [])
+    core.set_costs(1, 50.0, [0, 0, 0, 0, 20.0])
+    assert core.route(long(), 0.0).goes_on == 1
+    core.set_costs(1, 50.0, [0, 0, 0, 0, 200.0])
+    assert core.route(long(), 0.0).goes_on == -1
+    busy(core, 1, 5)
+    assert core.route(long(), 0.0).goes_on == 1, "but streams wait even longer for the prompt"
 
 
 def test_without_running_streams_a_group_for_both_computes_its_prompts_itself() -> None:

@@ -30,7 +30,14 @@ spec:
     - name: {{ .role }}
       image: {{ include "trunkline.image" .root }}
       imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-      {{- if $leads }}
+      {{- if and $leads (gt (int $g.prefill) 0) }}
+      # This group's role follows from its number.
+      command:
+        - /bin/sh
+        - -c
+        - role=decode; if [ "${HOSTNAME##*-}" -lt {{ int $g.prefill }} ]; then role=prefill; fi; exec trunkline group "$@" --role "$role"
+        - sh
+      {{- else if $leads }}
       command: [trunkline, group]
       {{- else }}
       # This pod's ranks follow from its place in the group.

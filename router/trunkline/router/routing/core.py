@@ -387,10 +387,8 @@ class RoutingCore:
         traits, identity = self._traits, self._traits.identity(chosen)
         if identity is None or not traits.exports(chosen):
             return -1
-        stream = Stream(
-            chosen, lacking - pulled, lacking, float(traits.pull_worth[chosen]), traits.is_decode(chosen)
-        )
-        prospect = Prospect(work, self.loads.queued, self.loads.inflight, traits.token_us)
+        stream = Stream(chosen, lacking - pulled, lacking, traits.is_decode(chosen))
+        prospect = Prospect(work, self.loads.queued, self.loads.inflight, traits.times)
         return prefill_group(stream, np.intersect1d(prefills, traits.peers(identity)), prospect, self.settings)
 
     def _look_up(

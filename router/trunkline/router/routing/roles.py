@@ -6,10 +6,10 @@ all, as every group does without roles.
 
 While a group computes a prompt, its running streams wait: each of them for about the time that the prompt takes.
 So a request whose stream is to go on at a group may be computed elsewhere first. What is predicted, in prompt
-tokens that the stream's group computes in the same time:
+tokens that a group computes in the same time:
 
-      here   = queued + work + new · streams · w                         at the stream's group
-      apart  = (queued' + work') · speed + lacking · pull + overhead     at a prefill group
+      here   = queued + work + new · streams · w                 at the stream's group
+      apart  = queued' + work' + lacking · pull + overhead       at a prefill group
 
 | | |
 |---|---|
@@ -18,13 +18,13 @@ tokens that the stream's group computes in the same time:
 | `queued`, `queued'` | prompt tokens of other requests that are to be computed there first |
 | `streams` | requests at the stream's group; one more at a `decode` group, for the next one that comes |
 | `w` | how much a second of a running stream counts beside one of the request (`RoutingSettings.stream_weight`) |
-| `speed` | time that a token takes at the prefill group, in parts of that at the stream's; 1 until measured |
 | `lacking` | prompt tokens that the stream's group has not cached |
-| `pull` | time to pull a token, as a part of the time to compute it, as in all of routing |
+| `pull` | time to pull a token there, as a part of the time to compute it at the prefill group |
 | `overhead` | what a second attempt and the prompt's last, partial chunk cost (`RoutingSettings.apart_tokens`) |
 
 The prompt is computed apart if that is less. If `new` is less than `RoutingSettings.long_tokens`, it never is.
-Most pulls run while the prompt is computed, so `lacking · pull` is rather too much.
+Most pulls run while the prompt is computed, so `lacking · pull` is rather too much. Groups are taken to be equally
+fast: one that seldom computes prompts has not measured how fast it is.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Prospect(NamedTuple):
     """Prompt tokens of other requests that have still to be computed."""
     requests: FloatArray
     """Requests that have not ended."""
-    token_us: FloatArray
-    """Measured time to compute a prompt token; 0: not known."""
+    times: FloatArray
+    """Measured times to compute and to pull a prompt token, `[controllers, 2]`; 0: not known."""
 
 
 class Stream(NamedTuple):
@@ -62,8 +62,6 @@ class Stream(NamedTuple):
     """Prompt tokens that it would compute: it has not cached them, and cannot pull them."""
     lacking: int
     """Prompt tokens that it has not cached."""
-    pull_worth: float
-    """Part of the work of computing a token that pulling it saves, 0 to 1."""
     is_decode: bool
     """Whether its role is `decode`."""
 
@@ -79,11 +77,10 @@ def prefill_group(stream: Stream, prefills: IntArray, prospect: Prospect, settin
         return -1
     streams = float(prospect.requests[at]) + stream.is_decode
     here = float(prospect.queued[at] + prospect.work[at]) + stream.new * streams * settings.stream_weight
-    speed = np.ones(len(prefills))
-    if prospect.token_us[at] > 0:
-        measured = prospect.token_us[prefills]
-        speed = np.where(measured > 0, measured / prospect.token_us[at], 1.0)
-    pulled = stream.lacking * (1.0 - stream.pull_worth) + settings.apart_tokens
-    apart = (prospect.queued[prefills] + prospect.work[prefills]) * speed + pulled
+    compute_us, pull_us = prospect.times[prefills, 0], prospect.times[at, 1]
+    pull = np.full(len(prefills), 1.0 - settings.peer_worth)
+    if pull_us > 0:
+        np.divide(pull_us, compute_us, out=pull, where=compute_us > 0)
+    apart = prospect.queued[prefills] + prospect.work[prefills] + stream.lacking * pull + settings.apart_tokens
     best = int(apart.argmin())
     return int(prefills[best]) if apart[best] < here else -1

@@ -35,8 +35,8 @@ class Traits:
         """The same for a token that the controller pulls from a peer; 0: it pulls none."""
         self.leaves = np.zeros(0, bool)
         """Whether the controller drains, so that what only it has will be lost."""
-        self.token_us = np.zeros(0)
-        """Measured time to compute a prompt token; 0: not known."""
+        self.times = np.zeros((0, 2))
+        """Measured times to compute and to pull a prompt token, `[controllers, 2]`; 0: not known."""
         self._roles: dict[int, str] = {}
         """Roles of the controllers whose role is not "both"."""
         self._peers: dict[KvIdentity, IntArray] = {}
@@ -56,7 +56,7 @@ class Traits:
         self.worth = resized(self.worth, controllers)
         self.pull_worth = resized(self.pull_worth, controllers)
         self.leaves = resized(self.leaves, controllers)
-        self.token_us = resized(self.token_us, controllers)
+        self.times = resized(self.times, controllers)
         self._models = resized(self._models, controllers)
         self._measured_pull_worth = resized(self._measured_pull_worth, controllers)
 
@@ -66,7 +66,7 @@ class Traits:
         self.worth[controller] = self._default_worth
         self._measured_pull_worth[controller] = self._default_pull_worth
         self._models[controller] = 0
-        self.token_us[controller] = 0.0
+        self.times[controller] = 0.0
         self._roles.pop(controller, None)
         self.set_exports(controller, [])
         if self._identities.pop(controller, None) is not None:
@@ -101,7 +101,7 @@ class Traits:
 
         for tier in (TierKind.HOST, TierKind.DISK):
             self.worth[controller, tier] = worth(tier, self._default_worth[tier])
-        self.token_us[controller] = max(0.0, prefill_us)
+        self.times[controller] = prefill_us, load_us[TierKind.PEER] if len(load_us) > TierKind.PEER else 0.0
         self._measured_pull_worth[controller] = worth(TierKind.PEER, self._default_pull_worth)
         self._set_pull_worth(controller)
 
