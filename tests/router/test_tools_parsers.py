@@ -10,33 +10,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trunkline.router.text.tool_styles import STYLE_NAMES, StyleName
+from trunkline.router.text.tool_styles import STYLE_NAMES, StyleName, ToolStyle, calls_text
 from trunkline.router.tools.call_object import ObjectScanner, Progress
-from trunkline.router.tools.parsers import (
+from trunkline.router.tools.parsers import make_parser, parse
+from trunkline.router.tools.pieces import (
+    AnswerParser,
     CallArguments,
     CallStart,
     Piece,
     TextPiece,
-    ToolParser,
+    ThoughtPiece,
     joined,
-    make_parser,
-    parse,
 )
 
 NAMES = ("add", "get-weather", "a")
+SCHEMA = {"properties": {"text": {"type": "string"}}}
 
 
-def parser(style: StyleName) -> ToolParser:
+def parser(style: StyleName) -> AnswerParser:
     """With ids that count."""
     numbers = itertools.count()
-    return make_parser(style, NAMES, lambda: f"id{next(numbers)}")
+    return make_parser(style, dict.fromkeys(NAMES, SCHEMA), lambda: f"id{next(numbers)}")
 
 
 def flat(pieces: Iterable[Piece]) -> list[str]:
     """`text`, or `name(arguments)` of each call."""
     result: list[str] = []
     for piece in pieces:
-        if isinstance(piece, TextPiece):
+        if isinstance(piece, TextPiece | ThoughtPiece):
             result.append(piece.text)
         elif isinstance(piece, CallStart):
             result.append(f"{piece.name}|")
@@ -109,6 +110,85 @@ CASES: dict[StyleName, list[tuple[str, list[str]]]] = {
         ("[TOOL_CALLS]{}", []),
         ("a[0] = [TOOL_CALL]", []),
     ],
+    "qwen3_coder": [
+        (
+            "Hm.\n<tool_call>\n<function=add>\n<parameter=x>\n7\n</parameter>\n<parameter=y>\na </parameter> b\n"
+            "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=a>\n</function>\n</tool_call>",
+            ["Hm.\n", 'add|{"x": 7, "y": "a </parameter> b"}', "a|{}"],
+        ),
+        ("<function=add><parameter=b>True</parameter></function>.", ['add|{"b": true}', "."]),
+        ("<tool_call><function=a><parameter=c>{'k'</parameter></tool_call>", ['a|{"c": "{\'k\'"}']),
+        ("<tool_call>\n<function=a><parameter=c>cut </par", ['a|{"c": ']),
+        ("<tool_call>\n<function=a><parameter=text>cut </par", ['a|{"text": "cut ']),
+        ("<tool_call>\n<function=rm>\n</function>", []),
+        ("<tool_call>\n<tool_call>\n<function=a></function></tool_call>", ["<tool_call>\n", "a|{}"]),
+        ("x < y <functional", []),
+        ("<tool_call>", []),
+    ],
+    "glm45": [
+        (
+            "<tool_call>add\n<arg_key>x</arg_key>\n<arg_value>[1, 2]</arg_value>\n<arg_key>text</arg_key>\n"
+            "<arg_value>7</arg_value>\n</tool_call>\n<tool_call>a\n</tool_call> ok",
+            ['add|{"x": [1, 2], "text": "7"}', "a|{}", " ok"],
+        ),
+        ("<tool_call>get-weather</tool_call>", ["get-weather|{}"]),
+        ("<tool_call>rm\n</tool_call>", []),
+        ("<tool_call>add me", []),
+    ],
+    "pythonic": [
+        (
+            "[add(x=1, y='it\\'s', z=[True, None, {'k': (1,)}]), a()]",
+            ['add|{"x": 1, "y": "it\'s", "z": [true, null, {"k": [1]}]}', "a|{}"],
+        ),
+        ('<|python_start|>[a(b="é\n)")]<|python_end|>', ['a|{"b": "é\\n)"}']),
+        ("```tool_code\nadd(x=-2.5)\n```\nDone.", ['add|{"x": -2.5}', "\nDone."]),
+        ("a[0] = [1] [add]", []),
+        ("[add(7)]", []),
+        ("[add(x=y)] z", ['add|{"x": ', ")] z"]),
+        ("[add(x=[1, 2", ['add|{"x": ']),
+        ("[rm(x=1)]", []),
+    ],
+    "harmony": [
+        (
+            "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary "
+            'to=functions.add <|constrain|>json<|message|>{"x": "<|"} <|call|>',
+            ["Let me see.", 'add|{"x": "<|"}'],
+        ),
+        ("<|channel|>final<|message|>a < b <|x|><|return|>", ["a < b <|x|>"]),
+        ("<|start|>assistant to=functions.a<|channel|>commentary json<|message|>{}", ["a|{}"]),
+        ("<|channel|>commentary to=functions.rm<|message|>{}", ["{}"]),
+        ("<|channel|>commentary to=functions.a<|message|>{} x", ["a|{}", "x"]),
+        ("<|channel|>commentary to=functions.a<|message|>{x", ["a|{", "x"]),
+        ("no channels <|", []),
+    ],
+    "deepseek_v3": [
+        (
+            'Ok<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"x": "```"}\n'
+            "```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>a\n```json\n{}\n```<｜tool▁call▁end｜>"
+            "<｜tool▁calls▁end｜>",
+            ["Ok", 'add|{"x": "```"}', "a|{}"],
+        ),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>code<｜tool▁sep｜>a", []),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>rm\n```json\n{}", []),
+    ],
+    "deepseek_v31": [
+        (
+            '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"x": {}}<｜tool▁call▁end｜>'
+            "<｜tool▁call▁begin｜>a<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>!",
+            ['add|{"x": {}}', "a|{}", "!"],
+        ),
+    ],
+    "granite": [
+        ('<|tool_call|>[{"name": "add", "arguments": {"x": "]"}}, {"name": "a"}]', ['add|{"x": "]"}', "a|{}"]),
+        ('<tool_call>{"name": "add", "arguments": {}}</tool_call> so', ["add|{}", " so"]),
+        ('<tool_call>[{"name": "add", "arguments": {}}]</tool_call> so', ["add|{}", " so"]),
+    ],
+    "phi4_mini": [
+        ('<|tool_call|>[{"name": "add", "arguments": {"x": 1}}]<|/tool_call|>', ['add|{"x": 1}']),
+        ('functools[{"name": "a", "arguments": {}}, {"name": "add", "arguments": {}}]', ["a|{}", "add|{}"]),
+        ("import functools\n", []),
+        ('functools<|tool_call|>[{"name": "a"}]', ["functools", "a|{}"]),
+    ],
 }
 """(text, what it comes to); nothing: the text itself."""
 
@@ -126,13 +206,16 @@ def test_what_a_text_comes_to(style: StyleName, text: str, expected: list[str]) 
 
 FRAGMENTS = [
     *"<tool_call> </tool_call> <|python_tag|> [TOOL_CALLS] [ARGS] [CALL_ID] add a rm".split(),
+    *"<function=add> <parameter=text> </parameter> </function> <arg_key> </arg_key> <arg_value>".split(),
+    *"<|channel|> commentary to=functions.add <|message|> <|end|> <|call|> analysis add( x= ) functools".split(),
+    *"<｜tool▁calls▁begin｜> <｜tool▁call▁begin｜> function <｜tool▁sep｜> ```json ```".split(),
     *"{ } [ ] , ; : < 1 tru é text n".split(),
     *('{"name": "add", "arguments": {"x": [1, {"y": "z"}]}}', '{"name": "a", "parameters": {}}', '{"name": "'),
     *('"', "\\", " ", "\n", '"arguments": {"'),
 ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
     style=st.sampled_from(STYLE_NAMES),
     text=st.lists(st.sampled_from(FRAGMENTS), max_size=24).map("".join),
@@ -151,7 +234,7 @@ def test_any_cut_gives_the_same(style: StyleName, text: str, seed: object) -> No
     starts = [piece for piece in pieces if isinstance(piece, CallStart)]
     assert [start.index for start in starts] == list(range(cut.calls))
     assert all(start.name in NAMES for start in starts)
-    if not starts:
+    if not starts and style != "harmony":  # whose headers are never text
         assert "".join(flat(pieces)) == text
 
 
@@ -159,26 +242,48 @@ def test_any_cut_gives_the_same(style: StyleName, text: str, seed: object) -> No
 @given(
     style=st.sampled_from(STYLE_NAMES),
     arguments=st.dictionaries(
-        st.text(),
+        st.from_regex(r"[a-z][a-z_]{0,5}", fullmatch=True),
         st.recursive(
             st.one_of(st.none(), st.booleans(), st.integers(), st.floats(-1e300, 1e300), st.text()),
             lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
             max_leaves=8,
-        ),
+        )
+        | st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join),
         max_size=4,
     ),
-    ascii_only=st.booleans(),
+    newer=st.booleans(),
+    size=st.integers(1, 9),
 )
 def test_any_arguments_come_out_as_they_were_written(
-    style: StyleName, arguments: dict[str, object], ascii_only: bool
+    style: StyleName, arguments: dict[str, object], newer: bool, size: int
 ) -> None:
-    written = json.dumps(arguments, ensure_ascii=ascii_only)
-    text = {
-        "hermes": f'<tool_call>\n{{"name": "add", "arguments": {written}}}\n</tool_call>',
-        "llama3_json": f'{{"name": "add", "parameters": {written}}}',
-        "mistral": f'[TOOL_CALLS] [{{"name": "add", "arguments": {written}}}]',
-    }[style]
-    assert whole(style, text) == [f"add|{written}"]
+    types = {name: {"type": "string"} for name, value in arguments.items() if isinstance(value, str)}
+    form = ToolStyle(style, newer=newer and style == "mistral")
+    plain = json.dumps(arguments, ensure_ascii=False)
+    text = calls_text(form, [("add", plain), ("a", "{}")])
+    numbers = itertools.count()
+    found = make_parser(
+        style, {"add": {"properties": types}, "a": {}}, lambda: f"id{next(numbers)}", demanded=style == "pythonic"
+    )
+    pieces = [piece for at in range(0, len(text), size) for piece in found.feed(text[at : at + size])]
+    first, second = flat(joined([*pieces, *found.finish()]))
+    assert second == "a|{}"
+    assert first.startswith("add|")
+    assert json.loads(first.removeprefix("add|")) == arguments
+    if form.form.body in ("object", "json"):
+        assert first == f"add|{plain}"
+
+
+@pytest.mark.parametrize("style", STYLE_NAMES)
+def test_a_call_that_is_cut_off_is_no_text(style: StyleName) -> None:
+    text = calls_text(ToolStyle(style), [("add", '{"x": "é<b>", "y": [1, {"z": null}]}'), ("a", '{"w": 1}')])
+    for end in range(1, len(text) + 1):
+        found = parser(style)
+        pieces = [*found.feed(text[:end]), *found.finish(cut=True)]
+        certain = any(isinstance(piece, CallStart) for piece in pieces) or end > len("commentary to=functions.add")
+        if certain:
+            assert not [piece for piece in pieces if isinstance(piece, TextPiece)], text[:end]
+    assert [piece.name for piece in parse(parser(style), text) if isinstance(piece, CallStart)] == ["add", "a"]
 
 
 def test_arguments_stream_and_text_is_not_held_back() -> None:

@@ -10,10 +10,10 @@ import msgspec
 
 from trunkline.kvstore.records import problem_of_records
 from trunkline.router.membership.open_source import problem_of_members
-from trunkline.router.text.tool_styles import STYLE_NAMES
+from trunkline.router.text.tool_styles import OPTIONS
 from trunkline.runtime.wire_keys import Role, problem_of
 
-TOOL_CALL_PARSERS = ("auto", *STYLE_NAMES)
+TOOL_CALL_PARSERS = ("auto", *OPTIONS)
 DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 ORIGIN: Final = re.compile(r"https?://[^\s/]+")
 MODEL_NAME_CHARACTERS_MAX: Final = 256

@@ -21,7 +21,7 @@ from trunkline.deploy.config.option_values import (
     parse_names,
     parse_tenant_limits,
 )
-from trunkline.deploy.config.settings import POLICIES, TOOL_CALL_PARSERS, ServeSettings
+from trunkline.deploy.config.settings import POLICIES, ServeSettings
 
 MODEL: Final = "Model"
 CLUSTER: Final = "Cluster"
@@ -139,7 +139,8 @@ SERVE_OPTIONS: Final = (
     ),
     CliOption(
         "tool_call_parser",
-        f"How the model writes tool calls: {', '.join(TOOL_CALL_PARSERS[1:])}, or auto (as its files say).",
+        "How the model writes tool calls: auto (as its files say) or a name of the table in docs/api.md, for "
+        "example hermes, llama3_json, mistral, qwen3_coder, pythonic, harmony, glm45, deepseek_v3.",
         MODEL,
     ),
     CliOption("groups", "Copies of the model, which share the requests. Each has workers of its own.", CLUSTER),

@@ -38,7 +38,12 @@ SWITCHES: Final = ("on", "off")
 PREEMPTIONS: Final = ("auto", "swap", "recompute")
 QUANTIZATIONS: Final = ("none", "int8")
 POLICIES: Final = ("prefix", "round-robin", "least-loaded", "session-hash", "sglang", "dynamo", "lmetric", "llm-d")
-TOOL_CALL_PARSERS: Final = ("auto", "hermes", "llama3_json", "mistral")
+TOOL_CALL_PARSERS: Final = tuple(
+    """auto hermes qwen qwen25 qwen3 llama3_json llama3 llama4_json mistral qwen3_coder qwen3_xml pythonic
+    llama4_pythonic llama4 gemma3 harmony openai gpt-oss gpt_oss glm45 glm glm47 deepseek_v3 deepseekv3 deepseek_r1
+    deepseek deepseek_v31 deepseekv31 granite phi4_mini phi4_mini_json phi4""".split()
+)
+"""Those of the router, by all of their names; written down here because importing the router takes long."""
 
 _GROUPS_MAX: Final = 256
 """Largest number of groups on one machine. Each group is two processes at least, and each router has three

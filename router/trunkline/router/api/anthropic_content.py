@@ -9,9 +9,9 @@ import json
 from typing import Any, Final
 
 from trunkline.router.errors import bad_value, unsupported
+from trunkline.router.tools.functions import FunctionTool
 from trunkline.router.tools.plan import (
     Choice,
-    FunctionTool,
     check_functions,
     named,
     read_function,

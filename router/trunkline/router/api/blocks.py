@@ -20,7 +20,7 @@ from trunkline.router.http.body import SESSION_HEADER, session_header, validate
 from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.stores.session_store import is_stored
 from trunkline.router.streams.generation import FinishName, Generation
-from trunkline.router.tools.parsers import CallStart, Piece, TextPiece
+from trunkline.router.tools.pieces import CallStart, Piece, TextPiece
 from trunkline.router.tools.plan import ToolPlan
 
 _encode = msgspec.json.Encoder().encode

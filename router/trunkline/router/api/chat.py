@@ -58,7 +58,7 @@ from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.service import RouterService
 from trunkline.router.stores.session_store import is_stored
 from trunkline.router.streams.generation import Delta, FinishName, Generation
-from trunkline.router.tools.parsers import CallArguments, CallStart, Piece, TextPiece, ToolParser
+from trunkline.router.tools.pieces import AnswerParser, CallArguments, CallStart, Piece, TextPiece, ThoughtPiece
 from trunkline.router.tools.plan import ToolPlan, prepare_tools
 
 routes = APIRouter()
@@ -143,7 +143,9 @@ class _ChatAnswer:
     def _choice(self, index: int, answer: Collected) -> ChatChoice:
         parser = self._plan.make_parser()
         pieces: list[Piece] = (
-            [TextPiece(answer.text)] if parser is None else [*parser.feed(answer.text), *parser.finish()]
+            [TextPiece(answer.text)]
+            if parser is None
+            else [*parser.feed(answer.text), *parser.finish(cut=answer.finish == "length")]
         )
         return ChatChoice(
             index=index,
@@ -211,7 +213,7 @@ class _ChatAnswer:
             yield self._chunk(usage=usage_of(self._generation), last=True)
         yield DONE_EVENT
 
-    def _parts(self, delta: Delta, pieces: list[Piece], parser: ToolParser | None) -> list[ChatChunkChoice]:
+    def _parts(self, delta: Delta, pieces: list[Piece], parser: AnswerParser | None) -> list[ChatChunkChoice]:
         """Return a delta as parts of a choice: text or calls with their log-probabilities, then the end."""
         logprobs = self._logprobs(delta)
         token_ids = delta.tokens if self._body.return_token_ids and delta.tokens else UNSET
@@ -248,14 +250,16 @@ class _ChatAnswer:
         )
 
 
-def _pieces(delta: Delta, parser: ToolParser | None) -> list[Piece]:
+def _pieces(delta: Delta, parser: AnswerParser | None) -> list[Piece]:
     """Return the text and calls in a delta. `parser`: the choice's parser; None if it cannot have calls."""
     if parser is None:
         return [TextPiece(delta.text)] if delta.text else []
-    return parser.feed(delta.text) + (parser.finish() if delta.finish is not None else [])
+    return parser.feed(delta.text) + (
+        parser.finish(cut=delta.finish == "length") if delta.finish is not None else []
+    )
 
 
-def _finish(finish: FinishName, parser: ToolParser | None) -> ChatFinishName:
+def _finish(finish: FinishName, parser: AnswerParser | None) -> ChatFinishName:
     return "tool_calls" if finish == "stop" and parser is not None and parser.calls else finish
 
 
@@ -263,6 +267,8 @@ def _addition(piece: Piece) -> ChatDelta:
     """Return a piece of an answer as the `delta` of a stream's chunk."""
     if isinstance(piece, TextPiece):
         return ChatDelta(content=piece.text)
+    if isinstance(piece, ThoughtPiece):
+        return ChatDelta(reasoning_content=piece.text, reasoning=piece.text)
     if isinstance(piece, CallStart):
         called = CalledFunction(name=piece.name, arguments="")
         part = ToolCallPart(index=piece.index, id=piece.id, type="function", function=called)
@@ -275,8 +281,9 @@ def _message(pieces: list[Piece]) -> ChatMessage:
     """Return the message of a whole answer. Its content is null if it consists of calls only."""
     text = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
     starts = [piece for piece in pieces if isinstance(piece, CallStart)]
+    thought = optional("".join(piece.text for piece in pieces if isinstance(piece, ThoughtPiece)) or None)
     if not starts:
-        return ChatMessage(content=text)
+        return ChatMessage(content=text, reasoning_content=thought, reasoning=thought)
     arguments: dict[int, str] = {}
     for piece in pieces:
         if isinstance(piece, CallArguments):
@@ -289,4 +296,4 @@ def _message(pieces: list[Piece]) -> ChatMessage:
         )
         for start in starts
     ]
-    return ChatMessage(content=text or None, tool_calls=calls)
+    return ChatMessage(content=text or None, tool_calls=calls, reasoning_content=thought, reasoning=thought)

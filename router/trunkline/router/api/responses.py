@@ -133,6 +133,10 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    """The text in which the model thought before it answered."""
+    reasoning: str | UnsetType = UNSET
+    """The same under vLLM's newer name."""
     tool_calls: list[ToolCallPart] | UnsetType = UNSET
 
 
@@ -171,6 +175,8 @@ class ChatDelta(msgspec.Struct):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCallPart] | UnsetType = UNSET
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 from pydantic_core import from_json
 
 from trunkline.router.errors import PromptError
-from trunkline.router.text.tool_styles import ARGS, TOOL_CALL, TOOL_CALL_END, TOOL_CALLS, ToolStyle
+from trunkline.router.text.tool_styles import ToolStyle, calls_text
 
 Turn = dict[str, Any]
 """A message in the form that chat templates expect."""
@@ -149,13 +149,3 @@ def preamble(tools: Sequence[Mapping[str, Any]], style: ToolStyle) -> str:
         "To call a function, write its name and its arguments as JSON, exactly in this form:\n"
         f"{example}"
     )
-
-
-def calls_text(style: ToolStyle, calls: Sequence[tuple[str, str]]) -> str:
-    """Return calls (name, JSON text of the arguments) as a model of a style writes them."""
-    if style.name == "mistral" and style.newer:
-        return "".join(f"{TOOL_CALLS}{name}{ARGS}{arguments}" for name, arguments in calls)
-    objects = [f'{{"name": "{name}", "{style.arguments_field}": {arguments}}}' for name, arguments in calls]
-    if style.name == "hermes":
-        return "\n".join(f"{TOOL_CALL}\n{text}\n{TOOL_CALL_END}" for text in objects)
-    return f"{TOOL_CALLS}[{', '.join(objects)}]" if style.name == "mistral" else "; ".join(objects)

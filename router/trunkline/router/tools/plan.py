@@ -22,8 +22,11 @@ import msgspec
 from trunkline.controller.messages import Grammar
 from trunkline.router.errors import bad_value, unsupported
 from trunkline.router.request_context import draw_bytes, draw_hex
-from trunkline.router.text.tool_styles import ARGS, TOOL_CALL, TOOL_CALL_END, TOOL_CALLS, ToolStyle
-from trunkline.router.tools.parsers import ToolParser, make_parser
+from trunkline.router.text.tool_styles import ToolStyle
+from trunkline.router.tools.functions import FunctionTool
+from trunkline.router.tools.grammar import call_grammar
+from trunkline.router.tools.parsers import make_parser
+from trunkline.router.tools.pieces import AnswerParser
 
 TOOLS_MAX: Final = 128
 """Largest number of tools of a request, which is OpenAI's limit, too."""
@@ -31,33 +34,6 @@ TOOLS_BYTES_MAX: Final = 512 << 10
 """Largest size of all definitions of tools, as JSON. They are part of the prompt, and their schemas are
 compiled."""
 NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
-NO_PARAMETERS: Final[dict[str, Any]] = {"type": "object", "properties": {}, "additionalProperties": False}
-
-
-class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A function that the model may call."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments, an object; None: the client gave none."""
-    strict: bool = False
-    """Whether arguments must follow the schema even if the model decides by itself to call."""
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        """JSON schema that the arguments must follow."""
-        if self.parameters is None:
-            return NO_PARAMETERS
-        return {"type": "object", **self.parameters}
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the function in OpenAI's form, which chat templates expect."""
-        function: dict[str, Any] = {"name": self.name}
-        if self.description is not None:
-            function["description"] = self.description
-        function["parameters"] = {"type": "object", "properties": {}, **(self.parameters or {})}
-        return {"type": "function", "function": function}
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -225,106 +201,6 @@ def named(name: str, functions: list[FunctionTool]) -> Choice:
     return Choice("function", name)
 
 
-_Format = dict[str, Any]
-_FREE: Final[dict[str, Any]] = {"type": "object"}
-
-
-def make_grammar(
-    functions: list[FunctionTool], choice: Choice, style: ToolStyle, *, parallel: bool
-) -> Grammar | None:
-    """Return the grammar of a request; None if any text is allowed.
-
-    Args:
-        parallel: Whether the answer may have several calls.
-    """
-    if choice.kind in ("required", "function"):
-        chosen = [one for one in functions if choice.kind == "required" or one.name == choice.name]
-        whole = _demanded(chosen, style, several=parallel and choice.kind == "required")
-    elif choice.kind == "auto" and any(function.strict for function in functions):
-        whole = _triggered(functions, style, several=parallel)
-    else:
-        return None
-    text = msgspec.json.encode({"type": "structural_tag", "format": whole}).decode()
-    return Grammar("structural_tag", text, param="tools")
-
-
-def _const(text: str) -> _Format:
-    return {"type": "const_string", "value": text}
-
-
-def _marker(text: str, style: ToolStyle) -> _Format:
-    return {"type": "token", "token": text} if text in style.special else _const(text)
-
-
-def _sequence(*elements: _Format) -> _Format:
-    return {"type": "sequence", "elements": list(elements)}
-
-
-def _or(elements: list[_Format]) -> _Format:
-    return elements[0] if len(elements) == 1 else {"type": "or", "elements": elements}
-
-
-def _json(schema: dict[str, Any]) -> _Format:
-    return {"type": "json_schema", "json_schema": schema}
-
-
-def _separated(one: _Format, separator: str, *, several: bool) -> _Format:
-    if not several:
-        return one
-    more = _sequence(_const(separator), one) if separator else one
-    return _sequence(one, {"type": "star", "content": more})
-
-
-def _object(function: FunctionTool, style: ToolStyle, *, free: bool, skipped: str = "") -> _Format:
-    """Return the format of `{"name": …, "arguments": …}`, without the beginning `skipped`."""
-    head = f'{{"name": "{function.name}", "{style.arguments_field}": '.removeprefix(skipped)
-    schema = _FREE if free and not function.strict else function.schema
-    return _sequence(_const(head), _json(schema), _const("}"))
-
-
-def _call(functions: list[FunctionTool], style: ToolStyle, *, free: bool, several: bool) -> _Format:
-    """Return the format of what follows the marker: a call, or the list of all calls in the old form of
-    `mistral`."""
-    if style.name == "mistral" and style.newer:
-        return _or(
-            [
-                _sequence(
-                    _const(one.name), _marker(ARGS, style), _json(_FREE if free and not one.strict else one.schema)
-                )
-                for one in functions
-            ]
-        )
-    objects = _or([_object(one, style, free=free) for one in functions])
-    if style.name == "mistral":
-        return _sequence(_const("["), _separated(objects, ", ", several=several), _const("]"))
-    if style.name == "hermes":
-        return _sequence(_const("\n"), objects, _const("\n"), _marker(TOOL_CALL_END, style))
-    return objects
-
-
-def _demanded(functions: list[FunctionTool], style: ToolStyle, *, several: bool) -> _Format:
-    call = _call(functions, style, free=False, several=several)
-    if style.name == "llama3_json":
-        return _separated(call, "; ", several=several)
-    if style.name == "hermes":
-        return _separated(_sequence(_marker(TOOL_CALL, style), call), "\n", several=several)
-    whole = _sequence(_marker(TOOL_CALLS, style), call)
-    return _separated(whole, "", several=several and style.newer)
-
-
-def _triggered(functions: list[FunctionTool], style: ToolStyle, *, several: bool) -> _Format:
-    if style.name == "llama3_json":
-        trigger = '{"name": "'
-        objects = _or([_object(one, style, free=True, skipped=trigger) for one in functions])
-        return {"type": "dispatch", "rules": [[trigger, objects]], "loop": several}
-    marker = TOOL_CALL if style.name == "hermes" else TOOL_CALLS
-    kind = "token_dispatch" if marker in style.special else "dispatch"
-    call = _call(functions, style, free=True, several=several)
-    # In the old form of Mistral one list has all calls; a second list would be text.
-    loop = several and not (style.name == "mistral" and not style.newer)
-    return {"type": kind, "rules": [[marker, call]], "loop": loop}
-
-
 _MISTRAL_ID_CHARACTERS: Final = string.ascii_letters + string.digits
 
 
@@ -332,8 +208,8 @@ class ToolPlan(msgspec.Struct, frozen=True):
     """Everything that a request needs for its tools."""
 
     style: ToolStyle
-    names: frozenset[str] = frozenset()
-    """Names of the functions that the answer may call. Without any, the answer is text and needs no parser."""
+    schemas: dict[str, dict[str, Any]] = {}
+    """JSON schemas of arguments, by the names of the functions that the answer may call."""
     template_tools: list[dict[str, Any]] | None = None
     """Tools that the chat template shows (`Tokenizer.render_chat`); None: it shows none."""
     grammar: Grammar | None = None
@@ -346,18 +222,18 @@ class ToolPlan(msgspec.Struct, frozen=True):
     @property
     def active(self) -> bool:
         """Whether the answer may have calls."""
-        return bool(self.names)
+        return bool(self.schemas)
 
     @property
     def needs_special_tokens(self) -> bool:
         """Whether the text must keep its special tokens, because calls begin with one."""
         return self.active and bool(self.style.special)
 
-    def make_parser(self, draw_id: Callable[[], str] | None = None) -> ToolParser | None:
+    def make_parser(self, draw_id: Callable[[], str] | None = None) -> AnswerParser | None:
         """Make the parser for one answer; None if it cannot have calls. `draw_id`: makes the id of a call."""
         if not self.active:
             return None
-        return make_parser(self.style.name, self.names, draw_id or self.draw_id, demanded=self.demanded)
+        return make_parser(self.style.name, self.schemas, draw_id or self.draw_id, demanded=self.demanded)
 
     def draw_id(self, prefix: str = "call_") -> str:
         """Draw the id of a call. Ids for Mistral have no prefix: its templates take nine letters and digits
@@ -380,6 +256,26 @@ def prepare_tools(tools: Any, tool_choice: Any, parallel_tool_calls: Any, style:
     return plan_tools(functions, choice, style, parallel=parallel_tool_calls)
 
 
+def make_grammar(
+    functions: list[FunctionTool], choice: Choice, style: ToolStyle, *, parallel: bool
+) -> Grammar | None:
+    """Return the grammar of a request; None if any text is allowed.
+
+    Args:
+        parallel: Whether the answer may have several calls.
+    """
+    if choice.kind in ("required", "function"):
+        chosen = [one for one in functions if choice.kind == "required" or one.name == choice.name]
+        several = parallel and choice.kind == "required"
+        whole = call_grammar(chosen, style, demanded=True, several=several)
+    elif choice.kind == "auto" and any(function.strict for function in functions):
+        whole = call_grammar(functions, style, demanded=False, several=parallel)
+    else:
+        return None
+    text = msgspec.json.encode({"type": "structural_tag", "format": whole}).decode()
+    return Grammar("structural_tag", text, param="tools")
+
+
 def plan_tools(
     functions: list[FunctionTool], choice: Choice, style: ToolStyle, *, parallel: bool | None = None
 ) -> ToolPlan:
@@ -394,7 +290,7 @@ def plan_tools(
         return ToolPlan(style, parallel=several)
     return ToolPlan(
         style,
-        names=frozenset(function.name for function in functions),
+        schemas={function.name: function.schema for function in functions},
         template_tools=[function.for_template() for function in functions],
         grammar=make_grammar(functions, choice, style, parallel=several),
         parallel=several,

@@ -1,0 +1,165 @@
+"""The grammar of answers with calls, from the table of forms: a structural tag (xgrammar's language). Pure.
+
+Markers that are special tokens are written as tokens in the grammar, because the model never writes them letter by
+letter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, Final
+
+from trunkline.router.text.tool_styles import ToolForm, ToolStyle
+from trunkline.router.tools.functions import FunctionTool
+
+Format = dict[str, Any]
+_FREE: Final[dict[str, Any]] = {"type": "object"}
+
+
+def call_grammar(functions: list[FunctionTool], style: ToolStyle, *, demanded: bool, several: bool) -> Format:
+    """Return the format of an answer.
+
+    Args:
+        demanded: Whether the answer consists of calls. Otherwise text is free until a call begins, and then only a
+            valid call can be completed; the arguments of functions that are not strict are free.
+        several: Whether it may have several calls. A form may end with its first call all the same.
+    """
+    several = several and not style.form.single
+    return (
+        _demanded(functions, style, several=several) if demanded else _triggered(functions, style, several=several)
+    )
+
+
+def sequence(*elements: Format) -> Format:
+    """Return a format of elements in a row."""
+    return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": list(elements)}
+
+
+def one_of(elements: list[Format]) -> Format:
+    """Return a format of alternatives."""
+    return elements[0] if len(elements) == 1 else {"type": "or", "elements": elements}
+
+
+def optional(content: Format) -> Format:
+    """Return a format of something that may be left out."""
+    return {"type": "optional", "content": content}
+
+
+def written(text: str, special: Iterable[str]) -> list[Format]:
+    """Return the formats of a text with markers. `special`: the markers that are special tokens."""
+    pattern = "|".join(map(re.escape, special))
+    parts = re.split(f"({pattern})", text) if pattern else [text]
+    return [_token(part) if index % 2 else _const(part) for index, part in enumerate(parts) if part]
+
+
+def _token(text: str) -> Format:
+    return {"type": "token", "token": text}
+
+
+def _const(text: str) -> Format:
+    return {"type": "const_string", "value": text}
+
+
+def _json(schema: dict[str, Any], **more: Any) -> Format:
+    return {"type": "json_schema", "json_schema": schema, **more}
+
+
+def _repeated(one: Format, separator: list[Format], *, several: bool) -> Format:
+    if not several:
+        return one
+    return sequence(one, {"type": "star", "content": sequence(*separator, one)})
+
+
+def _demanded(functions: list[FunctionTool], style: ToolStyle, *, several: bool) -> Format:
+    form = style.form
+    begin, opener = written(style.written_begin, style.special), written(form.opener, style.special)
+    end = [] if form.single else written(form.end, style.special)  # a form's single call ends with an end token
+    separator = written(form.separator, style.special)
+    calls = one_of([_call(one, style, free=False) for one in functions])
+    if form.each:
+        return _repeated(sequence(*begin, calls, *end), separator, several=several)
+    return sequence(*begin, *opener, _repeated(calls, separator, several=several), *end)
+
+
+def _triggered(functions: list[FunctionTool], style: ToolStyle, *, several: bool) -> Format:
+    form = style.form
+    calls = [_call(one, style, free=True) for one in functions]
+    separator, end = written(form.separator, style.special), written(form.end, style.special)
+    if form.single:  # its marker begins other messages, too
+        trigger = form.head.split()[-1]
+        rest = one_of([_call(one, style, free=True, skipped=form.head) for one in functions])
+        return _dispatch([[trigger, rest]], loop=False)
+    if form.unmarked and form.body == "object":
+        trigger = '{"name": "'
+        objects = one_of([_call(one, style, free=True, skipped=trigger) for one in functions])
+        return _dispatch([[trigger, objects]], loop=several)
+    if form.unmarked:
+        more = {"type": "star", "content": sequence(*separator, one_of(calls))} if several else None
+        rules: list[list[Any]] = []
+        for one in functions:
+            begin = f"{form.opener}{one.name}{form.name_end}"
+            call = _call(one, style, free=True, skipped=begin.removeprefix(form.opener))
+            rules.append([begin, sequence(call, *([more] if more else []), *end)])
+        return _dispatch(rules, loop=False)
+    content = one_of(calls)
+    if not form.each:
+        opener = written(form.opener, style.special)
+        content = sequence(*opener, _repeated(content, separator, several=several))
+    # Where one marker stands before all calls, a second list would be text.
+    rule = [[style.written_begin, sequence(content, *end)]]
+    return _dispatch(rule, loop=several and form.each, tokens=style.written_begin in style.special)
+
+
+def _dispatch(rules: list[list[Any]], *, loop: bool, tokens: bool = False) -> Format:
+    return {"type": "token_dispatch" if tokens else "dispatch", "rules": rules, "loop": loop}
+
+
+def _call(function: FunctionTool, style: ToolStyle, *, free: bool, skipped: str = "") -> Format:
+    """Return the format of a call. `skipped`: the beginning that is left out."""
+    form = style.form
+    schema = _FREE if free and not function.strict else function.schema
+    if form.body == "object":
+        head = f'{form.head}{{"name": "{function.name}", "{form.arguments_field}": '
+        body, tail = [_json(schema)], "}" + form.tail
+    else:
+        head = f"{form.head}{function.name}{form.name_end}"
+        body, tail = _body(schema, form), form.tail
+    return sequence(*written(head.removeprefix(skipped), style.special), *body, *written(tail, style.special))
+
+
+def _body(schema: dict[str, Any], form: ToolForm) -> list[Format]:
+    if form.body == "json":
+        return [_json(schema)]
+    if form.tags is not None:
+        return [_json(schema, style=form.tags.grammar), _const(form.tags.ends[0])]
+    return [_keywords(schema), _const(")")]
+
+
+def _keywords(schema: dict[str, Any]) -> Format:
+    """Return the format of keyword arguments: the required ones first, each part of them in the schema's order.
+    Values are written as JSON, which differs from Python in `true`, `false` and `null` only."""
+    if schema is _FREE:
+        some = sequence({"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_]*"}, _const("="), _json({}))
+        return optional(_repeated(some, [_const(", ")], several=True))
+    properties = schema.get("properties") or {}
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    required = [name for name in properties if name in schema.get("required", ())]
+    others = [name for name in properties if name not in required]
+
+    def keyword(name: str, before: str) -> Format:
+        value = properties[name]
+        whole = {**value, **shared} if isinstance(value, dict) else value
+        return sequence(_const(f"{before}{name}="), _json(whole))
+
+    def behind(names: list[str]) -> list[Format]:
+        return [optional(keyword(name, ", ")) for name in names]
+
+    if required:
+        fixed = [keyword(name, ", " if index else "") for index, name in enumerate(required)]
+        return sequence(*fixed, *behind(others))
+    if not others:
+        return _const("")
+    return optional(
+        one_of([sequence(keyword(name, ""), *behind(others[i + 1 :])) for i, name in enumerate(others)])
+    )
