@@ -1,6 +1,6 @@
 """What it costs that KV travels between groups.
 
-    python benchmarks/kv_travel.py [--quick] [--json PATH] [--parts copies remote]
+    python benchmarks/kv_travel.py [--quick] [--json PATH] [--parts copies remote roles]
 
 - `copies`: how fast a rank pulls chunks from the host memory of another process, with checksums on both sides,
   beside a plain copy of the same bytes by one thread. `memory`: read in the other process's memory, as on one
@@ -8,6 +8,7 @@
   Chunks are those of the demo model and of the 110 M Llama of `small_model`. `again`: the exporter still has the
   checksums of its chunks; else each is asked for the first time. `share` is that of the plain copy.
 - `remote`: how fast a rank reads 24 and 96 chunks from Redis and S3, both on this machine (`kv_travel_remote`).
+- `roles`: what running streams notice of long prompts, with and without roles (`kv_travel_roles`).
 
 The ways take turns, so that a noisy machine hits all of them; each figure is the median of the runs.
 """
@@ -29,6 +30,7 @@ from unittest import mock
 import numpy as np
 import torch
 from kv_travel_remote import measure_remote
+from kv_travel_roles import measure_roles
 from report import Report, argument_parser
 
 from trunkline.controller.messages import MoveOutcome, Probed
@@ -175,7 +177,7 @@ def _copies_of(report: Report, model: str, shape: tuple[int, int, int, int], fol
         report.add(case, "per chunk", seconds / slots * 1e6, "us", len(times))
 
 
-PARTS: Final = {"copies": measure_copies, "remote": measure_remote}
+PARTS: Final = {"copies": measure_copies, "remote": measure_remote, "roles": measure_roles}
 
 
 def main() -> None:
