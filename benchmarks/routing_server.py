@@ -89,6 +89,17 @@ class Job:
         self.finish_step = 0
 
 
+class Clock:
+    """Where a controller is in time."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.begun_s = 0.0
+        """Begin of the steps under way."""
+        self.step_s = 0.0
+        """Length of one of them."""
+
+
 class Server:
     """One controller. The driver calls `begin` to start a step and `end` at the time that it gave."""
 
@@ -110,13 +121,10 @@ class Server:
         self.changed: dict[bytes, int] = {}
         """Chunks by the tiers they are in now; the driver takes them away."""
         self.queued_tokens = 0
-        self.begun_s = 0.0
+        self._clock = Clock()
         self._private = 0
         self._context = 0
         """Tokens that all rows together see."""
-        self._step = 0
-        self._step_s = 0.0
-        """Length of one of the steps under way."""
         self._taken: list[tuple[Job, int]] = []
 
     @property
@@ -133,7 +141,7 @@ class Server:
 
     def generated(self, job: Job) -> int:
         """Tokens that a job has brought so far."""
-        return job.output - (job.finish_step - self._step) if job.finish_step else 0
+        return job.output - (job.finish_step - self._clock.steps) if job.finish_step else 0
 
     def submit(self, job: Job) -> bool:
         """False: too many wait."""
@@ -164,38 +172,42 @@ class Server:
             spent_us += loaded_us
             budget -= self._take(job, budget, taken)
         self._taken = taken
-        self.begun_s = now
+        self._clock.begun_s = now
         if taken:
             for job, tokens in taken:
                 before = job.prompt - job.remaining
                 spent_us += tokens * (gpu.prefill_us + gpu.attention_us * (before + tokens / 2))
-            self._step_s = spent_us * 1e-6
-            return now + self._step_s
+            self._clock.step_s = spent_us * 1e-6
+            return now + self._clock.step_s
         if not self.rows:
             return math.inf
-        steps = self.rows[0][0] - self._step
+        steps = self.rows[0][0] - self._clock.steps
         spent_us += gpu.kv_read_us * len(self.rows) * (steps - 1) / 2
-        self._step_s = spent_us * 1e-6
-        return now + steps * self._step_s
+        self._clock.step_s = spent_us * 1e-6
+        return now + steps * self._clock.step_s
 
     def interrupted(self, now: float) -> float:
         """Something has arrived at `now`: when the step under way ends; infinity: it has to finish as planned."""
         if self._taken or len(self.waiting) > 1 or not self.rows:
             return math.inf
-        steps = max(1, math.ceil((now - self.begun_s) / self._step_s))
-        return self.begun_s + steps * self._step_s if steps < self.rows[0][0] - self._step else math.inf
+        steps = max(1, math.ceil((now - self._clock.begun_s) / self._clock.step_s))
+        return (
+            self._clock.begun_s + steps * self._clock.step_s
+            if steps < self.rows[0][0] - self._clock.steps
+            else math.inf
+        )
 
     def end(self, now: float) -> tuple[list[Job], list[Job]]:
         """The step is over: jobs that have brought their first token, and jobs that have ended."""
-        steps = 1 if self._taken else round((now - self.begun_s) / self._step_s)
-        self._step += steps
+        steps = 1 if self._taken else round((now - self._clock.begun_s) / self._clock.step_s)
+        self._clock.steps += steps
         self._context += steps * len(self.rows)
         started = []
         for job, tokens in self._taken:
             job.remaining -= tokens
             self.queued_tokens -= tokens
             if job.remaining == 0:
-                job.finish_step = self._step + job.output - 1
+                job.finish_step = self._clock.steps + job.output - 1
                 self._save(job.names[: job.prompt_chunks])
                 self._context += job.prompt + 1
                 heapq.heappush(self.rows, (job.finish_step, job.ticket, job))
@@ -204,7 +216,7 @@ class Server:
             self.prefilling = [job for job in self.prefilling if job.remaining]
         self._taken = []
         ended = []
-        while self.rows and self.rows[0][0] <= self._step:
+        while self.rows and self.rows[0][0] <= self._clock.steps:
             job = heapq.heappop(self.rows)[2]
             self._finish(job)
             ended.append(job)
