@@ -105,7 +105,7 @@ NAMED_MISTRAL: Final = ToolForm(
     begins=(TOOL_CALLS,), each=True, name_end=ARGS, body="json", markers=(TOOL_CALLS, CALL_ID, ARGS)
 )
 """Calls of newer models of Mistral: a function's name is written before the arguments, not in their object."""
-
+FORMS: Final[dict[StyleName, ToolForm]] = {
     "hermes": ToolForm(
         aliases=("qwen", "qwen25", "qwen3"),
         begins=(TOOL_CALL,),
