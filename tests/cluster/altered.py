@@ -1,6 +1,7 @@
 """The `trunkline` command with changes that it has no options for. A script: `altered.py CHANGES serve …`.
 
-`CHANGES` is a JSON file; by role ("router", "controller", "worker") it says
+`CHANGES` is a JSON file; by role ("router", "controller", "worker") or by a process's name ("worker-0.0"), which
+counts more, it says
 
     config        fields of the process's configuration, over those that `trunkline serve` writes
     prefix        words before the process's command line, such as `ip netns exec NAME`
@@ -26,7 +27,11 @@ unaltered = serve.children
 
 def children(plan: serve.ClusterPlan, folder: Path, disk: DiskFolders | None = None) -> list[ChildSpec]:
     """As `serve.children`, with the changes."""
-    return [_altered(spec, CHANGES.get(spec.member.role.value, {})) for spec in unaltered(plan, folder, disk)]
+    return [_altered(spec, _changes_of(spec)) for spec in unaltered(plan, folder, disk)]
+
+
+def _changes_of(spec: ChildSpec) -> dict[str, Any]:
+    return {**CHANGES.get(spec.member.role.value, {}), **CHANGES.get(spec.member.name, {})}
 
 
 def _altered(spec: ChildSpec, changes: dict[str, Any]) -> ChildSpec:

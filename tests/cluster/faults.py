@@ -108,6 +108,29 @@ class Network:
         finally:
             _ip("-n", self.names[cable], "link", "set", f"far{cable}", "up")
 
+    @contextmanager
+    def deaf(self, cable: int) -> Iterator[None]:
+        """What the near end sends is lost; what the far end sends arrives."""
+        at = (self.address(cable, 1), "dev", f"far{cable}")
+        _ip("-n", self.names[cable], "neigh", "replace", *at, "lladdr", "02:00:00:00:00:01", "nud", "permanent")
+        try:
+            yield
+        finally:
+            _ip("-n", self.names[cable], "neigh", "del", *at)
+
+    @contextmanager
+    def slow(self, cable: int, bits_per_second: int) -> Iterator[None]:
+        """What the near end sends takes long."""
+        if shutil.which("tc") is None:
+            pytest.skip("slow cables need the tc command (Debian: apt install iproute2)")
+        at = ("dev", f"far{cable}", "root")
+        shape = ("tbf", "rate", f"{bits_per_second}bit", "burst", "20kb", "latency", "400ms")
+        subprocess.run(["tc", "-n", self.names[cable], "qdisc", "replace", *at, *shape], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run(["tc", "-n", self.names[cable], "qdisc", "del", *at], check=True)
+
     def close(self) -> None:
         """Remove them; cables go with them."""
         while self._made:
