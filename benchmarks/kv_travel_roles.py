@@ -17,6 +17,7 @@ import json
 import random
 import time
 from dataclasses import dataclass, field
+from math import inf
 
 import httpx
 import numpy as np
@@ -43,14 +44,16 @@ class Measured:
     firsts: list[float] = field(default_factory=list)
 
 
-async def read(client: httpx.AsyncClient, body: dict[str, object]) -> list[float]:
-    """When each part of a streamed answer came, after the time of the request."""
+async def read(client: httpx.AsyncClient, body: dict[str, object], until: float = inf) -> list[float]:
+    """When each part of a streamed answer came, after the time of the request. At `until` the client leaves."""
     times = [time.perf_counter()]
     async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as reply:
         reply.raise_for_status()
         async for line in reply.aiter_lines():
             if line.startswith("data: {") and json.loads(line[6:])["choices"]:
                 times.append(time.perf_counter())
+                if times[-1] > until:
+                    break
     return times
 
 
@@ -69,7 +72,7 @@ async def measure_once(url: str, seed: int, seconds: float, *, prompts: bool) ->
 
         async def run() -> None:
             while time.perf_counter() < until:
-                _, *times = await read(client, body(32, STREAM_TOKENS))
+                _, *times = await read(client, body(32, STREAM_TOKENS), until)
                 found.gaps.extend(after - before for before, after in itertools.pairwise(times) if after < until)
 
         async def arrive() -> None:

@@ -42,8 +42,8 @@ def busy(core: RoutingCore, controller: int, requests: int, queued: int = 0) -> 
     core.loads.report(controller, requests=requests, queued_tokens=queued, kv_used=0.5, running=requests)
 
 
-def long(count: int = 2000, *, may_part: bool = True, **fields: int) -> RouteRequest:
-    return RouteRequest(packed(count), may_part=may_part, **fields)
+def long(count: int = 2000, *, may_part: bool = True, planned: int = -1, pinned: int = -1) -> RouteRequest:
+    return RouteRequest(packed(count), may_part=may_part, planned=planned, pinned=pinned)
 
 
 @pytest.mark.parametrize("seed", seeds(20))
