@@ -168,6 +168,7 @@ CASES: list[tuple[dict[str, Any], str, Level]] = [
     ({"url": "http://10.0.0.1:80", "is_loopback": False}, "access", Level.FAILURE),
     ({"open_paths": ("/ui/api/overview",)}, "access", Level.FAILURE),
     ({"loose_files": ("admin.key",)}, "files", Level.FAILURE),
+    ({"health": {**(HEALTHY.health or {}), "tenants": "an older version is in force"}}, "tenants", Level.WARNING),
     ({"machine": replace(MACHINE, open_files_max=1024)}, "machine", Level.WARNING),
     ({"machine": replace(MACHINE, swap_used_bytes=32 << 30)}, "machine", Level.WARNING),
     ({"machine": replace(MACHINE, shared_memory_free_bytes=1 << 20)}, "machine", Level.WARNING),

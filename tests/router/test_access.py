@@ -331,3 +331,31 @@ def test_nothing_that_is_said_is_logged(place: Path, tokenizer: Tokenizer) -> No
     for secret in (*SECRETS, "key-of-mallory", hash_key("key-of-alice")):
         assert secret not in written, secret
         assert secret not in metrics, secret
+
+
+def test_health_says_that_an_older_file_of_tenants_is_in_force(place: Path, tokenizer: Tokenizer) -> None:
+    with guarded(place, tokenizer) as (router, _, path), client_of(router) as http:
+        assert "tenants" not in http.get("/health").json()
+        path.write_text('{"tenants": {"acme": {"rpm": 1}}}')
+        wait_until(lambda: "tenants" in http.get("/health").json())
+        said = http.get("/health").json()["tenants"]
+        assert said.startswith("an older version of the file of tenants is in force")
+        assert "acme" not in said, "it is said to everybody"
+        problem = http.get("/ui/api/overview", headers=ADMIN).json()["auth"]["problem"]
+        assert "tenants: acme: " in problem
+        assert "rpm" in problem
+        write(path, TENANTS)
+        wait_until(lambda: "tenants" not in http.get("/health").json())
+        assert http.get("/ui/api/overview", headers=ADMIN).json()["auth"]["problem"] == ""
+
+
+def test_controllers_are_told_whose_pins_they_are(place: Path, tokenizer: Tokenizer) -> None:
+    tenants = {"acme": {"pins": 0.25}}
+    with guarded(place, tokenizer, tenants, tenant_header="X-Tenant") as (router, fake, _):
+        for tenant in ("acme", "other"):
+            with client_of(router, **{"X-Tenant": tenant}) as http:
+                body = {"pml": TRIP, "pin": True}
+                assert http.post("/v1/schemas", json=body).status_code == 201
+        calls = [call for call in fake.behaviour.modules.calls if call.op == "encode"]
+        told = {call.tenant: (call.pins, bool(call.holder)) for call in calls}
+        assert told == {"acme": (0.25, True), "other": (1.0, True)}

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import httpx
@@ -17,6 +18,8 @@ from router.session_calls import chat, create, error_of, get
 from worker.redis_server import RedisServer
 
 from trunkline.router import service
+from trunkline.router.stores import metered_records
+from trunkline.router.tasks import runner
 from trunkline.router.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.processes
@@ -102,6 +105,9 @@ def test_a_server_that_stays_away(
     servers: tuple[RedisServer, RedisServer], place: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "RECORDS_PATIENCE_S", 0.3)
+    monkeypatch.setattr(runner, "PERIOD_SECONDS", 0.1)
+    told = Mock()
+    monkeypatch.setattr(metered_records, "_rare", told)
     server = servers[0]
     with running(place, tokenizer, records=server.url) as (router, [fake]), router.client() as http:
         session = create(http)["id"]
@@ -112,6 +118,8 @@ def test_a_server_that_stays_away(
             assert error_of(answer)[:2] == (503, "records_unavailable")
         assert len(fake.behaviour.submits) == before, "no token was generated"
         assert http.post("/v1/chat/completions", json={"messages": MESSAGES}).status_code == 200
+        [said_once] = told.warning.mock_calls
+        assert said_once.args[0] == "records_away"
         server.start()
         wait_until(lambda: chat(http, session, "3").status_code == 200)
         assert questions_of(http, session) == ["1", "3"]

@@ -87,30 +87,6 @@ def test_what_the_engine_refuses_is_a_warning(http: httpx.Client, fake: FakeCont
     assert not fake.behaviour.modules.pins
 
 
-def test_controllers_are_told_whose_pins_they_are(place: Path, tokenizer: Tokenizer, fake: FakeController) -> None:
-    (place / "tenants.json").write_text('{"tenants": {"acme": {"pins": 0.25}}}')
-    (place / "tenants.json").chmod(0o600)
-    config = RouterConfig(
-        model_path=str(DEMO_MODEL),
-        controllers=[fake.endpoint],
-        port=0,
-        tenants=str(place / "tenants.json"),
-        tenant_header="X-Tenant",
-    )
-    router = RunningRouter(config, tokenizer)
-    router.start()
-    try:
-        wait_until(lambda: router.ready == 1)
-        for tenant in ("acme", "other"):
-            with router.client() as http:
-                http.headers["X-Tenant"] = tenant
-                post(http, pin=True)
-        told = {call.tenant: (call.pins, bool(call.holder)) for call in encodes(fake)}
-        assert told == {"acme": (0.25, True), "other": (1.0, True)}
-    finally:
-        router.stop()
-
-
 def test_lists(http: httpx.Client, fake: FakeController) -> None:
     names = [f"s{number}" for number in range(5)]
     for name in names:

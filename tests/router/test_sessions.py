@@ -436,12 +436,22 @@ def test_routers_share_sessions(place: Path, tokenizer: Tokenizer, kind: str) ->
         assert chat(here, fork["id"]).status_code == 200
 
 
-def test_a_tenant_with_too_many_records(place: Path, tokenizer: Tokenizer) -> None:
-    with running(place, tokenizer, records_tenant_bytes=600) as (router, [fake]), router.client() as http:
+@pytest.mark.parametrize("kind", STORES)
+def test_a_tenant_with_too_many_records(place: Path, tokenizer: Tokenizer, kind: str) -> None:
+    with (
+        shared_records(kind) as url,
+        running(place, tokenizer, records=url, records_tenant_bytes=600) as (router, [fake]),
+        router.client() as http,
+    ):
         session = create(http)["id"]
         for stream in (False, True):
             assert error_of(chat(http, session, stream=stream))[:2] == (429, "records_quota")
-        assert error_of(http.post("/v1/sessions", json={}))[:2] == (429, "records_quota")
+        refused = http.post("/v1/sessions", json={})
+        assert error_of(refused)[:2] == (429, "records_quota")
+        said = refused.json()["error"]
+        assert (said["limit"], said["limit_bytes"]) == ("records_bytes", 600)
+        assert said["used_bytes"] >= 600
+        assert f"take {said['used_bytes']:,} bytes and may take 600 " in said["message"]
         assert not fake.behaviour.submits, "no token was generated"
         assert http.post("/v1/chat/completions", json={"messages": MESSAGES}).status_code == 200
         wait_until(lambda: is_free(http, session))

@@ -128,7 +128,11 @@ def records_away(error: StoreAwayError) -> ApiError:
     return unavailable(f"what is stored is not available: {error}", code="records_unavailable")
 
 
-def records_full() -> ApiError:
-    """Return a 429: the tenant's records have reached their quota."""
-    message = "your stored records fill the room that they may take; delete some, or wait until some expire"
-    return ApiError(429, message, kind="rate_limit_error", code="records_quota")
+def records_full(used: int, limit: int) -> ApiError:
+    """Return a 429: the tenant's records have reached their quota. `used`, `limit`: bytes."""
+    message = (
+        f"your stored records take {used:,} bytes and may take {limit:,} (`records_bytes`); delete some, or wait "
+        "until some expire"
+    )
+    details = {"limit": "records_bytes", "limit_bytes": limit, "used_bytes": used}
+    return ApiError(429, message, kind="rate_limit_error", code="records_quota", details=details)

@@ -253,6 +253,10 @@ def access(facts: Facts) -> Findings:
         yield Finding(
             Level.WARNING, "access", facts.no_overview, "without it loads, tiers and cache were not checked"
         )
+    if old := (facts.health or {}).get("tenants"):
+        why = (facts.overview or {}).get("auth", {}).get("problem")
+        remedy = "mend the file: its keys and limits count from then on, without a restart"
+        yield Finding(Level.WARNING, "tenants", f"{old}: {why}" if why else str(old), remedy)
     for path in facts.loose_files:
         yield Finding(Level.FAILURE, "files", f"{path} is open to other users", f"chmod go= {path}")
 

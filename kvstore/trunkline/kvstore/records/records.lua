@@ -254,7 +254,7 @@ function operations.create()
     if record.version < 1 then record.version = 1 end
     return written(record)
   end
-  if quota > 0 and bytes_of(owner) >= quota then return answer('quota') end
+  if quota > 0 and bytes_of(owner) >= quota then return answer('quota', whole(bytes_of(owner)), whole(quota)) end
   if is_missing(owner, base) then return answer('base') end
   record = {version = 0, head = '', created = whole(now), changes = ''}
   write(record, key, owner, change, header, ttl, base)

@@ -286,7 +286,7 @@ def _refuse(status: bytes, fields: Iterator[bytes]) -> NoReturn:
         case b"changed":
             raise _ChangedError
         case b"quota":
-            raise QuotaError("the owner's records have reached their quota")
+            raise QuotaError(int(next(fields)), int(next(fields)))
     raise AssertionError(f"records.lua answered {status!r}")
 
 

@@ -147,8 +147,8 @@ class RecordTables:
         if self._find(key) is not None:
             raise ExistsError(f"{key.kind} {key.id!r} exists")
         base = self._base(key.owner, change)
-        if owner_bytes_max and self.usage(key.owner).bytes >= owner_bytes_max:
-            raise QuotaError(f"the records of the owner have reached {owner_bytes_max} bytes")
+        if owner_bytes_max and (used := self.usage(key.owner).bytes) >= owner_bytes_max:
+            raise QuotaError(used, owner_bytes_max)
         head, name, grown = self._extend(key.owner, change, base, None)
         now = self._clocks.wall()
         record = Record(key, 1, change.header, name, now, now, float(change.ttl))

@@ -75,6 +75,12 @@ class BaseMissingError(RecordError):
 class QuotaError(RecordError):
     """The owner's records have reached their quota."""
 
+    def __init__(self, used: int, limit: int) -> None:
+        """`used`: their size in bytes. `limit`: the quota in bytes."""
+        super().__init__(f"the records of the owner take {used} bytes; the quota is {limit}")
+        self.used = used
+        self.limit = limit
+
 
 class StoreAwayError(RecordError):
     """The store did not answer. The operation may have been carried out all the same."""

@@ -5,6 +5,8 @@ Endpoints that answer GET also answer HEAD, which load balancers and `wget --spi
 
 from __future__ import annotations
 
+from typing import Final
+
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
@@ -17,6 +19,7 @@ from trunkline.router.streams.link import ControllerLink
 from trunkline.router.telemetry.metrics_page import MetricsPage
 
 routes = APIRouter()
+_OLD_TENANTS: Final = "an older version of the file of tenants is in force, because the present one is wrong"
 
 
 def _model_card(service: RouterService, name: str) -> dict[str, object]:
@@ -86,6 +89,7 @@ async def health(request: Request) -> Response:
         "reason": result.why,
         **_records_health(service.records.away),
         **({"members": service.members_problem} if service.members_problem else {}),
+        **({"tenants": _OLD_TENANTS} if service.tenants.file_problem else {}),
         "models": {
             model.name: any(link.ready for link in service.links_of(model.name)) for model in service.models
         },

@@ -92,8 +92,8 @@ class HistoryKind(NamedTuple):
                 f"{name} was changed by another request meanwhile; nothing was stored",
                 code=f"{self.name}_conflict",
             ) from None
-        except QuotaError:
-            raise records_full() from None
+        except QuotaError as error:
+            raise records_full(error.used, error.limit) from None
         except (RecordError, ValueError) as error:
             if not_stored:
                 code = f"{self.name}_not_stored"

@@ -6,6 +6,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+import structlog
+
 from trunkline.kvstore.records import (
     Change,
     Reading,
@@ -17,8 +19,11 @@ from trunkline.kvstore.records import (
     Tended,
     Usage,
 )
+from trunkline.runtime.process import RareLog
 
 _T = TypeVar("_T")
+_log = structlog.get_logger("trunkline.router.stores.metered_records")
+_rare = RareLog("trunkline.router.stores.metered_records")
 
 
 class MeteredRecords:
@@ -77,16 +82,24 @@ class MeteredRecords:
     async def close(self) -> None:
         await self._store.close()
 
+    def _note(self, away: str) -> None:
+        """Note whether the store answers; the log tells once of each outage."""
+        before, self.away = self.away, away
+        if away and not before:
+            _rare.warning("records_away", time.monotonic(), reason=away)
+        elif before and not away:
+            _log.info("records_answer_again")
+
     async def _measure(self, operation: str, work: Awaitable[_T]) -> _T:
         began = time.perf_counter()
         failure: RecordError | None = None
         try:
             result = await work
-            self.away = ""
+            self._note("")
             return result
         except RecordError as error:
             failure = error
-            self.away = str(error) if isinstance(error, StoreAwayError) else ""
+            self._note(str(error) if isinstance(error, StoreAwayError) else "")
             raise
         finally:
             self._on_operation(operation, time.perf_counter() - began, failure)

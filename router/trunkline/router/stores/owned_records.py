@@ -43,8 +43,8 @@ def store_errors(what: str, given: str) -> Iterator[None]:
         yield
     except MissingError:
         raise not_found(f"{what}_id", f"No such {what}: {given[:80]!r}", code=f"{what}_not_found") from None
-    except QuotaError:
-        raise records_full() from None
+    except QuotaError as error:
+        raise records_full(error.used, error.limit) from None
     except StoreAwayError as error:
         raise records_away(error) from None
 

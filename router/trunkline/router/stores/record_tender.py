@@ -13,14 +13,12 @@ from typing import Final
 import structlog
 
 from trunkline.kvstore.records import RecordKey, RecordStore, StoreAwayError, Usage
-from trunkline.runtime.process import RareLog
 
 PERIOD_SECONDS: Final = 5.0
 """Time in seconds between two rounds of a router."""
 _PAUSE_SECONDS: Final = 0.05
 """Pause in seconds between two portions of a round."""
 _log = structlog.get_logger("trunkline.router.stores.record_tender")
-_rare = RareLog("trunkline.router.stores.record_tender")
 
 
 class RecordTender:
@@ -65,8 +63,8 @@ class RecordTender:
         while True:
             try:
                 await self._round()
-            except StoreAwayError as error:
-                _rare.warning("records_away", asyncio.get_running_loop().time(), reason=str(error))
+            except StoreAwayError:
+                pass  # the store tells of it
             except Exception:  # noqa: BLE001 (no error must end the work for good)
                 _log.exception("records_not_tended")
             await asyncio.sleep(PERIOD_SECONDS)

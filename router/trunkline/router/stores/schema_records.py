@@ -141,8 +141,8 @@ def store_errors(name: str) -> Iterator[None]:
         yield
     except MissingError:
         raise schema_unknown(name) from None
-    except QuotaError:
-        raise records_full() from None
+    except QuotaError as error:
+        raise records_full(error.used, error.limit) from None
     except StoreAwayError as error:
         raise records_away(error) from None
 

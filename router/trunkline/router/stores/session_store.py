@@ -92,8 +92,8 @@ class SessionStore:
         self._check_quota(usage.bytes)
 
     def _check_quota(self, owner_bytes: int) -> None:
-        if 0 < self._quota_of(current_identity().owner) <= owner_bytes:
-            raise records_full()
+        if 0 < (quota := self._quota_of(current_identity().owner)) <= owner_bytes:
+            raise records_full(owner_bytes, quota)
 
     async def create(
         self, session_id: str, session: SessionState, base: Base | None = None, *, is_admitted: bool = False

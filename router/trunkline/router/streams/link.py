@@ -319,7 +319,10 @@ class ControllerLink:
 
     def lost(self, reason: str) -> None:
         """Throw the connection away and open a new one: the controller is dead, or messages were lost."""
-        _log.warning("controller_lost", endpoint=self.endpoint, reason=reason, streams=len(self._receivers))
+        if self.state is not None and self.state.status == "draining":
+            _log.info("controller_left", endpoint=self.endpoint, streams=len(self._receivers))
+        else:
+            _log.warning("controller_lost", endpoint=self.endpoint, reason=reason, streams=len(self._receivers))
         socket, self._socket = self._socket, None
         lasted = socket is None or self._loop.time() - socket.born >= _LASTING_SECONDS
         if socket is not None:

@@ -4,8 +4,8 @@
     Member, State of a group ──────┴──► Standing: the group's model, or why the group is not used
 
 A router has the tokenizer of each model, so it must not send its tokens to a group with another one. Of groups
-with different weights, only those with the same ones are used at a time (`weights_in_force.py`). Groups of one model
-may differ in everything else (precision, ranks, chunk size), as they do while a cluster is upgraded.
+with different weights, only those with the same ones are used at a time (`weights_in_force.py`). Groups of one
+model may differ in everything else (precision, ranks, chunk size), as they do while a cluster is upgraded.
 """
 
 from __future__ import annotations

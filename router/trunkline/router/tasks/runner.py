@@ -19,14 +19,12 @@ from trunkline.router.errors import ApiError
 from trunkline.router.service import RouterService
 from trunkline.router.stores.task_store import Task
 from trunkline.router.tasks.task_lease import TaskLease
-from trunkline.runtime.process import RareLog
 
 PERIOD_SECONDS: Final = 2.0
 """Time in seconds between two looks at all tasks."""
 _UNMADE_S: Final = 60.0
 """Age in seconds from which on a task without a record counts as one whose router has died before it made it."""
 _log = structlog.get_logger("trunkline.router.tasks")
-_rare = RareLog("trunkline.router.tasks")
 
 
 class Handler(Protocol):
@@ -89,8 +87,8 @@ class TaskRunner:
                     self._stop_all()
                 elif any(link.ready for link in self._service.links):  # others may have engines
                     await self._look()
-            except StoreAwayError as error:
-                _rare.warning("records_away", asyncio.get_running_loop().time(), reason=str(error))
+            except StoreAwayError:
+                pass  # the store tells of it
             except Exception:  # noqa: BLE001 (no error must end the work for good)
                 _log.exception("tasks_not_looked_at")
             try:

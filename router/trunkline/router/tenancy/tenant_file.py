@@ -209,6 +209,8 @@ class TenantFile:
         Raises:
             ValueError: the file cannot be read, or is wrong, and no correct version was kept.
         """
+        self.problem = ""
+        """Why the file as it is now is not in force, but an older version; "": it is."""
         self._path = path
         self._base = base
         self._kept = kept
@@ -220,7 +222,7 @@ class TenantFile:
             if not kept or not Path(kept).is_file():
                 raise
             self.rules = read_rules(kept, base)
-            _log.error("tenants_not_reloaded", detail=str(error))
+            self._refuse(error)
 
     def poll(self, now: float) -> TenantRules:
         """Return the present rules. Check at most once in `CHECK_SECONDS` whether the file has changed. `now`: in
@@ -238,9 +240,14 @@ class TenantFile:
         try:
             self.rules = self._load()
         except ValueError as error:
-            _log.error("tenants_not_reloaded", detail=str(error))
+            self._refuse(error)
         else:
+            self.problem = ""
             _log.info("tenants_reloaded", tenants=len(self.rules.tenants))
+
+    def _refuse(self, error: ValueError) -> None:
+        self.problem = str(error)
+        _log.error("tenants_not_reloaded", detail=self.problem)
 
     def _load(self) -> TenantRules:
         rules, text = _read(self._path, self._base)

@@ -353,6 +353,12 @@ class Tenants:
             raise ValueError(anonymous_problem(config.host))
 
     @property
+    def file_problem(self) -> str:
+        """Why an older version of the file of tenants is in force; "": the present one is, or there is none."""
+        self._rules()
+        return "" if self._file is None else self._file.problem
+
+    @property
     def needs_keys(self) -> bool:
         """Whether requests need keys. If not, every client that reaches the server may use it."""
         return self._authenticator.needs_keys(self._rules())

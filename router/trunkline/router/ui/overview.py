@@ -42,7 +42,7 @@ def overview(service: RouterService) -> dict[str, Any]:
             "requests": service.live_count,
             "waiting": service.dispatcher.waiting_count,
         },
-        "auth": {"required": service.tenants.needs_keys},
+        "auth": {"required": service.tenants.needs_keys, "problem": service.tenants.file_problem},
         "max_context": service.limits.max_context,
         "groups": [group(service, link) for link in service.links],
     }
