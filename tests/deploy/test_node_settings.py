@@ -178,17 +178,21 @@ def test_ranks_of_two_hosts_meet_at_the_leaders_ports() -> None:
 
 
 def test_ranks_export_kv_where_their_peers_may_be() -> None:
-    """On one host by a socket in the run folder, else at any free port of the address at which others reach it."""
+    """On one host by a socket in the run folder, else at a port that a firewall can know."""
     near = configs(Kind.GROUP, listen="127.0.0.1:7400")
     assert worker_of(near, "worker-1").export == "ipc:///run/x/g0-kv1"
     controller = near["controller"]
     assert isinstance(controller, ControllerConfig)
     assert controller.peers
     outside = worker_of(configs(Kind.GROUP, listen="0.0.0.0:7400"), "worker-0")
-    assert outside.export == "tcp://0.0.0.0:*"
+    assert outside.export == "tcp://0.0.0.0:8400-8463"
     assert outside.export_host == socket.getfqdn()
     far = worker_of(configs(Kind.WORKERS, leader="h:7400", ranks="1"), "worker-1")
-    assert (far.export, far.export_host) == ("tcp://0.0.0.0:*", "")
+    assert (far.export, far.export_host) == ("tcp://0.0.0.0:8400-8463", "")
+    second = worker_of(configs(Kind.GROUP, listen="0.0.0.0:7405"), "worker-1")
+    assert second.export == "tcp://0.0.0.0:8406-8468"
+    assert worker_of(configs(Kind.GROUP, listen="0.0.0.0:64472"), "worker-0").export == "tcp://0.0.0.0:65472-65535"
+    assert worker_of(configs(Kind.GROUP, listen="0.0.0.0:64473"), "worker-0").export == "tcp://0.0.0.0:*"
     assert far.exchange_fingerprint == outside.exchange_fingerprint
     assert len(far.exchange_fingerprint) == 32
 

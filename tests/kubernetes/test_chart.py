@@ -139,8 +139,9 @@ def test_every_value_changes_something_or_is_used_by_a_template() -> None:
         ({"routers": {"httpRoute": {"enabled": True}}}, "routers.httpRoute.parentRefs is empty"),
         (
             {"network": {"groupPort": 7478}},
-            "healthPort (7480) and the five ports from groupPort on (7478 to 7482)",
+            "healthPort (7480), the five ports from groupPort on (7478 to 7482) and the 64 for KV (8478 to 8541)",
         ),
+        ({"network": {"httpPort": 8463}}, "must differ"),
         ({"network": {"httpPort": 7404}}, "must differ"),
         (
             {"groups": {"autoscaling": {"enabled": True, "minReplicas": 9}}},

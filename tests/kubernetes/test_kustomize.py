@@ -49,6 +49,9 @@ def test_overlays_are_sound(overlay: str) -> None:
     group = {**_labels(objects, "group"), "leaderworkerset.sigs.k8s.io/group-index": "0"}
     assert admits(objects, router, group, 7400)
     assert not admits(objects, router, group, 7402)
+    other = {**group, "leaderworkerset.sigs.k8s.io/group-index": "1"}
+    assert admits(objects, other, group, 8400)
+    assert not admits(objects, router, group, 8400)
     assert not admits(objects, {"role": "frontend"}, group, 7400)
 
 

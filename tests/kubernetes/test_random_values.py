@@ -148,20 +148,21 @@ def test_every_way_is_closed_at_both_ends() -> None:
     stranger = {"role": "stranger"}
     for sender, allowed in (
         (router, {(0, 7400), (0, 7401), (2, 6379)}),
-        (group, {(1, 6379)}),
+        (group, {(0, 8400), (0, 8463), (1, 6379)}),
         (valkey, set()),
         (records, set()),
     ):
         open_ways = {
             (index, port)
             for index, receiver in enumerate((group, valkey, records))
-            for port in (22, 443, 6379, 7400, 7401, 7402, 7404, 7480, 8000)
+            for port in (22, 443, 6379, 7400, 7401, 7402, 7404, 7480, 8000, 8399, 8400, 8463, 8464)
             if sends(objects, sender, receiver, port)
         }
         assert open_ways == allowed
         assert not sends(objects, sender, stranger, 443)
-    for receiver, port in ((group, 7400), (valkey, 6379), (records, 6379)):
+    for receiver, port in ((group, 7400), (group, 8400), (valkey, 6379), (records, 6379)):
         assert not admits(objects, stranger, receiver, port)
+    assert not admits(objects, router, group, 8400)
     anywhere = render(_VALKEY)
     assert [sends(anywhere, sender, stranger, 443) for sender in (router, group, records)] == [True, False, False]
 
@@ -196,6 +197,10 @@ def _check_network(objects: list[Object], values: Object) -> None:
         _check_ranks(objects, group, values)
     for port in (7400, 7401):
         assert admits(objects, router, group, port)
+        assert not admits(objects, CLIENTS, group, port)
+    for port in (8400, 8463):  # KV, from group to group
+        assert admits(objects, _in_group(group, 1), group, port)
+        assert not admits(objects, router, group, port)
         assert not admits(objects, CLIENTS, group, port)
     for port in (7402, 7404, 7480, 22):
         assert not admits(objects, router, group, port)
@@ -234,4 +239,7 @@ def _check_ranks(objects: list[Object], leader: Object, values: Object) -> None:
         assert admits(objects, leader, worker, port)
         if values["groups"]["replicas"] > 1:
             assert not admits(objects, _in_group(worker, 1), leader, port)
-    assert len(of_kind(objects, "NetworkPolicy")) >= 2 + values["groups"]["replicas"]
+    assert admits(objects, leader, _in_group(worker, 1), 8400)
+    assert admits(objects, _in_group(worker, 1), worker, 8401)
+    groups = 8 if values["groups"]["autoscaling"]["enabled"] else values["groups"]["replicas"]
+    assert len(of_kind(objects, "NetworkPolicy")) >= 2 + groups

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
@@ -101,6 +103,25 @@ def test_what_was_pulled_is_exported_again(make: Make, place: Callable[[], str])
     assert second.statuses(1, {4: 5}) == [DONE]
     assert third.statuses(1, {0: 5}) == [DONE]
     assert third.holds(0, 5)
+
+
+def test_an_exporter_takes_the_first_free_port_of_a_range(make: Make, keys: str) -> None:
+    """Firewalls know the range. If all ports are taken, the rank does its work without giving KV to peers."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        first = taken.getsockname()[1]
+        ports = f"tcp://127.0.0.1:{first}-{first + 3}"
+        taken.listen()
+        peers = [make(export=ports, wire_keys=keys) for _ in range(4)]
+        found = [urlsplit(peer.tiers.exports).port or 0 for peer in peers if peer.tiers.exports]
+        assert found == sorted(set(found))
+        assert set(found) <= set(range(first + 1, first + 4))
+        assert not peers[-1].tiers.exports
+        assert "Address already in use" in peers[-1].tiers.problem
+        own = make(wire_keys=keys)
+        peers[0].save([5], [0])
+        own.meet(1, peers[0].tiers.exports)
+        assert own.statuses(1, {0: 5}) == [DONE]
 
 
 @pytest.mark.processes

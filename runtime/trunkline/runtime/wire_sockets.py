@@ -160,6 +160,27 @@ def _address_of(descriptor: int) -> str:
         borrowed.detach()
 
 
+def _bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Bind a socket to an endpoint of the network, which may have a range of ports.
+
+    Raises:
+        zmq.ZMQError: It cannot be bound, or all ports of the range are taken.
+    """
+    place, _, ports = endpoint.rpartition(":")
+    first, dash, last = ports.partition("-")
+    if not dash:
+        socket.bind(endpoint)
+        return
+    for port in range(int(first), int(last) + 1):
+        try:
+            socket.bind(f"{place}:{port}")
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE or port == int(last):
+                raise
+        else:
+            return
+
+
 def _let_through(listener: int, whether: bool) -> None:
     """Have the kernel accept new connections to a listening socket, or drop them if `whether` is false. Existing
     connections go on.
@@ -212,6 +233,8 @@ class Gate:
         """Have a socket listen. On the network it accepts only peers with a key of `role`, once the gate is open.
 
         Args:
+            endpoint: `tcp://ADDRESS:FIRST-LAST` takes the first of these ports that is free, `tcp://ADDRESS:*` any
+                free one.
             bytes_max: Bytes of the longest message; a peer that sends a longer one is disconnected. It also bounds
                 the memory that a stranger can take.
 
@@ -234,7 +257,12 @@ class Gate:
             socket.set(zmq.ZAP_DOMAIN, role.encode())
             socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
         monitor = socket.get_monitor_socket(_EVENTS)
-        socket.bind(endpoint)
+        try:
+            _bind(socket, endpoint)
+        except zmq.ZMQError:
+            socket.disable_monitor()
+            monitor.close(linger=0)
+            raise
         port = Port(socket, socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self.ports.append(port)
         self._monitors[monitor] = port

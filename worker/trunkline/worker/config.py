@@ -71,8 +71,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Hexadecimal digest of everything that KV depends on besides tokens, rank and number of ranks
     (`trunkline.kvstore.fingerprint`): the rank may pull chunks from peers where it is equal. "": from none."""
     export: str = ""
-    """ZeroMQ endpoint at which peers may ask for the chunks in this rank's host memory; `tcp://ADDRESS:*` takes
-    any free port. "": the rank exports none."""
+    """ZeroMQ endpoint at which peers may ask for the chunks in this rank's host memory; `tcp://ADDRESS:FIRST-LAST`
+    takes the first of these ports that is free, `tcp://ADDRESS:*` any free one. "": the rank exports none."""
     export_host: str = ""
     """Host under which peers reach `export`; "": the address in it."""
     io_threads: int = 4

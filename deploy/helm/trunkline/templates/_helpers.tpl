@@ -247,7 +247,10 @@ matchExpressions:
 {{- range until 5 -}}
 {{- $ports = append $ports (add (int $v.network.groupPort) . | int) -}}
 {{- end -}}
+{{- range until 64 -}}
+{{- $ports = append $ports (add (int $v.network.groupPort) 1000 . | int) -}}
+{{- end -}}
 {{- if ne (len $ports) (len (uniq $ports)) -}}
-{{- fail (printf "network: httpPort (%d), healthPort (%d) and the five ports from groupPort on (%d to %d) must differ" (int $v.network.httpPort) (int $v.network.healthPort) (int $v.network.groupPort) (add (int $v.network.groupPort) 4)) -}}
+{{- fail (printf "network: httpPort (%d), healthPort (%d), the five ports from groupPort on (%d to %d) and the 64 for KV (%d to %d) must differ" (int $v.network.httpPort) (int $v.network.healthPort) (int $v.network.groupPort) (add (int $v.network.groupPort) 4) (add (int $v.network.groupPort) 1000) (add (int $v.network.groupPort) 1063)) -}}
 {{- end -}}
 {{- end -}}

@@ -24,6 +24,11 @@ from trunkline.router.membership.open_source import problem_of_members
 GROUP_PORT: Final = 7400
 GROUP_PORTS: Final = 5
 """Number of consecutive ports of a group: for requests, KV events, step plans, reports, rendezvous of ranks."""
+EXPORTS_AT: Final = 1000
+"""Distance of the ports at which a group's ranks export KV from the group's first port, on each of its hosts."""
+EXPORT_PORTS: Final = 64
+"""Number of ports that ranks may take there: each rank of a host has one, or the next one that is free."""
+_PORT_LAST: Final = 65535
 ADDRESSES_MAX: Final = 256
 ANY_HOST: Final = "0.0.0.0"
 _HOST: Final = re.compile(r"(?!-)[A-Za-z0-9_.-]{1,253}")
@@ -45,6 +50,18 @@ class Address:
     def endpoint(self, offset: int) -> str:
         """Return the endpoint at the group's first port plus `offset`, for ZeroMQ and torch.distributed."""
         return f"tcp://{self.host}:{self.port + offset}"
+
+    def export_ports(self, here: int) -> str:
+        """Return the ports, as FIRST-LAST, of which a rank takes the first free one to export KV.
+
+        "*" is any port, where the group's own is so high that there are none.
+
+        Args:
+            here: The rank's number among those of its host.
+        """
+        first = self.port + EXPORTS_AT
+        last = first + EXPORT_PORTS - 1
+        return f"{first + here % EXPORT_PORTS}-{last}" if last <= _PORT_LAST else "*"
 
 
 def parse_address(text: str, option: str) -> Address:

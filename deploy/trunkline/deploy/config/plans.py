@@ -351,12 +351,13 @@ class ClusterPlan:
             parts.append(f"remote {redacted(settings.remote_tier)}")
         return " · ".join(parts) or "none"
 
-    def export_of(self, folder: Path, group: int, rank: int) -> tuple[str, str]:
+    def export_of(self, folder: Path, group: int, rank: int, here: int) -> tuple[str, str]:
         """Return where a rank exports KV to peers, and the host under which those reach it, if it differs; "" and
         "": it exports none.
 
         Args:
             folder: The run folder.
+            here: The rank's number among those of this host.
         """
         node = self.node
         if not self.has_peers:
@@ -364,9 +365,10 @@ class ClusterPlan:
         outside = node.listen or node.leader if node is not None else None
         if node is None or outside is None or is_loopback(outside.host):
             return f"ipc://{folder}/g{group}-kv{rank}", ""
+        ports = outside.export_ports(here)
         if node.listen is not None:
-            return f"tcp://{node.listen.host}:*", node.reached.host
-        return f"tcp://{ANY_HOST}:*", ""
+            return f"tcp://{node.listen.host}:{ports}", node.reached.host
+        return f"tcp://{ANY_HOST}:{ports}", ""
 
     @property
     def has_peers(self) -> bool:

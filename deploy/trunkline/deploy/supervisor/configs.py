@@ -167,7 +167,7 @@ def _worker_configs(
     kept = disk.folder_of(group - plan.first_group)
     is_spread = node is not None and node.is_spread(settings.ranks)
     for here, rank in enumerate(node.ranks if node else range(settings.ranks)):
-        export, export_host = plan.export_of(folder, group, rank)
+        export, export_host = plan.export_of(folder, group, rank, here)
         yield (
             Member(f"worker{suffix}{'.' if suffix else '-'}{rank}", Role.WORKER, group),
             WorkerConfig(

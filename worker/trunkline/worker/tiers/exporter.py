@@ -70,7 +70,8 @@ class Exporter:
         """Listen, and begin to answer.
 
         Args:
-            endpoint: Where to listen; `tcp://ADDRESS:*` takes any free port.
+            endpoint: Where to listen; `tcp://ADDRESS:FIRST-LAST` takes the first of these ports that is free,
+                `tcp://ADDRESS:*` any free one.
             host: Host under which peers reach the port; "": the address in `endpoint`.
             shard: The KV heads of this rank.
             fingerprint: The group's `exchange_fingerprint`.
@@ -96,7 +97,13 @@ class Exporter:
         self._socket.set(zmq.SNDHWM, _ANSWERS_MAX)
         self._socket.set(zmq.MAXMSGSIZE, QUESTION_BYTES_MAX)
         self._gate = Gate(self._context, wire_keys, Role.WORKER)
-        self._gate.bind(self._socket, endpoint, Role.WORKER, QUESTION_BYTES_MAX)
+        try:
+            self._gate.bind(self._socket, endpoint, Role.WORKER, QUESTION_BYTES_MAX)
+        except zmq.ZMQError as error:
+            self._gate.close()
+            self._socket.close(linger=0)
+            self._context.term()
+            raise OSError(error.errno, error.strerror, endpoint) from error
         self._gate.open()
         self.endpoint = _reached(self._socket.getsockopt_string(zmq.LAST_ENDPOINT), host)
         """Where peers reach this exporter."""
@@ -126,7 +133,9 @@ class Exporter:
                 poller.poll(_LOOK_MS if self._open else None)
             else:
                 self._woken.poll(_LOOK_MS)
-            while len(self._open) < _OPEN_MAX and self._socket.poll(0):
+            for _ in range(_OPEN_MAX - len(self._open)):  # no more: what is refused does not count as open
+                if not self._socket.poll(0):
+                    break
                 self._take(self._socket.recv_multipart(), time.monotonic())
             for _ in range(len(self._open)):
                 question = self._open.popleft()
