@@ -41,6 +41,8 @@ FAILED: Final = 2
 _RANKS_MAX: Final = 1024
 _ANSWER_BYTES: Final = 1 << 16
 """Largest size in bytes of an answer without its payload."""
+_ANSWERS_MAX: Final = 256
+"""Largest number of answers that are taken before a look at the clock and at new moves."""
 _LOOK_MS: Final = 2
 _CLOSE_WITHIN_S: Final = 1.0
 
@@ -293,7 +295,9 @@ class _Source:
         """Take events and answers, ask what may be asked, and notice when the peer is silent."""
         while self.monitor.poll(0):
             self._take_event()
-        while self.socket.poll(0):
+        for _ in range(_ANSWERS_MAX):
+            if not self.socket.poll(0):
+                break
             self._take_answer(self.socket.recv_multipart(copy=False))
         now = time.monotonic()
         if now >= self.questions.deadline():
