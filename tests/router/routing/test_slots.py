@@ -269,6 +269,57 @@ def test_thousand_groups_come_and_go() -> None:
     assert not any(core.names)
 
 
+@pytest.mark.parametrize("seed", seeds(1))
+def test_a_thousand_groups_are_there_at_once(seed: int) -> None:
+    """All join, most leave, and others come; each request finds what some group has. Nothing of those that left
+    stays, and nothing is counted for them."""
+    rng = random.Random(seed)
+    core = RoutingCore()
+    chains = [all_names(start, 8) for start in range(40)]
+    slots: dict[str, int] = {}
+    has: dict[str, int] = {}
+
+    def join(name: str, now: float) -> None:
+        slots[name] = slot = core.add(name)
+        core.set_identity(slot, IDENTITY)
+        core.set_available(slot, True, now)
+        has[name] = rng.randrange(len(chains))
+        core.index.apply(slot, b"".join(chains[has[name]]), b"\1" * 8)
+
+    def leave(name: str, now: float) -> None:
+        core.remove(slots.pop(name), now)
+        del has[name]
+
+    def ask(now: float) -> None:
+        for start in rng.sample(range(len(chains)), 5):
+            request = RouteRequest(packed(start, 32))
+            decision = core.route(request, now)
+            assert decision.cached_tokens == (32 if start in has.values() else 0)
+            core.sent(start, decision, request, now)
+            core.ended(start, now)
+
+    for number in range(1000):
+        join(f"group {number}", 0.0)
+    assert sorted(slots.values()) == list(range(1000))
+    ask(0.0)
+    for number in rng.sample(range(1000), 900):
+        leave(f"group {number}", 1.0)
+    ask(1.0)
+    for number in range(900):
+        join(f"new {number}", 2.0 + AWAY_SECONDS)
+    ask(3.0 + AWAY_SECONDS)
+    assert len(slots) == len(set(slots.values())) == 1000
+    assert len(core.names) <= 1900, "slots of those that left are used again"
+    for name in list(slots):
+        leave(name, 10.0 + AWAY_SECONDS)
+    with pytest.raises(NoControllerError):
+        core.route(RouteRequest(packed(1, 4)), 20.0 + 2 * AWAY_SECONDS)
+    for _ in range(4000):
+        core.index.match(chains[0], 20.0 + 2 * AWAY_SECONDS)
+    assert core.index.size == 0, "no name of a group that is gone is left"
+    assert not any(core.names)
+
+
 def test_slots_are_used_again_the_lowest_first() -> None:
     slots = Slots(away_seconds=5.0)
     assert [slots.add(name) for name in "abc"] == [0, 1, 2]
