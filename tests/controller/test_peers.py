@@ -276,7 +276,6 @@ def test_a_cut_prompt_pulls_what_is_left_as_a_plain_one() -> None:
     "wrong",
     [
         Holder("a", [], 0, 1),
-        Holder("a", ["http://x"], 0, 1),
         Holder("a", ["ipc://x"], 2, 2),
         Holder("a", ["ipc://x"], -1, 2),
         Holder("a" * 5000, ["ipc://x"], 0, 2),
@@ -287,6 +286,15 @@ def test_holders_that_make_no_sense_are_refused(wrong: Holder) -> None:
     assert problem_of_submit(replace(sound, holders=[wrong]), 0)
     assert problem_of_prefetch(Prefetch(1, sound.tokens, holders=[wrong]), 0)
     assert not problem_of_submit(replace(sound, holders=[Holder("a", ["ipc://x"], 0, 2)]), 0)
+
+
+def test_what_exports_in_a_way_that_is_not_known_is_of_no_use() -> None:
+    """A later version may have one. The request must not suffer for it."""
+    pair = Pair()
+    pair.endpoints = ["rdma://x"]
+    stream = pair.ask(pair.holder())
+    assert pulled_of(stream) == 0
+    assert pair.taker.workers.computed_tokens == len(PROMPT)
 
 
 def test_exports_are_told_while_there_are_workers() -> None:

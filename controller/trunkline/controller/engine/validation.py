@@ -165,8 +165,6 @@ def _problem_of_holders(holders: Sequence[Holder]) -> str:
         for endpoint in (holder.member, *holder.endpoints):
             if len(endpoint) > ENDPOINT_CHARACTERS_MAX:
                 return f"a holder's name or endpoint has {len(endpoint)} characters"
-        if not all(endpoint.startswith(("ipc://", "tcp://")) for endpoint in holder.endpoints):
-            return f"{holder.member} exports at {holder.endpoints}; endpoints are ipc://PATH or tcp://HOST:PORT"
     return ""
 
 

@@ -29,6 +29,7 @@ from trunkline.kvstore.peers import PEER_READ_US, Peer
 
 NOTED_MAX: Final = 4096
 """Largest number of chunks of one prompt that are noted as a peer's."""
+_TRANSPORTS: Final = ("ipc://", "tcp://")
 
 
 class Trail(NamedTuple):
@@ -108,6 +109,8 @@ class Holders:
         is faster than computing."""
         found, compute_us = [], self._tree.chunk_size * self._costs.token_us
         for holder in holders:
+            if not all(endpoint.startswith(_TRANSPORTS) for endpoint in holder.endpoints):
+                continue  # of a later version, maybe; the request is computed
             peer = self._tree.tiers.peers.meet(holder.member, tuple(holder.endpoints), now)
             if peer is None or peer.health.is_paused:
                 continue
