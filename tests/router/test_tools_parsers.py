@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from trunkline.router.text.tool_styles import STYLE_NAMES, StyleName, ToolStyle, calls_text
@@ -260,6 +260,8 @@ def test_any_arguments_come_out_as_they_were_written(
     types = {name: {"type": "string"} for name, value in arguments.items() if isinstance(value, str)}
     form = ToolStyle(style, newer=newer and style == "mistral")
     plain = json.dumps(arguments, ensure_ascii=False)
+    if form.form.tags is not None:  # raw text in tags is ambiguous; CASES has what can be told apart
+        assume(form.form.tags.value_end not in plain)
     text = calls_text(form, [("add", plain), ("a", "{}")])
     numbers = itertools.count()
     found = make_parser(

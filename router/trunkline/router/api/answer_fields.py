@@ -23,6 +23,7 @@ from trunkline.router.api.responses import (
     CompletionLogprobs,
     PromptLogprob,
     PromptLogprobList,
+    ReasoningTokens,
     TokenLogprobContent,
     TopLogprob,
     TruncationResult,
@@ -103,8 +104,12 @@ async def collect_choices(generation: Generation) -> list[Collected]:
     return answers[: decoding.choices]
 
 
-def usage_of(*generations: Generation) -> Usage:
-    """Return the token counts of generations so far: each prompt once, and all samples that were drawn."""
+def usage_of(*generations: Generation, thoughts: int | None = None) -> Usage:
+    """Return the token counts of generations so far: each prompt once, and all samples that were drawn.
+
+    Args:
+        thoughts: Number of tokens of thoughts; None: the model does not think.
+    """
     jobs = [generation.job for generation in generations]
     prompt_tokens = sum(job.seen_tokens for job in jobs)
     output_tokens = sum(generation.output_tokens for generation in generations)
@@ -113,7 +118,8 @@ def usage_of(*generations: Generation) -> Usage:
         sum(job.session_tokens - span_tokens(clip_spans(job.cut.drops, job.session_tokens)) for job in jobs),
         sum(job.module_tokens for job in jobs),
     )
-    return Usage(prompt_tokens, output_tokens, prompt_tokens + output_tokens, details)
+    reasoning = UNSET if thoughts is None else ReasoningTokens(thoughts)
+    return Usage(prompt_tokens, output_tokens, prompt_tokens + output_tokens, details, reasoning)
 
 
 def prompt_scores_of(generation: Generation) -> PromptScores | None:

@@ -78,7 +78,7 @@ async def chat_completions(request: Request) -> Response:
             turn = await while_connected(request, open_turn(service, body, body.session_id, "chat"))
             work.callback(turn.close)
             service = turn.service
-        plan = prepare_tools(body.tools, body.tool_choice, body.parallel_tool_calls, service.tokenizer.tool_style)
+        plan = _plan(service, body)
         if plan.active and body.use_beam_search:
             raise bad_value("tools", "`tools` are not available in a beam search (`use_beam_search: true`)")
         if has_modules(body, turn):
@@ -91,6 +91,13 @@ async def chat_completions(request: Request) -> Response:
         if not body.stream:
             return await while_connected(request, answer.whole())
         return EventStream(work.pop_all(), answer.events())
+
+
+def _plan(service: RouterService, body: ChatRequest) -> ToolPlan:
+    tokenizer = service.tokenizer
+    reasoning = None if body.separate_reasoning is False else tokenizer.reasoning
+    choice, parallel = body.tool_choice, body.parallel_tool_calls
+    return prepare_tools(body.tools, choice, parallel, tokenizer.tool_style, reasoning)
 
 
 class _ChatAnswer:
@@ -111,6 +118,9 @@ class _ChatAnswer:
         self._turn = turn
         self._head = make_head("chatcmpl", service, body.model)
         self._count = body.alternatives
+        self._thinks = plan.reasoning is not None
+        self._thoughts: int | None = 0 if self._thinks else None
+        """Tokens of thoughts so far; None: the model has none."""
 
     # -- whole
 
@@ -132,7 +142,7 @@ class _ChatAnswer:
             ChatCompletion(
                 **self._head,
                 choices=[encoded(choice) for choice in choices],
-                usage=usage_of(self._generation),
+                usage=usage_of(self._generation, thoughts=self._thoughts),
                 prompt_logprobs=optional(self._prompt_logprobs()),
                 prompt_token_ids=prompt if self._body.return_token_ids else UNSET,
                 cache=cache_use(self._generation),
@@ -141,12 +151,13 @@ class _ChatAnswer:
         )
 
     def _choice(self, index: int, answer: Collected) -> ChatChoice:
-        parser = self._plan.make_parser()
+        parser = self._make_parser()
         pieces: list[Piece] = (
             [TextPiece(answer.text)]
             if parser is None
             else [*parser.feed(answer.text), *parser.finish(cut=answer.finish == "length")]
         )
+        pieces = self._shown(pieces, answer.tokens)
         return ChatChoice(
             index=index,
             message=_message(pieces),
@@ -167,12 +178,29 @@ class _ChatAnswer:
         prompt, vocabulary = self._generation.job.prompt, self._service.tokenizer.vocabulary
         return prompt_logprob_list(scores, prompt, self._body.prompt_logprobs, vocabulary)
 
+    def _make_parser(self) -> AnswerParser | None:
+        return self._plan.make_parser(state=self._generation.job.thought)
+
+    def _shown(self, pieces: list[Piece], tokens: list[int]) -> list[Piece]:
+        """Count the tokens of an answer's thoughts; return the pieces that the client gets."""
+        if self._thoughts is None:
+            return pieces
+        thought = "".join([piece.text for piece in pieces if isinstance(piece, ThoughtPiece)])
+        self._thoughts += self._service.tokenizer.count_thoughts(thought, tokens)
+        return self._without_thoughts(pieces)
+
+    def _without_thoughts(self, pieces: list[Piece]) -> list[Piece]:
+        if self._body.include_reasoning is not False:
+            return pieces
+        return [piece for piece in pieces if not isinstance(piece, ThoughtPiece)]
+
     # -- streamed
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the answer as server-sent events."""
         samples = self._generation.job.decoding.samples
-        parsers = [self._plan.make_parser() for _ in range(samples)]
+        parsers = [self._make_parser() for _ in range(samples)]
+        answers: list[tuple[list[Piece], list[int]]] = [([], []) for _ in range(samples)]
         unopened = set(range(samples))
         running = samples
         written: list[Piece] = []
@@ -187,6 +215,10 @@ class _ChatAnswer:
                 yield texts.event(delta.index, delta.text)
                 continue
             pieces = _pieces(delta, parser)
+            if self._thinks:
+                answers[delta.index][0].extend(pieces)
+                answers[delta.index][1].extend(delta.tokens)
+                pieces = self._without_thoughts(pieces)
             choices = self._parts(delta, pieces, parser)
             running -= delta.finish is not None
             if self._turn is not None:
@@ -210,7 +242,9 @@ class _ChatAnswer:
             if parts:
                 yield parts
         if self._body.include_usage:
-            yield self._chunk(usage=usage_of(self._generation), last=True)
+            for all_pieces, all_tokens in answers:
+                self._shown(all_pieces, all_tokens)
+            yield self._chunk(usage=usage_of(self._generation, thoughts=self._thoughts), last=True)
         yield DONE_EVENT
 
     def _parts(self, delta: Delta, pieces: list[Piece], parser: AnswerParser | None) -> list[ChatChunkChoice]:

@@ -27,11 +27,12 @@ from trunkline.router.jobs.job import Job, Modules, Prompt
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, Message
 from trunkline.router.service import RouterService
 from trunkline.router.stores.model_text import ModelText
-from trunkline.router.stores.stored_schema import StoredSchema
 from trunkline.router.stores.session_history import PromptPart
 from trunkline.router.stores.session_state import SessionModules
+from trunkline.router.stores.stored_schema import StoredSchema
 from trunkline.router.tenancy.auth import cache_salt
 from trunkline.router.text.chat_template import has_calls
+from trunkline.router.text.reasoning_styles import ThoughtState
 from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
 from trunkline.router.text.tool_turns import for_plain_template, for_tool_template
 from trunkline.router.tools.plan import ToolPlan
@@ -98,7 +99,9 @@ async def modules_job(
     if turn is not None:
         own = own[: placed.prompt.messages_from] + await turn.tokens_of_parts(placed.message_parts())
         turn.check_size("messages")
-    prompt = Prompt(own, param, modules=_modules(placed, len(own)))
+    end = "".join(piece.text for piece in placed.prompt.pieces[-4:])
+    thought: ThoughtState = "possible" if plan is None else plan.thought_behind(end)
+    prompt = Prompt(own, param, modules=_modules(placed, len(own)), thought=thought)
     job = replace(job_for(service, body, prompt, tools=plan), salt=cache_salt(given.salt))
     if turn is None:
         return job

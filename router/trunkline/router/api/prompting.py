@@ -34,6 +34,7 @@ from trunkline.router.stores.session_history import common_length
 from trunkline.router.streams.generation import Generation
 from trunkline.router.tenancy.auth import cache_salt
 from trunkline.router.tenancy.tenants import current_meter
+from trunkline.router.text.reasoning_styles import ThoughtState
 from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
 from trunkline.router.text.truncation import (
     CutError,
@@ -89,7 +90,7 @@ class Rendering(NamedTuple):
     @classmethod
     def of(cls, body: ChatRequest, plan: ToolPlan) -> Rendering:
         """Return the rendering that a chat completion asks for."""
-        extra = body.chat_template_kwargs
+        extra = body.template_variables
         return cls(body.add_generation_prompt, body.add_special_tokens, extra, plan.template_tools)
 
     async def text(self, service: RouterService, messages: list[Message]) -> str:
@@ -189,7 +190,7 @@ async def chat_job(
         seen = len(tokens) - (0 if turn is None else span_tokens(turn.discards))
         if seen + room_for(wanted_tokens(body)[1], context) > context:
             head = await instruction_tokens(service, rendering, messages, text, tokens)
-    return _job(service, body, tokens, policy, turn, plan=plan, head=head)
+    return _job(service, body, tokens, policy, turn, plan=plan, head=head, thought=plan.thought_behind(text))
 
 
 async def completion_job(
@@ -238,8 +239,13 @@ def _job(
     *,
     plan: ToolPlan | None = None,
     head: int = 0,
+    thought: ThoughtState = "possible",
 ) -> Job:
-    """Make the job of an encoded prompt, cut if it does not fit. `head`: number of first tokens that a cut keeps.
+    """Make the job of an encoded prompt, cut if it does not fit.
+
+    Args:
+        head: Number of first tokens that a cut keeps.
+        thought: Where the answer begins.
 
     Raises:
         ApiError: 400, naming the parameter that is wrong.
@@ -262,7 +268,7 @@ def _job(
             value = getattr(body, name, None)
             if value is not None and value is not False:
                 raise bad_value(name, f"`{name}` is not available for a prompt of which a part was left out")
-    job = job_for(service, body, Prompt(tokens, cut=cut), tools=plan)
+    job = job_for(service, body, Prompt(tokens, cut=cut, thought=thought), tools=plan)
     if turn is None:
         return job
     turn.check_size(source)

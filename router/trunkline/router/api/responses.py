@@ -26,6 +26,12 @@ class CachedTokens(msgspec.Struct):
     """Tokens of a schema's modules."""
 
 
+class ReasoningTokens(msgspec.Struct):
+    """`usage.completion_tokens_details`."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     """The field `usage`: token counts of a request."""
 
@@ -33,6 +39,8 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens | UnsetType = UNSET
+    """Left out for models that do not think."""
 
 
 class CacheUse(msgspec.Struct, kw_only=True):

@@ -235,6 +235,8 @@ def check_messages(messages: Sequence[dict[str, Any]], param: str) -> None:
 
 def _as_stored(answer: ChatMessage) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.content or ""}
+    if answer.reasoning_content:
+        message["reasoning_content"] = answer.reasoning_content
     if answer.tool_calls:
         message["tool_calls"] = [
             {

@@ -15,6 +15,7 @@ from trunkline.router.errors import bad_value
 from trunkline.router.jobs.decoding import Decoding, check_candidates, decoding_of, grammar_of, spaced
 from trunkline.router.jobs.parameters import SESSION_ID_CHARACTERS_MAX
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, GenerationRequest
+from trunkline.router.text.reasoning_styles import ThoughtState
 from trunkline.router.text.tokenizer import SamplingDefaults
 from trunkline.router.text.truncation import PromptCut
 from trunkline.router.tools.plan import ToolPlan
@@ -62,6 +63,8 @@ class Prompt(msgspec.Struct, frozen=True):
     cut: PromptCut = PromptCut()
     """The tokens of the prompt that the model does not see."""
     modules: Modules | None = None
+    thought: ThoughtState = "possible"
+    """Where the answer begins: within a thought, where one may begin, or behind one."""
 
     @property
     def span(self) -> int:
@@ -100,6 +103,8 @@ class Job(msgspec.Struct, frozen=True):
     modules: Modules | None = None
     tenant: str = ""
     """Name of the tenant that pays for the request."""
+    thought: ThoughtState = "possible"
+    """Where the answer begins: within a thought, where one may begin, or behind one."""
     opening: str = ""
     """Digest of a short conversation's messages up to the user's first one, the same in all of its turns: its
     name for routing, if its client gives none."""
@@ -202,6 +207,8 @@ def make_job(
     decoding = decoding_of(request, limits.max_rows)
     eos_ids = stop_ids if request.ignore_eos else stop_ids | limits.eos_ids
     grammar = _one_grammar(request, None if tools is None else tools.grammar, eos_ids)
+    if grammar is not None and tools is not None and (tools.grammar is None or tools.demanded):
+        grammar = spaced(tools.behind_thought(grammar, prompt.thought), request)
     if decoding.beam is not None:
         check_candidates(decoding.beam, len(eos_ids), limits.vocab_size)
     return Job(
@@ -226,6 +233,7 @@ def make_job(
         priority=request.priority or 0,
         cut=prompt.cut,
         modules=prompt.modules,
+        thought=prompt.thought,
         session=request.session_id or (request.prompt_cache_key or "")[:SESSION_ID_CHARACTERS_MAX],
         opening=_opening(request, prompt),
     )

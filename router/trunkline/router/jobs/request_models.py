@@ -236,6 +236,8 @@ class Message(BaseModel):
     tool_calls: Annotated[list[ToolCall], Field(max_length=TOOL_CALLS_MAX, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     """Id of the call that a message with role "tool" answers."""
+    reasoning_content: str | None = None
+    """An assistant's thought before its answer, which templates may show or leave out."""
 
     @model_validator(mode="before")
     @classmethod
@@ -250,6 +252,8 @@ class Message(BaseModel):
             raise PydanticCustomError("unsupported", "role 'function' is not supported; use 'tool'")
         if role == "tool" and not isinstance(value.get("tool_call_id"), str):
             raise PydanticCustomError("tool_call_id", "a message with role 'tool' needs a string `tool_call_id`")
+        if value.get("reasoning") is not None and value.get("reasoning_content") is None:
+            value = {**value, "reasoning_content": value["reasoning"]}
         if value.get("tool_calls"):
             if role != "assistant":
                 raise PydanticCustomError("tool_calls", "only a message with role 'assistant' has `tool_calls`")
@@ -269,6 +273,8 @@ class Message(BaseModel):
             fields["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         if self.tool_call_id is not None:
             fields["tool_call_id"] = self.tool_call_id
+        if self.reasoning_content:
+            fields["reasoning_content"] = fields["thinking"] = self.reasoning_content
         return fields
 
 
@@ -292,6 +298,21 @@ class ChatRequest(GenerationRequest):
     """Whether the tokenizer adds its special tokens. Chat templates write them themselves, so the default is
     False."""
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool | None = None
+    """Whether the answer shows the model's thoughts; None: it does."""
+    separate_reasoning: bool | None = None
+    """Whether thoughts have a field of their own; None: they do. False: they are part of the text, as written."""
+
+    @property
+    def template_variables(self) -> dict[str, Any] | None:
+        """Extra variables of the chat template: `chat_template_kwargs`, and what `reasoning_effort` means in
+        templates."""
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        thinks = self.reasoning_effort != "none"
+        effort = {"reasoning_effort": self.reasoning_effort} if thinks else {}
+        return {"enable_thinking": thinks, "thinking": thinks, **effort, **(self.chat_template_kwargs or {})}
 
     @property
     def alternatives(self) -> int:

@@ -24,6 +24,7 @@ from trunkline.router.errors import ApiError
 from trunkline.router.request_context import current
 from trunkline.router.text.chat_template import ChatRenderer, ChatTemplateError
 from trunkline.router.text.detokenizer import TokenVocabulary
+from trunkline.router.text.reasoning_styles import ReasoningStyle, detect_reasoning
 from trunkline.router.text.tool_styles import ToolStyle, detect_style
 
 _SPECIAL_TOKEN_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
@@ -161,8 +162,8 @@ _LINE_END: Final = "\n"
 class Tokenizer:
     """The tokenizer and chat template of one model folder."""
 
-    def __init__(self, folder: str | Path, tool_call_parser: str = "auto") -> None:
-        """Load the files. `tool_call_parser`: as in `RouterConfig`.
+    def __init__(self, folder: str | Path, tool_call_parser: str = "auto", reasoning_parser: str = "auto") -> None:
+        """Load the files. `tool_call_parser`, `reasoning_parser`: as in `RouterConfig`.
 
         Raises:
             ValueError: A file is missing or broken; the text names it.
@@ -186,13 +187,13 @@ class Tokenizer:
         strings = self._tokenizer.get_vocab()
         self.vocab_size: int = self.files.vocab_size or max(strings.values()) + 1
         self._longest_token_characters = max(map(len, strings))
-        self.tool_style: ToolStyle = detect_style(
-            tool_call_parser,
-            self.files.tool_chat_template or self.files.chat_template,
-            [token.content for token in added.values()],
-            [token.content for token in added.values() if token.special],
-        )
+        template = self.files.tool_chat_template or self.files.chat_template
+        texts = [token.content for token in added.values()]
+        specials = [token.content for token in added.values() if token.special]
+        self.tool_style: ToolStyle = detect_style(tool_call_parser, template, texts, specials)
         """How this model writes tool calls."""
+        self.reasoning: ReasoningStyle | None = detect_reasoning(reasoning_parser, template, texts, specials)
+        """How this model marks its thoughts; None: it has none."""
         self._chat = self._renderer()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
 
@@ -313,6 +314,16 @@ class Tokenizer:
         """Decode a whole list of ids; unknown ids are skipped."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def count_thoughts(self, thought: str, tokens: Sequence[int]) -> int:
+        """Return how many tokens of an answer belong to its thought, with its marks. Where the thought's end is no
+        single token, the thought is encoded anew."""
+        if not thought or self.reasoning is None:
+            return 0
+        end = self._tokenizer.token_to_id(self.reasoning.end) if self.reasoning.end else None
+        if end is not None:
+            return tokens.index(end) + 1 if end in tokens else len(tokens)
+        return min(len(self.encode(thought, add_special_tokens=False)), len(tokens))
 
     def token_string(self, token: int) -> str:
         """Return a token as the vocabulary writes it ("Ġthe", "▁the"); "" for an unknown id."""

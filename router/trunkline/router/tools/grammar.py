@@ -10,7 +10,11 @@ import re
 from collections.abc import Iterable
 from typing import Any, Final
 
-from trunkline.router.text.tool_styles import ToolForm, ToolStyle
+import msgspec
+
+from trunkline.controller.messages import Grammar
+from trunkline.router.text.reasoning_styles import ReasoningStyle, ThoughtState
+from trunkline.router.text.tool_styles import CHANNEL, END, MESSAGE, START, ToolForm, ToolStyle
 from trunkline.router.tools.functions import FunctionTool
 
 Format = dict[str, Any]
@@ -163,3 +167,61 @@ def _keywords(schema: dict[str, Any]) -> Format:
     return optional(
         one_of([sequence(keyword(name, ""), *behind(others[i + 1 :])) for i, name in enumerate(others)])
     )
+
+
+def after_thought(
+    grammar: Grammar, reasoning: ReasoningStyle | None, style: ToolStyle, state: ThoughtState
+) -> str | None:
+    """Return the structural tag of an answer that follows a grammar behind its thought, as JSON; None: the grammar
+    itself, because there is no thought.
+
+    Args:
+        reasoning: How the model marks its thoughts; None: it has none.
+        style: How it writes calls.
+        state: Where the answer begins.
+    """
+    if style.name == "harmony":
+        whole = sequence(optional(sequence(*_analysis(style))), *_final(grammar, style))
+    elif reasoning is None or not reasoning.begin or state == "closed":
+        return None
+    else:
+        special = reasoning.special
+        text: Format = {"type": "any_text", "excludes": [reasoning.end]}
+        thought = [text, *written(reasoning.end, special), {"type": "regex", "pattern": "\\n{0,2}"}]
+        if state == "possible":
+            thought = [optional(sequence(*written(reasoning.begin, special), *thought))]
+        whole = sequence(*thought, _format(grammar))
+    return msgspec.json.encode({"type": "structural_tag", "format": whole}).decode()
+
+
+def _analysis(style: ToolStyle) -> list[Format]:
+    """Return the formats of a message on the channel for thoughts, up to the next message's channel."""
+    before = written(f"{CHANNEL}analysis{MESSAGE}", style.special)
+    text: Format = {"type": "any_text", "excludes": [END]}
+    return [*before, text, *written(f"{END}{START}assistant", style.special)]
+
+
+def _final(grammar: Grammar, style: ToolStyle) -> list[Format]:
+    """Return the formats of the message that follows a grammar. Calls have a header of their own."""
+    if grammar.param == "tools":
+        return [_format(grammar)]
+    return [*written(f"{CHANNEL}final{MESSAGE}", style.special), _format(grammar)]
+
+
+def _format(grammar: Grammar) -> Format:
+    """Return a grammar as a part of a structural tag."""
+    text = grammar.text
+    match grammar.kind:
+        case "json_object":
+            return _json(_FREE)
+        case "json_schema":
+            return _json(msgspec.json.decode(text))
+        case "regex":
+            return {"type": "regex", "pattern": text}
+        case "choice":
+            return one_of([_const(choice) for choice in dict.fromkeys(msgspec.json.decode(text))])
+        case "ebnf":
+            return {"type": "grammar", "grammar": text}
+    form: Format = msgspec.json.decode(text)
+    inner: Format = form.get("format", form)
+    return inner

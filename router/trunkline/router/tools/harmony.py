@@ -48,6 +48,9 @@ class HarmonyParser:
         """Read more of the model's text; return the pieces that are certain now."""
         position = 0
         while position < len(text):
+            if self._reader is not None and not self._arguments_end:  # markers within a call's JSON are none
+                position = self._read_arguments(self._reader, text, position)
+                continue
             if not self._marker:
                 found = text.find("<", position)
                 found = len(text) if found < 0 else found
@@ -112,25 +115,25 @@ class HarmonyParser:
                 self._pieces.append(TextPiece(text))
             else:
                 self._header += text
-        elif self._reader is not None:
-            self._give_arguments(self._reader, text)
+        elif self._reader is not None:  # behind a call
+            text = text.lstrip(WHITESPACE)
+            if text:
+                self._reader = None
+                self._pieces.append(TextPiece(text))
         else:
             self._pieces.append((ThoughtPiece if self._thinks else TextPiece)(text))
 
-    def _give_arguments(self, reader: ArgumentsReader, text: str) -> None:
-        for index, character in enumerate(text):
-            if character in WHITESPACE and (self._arguments_end or not reader.started):
-                continue
-            progress = Progress.WRONG if self._arguments_end else reader.feed(character)
-            self._arguments_end = progress is not Progress.MORE
-            if progress is Progress.WRONG:  # the rest is text
-                self._give_piece(reader)
-                self._reader = None
-                self._give(text[index:])
-                return
-        self._give_piece(reader)
-
-    def _give_piece(self, reader: ArgumentsReader) -> None:
+    def _read_arguments(self, reader: ArgumentsReader, text: str, position: int) -> int:
+        """Read a call's arguments from a position on; return the position of what they do not take."""
+        while position < len(text) and not self._arguments_end:
+            if not (text[position] in WHITESPACE and not reader.started):
+                progress = reader.feed(text[position])
+                self._arguments_end = progress is not Progress.MORE
+                if progress is Progress.WRONG:
+                    self._reader = None  # what follows is text
+                    break
+            position += 1
         arguments = reader.take()
         if arguments:
             self._pieces.append(CallArguments(self.calls - 1, arguments))
+        return position

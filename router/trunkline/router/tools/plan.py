@@ -22,11 +22,13 @@ import msgspec
 from trunkline.controller.messages import Grammar
 from trunkline.router.errors import bad_value, unsupported
 from trunkline.router.request_context import draw_bytes, draw_hex
+from trunkline.router.text.reasoning_styles import ReasoningStyle, ThoughtState
 from trunkline.router.text.tool_styles import ToolStyle
 from trunkline.router.tools.functions import FunctionTool
-from trunkline.router.tools.grammar import call_grammar
+from trunkline.router.tools.grammar import after_thought, call_grammar
 from trunkline.router.tools.parsers import make_parser
 from trunkline.router.tools.pieces import AnswerParser
+from trunkline.router.tools.thoughts import ThoughtParser
 
 TOOLS_MAX: Final = 128
 """Largest number of tools of a request, which is OpenAI's limit, too."""
@@ -204,6 +206,10 @@ def named(name: str, functions: list[FunctionTool]) -> Choice:
 _MISTRAL_ID_CHARACTERS: Final = string.ascii_letters + string.digits
 
 
+_TAIL_CHARACTERS: Final = 256
+"""Number of last characters of a prompt that tell whether it ends within a thought."""
+
+
 class ToolPlan(msgspec.Struct, frozen=True):
     """Everything that a request needs for its tools."""
 
@@ -217,7 +223,9 @@ class ToolPlan(msgspec.Struct, frozen=True):
     parallel: bool = True
     """Whether the answer may have several calls."""
     demanded: bool = False
-    """Whether the answer must consist of calls only."""
+    """Whether the answer must consist of calls only, behind its thought."""
+    reasoning: ReasoningStyle | None = None
+    """How the model marks its thoughts; None: it has none, or they are not to be separated from the answer."""
 
     @property
     def active(self) -> bool:
@@ -226,14 +234,39 @@ class ToolPlan(msgspec.Struct, frozen=True):
 
     @property
     def needs_special_tokens(self) -> bool:
-        """Whether the text must keep its special tokens, because calls begin with one."""
-        return self.active and bool(self.style.special)
+        """Whether the text must keep its special tokens, because calls or thoughts begin with one."""
+        thinks = self.reasoning is not None and bool(self.reasoning.special)
+        return thinks or (bool(self.style.special) and (self.active or self.has_channels))
 
-    def make_parser(self, draw_id: Callable[[], str] | None = None) -> AnswerParser | None:
-        """Make the parser for one answer; None if it cannot have calls. `draw_id`: makes the id of a call."""
-        if not self.active:
-            return None
-        return make_parser(self.style.name, self.schemas, draw_id or self.draw_id, demanded=self.demanded)
+    @property
+    def has_channels(self) -> bool:
+        """Whether all answers of the model consist of messages on channels."""
+        return self.style.name == "harmony"
+
+    def make_parser(
+        self, draw_id: Callable[[], str] | None = None, state: ThoughtState = "possible"
+    ) -> AnswerParser | None:
+        """Make the parser for one answer; None if it can be only text.
+
+        Args:
+            draw_id: Makes the id of a call.
+            state: Where the answer begins (`Job.thought`).
+        """
+        calls: AnswerParser | None = None
+        if self.active or self.has_channels:
+            calls = make_parser(self.style.name, self.schemas, draw_id or self.draw_id, demanded=self.demanded)
+        if self.reasoning is None or not self.reasoning.begin or state == "closed":
+            return calls
+        return ThoughtParser(self.reasoning, state, calls)
+
+    def thought_behind(self, prompt: str) -> ThoughtState:
+        """Return where the answer to a prompt begins. `prompt`: its text, or the end of it."""
+        return "possible" if self.reasoning is None else self.reasoning.state(prompt[-_TAIL_CHARACTERS:])
+
+    def behind_thought(self, grammar: Grammar, state: ThoughtState) -> Grammar:
+        """Return a grammar of the answer that holds behind its thought only."""
+        whole = after_thought(grammar, self.reasoning, self.style, state)
+        return grammar if whole is None else Grammar("structural_tag", whole, param=grammar.param)
 
     def draw_id(self, prefix: str = "call_") -> str:
         """Draw the id of a call. Ids for Mistral have no prefix: its templates take nine letters and digits
@@ -245,7 +278,13 @@ class ToolPlan(msgspec.Struct, frozen=True):
         return prefix + draw_hex("call", 12)
 
 
-def prepare_tools(tools: Any, tool_choice: Any, parallel_tool_calls: Any, style: ToolStyle) -> ToolPlan:
+def prepare_tools(
+    tools: Any,
+    tool_choice: Any,
+    parallel_tool_calls: Any,
+    style: ToolStyle,
+    reasoning: ReasoningStyle | None = None,
+) -> ToolPlan:
     """Make the plan of a chat completion from the fields of its JSON; None: the field was not given.
 
     Raises:
@@ -253,7 +292,7 @@ def prepare_tools(tools: Any, tool_choice: Any, parallel_tool_calls: Any, style:
     """
     functions = read_chat_tools(tools)
     choice = read_choice(tool_choice, functions)
-    return plan_tools(functions, choice, style, parallel=parallel_tool_calls)
+    return plan_tools(functions, choice, style, reasoning, parallel=parallel_tool_calls)
 
 
 def make_grammar(
@@ -277,7 +316,12 @@ def make_grammar(
 
 
 def plan_tools(
-    functions: list[FunctionTool], choice: Choice, style: ToolStyle, *, parallel: bool | None = None
+    functions: list[FunctionTool],
+    choice: Choice,
+    style: ToolStyle,
+    reasoning: ReasoningStyle | None = None,
+    *,
+    parallel: bool | None = None,
 ) -> ToolPlan:
     """Make the plan for checked functions. With `choice` "none" the template does not show them.
 
@@ -287,7 +331,7 @@ def plan_tools(
     """
     several = choice.kind in ("none", "auto") if parallel is None else parallel
     if choice.kind == "none" or not functions:
-        return ToolPlan(style, parallel=several)
+        return ToolPlan(style, parallel=several, reasoning=reasoning)
     return ToolPlan(
         style,
         schemas={function.name: function.schema for function in functions},
@@ -295,4 +339,5 @@ def plan_tools(
         grammar=make_grammar(functions, choice, style, parallel=several),
         parallel=several,
         demanded=choice.kind in ("required", "function"),
+        reasoning=reasoning,
     )
