@@ -72,11 +72,12 @@ def shown(look: Look) -> str:
 def test_the_screen_says_what_the_router_says() -> None:
     series = {"tokens_per_s": [None, 10.0, 42.5], "hit_rate": [0.5, 0.75], "group.1.tokens_per_s": [7.0]}
     stored = ({"id": "sess_a", "turns": 3, "tokens": 20_000, "tier": "disk", "group": 1, "used": 990.0},)
-    groups = overview(group(0), group(1, status="failed", detail="no workers"))
+    groups = overview(group(0, role="prefill"), group(1, status="failed", detail="no workers", role="both"))
     text = shown(Look(groups, {"series": series}, stored))
     said = (
         "demo",
         "up 10 min",
+        "ready, prefill",
         "42.5",
         "75%",
         "12.3k",

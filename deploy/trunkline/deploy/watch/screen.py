@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trunkline.deploy.config.option_values import format_duration
+from trunkline.deploy.config.option_values import format_bytes, format_duration
 from trunkline.deploy.watch.facts import Look
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
@@ -25,7 +25,7 @@ _MISSES_SHOWN: Final = 4
 def screen(look: Look) -> RenderableType:
     """Return the whole screen."""
     parts: list[RenderableType] = [head(look), Text(), groups(look)]
-    for part in (tiers(look), sessions(look)):
+    for part in (tiers(look), travels(look), sessions(look)):
         if part is not None:
             parts += [Text(), part]
     return Group(*parts)
@@ -71,7 +71,7 @@ def groups(look: Look) -> Table:
     series = look.history.get("series", {})
     table = _table("group state >running >waiting >tokens_to_compute KV_of_running >cached >hits >tokens/s note")
     for group in look.overview["groups"]:
-        state = str(group["status"])
+        state, role = str(group["status"]), group.get("role", "both")
         prefix = f"group.{group['group']}."
         blocks = group.get("blocks")
         used = cached = None
@@ -80,7 +80,7 @@ def groups(look: Look) -> Table:
             cached = blocks["cached"] / blocks["total"]
         table.add_row(
             str(group["group"]),
-            Text(state, style=_STATES.get(state, "bold red")),
+            Text(state if role == "both" else f"{state}, {role}", style=_STATES.get(state, "bold red")),
             number(group.get("running")),
             number(group.get("waiting")),
             number(group.get("queued_tokens")),
@@ -123,6 +123,38 @@ def tiers(look: Look) -> Table | None:
             Text(problems.get(name, ""), style="bold red", overflow="ellipsis", no_wrap=True),
         )
     return table
+
+
+def travels(look: Look) -> Text | None:
+    """Return what groups have taken from each other; None if they take nothing."""
+    pulls = [group["pulls"] for group in look.overview["groups"] if group.get("pulls")]
+    if not pulls:
+        return None
+    text = Text.assemble(
+        ("KV from other groups: ", "dim"),
+        f"{number(sum(each['chunks'] for each in pulls))} chunks pulled "
+        f"({format_bytes(sum(each['bytes'] for each in pulls))})",
+        f", {number(sum(each['tokens'] for each in pulls))} prompt tokens found that way",
+        f", about {format_duration(sum(each['saved_s'] for each in pulls))} of computing saved",
+    )
+    given_up: defaultdict[str, int] = defaultdict(int)
+    for each in pulls:
+        for reason, count in each["given_up"].items():
+            given_up[reason] += count
+    if any(given_up.values()):
+        told = ", ".join(f"{count} {reason}" for reason, count in sorted(given_up.items()) if count)
+        text.append(f"; chunks given up: {told}", style="yellow")
+    for occasion, of in (("drain", "groups that left"), ("warm_up", "new groups")):
+        found = look.overview["router"].get("handovers", {}).get(occasion, {})
+        if found.get("count"):
+            text.append(f"\n{of}: ", style="dim")
+            text.append(
+                f"{number(found['count'])}, {number(found['chunks'])} chunks of {number(found['paths'])} prompts "
+                f"moved in {format_duration(found['seconds'])}"
+            )
+            if found["given_up"]:
+                text.append(f"; {number(found['given_up'])} prompts not completely", style="yellow")
+    return text
 
 
 def sessions(look: Look) -> Table | None:

@@ -12,11 +12,13 @@ from typing import Any, Final
 
 import msgspec
 
+from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import State
 from trunkline.router.routing.decision_log import Logged
 from trunkline.router.service import LiveRequest, RouterService
 from trunkline.router.streams.generation import Generation
 from trunkline.router.streams.link import ControllerLink
+from trunkline.router.telemetry.controller_metrics import saved_seconds
 
 REQUESTS_MAX: Final = 2000
 """Largest number of requests that are listed, the oldest first. A router may work on more."""
@@ -41,6 +43,9 @@ def overview(service: RouterService) -> dict[str, Any]:
             "draining": service.draining,
             "requests": service.live_count,
             "waiting": service.dispatcher.waiting_count,
+            "handovers": {
+                occasion: totals._asdict() for occasion, totals in service.metrics.routing.handovers.totals.items()
+            },
         },
         "auth": {"required": service.tenants.needs_keys, "problem": service.tenants.file_problem},
         "max_context": service.limits.max_context,
@@ -67,6 +72,7 @@ def group(service: RouterService, link: ControllerLink) -> dict[str, Any]:
 
 def _measures(state: State) -> dict[str, Any]:
     return {
+        "role": state.role,
         "running": state.running,
         "waiting": state.waiting,
         "requests": state.requests,
@@ -86,6 +92,22 @@ def _measures(state: State) -> dict[str, Any]:
         "epoch": state.epoch,
         "prefill_us": state.prefill_us,
         "load_us": state.load_us,
+        "pulls": _pulls(state),
+    }
+
+
+def _pulls(state: State) -> dict[str, Any] | None:
+    """Return what a group has taken from other groups since its start; None if it takes and gives nothing."""
+    peer = next((tier for tier in state.tiers if tier.name == TierKind.PEER.name.lower()), None)
+    if peer is None:
+        return None
+    return {
+        "exports": bool(state.exports),
+        "tokens": peer.hit_tokens,
+        "chunks": peer.reads,
+        "bytes": peer.reads * state.block_bytes,
+        "saved_s": saved_seconds(state),
+        "given_up": state.pulls_given_up,
     }
 
 
