@@ -197,6 +197,15 @@ def test_ranks_export_kv_where_their_peers_may_be() -> None:
     assert len(far.exchange_fingerprint) == 32
 
 
+def test_a_group_has_one_role() -> None:
+    given = NodeSettings(plain_tcp=True)
+    settings, node = given.plan(Kind.GROUP, dataclasses.replace(SETTINGS, role="prefill"))
+    found = configs_of(plan_cluster(settings, node=node), Path("/run/x"), DiskFolders()).values()
+    assert [config.role for config in found if isinstance(config, ControllerConfig)] == ["prefill"]
+    with pytest.raises(UserError, match="this is one group, so write one role"):
+        given.plan(Kind.GROUP, dataclasses.replace(SETTINGS, role="prefill,decode"))
+
+
 @pytest.mark.parametrize("change", [{"peers": "off"}, {"prefix_cache": False}, {"host_tier_bytes": 0}])
 def test_no_kv_is_exported_where_there_is_none_to_share(change: dict[str, Any]) -> None:
     plan = plan_cluster(dataclasses.replace(SETTINGS, **change))

@@ -49,6 +49,8 @@ from trunkline.router.routing.policies import POLICIES as POLICY_RULES
         ({"model": __file__}, "is a file"),
         ({"log_level": "loud"}, "--log-level"),
         ({"tier_policy": "clock"}, "--tier-policy is 'clock'; allowed are look-ahead, lru, fifo"),
+        ({"role": "prefill,cook"}, "--role: 'cook' is no role; allowed are both, prefill, decode"),
+        ({"role": "prefill,decode", "peers": "off"}, "--role has a prefill group, but with --peers off"),
         ({"session_ttl": -1.0}, "--session-ttl is -1; allowed are 0"),
         ({"session_ttl": float("nan")}, "--session-ttl is nan"),
         ({"remote_tier": "http://h"}, "--remote-tier is 'http://h'; allowed are redis://"),
@@ -180,6 +182,22 @@ def test_a_group_that_was_here_before_can_be_started_again(tmp_path: Path) -> No
 
 def test_policies_are_those_of_the_router() -> None:
     assert tuple(POLICY_RULES) == POLICIES
+
+
+@pytest.mark.parametrize(
+    ("role", "roles"),
+    [
+        ("both", ["both", "both", "both"]),
+        ("prefill,decode", ["prefill", "decode", "decode"]),
+        ("prefill,both,decode,both", ["prefill", "both", "decode"]),
+    ],
+)
+def test_each_group_is_told_its_role(tmp_path: Path, role: str, roles: list[str]) -> None:
+    plan = plan_cluster(ServeSettings(port=0, groups=3, tp=1, role=role, disk_tier=DiskOption(0)))
+    with disk_folders(plan.disk) as disk:
+        children(plan, tmp_path, disk)
+    told = configs(tmp_path)
+    assert [told[f"controller-{group}"]["role"] for group in range(3)] == roles
 
 
 def test_every_process_is_told_of_its_tiers(tmp_path: Path) -> None:

@@ -286,6 +286,8 @@ class NodeSettings:
                 return settings, replace(node, members=members)
             controllers = parse_addresses(self.controllers, "--controllers")
             return settings, replace(node, controllers=controllers)
+        if "," in settings.role:
+            raise UserError(f"--role is {settings.role}; this is one group, so write one role")
         ranks = parse_ranks(self.ranks, settings.ranks, is_leader=kind is Kind.GROUP)
         # Of a group's processes only these are this machine's.
         settings = replace(settings, groups=1, routers=1, port=0, ranks_here=len(ranks))
