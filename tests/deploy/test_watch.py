@@ -91,6 +91,66 @@ def test_the_screen_says_what_the_router_says() -> None:
     assert [words for words in said if words not in text] == []
 
 
+def pulling(**more: Any) -> dict[str, Any]:
+    """A group that has taken KV from another one, as the overview says it."""
+    pulls = {"exports": True, "tokens": 6400, "chunks": 100, "bytes": 3 << 20, "saved_s": 4.2, "given_up": {}}
+    return {"ready": True, "prefill_us": 100.0, "load_us": [0.0, 1.0, 5.0, 9.0, 7.0], "pulls": {**pulls, **more}}
+
+
+def test_the_screen_says_what_travelled() -> None:
+    groups = overview(
+        group(0, **pulling(given_up={"slow": 3, "gone": 2})), group(1, **pulling(given_up={"slow": 1}))
+    )
+    handed = {"count": 2, "paths": 12, "chunks": 345, "given_up": 1, "seconds": 0.51}
+    groups["router"]["handovers"] = {"drain": handed, "warm_up": dict.fromkeys(handed, 0)}
+    text = shown(Look(groups))
+    assert "200 chunks pulled (6 MiB), 12.8k prompt tokens found that way, about 8.4 s of computing saved" in text
+    assert "chunks given up: 2 gone, 4 slow" in text
+    assert "groups that left: 2, 345 chunks of 12 prompts moved in 0.5 s; 1 prompts not completely" in text
+    assert "new groups" not in text
+    assert "from other groups" not in shown(Look(overview(group(0, pulls=None), group(1))))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"given_up": {"slow": 9, "gone": 100, "lost": 500}}, ""),
+        ({"exports": False}, "it gives no KV to other groups"),
+        (
+            {"chunks": 5, "given_up": {"gone": 10}},
+            "10 chunks could not be pulled, because other groups did not answer (5 could)",
+        ),
+        ({"chunks": 5, "given_up": {"slow": 1200}}, "did not wait for 1,200 chunks"),
+        ({"chunks": 0, "given_up": {"gone": 9, "slow": 9}}, ""),
+        ({"load_us": [0.0, 1.0, 5.0, 9.0, 100.0]}, "pulling a token takes 100 µs, computing it 100 µs"),
+        ({"load_us": [0.0, 1.0, 5.0, 9.0, 99.0]}, ""),
+        ({"load_us": [0.0, 1.0, 5.0, 9.0]}, ""),
+        ({"load_us": [0.0, 1.0, 5.0, 9.0, 100.0], "prefill_us": 0.0}, ""),
+        ({"exports": False, "ready": False}, ""),
+    ],
+)
+def test_a_link_that_is_slow_or_blocked_is_said(changes: dict[str, Any], said: str) -> None:
+    of_group = {name: changes.pop(name) for name in ("load_us", "prefill_us", "ready") if name in changes}
+    sick = group(0, **(pulling(**changes) | of_group))
+    found = [
+        one
+        for one in examine(replace(HEALTHY, overview=overview(sick, group(1, **pulling()))))
+        if "peers" in one.about
+    ]
+    assert len(found) == 1
+    if said:
+        assert (found[0].level, found[0].about) == (Level.WARNING, "peers, group 0")
+        assert said in found[0].text
+        assert found[0].remedy
+    else:
+        assert found[0].level is Level.OK
+
+
+def test_a_single_group_has_no_peers_to_speak_of() -> None:
+    facts = replace(HEALTHY, overview=overview(group(0, **pulling()), group(1, pulls=None)))
+    assert not [finding for finding in examine(facts) if "peers" in finding.about]
+
+
 def test_a_screen_of_what_is_hardly_known() -> None:
     """A group that is not connected has no figures, and a router that has just begun no history."""
     bare = {"group": 0, "status": "disconnected", "detail": "connection refused", "inflight": 0}

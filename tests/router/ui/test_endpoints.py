@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 from router.fake_controller import FakeController
@@ -16,6 +17,7 @@ from router.harness import ADMIN, DEMO_MODEL, JSON, MESSAGES, RunningRouter, run
 
 from trunkline.kvstore.records import Reading, RecordKey
 from trunkline.router.messages import TierState, TreeDescription
+from trunkline.router.routing.handover import Handed
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.router.ui.assets import PAGE, Assets
 from trunkline.router.ui.stored import FRESH_SECONDS
@@ -123,7 +125,7 @@ def test_overview(admin: httpx.Client, fake: FakeController) -> None:
     found = get(admin, "overview")
     assert abs(found["now"] - time.time()) < 60
     assert found["model"] == "demo"
-    assert found["auth"] == {"required": False}
+    assert found["auth"]["required"] is False
     assert found["router"]["routers"] == 1
     [group] = found["groups"]
     assert (group["group"], group["ready"], group["status"]) == (0, True, "ready")
@@ -142,6 +144,36 @@ def test_overview(admin: httpx.Client, fake: FakeController) -> None:
         }
     ]
     assert group["misses"] == {"new": 3}
+    assert group["pulls"] is None
+
+
+def test_what_travels_between_groups(admin: httpx.Client, fake: FakeController, router: RunningRouter) -> None:
+    fake.behaviour.tiers = [TierState("peer", 0, 7, 640, 0, 20, 0, 1)]
+    state = fake._state
+    fake._state = lambda sequence: msgspec.structs.replace(  # type: ignore[method-assign]
+        state(sequence),
+        block_bytes=1000,
+        exports=["ipc:///x"],
+        prefill_us=600.0,
+        load_us=[0.0, 1.0, 2.0, 3.0, 100.0],
+        pulls_given_up={"slow": 4},
+    )
+    wait_until(lambda: bool(get(admin, "overview")["groups"][0]["pulls"]))
+    found = get(admin, "overview")
+    assert found["groups"][0]["pulls"] == {
+        "exports": True,
+        "tokens": 640,
+        "chunks": 20,
+        "bytes": 20_000,
+        "saved_s": 0.32,
+        "given_up": {"slow": 4},
+    }
+    assert found["router"]["handovers"]["drain"]["count"] == 0
+    router.service.metrics.routing.handovers.ended("drain", Handed(paths=3, chunks=40, given_up=1), 1.5)
+    router.service.metrics.routing.handovers.ended("drain", Handed(paths=1, chunks=2), 0.5)
+    handed = get(admin, "overview")["router"]["handovers"]
+    assert handed["drain"] == {"count": 2, "paths": 4, "chunks": 42, "given_up": 1, "seconds": 2.0}
+    assert handed["warm_up"] == {"count": 0, "paths": 0, "chunks": 0, "given_up": 0, "seconds": 0.0}
 
 
 def test_history(admin: httpx.Client) -> None:

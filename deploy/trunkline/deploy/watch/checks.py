@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from trunkline.deploy.config.option_values import format_bytes
 from trunkline.deploy.watch.facts import PROBE_TOKENS, Facts
+from trunkline.kvstore.tier import TierKind
 
 OPEN_FILES_MIN: Final = 4096
 """Smallest limit of open files that passes the check. A router has a descriptor per connection, and holds 4,096
@@ -29,6 +30,8 @@ EVICTED_SHARE_MAX: Final = 0.2
 FULL_RECORDS_SHARE: Final = 0.9
 """Part of the size that records may take above which it is worth a word that old ones are deleted."""
 MISSES_MIN: Final = 50
+PULLS_MIN: Final = 10
+"""Number of chunks that were given up from which on it is worth a word."""
 RESTARTS_MAX: Final = 3
 
 
@@ -153,6 +156,43 @@ def tiers(facts: Facts) -> Findings:
             )
     if names and not problems and not any(failures.values()):
         yield Finding(Level.OK, "tiers", f"{', '.join(sorted(names))}: no problem, no failed move")
+
+
+def peers(facts: Facts) -> Findings:
+    """Check that groups can pull KV from each other, and that it is worth it."""
+    found = [group for group in (facts.overview or {}).get("groups", []) if group.get("pulls")]
+    if len(found) < 2:
+        return
+    well = True
+    for group in found:
+        for text, remedy in _pull_problems(group):
+            well = False
+            yield Finding(Level.WARNING, f"peers, group {group['group']}", text, remedy)
+    if well:
+        chunks = sum(group["pulls"]["chunks"] for group in found)
+        text = f"{len(found)} groups may pull KV from each other; {chunks:,} chunks were pulled so far"
+        yield Finding(Level.OK, "peers", text)
+
+
+def _pull_problems(group: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what keeps a group from pulling, and what to do about it."""
+    pulls, load_us, compute_us = group["pulls"], group["load_us"], group["prefill_us"]
+    pull_us = load_us[TierKind.PEER] if len(load_us) > TierKind.PEER else 0.0
+    gone, slow = (pulls["given_up"].get(reason, 0) for reason in ("gone", "slow"))
+    if group["ready"] and not pulls["exports"]:
+        yield "it gives no KV to other groups: not all of its workers can export it", "their log says why"
+    if gone >= PULLS_MIN and gone > pulls["chunks"]:
+        text = (
+            f"{gone:,} chunks could not be pulled, because other groups did not answer ({pulls['chunks']:,} could)"
+        )
+        remedy = "between hosts, open their ports for KV, from 1000 above a group's own on (docs/nodes.md, ports)"
+        yield text, remedy
+    if 0.0 < compute_us <= pull_us:
+        text = f"pulling a token takes {pull_us:.0f} µs, computing it {compute_us:.0f} µs: it computes instead"
+        yield text, "a faster network between the groups; or --peers off, which saves the rest of the attempts"
+    elif slow >= PULLS_MIN and slow > pulls["chunks"]:
+        text = f"requests did not wait for {slow:,} chunks that came too slowly ({pulls['chunks']:,} came in time)"
+        yield text, "the network between the groups, or the groups that give KV, are busy"
 
 
 def records(facts: Facts) -> Findings:
@@ -304,6 +344,7 @@ CHECKS: Final[tuple[Callable[[Facts], Findings], ...]] = (
     groups,
     processes,
     tiers,
+    peers,
     records,
     cache,
     probe,

@@ -135,7 +135,7 @@ def travels(look: Look) -> Text | None:
         f"{number(sum(each['chunks'] for each in pulls))} chunks pulled "
         f"({format_bytes(sum(each['bytes'] for each in pulls))})",
         f", {number(sum(each['tokens'] for each in pulls))} prompt tokens found that way",
-        f", about {format_duration(sum(each['saved_s'] for each in pulls))} of computing saved",
+        f", about {_seconds(sum(each['saved_s'] for each in pulls))} of computing saved",
     )
     given_up: defaultdict[str, int] = defaultdict(int)
     for each in pulls:
@@ -150,7 +150,7 @@ def travels(look: Look) -> Text | None:
             text.append(f"\n{of}: ", style="dim")
             text.append(
                 f"{number(found['count'])}, {number(found['chunks'])} chunks of {number(found['paths'])} prompts "
-                f"moved in {format_duration(found['seconds'])}"
+                f"moved in {_seconds(found['seconds'])}"
             )
             if found["given_up"]:
                 text.append(f"; {number(found['given_up'])} prompts not completely", style="yellow")
@@ -210,6 +210,10 @@ def number(value: float | None) -> str:
         if abs(value) >= size:
             return f"{value / (1e3 if unit == 'k' else size):.1f}{unit}"
     return f"{value:.0f}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 10 else format_duration(seconds)
 
 
 def _table(titles: str) -> Table:

@@ -185,11 +185,11 @@ class ControllerCollector(FamilyCollector):
                 misses.add_metric([controller, reason], float(count))
             for reason, count in sorted(state.pulls_given_up.items()):
                 given_up.add_metric([controller, reason], float(count))
-            saved.add_metric([controller], _saved_seconds(state))
+            saved.add_metric([controller], saved_seconds(state))
         yield from (misses, given_up, saved)
 
 
-def _saved_seconds(state: State) -> float:
+def saved_seconds(state: State) -> float:
     """Return how long computing what was pulled would have taken longer than pulling it, in seconds."""
     tokens = sum(tier.hit_tokens for tier in state.tiers if tier.name == _PEER)
     pull_us = state.load_us[TierKind.PEER] if len(state.load_us) > TierKind.PEER else 0.0

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from trunkline.router.routing.handover import Handed
 from trunkline.router.telemetry.metric_families import FamilyRegistry
 
 Occasion = Literal["drain", "warm_up"]
 _SECONDS_BUCKETS: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+class Totals(NamedTuple):
+    """Handovers of one kind since the start; the fields as those of `Handed`."""
+
+    count: int = 0
+    paths: int = 0
+    chunks: int = 0
+    given_up: int = 0
+    seconds: float = 0.0
 
 
 class HandoverMetrics:
@@ -30,6 +40,7 @@ class HandoverMetrics:
         self._seconds = registry.histogram(
             "trunkline_handover_seconds", "Duration of handovers.", _SECONDS_BUCKETS, ["occasion"]
         )
+        self.totals: dict[Occasion, Totals] = {"drain": Totals(), "warm_up": Totals()}
 
     def ended(self, occasion: Occasion, handed: Handed, seconds: float) -> None:
         """Count a handover that is over."""
@@ -37,3 +48,11 @@ class HandoverMetrics:
         self._paths.labels(occasion, "given_up").inc(handed.given_up)
         self._chunks.labels(occasion).inc(handed.chunks)
         self._seconds.labels(occasion).observe(seconds)
+        before = self.totals[occasion]
+        self.totals[occasion] = Totals(
+            before.count + 1,
+            before.paths + handed.paths,
+            before.chunks + handed.chunks,
+            before.given_up + handed.given_up,
+            before.seconds + seconds,
+        )

@@ -1,7 +1,7 @@
 /** @file Groups and their load, tiers and hit rates over time, and what to look at. */
 
 import { alertsOf } from "../core/alerts.js";
-import { counted, known, percent, share, short, UNKNOWN, whole } from "../core/format.js";
+import { counted, duration, known, percent, share, short, UNKNOWN, whole } from "../core/format.js";
 import { column, latest, overGroups, ratio } from "../core/series.js";
 import { TIERS, TIER_TEXT } from "../core/tiers.js";
 import { Chart } from "../chart.js";
@@ -43,7 +43,7 @@ function mount(root) {
   const now = new Poll(() => "ui/api/overview", 1, (data) => {
     showAlerts(alerts, alertsOf(data));
     figures.showNow(data);
-    setText(summary, [counted(data.groups.length, "group"), `router ${data.router?.name ?? UNKNOWN} of ${data.router?.routers ?? 1}`, `version ${data.version}`].join(" · "));
+    setText(summary, [counted(data.groups.length, "group"), `router ${data.router?.name ?? UNKNOWN} of ${data.router?.routers ?? 1}`, `version ${data.version}`, ...handedOver(data.router?.handovers)].join(" · "));
     keyed(groups, data.groups, (group) => String(group.group), makeGroup, showGroup);
   });
   const history = new Poll(() => `ui/api/history?seconds=${seconds}`, 2, (data) => {
@@ -177,7 +177,7 @@ function showGroup(element, group) {
       ], known(used) ? `${short(used + blocks.cached)} / ${short(blocks.total)}` : UNKNOWN),
       (group.tiers ?? []).filter((/** @type {any} */ tier) => tier.name !== "device").map((/** @type {any} */ tier) =>
         line(tier.name, [{ part: share(tier.used, tier.slots) ?? 0, name: tier.name, title: `${whole(tier.used)} of ${whole(tier.slots)} slots` }],
-          known(tier.slots) && tier.slots > 0 ? `${short(tier.used)} / ${short(tier.slots)}` : short(tier.used), tierNote(tier), tier.problem))),
+          known(tier.slots) && tier.slots > 0 ? `${short(tier.used)} / ${short(tier.slots)}` : short(tier.used), tier.name === "peer" && group.pulls ? pullNote(group.pulls) : tierNote(tier), tier.problem))),
     misses(group.misses),
   );
 }
@@ -190,6 +190,19 @@ function perToken(micros) {
 /** @param {any} tier */
 function tierNote(tier) {
   return [`${short(tier.hit_tokens)} tokens hit`, `${short(tier.reads)} reads`, `${short(tier.writes)} writes`, `${short(tier.evictions)} evicted`, tier.failures ? `${short(tier.failures)} failures` : ""].filter(Boolean).join(" · ");
+}
+
+/** What this router has had moved between groups. @param {Record<string, {count: number, chunks: number}> | undefined} handovers */
+function handedOver(handovers) {
+  const said = /** @type {[string, string][]} */ ([["drain", "handed over by groups that left"], ["warm_up", "brought to new groups"]]);
+  return said.filter(([occasion]) => handovers?.[occasion]?.count).map(([occasion, text]) => `${short(handovers?.[occasion].chunks)} chunks ${text}`);
+}
+
+/** What a group has taken from others. @param {any} pulls */
+function pullNote({ tokens, chunks, bytes, saved_s: saved, given_up: givenUp }) {
+  const given = Object.entries(givenUp).filter(([, count]) => count > 0).map(([reason, count]) => `${short(count)} ${reason}`);
+  return [`${short(tokens)} tokens hit`, `${short(chunks)} chunks pulled (${short(bytes)}B)`, saved > 0 ? `about ${duration(saved)} saved` : "",
+    given.length ? `given up: ${given.join(", ")}` : ""].filter(Boolean).join(" · ");
 }
 
 /** @param {string} title @param {string} value */
