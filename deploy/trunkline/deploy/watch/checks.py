@@ -35,6 +35,9 @@ PULLS_MIN: Final = 10
 RESTARTS_MAX: Final = 3
 
 
+_OTHER_GROUP: Final = "start it with what the routers serve; docs/routing.md, is it the right group?"
+
+
 class Level(StrEnum):
     """The severity of a finding."""
 
@@ -97,7 +100,8 @@ def groups(facts: Facts) -> Findings:
             problem = group.get("problem")
             text = "it is not used" if problem else f"it is {group.get('status', 'not known')}"
             detail = problem or _overview_group(facts, group.get("index")).get("detail")
-            yield Finding(level, name, f"{text}: {detail}" if detail else text, _remedy(facts, group.get("index")))
+            remedy = _OTHER_GROUP if problem else _remedy(facts, group.get("index"))
+            yield Finding(level, name, f"{text}: {detail}" if detail else text, remedy)
         elif group.get("events") in ("stale", "catching up"):
             text = f"the router's picture of its chunks is {group['events']}"
             remedy = "requests may miss their KV; if it lasts, look at the network between router and controller"
