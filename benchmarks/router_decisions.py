@@ -169,6 +169,7 @@ def main() -> None:
         Case(8, 8192, indexed, "prefix", True),
         Case(8, 8192, indexed, "prefix", True, gone=1000),
         Case(64, 8192, indexed, "round-robin", False),
+        *(Case(count, 2048, indexed, "prefix", True) for count in (10, 100, 1000)),
     ):
         measure(case, decisions, report)
     report.finish(arguments.json, wide=True)
