@@ -22,7 +22,7 @@ from worker.tier_driver import HeldKernels, wait_until
 
 from trunkline.runtime import wire_keys
 from trunkline.worker.tiers import peer_tier
-from trunkline.worker.tiers.exchange import Ask, Found, Told, checksum
+from trunkline.worker.tiers.exchange import CREDIT_BYTES, Ask, Found, Told, checksum
 from trunkline.worker.tiers.process_memory import read_memory
 from trunkline.worker.tiers.questions import AWAY_S, QUESTION_S, Questions
 
@@ -63,6 +63,18 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "socket":
         monkeypatch.setattr(peer_tier, "node_id", lambda: "")
     return str(request.param)
+
+
+def test_a_peer_on_another_host_sends_more_than_one_question_may_ask_for(
+    make: Make, place: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = make(export=place())
+    peer.save(range(90), range(90))
+    monkeypatch.setattr(peer_tier, "node_id", lambda: "elsewhere")
+    own = make()
+    own.meet(1, peer.tiers.exports)
+    assert 90 * own.copier.host.slot_bytes > 2 * CREDIT_BYTES
+    assert own.statuses(1, {chunk: chunk for chunk in range(90)}) == [DONE] * 90
 
 
 @pytest.mark.parametrize(("tp", "peer_tp"), [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2), (1, 8), (8, 2), (8, 8)])

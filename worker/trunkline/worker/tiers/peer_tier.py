@@ -274,8 +274,8 @@ class _Source:
             self._there = self._here = Ranges(0, 0, length * count, 1)
         self._first_head = puller.shard.heads.start + piece.target.start
         self._node = node_id()
+        """Where the rank's memory is read in place, if it is there, too; "": it is not."""
         self.questions: Questions[_Pull] = Questions(length * count)
-        self.questions.needs_payload = not self._node
         self._decoder = msgspec.msgpack.Decoder(Told)
         self._wire = WirePeer(puller.wire_keys, Role.WORKER, server=Role.WORKER)
         self.socket = context.socket(zmq.DEALER)
@@ -315,9 +315,9 @@ class _Source:
 
     def _ask(self, question: Question[_Pull]) -> None:
         names = b"".join(pull.move.name for pull in question.parts)
-        node = "" if self.questions.needs_payload else self._node
         first = self._first_head
-        ask = Ask(question.id, self._puller.fingerprint, first, first + len(self._piece.target), names, node)
+        stop = first + len(self._piece.target)
+        ask = Ask(question.id, self._puller.fingerprint, first, stop, names, self._node)
         try:
             self.socket.send(msgspec.msgpack.encode(ask), zmq.NOBLOCK)
         except zmq.Again:
@@ -343,6 +343,8 @@ class _Source:
         if told.refusal:
             self.fail(f"{self._endpoint} refuses: {told.refusal}")
             return
+        if told.pid and self._node:
+            self.questions.needs_payload = False  # until the first answer it was not known
         payloads = iter(frames[1:])
         for found in told.found:
             frame = None
@@ -363,9 +365,9 @@ class _Source:
         try:
             rows = self._filled(pull.move.host_slot, pid, found.address, frame)
         except PermissionError as error:
-            if not self.questions.needs_payload:
+            if self._node:
                 log.info("KV of a peer on this host comes by socket", reason=str(error))
-            self.questions.needs_payload = True
+            self._node, self.questions.needs_payload = "", True
             self.questions.again(pull)
         except OSError as error:
             self._arrived(pull, FAILED, str(error))
