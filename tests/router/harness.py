@@ -181,7 +181,7 @@ def running(
             **options,
         }
     )
-    router = RunningRouter(config, Tokenizer(DEMO_MODEL))
+    router = RunningRouter(config, Tokenizer(config.model_path))
     started = []
     try:
         router.start()

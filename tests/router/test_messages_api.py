@@ -288,8 +288,8 @@ BAD: dict[str, list[dict[str, Any]]] = {
     "tools[1]": [{"tools": [WEATHER, WEATHER]}],
     "tool_choice": [{"tool_choice": bad} for bad in ({"type": "any"}, {"type": "tool", "name": "f"}, "auto")],
     "tool_choice.disable_parallel_tool_use": [{"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}],
-    "thinking": [{"thinking": {"type": "enabled", "budget_tokens": 2000}}],
-    "output_config.effort": [{"output_config": {"effort": "high"}}],
+    "thinking.type": [{"thinking": {"type": "loud"}}],
+    "output_config.effort": [{"output_config": {"effort": "huge"}}],
     "output_config.format.schema": [
         {"output_config": {"format": {"type": "json_schema"}}},
         {"output_config": {"format": FORM}, "tools": [WEATHER], "tool_choice": {"type": "any"}},

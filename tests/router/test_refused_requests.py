@@ -217,7 +217,7 @@ RESPONSE: dict[str, list[Any]] = {
     "previous_response_id": [3],
     "conversation": [3, {}, {"id": 3}, Also(conversation="conv_1", previous_response_id="resp_1")],
     "truncation": ["sometimes"],
-    "reasoning": [{"effort": "high"}],
+    "reasoning.effort": [Also(reasoning={"effort": "huge"})],
     "top_logprobs": [2],
     "include": [["message.output_text.logprobs"]],
     "metadata.a": [{"a": 1}],

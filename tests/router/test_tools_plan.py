@@ -16,6 +16,7 @@ from router.harness import DEMO_MODEL, EOS
 from trunkline.deploy.config import settings
 from trunkline.router.config import TOOL_CALL_PARSERS
 from trunkline.router.errors import ApiError
+from trunkline.router.text.reasoning_styles import REASONING_PARSERS
 from trunkline.router.text.tool_styles import MARKERS, STYLE_NAMES, StyleName, ToolStyle, calls_text, detect_style
 from trunkline.router.tools.parsers import parse
 from trunkline.router.tools.pieces import CallArguments, CallStart, Piece
@@ -265,5 +266,6 @@ def test_telling_styles_apart(option: str, template: str | None, tokens: list[st
 
 def test_every_name_of_a_style_is_an_option() -> None:
     assert TOOL_CALL_PARSERS == settings.TOOL_CALL_PARSERS
+    assert REASONING_PARSERS == settings.REASONING_PARSERS
     for option, expected in (("openai", "harmony"), ("phi4_mini_json", "phi4_mini"), ("qwen3_xml", "qwen3_coder")):
         assert detect_style(option, "{{ '[TOOL_CALLS]' }}", [], []).name == expected

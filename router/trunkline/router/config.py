@@ -10,6 +10,7 @@ import msgspec
 
 from trunkline.kvstore.records import problem_of_records
 from trunkline.router.membership.open_source import problem_of_members
+from trunkline.router.text.reasoning_styles import REASONING_PARSERS
 from trunkline.router.text.tool_styles import OPTIONS
 from trunkline.runtime.wire_keys import Role, problem_of
 
@@ -92,6 +93,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Names by which requests may ask for the model, the main one first. Empty: the folder's name."""
     tool_call_parser: str = "auto"
     """How the model writes tool calls, one of `TOOL_CALL_PARSERS`; "auto": as its files suggest."""
+    reasoning_parser: str = "auto"
+    """How the model marks its thoughts, one of `REASONING_PARSERS`; "auto": as its files suggest."""
     max_context: int = 0
     """Largest number of tokens of prompt and output together; 0: what the model's configuration says."""
 
@@ -118,6 +121,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             (
                 self.tool_call_parser in TOOL_CALL_PARSERS,
                 f"tool_call_parser: {self.tool_call_parser!r} is none of {', '.join(TOOL_CALL_PARSERS)}",
+            ),
+            (
+                self.reasoning_parser in REASONING_PARSERS,
+                f"reasoning_parser: {self.reasoning_parser!r} is none of {', '.join(REASONING_PARSERS)}",
             ),
         )
 
@@ -157,6 +164,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """More names under which clients may ask for the model."""
     tool_call_parser: str = "auto"
     """How the model writes tool calls, one of `TOOL_CALL_PARSERS`; "auto": as its files suggest."""
+    reasoning_parser: str = "auto"
+    """How the model marks its thoughts, one of `REASONING_PARSERS`; "auto": as its files suggest."""
     max_context: int = 0
     """Largest number of tokens of prompt and output together; 0: what the model's configuration says. A controller
     that can hold fewer (its `State.max_context`) lowers it further."""
@@ -430,6 +439,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             model_path=self.model_path,
             names=[self.model_name, *self.served_model_aliases],
             tool_call_parser=self.tool_call_parser,
+            reasoning_parser=self.reasoning_parser,
             max_context=self.max_context,
         )
         return [first, *self.models]

@@ -322,7 +322,8 @@ def inherited(descriptor: int) -> socket.socket:
 async def serve(config: RouterConfig, listener: socket.socket) -> int:
     """Serve until a signal; return the process's exit code."""
     bound_heap()
-    service = RouterService(config, Tokenizer(config.model_path, config.tool_call_parser))
+    tokenizer = Tokenizer(config.model_path, config.tool_call_parser, config.reasoning_parser)
+    service = RouterService(config, tokenizer)
     spare_the_collector()
     server = make_server(service, _MEET_SECONDS_MAX if config.listen_fd else 0.0)
     drained = asyncio.get_running_loop().create_future()

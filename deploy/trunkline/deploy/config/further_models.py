@@ -4,7 +4,7 @@ model: ./large                what clients get that name none
 tp: 2
 disk-tier: /data/kv:100GiB
 models:
-  small: ./small              with its own defaults for `groups`, `tp`, `max-context` and `tool-call-parser`,
+  small: ./small              with its own defaults for `groups`, `tp`, `max-context` and parsers,
   tiny: {model: ./tiny, groups: 2, tp: 1, kv-memory: 2GiB}          and else what the first model has
 """
 
@@ -18,7 +18,7 @@ from trunkline.deploy.config.options import FIELD_DEFAULTS, OF_A_MODEL, SERVE_OP
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
 
-_OWN: Final = ("groups", "tp", "max_context", "tool_call_parser")
+_OWN: Final = ("groups", "tp", "max_context", "tool_call_parser", "reasoning_parser")
 """Fields of the first model that say nothing about another one."""
 _OPTIONS: Final = {
     option.parameter.replace("_", "-"): option for option in SERVE_OPTIONS if option.field in OF_A_MODEL

@@ -143,6 +143,12 @@ SERVE_OPTIONS: Final = (
         "example hermes, llama3_json, mistral, qwen3_coder, pythonic, harmony, glm45, deepseek_v3.",
         MODEL,
     ),
+    CliOption(
+        "reasoning_parser",
+        "How the model marks its thoughts: think, deepseek_r1 (its answers begin with one), mistral, granite, "
+        "seed_oss, harmony, none, or auto (as its files say).",
+        MODEL,
+    ),
     CliOption("groups", "Copies of the model, which share the requests. Each has workers of its own.", CLUSTER),
     CliOption(
         "tp",
@@ -424,16 +430,16 @@ NODE_OPTIONS: Final = (
 _CLUSTER_ONLY: Final = frozenset({"groups", "ranks_here", "models"})
 """Fields that only `serve` makes use of."""
 _ROUTER_ONLY: Final = frozenset(
-    """served_model_name tool_call_parser routers policy resume_seconds host port tenants tenant_limits
-    tenant_header idempotency_ttl records records_max_bytes records_tenant_bytes file_bytes_max api_key_file
-    allow_anonymous allowed_hosts cors_origins""".split()
+    """served_model_name tool_call_parser reasoning_parser routers policy resume_seconds host port tenants
+    tenant_limits tenant_header idempotency_ttl records records_max_bytes records_tenant_bytes file_bytes_max
+    api_key_file allow_anonymous allowed_hosts cors_origins""".split()
 )
 _ENGINE_ONLY: Final = frozenset(
     """tp dtype device threads kernels quantization chunk_size kv_memory_bytes gpu_memory_fraction host_tier_bytes
     disk_tier remote_tier peers role tier_policy session_ttl preemption target_itl_ms max_batch token_budget
     max_waiting prefix_cache""".split()
 )
-OF_A_MODEL: Final = _ENGINE_ONLY | {"groups", "max_context", "tool_call_parser"}
+OF_A_MODEL: Final = _ENGINE_ONLY | {"groups", "max_context", "tool_call_parser", "reasoning_parser"}
 """Fields that further models of a cluster can have values of their own for."""
 _CONTROLLER_ONLY: Final = frozenset(
     {"tier_policy", "role", "preemption", "target_itl_ms", "max_batch", "token_budget", "max_waiting"}

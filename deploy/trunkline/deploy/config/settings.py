@@ -43,6 +43,10 @@ TOOL_CALL_PARSERS: Final = tuple(
     llama4_pythonic llama4 gemma3 harmony openai gpt-oss gpt_oss glm45 glm glm47 deepseek_v3 deepseekv3 deepseek_r1
     deepseek deepseek_v31 deepseekv31 granite phi4_mini phi4_mini_json phi4""".split()
 )
+REASONING_PARSERS: Final = tuple(
+    """auto none think deepseek_r1 mistral granite seed_oss harmony qwen3 glm45 deepseek_v3 hunyuan phi4
+    openai_gptoss gpt-oss gpt_oss deepseek-r1 magistral""".split()
+)
 """Those of the router, by all of their names; written down here because importing the router takes long."""
 
 _GROUPS_MAX: Final = 256
@@ -122,6 +126,7 @@ class ServeSettings:
     """Target for the time between two tokens of a stream: prompts are computed in smaller parts to keep it. 0:
     none."""
     tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     drain_seconds: float = 30.0
     tenants: str = ""
     """File of tenants, their keys and limits, which is read again when it changes; "": none."""
@@ -286,6 +291,7 @@ _CHOICES: Final = {
     "quantization": QUANTIZATIONS,
     "preemption": PREEMPTIONS,
     "tool_call_parser": TOOL_CALL_PARSERS,
+    "reasoning_parser": REASONING_PARSERS,
     "tier_policy": TIER_POLICIES,
     "peers": SWITCHES,
 }

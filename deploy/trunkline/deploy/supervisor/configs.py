@@ -22,8 +22,8 @@ from trunkline.worker.config import WorkerConfig
 Config = RouterConfig | ControllerConfig | WorkerConfig
 
 # Settings that a process gets as they were given, under their own names.
-_OF_ROUTERS: Final = """policy routers host resume_seconds drain_seconds tool_call_parser tenant_limits
-    tenant_header allow_anonymous trace_sample records_tenant_bytes file_bytes_max"""
+_OF_ROUTERS: Final = """policy routers host resume_seconds drain_seconds tool_call_parser reasoning_parser
+    tenant_limits tenant_header allow_anonymous trace_sample records_tenant_bytes file_bytes_max"""
 _OF_CONTROLLERS: Final = """chunk_size token_budget max_waiting prefix_cache preemption target_itl_ms tier_policy
     drain_seconds"""
 _OF_WORKERS: Final = "kernels chunk_size"
@@ -122,6 +122,7 @@ def _model_config(plan: ClusterPlan) -> ModelConfig:
         model_path=str(plan.folder),
         names=[plan.model_name],
         tool_call_parser=plan.settings.tool_call_parser,
+        reasoning_parser=plan.settings.reasoning_parser,
         max_context=plan.max_context,
     )
 

@@ -7,6 +7,7 @@ A request is translated into a chat completion and runs as one (`blocks.py`). Er
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Final, Literal
 
@@ -50,18 +51,6 @@ _ToolList = WithJsonSchema({"type": "array", "items": {"type": "object"}})
 _ObjectForm = WithJsonSchema({"type": "object"})
 
 
-class CountTokensRequest(BaseModel):
-    """The request `POST /v1/messages/count_tokens`: the fields that make up the prompt."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
-
-    model: str | None = None
-    messages: Annotated[list[Any], WithJsonSchema({"type": "array", "items": {"type": "object"}, "minItems": 1})]
-    system: Annotated[Any, _Text] = None
-    tools: Annotated[Any, _ToolList] = None
-    tool_choice: Annotated[Any, _ObjectForm] = None
-
-
 class OutputFormat(BaseModel):
     """The field `output_config.format`."""
 
@@ -77,8 +66,40 @@ class OutputConfig(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     format: OutputFormat | None = None
-    effort: None = None
-    """A parameter that is not supported. It is declared so that requests with it are refused."""
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class Thinking(BaseModel):
+    """The field `thinking`. A budget is accepted and has no effect: the model ends its thought itself."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Count | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class CountTokensRequest(BaseModel):
+    """The request `POST /v1/messages/count_tokens`: the fields that make up the prompt."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+    model: str | None = None
+    messages: Annotated[list[Any], WithJsonSchema({"type": "array", "items": {"type": "object"}, "minItems": 1})]
+    system: Annotated[Any, _Text] = None
+    tools: Annotated[Any, _ToolList] = None
+    tool_choice: Annotated[Any, _ObjectForm] = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    def template_variables(self) -> Object | None:
+        """Return what `thinking` and `output_config.effort` mean in chat templates."""
+        variables: Object = {}
+        if self.thinking is not None and self.thinking.type != "adaptive":
+            variables["enable_thinking"] = variables["thinking"] = self.thinking.type == "enabled"
+        if self.output_config is not None and self.output_config.effort is not None:
+            variables["reasoning_effort"] = self.output_config.effort
+        return variables or None
 
 
 class MessagesRequest(CountTokensRequest):
@@ -89,7 +110,6 @@ class MessagesRequest(CountTokensRequest):
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    output_config: OutputConfig | None = None
     whitespace: Whitespace | None = None
     stream: bool | None = None
 
@@ -140,7 +160,7 @@ async def count_tokens(request: Request) -> Response:
     service = check_model(service, body.model)
     chat, plan = await beside_loop(request, lambda: _translated(service, body, {}))
     check_length(sum(map(_characters, chat.messages)), "messages")
-    text = await Rendering(True, tools=plan.template_tools).text(service, chat.messages)
+    text = await Rendering.of(chat, plan).text(service, chat.messages)
     tokens = await encode_text(service.tokenizer, text, None, add_special_tokens=False, param="messages")
     return JsonResponse({"input_tokens": len(tokens)})
 
@@ -152,8 +172,11 @@ def _characters(message: Message) -> int:
 def _translated(service: RouterService, body: CountTokensRequest, fields: Object) -> tuple[ChatRequest, ToolPlan]:
     functions = to_functions(body.tools)
     choice, parallel = to_choice(body.tool_choice, functions)
-    plan = plan_tools(functions, choice, service.tokenizer.tool_style, parallel=parallel)
-    return as_chat({"messages": to_messages(body.system, body.messages), **fields}), plan
+    tokenizer = service.tokenizer
+    plan = plan_tools(functions, choice, tokenizer.tool_style, tokenizer.reasoning, parallel=parallel)
+    variables = body.template_variables()
+    messages = to_messages(body.system, body.messages)
+    return as_chat({"messages": messages, "chat_template_kwargs": variables, **fields}), plan
 
 
 class _MessageWriter:
@@ -208,10 +231,19 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 def _block(block: Block, *, whole: bool) -> Object:
     """Return a block as an entry of `content`; without its text or arguments if these follow in deltas."""
+    if block.is_thought:
+        signature = _signature(block.text) if whole else ""
+        return {"type": "thinking", "thinking": block.text if whole else "", "signature": signature}
     if not block.is_call:
         return {"type": "text", "text": block.text if whole else ""}
     arguments = block.arguments() if whole else {}
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments or {}}
+
+
+def _signature(thought: str) -> str:
+    """Return the signature of a thinking block: a digest, because clients send it back and expect one. It is not
+    checked."""
+    return hashlib.blake2b(thought.encode("utf-8", "replace"), digest_size=16).hexdigest()
 
 
 def _change_event(change: BlockChange) -> bytes:
@@ -219,8 +251,14 @@ def _change_event(change: BlockChange) -> bytes:
     if change.kind == "open":
         return _event("content_block_start", index=block.index, content_block=_block(block, whole=False))
     if change.kind == "close":
-        return _event("content_block_stop", index=block.index)
-    if block.is_call:
+        end = _event("content_block_stop", index=block.index)
+        if not block.is_thought:
+            return end
+        signed = {"type": "signature_delta", "signature": _signature(block.text)}
+        return _event("content_block_delta", index=block.index, delta=signed) + end
+    if block.is_thought:
+        delta = {"type": "thinking_delta", "thinking": change.text}
+    elif block.is_call:
         delta = {"type": "input_json_delta", "partial_json": change.text}
     else:
         delta = {"type": "text_delta", "text": change.text}

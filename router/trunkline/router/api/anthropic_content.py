@@ -1,12 +1,13 @@
 """Translate the conversation of `/v1/messages` into the messages of a chat completion. Pure.
 
-Consecutive turns of one role become one, as in Anthropic's API. `thinking` blocks of other models are left out.
+Consecutive turns of one role become one, as in Anthropic's API. `thinking` blocks become the message's thought,
+which templates show or leave out; `redacted_thinking` blocks of other models are left out.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any, Final
+from typing import Any
 
 from trunkline.router.errors import bad_value, unsupported
 from trunkline.router.tools.functions import FunctionTool
@@ -19,7 +20,6 @@ from trunkline.router.tools.plan import (
 )
 
 Message = dict[str, Any]
-_THOUGHTS: Final = ("thinking", "redacted_thinking")
 
 
 def to_messages(system: Any, turns: list[Any]) -> list[Message]:
@@ -55,6 +55,9 @@ def _append(messages: list[Message], message: Message) -> None:
         messages.append(message)
         return
     last["content"] = "\n".join(text for text in (last["content"], message["content"]) if text)
+    if "reasoning_content" in message:
+        thoughts = (last.get("reasoning_content", ""), message["reasoning_content"])
+        last["reasoning_content"] = "\n".join(thought for thought in thoughts if thought)
     if "tool_calls" in message:
         last["tool_calls"] = [*last.get("tool_calls", []), *message["tool_calls"]]
 
@@ -72,8 +75,11 @@ def _turn(role: str, content: Any, path: str) -> list[Message]:
             messages.append({"role": role, "content": "", "tool_calls": [_call(block, place)]})
         elif kind == "tool_result" and role == "user":
             messages.append(_result(block, place))
-        elif not (kind in _THOUGHTS and role == "assistant"):
-            allowed = "text, tool_use" if role == "assistant" else "text, tool_result"
+        elif kind == "thinking" and role == "assistant":
+            thought = _string(block, "thinking", place)
+            messages.append({"role": role, "content": "", "reasoning_content": thought})
+        elif not (kind == "redacted_thinking" and role == "assistant"):
+            allowed = "text, tool_use, thinking" if role == "assistant" else "text, tool_result"
             raise unsupported(
                 f"{place}.type",
                 f"blocks of type {kind[:40]!r} are not supported in a {role} message, only {allowed}",

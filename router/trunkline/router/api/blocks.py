@@ -20,20 +20,21 @@ from trunkline.router.http.body import SESSION_HEADER, session_header, validate
 from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.stores.session_store import is_stored
 from trunkline.router.streams.generation import FinishName, Generation
-from trunkline.router.tools.pieces import CallStart, Piece, TextPiece
+from trunkline.router.tools.pieces import CallArguments, CallStart, Piece, TextPiece, ThoughtPiece
 from trunkline.router.tools.plan import ToolPlan
 
 _encode = msgspec.json.Encoder().encode
 
 
 class Block(msgspec.Struct):
-    """A part of an answer: a tool call if the block has a name, else a text."""
+    """A part of an answer: a tool call if the block has a name, else a thought or a text."""
 
     index: int
     text: str = ""
     """The text, or the arguments of a call as JSON."""
     name: str = ""
     call_id: str = ""
+    is_thought: bool = False
 
     @property
     def is_call(self) -> bool:
@@ -76,8 +77,10 @@ class Blocks:
             if isinstance(piece, CallStart):
                 yield from self._begin(Block(len(self.all), "", piece.name, piece.id))
                 continue
-            if isinstance(piece, TextPiece) and (self._open is None or self._open.is_call):
-                yield from self._begin(Block(len(self.all)))
+            thinks = isinstance(piece, ThoughtPiece)
+            mine = self._open is not None and not self._open.is_call and self._open.is_thought == thinks
+            if not isinstance(piece, CallArguments) and not mine:
+                yield from self._begin(Block(len(self.all), is_thought=thinks))
             assert self._open is not None
             self._open.text += piece.text
             yield BlockChange("grow", self._open, piece.text)
@@ -115,7 +118,7 @@ class AnswerBlocks:
         self.tokens: list[int] = []
         """The tokens of the answer so far."""
         self._at_least_one = at_least_one
-        self._parser = plan.make_parser(lambda: plan.draw_id(id_prefix))
+        self._parser = plan.make_parser(lambda: plan.draw_id(id_prefix), generation.job.thought)
 
     async def changes(self) -> AsyncIterator[list[BlockChange]]:
         """Yield the changes of the blocks as they come, at least one at a time.
@@ -125,17 +128,22 @@ class AnswerBlocks:
         """
         async for delta in self.generation.deltas():
             self.tokens += delta.tokens
-            changes = list(self.blocks.feed(self._pieces(delta.text, over=delta.finish is not None)))
+            changes = list(self.blocks.feed(self._pieces(delta.text, delta.finish)))
             if delta.finish is not None:
                 self.finish, self.stop = delta.finish, delta.stop
                 changes += self.blocks.finish(at_least_one=self._at_least_one)
             if changes:
                 yield changes
 
-    def _pieces(self, text: str, *, over: bool) -> list[Piece]:
+    @property
+    def thought(self) -> str:
+        """The text of the model's thoughts so far."""
+        return "".join([block.text for block in self.blocks.all if block.is_thought])
+
+    def _pieces(self, text: str, finish: FinishName | None) -> list[Piece]:
         if self._parser is None:
             return [TextPiece(text)] if text else []
-        return self._parser.feed(text) + (self._parser.finish() if over else [])
+        return self._parser.feed(text) + (self._parser.finish(cut=finish == "length") if finish else [])
 
     async def whole(self) -> list[Block]:
         """Return all blocks of the finished answer.

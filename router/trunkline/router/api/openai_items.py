@@ -6,6 +6,7 @@ response or a conversation are its items.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Final, Literal
 
@@ -64,6 +65,15 @@ class TextOptions(BaseModel):
     format: TextFormat | None = None
 
 
+class Reasoning(BaseModel):
+    """The field `reasoning`. There are no summaries: the whole thought is the content of its item."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: str | None = None
+
+
 class ResponsesRequest(BaseModel):
     """The request `POST /v1/responses`. Undeclared fields are ignored, unless `requests.py` lists them."""
 
@@ -94,6 +104,7 @@ class ResponsesRequest(BaseModel):
     """Whether the client asks for the response later."""
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
+    reasoning: Reasoning | None = None
 
     @model_validator(mode="after")
     def _check_history(self) -> ResponsesRequest:
@@ -126,8 +137,40 @@ def text_part(text: str) -> Object:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
+def thought_part(text: str) -> Object:
+    """Return the only part of a reasoning item's content."""
+    return {"type": "reasoning_text", "text": text}
+
+
+def thought_of(item: Object) -> str:
+    """Return the text of a reasoning item: its content or, if there is none, what this server once wrote into
+    `encrypted_content`. Items of other servers may have neither that it can read."""
+    parts = item.get("content")
+    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    found = "\n".join([text for text in texts if isinstance(text, str)])
+    sealed = item.get("encrypted_content")
+    if found or not isinstance(sealed, str):
+        return found
+    try:
+        return base64.b64decode(sealed, validate=True).decode()
+    except ValueError:
+        return ""
+
+
 def output_item(block: Block, item_id: str, status: str) -> Object:
     """Return a block as an item of `output`, without content if its status is "in_progress"."""
+    if block.is_thought:
+        begun = status == "in_progress"
+        sealed = None if begun else base64.b64encode(block.text.encode("utf-8", "replace")).decode()
+        parts = [] if begun else [thought_part(block.text)]
+        return {
+            "type": "reasoning",
+            "id": item_id,
+            "summary": [],
+            "content": parts,
+            "encrypted_content": sealed,
+            "status": status,
+        }
     if block.is_call:
         return {
             "type": "function_call",
@@ -141,13 +184,13 @@ def output_item(block: Block, item_id: str, status: str) -> Object:
     return {"type": "message", "id": item_id, "role": "assistant", "status": status, "content": content}
 
 
-def usage_object(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> Object:
+def usage_object(prompt_tokens: int, cached_tokens: int, output_tokens: int, thoughts: int) -> Object:
     """Return token counts as the field `usage`."""
     return {
         "input_tokens": prompt_tokens,
         "input_tokens_details": {"cached_tokens": cached_tokens},
         "output_tokens": output_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": thoughts},
         "total_tokens": prompt_tokens + output_tokens,
     }
 
@@ -216,7 +259,7 @@ def _referred(stored: dict[str, Object], reference: Object, path: str) -> Object
     return {name: value for name, value in stored[item_id].items() if name != "id"}
 
 
-_ID_PREFIXES: Final = {"message": "msg", "function_call": "fc", "function_call_output": "fco"}
+_ID_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 _ID_CHARACTERS_MAX: Final = 128
 
 
@@ -248,6 +291,8 @@ def _stored_fields(kind: str, item: Object) -> Object:
         return {"role": item["role"], "content": _stored_parts(item["content"], item["role"])}
     if kind == "function_call":
         return {name: item[name] for name in ("call_id", "name", "arguments")}
+    if kind == "reasoning":
+        return {"summary": [], "content": [thought_part(thought_of(item))]}
     output = item["output"]
     return {
         "call_id": item["call_id"],
@@ -289,6 +334,10 @@ def _add(messages: list[Message], item: Any, path: str) -> None:
         call_id = _text(item, "call_id", path)
         output = _content(item.get("output"), f"{path}.output")
         messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+    elif kind == "reasoning":
+        thought = thought_of(item)
+        if thought:
+            messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
     elif kind == "item_reference":
         raise unsupported(
             f"{path}.type", "only items of a previous response or of a conversation can be referred to"
@@ -296,7 +345,8 @@ def _add(messages: list[Message], item: Any, path: str) -> None:
     else:
         name = f"{kind[:40]!r}" if isinstance(kind, str) else "this type"
         raise unsupported(
-            f"{path}.type", f"items of {name} are not supported, only message, function_call, function_call_output"
+            f"{path}.type",
+            f"items of {name} are not supported, only message, reasoning, function_call, function_call_output",
         )
 
 
@@ -309,8 +359,15 @@ def _add_message(messages: list[Message], item: dict[str, Any], path: str) -> No
     # Most templates take a single system message at the beginning, so leading system messages become one.
     if role == "system" and messages and all(message["role"] == "system" for message in messages):
         messages[-1]["content"] += f"\n\n{content}"
+    elif role == "assistant" and messages and _is_thought(messages[-1]):
+        messages[-1]["content"] = content
     else:
         messages.append({"role": role, "content": content})
+
+
+def _is_thought(message: Message) -> bool:
+    """Return whether a message has only a thought yet, which the next item of the assistant's belongs to."""
+    return "reasoning_content" in message and not message["content"] and "tool_calls" not in message
 
 
 def _content(value: Any, path: str) -> str:

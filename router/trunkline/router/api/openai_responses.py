@@ -36,6 +36,7 @@ from trunkline.router.api.openai_items import (
     output_item,
     resolved,
     text_part,
+    thought_part,
     to_items,
     to_messages,
     usage_object,
@@ -49,8 +50,10 @@ from trunkline.router.http.answers import EventStream, JsonResponse, while_conne
 from trunkline.router.http.body import beside_loop, read_request
 from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.request_context import created_at, current, draw_hex
+from trunkline.router.service import RouterService
 from trunkline.router.streams.generation import Generation
-from trunkline.router.tools.plan import ToolPlan, plan_tools, read_choice, read_flat_tools
+from trunkline.router.tools.functions import FunctionTool
+from trunkline.router.tools.plan import Choice, ToolPlan, plan_tools, read_choice, read_flat_tools
 
 routes = APIRouter()
 
@@ -79,15 +82,24 @@ async def responses(request: Request) -> Response:
         if turn is not None:
             work.callback(turn.close)
             service = turn.service
-        plan = plan_tools(functions, choice, service.tokenizer.tool_style, parallel=body.parallel_tool_calls)
+        plan = _plan(service, body, functions, choice)
         chat = await _translate(request, body, turn)
         job = await chat_job(service, chat, plan, turn)
         generation = await while_connected(request, start(service, job, arrived_at))
         work.callback(generation.close)
-        writer = _ResponseWriter(body, body.model or service.model_name, generation, plan, turn)
+        writer = _ResponseWriter(body, service, generation, plan, turn)
         if not body.stream:
             return JsonResponse(await while_connected(request, writer.whole()))
         return EventStream(work.pop_all(), writer.events(), writer.failed)
+
+
+def _plan(
+    service: RouterService, body: ResponsesRequest, functions: list[FunctionTool], choice: Choice
+) -> ToolPlan:
+    tokenizer = service.tokenizer
+    return plan_tools(
+        functions, choice, tokenizer.tool_style, tokenizer.reasoning, parallel=body.parallel_tool_calls
+    )
 
 
 async def _translate(request: Request, body: ResponsesRequest, turn: ResponseTurn | None) -> ChatRequest:
@@ -114,6 +126,7 @@ async def _translate(request: Request, body: ResponsesRequest, turn: ResponseTur
                 "whitespace": body.whitespace,
                 "chat_template_kwargs": body.chat_template_kwargs,
                 "truncation": body.truncation,
+                "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
                 "session_id": label,
             }
         )
@@ -132,7 +145,7 @@ class _ResponseWriter:
     def __init__(
         self,
         body: ResponsesRequest,
-        model: str,
+        service: RouterService,
         generation: Generation,
         plan: ToolPlan,
         turn: ResponseTurn | None,
@@ -140,7 +153,8 @@ class _ResponseWriter:
         """`turn`: stores the response; None: nothing is stored."""
         self._body = body
         self._turn = turn
-        self._model = model
+        self._model = body.model or service.model_name
+        self._tokenizer = service.tokenizer
         self._generation = generation
         self._plan = plan
         self._answer = AnswerBlocks(generation, plan, at_least_one=True, id_prefix="call_")
@@ -178,6 +192,8 @@ class _ResponseWriter:
         if block.is_call:
             return self._call_events(change, place)
         place["content_index"] = 0
+        if block.is_thought:
+            return self._thought_events(change, place)
         if change.kind == "open":
             return [
                 self._item_event("added", block, "in_progress"),
@@ -188,6 +204,21 @@ class _ResponseWriter:
         return [
             self._event("response.output_text.done", **place, text=block.text, logprobs=[]),
             self._event("response.content_part.done", **place, part=text_part(block.text)),
+            self._item_event("done", block, self._status(block)),
+        ]
+
+    def _thought_events(self, change: BlockChange, place: Object) -> list[bytes]:
+        block = change.block
+        if change.kind == "open":
+            return [
+                self._item_event("added", block, "in_progress"),
+                self._event("response.content_part.added", **place, part=thought_part("")),
+            ]
+        if change.kind == "grow":
+            return [self._event("response.reasoning_text.delta", **place, delta=change.text)]
+        return [
+            self._event("response.reasoning_text.done", **place, text=block.text),
+            self._event("response.content_part.done", **place, part=thought_part(block.text)),
             self._item_event("done", block, self._status(block)),
         ]
 
@@ -208,7 +239,8 @@ class _ResponseWriter:
 
     def _item_id(self, block: Block) -> str:
         if block.index == len(self._item_ids):
-            self._item_ids.append(f"{'fc' if block.is_call else 'msg'}_{draw_hex('item', 24)}")
+            prefix = "fc" if block.is_call else "rs" if block.is_thought else "msg"
+            self._item_ids.append(f"{prefix}_{draw_hex('item', 24)}")
         return self._item_ids[block.index]
 
     def _status(self, block: Block) -> str:
@@ -245,7 +277,10 @@ class _ResponseWriter:
         form = None if body.text is None else body.text.format
         turn = self._turn
         conversation = None if turn is None else turn.conversation
-        usage = usage_object(generation.job.seen_tokens, generation.cached_tokens, generation.output_tokens)
+        thoughts = self._tokenizer.count_thoughts(self._answer.thought, self._answer.tokens)
+        usage = usage_object(
+            generation.job.seen_tokens, generation.cached_tokens, generation.output_tokens, thoughts
+        )
         return {
             "id": self._id,
             "object": "response",
@@ -263,7 +298,7 @@ class _ResponseWriter:
             "output": output or [],
             "parallel_tool_calls": self._plan.parallel,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
             "store": turn is not None and turn.stores,
             "temperature": sampling.temperature,
             "text": {

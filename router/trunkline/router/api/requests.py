@@ -126,7 +126,6 @@ TOKENIZE_REFUSALS: Final = RefusedFields(
 SESSIONS_REFUSALS: Final = RefusedFields({"cache_salt": ()}, _REASONS)
 MESSAGES_REFUSALS: Final = RefusedFields(
     {
-        "thinking": ({"type": "disabled"}, {"type": "adaptive"}),
         "mcp_servers": ([],),
         "container": (),
         "context_management": ({},),
@@ -147,7 +146,6 @@ RESPONSES_REFUSALS: Final = RefusedFields(
         "pml": (),
         "session_id": (),
         "cache_salt": (),
-        "reasoning": ({},),
         "top_logprobs": (0,),
         "context_management": ([],),
     },

@@ -82,7 +82,10 @@ class ServedModels(Collection[ServedModel]):
             ValueError: a tokenizer cannot be loaded.
         """
         first, *others = config.all_models
-        loaded = [ServedModel(each, Tokenizer(each.model_path, each.tool_call_parser)) for each in others]
+        loaded = [
+            ServedModel(each, Tokenizer(each.model_path, each.tool_call_parser, each.reasoning_parser))
+            for each in others
+        ]
         self._models = (ServedModel(first, tokenizer), *loaded)
         self._by_name = {name: model for model in reversed(self._models) for name in model.names}
         self._ids_are_told = bool(config.members)

@@ -45,7 +45,7 @@ _STYLES: Final[dict[str, ReasoningStyle]] = {
     "harmony": HARMONY,
 }
 _ALIASES: Final = {
-    **dict.fromkeys(("qwen3", "glm45", "deepseek_v3", "deepseek-r1", "hunyuan", "phi4"), "think"),
+    **dict.fromkeys(("qwen3", "glm45", "deepseek_v3", "hunyuan", "phi4"), "think"),
     **dict.fromkeys(("openai_gptoss", "gpt-oss", "gpt_oss"), "harmony"),
     "deepseek-r1": "deepseek_r1",
     "magistral": "mistral",
