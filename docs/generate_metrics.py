@@ -46,7 +46,7 @@ class Section(NamedTuple):
 
 
 _SECTIONS: Final = (
-    Section("Tiers and cache", ("trunkline_tier_", "trunkline_prefix_miss")),
+    Section("Tiers and cache", ("trunkline_tier_", "trunkline_prefix_miss", "trunkline_pulls_")),
     Section("Groups", ("trunkline_controller_",)),
     Section("Routing", ("trunkline_routing_", "trunkline_dispatches")),
     Section("Record store", ("trunkline_record",)),
@@ -137,6 +137,14 @@ _QUERIES: Final = (
     (
         "why the rest was not",
         "sum by (reason) (max by (controller, reason) (rate(trunkline_prefix_miss_total[5m])))",
+    ),
+    (
+        "bytes per second from other groups",
+        'sum(max by (controller) (rate(trunkline_tier_read_bytes_total{tier="peer"}[5m])))',
+    ),
+    (
+        "chunks that could not be pulled",
+        "sum by (reason) (max by (controller, reason) (rate(trunkline_pulls_given_up_total[5m])))",
     ),
     ("KV memory in use", "max by (controller) (trunkline_controller_kv_used_ratio)"),
     (

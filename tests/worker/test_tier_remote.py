@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socketserver
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +14,7 @@ import redis
 from structlog.testing import capture_logs
 from worker.redis_server import RedisServer
 from worker.s3_server import S3Server
+from worker.tier_driver import wait_until
 
 from trunkline.deploy.config.option_values import check_remote_url
 from trunkline.deploy.errors import UserError
@@ -379,3 +382,61 @@ def test_over_a_socket_of_this_host(redis_server: RedisServer) -> None:
         found(tier, 1)
     tier.close()
     other.close()
+
+
+class OldRedis(socketserver.ThreadingTCPServer):
+    """Answers as Redis 6 does: it knows neither NX nor GT of PEXPIRE."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), OldRedisHandler)
+
+
+class OldRedisHandler(socketserver.StreamRequestHandler):
+    """A connection to it."""
+
+    def handle(self) -> None:
+        while line := self.rfile.readline():
+            words = []
+            for _ in range(int(line[1:])):
+                words.append(self.rfile.read(int(self.rfile.readline()[1:]) + 2)[:-2])
+            too_many = words[0].upper() == b"PEXPIRE" and len(words) > 3
+            refused = b"-ERR wrong number of arguments for 'pexpire' command\r\n"
+            self.wfile.write(refused if too_many else b"+OK\r\n" if words[0].upper() == b"SELECT" else b":1\r\n")
+
+
+def test_a_server_that_is_too_old_is_said_at_the_start() -> None:
+    with OldRedis() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"redis://127.0.0.1:{server.server_address[1]}/0"
+        with capture_logs() as logs:
+            open_tier(url).try_out()
+        assert [entry["event"] for entry in logs] == ["remote tier fails"]
+        assert "nothing can be written: the server is older than Redis 7" in logs[0]["error"]
+        server.shutdown()
+
+
+def test_a_trial_leaves_nothing_behind(server: Server) -> None:
+    with capture_logs() as logs:
+        open_tier(server.url).try_out()
+    assert not logs
+    assert not server.places()
+
+
+def test_a_store_that_is_away_is_said_at_the_start_and_tried_again(redis_server: RedisServer) -> None:
+    redis_server.kill()
+    tier = open_tier(redis_server.url)
+    with capture_logs() as logs:
+        tier.try_out()
+    assert "nothing can be written" in logs[0]["error"]
+    redis_server.start()
+    wait_until(lambda: not _fails(tier))
+
+
+def _fails(tier: RemoteTier) -> bool:
+    try:
+        write(tier, 1)
+    except OSError:
+        return True
+    return False

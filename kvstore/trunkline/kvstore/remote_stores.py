@@ -10,14 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Final, NamedTuple, Protocol
 from urllib.parse import SplitResult, parse_qs, parse_qsl, urlsplit
+from uuid import uuid4
 
 ENTRY_POINTS: Final = "trunkline.tiers"
 CONNECT_S: Final = 1.0
 """Seconds in which a store must accept a connection."""
+_TRIAL: Final = b"a trial"
+_TRIAL_S: Final = 60.0
 ANSWER_S: Final = 3.0
 """Seconds to wait for a store's next bytes. A chunk is some megabytes; a store that takes longer for one is of no
 use."""
@@ -91,6 +95,36 @@ class RemoteStore:
         if not self.needs or find_spec(self.needs) is not None:
             return ""
         return f"{self.form} needs {self.needs}, which is not installed here: pip install '{self.extra}'"
+
+    def open(self, url: str) -> ChunkStore:
+        """Return the store that a URL names, without connecting yet.
+
+        Raises:
+            ValueError: The URL can never be used.
+        """
+        module, _, name = self.store.partition(":")
+        store: ChunkStore = getattr(import_module(module), name)(url)
+        return store
+
+
+def try_out(store: ChunkStore) -> None:
+    """Write a few bytes, read them and delete them again, as a worker would.
+
+    Raises:
+        OSError: One of these is not possible; the text says which, and why.
+    """
+    place = Place(f"trial/{uuid4().hex}", "0-1")
+    done = "written"
+    try:
+        store.write([(place, _TRIAL)], [_TRIAL_S])
+        done = "read"
+        found = store.read([place], _TRIAL_S)[0]
+        done = "deleted"
+        store.delete([place.chunk])
+    except OSError as error:
+        raise OSError(f"nothing can be {done}: {error}") from error
+    if found is None or bytes(found) != _TRIAL:
+        raise OSError("what was written is not there when it is read")
 
 
 class RemoteUrlError(ValueError):

@@ -407,6 +407,8 @@ def _serve_epoch(
     try:
         runner = load(config, _progress(config, link, watchdog))
         tiers = TierService(config, runner.copier, outbox.put, runner.head_shard)
+        if config.rank == 0:
+            tiers.try_remote()
         tracer = start_tracing(config.otlp_endpoint, "worker", f"{config.group}/rank-{config.rank}")
         traces = StepTraces(tracer, config.rank, config.group_label, config.epoch)
         try:

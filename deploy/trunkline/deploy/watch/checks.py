@@ -162,6 +162,21 @@ def tiers(facts: Facts) -> Findings:
         yield Finding(Level.OK, "tiers", f"{', '.join(sorted(names))}: no problem, no failed move")
 
 
+def stores(facts: Facts) -> Findings:
+    """Check that the remote tier of a cluster on this machine can be reached, and has the rights that it needs."""
+    for one in facts.trials:
+        if one.problem:
+            remedy = "what is stored there is computed again; docs/remote-stores.md says what a store needs"
+            if one.keeps:
+                remedy += " (tried with the credentials of this shell)"
+            yield Finding(Level.WARNING, "remote tier", f"{one.at}: {one.problem}", remedy)
+            continue
+        text = f"{one.at}: a few bytes were written, read and deleted in {one.seconds * 1000:.0f} ms"
+        if one.keeps:
+            text += "; what is stored stays until a lifecycle rule of the bucket ends it (docs/remote-stores.md)"
+        yield Finding(Level.OK, "remote tier", text)
+
+
 def peers(facts: Facts) -> Findings:
     """Check that groups can pull KV from each other, and that it is worth it."""
     found = [group for group in (facts.overview or {}).get("groups", []) if group.get("pulls")]
@@ -348,6 +363,7 @@ CHECKS: Final[tuple[Callable[[Facts], Findings], ...]] = (
     groups,
     processes,
     tiers,
+    stores,
     peers,
     records,
     cache,

@@ -27,6 +27,7 @@ from trunkline.deploy.errors import DeployError
 from trunkline.deploy.supervisor.control import ask
 from trunkline.deploy.supervisor.members import Command
 from trunkline.deploy.supervisor.run_folder import CONTROL_SOCKET, client_headers, running_clusters
+from trunkline.deploy.watch.stores import Trial, remote_urls, trial
 from trunkline.router.tenancy.auth import is_loopback
 
 _TIMEOUT_S: Final = 10.0
@@ -206,6 +207,8 @@ class Facts:
     loose_files: tuple[str, ...] = ()
     """Files with secrets in the run folder that other users may read or write."""
     machine: Machine | None = None
+    trials: tuple[Trial, ...] = ()
+    """What became of trials of the remote tiers of a cluster on this machine."""
 
 
 def gather(source: Source, own_version: str, *, probes: bool) -> Facts:
@@ -226,6 +229,7 @@ def gather(source: Source, own_version: str, *, probes: bool) -> Facts:
         folder, known["kind"] = local
         known["status"] = _status(folder)
         known["loose_files"] = loose_files(folder)
+        known["trials"] = tuple(map(trial, remote_urls(folder)))
     try:
         health = source.fetch("/health")
         known["health_status"], known["health"] = health.status_code, _json(health)

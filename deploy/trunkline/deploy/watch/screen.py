@@ -134,9 +134,11 @@ def travels(look: Look) -> Text | None:
         ("KV from other groups: ", "dim"),
         f"{number(sum(each['chunks'] for each in pulls))} chunks pulled "
         f"({format_bytes(sum(each['bytes'] for each in pulls))})",
-        f", {number(sum(each['tokens'] for each in pulls))} prompt tokens found that way",
-        f", about {_seconds(sum(each['saved_s'] for each in pulls))} of computing saved",
     )
+    if tokens := sum(each["tokens"] for each in pulls):
+        text.append(f", with {number(tokens)} prompt tokens of requests that waited for them")
+    if saved := sum(each["saved_s"] for each in pulls):
+        text.append(f", about {_seconds(saved)} of computing saved")
     given_up: defaultdict[str, int] = defaultdict(int)
     for each in pulls:
         for reason, count in each["given_up"].items():
@@ -146,7 +148,7 @@ def travels(look: Look) -> Text | None:
         text.append(f"; chunks given up: {told}", style="yellow")
     for occasion, of in (("drain", "groups that left"), ("warm_up", "new groups")):
         found = look.overview["router"].get("handovers", {}).get(occasion, {})
-        if found.get("count"):
+        if found.get("chunks") or found.get("given_up"):
             text.append(f"\n{of}: ", style="dim")
             text.append(
                 f"{number(found['count'])}, {number(found['chunks'])} chunks of {number(found['paths'])} prompts "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Final, Literal
 
 from trunkline.router.routing.handover import Handed
 from trunkline.router.telemetry.metric_families import FamilyRegistry
@@ -11,7 +12,8 @@ Occasion = Literal["drain", "warm_up"]
 _SECONDS_BUCKETS: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
-class Totals(NamedTuple):
+@dataclass(frozen=True)
+class Totals:
     """Handovers of one kind since the start; the fields as those of `Handed`."""
 
     count: int = 0

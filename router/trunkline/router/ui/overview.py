@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from dataclasses import asdict
 from typing import Any, Final
 
 import msgspec
@@ -44,7 +45,7 @@ def overview(service: RouterService) -> dict[str, Any]:
             "requests": service.live_count,
             "waiting": service.dispatcher.waiting_count,
             "handovers": {
-                occasion: totals._asdict() for occasion, totals in service.metrics.routing.handovers.totals.items()
+                occasion: asdict(totals) for occasion, totals in service.metrics.routing.handovers.totals.items()
             },
         },
         "auth": {"required": service.tenants.needs_keys, "problem": service.tenants.file_problem},

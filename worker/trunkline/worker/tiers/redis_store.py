@@ -20,6 +20,8 @@ import redis
 from trunkline.kvstore.remote_stores import ANSWER_S, CONNECT_S, Place
 
 _DELETED_AT_ONCE: Final = 1000
+_NO_CONDITIONS: Final = "wrong number of arguments for 'pexpire'"
+_TOO_OLD: Final = "the server is older than Redis 7, which a remote tier needs (PEXPIRE with NX and GT)"
 
 
 class RedisStore:
@@ -112,7 +114,7 @@ class RedisStore:
                 ask(pipeline)
                 results: list[Any] = pipeline.execute() if len(pipeline) else []
         except redis.RedisError as error:
-            raise OSError(str(error)) from error
+            raise OSError(_TOO_OLD if _NO_CONDITIONS in str(error).lower() else str(error)) from error
         return results
 
 

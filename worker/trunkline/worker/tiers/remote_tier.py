@@ -19,11 +19,11 @@ outage one warning is logged.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
 from typing import Final, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -31,9 +31,9 @@ import structlog
 
 from trunkline.kvstore.chunks import ChunkName
 from trunkline.kvstore.fingerprint import KvShape
-from trunkline.kvstore.remote_stores import ChunkStore, Place, RemoteUrlError, find_store
+from trunkline.kvstore.remote_stores import ChunkStore, Place, RemoteUrlError, find_store, try_out
 from trunkline.kvstore.shards import HeadShard, rows_of
-from trunkline.kvstore.tier import SharedTier, SlotKey, TierKind
+from trunkline.kvstore.tier import SlotKey, TierKind
 from trunkline.worker.errors import WorkerConfigError
 from trunkline.worker.tiers.disk_tier import RECORD_BYTES, RecordKeeper
 
@@ -145,6 +145,11 @@ class RemoteTier:
         """Delete chunks (see `SharedTier.delete`)."""
         if names:
             self._outages.call(lambda: self._store.delete([self._chunk(name) for name in names]))
+
+    def try_out(self) -> None:
+        """Write, read and delete a few bytes. If that is not possible, the log says why."""
+        with contextlib.suppress(OSError):
+            self._outages.call(lambda: try_out(self._store))
 
     def close(self) -> None:
         """Close the store."""
@@ -271,7 +276,7 @@ class Outages:
             self._retry_s = self._next_attempt = 0.0
 
 
-def open_remote_tier(url: str, part: Part, ttl_s: float) -> SharedTier:
+def open_remote_tier(url: str, part: Part, ttl_s: float) -> RemoteTier:
     """Return the tier that a URL names (`trunkline.kvstore.remote_stores`). It need not be reachable yet.
 
     Raises:
@@ -284,10 +289,9 @@ def open_remote_tier(url: str, part: Part, ttl_s: float) -> SharedTier:
         raise WorkerConfigError(f"remote_url (scheme {parts.scheme!r}): {error}") from None
     if kind.missing:
         raise WorkerConfigError(f"remote_url: {kind.missing}")
-    module, _, name = kind.store.partition(":")
     at = parts.hostname or parts.path  # the whole URL may hold a password
     try:
-        store: ChunkStore = getattr(import_module(module), name)(url)
+        store = kind.open(url)
     except ValueError as error:
         raise WorkerConfigError(f"remote tier at {at}: {error}") from error
     return RemoteTier(store, at, part, ttl_s)

@@ -10,6 +10,7 @@ by move, and never ends the rank: only a move of a host slot that does not exist
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,7 +33,7 @@ from trunkline.worker.tiers.exporter import Exporter, own_address
 from trunkline.worker.tiers.host_pool import HostPool
 from trunkline.worker.tiers.peer_tier import PeerTier
 from trunkline.worker.tiers.process_memory import let_family_read
-from trunkline.worker.tiers.remote_tier import Part, open_remote_tier
+from trunkline.worker.tiers.remote_tier import Part, RemoteTier, open_remote_tier
 from trunkline.worker.tiers.tier_queue import QueuedMove, TierQueue
 
 _DONE: Final = 0
@@ -74,7 +75,7 @@ class TierService:
         self._copier = copier
         self._report = report
         self._served: dict[int, _Served] = {}
-        self._shared: SharedTier | None = None
+        self._shared: RemoteTier | None = None
         self._peers: PeerTier | None = None
         self._exporter: Exporter | None = None
         if copier is None:
@@ -94,6 +95,12 @@ class TierService:
         if config.remote_url:
             self._shared = open_remote_tier(config.remote_url, _part(config, copier, shard), config.remote_ttl_s)
             self._serve(self._shared, "remote", config.io_threads)
+
+    def try_remote(self) -> None:
+        """Have the remote tier tried out in the background, so that the log says at the start if it is of no
+        use."""
+        if self._shared is not None:
+            threading.Thread(target=self._shared.try_out, name="trial", daemon=True).start()
 
     @property
     def disk_slots(self) -> int:

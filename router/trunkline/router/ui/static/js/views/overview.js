@@ -126,7 +126,7 @@ class Charts {
       { label: "running", colour: "--device", filled: true },
       { label: "waiting", colour: "--disk", dash: [5, 3] },
     ]);
-    this.tiers = new Chart({ title: "Tiers, filled", figure: percent, top: 1 }, tierLines(TIERS));
+    this.tiers = new Chart({ title: "Tiers, filled", figure: percent, top: 1 }, tierLines(TIERS.slice(0, -1)));
     this.element = h("div.charts", null, this.hits.element, this.speed.element, this.load.element, this.tiers.element);
   }
 
@@ -135,7 +135,7 @@ class Charts {
     this.hits.show(data.t, column(data, "hit_rate"));
     this.speed.show(data.t, column(data, "tokens_per_s"));
     this.load.show(data.t, overGroups(data, ".running"), overGroups(data, ".waiting"));
-    const there = TIERS.filter((name) => column(data, `tier.${name}.used`).some((value) => value !== null));
+    const there = TIERS.filter((name) => name !== "peer" && column(data, `tier.${name}.used`).some((value) => value !== null));
     this.tiers.setLines(tierLines(there));
     this.tiers.show(data.t, ...there.map((name) => ratio(column(data, `tier.${name}.used`), column(data, `tier.${name}.slots`))));
   }
@@ -195,13 +195,13 @@ function tierNote(tier) {
 /** What this router has had moved between groups. @param {Record<string, {count: number, chunks: number}> | undefined} handovers */
 function handedOver(handovers) {
   const said = /** @type {[string, string][]} */ ([["drain", "handed over by groups that left"], ["warm_up", "brought to new groups"]]);
-  return said.filter(([occasion]) => handovers?.[occasion]?.count).map(([occasion, text]) => `${short(handovers?.[occasion].chunks)} chunks ${text}`);
+  return said.filter(([occasion]) => handovers?.[occasion]?.chunks).map(([occasion, text]) => `${short(handovers?.[occasion].chunks)} chunks ${text}`);
 }
 
 /** What a group has taken from others. @param {any} pulls */
 function pullNote({ tokens, chunks, bytes, saved_s: saved, given_up: givenUp }) {
   const given = Object.entries(givenUp).filter(([, count]) => count > 0).map(([reason, count]) => `${short(count)} ${reason}`);
-  return [`${short(tokens)} tokens hit`, `${short(chunks)} chunks pulled (${short(bytes)}B)`, saved > 0 ? `about ${duration(saved)} saved` : "",
+  return [`${short(tokens)} tokens hit`, `${short(chunks)} chunks pulled (${short(bytes).replace(/[kMG]?$/, " $&B")})`, saved > 0 ? `about ${duration(saved)} saved` : "",
     given.length ? `given up: ${given.join(", ")}` : ""].filter(Boolean).join(" · ");
 }
 
