@@ -30,8 +30,8 @@ class Pair:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.view = View(cluster)
-        self._last = -1
         self._count = 0
+        wait_for(self.view.is_healthy, 60)
 
     def prompt(self) -> str:
         """One that was not asked before."""
