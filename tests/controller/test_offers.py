@@ -23,8 +23,10 @@ from trunkline.controller.messages import Handed, OffersCall, Ping
 from trunkline.controller.service import offers
 from trunkline.controller.service.handover import BEGIN_SECONDS, HandoverWait
 from trunkline.controller.service.offers import HOT, HOT_USES, LIST_SECONDS, LIVE, Offering, OfferList
-from trunkline.kvstore.chunks import chunk_name
+from trunkline.kvstore.chunks import NAME_BYTES, chunk_name
 from trunkline.router.messages import OfferedPath, Offers
+from trunkline.router.routing.handover import path_names
+from trunkline.router.routing.names import KvIdentity
 
 CHUNK = 4
 TINY = EngineConfig(num_blocks=40, chunk_size=CHUNK, max_context=80, token_budget=24, max_rows=8)
@@ -72,15 +74,19 @@ def nodes_above(node: Node) -> list[Node]:
 
 
 def key_of(node: Node) -> Key:
-    """By brute force: root and tokens of a chunk's path, as far as they say what its chunks' names are."""
+    """Root and tokens of a chunk's path."""
     root, *path = nodes_above(node)
-    tokens, name = b"", root.name
-    marker = root.name if root.key.startswith(CUT_ROOT) else b""
-    for chunk in path:
-        if marker and chunk.name != chunk_name(name, marker + chunk.key):
-            break
-        tokens, name = tokens + chunk.key, chunk.name
-    return root.key, tokens
+    return root.key, b"".join([chunk.key for chunk in path])
+
+
+def check_names(tree: RadixTree, offer: OfferedPath, end: Node) -> None:
+    """What was moved behind a cut is named, and nothing else; all other names follow."""
+    root, *path = nodes_above(end)
+    names = [chunk.text_name or chunk.name for chunk in path]
+    assert path_names(offer, KvIdentity(*tree._identity, CHUNK)) == names
+    if moved := len(offer.names) // NAME_BYTES:
+        above = path[moved - 2].name if moved > 1 else root.name
+        assert path[moved - 1].name != chunk_name(above, root.name + path[moved - 1].key), "it follows"
 
 
 def is_offered(node: Node, root: Node) -> bool:
@@ -105,6 +111,8 @@ def check_live(tree: RadixTree, paths: list[OfferedPath]) -> None:
             for other in paths
             if offer.root[:1] not in (CUT_ROOT, TEXT_ROOT)  # texts may end in chunks that are not full
         )
+    for offer in paths:
+        check_names(tree, offer, wanted[offer.root, offer.tokens][0])
     ranks = [max((n.active > 0, n.last_use) for n in wanted[offer.root, offer.tokens]) for offer in paths]
     if all(len(nodes) == 1 for nodes in wanted.values()):
         assert ranks == sorted(ranks, reverse=True)

@@ -9,7 +9,9 @@ leaked, and all invariants of engines and directories hold after each step.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from msgspec.structs import replace
@@ -17,23 +19,30 @@ from seeds import seeds
 from simulation.peers import Network
 from simulation.traffic import Mix, Traffic
 
-from trunkline.controller.cache.radix_tree import Node
+from trunkline.controller.allocation.modules import name_texts
+from trunkline.controller.cache.radix_tree import TEXT_ROOT, Node
 from trunkline.controller.engine.events import ExpectRequest
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.engine.validation import problem_of_prefetch, problem_of_submit, request_of_prefetch
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import Holder, Prefetch, Submit
+from trunkline.controller.messages import Holder, ModuleText, Prefetch, Submit
+from trunkline.controller.sequences.module_prompt import CachedText
+from trunkline.controller.service.offers import HOT, LIVE, OfferList
 from trunkline.controller.tiers import holders
 from trunkline.kvstore import peers
+from trunkline.kvstore.module_names import RelocationRule
 from trunkline.kvstore.tier import TierKind
+from trunkline.router.routing.handover import path_names
+from trunkline.router.routing.names import KvIdentity
 
 BASE = EngineConfig(num_blocks=24, chunk_size=4, max_context=80, token_budget=24, max_rows=8, peers=True)
 GROUPS = {
     "host memory only": (replace(BASE, host_slots=14), Mix(cuts=0.1, ttl=0.2)),
+    "cuts": (replace(BASE, num_blocks=40, host_slots=40), Mix(cuts=0.6, beams=0.0, scored=0.0)),
     "disks": (replace(BASE, host_slots=12, disk_slots=30, ranks=2, preemption="swap"), Mix(cuts=0.2)),
     "all tiers, modules": (
         replace(BASE, host_slots=20, disk_slots=40, remote=True, ranks=2, session_ttl_s=300.0),
-        Mix(modules=0.4, calls=0.02, schemas=3),
+        Mix(modules=0.4, calls=0.02, schemas=3, cuts=0.1),
     ),
 }
 
@@ -56,6 +65,8 @@ class Cluster:
         self.rng = random.Random(seed)
         self.network = Network()
         self.groups: list[Group] = []
+        self.moved = 0
+        """Paths handed over of which chunks were moved behind a cut."""
         for number in range(3):
             traffic = Traffic(config, mix, seed, check=True)  # alike prompts in all groups
             traffic._rng.seed(seed + 7 * number)
@@ -64,6 +75,7 @@ class Cluster:
             simulation.tiers.network = self.network
             group = Group(f"group-{number}", traffic)
             simulation.holders_of = lambda submit, group=group: self.holders(group, submit)
+            simulation.texts_of = partial(self.texts, group)
             self.groups.append(group)
             self.join(group)
         for group in self.groups:
@@ -76,19 +88,47 @@ class Cluster:
 
     def holders(self, asking: Group, submit: Submit) -> list[Holder]:
         """What a router says: where the prompt's chunks are in host memory, or what it wrongly believes."""
+        found = self.believed(asking, lambda group: self.held(group, submit))
+        checked = replace(submit, holders=found)
+        assert not problem_of_submit(checked, 0)
+        return found
+
+    def texts(self, asking: Group, texts: list[ModuleText], salt: bytes, relocate: bool) -> list[ModuleText]:
+        """The same of texts: under their names, whatever the position at which a group has computed them."""
+        named: list[CachedText] = []
+        tree = asking.traffic.simulation.tree
+        name_texts(tree, salt, texts, RelocationRule.of(BASE.positions_shift, relocate), named)
+        told = []
+        for text, names in zip(texts, named, strict=True):
+            found = self.believed(asking, partial(self.held_text, text=names))
+            told.append(replace(text, holders=found))
+        return told
+
+    def believed(self, asking: Group, count_of: Callable[[Group], int]) -> list[Holder]:
+        """What routers say of a chain of which groups have so many chunks."""
         rng, found = self.rng, list[Holder]()
         for group in rng.sample(self.groups, len(self.groups)):
             if group is asking and rng.random() < 0.9:
                 continue
-            count = self.held(group, submit)
+            count = count_of(group)
             start = rng.choice([0, 0, rng.randrange(count + 1)])
             stop = count if rng.random() < 0.7 else start + rng.randrange(1, 6)
             member, endpoints = group.told[-1] if rng.random() < 0.9 else rng.choice(group.told)
             if stop > start:
                 found.append(Holder(member, endpoints, start, stop))
-        checked = replace(submit, holders=found)
-        assert not problem_of_submit(checked, 0)
         return found
+
+    def held_text(self, group: Group, text: CachedText) -> int:
+        """How many of a text's first chunks a group has in host memory."""
+        tree = group.traffic.simulation.tree
+        nodes = []
+        if (root := tree.find_text_root(text.place)) is not None:
+            node: Node | None = root
+            for at in range(0, len(text.tokens), tree.chunk_bytes):
+                node = node.children.get(text.tokens[at : at + tree.chunk_bytes]) if node is not None else None
+                if node is not None and node.host_ready:
+                    nodes.append(node)
+        return len(nodes)
 
     def held(self, group: Group, submit: Submit) -> int:
         """How many of a plain prompt's first chunks a group has in host memory."""
@@ -154,23 +194,26 @@ class Cluster:
     def prefetch(self, group: Group) -> None:
         """Hand a path of another group over, as a router does when that one drains."""
         source = self.rng.choice(self.groups)
-        nodes = [node for node in source.traffic.simulation.tree.nodes() if node.host_ready]
-        if not nodes:
+        tree, now = source.traffic.simulation.tree, source.traffic.simulation.now
+        listed = OfferList(tree, self.rng.choice([LIVE, HOT]), now)
+        while not listed.advance(100):
+            pass
+        paths = listed.page(0, 0).paths
+        if not paths:
             return
-        path = [self.rng.choice(nodes)]
-        while path[0].parent is not None:
-            path.insert(0, path[0].parent)
-        root, *chunks = path
-        chunks = [node for node in chunks if node.token_count == BASE.chunk_size]
-        if not chunks:
-            return
+        special = [path for path in paths if path.names or path.root.startswith(TEXT_ROOT)]
+        path = self.rng.choice(special if special and self.rng.random() < 0.7 else paths)
         member, endpoints = source.told[-1]
+        names = path_names(path, KvIdentity(*tree._identity, BASE.chunk_size))
+        assert set(names) <= {node.text_name or node.name for node in tree.nodes()}, "a path has other names"
+        self.moved += bool(path.names)
         message = Prefetch(
-            1, b"".join(n.key for n in chunks), holders=[Holder(member, endpoints, 0, len(chunks))], root=root.key
+            1, path.tokens, holders=[Holder(member, endpoints, 0, len(names))], root=path.root, names=path.names
         )
         assert not problem_of_prefetch(message, 0)
         if not group.traffic.simulation.engine.is_away:
-            group.traffic.simulation.receive(ExpectRequest((0, 1), request_of_prefetch(message), message.root))
+            expected = ExpectRequest((0, 1), request_of_prefetch(message), message.root, message.names)
+            group.traffic.simulation.receive(expected)
 
     def check(self, group: Group) -> None:
         simulation = group.traffic.simulation

@@ -88,6 +88,9 @@ class Simulation:
 
     holders_of: Callable[[Submit], list[Holder]] | None = None
     """What a router says of peers that have chunks of a prompt; None: nothing."""
+    texts_of: Callable[[list[ModuleText], bytes, bool], list[ModuleText]] | None = None
+    """The texts of a prompt or call, of a salt, that may be relocated, with what a router says of peers; None:
+    nothing."""
 
     def __init__(self, config: EngineConfig, *, check: bool = True, seed: int = 0) -> None:
         self.engine = Engine(config)
@@ -146,6 +149,9 @@ class Simulation:
         )
         if self.holders_of is not None:
             submit = replace(submit, holders=self.holders_of(submit))
+        if self.texts_of is not None and submit.layout is not None:
+            texts = self.texts_of(submit.layout.texts, submit.salt, submit.layout.relocate)
+            submit = replace(submit, layout=replace(submit.layout, texts=texts))
         self.receive(Request.of(request_id, submit))
         return request_id
 
@@ -185,6 +191,8 @@ class Simulation:
         """Ask something about texts; the answer comes to `replies` under the number that is returned."""
         ticket = self.next_id
         self.next_id += 1
+        if self.texts_of is not None:
+            texts = self.texts_of(texts, options.get("salt", b""), options.get("relocate", True))
         self._call(ticket, ModulesCall(ticket, op, texts, **options))
         return ticket
 

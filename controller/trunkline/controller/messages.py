@@ -34,6 +34,22 @@ class BeamSearch(msgspec.Struct, array_like=True, frozen=True):
     ("never"): when it cannot."""
 
 
+class Holder(msgspec.Struct, array_like=True, frozen=True):
+    """A peer, which is another group, and a run of a prompt's chunks that it has in host memory. It may have lost
+    them by the time that they are pulled."""
+
+    member: str
+    """Id of the group as a member of the cluster."""
+    endpoints: list[str]
+    """Where the group's ranks export KV, by rank (`State.exports`)."""
+    start: int
+    """Index in the path of the run's first chunk. Only whole chunks are counted, and the last one of a text. The
+    path of a prompt with modules is its own tokens; that of a prompt with dropped ranges is what is left, as a
+    plain prompt."""
+    stop: int
+    """Index behind the run's last chunk."""
+
+
 class ModuleText(msgspec.Struct, array_like=True, frozen=True):
     """A text of a schema whose KV is computed once, seeing only the texts before it on its path, and then serves
     every prompt that imports it (Prompt Cache §3.3)."""
@@ -48,6 +64,8 @@ class ModuleText(msgspec.Struct, array_like=True, frozen=True):
     seen: bytes = b""
     """int32 `[n, 2]`: ranges `[start, stop)` of the text's tokens, ascending and disjoint, that the request sees.
     Empty: the text is there only because other texts are computed behind it."""
+    holders: list[Holder] = []
+    """Peers that have chunks of the text, if they have computed it at this position."""
 
 
 class PromptLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -63,21 +81,6 @@ class PromptLayout(msgspec.Struct, array_like=True, frozen=True):
     """Seconds for which the texts are kept after the request's end; 0: the group's own setting."""
     relocate: bool = True
     """Whether a text that was computed at another distance from the texts above it may be used, too."""
-
-
-class Holder(msgspec.Struct, array_like=True, frozen=True):
-    """A peer, which is another group, and a run of a prompt's chunks that it has in host memory. It may have lost
-    them by the time that they are pulled."""
-
-    member: str
-    """Id of the group as a member of the cluster."""
-    endpoints: list[str]
-    """Where the group's ranks export KV, by rank (`State.exports`)."""
-    start: int
-    """Index in the prompt's path of the run's first chunk. Only whole chunks are counted. The path of a prompt
-    with modules is its own tokens; that of a prompt with dropped ranges is what is left, as a plain prompt."""
-    stop: int
-    """Index behind the run's last chunk."""
 
 
 class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
@@ -168,6 +171,8 @@ class Prefetch(msgspec.Struct, array_like=True, frozen=True, tag="prefetch"):
     root: bytes = b""
     """Key of the root below which `tokens` are to be found (`OfferedPath.root`); then `salt`, `drops` and `layout`
     are not looked at. Empty: they say which root it is."""
+    names: bytes = b""
+    """Names of the path's first chunks behind a cut, as in `OfferedPath.names`; only together with `root`."""
 
 
 class Forget(msgspec.Struct, array_like=True, frozen=True, tag="forget"):

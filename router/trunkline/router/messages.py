@@ -404,6 +404,9 @@ class OfferedPath(msgspec.Struct, array_like=True, frozen=True):
     """Number of requests that used the path's last chunk and have left."""
     age: float = 0.0
     """Seconds since the path's last chunk was used."""
+    names: bytes = b""
+    """Names, 16 bytes each, of the path's first chunks that were moved behind a cut: they do not follow from root
+    and tokens. The names of the others do."""
 
 
 class Offers(msgspec.Struct, array_like=True, frozen=True, tag="offers"):

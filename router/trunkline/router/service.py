@@ -129,6 +129,7 @@ class RouterService:
             lambda code: self.metrics.modules.errors.labels(code).inc(),
             quota_of=self.tenants.quota_of,
             pins_of=self.tenants.pins_of,
+            texts_for=lambda *of: self.dispatcher.told_texts(*of),
         )
         self._task_stores = TaskStores(self.records, self.tenants.quota_of)
         self.large_requests = LargeRequests(config.max_body_bytes)
@@ -384,10 +385,10 @@ class RouterService:
         wanted = Prefetch(0, route.tokens, route.salt, drops, route.layout)
         if decision.sleeping is not None and (peer := self.links.get(decision.sleeping.controller)) is not None:
             peer.tell(lambda ticket: msgspec.structs.replace(wanted, ticket=ticket))
+        layout = decision.laid_out(route.layout)
+        pulled = msgspec.structs.replace(wanted, holders=decision.holders, layout=layout)
         answer = await call_persistently(
-            link,
-            lambda ticket: msgspec.structs.replace(wanted, ticket=ticket, holders=decision.holders),
-            CALL_SECONDS,
+            link, lambda ticket: msgspec.structs.replace(pulled, ticket=ticket), CALL_SECONDS
         )
         if not isinstance(answer, Prefetched):
             raise unavailable("the engine gave another answer than the one to the question")

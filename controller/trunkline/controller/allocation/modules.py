@@ -32,6 +32,7 @@ from trunkline.controller.sequences.module_prompt import CachedText, ModulePromp
 from trunkline.controller.sequences.sequence import PrefixMatch, Sequence, SequenceGroup, Stem, TokenBuffer
 from trunkline.kvstore.chunks import OPEN_COUNT, Extent, Int32Array
 from trunkline.kvstore.module_names import Ranges, RelocationRule, modules_root, pairs, prompt_root, text_names
+from trunkline.kvstore.tier import TierKind
 
 
 def name_texts(
@@ -50,7 +51,7 @@ def name_texts(
     for text in texts:
         parent = (named[text.parent].content, named[text.parent].position) if text.parent >= 0 else None
         names = text_names(text.position, text.tokens, parent, base, rule, tree.chunk_bytes)
-        named.append(CachedText(text.tokens, text.position, text.parent, pairs(text.seen), *names))
+        named.append(CachedText(text.tokens, text.position, text.parent, pairs(text.seen), *names, text.holders))
 
 
 def chain_of(texts: AbstractSequence[CachedText], index: int) -> list[int]:
@@ -117,7 +118,8 @@ class FoundText(NamedTuple):
 
 
 def find_text(tree: RadixCache, text: CachedText, stop: int, step: int) -> FoundText:
-    """Return the chunks of the first `stop` tokens of a text that step `step` can use."""
+    """Return the chunks of the first `stop` tokens of a text that step `step` can use. What only a peer has is
+    missing: the job that encodes the text pulls it."""
     root = tree.find_text_root(text.place)
     if root is None:
         return FoundText([], None, text.position)
@@ -126,7 +128,7 @@ def find_text(tree: RadixCache, text: CachedText, stop: int, step: int) -> Found
     node = root
     for at in range(0, stop * TOKEN_BYTES, size):
         child = _child(tree, node, text.tokens[at : at + size])
-        if child is None or tree.tiers.tier_of(child) is None:
+        if child is None or tree.tiers.tier_of(child) in (None, TierKind.PEER):
             return FoundText([], None, base)
         if child.ready_step >= step:
             return FoundText([], child, base)

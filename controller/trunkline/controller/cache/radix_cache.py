@@ -145,14 +145,17 @@ class RadixCache(RadixTree):
         self.tiers.add_remote(node)
         return node
 
-    def add_peer(self, parent: Node, key: bytes, peer: Peer, now: float, marker: bytes = b"") -> Node:
-        """Add a chunk that a peer is said to have, or note it of one that is there; `marker` as in `attach`.
+    def add_peer(
+        self, parent: Node, key: bytes, peer: Peer, now: float, marker: bytes = b"", name: ChunkName | None = None
+    ) -> Node:
+        """Add a chunk that a peer is said to have, or note it of one that is there; `marker` and `name` as in
+        `attach`.
 
         The caller makes a waiting job want the chunk before the next moves.
         """
         node = parent.children.get(key)
         if node is None:
-            node = self.attach(parent, key, NO_BLOCK, 0, marker)
+            node = self.attach(parent, key, NO_BLOCK, 0, marker, name)
             node.last_use = now
         self.tiers.add_peer(node, peer)
         return node

@@ -276,6 +276,10 @@ class RadixTree:
         be."""
         return self._root(PROMPT_ROOT + name, name)
 
+    def find_prompt_root(self, name: ChunkName) -> Node | None:
+        """Return the root for the own tokens of a prompt with modules, if there is one."""
+        return self._roots.get(PROMPT_ROOT + name)
+
     def restore_root(self, key: bytes) -> Node | None:
         """Return the root for a key that another run stored; None if the key is not valid."""
         if key.startswith(SALT_ROOT):
@@ -388,15 +392,24 @@ class RadixTree:
 
     # Structure
 
-    def attach(self, parent: Node, key: bytes, block: BlockId, ready_step: int, marker: bytes = b"") -> Node:
+    def attach(
+        self,
+        parent: Node,
+        key: bytes,
+        block: BlockId,
+        ready_step: int,
+        marker: bytes = b"",
+        name: ChunkName | None = None,
+    ) -> Node:
         """Add a chunk below `parent`, which must not have such a child.
 
         Args:
             marker: name of the cut behind which the chunk is computed; empty: its whole history is seen.
+            name: name of a chunk that was moved to another group's cut; None: the name follows from all this.
         """
-        node = Node(parent, key, chunk_name(parent.name, marker + key), block)
+        node = Node(parent, key, name or chunk_name(parent.name, marker + key), block)
         node.ready_step = ready_step
-        node.exact = not marker
+        node.exact = not marker if name is None else name == chunk_name(parent.name, key)
         if parent.text_name is not None:
             node.text_name = chunk_name(parent.text_name, key)
         self._link(parent, node)

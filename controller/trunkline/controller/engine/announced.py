@@ -4,32 +4,29 @@ from __future__ import annotations
 
 from trunkline.controller.allocation.prefix_match import match_prefix
 from trunkline.controller.cache.radix_cache import RadixCache
+from trunkline.controller.engine.events import ExpectRequest
 from trunkline.controller.engine.requests import group_of
 from trunkline.controller.engine.validation import is_expectable
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.sequences.sequence import Request
+from trunkline.controller.tiers.holders import KnownPath
 from trunkline.controller.tiers.prefetch import Prefetcher
 from trunkline.controller.tiers.tier_orders import TierOrders
 
 
 def expect_prompt(
-    request: Request,
-    root: bytes,
-    prefetcher: Prefetcher,
-    tree: RadixCache,
-    config: EngineConfig,
-    step: int,
-    now: float,
+    event: ExpectRequest, prefetcher: Prefetcher, tree: RadixCache, config: EngineConfig, step: int, now: float
 ) -> tuple[int, int]:
     """Fetch a prompt's chunks into host memory; return how many of its tokens are known, and are being fetched.
 
     Args:
-        root: key of the root below which the prompt's tokens are; empty: the request says which root it is.
         step: number of the next step.
     """
-    if root:
-        submit = request.submit
-        return prefetcher.announce_path(root, submit.tokens, submit.holders, now, config.session_ttl_s)
+    request = event.request
+    if event.root:
+        holders = request.submit.holders
+        path = KnownPath(event.root, request.submit.tokens, event.names)
+        return prefetcher.announce_path(path, holders, now, config.session_ttl_s)
     if not is_expectable(request, config):
         return 0, 0
     group = group_of(request, 0, request.submit.sampling, tree, config, is_announced=True)

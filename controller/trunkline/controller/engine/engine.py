@@ -24,7 +24,6 @@ from trunkline.controller.engine.announced import expect_prompt, forget_prompt
 from trunkline.controller.engine.disk_chunks import DiskChange, StoredChunks, restore_chunks, take_disk_changes
 from trunkline.controller.engine.events import (
     AbortRequest,
-    Caller,
     CallTexts,
     DropCache,
     EndAll,
@@ -165,8 +164,8 @@ class Engine:
                 self._grammar_ready(event, now)
             case CallTexts(call_id, call):
                 self._call_texts(call_id, call, now)
-            case ExpectRequest(caller, request, root):
-                self._expect_request(caller, request, root, now)
+            case ExpectRequest():
+                self._expect_request(event, now)
             case ForgetPrompt(request):
                 forget_prompt(request, self.traffic, self.scheduler.kv.tree, self.config, self._step + 1)
             case DropCache(caller):
@@ -273,7 +272,7 @@ class Engine:
             self._requests.end(self.scheduler, group, Finished(group.id, FinishReason.ENGINE_FAILED, detail), now)
             return
         self.scheduler.queue.add(group)
-        self.scheduler.encoding.jobs.encode_missing_texts(group, self._step + 1)  # from the next plan on
+        self.scheduler.encoding.jobs.encode_missing_texts(group, self._step + 1, now)  # from the next plan on
         if self.config.prefix_cache and self.config.host_slots:
             known = self.prefetcher.arrived(group, self._step + 1, now)
             self.scheduler.queue.found(group, known)
@@ -442,12 +441,12 @@ class Engine:
             self.scheduler.kv.tree.drop_lost()
         else:
             self.prefetcher.probed(report, self._step + 1, now)
-            self.scheduler.end_found(self._step + 1, now)
+        self.scheduler.end_found(self._step + 1, now, probed=isinstance(report, Probed))
 
-    def _expect_request(self, caller: Caller, request: Request, root: bytes, now: float) -> None:
-        tree = self.scheduler.kv.tree
-        known, coming = expect_prompt(request, root, self.prefetcher, tree, self.config, self._step + 1, now)
-        self._requests.pending_outputs.replies.append((caller[0], Prefetched(0, caller[1], known, coming)))
+    def _expect_request(self, event: ExpectRequest, now: float) -> None:
+        tree, (router, ticket) = self.scheduler.kv.tree, event.caller
+        known, coming = expect_prompt(event, self.prefetcher, tree, self.config, self._step + 1, now)
+        self._requests.pending_outputs.replies.append((router, Prefetched(0, ticket, known, coming)))
 
     # Steps
 

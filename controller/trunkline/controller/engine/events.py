@@ -84,6 +84,8 @@ class ExpectRequest:
     request: Request
     root: bytes = b""
     """Key of the root below which the request's tokens are looked for; empty: the request says which one it is."""
+    names: bytes = b""
+    """Names of the path's first chunks that were moved behind a cut (`Prefetch.names`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from trunkline.controller.messages import Forget, Holder, ModulesCall, ModuleTex
 from trunkline.controller.sequences.beam_search import WIDTH_MAX
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.beams import candidate_count
-from trunkline.kvstore.chunks import blocks_for, unpack_int32
+from trunkline.kvstore.chunks import NAME_BYTES, blocks_for, unpack_int32
 from trunkline.kvstore.cuts import problem_of_drops
 from trunkline.runtime.spans import CONTEXT_BYTES
 from trunkline.worker.messages import Sampling
@@ -92,6 +92,10 @@ def problem_of_prefetch(message: Prefetch | Forget, vocab_size: int) -> str:
     problem = tokens_problem(message.tokens, vocab_size)
     if isinstance(message, Prefetch):
         problem = problem or _problem_of_holders(message.holders)
+        if len(message.names) % NAME_BYTES or (message.names and not message.root):
+            problem = (
+                problem or f"{len(message.names)} bytes of names were given; each has {NAME_BYTES}, below a root"
+            )
         if problem or message.root:
             return problem
     if not problem and message.layout is not None:
@@ -286,6 +290,8 @@ def _problem_of_text(texts: Sequence[ModuleText], index: int) -> str:
         return f"it stands at position {text.position}"
     if not -1 <= text.parent < index:
         return f"its parent is text {text.parent}; parents come first"
+    if problem := _problem_of_holders(text.holders):
+        return problem
     if len(text.seen) % _PAIR_BYTES:
         return f"seen ranges are {len(text.seen)} bytes, which is no array of pairs of int32"
     before = 0

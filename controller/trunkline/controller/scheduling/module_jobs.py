@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, Protocol, runtime_checkable
 
 from msgspec import structs
 
@@ -39,6 +39,13 @@ sees: a chain of a thousand texts, all at once, would take seconds and gigabytes
 JOBS_MAX: Final = 256
 """Number of jobs from which on only the first request in the queue may add jobs, and a job may add jobs for the
 texts above its own."""
+
+
+@runtime_checkable
+class _Call(Protocol):
+    """A call that waits for texts."""
+
+    computed_tokens: int
 
 
 @dataclass(slots=True)
@@ -100,8 +107,9 @@ class ModuleJobs:
 
     # Waiting
 
-    def encode_missing_texts(self, group: SequenceGroup, step: int, *, is_first: bool = False) -> bool:
-        """Start jobs for the missing texts of a group, as many as allowed; return whether none is missing.
+    def encode_missing_texts(self, group: SequenceGroup, step: int, now: float, *, is_first: bool = False) -> bool:
+        """Start jobs for the missing texts of a group, as many as allowed; return whether none is missing, and the
+        group, if it is a job, does not wait for its own text to come from peers.
 
         Args:
             is_first: whether the group is the first request in the queue.
@@ -109,7 +117,7 @@ class ModuleJobs:
         prompt = group.modules
         if prompt is None:
             return True
-        if self._waits.get(group):
+        if self._waits.get(group) or (group.encodes and self._fetching.awaits_pulls(group, now)):
             return False
         if len(self._jobs) >= JOBS_MAX and not (is_first or group.encodes):
             return False  # searching for the texts of many waiting groups would take too long
@@ -211,10 +219,20 @@ class ModuleJobs:
 
     # Ending
 
-    def found(self, step: int) -> list[SequenceGroup]:
-        """Return the queued jobs whose text has turned up in a tier; they must be ended."""
-        queued = [group for group in self.groups() if group.queued]
-        return [g for g in queued if find_text(self._tree, text := _target(g), text.token_count, step).nodes]
+    def found(self, step: int, *, probed: bool) -> list[SequenceGroup]:
+        """Return the queued jobs whose text has come from peers or, if `probed`, turned up in any tier; they must
+        be ended. The requests that wait for them are told where the text was."""
+        found = []
+        for group in self.groups():
+            if not (group.queued and (probed or self._fetching.has_pulled(group))):
+                continue
+            text = _target(group)
+            if find_text(self._tree, text, text.token_count, step).nodes:
+                found.append(group)
+                for waiter in self._jobs[text.content].waiters:
+                    if isinstance(waiter, SequenceGroup) and waiter.queued:
+                        self._fetching.pass_on(group, waiter)
+        return found
 
     def done(self, group: SequenceGroup, step: int, *, computed: bool = True) -> None:
         """Note that a job has ended and its text can be found.
@@ -229,8 +247,11 @@ class ModuleJobs:
             del waits[text.content]
             if not waits:
                 del self._waits[waiter]
-            if not computed and isinstance(waiter, SequenceGroup) and waiter.modules is not None:
-                waiter.modules.not_encoded(text)
+            if isinstance(waiter, SequenceGroup):
+                if not computed and waiter.modules is not None:
+                    waiter.modules.not_encoded(text)
+            elif not computed and isinstance(waiter, _Call):
+                waiter.computed_tokens -= text.token_count
         self._tree.totals.encoded_texts += computed
         self._tree.totals.encoded_tokens += text.token_count * computed
         if self._holder in job.waiters:

@@ -142,9 +142,9 @@ class Scheduler:
             computed = sequence.resident < sequence.tokens.count
             self.encoding.jobs.done(sequence.group, step, computed=computed)
 
-    def end_found(self, step: int, now: float) -> None:
-        """End the encoding jobs whose texts have turned up in the remote tier."""
-        for group in self.encoding.jobs.found(step):
+    def end_found(self, step: int, now: float, *, probed: bool) -> None:
+        """End the encoding jobs whose texts have come from peers or, if `probed`, turned up in any tier."""
+        for group in self.encoding.jobs.found(step, probed=probed):
             if not group.members:
                 continue  # only another of these jobs needed it, and it has ended with that job
             for member in group.members.copy():
@@ -327,7 +327,7 @@ class Scheduler:
                 continue
             if self.admission.quarantine.must_wait(group.id):
                 return 0
-            if not self.encoding.jobs.encode_missing_texts(group, plan.step, is_first=group is first):
+            if not self.encoding.jobs.encode_missing_texts(group, plan.step, plan.now, is_first=group is first):
                 continue
             while not self._may_start(group, plan.step):
                 if not self._make_way(group, plan.now):

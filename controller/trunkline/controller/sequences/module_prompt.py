@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkline.controller.cache.radix_tree import TOKEN_BYTES
+from trunkline.controller.messages import Holder
 from trunkline.kvstore.chunks import ChunkName, Int32Array, blocks_for
 from trunkline.kvstore.module_names import Ranges
 
@@ -27,6 +28,8 @@ class CachedText(NamedTuple):
     """Name of the text's tree, from what the text sees and its first chunk."""
     content: ChunkName
     """Name of the whole text, with what it sees."""
+    holders: Sequence[Holder] = ()
+    """Peers that are said to have chunks of the text."""
 
     @property
     def token_count(self) -> int:

@@ -14,7 +14,7 @@ A chunk that is not full is left to be computed again; only the last chunk of a 
 text of which a part is missing is of no use.
 
 A path is known elsewhere by its root's key and its tokens. Chunks that were moved behind a cut have the names of
-their old places (`RadixCache.graft`), which do not follow from that, so paths end before them.
+their old places (`RadixCache.graft`), which do not follow from that, so these names are told, too.
 
 The tree changes while it is walked, and while its pages are asked for. Chunks that are gone by then are left out.
 """
@@ -136,8 +136,7 @@ class OfferList:
         return (False, chunk.uses) if parts and chunk.uses >= HOT_USES else None
 
     def _path(self, end: Chunk) -> OfferedPath | None:
-        """Return the path to a chunk; None: it is gone, or nothing of the path can be known elsewhere."""
-        keys: list[bytes] = []
+        """Return the path to a chunk; None: it is gone."""
         chunks: list[Chunk] = []
         chunk = end
         while chunk.parent is not None:
@@ -146,14 +145,16 @@ class OfferList:
         root = chunk
         if root is end:
             return None
-        marker = root.name if root.key.startswith(CUT_ROOT) else b""
-        for chunk in reversed(chunks):
-            assert chunk.parent is not None
-            if marker and chunk.name != chunk_name(chunk.parent.name, marker + chunk.key):
-                break  # it was moved behind the cut
-            keys.append(chunk.key)
+        chunks.reverse()
+        moved = 0
+        if root.key.startswith(CUT_ROOT):
+            above = [root, *chunks]
+            for index, (parent, chunk) in enumerate(zip(above, chunks, strict=False), start=1):
+                if chunk.name != chunk_name(parent.name, root.name + chunk.key):
+                    moved = index
+        names = b"".join([chunk.name for chunk in chunks[:moved]])
         age = 0.0 if end.active else max(0.0, self.made_at - end.last_use)
-        return OfferedPath(root.key, b"".join(keys), end.uses, age) if keys else None
+        return OfferedPath(root.key, b"".join([chunk.key for chunk in chunks]), end.uses, age, names)
 
 
 class Offering:

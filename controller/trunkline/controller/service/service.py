@@ -420,7 +420,8 @@ class ControllerService:
             self.routers.send(router, Prefetched(0, message.ticket, 0, 0))
         else:
             request = request_of_prefetch(message)
-            self._pending.events.append(ExpectRequest((router, message.ticket), request, message.root))
+            caller = router, message.ticket
+            self._pending.events.append(ExpectRequest(caller, request, message.root, message.names))
 
     def _modules_call(self, router: int, call: ModulesCall) -> None:
         problem = problem_of_call(call, self.config.vocab_size)

@@ -7,8 +7,13 @@
       of no use                                   ░░░░░░░░        a prefix has no gaps
 
 The names of these chunks follow from the root and the tokens, so a router only says *where* a chunk may be, never
-what it is. From here on such a chunk is like one in any other tier: a waiting request wants it, it is pulled in
-the order of the queue, and the request computes it if that is faster.
+what it is. (Chunks that were moved behind a cut keep their old names, which the group that hands them over tells.
+Only requests that make the same cut find them, as there.) A text of a module is pulled by the job that would
+otherwise encode it (`trunkline.controller.scheduling.module_jobs`), under the name that it has if the peer has
+computed it at the same position.
+
+From here on such a chunk is like one in any other tier: a waiting request wants it, it is pulled in the order of
+the queue, and the request computes it if that is faster.
 
 For a request, a peer is of no use if a pull is known to take longer than computing the chunk. Then nothing is
 noted, and the estimate is lowered a little, because only a pull can correct it.
@@ -16,20 +21,31 @@ noted, and the estimate is lowered a little, because only a pull can correct it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from trunkline.controller.cache.radix_cache import RadixCache
-from trunkline.controller.cache.radix_tree import SALT_ROOT, TEXT_ROOT, Node
+from trunkline.controller.cache.radix_tree import CUT_ROOT, SALT_ROOT, TEXT_ROOT, Node
 from trunkline.controller.messages import Holder
 from trunkline.controller.sequences.sequence import SequenceGroup
 from trunkline.controller.tiers.costs import StepCosts
-from trunkline.kvstore.chunks import NO_PEER
+from trunkline.kvstore.chunks import NAME_BYTES, NO_PEER, ChunkName
 from trunkline.kvstore.peers import PEER_READ_US, Peer
 
 NOTED_MAX: Final = 4096
 """Largest number of chunks of one prompt that are noted as a peer's."""
 _TRANSPORTS: Final = ("ipc://", "tcp://")
+
+
+class KnownPath(NamedTuple):
+    """A path as another group offers it (`OfferedPath`)."""
+
+    root: bytes
+    """Key of the root (`RadixTree.restore_root`)."""
+    tokens: bytes
+    """int32 token ids of the path's chunks. Only the last chunk of a module's text may be partial."""
+    names: bytes = b""
+    """Names of the first chunks, 16 bytes each, that were moved behind the cut."""
 
 
 class Trail(NamedTuple):
@@ -39,6 +55,8 @@ class Trail(NamedTuple):
     marker: bytes
     """Name of what the chunks see (`trunkline.controller.sequences.sequence.Stem.marker`)."""
     keys: list[bytes]
+    names: Sequence[ChunkName] = ()
+    """Names of the first chunks, if they do not follow from root and keys."""
 
 
 class Holders:
@@ -60,49 +78,53 @@ class Holders:
         Args:
             is_announced: whether the request is only expected, so that its chunks may be pulled slowly.
         """
-        holders = group.request.submit.holders
-        if not (holders and self._is_on and group.prompt_scored):
+        if not (self._is_on and group.prompt_scored):
             return []
         if not (is_announced or self._costs.load_pays(self._tree.chunk_size)):
             return []
-        trail = self._trail_of(group)
-        if trail is None:
-            return []
-        path = self._follow(trail, self._peers(holders, now, is_announced=is_announced), now)
-        self._tree.prune_root(trail.root)
-        return [node for node in path if node.peer != NO_PEER]
+        found: list[Node] = []
+        for trail, holders in self._trails(group, is_announced=is_announced):
+            path = self._follow(trail, self._peers(holders, now, is_announced=is_announced), now)
+            self._tree.prune_root(trail.root)
+            found += [node for node in path if node.peer != NO_PEER]
+        return found
 
-    def learn_path(self, root_key: bytes, tokens: bytes, holders: Sequence[Holder], now: float) -> list[Node]:
-        """Note what holders have of a path below a root; return its chunks that some tier or a peer has, in order.
-
-        Args:
-            root_key: key of the root (`RadixTree.restore_root`).
-            tokens: int32 token ids of the path's chunks. The last chunk of a module's text may be partial.
-        """
-        root = self._tree.restore_root(root_key) if self._is_on else None
+    def learn_path(self, known: KnownPath, holders: Sequence[Holder], now: float) -> list[Node]:
+        """Note what holders have of a path below a root; return its chunks that some tier or a peer has, in
+        order."""
+        root = self._tree.restore_root(known.root) if self._is_on else None
         if root is None:
             return []
-        size, path = self._tree.chunk_bytes, list[Node]()
-        stop = len(tokens) if root_key.startswith(TEXT_ROOT) else len(tokens) - len(tokens) % size
-        keys = [tokens[at : min(at + size, stop)] for at in range(0, stop, size)]
-        marker = b"" if root_key.startswith(SALT_ROOT) else root.name
-        if root.key == root_key:  # else this group has computed the text at another position
-            path = self._follow(Trail(root, marker, keys), self._peers(holders, now, is_announced=True), now)
+        size, path, tokens = self._tree.chunk_bytes, list[Node](), known.tokens
+        stop = len(tokens) if known.root.startswith(TEXT_ROOT) else len(tokens) - len(tokens) % size
+        marker = b"" if known.root.startswith(SALT_ROOT) else root.name
+        names = _names_of(known)
+        if root.key == known.root and len(names) * size <= stop:  # else the text is here at another position
+            trail = Trail(root, marker, _chunks(tokens[:stop], size), names)
+            path = self._follow(trail, self._peers(holders, now, is_announced=True), now)
         self._tree.prune_root(root)
         return path
 
-    def _trail_of(self, group: SequenceGroup) -> Trail | None:
-        """Return the chunks that the indices of a request's holders count: the whole chunks of its own tokens;
-        with a cut, of what is left as a plain prompt."""
+    def _trails(self, group: SequenceGroup, *, is_announced: bool) -> Iterator[tuple[Trail, Sequence[Holder]]]:
+        """Yield the chunks that the indices of holders count, with the holders: the whole chunks of a request's
+        own tokens (with a cut, of what is left as a plain prompt), and all chunks of a text for the job that
+        encodes it. A request that is only announced has no jobs."""
         tree, tokens, prompt = self._tree, group.members[0].tokens, group.modules
-        if prompt is not None:
-            if prompt.target >= 0 or not prompt.runs:
-                return None
+        holders = group.request.submit.holders
+        if prompt is None:
+            if holders:
+                seen = tokens.view() if group.cut is None else group.cut.cut.seen(tokens.view())
+                packed = seen.astype("<i4", copy=False).tobytes()
+                yield Trail(tree.root(group.request.submit.salt), b"", _whole(packed, tree.chunk_bytes)), holders
+            return
+        wanted = [prompt.texts[part.text] for part in prompt.parts] if is_announced else []
+        for text in [prompt.texts[prompt.target]] if prompt.target >= 0 else wanted:
+            if text.holders:
+                root = tree.text_root(text.place, text.position)
+                yield Trail(root, root.name, _chunks(text.tokens, tree.chunk_bytes)), text.holders
+        if holders and prompt.target < 0 and prompt.runs:
             root, own = tree.prompt_root(prompt.name), tokens.to_bytes(prompt.entries * tree.chunk_size)
-            return Trail(root, root.name, _whole_chunks(own, tree.chunk_bytes))
-        seen = tokens.view() if group.cut is None else group.cut.cut.seen(tokens.view())
-        packed = seen.astype("<i4", copy=False).tobytes()
-        return Trail(tree.root(group.request.submit.salt), b"", _whole_chunks(packed, tree.chunk_bytes))
+            yield Trail(root, root.name, _whole(own, tree.chunk_bytes)), holders
 
     def _peers(self, holders: Sequence[Holder], now: float, *, is_announced: bool) -> list[tuple[Holder, Peer]]:
         """Return the holders from which chunks can be pulled; for a request that waits, only those from which that
@@ -125,11 +147,15 @@ class Holders:
         path: list[Node] = []
         node, noted = trail.root, 0
         for index, key in enumerate(trail.keys):
+            name = trail.names[index] if index < len(trail.names) else None
             child = node.children.get(key)
+            if child is not None and name is not None and child.name != name:
+                break  # it was computed behind the cut, and does not go on as the peer's does
             peer = next((peer for holder, peer in peers if holder.start <= index < holder.stop), None)
             if peer is not None and noted < NOTED_MAX and not (child is not None and child.is_loadable):
                 noted += 1
-                child = self._tree.add_peer(node, key, peer, now, trail.marker)
+                marker = trail.marker if name is None else b""
+                child = self._tree.add_peer(node, key, peer, now, marker, name)
             if child is None or not (child.on_device or child.is_stored):
                 break
             path.append(child)
@@ -137,5 +163,15 @@ class Holders:
         return path
 
 
-def _whole_chunks(tokens: bytes, size: int) -> list[bytes]:
-    return [tokens[at : at + size] for at in range(0, len(tokens) - size + 1, size)]
+def _names_of(known: KnownPath) -> list[ChunkName]:
+    """Return the names that a path tells; none of other chunks than those behind a cut."""
+    packed = known.names if known.root.startswith(CUT_ROOT) else b""
+    return [ChunkName(packed[at : at + NAME_BYTES]) for at in range(0, len(packed), NAME_BYTES)]
+
+
+def _chunks(tokens: bytes, size: int) -> list[bytes]:
+    return [tokens[at : at + size] for at in range(0, len(tokens), size)]
+
+
+def _whole(tokens: bytes, size: int) -> list[bytes]:
+    return _chunks(tokens[: len(tokens) - len(tokens) % size], size)

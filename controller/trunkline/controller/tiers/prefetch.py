@@ -23,7 +23,7 @@ from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.messages import Holder, Probed
 from trunkline.controller.sequences.sequence import Sequence, SequenceGroup
 from trunkline.controller.tiers.costs import StepCosts
-from trunkline.controller.tiers.holders import Holders
+from trunkline.controller.tiers.holders import Holders, KnownPath
 from trunkline.controller.tiers.tier_orders import TierOrders
 from trunkline.controller.totals import Totals
 from trunkline.kvstore.chunks import NO_PEER, ChunkName, chunk_name
@@ -144,6 +144,28 @@ class Fetching:
         tier = self._tiers.tier_of(node)
         return TierKind.REMOTE if tier is None else tier
 
+    def awaits_pulls(self, group: SequenceGroup, now: float) -> bool:
+        """Return whether a job should wait for chunks of its text that only peers have."""
+        wait = self._waits.get(group.id)
+        if wait is None or TierKind.PEER not in wait.far.values():
+            return False
+        far = [node for node in wait.far if not node.is_loadable]
+        tiers = {self._tiers.tier_of(node) for node in far}
+        return None not in tiers and TierKind.PEER in tiers and self.worth_waiting(group, far, now)
+
+    def has_pulled(self, group: SequenceGroup) -> bool:
+        """Return whether chunks that only peers had were pulled for a job, and all that it waited for is near."""
+        wait = self._waits.get(group.id)
+        return wait is not None and TierKind.PEER in wait.far.values() and all(n.is_loadable for n in wait.far)
+
+    def pass_on(self, job: SequenceGroup, group: SequenceGroup) -> None:
+        """Note for a waiting request where the chunks were that a job has fetched for it."""
+        fetched = self._waits.get(job.id)
+        if fetched is not None:
+            far = self._waits.setdefault(group.id, _Wait()).far
+            for node, tier in fetched.far.items():
+                far.setdefault(node, tier)
+
     def give_up(self, group: SequenceGroup) -> None:
         """Let a request compute chunks that are far away."""
         self._waits.setdefault(group.id, _Wait()).gave_up = True
@@ -244,8 +266,7 @@ class Prefetcher:
         """Fetch what a request that has arrived will use; return its `known_tokens`."""
         sequence = group.members[0]
         path = self._expect(group, step, now)
-        plain = group.cut is None and group.modules is None
-        if self._tree.tiers.config.remote and (plain or group.encodes) and self._may_probe(now):
+        if self._tree.tiers.config.remote and group.cut is None and self._may_probe(now):
             self._probe(group, sequence, len(path) - _entries(group) if path else 0, now)
         return _tokens(path[_entries(group) :])
 
@@ -293,10 +314,13 @@ class Prefetcher:
         self._fetching.probing(group, now)
 
     def _origin(self, group: SequenceGroup) -> _Origin:
-        """Return where the chunks of a plain request, or of a text to be encoded, begin."""
+        """Return where the chunks of a plain request, of a text to be encoded, or of a prompt's own tokens behind
+        modules begin."""
         salt, prompt = group.request.submit.salt, group.modules
         if prompt is None:
             return _Origin(self._tree.find_root(salt), self._tree.root_name(salt), b"")
+        if not group.encodes:
+            return _Origin(self._tree.find_prompt_root(prompt.name), prompt.name, prompt.name)
         root = self._tree.find_text_root(prompt.name)
         name = root.name if root is not None else self._tree.text_name(prompt.name, prompt.runs[0][0])
         return _Origin(root, name, name)
@@ -323,7 +347,12 @@ class Prefetcher:
         if group.modules is None:
             node, marker = self._tree.root(sequence.salt), b""
         else:
-            node = self._tree.text_root(group.modules.name, group.modules.runs[0][0])
+            prompt = group.modules
+            node = (
+                self._tree.text_root(prompt.name, prompt.runs[0][0])
+                if group.encodes
+                else self._tree.prompt_root(prompt.name)
+            )
             marker = node.name
         for index in range(first, first + probing.start):
             child = node.children.get(sequence.tokens.to_bytes(index * size, (index + 1) * size))
@@ -348,19 +377,17 @@ class Prefetcher:
         return _tokens(path), _tokens([node for node in path if not node.is_loadable])
 
     def announce_path(
-        self, root_key: bytes, tokens: bytes, holders: AbstractSequence[Holder], now: float, ttl: float
+        self, known: KnownPath, holders: AbstractSequence[Holder], now: float, ttl: float
     ) -> tuple[int, int]:
         """Fetch the chunks of a path that other groups offer into host memory, where they stay as cached chunks.
 
         Args:
-            root_key: key of the root below which the path is.
-            tokens: int32 token ids of the path's chunks.
             ttl: seconds for which chunks that peers give are kept; 0: no limit.
 
         Returns:
             how many tokens of the path are cached or at peers, and how many of those are not near yet.
         """
-        path = self._holders.learn_path(root_key, tokens, holders, now)
+        path = self._holders.learn_path(known, holders, now)
         if path:
             self._want(path, now)
         if ttl:

@@ -34,7 +34,7 @@ from trunkline.router.routing.decision_log import DecisionLog
 from trunkline.router.routing.index import EXPECTED, TIERS, ChunkIndex, IntArray
 from trunkline.router.routing.names import KvIdentity, prompt_names
 from trunkline.router.routing.overlaps import Found, best_way, known_tails, missing, own_tail
-from trunkline.router.routing.peers import holders, keeps_cut, pullable, sleeping
+from trunkline.router.routing.peers import Run, holders, keeps_cut, pullable, sleeping
 from trunkline.router.routing.policies import POLICIES, Policy, RoutingSettings, Turns, View
 from trunkline.router.routing.request import Decision, RouteRequest, Sleeping, Weighed
 from trunkline.router.routing.roles import Prospect, Stream, prefill_group
@@ -230,8 +230,7 @@ class RoutingCore:
         candidates, prefills = self._candidates(request, now)
         found, tiers, effective, pulled, tail = self._look_up(request, now)
         prompt = max((each.names.prompt_tokens for each in found.values()), default=_prompt_tokens(request))
-        new = prompt - effective
-        loads, settings = self.loads, self.settings
+        new, loads, settings = prompt - effective, self.loads, self.settings
         inflight, queued = loads.inflight, loads.queued
         waiting = (inflight * settings.request_tokens + queued) / settings.chunk_tokens
         costs = (new + settings.floor_tokens) * (1.0 + waiting)
@@ -288,6 +287,7 @@ class RoutingCore:
             given,
             asleep,
             goes_on,
+            self._texts_from_peers(found[identity], identity, chosen) if identity is not None else {},
         )
 
     def sent(self, ticket: int, decision: Decision, request: RouteRequest, now: float) -> None:
@@ -416,7 +416,7 @@ class RoutingCore:
             matches = [self.index.look_up(chain.names, now) for chain in names.chains]
             overlaps = [(chain, match.counts) for chain, match in zip(names.chains, matches, strict=True)]
             tail_of = own_tail(request.tokens, names, identity.chunk_size)
-            found[identity] = Found(names, overlaps, tail_of, matches[-1])
+            found[identity] = Found(names, overlaps, tail_of, matches)
             cached = best_way(overlaps)[members]
             whole = cached.sum(axis=1)
             for name, depth, tokens in known_tails(request.tokens, found[identity], whole, self._tails, now):
@@ -446,11 +446,28 @@ class RoutingCore:
             return [], None
         columns = self.index.columns(peers)
         runs, at = holders(found.last, self.index.shift(chosen), columns, traits.leaves, self.loads.inflight)
-        given = [Holder(self.names[giver], traits.exports(giver), start, stop) for giver, start, stop in runs]
+        given = self._as_holders(runs)
         if at == len(found.last.masks) or (disk := sleeping(found.last, at, columns)) is None:
             return given, None
         names, size = found.names.chains[-1].names, identity.chunk_size
         return given, Sleeping(disk.controller, names[at], (disk.stop - disk.start) * size)
+
+    def _texts_from_peers(self, found: Found, identity: KvIdentity, chosen: int) -> dict[int, list[Holder]]:
+        """Return which peers have chunks in host memory of texts that a controller lacks, by the text."""
+        traits, peers = self._traits, self._traits.peers(identity)
+        given: dict[int, list[Holder]] = {}
+        if len(found.matches) == 1 or not traits.exports(chosen) or not len(peers):
+            return given
+        columns, shift = self.index.columns(peers), self.index.shift(chosen)
+        for chain, match in zip(found.names.chains, found.matches, strict=True):
+            if chain.text >= 0 and match.masks:
+                runs, _ = holders(match, shift, columns, traits.leaves, self.loads.inflight)
+                if runs:
+                    given[chain.text] = self._as_holders(runs)
+        return given
+
+    def _as_holders(self, runs: list[Run]) -> list[Holder]:
+        return [Holder(self.names[giver], self._traits.exports(giver), start, stop) for giver, start, stop in runs]
 
 
 def _prompt_tokens(request: RouteRequest) -> int:

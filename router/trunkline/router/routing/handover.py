@@ -45,7 +45,11 @@ def path_names(path: OfferedPath, identity: KvIdentity) -> list[bytes]:
         return []
     if kind == _TEXT:
         return list(chain(place, path.tokens, size))
-    return whole_chunks(place, path.tokens, size, marker=place) if kind in (_CUT, _PROMPT) else []
+    if kind not in (_CUT, _PROMPT):
+        return []
+    moved = [path.names[at : at + NAME_BYTES] for at in range(0, len(path.names), NAME_BYTES)]
+    rest = path.tokens[len(moved) * size * _TOKEN_BYTES :]
+    return moved + whole_chunks(moved[-1] if moved else place, rest, size, marker=place)
 
 
 @dataclass(slots=True, eq=False)

@@ -57,6 +57,8 @@ class Chain(msgspec.Struct, frozen=True):
     way: int = 0
     """Number of the alternative to which the chain belongs: chains with equal numbers add up, and the best of
     several alternatives counts."""
+    text: int = -1
+    """Index in the layout of the text whose chunks these are; -1: they are of no text."""
 
 
 class Names(NamedTuple):
@@ -151,7 +153,7 @@ def _module_chains(
         seen = pairs(text.seen)
         if seen:
             shown.append((names.content, text.position, seen))
-            chains.append(_text_chain(names.place, text.tokens, seen, size))
+            chains.append(_text_chain(index, names.place, text.tokens, seen, size))
             seen_tokens += sum(stop - start for start, stop in seen)
     shown.sort(key=lambda text: text[1])
     name = prompt_root(base, shown, pairs(layout.runs))
@@ -159,11 +161,11 @@ def _module_chains(
     return chains, seen_tokens
 
 
-def _text_chain(place: ChunkName, tokens: bytes, seen: Sequence[tuple[int, int]], size: int) -> Chain:
+def _text_chain(text: int, place: ChunkName, tokens: bytes, seen: Sequence[tuple[int, int]], size: int) -> Chain:
     """Return the chain of a text's chunks up to the last one that the prompt sees."""
     chunks = blocks_for(seen[-1][1], size)
     held = tokens[: chunks * size * _TOKEN_BYTES]
     names = chain(place, held, size)
     count = len(held) // _TOKEN_BYTES
     unseen = count - sum(stop - start for start, stop in seen)
-    return Chain(names, size, count - (len(names) - 1) * size, len(names), unseen)
+    return Chain(names, size, count - (len(names) - 1) * size, len(names), unseen, text=text)

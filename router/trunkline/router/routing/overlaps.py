@@ -24,8 +24,13 @@ class Found(NamedTuple):
     """Each chain, with how many of its chunks each controller has in each tier, `[controllers, 4]`."""
     tail: Tail | None
     """The prompt's open tail; None if the prompt is not plain."""
-    last: Match
-    """What controllers have of the last chain."""
+    matches: list[Match]
+    """What controllers have of each chain."""
+
+    @property
+    def last(self) -> Match:
+        """What controllers have of the last chain."""
+        return self.matches[-1]
 
 
 def own_tail(prompt: bytes, names: Names, chunk_size: int) -> Tail | None:

@@ -12,8 +12,9 @@ Only whole chunks in host memory count, and only those of groups that name their
 such groups have on disk only can be brought to their host memory (`sleeping`).
 
 Of a prompt with several chains of names (`names.py`) the last one counts: behind modules the prompt's own tokens,
-behind a cut what is left, as a plain prompt. Texts of modules have names that only their controllers know, and KV
-that was kept behind a cut is looked for below a root that only its controller has.
+behind a cut what is left, as a plain prompt. KV that was kept behind a cut travels with a handover only. Each text
+of a module has holders of its own. Whether they have computed it at the position at which it is wanted is not
+known: a text is announced under one name wherever it was computed.
 """
 
 from __future__ import annotations

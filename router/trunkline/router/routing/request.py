@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkline.controller.messages import Holder, PromptLayout
+from trunkline.controller.messages import Holder, ModuleText, PromptLayout
 from trunkline.router.routing.tails import Tail
 
 
@@ -122,3 +122,20 @@ class Decision(msgspec.Struct, frozen=True):
     """A peer that has more of the prompt, on disk only."""
     goes_on: int = -1
     """The controller where the stream is to go on after its first token; -1: at `controller`."""
+    text_holders: dict[int, list[Holder]] = {}
+    """Peers that have chunks of texts which the controller lacks (`ModuleText.holders`), by the text's index in
+    the layout."""
+
+    def told(self, texts: Sequence[ModuleText]) -> list[ModuleText]:
+        """Return the texts of the request's layout with what is said of peers."""
+        given = self.text_holders
+        return [
+            msgspec.structs.replace(text, holders=given[index]) if index in given else text
+            for index, text in enumerate(texts)
+        ]
+
+    def laid_out(self, layout: PromptLayout | None) -> PromptLayout | None:
+        """Return the request's layout with what is said of peers."""
+        if layout is None or not self.text_holders:
+            return layout
+        return msgspec.structs.replace(layout, texts=self.told(layout.texts))

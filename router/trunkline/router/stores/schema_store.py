@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final, Protocol
 
-from trunkline.controller.messages import ModulesCall
+from trunkline.controller.messages import ModulesCall, ModuleText
 from trunkline.kvstore.records import (
     BaseMissingError,
     ConflictError,
@@ -80,6 +80,9 @@ class ModelService(Protocol):
         """The limits of requests to the model at this moment."""
 
 
+TextsFor = Callable[[ControllerLink, list[ModuleText], bytes, bool], list[ModuleText]]
+
+
 class SchemaStore:
     """The schemas of all routers. If the record store is away, its methods raise `ApiError` 503."""
 
@@ -92,6 +95,7 @@ class SchemaStore:
         *,
         quota_of: QuotaOf = no_quota,
         pins_of: Callable[[str], float] = lambda owner: 1.0,
+        texts_for: TextsFor = lambda home, texts, salt, relocate: texts,
     ) -> None:
         """
         Args:
@@ -99,6 +103,8 @@ class SchemaStore:
             on_error: called with the error's code for each wrong source or prompt.
             quota_of: as in `owned_records.py`.
             pins_of: returns the part of a group's room for pins that an owner's schemas may take.
+            texts_for: returns texts with what is known of peers that have those which a controller lacks
+                (`routing/text_holders.py`).
         """
         self._records = records
         self._homes = homes
@@ -106,6 +112,7 @@ class SchemaStore:
         self._on_error = on_error
         self._quota_of = quota_of
         self._pins_of = pins_of
+        self._texts_for = texts_for
         self._cached: OrderedDict[RecordKey, StoredSchema] = OrderedDict()
         self._bytes = 0
         self._compiling = asyncio.Lock()
@@ -343,7 +350,8 @@ class SchemaStore:
         Raises:
             ApiError: 503, the controller is away.
         """
-        home, make = self._home(schema), self._encode_call(schema)
+        home = self._home(schema)
+        make = self._encode_call(home, schema)
         schema.pinned_at, schema.pinned_on = home, home.connections
         self._encoding[schema.key] += 1
         try:
@@ -378,7 +386,7 @@ class SchemaStore:
         if not schema.definition.pin or not home.ready or (before, schema.pinned_on) == (home, home.connections):
             return
         schema.pinned_at, schema.pinned_on = home, home.connections
-        home.tell(self._encode_call(schema))
+        home.tell(self._encode_call(home, schema))
         if before is not None and before is not home:
             before.tell(_unpin_call(schema.record.key))
 
@@ -388,11 +396,12 @@ class SchemaStore:
         for link in self._homes.links:
             link.tell(_unpin_call(key))
 
-    def _encode_call(self, schema: StoredSchema) -> Callable[[int], ModulesCall]:
+    def _encode_call(self, home: ControllerLink, schema: StoredSchema) -> Callable[[int], ModulesCall]:
         definition, owner = schema.definition, schema.record.key.owner
+        texts = self._texts_for(home, schema.ready.texts, schema.salt, definition.relocate)
         holder, salt, pins = schema.key if definition.pin else "", schema.salt, self._pins_of(owner)
         return lambda ticket: ModulesCall(
-            *(ticket, "encode", schema.ready.texts, salt, holder, definition.ttl, definition.relocate),
+            *(ticket, "encode", texts, salt, holder, definition.ttl, definition.relocate),
             tenant=owner,
             pins=pins,
         )

@@ -132,7 +132,7 @@ class Courier:
             return
         self._plan.sent(handing, target.name, has, len(names), now)
         if has < len(names):
-            prefetch = Prefetch(0, path.tokens, holders=decision.holders, root=path.root)
+            prefetch = Prefetch(0, path.tokens, holders=decision.holders, root=path.root, names=path.names)
             call = asyncio.create_task(self._ask(target, prefetch, handing))
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
@@ -172,7 +172,7 @@ class Courier:
             return False
         if is_first:
             path = handing.path
-            link.tell(lambda ticket: Prefetch(ticket, path.tokens, root=path.root))
+            link.tell(lambda ticket: Prefetch(ticket, path.tokens, root=path.root, names=path.names))
         return True
 
     async def _ask(self, target: ControllerLink, prefetch: Prefetch, handing: Handing) -> None:

@@ -24,7 +24,7 @@ from typing import Final
 import msgspec
 import structlog
 
-from trunkline.controller.messages import Submit
+from trunkline.controller.messages import ModuleText, Submit
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.errors import ApiError, unavailable
@@ -32,6 +32,7 @@ from trunkline.router.jobs.job import Job
 from trunkline.router.messages import FinishReason
 from trunkline.router.routing.core import NoControllerError, RoutingCore
 from trunkline.router.routing.request import Decision, RouteRequest
+from trunkline.router.routing.text_holders import told_texts
 from trunkline.router.streams.courier import identity_of
 from trunkline.router.streams.health import describe
 from trunkline.router.streams.link import ControllerLink, Standing
@@ -151,6 +152,12 @@ class Dispatcher:
             del self._routed[routed.id]
             raise
         return stream
+
+    def told_texts(
+        self, link: ControllerLink, texts: list[ModuleText], salt: bytes, relocate: bool
+    ) -> list[ModuleText]:
+        """Return texts with what is known of peers that have those which a controller lacks."""
+        return told_texts(self.core, link.index, texts, salt, self.now(), relocate=relocate)
 
     def choose(self, route: RouteRequest) -> tuple[ControllerLink, Decision]:
         """Return the link to the controller that would get a request now, and why.
@@ -373,7 +380,8 @@ class Dispatcher:
             else:
                 submit = continuation(routed.job, request, sample, output)
             submit = only_first(submit) if is_part else submit
-            return attempt.marked(msgspec.structs.replace(submit, holders=holders))
+            layout = decision.laid_out(submit.layout)
+            return attempt.marked(msgspec.structs.replace(submit, holders=holders, layout=layout))
 
         try:
             attempt.request = link.submit(make, attempt)
