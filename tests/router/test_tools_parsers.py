@@ -24,7 +24,7 @@ from trunkline.router.tools.pieces import (
 )
 
 NAMES = ("add", "get-weather", "a")
-SCHEMA = {"properties": {"text": {"type": "string"}}}
+SCHEMA = {"properties": {"text": {"type": "string"}, "way": {"type": "string", "enum": ["up", "7"]}}}
 
 
 def parser(style: StyleName) -> AnswerParser:
@@ -120,6 +120,8 @@ CASES: dict[StyleName, list[tuple[str, list[str]]]] = {
         ("<tool_call><function=a><parameter=c>{'k'</parameter></tool_call>", ['a|{"c": "{\'k\'"}']),
         ("<tool_call>\n<function=a><parameter=c>cut </par", ['a|{"c": ']),
         ("<tool_call>\n<function=a><parameter=text>cut </par", ['a|{"text": "cut ']),
+        ("<function=add><parameter=way> up\n \n</parameter></function>", ['add|{"way": "up"}']),
+        ("<function=add><parameter=way>7</parameter></function>", ['add|{"way": "7"}']),
         ("<tool_call>\n<function=rm>\n</function>", []),
         ("<tool_call>\n<tool_call>\n<function=a></function></tool_call>", ["<tool_call>\n", "a|{}"]),
         ("x < y <functional", []),

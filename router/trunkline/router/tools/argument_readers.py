@@ -23,12 +23,14 @@ _ENDS_OF_STRINGS: Final = "\"'"
 
 
 def is_text(schema: Any) -> bool:
-    """Return whether values of a schema are texts only."""
-    if not isinstance(schema, dict):
-        return False
-    if "enum" in schema:
-        return isinstance(schema["enum"], list) and all(isinstance(value, str) for value in schema["enum"])
-    return schema.get("type") == "string"
+    """Return whether values of a schema are texts only, and any text."""
+    return isinstance(schema, dict) and schema.get("type") == "string" and not choices_of(schema)
+
+
+def choices_of(schema: Any) -> list[str]:
+    """Return the texts that a schema allows, if it lists them; else nothing."""
+    values = schema.get("enum", [schema.get("const")]) if isinstance(schema, dict) else []
+    return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
 
 
 class _Arguments:
@@ -80,6 +82,8 @@ class TagsReader(_Arguments):
         """Characters that may be the end of the value."""
         self._streams = False
         """Whether the current value is written as it comes."""
+        self._choices: list[str] = []
+        """The texts that the current value may be, if the schema lists them."""
         self._first = False
         """Whether the value's first character comes next."""
 
@@ -114,6 +118,7 @@ class TagsReader(_Arguments):
         key, self._read = self._read.strip(WHITESPACE), ""
         self._write_key(key)
         self._streams = is_text(self._schemas.get(key))
+        self._choices = choices_of(self._schemas.get(key))
         if self._streams:
             self._written.append('"')
         self._state, self._part = "behind_key", 0
@@ -168,7 +173,11 @@ class TagsReader(_Arguments):
         if self._streams:
             self._written.append('"')
             return
-        self._written.append(_json_or_text(self._read))
+        stripped = self._read.strip(WHITESPACE)
+        if stripped in self._choices:  # white space around one of a few values is layout
+            self._written.append(json.dumps(stripped, ensure_ascii=False))
+        else:
+            self._written.append(_json_or_text(self._read))
         self._read = ""
 
 

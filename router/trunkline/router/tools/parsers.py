@@ -51,7 +51,6 @@ class FormParser:
         self._form = self._usual = form
         self._functions = functions
         self._draw_id = draw_id
-        self._triggers = [text for text in (*form.begins, form.bare) if text]
         self._first = re.compile("[" + re.escape("".join({text[0] for text in self._triggers})) + "]")
         self._pieces: list[Piece] = []
         self._step: _Step | None = None
@@ -68,6 +67,11 @@ class FormParser:
         """Whether the start of the current call was passed on."""
         self._space: str | None = ""
         """White space that came since the beginning of the text or since the last call; None: other text came."""
+
+    @property
+    def _triggers(self) -> list[str]:
+        """The texts by which calls begin."""
+        return [text for text in (*self._usual.begins, self._usual.bare) if text]
 
     def feed(self, text: str) -> list[Piece]:
         """Read more of the model's text; return the pieces that are certain now."""
