@@ -93,9 +93,7 @@ def problem_of_prefetch(message: Prefetch | Forget, vocab_size: int) -> str:
     if isinstance(message, Prefetch):
         problem = problem or _problem_of_holders(message.holders)
         if len(message.names) % NAME_BYTES or (message.names and not message.root):
-            problem = (
-                problem or f"{len(message.names)} bytes of names were given; each has {NAME_BYTES}, below a root"
-            )
+            problem = problem or f"{len(message.names)} bytes are no names of chunks below a root"
         if problem or message.root:
             return problem
     if not problem and message.layout is not None:
