@@ -32,7 +32,7 @@ from trunkline.worker.tiers.remote_tier import Part, RemoteTier, open_remote_tie
 from trunkline.worker.tiers.tier_queue import BATCH_MAX
 
 THREADS: Final = 4
-SHAPES: Final = {"demo": KvShape(4, 2, 64, 32), "110 M": KvShape(12, 4, 64, 64)}
+SHAPES: Final = {"demo": KvShape(8, 2, 64, 64), "110 M": KvShape(12, 4, 64, 64)}
 """Of a chunk, float32."""
 STARTED_S: Final = 30.0
 
