@@ -281,39 +281,6 @@ def test_tiers_of_a_group_are_over_the_clusters(rules: Rules) -> None:
     assert [option(unit, "disk-tier") for unit in made.units] == ["0", "0", None]
 
 
-def test_groups_may_be_kept_from_taking_kv_from_each_other(rules: Rules) -> None:
-    """If the file says nothing, the option's own default counts."""
-    made = plan("version: 1\ntiers: {peers: false}\ngroups: [{tiers: {peers: true}}, {tiers: {host: 0}}]", rules)
-    assert [option(unit, "peers") for unit in made.units] == ["on", "off", None]
-    assert option(plan("version: 1", rules).units[0], "peers") is None
-    assert "tiers.peers says it" in problem("version: 1\noptions: {peers: off}", rules)
-    assert "tiers.peers: expected `bool" in problem("version: 1\ntiers: {peers: 3}", rules)
-    spread = plan(
-        "version: 1\nhosts: {a: {ssh: a}, b: {ssh: b}}\ngroups: [{tp: 2, hosts: [a, b]}]\n"
-        "routers: [{host: a}]\ntiers: {peers: false}",
-        rules,
-    )
-    assert [option(unit, "peers") for unit in spread.units] == ["off", "off", None]
-
-
-def test_a_group_listens_where_its_peers_can_pull_from_it(rules: Rules) -> None:
-    text = "version: 1\nhosts: {a: {ssh: a}, b: {ssh: b}}\nrouters: [{host: a}]\n"
-    two = f"{text}groups: [{{hosts: a}}, {{hosts: b}}]"
-    for more, listen in (
-        ("", "a:7400"),
-        ("\ntiers: {peers: false}", "127.0.0.1:7400"),
-    ):
-        assert option(plan(two + more, rules).units[0], "listen") == listen
-    alone = f"{text}groups: [{{hosts: a}}, {{hosts: b, tiers: {{peers: false}}}}]"
-    assert option(plan(alone, rules).units[0], "listen") == "127.0.0.1:7400"
-    # An address that others do not reach is none to pull from; the group itself can do without.
-    here = plan(two.replace("a: {ssh: a}", "a: "), rules)
-    assert option(here.units[0], "listen") == "127.0.0.1:7400"
-    models = "\nmodels: {big: ./big, small: ./small}\n"
-    others = f"{text}groups: [{{hosts: a, model: big}}, {{hosts: b, model: small}}]{models}"
-    assert option(plan(others, rules).units[0], "listen") == "127.0.0.1:7400"
-
-
 def test_groups_on_one_host_share_its_cores_and_gpus(rules: Rules) -> None:
     facts = {"local": Facts(cores=16, memory_bytes=1 << 36, gpus=GPUS[:8])}
     made = plan("version: 1\ngroups: [{tp: 2, count: 2}, {tp: 1, options: {threads: 1}}]", rules, facts)
