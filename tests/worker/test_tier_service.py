@@ -120,13 +120,13 @@ def test_waiting_moves_to_a_bucket_travel_together(
     remote = one.tiers._shared
     assert remote is not None
     sizes: list[int] = []
-    write = remote._store.write  # type: ignore[attr-defined]
+    write = remote._store.write
 
     def note(values: Any, kept_s: Any) -> None:
         sizes.append(len(values))
         write(values, kept_s)
 
-    monkeypatch.setattr(remote._store, "write", note)  # type: ignore[attr-defined]
+    monkeypatch.setattr(remote._store, "write", note)
     saves = HeldKernels.hold(one.traveller.copier.saves)
     one.traveller.driver.send(saves=moves((3, 5, 1)))
     first = one.move((TierKind.REMOTE, True, 5, 5))  # holds the thread until the copy is let go
