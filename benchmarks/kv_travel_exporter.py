@@ -119,7 +119,7 @@ class Streams:
         self._loop.first_token(self._draw(EXPORTED * CHUNK))
         self._loop.settle()
         nodes = self._loop.engine.scheduler.kv.tree.nodes()
-        self.names: list[bytes] = [node.name for node in nodes if node.host_ready][:EXPORTED]
+        self.names = [bytes(node.name) for node in nodes if node.host_ready][:EXPORTED]
 
     def _exporter(self, settings: dict[str, Any]) -> TierService:
         config = WorkerConfig(

@@ -82,8 +82,8 @@ class Groups:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            children = psutil.Process(process.pid).children() if process.args[0] == _APART[0] else []
+        for process, command in zip(self._processes, self._commands, strict=False):
+            children = psutil.Process(process.pid).children() if command[0] == _APART[0] else []
             for each in children or [process]:  # unshare itself passes no signals on
                 with suppress(psutil.NoSuchProcess):
                     each.terminate()
