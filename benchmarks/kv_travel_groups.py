@@ -27,6 +27,8 @@ _APART: Final = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 _PORTS: Final = 10
 """A group takes so many ports in a row, at most."""
 START_S: Final = 120.0
+TOUCHED_BYTES: Final = 32 << 20
+TOUCH_BYTES: Final = 2 << 20
 COMMAND_S: Final = 300.0
 
 
@@ -128,6 +130,17 @@ class Groups:
             return 0
         return sum(each["ready"] for each in controllers)
 
+    def touch_memory(self) -> None:
+        """Have the system provide the memory of the workers' pools, which nothing uses yet: on a virtual machine a
+        page's first use can take as long as pulling many chunks into it."""
+        family = [
+            each for process in self._processes for each in psutil.Process(process.pid).children(recursive=True)
+        ]
+        for worker in family:
+            with suppress(psutil.NoSuchProcess):
+                if " worker" in " ".join(worker.cmdline()[:4]) or "trunkline.worker" in worker.cmdline():
+                    _touch(Path(f"/proc/{worker.pid}"))
+
     def counted(self, name: str, **labels: str) -> list[float]:
         """The values of a metric that have these labels. Up to a second old."""
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
@@ -141,6 +154,21 @@ class Groups:
         while (now := [self.counted(name) for name in names]) != before:
             before = now
             time.sleep(1.2)  # groups tell each second
+
+
+def _touch(process: Path) -> None:
+    """Write what is there into all large mappings."""
+    with (process / "mem").open("r+b", buffering=0) as memory:
+        for line in (process / "maps").read_text().splitlines():
+            where, rights, _, _, inode, *_ = line.split()
+            start, stop = (int(each, 16) for each in where.split("-"))
+            if rights != "rw-p" or inode != "0" or stop - start < TOUCHED_BYTES:
+                continue
+            for at in range(start, stop, TOUCH_BYTES):
+                memory.seek(at)
+                page = memory.read(min(TOUCH_BYTES, stop - at))
+                memory.seek(at)
+                memory.write(page)
 
 
 @dataclass(slots=True)

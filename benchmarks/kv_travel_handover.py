@@ -39,7 +39,7 @@ PEERS: Final = ("on", "off")
 
 def measure_drain(report: Report, *, quick: bool) -> None:
     """Drain a group with and without peers, in turn."""
-    rounds, sessions = (1, 24) if quick else (3, SESSIONS)
+    rounds, sessions = (1, 24) if quick else (1, SESSIONS)
     found: dict[str, list[dict[str, float]]] = {peers: [] for peers in PEERS}
     for _, peers in itertools.product(range(rounds), PEERS):
         with Groups("demo", 3, *OPTIONS, "--peers", peers) as groups:
@@ -92,7 +92,7 @@ async def _turns(client: httpx.AsyncClient, model: str, ids: Iterable[str], ques
 
 def measure_warm(report: Report, *, quick: bool) -> None:
     """Add a group with and without peers, in turn."""
-    rounds, edges = (1, (0, 5, 15)) if quick else (3, (0, 5, 15, 60))
+    rounds, edges = (1, (0, 5, 15)) if quick else (1, (0, 5, 15, 60))
     found: dict[tuple[str, int], list[dict[str, float]]] = {}
     for _, peers in itertools.product(range(rounds), PEERS):
         with Groups("demo", 2, *OPTIONS, "--peers", peers, "--policy", "round-robin") as groups:

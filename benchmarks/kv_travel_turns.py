@@ -9,6 +9,8 @@ the next turn of it, `NEW` tokens longer, and then the first one gets it, too:
   store (`--peers off`), whose server runs on this machine.
 - `recomputed`: a prompt of the same length that is new.
 
+The pools of all groups have been touched before.
+
 Each way has its own `home` and `recomputed` in the same round; ratios are medians of each round's ratio.
 """
 
@@ -28,6 +30,8 @@ from serving import Prompts, model_name
 from small_model import VOCABULARY, small_model
 
 NEW: Final = 40
+LONG_ROUNDS: Final = 2
+"""Number of rounds with the longer lengths."""
 CHUNK: Final = 64
 OPTIONS: Final = ("--tp", "1", "--threads", "1", "--disk-tier", "0", "--policy", "round-robin")
 SAVED_S: Final = 0.5
@@ -57,13 +61,13 @@ class Turns:
 def models() -> list[Model]:
     """The models to be measured."""
     demo = Model("demo", "demo", 4096, ("--kv-memory", "256MiB"), (24 * CHUNK,))  # its context ends at 2,048
-    options = ("--dtype", "bfloat16", "--kv-memory", "512MiB")
+    options = ("--dtype", "bfloat16", "--kv-memory", "256MiB")
     return [demo, Model("110 M", str(small_model()), VOCABULARY, options, (24 * CHUNK, 94 * CHUNK))]
 
 
 def measure_turns(report: Report, *, quick: bool) -> None:
     """Measure all ways that are possible on this machine."""
-    rounds = 3 if quick else 9
+    rounds = 3 if quick else 4
     for model in models():
         lengths = model.lengths[:1] if quick else model.lengths
         with ExitStack() as stack:
@@ -92,6 +96,8 @@ def measure_turns(report: Report, *, quick: bool) -> None:
                 )
                 for way, settings in ways.items()
             }
+            for served in groups.values():
+                served.touch_memory()
             found = asyncio.run(_all_turns(groups, model, lengths, rounds))
         for (length, way), turns in found.items():
             _report(report, model, length, way, turns)
@@ -105,7 +111,7 @@ async def _all_turns(
     for number in range(rounds + 1):
         for way, served in groups.items():
             async with httpx.AsyncClient(base_url=served.url, timeout=300) as client:
-                for length in lengths:
+                for length in lengths[: 1 if number > LONG_ROUNDS else None]:
                     turns = Turns() if not number else found[length, way]  # what comes first is slow
                     await _one_round(client, served, prompts, length, turns, stores=way in ("redis", "s3"))
     return found
