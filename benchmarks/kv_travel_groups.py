@@ -25,8 +25,8 @@ _COMMAND: Final = (sys.executable, "-P", "-m", "trunkline.deploy.cli.app")
 _APART: Final = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 """Makes a process namespace of its own: nothing outside it is read in place."""
 _ADDRESS: Final = "10.213.77.1"
-"""A further address of the loopback device for the time of a measurement: groups that listen on 127.0.0.1 export KV
-by sockets in the file system."""
+"""A further address of the loopback device for the time of a measurement: groups that listen on 127.0.0.1 export
+KV by sockets in the file system."""
 _PORTS: Final = 200
 """A group takes so many ports in a row, at most."""
 START_S: Final = 120.0
