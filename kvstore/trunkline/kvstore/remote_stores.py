@@ -57,7 +57,9 @@ class ChunkStore(Protocol):
         """Return the values; None for those that are not there. This is a use of the chunks."""
 
     def count(self, chunks: Sequence[str], parts: Sequence[str], kept_s: float) -> int:
-        """Return how many of the first chunks have all of these parts. This is a use of those chunks."""
+        """Return how many of the first chunks have all of these parts. This is a use of those chunks.
+
+        It may be more where a chunk among them is gone: then a read of it finds nothing."""
 
     def parts(self, chunk: str) -> Sequence[str]:
         """Return the names of the parts of a chunk that are stored."""

@@ -109,6 +109,8 @@ class SharedTier(Tier, Protocol):
     def present(self, names: Sequence[ChunkName]) -> int:
         """Return how many chunks from the first one on are stored now without a gap. This counts as their use.
 
+        A store where each question takes long may overlook a gap; reading that chunk is then a miss.
+
         Raises:
             OSError: The tier cannot be reached.
         """

@@ -32,9 +32,9 @@ _ALL_S: Final = 20.0
 """Longest time of one request in seconds, whatever comes meanwhile."""
 _RETRIES: Final = 2
 """Attempts after the first one: a bucket answers 500 and 503 now and then."""
-_FIRST_WINDOW: Final = 4
-"""Chunks that `count` asks for at once at the beginning: most prompts that are asked for are not there, and each
-question costs money."""
+_ASKED: Final = 4
+"""Chunks that `count` asks for at once: most prompts that are asked for are not there, and each question costs
+money."""
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -92,18 +92,22 @@ class S3Store:
         return self._each(get, places)
 
     def count(self, chunks: Sequence[str], parts: Sequence[str], kept_s: float) -> int:
-        """Return how many of the first chunks are there (see `ChunkStore.count`). It asks for few chunks first,
-        then for more as long as it finds all of them."""
-        start, window = 0, _FIRST_WINDOW
-        while start < len(chunks):
-            asked = chunks[start : start + window]
-            found = self._each(self._exists, [Place(chunk, part) for chunk in asked for part in parts])
-            absent = next((index for index, exists in enumerate(found) if not exists), len(found))
-            start += absent // len(parts)
-            if absent < len(found):
-                break
-            window *= 4
-        return start
+        """Return how many of the first chunks are there (see `ChunkStore.count`).
+
+        The end is searched for: a few chunks spread over the rest at a time, always its first one. A question for
+        each chunk of a long prompt would take longer than requests wait for. A gap between two of those asked for
+        goes unnoticed; then reading the chunk is a miss.
+        """
+        low, high = 0, len(chunks)  # the first `low` are there, that at `high` is not
+        while low < high:
+            at = sorted({low + (high - 1 - low) * step // (_ASKED - 1) for step in range(_ASKED)})
+            exists = iter(self._each(self._exists, [Place(chunks[index], part) for index in at for part in parts]))
+            for index in at:
+                if not all(next(exists) for _ in parts):
+                    high = index
+                    break
+                low = index + 1
+        return low
 
     def parts(self, chunk: str) -> list[str]:
         """Return the stored parts of a chunk (see `ChunkStore.parts`)."""
