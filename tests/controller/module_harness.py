@@ -60,9 +60,7 @@ def ask(
     return simulation.streams[request]
 
 
-def call(
-    simulation: Simulation, op: str, texts: list[ModuleText], **options: Unpack[CallOptions]
-) -> ModulesReply:
+def call(simulation: Simulation, op: str, texts: list[ModuleText], **options: Unpack[CallOptions]) -> ModulesReply:
     """A call, until its answer is there and all is at rest."""
     ticket = simulation.modules_call(op, texts, **options)
     simulation.run()
