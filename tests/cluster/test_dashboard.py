@@ -12,6 +12,7 @@ import httpx
 import pytest
 from cluster.harness import Cluster, wait_for
 
+from trunkline.kvstore.tier import TierKind
 from trunkline.router.tenancy.auth import hash_key
 
 pytestmark = pytest.mark.processes
@@ -62,7 +63,7 @@ def check_tree(tree: dict[str, Any]) -> None:
     for index, node in enumerate(tree["nodes"]):
         assert -1 <= node["parent"] < index, "preorder"
         assert 0 < node["tokens"] <= node["chunks"] * size
-        assert 0 < node["tiers"] < 16
+        assert 0 < node["tiers"] < 1 << len(TierKind)
         assert node["age_s"] >= 0
         if node["parent"] >= 0:
             above = tree["nodes"][node["parent"]]
@@ -194,4 +195,4 @@ def test_what_a_tenant_does_is_told_to_admins(served: Cluster, admin: httpx.Clie
     assert any(not node["salted"] for node in tree["nodes"])
     last = [each for each in get(admin, "decisions?limit=1000")["decisions"] if each["session"] == session][-1]
     assert last["tenant"] == "acme"
-    assert get(admin, "overview")["auth"] == {"required": True}
+    assert get(admin, "overview")["auth"] == {"required": True, "problem": ""}

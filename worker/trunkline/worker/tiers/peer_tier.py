@@ -10,6 +10,7 @@ answers, a slot is only said to be filled if its bytes fit the checksum of the c
 from __future__ import annotations
 
 import errno
+import os
 import queue
 import threading
 import time
@@ -147,7 +148,7 @@ class _Link:
         """Pulls into slots from which, or into which, copies are still under way."""
         self._problem = ""
         self._wake, self._woken = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-        address = f"inproc://peer-{id(self):x}"
+        address = f"inproc://peer-{os.urandom(8).hex()}"
         self._woken.bind(address)
         self._wake.connect(address)
         self._thread = threading.Thread(target=self._serve, name=f"peer-{peer}", daemon=True)
