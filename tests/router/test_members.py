@@ -168,8 +168,10 @@ def test_a_group_comes_back_under_another_address(place: Path, tokenizer: Tokeni
         new = cluster.join("a")
         old.stop()
         wait_until(lambda: [link.endpoint for link in router.service.links if link.ready][slot] == new.endpoint)
-        for _ in range(8):
-            ask(http)
+        for number in range(8):  # eight conversations: the turns of one stay where it is
+            content = f"{number}: tell me of it"
+            told = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
+            assert told.status_code == 200
         assert new.behaviour.submits
         assert [link.index for link in router.service.links] == [0, 1]
 
