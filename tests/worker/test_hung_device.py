@@ -21,6 +21,7 @@ from worker.driver import run_config
 from worker.ranks import RankProcess
 from worker.tier_driver import wait_until
 
+from trunkline.kvstore.shards import HeadShard
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.service import EXIT_LEFT, serve
 
@@ -44,6 +45,7 @@ def serve_hung(config: WorkerConfig, marker: Path) -> None:
     def load(*_: object) -> Any:
         return SimpleNamespace(
             copier=None,
+            head_shard=HeadShard(2, config.rank, config.tp),
             num_blocks=32,
             block_bytes=1024,
             host_slots=0,
