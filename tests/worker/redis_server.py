@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -13,25 +11,23 @@ from typing import Any
 
 import pytest
 import redis
+from worker.child_server import ChildServer
 
 DEADLINE_S = 20.0
 
 
-class RedisServer:
+class RedisServer(ChildServer):
     """One on a free port of this machine; may be killed and started again."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         """Set up the server. `options`: of its command line; without them, it keeps nothing over its death."""
+        super().__init__()
         binary = shutil.which("redis-server") or shutil.which("valkey-server")
         if binary is None:
             pytest.skip("neither redis-server nor valkey-server is installed (Debian: apt install redis-server)")
         self._binary = binary
         self._options = options or ("--save", "", "--appendonly", "no")
         self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._socket = Path(tempfile.mkdtemp(prefix="tl-redis-")) / "redis.sock"  # pytest's paths may be too long
         self.socket_url = f"unix://{self._socket}?db=0"
@@ -72,18 +68,7 @@ class RedisServer:
         found: Any = self.client().get(key)
         return bytes(found)
 
-    def pause(self) -> None:
-        """Make it answer nothing until `resume`."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
-
     def kill(self) -> None:
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+            super().kill()
             shutil.rmtree(self._socket.parent, ignore_errors=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,22 +10,20 @@ import urllib.request
 import obstore
 import pytest
 from obstore.store import S3Store as Bucket
+from worker.child_server import ChildServer
 
 DEADLINE_S = 30.0
 BUCKET = "kv-bucket"
 SECRET = "a-secret-of-the-tests"
 
 
-class S3Server:
+class S3Server(ChildServer):
     """One on a free port of this machine; may be killed and started again. It keeps nothing over its death."""
 
     def __init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        super().__init__()
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self.url = f"s3://{BUCKET}/some/prefix?endpoint={self.endpoint}&region=us-east-1"
-        self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Returns when it answers and has the bucket, empty."""
@@ -83,21 +79,6 @@ class S3Server:
 
     def put(self, place: str, value: bytes) -> None:
         obstore.put(self._bucket(), place, value)
-
-    def pause(self) -> None:
-        """Make it answer nothing until `resume`."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
 
 
 def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
