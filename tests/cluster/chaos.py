@@ -195,22 +195,37 @@ class Reaper:
             self._records.start()
             self.kills.append(kind)
             return
-        wait_for(lambda: bool(self._victims(kind)), HEALTHY_SECONDS_MAX)
-        name, pid = self._rng.choice(sorted(self._victims(kind).items()))
-        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: self._is_killed(kind), HEALTHY_SECONDS_MAX)
+
+    def _is_killed(self, kind: str) -> bool:
+        """Kill a process of a kind. False if there is none at the moment, or it ended by itself just now."""
+        if not (victims := sorted(self._victims(kind).items())):
+            return False
+        name, pid = self._rng.choice(victims)
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
         self.kills.append(name)
+        return True
 
     def _victims(self, kind: str) -> dict[str, int]:
         if kind != "grammar trial":
             return {name: pid for name, pid in self._view.pids(kind).items() if pid}
-        workers = self._view.pids("worker")
         return {
-            f"grammar trial of {name}": child.pid
-            for name, pid in workers.items()
-            if psutil.pid_exists(pid)
-            for child in psutil.Process(pid).children()
-            if "trunkline.worker.grammar.trial" in child.cmdline()
+            f"grammar trial of {name}": pid
+            for name, worker in self._view.pids("worker").items()
+            for pid in _grammar_trials(worker)
         }
+
+
+def _grammar_trials(worker: int) -> list[int]:
+    """The processes in which a worker tries grammars; none if it, or they, have just died."""
+    try:
+        children = psutil.Process(worker).children()
+        return [child.pid for child in children if "trunkline.worker.grammar.trial" in child.cmdline()]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def frozen(pids: Sequence[int], while_frozen: Callable[[], None]) -> None:
