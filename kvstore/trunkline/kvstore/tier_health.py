@@ -7,6 +7,7 @@ Pure: time is an argument.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import inf
 from typing import Final
 
@@ -22,6 +23,24 @@ DOUBT: Final = 0.8
 """Factor by which `TierHealth.doubt` lowers the estimate of a read's cost."""
 SMOOTHING: Final = 0.1
 """Weight of the newest sample of a read's cost."""
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Reads whose ends became known at the same time."""
+
+    now: float
+    since: float
+    """Time from which on they used the tier: the ends before them, or the first one's order."""
+    before_us: float
+    """The estimate before these reads."""
+    is_first: bool
+    """Whether no read was measured before these."""
+    reads: int = 0
+    elapsed_us: float = 0.0
+    """What they took, together."""
+    kept: float = 1.0
+    """Weight of the estimate before them beside what they show."""
 
 
 class TierHealth:
@@ -52,7 +71,7 @@ class TierHealth:
         self.latency_us = 0.0
         """Microseconds from a read's start to its end."""
         self._limits = reads_in_flight, writes_in_flight
-        self._last_read = 0.0
+        self._batch = _Batch(-inf, -inf, read_us, is_first=is_guess)
         self._samples = 0.0 if is_guess else inf
         """Number of measured reads; infinite if the assumed cost counts like many of them."""
         self._streak = 0
@@ -105,17 +124,26 @@ class TierHealth:
         self.answered(is_write)
 
     def _learn(self, ordered: float, now: float, elapsed_us: float) -> None:
-        """Learn what a read costs from one that has ended."""
-        # With several reads in flight the time between two ends is the cost of one.
-        sample = max(0.0, now - max(ordered, self._last_read)) * 1e6
-        if self._samples:
-            sample = min(sample, SURPRISE_MAX * self.read_us)  # a stall or a busy machine, not the usual cost
-        if elapsed_us:
-            sample = min(sample, elapsed_us)  # the rest is the messages' delay, not the tier's
-        self._last_read = now
+        """Learn what a read costs from one that has ended.
+
+        With several reads in flight the time between two ends is the cost of one. Ends that become known at the
+        same time, as after a long step, share the time since the ends before them.
+        """
+        batch = self._batch
+        if now != batch.now:
+            is_first = self._samples == 0
+            batch = self._batch = _Batch(now, max(ordered, batch.now), self.read_us, is_first=is_first)
+        batch.reads += 1
+        batch.elapsed_us += elapsed_us
+        sample = max(0.0, now - batch.since) * 1e6 / batch.reads
+        if not batch.is_first:
+            sample = min(sample, SURPRISE_MAX * batch.before_us)  # a stall or a busy machine, not the usual cost
+        if batch.elapsed_us:
+            sample = min(sample, batch.elapsed_us / batch.reads)  # the rest is the messages' delay, not the tier's
         self._samples += 1.0
         weight = max(SMOOTHING, 1.0 / self._samples)
-        self.read_us += weight * (sample - self.read_us)
+        batch.kept *= 1.0 - weight
+        self.read_us = batch.kept * batch.before_us + (1.0 - batch.kept) * sample
         self.latency_us += weight * (elapsed_us - self.latency_us)
 
     def answered(self, is_write: bool) -> None:
