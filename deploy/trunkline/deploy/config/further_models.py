@@ -18,7 +18,7 @@ from trunkline.deploy.config.options import FIELD_DEFAULTS, OF_A_MODEL, SERVE_OP
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
 
-_OWN: Final = ("groups", "tp", "max_context", "tool_call_parser", "reasoning_parser")
+_OWN: Final = ("groups", "tp", "max_context", "rope_scaling", "tool_call_parser", "reasoning_parser")
 """Fields of the first model that say nothing about another one."""
 _OPTIONS: Final = {
     option.parameter.replace("_", "-"): option for option in SERVE_OPTIONS if option.field in OF_A_MODEL

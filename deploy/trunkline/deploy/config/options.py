@@ -128,6 +128,12 @@ SERVE_OPTIONS: Final = (
     ),
     CliOption("max_context", "Longest prompt and answer together, in tokens. Default: the model's limit.", MODEL),
     CliOption(
+        "rope_scaling",
+        "Scale rotary positions (yarn, linear), so that --max-context may be more than the model was made for. "
+        "Answers over long texts get worse. none: the model's own positions.",
+        MODEL,
+    ),
+    CliOption(
         "dtype",
         "Number format of weights and KV: float32, bfloat16, float16, or auto (the model's own on GPUs, "
         "float32 on "
@@ -439,7 +445,13 @@ _ENGINE_ONLY: Final = frozenset(
     disk_tier remote_tier peers role tier_policy session_ttl preemption target_itl_ms max_batch token_budget
     max_waiting prefix_cache""".split()
 )
-OF_A_MODEL: Final = _ENGINE_ONLY | {"groups", "max_context", "tool_call_parser", "reasoning_parser"}
+OF_A_MODEL: Final = _ENGINE_ONLY | {
+    "groups",
+    "max_context",
+    "rope_scaling",
+    "tool_call_parser",
+    "reasoning_parser",
+}
 """Fields that further models of a cluster can have values of their own for."""
 _CONTROLLER_ONLY: Final = frozenset(
     {"tier_policy", "role", "preemption", "target_itl_ms", "max_batch", "token_budget", "max_waiting"}

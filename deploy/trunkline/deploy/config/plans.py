@@ -338,7 +338,9 @@ class ClusterPlan:
         memory = settings.kv_memory_per_worker(self.device)
         kv = f" · {format_bytes(memory)} of KV each" if memory else ""
         weights = f" · {settings.quantization} weights" if settings.quantization != "none" else ""
-        return f"{self.model_name} · {workers} on {self.device} · {self.dtype}{weights}{kv}"
+        scaled = settings.rope_scaling != "none"
+        context = f" · context stretched to {self.max_context} ({settings.rope_scaling})" if scaled else ""
+        return f"{self.model_name} · {workers} on {self.device} · {self.dtype}{weights}{kv}{context}"
 
     def describe_tiers(self, disk: DiskFolders) -> str:
         """Return the tiers below the device in one line."""

@@ -37,6 +37,7 @@ LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 SWITCHES: Final = ("on", "off")
 PREEMPTIONS: Final = ("auto", "swap", "recompute")
 QUANTIZATIONS: Final = ("none", "int8")
+ROPE_SCALINGS: Final = ("none", "yarn", "linear")
 POLICIES: Final = ("prefix", "round-robin", "least-loaded", "session-hash", "sglang", "dynamo", "lmetric", "llm-d")
 TOOL_CALL_PARSERS: Final = tuple(
     """auto hermes qwen qwen25 qwen3 llama3_json llama3 llama4_json mistral qwen3_coder qwen3_xml pythonic
@@ -100,6 +101,9 @@ class ServeSettings:
     """Part of each GPU's total memory that one worker may use. None: `GPU_MEMORY_FRACTION`, and no two workers
     share a GPU."""
     max_context: int | None = None
+    rope_scaling: str = "none"
+    """How rotary positions are scaled so that the model takes `max_context` tokens, more than it was made for:
+    one of `ROPE_SCALINGS`."""
     max_batch: int = 256
     token_budget: int = 1024
     """Largest number of tokens computed in one step. It bounds how long running streams wait for the prefill of a
@@ -289,6 +293,7 @@ _CHOICES: Final = {
     "log_level": LOG_LEVELS,
     "log_format": LOG_FORMATS,
     "quantization": QUANTIZATIONS,
+    "rope_scaling": ROPE_SCALINGS,
     "preemption": PREEMPTIONS,
     "tool_call_parser": TOOL_CALL_PARSERS,
     "reasoning_parser": REASONING_PARSERS,

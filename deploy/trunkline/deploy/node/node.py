@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from trunkline.deploy.config import models
+from trunkline.deploy.config import models, stretched
 from trunkline.deploy.config.disk_folders import disk_folders
 from trunkline.deploy.config.machine import open_listener
 from trunkline.deploy.config.node_settings import GROUP_PORTS, Address, Kind, NodePlan, NodeSettings
@@ -103,7 +103,7 @@ def _with_tp(kind: Kind, settings: ServeSettings, node_settings: NodeSettings) -
     if settings.tp is not None or kind is Kind.ROUTER:
         return settings
     if kind is Kind.GROUP and not node_settings.ranks:
-        return settle(settings, models.resolve(settings.model))[0]
+        return settle(settings, stretched.folder_of(settings))[0]
     return replace(settings, tp=TP_ON_CPUS)
 
 
@@ -115,7 +115,7 @@ def plan_routers(settings: ServeSettings, node: NodePlan, listener: socket.socke
     """
     plan = ClusterPlan(
         settings=settings,
-        folder=models.resolve(settings.model, needs_weights=False),
+        folder=stretched.folder_of(settings, needs_weights=False),
         model_name=settings.served_model_name or models.default_name(settings.model),
         dtype="",
         placement=Placement(),

@@ -22,7 +22,7 @@ from rich.console import Console
 from structlog import get_logger
 
 from trunkline.controller.engine_config import ConfigError
-from trunkline.deploy.config import models
+from trunkline.deploy.config import models, stretched
 from trunkline.deploy.config.disk_folders import DiskFolders, add_groups, disk_folders, plan_disk
 from trunkline.deploy.config.further_models import settings_of_models
 from trunkline.deploy.config.machine import available_cores, free_port, open_listener
@@ -80,7 +80,7 @@ def plan_cluster(
         UserError: The cluster cannot work. The text says what was given, what is allowed and what to do.
     """
     settings.validate()
-    folder = models.resolve(settings.model)
+    folder = stretched.folder_of(settings)
     settings, placement = settle(settings, folder, beside)
     device = placement.device
     if settings.kernels in ("cpu", "cuda") and settings.kernels != device:
@@ -95,7 +95,8 @@ def plan_cluster(
     max_context = settings.max_context or model.max_positions
     if max_context > model.max_positions:
         raise UserError(
-            f"--max-context is {max_context}; {settings.model} allows at most {model.max_positions} tokens"
+            f"--max-context is {max_context}; {settings.model} allows at most {model.max_positions} tokens, or "
+            "more with --rope-scaling yarn"
         )
     _check_kv_memory(settings, model, dtype, device)
     weights = models.weights_digest(folder, _reading(tell))

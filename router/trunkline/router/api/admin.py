@@ -23,6 +23,7 @@ _OLD_TENANTS: Final = "an older version of the file of tenants is in force, beca
 
 
 def _model_card(service: RouterService, name: str) -> dict[str, object]:
+    original = service.tokenizer.files.stretched_from
     return {
         "id": name,
         "object": "model",
@@ -31,6 +32,7 @@ def _model_card(service: RouterService, name: str) -> dict[str, object]:
         "root": service.model_name,
         "parent": None,
         "max_model_len": service.limits.max_context,
+        **({"context_stretched_from": original} if original else {}),
     }
 
 

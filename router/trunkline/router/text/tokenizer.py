@@ -46,7 +46,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
     """A model's properties in its configuration files."""
 
     max_context: int
-    """Number of positions that the model was trained for."""
+    """Number of positions that the model was trained for, or that its context was stretched to."""
     vocab_size: int
     """Number of rows of the embedding; 0: the configuration does not give it."""
     eos_ids: tuple[int, ...]
@@ -55,6 +55,8 @@ class ModelFiles(msgspec.Struct, frozen=True):
     special_tokens: dict[str, str]
     """Special tokens by the names that templates use: `bos_token`, `eos_token`, …"""
     chat_template: str | None
+    stretched_from: int = 0
+    """Number of positions that the model was trained for, if its context was stretched beyond them; else 0."""
     tool_chat_template: str | None = None
     """Separate template for conversations with tools; None: the model has none, like most models."""
 
@@ -136,6 +138,7 @@ def read_model_files(folder: Path) -> ModelFiles:
     tokenizer_config = _read_json(folder / "tokenizer_config.json")
     contexts = [config[name] for name in _CONTEXT_NAMES if isinstance(config.get(name), int)]
     vocab_size = config.get("vocab_size")
+    stretched = config.get("stretched_from")
     templates = _chat_templates(folder, tokenizer_config)
     return ModelFiles(
         max_context=contexts[0] if contexts else _FALLBACK_CONTEXT,
@@ -144,6 +147,7 @@ def read_model_files(folder: Path) -> ModelFiles:
         defaults=_defaults(generation),
         special_tokens=_special_tokens(folder, tokenizer_config),
         chat_template=templates.get("default"),
+        stretched_from=stretched if isinstance(stretched, int) else 0,
         tool_chat_template=templates.get("tool_use"),
     )
 
