@@ -51,7 +51,7 @@ class Router:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.dispatcher = Dispatcher(self.links, self.core, resume_seconds=5.0, max_context=lambda model: 2048)
         self.feeds = EventFeeds(self._context, self.core.index, self.dispatcher.load_changed)
-        self.handovers = Noted(self.links, self.core, records, self.feeds.stream, self)
+        self.handovers = Noted(self.links, self.core, records, self)
         self.keeper = LinkKeeper(self.links, self.core, self.feeds, self._connect, handovers=self.handovers)
         self.feeds.open()
 
@@ -280,7 +280,11 @@ HOT = [path(number, 3 + number % 3, shared=2, uses=50 - number) for number in ra
 
 
 @pytest.mark.parametrize("routers", [1, 2])
-def test_a_new_group_is_warmed_up_before_it_gets_requests(place: Path, routers: int) -> None:
+def test_a_new_group_is_warmed_up_before_it_gets_requests(
+    place: Path, routers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WARM_SECONDS", 60.0)
+
     async def play() -> None:
         async with cluster(place, routers=routers) as (all_routers, groups):
             groups["b"].put(HOT)
@@ -298,6 +302,28 @@ def test_a_new_group_is_warmed_up_before_it_gets_requests(place: Path, routers: 
             assert sum(len(router.ended_with) for router in all_routers) == 1
             for router in all_routers:
                 assert "d" in {_route(router, n).name for n in range(60, 80)}
+
+    run(play())
+
+
+def test_routers_agree_which_warm_up_it_is(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although one of them has not heard the new group's events yet."""
+    monkeypatch.setattr(handover, "STALL_SECONDS", 0.2)
+
+    async def play() -> None:
+        async with cluster(place, routers=2) as (all_routers, groups):
+            new = FakeGroup("d", place, groups).start()
+            new.status = "starting"
+            for router in all_routers:
+                router.meet(groups)
+            hears, deaf = all_routers
+            deaf.feeds.remove(deaf.link("d").index)
+            await until(lambda: hears.feeds.status(hears.link("d").index) == "current")
+            await until(lambda: all(router.link("d").state is not None for router in all_routers))
+            new.status = "ready"
+            await until(lambda: all(router.link("d").ready for router in all_routers))
+            await until(lambda: not any(router.handovers._tasks for router in all_routers))
+            assert [len(router.ended_with) for router in all_routers] in ([0, 1], [1, 0])
 
     run(play())
 

@@ -44,6 +44,7 @@ from trunkline.router.streams.dispatch import Dispatcher
 from trunkline.router.streams.generation import Choices, Generation
 from trunkline.router.streams.handovers import Handovers
 from trunkline.router.streams.health import Health, HealthProbe, describe
+from trunkline.router.streams.introductions import Introductions
 from trunkline.router.streams.kv_feed import EventFeeds
 from trunkline.router.streams.link import ControllerLink
 from trunkline.router.streams.link_keeper import LinkKeeper
@@ -215,7 +216,8 @@ class RouterService:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         core, config = self.dispatcher.core, self.config
         feeds = EventFeeds(context, core.index, self.dispatcher.load_changed)
-        handovers = Handovers(self.links, core, self.records, feeds.stream, self.metrics.routing.handovers)
+        handovers = Handovers(self.links, core, self.records, self.metrics.routing.handovers)
+        introductions = Introductions(core)
 
         def weighed(link: ControllerLink) -> list[ControllerLink]:
             others = self.models.weigh(link, is_member=link in self.links, now=self.dispatcher.now())
@@ -225,6 +227,7 @@ class RouterService:
             for link in links:
                 handovers.changed(link)  # a new group must not get requests before it is told
                 self.dispatcher.link_changed(link)
+                introductions.changed(link, self.dispatcher.now())
 
         def changed(link: ControllerLink) -> None:
             others = weighed(link)

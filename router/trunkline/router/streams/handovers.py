@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import suppress
 from typing import Any, Final, Protocol
 from weakref import WeakSet
@@ -141,18 +141,15 @@ class Handovers:
         links: Links,
         core: RoutingCore,
         records: RecordStore,
-        stream_of: Callable[[int], bytes],
         observer: Observer,
     ) -> None:
         """
         Args:
             records: has the leases.
-            stream_of: returns the id of the process behind a slot (`KvEvents.stream`); empty: not known.
         """
         self._links = links
         self._core = core
         self._records = records
-        self._stream_of = stream_of
         self._observer = observer
         self._tasks: dict[ControllerLink, asyncio.Task[None]] = {}
         self._left: WeakSet[ControllerLink] = WeakSet()
@@ -328,10 +325,15 @@ class Handovers:
             seconds=round(seconds, 2),
         )
 
-    def _name(self, occasion: Occasion, link: ControllerLink) -> str:
-        """Return the name of a handover, the same in all routers, but another one for each start of the group."""
+    @staticmethod
+    def _name(occasion: Occasion, link: ControllerLink) -> str:
+        """Return the name of a handover, the same in all routers, but another one for each start of the group.
+
+        So it must follow from what a router knows at the latest when it has the group's state; the stream of
+        events, for one, may be known to some routers only.
+        """
         epoch = 0 if link.state is None else link.state.epoch
-        return f"{occasion} {link.name} {self._stream_of(link.index).hex()} {epoch}"
+        return f"{occasion} {link.name} {epoch}"
 
     def _alike(self, link: ControllerLink, state: State) -> Iterator[ControllerLink]:
         """Yield the other groups that take requests and can exchange chunks with a group."""

@@ -397,11 +397,6 @@ class EventFeeds:
             feed.tick()
         self._timer = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
 
-    def stream(self, controller: int) -> bytes:
-        """Return the id of the controller process whose events are followed; empty: not known."""
-        feed = self._feeds.get(controller)
-        return b"" if feed is None else feed.state.stream
-
     def status(self, controller: int) -> str:
         """Return "current", "catching up", "stale" (no message for a while) or "off" (the controller publishes no
         events)."""
