@@ -62,6 +62,7 @@ class PeerRank:
         )
         self.step = 0
         self._moves = 0
+        self._ended: dict[int, MoveOutcome] = {}
 
     def save(self, chunks: range | list[int], slots: range | list[int], generation: int = 1) -> None:
         """Compute chunks, and save them into slots under their names; returns when they are ordered."""
@@ -107,15 +108,14 @@ class PeerRank:
         return [move.id for move in made]
 
     def outcomes(self, moves: list[int], seconds: float = DEADLINE_S) -> list[MoveOutcome]:
-        """What became of moves, in their order."""
-        found: dict[int, MoveOutcome] = {}
+        """What became of moves, in their order; others may end meanwhile."""
         deadline = time.monotonic() + seconds
-        while len(found) < len(moves):
+        while not self._ended.keys() >= set(moves):
             report = self._reports.get(timeout=max(0.001, deadline - time.monotonic()))
             assert isinstance(report, MoveOutcome)
-            assert report.id not in found, "a move is answered twice"
-            found[report.id] = report
-        return [found[move] for move in moves]
+            assert report.id not in self._ended, "a move is answered twice"
+            self._ended[report.id] = report
+        return [self._ended[move] for move in moves]
 
     def statuses(self, peer: int, wanted: dict[int, int]) -> list[int]:
         return [outcome.status for outcome in self.outcomes(self.pull(peer, wanted))]
