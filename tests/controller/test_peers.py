@@ -20,7 +20,7 @@ from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import Holder, Prefetch, Submit
 from trunkline.controller.service.status import state_of
 from trunkline.controller.tiers import holders
-from trunkline.controller.tiers.prefetch import PATIENCE_LEAST_S
+from trunkline.controller.tiers.prefetch import FIRST_PULL_S, PATIENCE_LEAST_S
 from trunkline.kvstore import peers
 from trunkline.kvstore.chunks import NAME_BYTES, pack_int32
 from trunkline.kvstore.tier import TierKind
@@ -137,18 +137,34 @@ def test_a_peer_that_is_gone_is_a_miss_and_is_left_alone() -> None:
     assert stats.totals.failures == failures, "it is not asked while it is paused"
 
 
-def test_a_silent_peer_costs_no_more_than_patience() -> None:
+@pytest.mark.parametrize(("knows_it", "patience"), [(False, FIRST_PULL_S), (True, PATIENCE_LEAST_S)])
+def test_a_silent_peer_costs_no_more_than_patience(knows_it: bool, patience: float) -> None:
+    pair = Pair()
+    if knows_it:
+        pair.ask(pair.holder(0, 1), prompt=PROMPT[: CHUNK + 1])
+    pair.network.silent.update(pair.endpoints)
+    pair.taker.pace_s, pair.taker.tier_pace = PATIENCE_LEAST_S / 4, 0.0  # no rank has given it up yet
+    pair.taker.holders_of = lambda _: [pair.holder()]
+    began, request = pair.taker.now, pair.taker.submit(PROMPT, 1)
+    stream = pair.taker.streams[request]
+    pair.taker.step_until(lambda: stream.started)
+    assert patience <= pair.taker.now - began <= patience + PATIENCE_LEAST_S
+    assert miss_of(stream) == ("slow", CHUNK * knows_it)
+    assert pair.taker.engine.counters.pulls_given_up == {"slow": WHOLE - knows_it}
+    pair.taker.tier_pace = 1.0
+    pair.taker.finish()
+
+
+def test_a_first_pull_that_waits_for_a_connection_is_not_given_up() -> None:
     pair = Pair()
     pair.network.silent.update(pair.endpoints)
     pair.taker.pace_s = PATIENCE_LEAST_S / 4
     pair.taker.holders_of = lambda _: [pair.holder()]
     began, request = pair.taker.now, pair.taker.submit(PROMPT, 1)
-    stream = pair.taker.streams[request]
-    pair.taker.step_until(lambda: stream.started)
-    assert pair.taker.now - began <= 2 * PATIENCE_LEAST_S
-    assert miss_of(stream) == ("slow", 0)
-    assert pair.taker.engine.counters.pulls_given_up == {"slow": WHOLE}
+    pair.taker.step_until(lambda: pair.taker.now > began + 3 * PATIENCE_LEAST_S)
+    pair.network.silent.clear()
     pair.taker.finish()
+    assert pulled_of(pair.taker.streams[request]) == WHOLE * CHUNK
 
 
 def test_a_silent_peer_does_not_stop_pulls_from_another() -> None:
@@ -207,6 +223,18 @@ def test_ranks_are_told_where_a_peer_is_before_the_first_pull_and_when_it_is_for
     pair.taker.plan()
     pair.taker.move_chunks()
     assert orders[0] == PeerAt(0, pair.endpoints), "each epoch is told anew"
+
+
+def test_ranks_are_told_of_peers_to_which_a_router_introduces_the_group_while_it_is_idle() -> None:
+    pair, orders = Pair(), list[TierOrder]()
+    pair.taker.tiers.receive = orders.append  # type: ignore[method-assign, assignment]
+    said = Prefetch(1, b"", holders=[pair.holder(0, 1)], root=b"s")
+    assert not problem_of_prefetch(said, 1000)
+    pair.taker.receive(ExpectRequest((1, 1), request_of_prefetch(said), said.root))
+    pair.taker.plan()
+    pair.taker.move_chunks()
+    assert orders == [PeerAt(0, pair.endpoints)]
+    assert not pair.network.asked
 
 
 @pytest.mark.parametrize("is_on", [False, True])

@@ -78,6 +78,10 @@ class PeerBook:
         """Return the health of a peer that is known."""
         return self._peers[number].health
 
+    def is_measured(self, number: int) -> bool:
+        """Return whether a chunk was pulled from a peer that is known."""
+        return self._peers[number].health.is_measured
+
     def meet(self, member: str, endpoints: tuple[str, ...], now: float) -> Peer | None:
         """Return the peer at these endpoints, a new one if it is not known; None if too many are known."""
         number = self._numbers.get((member, endpoints))

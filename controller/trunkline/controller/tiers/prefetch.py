@@ -40,6 +40,9 @@ PATIENCE_SHARE: Final = 0.5
 longer."""
 PATIENCE_LEAST_S: Final = 0.05
 """Shortest wait for a fetch, in seconds: predictions of short transfers are unreliable."""
+FIRST_PULL_S: Final = 0.25
+"""Shortest wait for a pull from a peer from which nothing was pulled yet, in seconds: ranks may be connecting and
+making keys, and how fast the peer is can only be learnt from a pull that is waited for."""
 
 
 @dataclass(slots=True)
@@ -116,7 +119,7 @@ class Fetching:
         if not wait.fetch_until:
             saved_us = count * self._chunk_size * self._costs.token_us
             patience_us = max(PATIENCE_FACTOR * predicted_us, PATIENCE_SHARE * saved_us)
-            wait.fetch_until = now + max(PATIENCE_LEAST_S, patience_us / 1e6)
+            wait.fetch_until = now + max(self._least_s(far[:count]), patience_us / 1e6)
             self._timed[group.id] = wait
         if now >= wait.fetch_until:
             wait.gave_up = True
@@ -139,6 +142,11 @@ class Fetching:
             if total_us < best_us:
                 best, best_us, best_load_us = count, total_us, load_us
         return best, best_load_us
+
+    def _least_s(self, far: list[Node]) -> float:
+        """Return the shortest time for which to wait for chunks."""
+        peers = {node.peer for node in far if self._tier_of(node) is TierKind.PEER}
+        return PATIENCE_LEAST_S if all(map(self._tiers.peers.is_measured, peers)) else FIRST_PULL_S
 
     def _tier_of(self, node: Node) -> TierKind:
         tier = self._tiers.tier_of(node)

@@ -193,6 +193,16 @@ class RoutingCore:
         """
         self._traits.set_exports(controller, endpoints, leaves=leaves)
 
+    def peers(self, controller: int) -> IntArray:
+        """Return the controllers that a controller exchanges chunks with, and itself, ascending: the same array
+        as long as nothing changes; []: none."""
+        identity = self._traits.identity(controller)
+        return _NONE if identity is None or not self.exports(controller) else self._traits.peers(identity)
+
+    def exports(self, controller: int) -> list[str]:
+        """Return where a controller's ranks export KV to peers, by rank; []: they export none."""
+        return self._traits.exports(controller)
+
     def set_available(self, controller: int, available: bool, now: float) -> None:
         """Set whether a controller can take requests. Only a change has an effect: a controller that comes back
         after failures gets a single request first. One that was removed stays unavailable."""
