@@ -100,7 +100,7 @@ class Model:
             ),
             samples=[],
             samples_changed=False,
-            logit_rows=None,
+            state_rows=None,
             scored=(ScoredPrompt(0, 1, ids.numpy().astype(np.int32), 0),),
         )
         logits = self.decoder.forward(batch)
@@ -123,7 +123,7 @@ class Model:
             prefill=None,
             samples=[],
             samples_changed=False,
-            logit_rows=None,
+            state_rows=None,
             scored=(ScoredPrompt(0, 1, zeros, 0),),
         )
         return lambda: self.decoder.forward(batch)

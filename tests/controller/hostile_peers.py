@@ -71,6 +71,7 @@ def requests(chosen: random.Random) -> list[msgspec.Struct]:
         submit(drops=pack_int32([0, 2])),
         submit(grammar=Grammar("regex", "a*")),
         submit(sampling=Sampling(prompt_logprobs=2)),
+        submit(sampling=Sampling(pooling=chosen.choice((1, 2)))),
         Submit(number, pack_int32([1, 2, 3, 4]), 4, 3, Sampling(), layout=LAYOUT),
         Abort(number, chosen.choice((-1, 0, 1))),
         Ping(number),

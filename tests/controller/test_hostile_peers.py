@@ -154,6 +154,8 @@ SCORES = PromptLogprobs(1, bytes(4), bytes(4), bytes(8), bytes(8))
         (StepResult(1, 1, b"", -1), "elapsed_us is -1"),
         (StepResult(1, 1, b"", 5, kv_bytes_read=1 << 63), "kv_bytes_read is"),
         (StepResult(1, 1, b"", 5, {0: TopLogprobs(0.0, bytes(4), bytes(8))}), "do not go with"),
+        (StepResult(1, 1, b"", 5, {0: TopLogprobs(0.0, b"", b"", bytes(8))}), ""),
+        (StepResult(1, 1, b"", 5, {0: TopLogprobs(0.0, b"", b"", bytes(7))}), "7 bytes, which are no float32"),
         (StepResult(1, 1, b"", 5, prompt_logprobs={1: SCORES}), ""),
         (StepResult(1, 1, b"", 5, prompt_logprobs={1: msgspec.structs.replace(SCORES, ranks=b"")}), "do not go"),
         (StepResult(1, 1, b"", 5, prompt_logprobs={1: PromptLogprobs(1, b"", b"", b"", b"")}), "do not go"),

@@ -34,6 +34,8 @@ class Resident:
     """Positions before this one were computed or found; None: nothing is planned for it yet."""
     reaches: Mapping[int, int] = field(default_factory=dict)
     """As `SimulatedWorkers.execute` was told."""
+    pooled: bytes = b""
+    """Hash of all hidden states that were computed of a prompt that is pooled over all of its tokens."""
 
     @property
     def total(self) -> int:

@@ -120,12 +120,12 @@ class Simulation:
         self.next_id += 1
         seed, stop_ids, drops = options.get("seed", 0), options.get("stop_ids", ()), options.get("drops", ())
         n, beam, scored = options.get("n", 1), options.get("beam"), options.get("prompt_logprobs", -1)
-        layout = options.get("layout")
+        layout, pooling = options.get("layout"), options.get("pooling", 0)
         seen = [token for i, token in enumerate(prompt) if not any(a <= i < b for a, b in drops)]
         if layout is not None:
             seen = prompt_tokens(layout, prompt)
         stream = Stream(seen, seed, max_tokens, stop_ids, n, beam, scored, layout, prompt)
-        stream.positions = self.engine.config.max_context
+        stream.positions, stream.pooling = self.engine.config.max_context, pooling
         self.streams[request_id] = stream
         penalty = 0.5 * options.get("history", False)
         submit = Submit(
@@ -133,7 +133,7 @@ class Simulation:
             pack_int32(prompt),
             len(prompt),
             max_tokens,
-            Sampling(seed=seed, prompt_logprobs=scored, presence_penalty=penalty),
+            Sampling(seed=seed, prompt_logprobs=scored, presence_penalty=penalty, pooling=pooling),
             stop_token_ids=list(stop_ids),
             salt=options.get("salt", b""),
             drops=pack_int32(np.array(drops, np.int32)),
@@ -407,11 +407,16 @@ class Simulation:
             self._collect_end(self.streams[finished.request], finished)
 
     def _collect_tokens(self, outputs: EngineOutputs) -> None:
-        for requests, samples, tokens in zip(outputs.requests, outputs.samples, outputs.tokens, strict=True):
+        for requests, samples, tokens, reports in zip(
+            outputs.requests, outputs.samples, outputs.tokens, outputs.logprobs, strict=True
+        ):
             rows = list(zip(requests.tolist(), samples.tolist(), strict=True))
             assert len(set(rows)) == len(rows), "a sample has two tokens in one result"
-            for (request, sample), token in zip(rows, tokens.tolist(), strict=True):
+            for index, ((request, sample), token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
                 stream = self.streams[request]
+                if stream.pooling:
+                    assert stream.pooled is None, "a prompt is pooled twice"
+                    stream.pooled = (reports or {})[index].pooled
                 assert stream.ended is None, "a token after the end"
                 assert sample not in stream.reasons, "a token after a sample's end"
                 assert sample not in stream.given_up, "a token of a sample that was given up"

@@ -35,6 +35,20 @@ def prefix_hash(tokens: list[int]) -> bytes:
     return current
 
 
+def pool_state(pooled: bytes, state: bytes) -> bytes:
+    """What is pooled of a prompt, after one more hidden state, which is the hash of the tokens up to there."""
+    return blake2b(pooled + state, digest_size=8, key=b"pool").digest()
+
+
+def pooled_prompt(tokens: list[int], *, over_all: bool) -> bytes:
+    """What is pooled of a whole prompt: the state of its last token, or the states of all."""
+    state = pooled = EMPTY
+    for token in tokens:
+        state = extend_hash(state, token)
+        pooled = pool_state(pooled, state)
+    return pooled if over_all else state
+
+
 MODULES: Final = b"modules"
 """Hash of nothing that a prompt with modules sees."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 import numpy as np
-from simulation.model import prefix_hash, prompt_score
+from simulation.model import pooled_prompt, prefix_hash, prompt_score
 from simulation.module_oracle import expected_module_output
 from simulation.oracle import beam_search, expected_output
 
@@ -19,6 +19,7 @@ from trunkline.controller.scheduling.admission import DEADLY
 from trunkline.controller.sequences.beam_search import sample_seed
 from trunkline.kvstore.chunks import unpack_int32
 from trunkline.router.messages import Finished, FinishReason, Hypothesis, Started
+from trunkline.worker.messages import POOL_MEAN
 
 
 class Options(TypedDict, total=False):
@@ -33,6 +34,7 @@ class Options(TypedDict, total=False):
     tenant: str
     kv_share: tuple[float, float]
     prompt_logprobs: int
+    pooling: int
     grammar: Grammar | None
     drops: tuple[tuple[int, int], ...]
     ttl: float
@@ -67,6 +69,9 @@ class Stream:
     hypotheses: list[Hypothesis] | None = None
     scored: dict[int, tuple[float, int, list[int], list[float]]] = field(default_factory=dict)
     """By prompt position."""
+    pooling: int = 0
+    pooled: bytes | None = None
+    """What came of the prompt's hidden states, with the first token."""
     cached_tokens: int | None = None
     started: Started | None = None
     ended: Finished | None = None
@@ -127,6 +132,8 @@ def verify(stream: Stream, longest: int) -> None:
         _verify_search(stream, limit)
     if stream.prompt_logprobs >= 0:
         _verify_scores(stream)
+    whole = pooled_prompt(stream.prompt, over_all=stream.pooling == POOL_MEAN)
+    assert stream.pooled == (whole if stream.pooling and stream.output else None)
 
 
 def _expected(stream: Stream, seed: int, limit: int) -> list[int]:

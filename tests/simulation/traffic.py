@@ -22,6 +22,7 @@ from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch, Grammar
 from trunkline.kvstore.chunks import blocks_for
 from trunkline.router.messages import FinishReason
+from trunkline.worker.messages import POOL_LAST, POOL_MEAN
 
 WIDTHS: Final = (2, 3, 4)
 SHARES: Final = {"a": (0.0, 1.0), "b": (0.2, 1.0), "c": (0.1, 0.4)}
@@ -46,6 +47,8 @@ class Mix:
     """Of a request: it is of one of three tenants with names."""
     salts: float = 0.1
     scored: float = 0.1
+    pooled: float = 0.1
+    """Of the plain requests: they ask for the prompt's hidden states, and one token."""
     grammars: float = 0.1
     aborts: float = 0.05
     cuts: float = 0.0
@@ -86,6 +89,7 @@ class Traffic:
         """Computed by a group that forgets everything but shares nothing, and is never short of blocks."""
         self._rng = random.Random(seed)
         self._tenants = random.Random(seed)
+        self._pooled = random.Random(seed)
         self._bases = [self._tokens(mix.prompt_max) for _ in range(5)]
         self._schemas = Schemas(self._rng, config.chunk_size, count=mix.schemas, span=config.max_context // 2)
         self._callers = ModuleCallers(self.simulation, self._schemas, self._rng)
@@ -137,6 +141,9 @@ class Traffic:
         if self._chance(mix.ttl):
             options["ttl"] = rng.choice([1.0, 20.0])
         max_tokens = rng.randrange(1, mix.output_max + 1)
+        is_plain = "beam" not in options and options["n"] == 1 and not options.get("drops")
+        if is_plain and self._pooled.random() < mix.pooled:
+            options["pooling"], max_tokens = self._pooled.choice([POOL_LAST, POOL_MEAN]), 1
         beam = options.get("beam")
         width = beam.width if beam else options["n"]
         request = self.simulation.submit(prompt, max_tokens, **options)

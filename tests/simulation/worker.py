@@ -14,10 +14,18 @@ import msgspec
 import numpy as np
 from simulation.beams import Resident, Searches
 from simulation.layout import Layout, seen_hash
-from simulation.model import MODULES, extend_hash, extend_seen, next_token, prompt_score, text_token
+from simulation.model import (
+    MODULES,
+    extend_hash,
+    extend_seen,
+    next_token,
+    pool_state,
+    prompt_score,
+    text_token,
+)
 from simulation.pool import Entry, SimulatedPool
 
-from trunkline.controller.messages import BeamStep, PromptLogprobs, StepResult
+from trunkline.controller.messages import BeamStep, PromptLogprobs, StepResult, TopLogprobs
 from trunkline.kvstore.chunks import NAME_BYTES, pack_int32, unpack_int32
 from trunkline.worker.messages import CompileGrammar, ForgetGrammar, Fork, Join, Sampling, StepPlan
 
@@ -205,6 +213,7 @@ class SimulatedWorkers:
         )
         hashes: dict[int, bytes] = {}
         for batch_seq_id in self.rows:
+            assert not self.residents[batch_seq_id].sampling.pooling, "a prompt that is pooled goes on"
             position = self.residents[batch_seq_id].total - 1
             hashes[batch_seq_id] = self._run(batch_seq_id, position, 1, position)
         scored: dict[int, PromptLogprobs] = {}
@@ -219,12 +228,14 @@ class SimulatedWorkers:
             last = self._run(batch_seq_id, start, count, write_from)
             if sample:
                 hashes[batch_seq_id] = last
+        reports = self._pooled(hashes)
         tokens, beams = self._sample(plan, hashes)
         return StepResult(
             step=plan.step,
             epoch=plan.epoch,
             tokens=pack_int32(tokens),
             elapsed_us=1 + TOKEN_US * (len(self.rows) + sum(item[2] for item in prefill)),
+            logprobs=reports or None,
             beams=beams or None,
             prompt_logprobs=scored or None,
             moved_us=MOVE_US * moved_blocks,
@@ -315,7 +326,19 @@ class SimulatedWorkers:
             behind_cut = not resident.layout.is_plain and stored[2:4] == (token, frame)
             assert same or behind_cut, "a token that is not stored differs from the stored one"
         self.computed_tokens += 1
+        if resident.sampling.pools_all:
+            resident.pooled = pool_state(resident.pooled, current)
         return current
+
+    def _pooled(self, hashes: dict[int, bytes]) -> dict[int, TopLogprobs]:
+        """The reports of prompts that end and are pooled, by index of the sample."""
+        reports = {}
+        for index, (batch_seq_id, last) in enumerate(hashes.items()):
+            resident = self.residents[batch_seq_id]
+            if resident.sampling.pooling:
+                pooled = resident.pooled if resident.sampling.pools_all else last
+                reports[index] = TopLogprobs(0.0, b"", b"", pooled)
+        return reports
 
     def _score(self, batch_seq_id: int, start: int, count: int) -> PromptLogprobs | None:
         """Scores of the prompt tokens after positions `[start, start + count)`."""

@@ -50,6 +50,16 @@ class Holder(msgspec.Struct, array_like=True, frozen=True):
     """Index behind the run's last chunk."""
 
 
+class KeptChunks(msgspec.Struct, array_like=True, frozen=True):
+    """KV that peers have kept behind the last cut of a prompt (CachedAttention §3.4)."""
+
+    names: bytes
+    """Names of the first chunks of the prompt's block table, 16 bytes each: what was computed behind the cut has
+    names that depend on how much had been computed before it."""
+    holders: list[Holder]
+    """Peers that have these chunks; indices count the chunks of the block table."""
+
+
 class ModuleText(msgspec.Struct, array_like=True, frozen=True):
     """A text of a schema whose KV is computed once, seeing only the texts before it on its path, and then serves
     every prompt that imports it (Prompt Cache §3.3)."""
@@ -133,6 +143,8 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
     """Part of each tier of a group, from 0 to 1, above which the tenant's chunks are evicted first."""
     holders: list[Holder] = []
     """Peers that have chunks of the prompt which this group may lack; of runs that overlap, the first counts."""
+    kept: KeptChunks | None = None
+    """What peers have kept behind the prompt's cut, if this group may lack it; only together with `drops`."""
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
@@ -275,13 +287,18 @@ RouterRequest = (
 
 
 class TopLogprobs(msgspec.Struct, array_like=True, frozen=True):
-    """Log-probabilities (natural, after penalties and bias, before temperature) at one output position."""
+    """The report of one output position: log-probabilities (natural, after penalties and bias, before
+    temperature), and the pooled hidden states of a prompt."""
 
     token_logprob: float
+    """Log-probability of the sampled token; 0 if no log-probabilities were asked for."""
     top_ids: bytes
     """int32 token ids, most likely first."""
     top_logprobs: bytes
     """Log-probabilities of `top_ids`, float32, little-endian."""
+    pooled: bytes = b""
+    """With the first output token, what `Sampling.pooling` asked for: float32 `[hidden]`, little-endian, as the
+    model's last norm gives it (not normalised to a length). Else empty."""
 
 
 class PromptLogprobs(msgspec.Struct, array_like=True, frozen=True):

@@ -16,6 +16,12 @@ LEAVE_TOPIC: Final = b"leave"
 step, too."""
 
 
+POOL_LAST: Final = 1
+"""Value of `Sampling.pooling`: the final hidden state of the prompt's last token."""
+POOL_MEAN: Final = 2
+"""Value of `Sampling.pooling`: the mean of the final hidden states of all tokens of the prompt."""
+
+
 def rank_topic(rank: int, incarnation: bytes) -> bytes:
     """Return the topic of messages for one rank process. The process subscribes to it first. When this
     subscription ends, the controller knows that the process has died."""
@@ -67,6 +73,24 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
     report."""
     grammar: int = 0
     """Id of the grammar (`CompileGrammar`) that the output follows; 0: none."""
+    pooling: int = 0
+    """Which hidden states of the prompt are reported with the first output token (`TopLogprobs.pooled`), as
+    `POOL_LAST` or `POOL_MEAN`; 0: none."""
+
+    @property
+    def reports(self) -> bool:
+        """Whether output tokens come with a report (`TopLogprobs`)."""
+        return self.logprobs >= 0 or self.pooling != 0
+
+    @property
+    def pools_all(self) -> bool:
+        """Whether the hidden state of every token of the prompt counts, not only that of the last one."""
+        return self.pooling == POOL_MEAN
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether every token of the prompt must be computed, also where its KV is cached."""
+        return self.prompt_logprobs >= 0 or self.pools_all
 
     @property
     def needs_history(self) -> bool:

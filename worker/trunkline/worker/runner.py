@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,7 @@ from trunkline.worker.model.decoder import Decoder, make_kv_pool
 from trunkline.worker.model.families import check_model
 from trunkline.worker.model.model_config import Shard
 from trunkline.worker.sampling.beams import BeamSearches
+from trunkline.worker.sampling.pooling import Pooler
 from trunkline.worker.sampling.sampler import Sampler
 from trunkline.worker.sampling.selection import Selection, Selector
 from trunkline.worker.tensor_parallel import TensorParallel, of_loading
@@ -75,6 +77,8 @@ class Runner:
         self._grammars = GrammarStore(Path(config.model), vocab_size) if group.rank == 0 else None
         self._sampler = Sampler(vocab_size, device, self._grammars)
         self._selector = Selector(group, self._sampler, self._searches, shard, config.chunk_size)
+        # The states are the same on every rank, so one is enough.
+        self._pooler = Pooler() if group.rank == 0 else None
         self.copier = copier
         """Copies between device and host pool; None without a host pool."""
         self.swap_us_per_block = 0.0
@@ -251,7 +255,7 @@ class Runner:
             ),
             samples=[],
             samples_changed=False,
-            logit_rows=None,
+            state_rows=None,
         )
         self._decoder.forward(batch)
         if self.copier is not None:
@@ -314,6 +318,8 @@ class Runner:
             if self._searches.group_of:
                 self._searches.remove(gone)
             self._sampler.forget(gone)
+            if self._pooler is not None:
+                self._pooler.forget(gone)
         for join in plan.joins:
             if join.beam_position is not None:
                 self._searches.add(self._sequences[join.sequence])
@@ -347,7 +353,10 @@ class Runner:
         """Compute the batch; return this rank's columns of the logits that are asked for."""
         logits = None
         if len(batch.ids):  # a plan may only let sequences leave, or only copy blocks
-            logits = self._decoder.forward(batch, None if gate is None or gate.is_open else gate)
+            take_states = None
+            if self._pooler is not None and batch.pooled:
+                take_states = partial(self._pooler.take, batch.pooled)
+            logits = self._decoder.forward(batch, None if gate is None or gate.is_open else gate, take_states)
         if self.copier is not None and gate is not None:
             self.copier.finish(gate)
         return logits
@@ -357,6 +366,8 @@ class Runner:
         for child in batch.children:
             self._searches.add(child)
         selection = self._selector.select(batch, logits)
+        if self._pooler is not None and batch.pooled:
+            selection.logprobs = self._pooler.add_to(selection.logprobs)
         if selection.tables_changed:
             self._batches.forget_plan()
         return selection

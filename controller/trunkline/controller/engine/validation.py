@@ -28,7 +28,7 @@ from trunkline.kvstore.beams import candidate_count
 from trunkline.kvstore.chunks import NAME_BYTES, blocks_for, unpack_int32
 from trunkline.kvstore.cuts import problem_of_drops
 from trunkline.runtime.spans import CONTEXT_BYTES
-from trunkline.worker.messages import Sampling
+from trunkline.worker.messages import POOL_MEAN, Sampling
 
 TEXTS_MAX: Final = 65_536
 """Largest number of texts of one schema."""
@@ -63,6 +63,7 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "logprobs": (-1, _INT32_MAX),
     "min_tokens": (0, _INT32_MAX),
     "prompt_logprobs": (-1, _INT32_MAX),
+    "pooling": (0, POOL_MEAN),
 }
 """Ranges of numbers that the workers' tensors can hold, whether sensible or not. `seed` may be any number; it is
 masked."""
@@ -153,7 +154,16 @@ def problem_of_submit(message: Submit, vocab_size: int) -> str:
     if message.grammar is not None and len(message.grammar.tenant) > GRAMMAR_TENANT_BYTES_MAX:
         size = len(message.grammar.tenant)
         return f"a grammar's tenant is {size} bytes; at most {GRAMMAR_TENANT_BYTES_MAX} are kept"
-    return _problem_of_holders(message.holders) or _sampling_problem(message.sampling, id_max)
+    problem = _problem_of_holders(message.holders) or _problem_of_kept(message)
+    return problem or _sampling_problem(message.sampling, id_max)
+
+
+def _problem_of_kept(message: Submit) -> str:
+    if message.kept is None:
+        return ""
+    if not message.drops or len(message.kept.names) % NAME_BYTES:
+        return f"{len(message.kept.names)} bytes are no names of chunks kept behind a cut"
+    return _problem_of_holders(message.kept.holders)
 
 
 def _problem_of_holders(holders: Sequence[Holder]) -> str:
@@ -314,6 +324,10 @@ def problem_of_request(request: Request, config: EngineConfig) -> tuple[str, str
     prompt_len = submit.prompt_len
     if not 0 < prompt_len <= count:
         return f"the prompt is empty or its length ({prompt_len}) does not fit {count} tokens", ""
+    if submit.sampling.pooling and (submit.max_tokens != 1 or submit.n != 1 or submit.beam is not None):
+        return "a prompt that is pooled has one output token, and one sample", ""
+    if submit.sampling.pooling and (request.drops or submit.layout is not None):
+        return "a prompt that is not plain and seen whole cannot be pooled", ""
     if request.drops:
         if submit.beam is not None:
             return "a beam search cannot drop parts of its prompt", "truncation"

@@ -439,7 +439,7 @@ class Scheduler:
         planned."""
         group = sequence.group
         start, stop = sequence.computed, sequence.prefill_stop
-        scored = sequence.recompute_from_start
+        scored = sequence.scores_prompt
         tokens = min(budget, stop - start, SCORED_TOKENS_MAX if scored else budget)
         step_us = self.costs.step_us(len(plan.rows), tokens)
         alone = not (plan.prefill or len(plan.rows))
@@ -462,7 +462,7 @@ class Scheduler:
         group."""
         group = sequence.group
         self.prefilling.remove(sequence)
-        group.prompt_scored = True
+        group.prompt_scored = not sequence.sampling.pools_all
         if scored:
             # After a preemption the prompt must not be scored again: workers score all that they compute of it.
             sequence.sampling = msgspec.structs.replace(sequence.sampling, prompt_logprobs=-1)

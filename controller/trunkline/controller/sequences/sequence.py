@@ -219,9 +219,10 @@ class SequenceGroup:
         self.modules: ModulePrompt | None = None
         """The layout, if the prompt has modules. Then `prompt_len`, `limit` and tokens count in the block table,
         too."""
-        self.prompt_scored = request.submit.sampling.prompt_logprobs < 0
+        self.prompt_scored = not request.submit.sampling.needs_whole_prompt
         """Whether nothing is left to score in the prompt: its log-probabilities were not asked for, or the step
-        that computes the last of them is planned."""
+        that computes the last of them is planned. A prompt that is pooled over all of its tokens always has
+        something left: its one output token comes together with what was pooled."""
         self.waits_for_grammar = False
         self.search: BeamHistory | None = None
         """Beams and hypotheses of a beam search; None for other requests."""
@@ -362,8 +363,13 @@ class Sequence:
 
     @property
     def recompute_from_start(self) -> bool:
-        """Whether the whole prompt must be computed, because its tokens are scored."""
+        """Whether the whole prompt must be computed, because its tokens are scored or pooled."""
         return not self.group.prompt_scored
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the prompt's tokens are scored: each needs a row of logits."""
+        return self.recompute_from_start and self.sampling.prompt_logprobs >= 0
 
     @property
     def prefill_stop(self) -> int:

@@ -355,6 +355,8 @@ def _problem_of_scores(result: StepResult) -> str:
     for top in (result.logprobs or {}).values():
         if len(top.top_ids) != len(top.top_logprobs) or len(top.top_ids) % 4:
             return f"log-probabilities of step {result.step} do not go with their tokens"
+        if len(top.pooled) % 4:
+            return f"a pooled state of step {result.step} has {len(top.pooled)} bytes, which are no float32"
     for scored in (result.prompt_logprobs or {}).values():
         if not _fit(scored):
             return f"scores of a prompt in step {result.step} do not go with their tokens"

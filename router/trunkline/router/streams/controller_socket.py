@@ -236,6 +236,8 @@ def _problem_of_outputs(outputs: Outputs) -> str:
     for top in (outputs.logprobs or {}).values():
         if len(top.top_ids) != len(top.top_logprobs) or len(top.top_ids) % 4:
             return "log-probabilities do not go with their tokens"
+        if len(top.pooled) % 4:
+            return f"a pooled state has {len(top.pooled)} bytes, which are no float32"
     for scored in outputs.prompt_logprobs:
         parts, count = scored.logprobs, len(scored.logprobs.token_logprobs)
         is_whole = count > 0 and count % 4 == 0 and len(parts.ranks) == count

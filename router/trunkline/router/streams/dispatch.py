@@ -140,7 +140,7 @@ class Dispatcher:
             next(self._ids),
             self._release,
             self._drop_sample,
-            wants_logprobs=job.sampling.logprobs >= 0,
+            wants_logprobs=job.sampling.reports,
             samples=job.decoding.samples if job.decoding.beam is None else 1,
         )
         routed = self._routed[stream.request] = RoutedRequest(

@@ -95,7 +95,7 @@ class TextAssembler:
             logprobs: one per token, if the request asks for them.
             reason: with the last tokens, why the sample ended ("stop" or "length").
         """
-        wanted = self._job.sampling.logprobs >= 0
+        wanted = self._job.sampling.reports
         if (
             len(tokens) == 1
             and reason is None

@@ -8,6 +8,9 @@ Logits are asked for in this order: decode rows, prefill entries that sample, pr
 
       samples      row 0 … row n-1 │ entry, entry, … │ fork, fork, …
       logits rows  0     … n-1     │ n, n + 1, …     │ (a fork reads its parent's) │ scored prompt positions
+
+Behind these rows stand the tokens whose final hidden states are needed, but no logits: those of prompts that are
+pooled over all of their tokens.
 """
 
 from __future__ import annotations
@@ -41,6 +44,18 @@ class ScoredPrompt(NamedTuple):
     """Number of most likely tokens to report at each position."""
 
 
+class PooledPiece(NamedTuple):
+    """Tokens of a prompt whose final hidden states are pooled, all computed by one prefill entry."""
+
+    sequence: int
+    rows: slice
+    """Their rows among the final hidden states (`ForwardBatch.state_rows`)."""
+    tokens: int
+    """Number of the prompt's tokens that are pooled up to here, earlier pieces included."""
+    sample: int
+    """Index of the sample whose report has the result; -1: further pieces follow."""
+
+
 @dataclass(frozen=True)
 class ForwardBatch:
     """One forward pass: the decode rows' tokens, then the prefill entries' tokens."""
@@ -58,18 +73,25 @@ class ForwardBatch:
     """Sequences whose next token is drawn, in the order of `StepResult.tokens`: rows, prefill entries, forks."""
     samples_changed: bool
     """Whether `samples` differ from those of the step before."""
-    logit_rows: Tensor | None
-    """int64 `[logits rows]`: indices of the tokens whose logits are needed; None: all, in order."""
+    state_rows: Tensor | None
+    """int64 `[rows]`: indices of the tokens whose final hidden states are needed, those whose logits are needed
+    first; None: all, in order, and all logits."""
     fork_rows: tuple[int, ...] = ()
     """The logits row from which each fork is drawn; the forks are the last of `samples`. Row i is also the row of
     sample i, which is no fork."""
     scored: tuple[ScoredPrompt, ...] = ()
     """The scored prompts. Their logits rows follow those of the samples, entry by entry."""
+    pooled: tuple[PooledPiece, ...] = ()
 
     @property
-    def needs_logits(self) -> bool:
-        """Whether any logits are asked for."""
-        return bool(self.samples or self.scored)
+    def needs_states(self) -> bool:
+        """Whether any final hidden states are needed, for logits or to be pooled."""
+        return bool(self.samples or self.scored or self.pooled)
+
+    @property
+    def logits_rows(self) -> int:
+        """Number of rows whose logits are needed."""
+        return self.sampled_rows + sum(len(entry.targets) for entry in self.scored)
 
     @property
     def children(self) -> list[BatchSequence]:
@@ -108,9 +130,10 @@ class BatchBuilder:
         prefill = _Prefill(entries, self._sequences, self._chunk_size) if len(entries) else None
         ids = np.fromiter((row.tokens[-1] for row in self._rows), dtype=np.int32, count=num_rows)
         positions, slots = self._positions, self._slots
-        samples, logit_rows = self._rows, None
+        samples, state_rows = self._rows, None
         fork_rows: tuple[int, ...] = ()
         scored: tuple[ScoredPrompt, ...] = ()
+        pooled: tuple[PooledPiece, ...] = ()
         prefill_samples = False
         if prefill is not None:
             ids = np.concatenate([ids, *prefill.ids])
@@ -118,7 +141,8 @@ class BatchBuilder:
             slots = np.concatenate([slots, *prefill.slots])
             prefill_samples = bool(prefill.samples)
             needed = [np.array(prefill.last_tokens, dtype=np.int64), *prefill.scored_tokens]
-            logit_rows = np.concatenate([np.arange(num_rows), np.concatenate(needed) + num_rows])
+            pooled, further = prefill.pooled(num_rows, num_rows + sum(map(len, needed)))
+            state_rows = np.concatenate([np.arange(num_rows), np.concatenate([*needed, *further]) + num_rows])
             children, parents = self._fork(plan, prefill)
             samples = self._rows + prefill.samples + children
             fork_rows = tuple(num_rows + parent for parent in parents)
@@ -136,9 +160,10 @@ class BatchBuilder:
             prefill=prefill.plan(self._chunk_size) if prefill is not None else None,
             samples=samples,
             samples_changed=changed,
-            logit_rows=None if logit_rows is None else self._tensor(logit_rows),
+            state_rows=None if state_rows is None else self._tensor(state_rows),
             fork_rows=fork_rows,
             scored=scored,
+            pooled=pooled,
         )
 
     def forget_plan(self) -> None:
@@ -226,6 +251,9 @@ class _Prefill:
         self._sequences: list[BatchSequence] = []
         self._stops: list[int] = []
         """For each entry, the index in its sequence behind the entry's last token."""
+        self._pooled: list[tuple[BatchSequence, int, int, int]] = []
+        """For each entry of a prompt that is pooled: its sequence, its first token among all prefill tokens, the
+        number of its tokens, and the index of its prefill sample, or -1."""
         total = 0
         for sequence_id, start, count, write_from, sample in entries.tolist():
             sequence, stop = sequences[sequence_id], start + count
@@ -238,6 +266,8 @@ class _Prefill:
             self._stops.append(stop)
             if sequence.sampling.prompt_logprobs >= 0:
                 self._score(sequence, start, stop, total)
+            if sequence.sampling.pooling:
+                self._pooled.append((sequence, total, count, len(self.samples) if sample else -1))
             total += count
             if sample:
                 if stop != sequence.known:
@@ -257,6 +287,35 @@ class _Prefill:
         targets = sequence.token_slice(start + 1, start + 1 + count)
         self.scored.append(ScoredPrompt(sequence.id, start + 1, targets, sequence.sampling.prompt_logprobs))
         self.scored_tokens.append(np.arange(first_token, first_token + count))
+
+    def pooled(self, rows: int, states: int) -> tuple[tuple[PooledPiece, ...], list[NDArray[np.int64]]]:
+        """Return the pieces of prompts that are pooled, and the prefill tokens whose states they need in addition.
+
+        Args:
+            rows: number of decode rows, which come before the prefill samples.
+            states: number of rows of final hidden states that are needed for logits.
+
+        Raises:
+            PlanError: a prompt that is pooled over all of its tokens was not computed from its first one.
+        """
+        pieces: list[PooledPiece] = []
+        further: list[NDArray[np.int64]] = []
+        for sequence, first, count, sample in self._pooled:
+            index = -1 if sample < 0 else rows + sample
+            if not sequence.sampling.pools_all:
+                if sample >= 0:  # its state is there already, for the logits
+                    pieces.append(PooledPiece(sequence.id, slice(index, index + 1), 1, index))
+                continue
+            sequence.pooled += count
+            if sample >= 0 and sequence.pooled != sequence.prompt_len:
+                raise PlanError(
+                    f"sequence {sequence.id}: {sequence.pooled} of its prompt's {sequence.prompt_len} tokens were "
+                    "computed; all are needed to be pooled"
+                )
+            pieces.append(PooledPiece(sequence.id, slice(states, states + count), sequence.pooled, index))
+            further.append(np.arange(first, first + count))
+            states += count
+        return tuple(pieces), further
 
     def plan(self, chunk_size: int) -> PrefillPlan:
         segments = segments_of(self._sequences, np.array(self._stops, dtype=np.int32), chunk_size)

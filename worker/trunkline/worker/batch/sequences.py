@@ -45,6 +45,7 @@ class BatchSequence:
         "id",
         "known",
         "layout",
+        "pooled",
         "prompt_len",
         "rewritten",
         "sampling",
@@ -65,6 +66,8 @@ class BatchSequence:
         self.layout = _read_layout(join)
         self.rewritten = False
         """Whether an entry of the block table was replaced since the last batch."""
+        self.pooled = 0
+        """Number of the prompt's tokens that were computed to be pooled (`Sampling.pools_all`)."""
         if not self.tokens or join.first < 0:
             raise PlanError(f"sequence {self.id} joins with {len(self.tokens)} tokens from {join.first} on")
         if self.known <= self.layout.open_start:

@@ -70,11 +70,18 @@ class Decoder:
         # Rounded like the embeddings that it multiplies.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=pool.data.dtype))
 
-    def forward(self, batch: ForwardBatch, gate: StepGate | None = None) -> Tensor | None:
+    def forward(
+        self,
+        batch: ForwardBatch,
+        gate: StepGate | None = None,
+        take_states: Callable[[Tensor], None] | None = None,
+    ) -> Tensor | None:
         """Compute a step: store the new tokens' KV and return the logits that are asked for.
 
         Args:
             gate: Waits for each layer of KV, and is told when it is stored; None: nothing is loaded or saved.
+            take_states: Gets the final hidden states, behind the last norm: `[rows of batch.state_rows, hidden]`,
+                the same on every rank.
 
         Returns:
             float32 `[logits rows, padded vocabulary / tp]`: this rank's columns, -inf where padded; None if the
@@ -89,14 +96,20 @@ class Decoder:
             x = norm.plain(residual) if delta is None else norm.add(delta, residual)
             part = self._attention(x, layer, batch, angles[layer.rope], gate)
             if layer is last:
-                # From here on only the tokens matter whose logits are asked for.
-                if not batch.needs_logits:
+                # From here on only the tokens matter whose final states are needed.
+                if not batch.needs_states:
                     return None
-                if batch.logit_rows is not None:
-                    residual, part, x = residual[batch.logit_rows], part[batch.logit_rows], x[batch.logit_rows]
+                if batch.state_rows is not None:
+                    residual, part, x = residual[batch.state_rows], part[batch.state_rows], x[batch.state_rows]
             residual, delta = self._finish(layer, x, part, residual)
         norm = self._final_norm
-        return self._logits(norm.plain(residual) if delta is None else norm.add(delta, residual))
+        states = norm.plain(residual) if delta is None else norm.add(delta, residual)
+        if self.weights.embedding_out is not None:
+            states = self._kernels.linear(states, self.weights.embedding_out)
+        if take_states is not None:
+            take_states(states)
+        rows = batch.logits_rows
+        return self._logits(states[:rows] if batch.pooled else states) if rows else None
 
     def _embed(self, batch: ForwardBatch) -> Tensor:
         """Return the embeddings: each rank looks up the ids that it holds, and the sum over ranks has them all."""
@@ -173,8 +186,6 @@ class Decoder:
         return layer.mlp_post_norm.add(self._group.all_reduce(layer.mlp(x)), x), None
 
     def _logits(self, x: Tensor) -> Tensor:
-        if self.weights.embedding_out is not None:
-            x = self._kernels.linear(x, self.weights.embedding_out)
         logits = self._kernels.linear(x, self.weights.head, torch.float32)
         if cap := self._logit_cap:
             logits.div_(cap).tanh_().mul_(cap)
