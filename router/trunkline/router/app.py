@@ -27,10 +27,11 @@ from trunkline.router.api.anthropic import CountTokensRequest, MessagesRequest
 from trunkline.router.api.batch_routes import BatchRequest
 from trunkline.router.api.conversation_routes import ConversationRequest, ConversationUpdate, ItemsRequest
 from trunkline.router.api.openai_items import ResponsesRequest
+from trunkline.router.api.requests import SeenNames
 from trunkline.router.api.schema_types import SchemaRequest, SchemaUpdate
 from trunkline.router.api.session_types import DiscardRequest, ForkRequest, SessionRequest, SessionUpdate
 from trunkline.router.errors import ApiError
-from trunkline.router.http.answers import SCHEMAS, error_response, schema_of
+from trunkline.router.http.answers import SCHEMAS, SPELT, error_response, schema_of
 from trunkline.router.http.idempotency import IdempotencyStore
 from trunkline.router.http.middleware import AccessMiddleware, AdmissionMiddleware, RequestMiddleware
 from trunkline.router.http.replay import ReplayMiddleware
@@ -103,6 +104,7 @@ def create_app(service: RouterService) -> FastAPI:
         exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_exception},
     )
     app.state.service = service
+    app.state.seen_names = SeenNames()
     runner = TaskRunner(service, {BATCH_PREFIX: BatchHandler(app), BACKGROUND_PREFIX: BackgroundHandler(app)})
     app.state.dashboard = dashboard
     app.state.metrics_page = page
@@ -156,7 +158,7 @@ def _answer_pages_of(app: FastAPI, origins: list[str]) -> None:
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error_response(request.url.path, error)
+    return error_response(request.url.path, error.renamed(request.scope.get(SPELT, {})))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

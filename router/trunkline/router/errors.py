@@ -17,6 +17,7 @@ RouterError
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -80,12 +81,44 @@ class ApiError(RouterError):
             }
         }
 
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """Return the error with other names of parameters.
+
+        Args:
+            names: The new names by the old ones. What follows a name is kept (`messages[0]`).
+        """
+        if not names:
+            return self
+        return ApiError(
+            self.status,
+            _QUOTED.sub(lambda match: f"`{_renamed(match[1], names)}`", self.message),
+            kind=self.kind,
+            param=None if self.param is None else _renamed(self.param, names),
+            code=self.code,
+            details=self.details,
+            retry_after=self.retry_after,
+        )
+
     def headers(self) -> dict[str, str]:
         """Return `Retry-After`, if the client should try again."""
         seconds = self.retry_after
         if seconds is None and self.status in (429, 503):
             seconds = RETRY_AFTER_SECONDS
         return {} if seconds is None else {"Retry-After": str(seconds)}
+
+
+_QUOTED: Final = re.compile(r"`([A-Za-z_][\w.\[\]]*)`")
+"""A parameter's name in a message."""
+
+
+def _renamed(param: str, names: Mapping[str, str]) -> str:
+    """Return a parameter with the new name of its longest known beginning."""
+    end = len(param)
+    while end > 0:
+        if param[:end] in names:
+            return names[param[:end]] + param[end:]
+        end = max(param.rfind(".", 0, end), param.rfind("[", 0, end))
+    return param
 
 
 def bad_value(param: str, message: str, *, code: str | None = None) -> ApiError:

@@ -7,31 +7,43 @@ A request is translated into a chat completion and runs as one (`blocks.py`). Er
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import re
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter
+from msgspec import UNSET
+from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trunkline.router.api.anthropic_content import to_choice, to_functions, to_messages
+from trunkline.router.api.answer_fields import cache_use, truncation_result
+from trunkline.router.api.anthropic_content import (
+    Warnings,
+    cache_lifetime,
+    signature_of,
+    to_choice,
+    to_functions,
+    to_messages,
+)
 from trunkline.router.api.blocks import (
     AnswerBlocks,
     Block,
     BlockChange,
     as_chat,
     named_event,
-    renamed,
     session_label,
 )
 from trunkline.router.api.prompting import Rendering, chat_job, encode_text, start
-from trunkline.router.api.requests import MESSAGES_REFUSALS, check_length, check_model, service_of
+from trunkline.router.api.requests import check_length, check_model, read_parameters, service_of
 from trunkline.router.http.answers import EventStream, JsonResponse, anthropic_error, while_connected
-from trunkline.router.http.body import beside_loop, read_request
-from trunkline.router.jobs.parameters import Count, Stops, Whitespace
+from trunkline.router.http.body import beside_loop
+from trunkline.router.jobs.generation_parameters import DialogParameters
+from trunkline.router.jobs.known_parameters import KNOWN
+from trunkline.router.jobs.parameter_table import Endpoint, row
+from trunkline.router.jobs.parameters import Count, Stops
 from trunkline.router.jobs.request_models import ChatRequest, Message
 from trunkline.router.request_context import draw_hex
 from trunkline.router.service import RouterService
@@ -40,15 +52,12 @@ from trunkline.router.tools.plan import ToolPlan, plan_tools
 
 routes = APIRouter()
 
-_NAMES: Final = {
-    "max_completion_tokens": "max_tokens",
-    "stop": "stop_sequences",
-    "response_format.json_schema": "output_config.format",
-}
 Object = dict[str, Any]
 _Text = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]})
 _ToolList = WithJsonSchema({"type": "array", "items": {"type": "object"}})
 _ObjectForm = WithJsonSchema({"type": "object"})
+_CONVERSATION: Final = re.compile(r"session_(?:id\W+)?([0-9a-fA-F-]{36})")
+"""Matches the name of a conversation in the `user_id` that Claude Code sends."""
 
 
 class OutputFormat(BaseModel):
@@ -74,51 +83,100 @@ class Thinking(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Count | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
-class CountTokensRequest(BaseModel):
-    """The request `POST /v1/messages/count_tokens`: the fields that make up the prompt."""
+class CountTokensRequest(DialogParameters):
+    """The request `POST /v1/messages/count_tokens`: the fields that make up the prompt. Others are only
+    checked."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    messages: Annotated[
+        list[Any], WithJsonSchema({"type": "array", "items": {"type": "object"}, "minItems": 1})
+    ] = row("a list of turns", "required", "see [below](#v1messages)", value=...)
+    system: Annotated[Any, _Text] = row("a string or text blocks", "none", "the system message")
+    tools: Annotated[Any, _ToolList] = row(
+        "a list of `name`, `description`, `input_schema`, `strict`", "none", "see [tools](#tools)"
+    )
+    tool_choice: Annotated[Any, _ObjectForm] = row(
+        "`auto`, `any`, `tool` with a `name`, `none`; `disable_parallel_tool_use`", "auto", "see [tools](#tools)"
+    )
+    thinking: Thinking | None = row("an object", "the template's", "see [reasoning](#reasoning)")
+    output_config: OutputConfig | None = row(
+        "`format`: `json_schema` with a `schema`; `effort`",
+        "free text",
+        "see [structured output](#structured-output) and [reasoning](#reasoning)",
+    )
+    cache_control: Annotated[Any, _ObjectForm] = row("an object", "none", "see [below](#v1messages)")
+    context_management: Annotated[Object | None, _ObjectForm] = row(
+        "an object", "none", "see [below](#v1messages)"
+    )
+    mcp_servers: Annotated[list[Any] | None, _ToolList] = row("a list", "none", "see [below](#v1messages)")
 
-    model: str | None = None
-    messages: Annotated[list[Any], WithJsonSchema({"type": "array", "items": {"type": "object"}, "minItems": 1})]
-    system: Annotated[Any, _Text] = None
-    tools: Annotated[Any, _ToolList] = None
-    tool_choice: Annotated[Any, _ObjectForm] = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
+    @property
+    def edits(self) -> bool:
+        """Whether the conversation is to be edited before the model sees it."""
+        return bool(self.context_management and self.context_management.get("edits"))
 
     def template_variables(self) -> Object | None:
         """Return what `thinking` and `output_config.effort` mean in chat templates."""
         variables: Object = {}
-        if self.thinking is not None and self.thinking.type != "adaptive":
+        if self.thinking is not None and self.thinking.type in ("enabled", "disabled"):
             variables["enable_thinking"] = variables["thinking"] = self.thinking.type == "enabled"
         if self.output_config is not None and self.output_config.effort is not None:
             variables["reasoning_effort"] = self.output_config.effort
-        return variables or None
+        return {**variables, **(self.chat_template_kwargs or {})} or None
 
 
 class MessagesRequest(CountTokensRequest):
-    """The request `POST /v1/messages`. Undeclared fields are ignored, unless `requests.py` lists them."""
+    """The request `POST /v1/messages`."""
 
-    max_tokens: Count
-    stop_sequences: Stops = []
-    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    whitespace: Whitespace | None = None
-    stream: bool | None = None
+    max_tokens: Count = row(
+        "1 or more",
+        "required",
+        "largest number of tokens of the answer",
+        also=("max_completion_tokens", "max_output_tokens", "max_new_tokens", "n_predict"),
+        value=...,
+    )
+    stop: Stops = row(
+        "as `stop` in chat completions",
+        "none",
+        "found across token borders",
+        also=("stop_words", "stop_strings"),
+        alias="stop_sequences",
+        value=[],
+    )
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = row("0 to 1", "model ¹", "as in chat completions")
+    output_format: OutputFormat | None = row("an object", "free text", "the older name of `output_config.format`")
+    container: Annotated[Any, _ObjectForm] = row("an object", "none", "has no effect: no code is executed here")
+    metadata: Annotated[Object | None, _ObjectForm] = row(
+        "an object", "none", "`user_id` of Claude Code names the conversation"
+    )
+
+    @property
+    def conversation(self) -> str | None:
+        """The name of the conversation that the client has in `metadata.user_id`."""
+        user = (self.metadata or {}).get("user_id")
+        found = _CONVERSATION.search(user) if isinstance(user, str) else None
+        return None if found is None else found[1]
 
     def response_format(self) -> Object | None:
         """Return `output_config.format` as the `response_format` of a chat completion."""
         form = None if self.output_config is None else self.output_config.format
+        form = form or self.output_format
         if form is None:
             return None
         return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.schema_}}
+
+
+_NAMES: Final = {
+    "max_completion_tokens": "max_tokens",
+    "continue_final_message": "messages",
+    "response_format.json_schema": "output_config.format",
+}
+MESSAGES: Final = Endpoint("messages", MessagesRequest, KNOWN, _NAMES)
+_COUNT_TOKENS: Final = Endpoint("messages", CountTokensRequest, KNOWN, _NAMES, like=MessagesRequest)
 
 
 @routes.post("/v1/messages")
@@ -127,23 +185,22 @@ async def messages(request: Request) -> Response:
     service = service_of(request)
     arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
-    body = await read_request(request, MessagesRequest, service.config.max_body_bytes, MESSAGES_REFUSALS.check)
+    body = await read_parameters(request, MESSAGES)
     service = check_model(service, body.model)
     fields = {
-        "max_completion_tokens": body.max_tokens,
-        "stop": body.stop_sequences,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
         "response_format": body.response_format(),
-        "whitespace": body.whitespace,
-        "session_id": session_label(request),
+        "session_id": session_label(request, body) or body.conversation,
     }
-    with renamed(_NAMES):
-        chat, plan = await beside_loop(request, lambda: _translated(service, body, fields))
-        job = await chat_job(service, chat, plan)
-        generation = await while_connected(request, start(service, job, arrived_at))
-    writer = _MessageWriter(body.model or service.model_name, generation, plan)
+    warnings = Warnings()
+    for text in body.warnings or ():
+        warnings.add(text)
+    if body.container is not None:
+        warnings.add("`container` has no effect: no code is executed here")
+    chat, plan = await beside_loop(request, lambda: _translated(service, body, fields, warnings))
+    job = await chat_job(service, chat, plan)
+    job = replace(job, max_tokens=min(job.max_tokens, body.max_tokens))
+    generation = await while_connected(request, start(service, job, arrived_at))
+    writer = _MessageWriter(service, body, generation, plan, warnings)
     if body.stream:
         return EventStream(generation, writer.events(), lambda error: named_event("error", anthropic_error(error)))
     try:
@@ -156,59 +213,102 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of a conversation's prompt."""
     service = service_of(request)
-    body = await read_request(request, CountTokensRequest, service.config.max_body_bytes, MESSAGES_REFUSALS.check)
+    body = await read_parameters(request, _COUNT_TOKENS)
     service = check_model(service, body.model)
-    chat, plan = await beside_loop(request, lambda: _translated(service, body, {}))
+    chat, plan = await beside_loop(request, lambda: _translated(service, body, {}, Warnings()))
     check_length(sum(map(_characters, chat.messages)), "messages")
     text = await Rendering.of(chat, plan).text(service, chat.messages)
     tokens = await encode_text(service.tokenizer, text, None, add_special_tokens=False, param="messages")
-    return JsonResponse({"input_tokens": len(tokens)})
+    answer: Object = {"input_tokens": len(tokens)}
+    if body.context_management is not None:
+        answer["context_management"] = {"original_input_tokens": len(tokens)}
+    return JsonResponse(answer)
 
 
 def _characters(message: Message) -> int:
     return len(message.content) + sum(len(call.function.arguments) for call in message.tool_calls or ())
 
 
-def _translated(service: RouterService, body: CountTokensRequest, fields: Object) -> tuple[ChatRequest, ToolPlan]:
-    functions = to_functions(body.tools)
+def _translated(
+    service: RouterService, body: CountTokensRequest, fields: Object, warnings: Warnings
+) -> tuple[ChatRequest, ToolPlan]:
+    functions = to_functions(body.tools, warnings)
     choice, parallel = to_choice(body.tool_choice, functions)
     tokenizer = service.tokenizer
     plan = plan_tools(functions, choice, tokenizer.tool_style, tokenizer.reasoning, parallel=parallel)
     variables = body.template_variables()
-    messages = to_messages(body.system, body.messages)
-    return as_chat({"messages": messages, "chat_template_kwargs": variables, **fields}), plan
+    messages = to_messages(body.system, body.messages, warnings)
+    if body.edits:
+        warnings.add("the edits of `context_management` are not applied")
+    if body.mcp_servers:
+        warnings.add("the tools of `mcp_servers` are not available to the model")
+    translated: Object = {"messages": messages, "chat_template_kwargs": variables, **fields}
+    if messages[-1]["role"] == "assistant":
+        translated["continue_final_message"] = True
+    return as_chat(body, translated), plan
 
 
 class _MessageWriter:
     """Writes the answer to one request, whole or as a stream."""
 
-    def __init__(self, model: str, generation: Generation, plan: ToolPlan) -> None:
-        self._model = model
+    def __init__(
+        self,
+        service: RouterService,
+        body: MessagesRequest,
+        generation: Generation,
+        plan: ToolPlan,
+        warnings: Warnings,
+    ) -> None:
+        self._service = service
+        self._body = body
         self._generation = generation
+        self._thinks = plan.reasoning is not None
         self._answer = AnswerBlocks(generation, plan, at_least_one=False, id_prefix="toolu_")
         self._id = f"msg_{draw_hex('id', 12)}"
+        self._warnings = warnings.texts
+        self._hides = body.thinking is not None and body.thinking.display == "omitted"
+        """Whether thinking blocks do not show their text."""
+        marked = {"cache_control": body.cache_control}
+        self._lifetime = cache_lifetime(marked, body.system, body.tools, body.messages)
 
     async def whole(self) -> Object:
         """Return the whole message."""
-        content = [_block(block, whole=True) for block in await self._answer.whole()]
-        return {**self._message(content), **self._end(), "usage": self._usage()}
+        content = [self._block(block, whole=True) for block in await self._answer.whole()]
+        return {**self._message(content), **self._end(), "usage": self._usage(), **self._report()}
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the message as server-sent events."""
         begun = {**self._message([]), "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         yield _event("message_start", message=begun) + _event("ping")
         async for changes in self._answer.changes():
-            yield b"".join(map(_change_event, changes))
-        yield _event("message_delta", delta=self._end(), usage=self._usage()) + _event("message_stop")
+            yield b"".join(map(self._change_event, changes))
+        end = _event("message_delta", delta=self._end(), usage=self._usage(), **self._report())
+        yield end + _event("message_stop")
 
     def _message(self, content: list[Object]) -> Object:
-        return {"id": self._id, "type": "message", "role": "assistant", "model": self._model, "content": content}
+        message = {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._body.model or self._service.model_name,
+            "content": content,
+        }
+        return {**message, "warnings": self._warnings} if self._warnings else message
+
+    def _report(self) -> Object:
+        """Return what is said of the whole request: the edits that were applied, and what was cached."""
+        report: Object = {}
+        if self._body.context_management is not None:
+            report["context_management"] = {"applied_edits": []}
+        extras = {"cache": cache_use(self._generation), "truncation": truncation_result(self._generation)}
+        return report | {name: value for name, value in extras.items() if value is not UNSET}
 
     def _end(self) -> Object:
         answer = self._answer
         calls = answer.blocks.calls
         if answer.finish == "length":
-            reason = "max_tokens"
+            is_asked = self._generation.output_tokens >= self._body.max_tokens
+            reason = "max_tokens" if is_asked else "model_context_window_exceeded"
         elif calls and all(call.arguments() is not None for call in calls):
             reason = "tool_use"
         else:  # a client must not carry out a call whose arguments are not valid JSON
@@ -217,49 +317,58 @@ class _MessageWriter:
 
     def _usage(self) -> Object:
         generation = self._generation
-        return {
-            "input_tokens": len(generation.job.prompt) - generation.cached_tokens,
+        computed = len(generation.job.prompt) - generation.cached_tokens
+        usage = {
+            "input_tokens": computed,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": generation.cached_tokens,
             "output_tokens": generation.output_tokens,
         }
+        if self._lifetime is not None:
+            # All that is computed is kept, whatever is marked.
+            usage |= {"input_tokens": 0, "cache_creation_input_tokens": computed}
+            usage["cache_creation"] = {
+                f"ephemeral_{life}_input_tokens": computed if life == self._lifetime else 0
+                for life in ("5m", "1h")
+            }
+        if self._thinks:
+            thoughts = self._service.tokenizer.count_thoughts(self._answer.thought, self._answer.tokens)
+            usage["output_tokens_details"] = {"thinking_tokens": thoughts}
+        return usage
+
+    def _block(self, block: Block, *, whole: bool) -> Object:
+        """Return a block as an entry of `content`; without its text or arguments if these follow in deltas."""
+        if block.is_thought:
+            text = "" if self._hides or not whole else block.text
+            return {"type": "thinking", "thinking": text, "signature": self._signature(block) if whole else ""}
+        if not block.is_call:
+            return {"type": "text", "text": block.text if whole else ""}
+        arguments = block.arguments() if whole else {}
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments or {}}
+
+    def _signature(self, block: Block) -> str:
+        return signature_of(block.text, hidden=self._hides)
+
+    def _change_event(self, change: BlockChange) -> bytes:
+        block = change.block
+        if change.kind == "open":
+            return _event("content_block_start", index=block.index, content_block=self._block(block, whole=False))
+        if change.kind == "close":
+            end = _event("content_block_stop", index=block.index)
+            if not block.is_thought:
+                return end
+            signed = {"type": "signature_delta", "signature": self._signature(block)}
+            return _event("content_block_delta", index=block.index, delta=signed) + end
+        if block.is_thought:
+            delta = {"type": "thinking_delta", "thinking": change.text}
+        elif block.is_call:
+            delta = {"type": "input_json_delta", "partial_json": change.text}
+        else:
+            delta = {"type": "text_delta", "text": change.text}
+        if self._hides and block.is_thought:
+            return b""
+        return _event("content_block_delta", index=block.index, delta=delta)
 
 
 def _event(kind: str, **fields: Any) -> bytes:
     return named_event(kind, {"type": kind, **fields})
-
-
-def _block(block: Block, *, whole: bool) -> Object:
-    """Return a block as an entry of `content`; without its text or arguments if these follow in deltas."""
-    if block.is_thought:
-        signature = _signature(block.text) if whole else ""
-        return {"type": "thinking", "thinking": block.text if whole else "", "signature": signature}
-    if not block.is_call:
-        return {"type": "text", "text": block.text if whole else ""}
-    arguments = block.arguments() if whole else {}
-    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments or {}}
-
-
-def _signature(thought: str) -> str:
-    """Return the signature of a thinking block: a digest, because clients send it back and expect one. It is not
-    checked."""
-    return hashlib.blake2b(thought.encode("utf-8", "replace"), digest_size=16).hexdigest()
-
-
-def _change_event(change: BlockChange) -> bytes:
-    block = change.block
-    if change.kind == "open":
-        return _event("content_block_start", index=block.index, content_block=_block(block, whole=False))
-    if change.kind == "close":
-        end = _event("content_block_stop", index=block.index)
-        if not block.is_thought:
-            return end
-        signed = {"type": "signature_delta", "signature": _signature(block.text)}
-        return _event("content_block_delta", index=block.index, delta=signed) + end
-    if block.is_thought:
-        delta = {"type": "thinking_delta", "thinking": change.text}
-    elif block.is_call:
-        delta = {"type": "input_json_delta", "partial_json": change.text}
-    else:
-        delta = {"type": "text_delta", "text": change.text}
-    return _event("content_block_delta", index=block.index, delta=delta)

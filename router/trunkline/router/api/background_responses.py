@@ -136,6 +136,6 @@ def _queued(body: ResponsesRequest, given: Object, response_id: str, created: in
         "tool_choice": given.get("tool_choice") or "auto",
         "tools": given.get("tools") or [],
         "top_p": body.top_p,
-        "truncation": body.truncation or "disabled",
+        "truncation": "disabled" if body.truncation is None else body.truncation.type,
         "usage": None,
     }

@@ -6,7 +6,6 @@ a block opens, grows or closes. Each endpoint writes the changes in its own form
 
 from __future__ import annotations
 
-import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from starlette.requests import Request
 
 from trunkline.router.errors import ApiError, bad_value
 from trunkline.router.http.body import SESSION_HEADER, session_header, validate
+from trunkline.router.jobs.generation_parameters import DialogParameters, SharedParameters
 from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.stores.session_store import is_stored
 from trunkline.router.streams.generation import FinishName, Generation
@@ -118,7 +118,8 @@ class AnswerBlocks:
         self.tokens: list[int] = []
         """The tokens of the answer so far."""
         self._at_least_one = at_least_one
-        self._parser = plan.make_parser(lambda: plan.draw_id(id_prefix), generation.job.thought)
+        job = generation.job
+        self._parser = plan.make_parser(lambda: plan.draw_id(id_prefix), job.thought, formed=job.formed)
 
     async def changes(self) -> AsyncIterator[list[BlockChange]]:
         """Yield the changes of the blocks as they come, at least one at a time.
@@ -166,51 +167,41 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except ApiError as error:
-        raise with_names(error, names) from None
+        raise error.renamed(names) from None
 
 
-def with_names(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """Return an error with other names of parameters (see `renamed`)."""
-    param, message = error.param, error.message
-    for old, new in names.items():
-        message = message.replace(f"`{old}", f"`{new}")
-        if error.param == param and param is not None and re.match(rf"{re.escape(old)}(?![^.\[])", param):
-            param = new + param[len(old) :]
-    return ApiError(
-        error.status,
-        message,
-        kind=error.kind,
-        param=param,
-        code=error.code,
-        details=error.details,
-        retry_after=error.retry_after,
-    )
-
-
-def session_label(request: Request) -> str | None:
-    """Return the label of the conversation from the request's header. Requests with one label go to one
+def session_label(request: Request, body: SharedParameters) -> str | None:
+    """Return the label of the conversation that a request belongs to. Requests with one label go to one
     controller.
 
     Raises:
-        ApiError: 400, the header names a stored session, or the label is too long.
+        ApiError: 400, it is the id of a stored session.
     """
-    label = session_header(request)
+    label = body.session_id
     if label is not None and is_stored(label):
+        told = f"header {SESSION_HEADER}" if session_header(request) == label else "`session_id`"
         raise bad_value(
-            SESSION_HEADER,
-            f"header {SESSION_HEADER}: stored sessions are for /v1/chat/completions and /v1/completions; another "
-            "name groups requests and nothing more",
+            "session_id" if told.startswith("`") else SESSION_HEADER,
+            f"{told}: stored sessions are for /v1/chat/completions and /v1/completions; another name groups "
+            "requests and nothing more",
         )
     return label
 
 
-def as_chat(fields: dict[str, Any]) -> ChatRequest:
-    """Return translated fields as the request of a chat completion. Fields that are None are left out.
+def as_chat(body: DialogParameters, fields: dict[str, Any]) -> ChatRequest:
+    """Return a request as one of a chat completion, with all parameters that both have.
+
+    Args:
+        body: The checked request.
+        fields: Further fields of the chat completion, translated. Those that are None are left out.
 
     Raises:
         ApiError: 400, naming the parameter of the chat completion that is wrong.
     """
-    return validate(ChatRequest, {name: value for name, value in fields.items() if value is not None})
+    given = {name: value for name, value in fields.items() if value is not None}
+    chat = validate(ChatRequest, given)
+    shared = body.model_fields_set & DialogParameters.model_fields.keys() - given.keys()
+    return chat.model_copy(update={name: getattr(body, name) for name in shared})
 
 
 def named_event(name: str, content: Any) -> bytes:

@@ -27,7 +27,7 @@ from trunkline.router.api.answer_fields import (
 )
 from trunkline.router.api.module_prompts import modules_job
 from trunkline.router.api.prompting import chat_job, has_modules, start
-from trunkline.router.api.requests import CHAT_REFUSALS, check_model, service_of
+from trunkline.router.api.requests import check_model, read_parameters, service_of
 from trunkline.router.api.responses import (
     CalledFunction,
     ChatChoice,
@@ -53,8 +53,7 @@ from trunkline.router.http.answers import (
     event,
     while_connected,
 )
-from trunkline.router.http.body import read_request
-from trunkline.router.jobs.request_models import ChatRequest
+from trunkline.router.jobs.request_models import CHAT, ChatRequest
 from trunkline.router.service import RouterService
 from trunkline.router.stores.session_store import is_stored
 from trunkline.router.streams.generation import Delta, FinishName, Generation
@@ -70,7 +69,7 @@ async def chat_completions(request: Request) -> Response:
     service = service_of(request)
     arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
-    body = await read_request(request, ChatRequest, service.config.max_body_bytes, CHAT_REFUSALS.check)
+    body = await read_parameters(request, CHAT)
     service = check_model(service, body.model)
     with ExitStack() as work:
         turn = None
@@ -147,6 +146,7 @@ class _ChatAnswer:
                 prompt_token_ids=prompt if self._body.return_token_ids else UNSET,
                 cache=cache_use(self._generation),
                 truncation=truncation_result(self._generation),
+                warnings=optional(self._body.warnings),
             )
         )
 
@@ -179,7 +179,8 @@ class _ChatAnswer:
         return prompt_logprob_list(scores, prompt, self._body.prompt_logprobs, vocabulary)
 
     def _make_parser(self) -> AnswerParser | None:
-        return self._plan.make_parser(state=self._generation.job.thought)
+        job = self._generation.job
+        return self._plan.make_parser(state=job.thought, formed=job.formed)
 
     def _shown(self, pieces: list[Piece], tokens: list[int]) -> list[Piece]:
         """Count the tokens of an answer's thoughts; return the pieces that the client gets."""
@@ -280,6 +281,7 @@ class _ChatAnswer:
                 prompt_token_ids=self._generation.job.prompt if first and self._body.return_token_ids else UNSET,
                 cache=cache_use(self._generation) if last else UNSET,
                 truncation=truncation_result(self._generation) if last else UNSET,
+                warnings=optional(self._body.warnings) if last else UNSET,
             )
         )
 

@@ -32,7 +32,7 @@ from trunkline.router.api.answer_fields import (
 from trunkline.router.api.module_prompts import modules_job
 from trunkline.router.api.prompt_batch import LoopTurns, PromptBatch
 from trunkline.router.api.prompting import check_scores, completion_job, encode_text, has_modules, job_for
-from trunkline.router.api.requests import COMPLETIONS_REFUSALS, check_model, service_of
+from trunkline.router.api.requests import check_model, read_parameters, service_of
 from trunkline.router.api.responses import (
     CompletionChoice,
     CompletionLogprobs,
@@ -51,10 +51,9 @@ from trunkline.router.http.answers import (
     event,
     while_connected,
 )
-from trunkline.router.http.body import read_request
 from trunkline.router.jobs.decoding import check_choices, decoding_of
 from trunkline.router.jobs.job import Job, Prompt, another_job, check_repeated
-from trunkline.router.jobs.request_models import CompletionRequest
+from trunkline.router.jobs.request_models import COMPLETIONS, CompletionRequest
 from trunkline.router.request_context import draw_seed
 from trunkline.router.service import RouterService
 from trunkline.router.stores.session_store import is_stored
@@ -74,9 +73,7 @@ async def completions(request: Request) -> Response:
     service = service_of(request)
     arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
-    body = await read_request(
-        request, CompletionRequest, service.config.max_body_bytes, COMPLETIONS_REFUSALS.check
-    )
+    body = await read_parameters(request, COMPLETIONS)
     service = check_model(service, body.model)
     check_choices(max(len(body.prompts), 1), decoding_of(body, service.limits.max_rows))
     _check_one_prompt(body)
@@ -136,9 +133,9 @@ async def _jobs(service: RouterService, body: CompletionRequest, turn: SessionTu
 async def _encode(
     service: RouterService, body: CompletionRequest, prompt: str | list[int], param: str
 ) -> list[int]:
-    keep = body.truncate_prompt_tokens
+    keep = body.prompt_slice
     if not isinstance(prompt, str):
-        return prompt if keep is None else prompt[-keep:]
+        return prompt if keep is None else prompt[keep]
     return await encode_text(
         service.tokenizer,
         prompt,
@@ -208,6 +205,7 @@ class _CompletionAnswer:
                 usage=self._usage(),
                 cache=cache_use(*self._batch.generations),
                 truncation=truncation_result(self._batch.generations[0]),
+                warnings=optional(self._body.warnings),
             )
         )
 
@@ -282,6 +280,7 @@ class _CompletionAnswer:
                 usage=usage if self._body.include_usage else UNSET,
                 cache=cache_use(*self._batch.generations) if last else UNSET,
                 truncation=truncation_result(self._batch.generations[0]) if last else UNSET,
+                warnings=optional(self._body.warnings) if last else UNSET,
             )
         )
 

@@ -16,7 +16,10 @@ from pydantic_core import PydanticCustomError
 
 from trunkline.router.api.blocks import Block
 from trunkline.router.errors import ApiError, bad_value, not_found, unsupported
-from trunkline.router.jobs.parameters import Count, ToolChoice, Whitespace
+from trunkline.router.jobs.generation_parameters import DialogParameters
+from trunkline.router.jobs.known_parameters import KNOWN
+from trunkline.router.jobs.parameter_table import Endpoint, row
+from trunkline.router.jobs.parameters import Count, ToolChoice
 
 Object = dict[str, Any]
 
@@ -37,6 +40,13 @@ def _conversation(value: Any) -> str:
     return found
 
 
+def _include(value: Any) -> Any:
+    if isinstance(value, list) and "message.output_text.logprobs" in value:
+        raise PydanticCustomError("include", "log-probabilities are not supported here; use /v1/chat/completions")
+    return value
+
+
+_STRUCTURED: Final = "see [structured output](#structured-output)"
 _ID: Final[dict[str, Any]] = {
     "anyOf": [
         {"type": "string"},
@@ -74,37 +84,58 @@ class Reasoning(BaseModel):
     summary: str | None = None
 
 
-class ResponsesRequest(BaseModel):
-    """The request `POST /v1/responses`. Undeclared fields are ignored, unless `requests.py` lists them."""
+class ResponsesRequest(DialogParameters):
+    """The request `POST /v1/responses`."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
-
-    model: str | None = None
-    input: Annotated[Any, BeforeValidator(_input, json_schema_input_type=str | list[dict[str, Any]])]
-    instructions: str | None = None
-    max_output_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    text: TextOptions | None = None
-    tools: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"}})] = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    whitespace: Whitespace | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    truncation: Literal["auto", "disabled"] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
-    store: bool | None = None
-    """Whether the response is stored. None: it is, if that is possible."""
-    previous_response_id: str | None = None
-    conversation: Annotated[str | None, BeforeValidator(_conversation), WithJsonSchema(_ID)] = None
-    background: bool | None = None
-    """Whether the client asks for the response later."""
-    stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
-    reasoning: Reasoning | None = None
+    input: Annotated[Any, BeforeValidator(_input, json_schema_input_type=str | list[dict[str, Any]])] = row(
+        "a string, or a list of items: messages (`user`, `assistant`, `system`, `developer`; text parts), "
+        "`reasoning`, `function_call`, `function_call_output`",
+        "required",
+        "what is answered",
+        value=...,
+    )
+    instructions: str | None = row(
+        "a string",
+        "none",
+        "the system message, joined with those at the beginning of the history or of `input`. It belongs to this "
+        "request alone: a response that continues this one has its own",
+    )
+    max_output_tokens: Count | None = row(
+        "1 to what the context leaves",
+        "what the context leaves",
+        "more than is left: 400",
+        also=("max_tokens", "max_completion_tokens", "max_new_tokens", "n_predict"),
+    )
+    text: TextOptions | None = row(
+        "`format`: `text`, `json_object`, `json_schema` with a `schema`", "free text", _STRUCTURED
+    )
+    tools: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"}})] = row(
+        "functions in the flat form", "none", "see [tools](#tools). `strict` counts only if it is true"
+    )
+    tool_choice: ToolChoice | None = row("", "auto", "see [tools](#tools)")
+    parallel_tool_calls: bool | None = row("boolean", "", "see [tools](#tools)")
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = row(
+        "an object of at most 16 strings", "none", "given back"
+    )
+    store: bool | None = row(
+        "boolean", "if that is possible", "whether the response is stored; the answer says it"
+    )
+    previous_response_id: str | None = row(
+        "a stored response",
+        "none",
+        "its history goes on here; any number of requests may continue the same one, also at once",
+    )
+    conversation: Annotated[str | None, BeforeValidator(_conversation), WithJsonSchema(_ID)] = row(
+        'the id of a [conversation](#conversations), or `{"id": ID}`', "none", "not with `previous_response_id`"
+    )
+    background: bool | None = row(
+        "boolean", "false", "the answer comes at once as `queued`; see [below](#responses-in-the-background)"
+    )
+    stream_options: dict[str, Any] | None = row("an object", "none", "has no effect")
+    include: Annotated[Any, BeforeValidator(_include)] = row("a list", "none", "what the answer should also have")
+    reasoning: Reasoning | None = row(
+        "an object with `effort`", "the template's", "see [reasoning](#reasoning). `summary` has no effect"
+    )
 
     @model_validator(mode="after")
     def _check_history(self) -> ResponsesRequest:
@@ -130,6 +161,20 @@ class ResponsesRequest(BaseModel):
                 "text.format.schema", "`text.format.schema` is required", code="missing_required_parameter"
             )
         return {"type": "json_schema", "json_schema": {"name": form.name or "answer", "schema": form.schema_}}
+
+
+RESPONSES: Final = Endpoint(
+    "responses",
+    ResponsesRequest,
+    KNOWN,
+    {
+        "messages": "input",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    },
+)
 
 
 def text_part(text: str) -> Object:

@@ -10,14 +10,14 @@ import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
-from typing import Any, Final
+from typing import Any
 
 from fastapi import APIRouter
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trunkline.router.api.answer_fields import cache_use, truncation_result
+from trunkline.router.api.answer_fields import cache_use, optional, truncation_result
 from trunkline.router.api.background_responses import begin_background
 from trunkline.router.api.blocks import (
     AnswerBlocks,
@@ -25,11 +25,10 @@ from trunkline.router.api.blocks import (
     BlockChange,
     as_chat,
     named_event,
-    renamed,
     session_label,
-    with_names,
 )
 from trunkline.router.api.openai_items import (
+    RESPONSES,
     Object,
     ResponsesRequest,
     error_object,
@@ -42,12 +41,12 @@ from trunkline.router.api.openai_items import (
     usage_object,
 )
 from trunkline.router.api.prompting import chat_job, start
-from trunkline.router.api.requests import check_model, check_responses, service_of
+from trunkline.router.api.requests import check_model, read_parameters, service_of
 from trunkline.router.api.response_turn import ResponseTurn, open_response_turn
 from trunkline.router.api.turn import MESSAGES_OFF_LOOP
 from trunkline.router.errors import ApiError
 from trunkline.router.http.answers import EventStream, JsonResponse, while_connected
-from trunkline.router.http.body import beside_loop, read_request
+from trunkline.router.http.body import beside_loop
 from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.request_context import created_at, current, draw_hex
 from trunkline.router.service import RouterService
@@ -57,13 +56,6 @@ from trunkline.router.tools.plan import Choice, ToolPlan, plan_tools, read_choic
 
 routes = APIRouter()
 
-_NAMES: Final = {
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format.json_schema": "text.format",
-    "response_format": "text.format",
-}
-
 
 @routes.post("/v1/responses")
 async def responses(request: Request) -> Response:
@@ -71,13 +63,13 @@ async def responses(request: Request) -> Response:
     service = service_of(request)
     arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
-    body = await read_request(request, ResponsesRequest, service.config.max_body_bytes, check_responses)
+    body = await read_parameters(request, RESPONSES)
     service = check_model(service, body.model)
     functions = read_flat_tools(body.tools)
     choice = read_choice(body.tool_choice, functions)
     if body.background and not current().in_task:
         return JsonResponse(await begin_background(service, body))
-    with ExitStack() as work, renamed(_NAMES):
+    with ExitStack() as work:
         turn = await while_connected(request, open_response_turn(service, body))
         if turn is not None:
             work.callback(turn.close)
@@ -109,26 +101,19 @@ async def _translate(request: Request, body: ResponsesRequest, turn: ResponseTur
         ApiError: 400, naming what is wrong.
     """
     history = [] if turn is None else turn.items
-    label = session_label(request) or (None if turn is None else turn.conversation)
+    label = session_label(request, body) or (None if turn is None else turn.conversation)
 
     def translate() -> ChatRequest:
         given = resolved(body.input, history)
         chat = as_chat(
+            body,
             {
                 "messages": to_messages(given, body.instructions, history),
                 "max_completion_tokens": body.max_output_tokens,
-                "temperature": body.temperature,
-                "top_p": body.top_p,
-                "top_k": body.top_k,
-                "min_p": body.min_p,
-                "seed": body.seed,
                 "response_format": body.response_format(),
-                "whitespace": body.whitespace,
-                "chat_template_kwargs": body.chat_template_kwargs,
-                "truncation": body.truncation,
                 "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
                 "session_id": label,
-            }
+            },
         )
         if turn is not None:
             turn.add(to_items(given, [item["id"] for item in history], lambda: draw_hex("input", 24)))
@@ -179,7 +164,6 @@ class _ResponseWriter:
 
     def failed(self, error: ApiError) -> bytes:
         """Return the last event of a response that failed."""
-        error = with_names(error, _NAMES)
         response = {**self._response("failed", self._output("incomplete")), "error": error_object(error)}
         return self._event("response.failed", response=response)
 
@@ -307,12 +291,16 @@ class _ResponseWriter:
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_p": sampling.top_p,
-            "truncation": body.truncation or "disabled",
+            "truncation": "disabled" if body.truncation is None else body.truncation.type,
             "usage": None if status == "in_progress" else usage,
             **({} if status == "in_progress" else self._extras()),
         }
 
     def _extras(self) -> Object:
-        """Return fields about the prompt's KV, which OpenAI's API does not have."""
-        fields = {"cache": cache_use(self._generation), "truncation_details": truncation_result(self._generation)}
+        """Return the fields that OpenAI's API does not have."""
+        fields = {
+            "cache": cache_use(self._generation),
+            "truncation_details": truncation_result(self._generation),
+            "warnings": optional(self._body.warnings),
+        }
         return {name: value for name, value in fields.items() if value is not UNSET}

@@ -54,6 +54,8 @@ is written."""
 LAST_PRIORITY: Final = 2**31 - 1
 """Priority of requests that stand behind all others."""
 _INSTRUCTION_ROLES: Final = ("system", "developer")
+_END_MARK: Final = "\ue000the answer goes on here\ue000"
+"""Marks the end of a message that the answer continues, in what the template writes."""
 
 
 @contextmanager
@@ -86,12 +88,15 @@ class Rendering(NamedTuple):
     """Extra variables of the template (`chat_template_kwargs`)."""
     tools: list[dict[str, Any]] | None = None
     """Functions to show (`ToolPlan.template_tools`)."""
+    continues: bool = False
+    """Whether the text ends with the content of the last message, which the answer continues."""
 
     @classmethod
     def of(cls, body: ChatRequest, plan: ToolPlan) -> Rendering:
         """Return the rendering that a chat completion asks for."""
-        extra = body.template_variables
-        return cls(body.add_generation_prompt, body.add_special_tokens, extra, plan.template_tools)
+        continues = bool(body.continue_final_message)
+        begins = body.add_generation_prompt and not continues
+        return cls(begins, body.add_special_tokens, body.template_variables, plan.template_tools, continues)
 
     async def text(self, service: RouterService, messages: list[Message]) -> str:
         """Return the text of a conversation, in the model's chat template.
@@ -102,9 +107,12 @@ class Rendering(NamedTuple):
 
         def render() -> str:
             turns = [message.for_template() for message in messages]
-            return service.tokenizer.render_chat(
+            if self.continues:
+                turns[-1]["content"] += _END_MARK
+            text = service.tokenizer.render_chat(
                 turns, add_generation_prompt=self.add_generation_prompt, extra=self.extra, tools=self.tools
             )
+            return _before_mark(text) if self.continues else text
 
         size = sum(len(message.content) for message in messages) + 64 * len(messages)
         if size > RENDER_CHARACTERS_MAX:
@@ -117,6 +125,18 @@ class Rendering(NamedTuple):
             return await service.large_requests.run(render) if size > OFF_LOOP_CHARACTERS else render()
 
 
+def _before_mark(text: str) -> str:
+    """Return what a template has written before the mark at the end of the last message.
+
+    Raises:
+        PromptError: It has left the message out.
+    """
+    before, mark, _ = text.rpartition(_END_MARK)
+    if not mark:
+        raise PromptError("the model's chat template leaves the last message out, so it cannot be continued")
+    return before
+
+
 async def encode_text(
     tokenizer: Tokenizer,
     text: str,
@@ -124,9 +144,9 @@ async def encode_text(
     *,
     add_special_tokens: bool,
     param: str,
-    keep: int | None = None,
+    keep: slice | None = None,
 ) -> list[int]:
-    """Return the token ids of a text; with `keep`, only the last `keep` of them.
+    """Return the token ids of a text; with `keep`, only that part of them.
 
     Raises:
         ApiError: 400, the text is so long that it certainly does not fit `limits`; it was not tokenised.
@@ -134,7 +154,7 @@ async def encode_text(
     if keep is not None:
         check_length(len(text), param)
         ids = await tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
-        return ids[-keep:]
+        return ids[keep]
     if limits is not None:
         fewest = tokenizer.fewest_tokens(text)
         if fewest >= limits.max_context:
@@ -177,6 +197,8 @@ async def chat_job(
         ApiError: 400, naming the parameter that is wrong.
     """
     policy = policy_of(body, turn)
+    if turn is not None and body.continue_final_message:
+        raise bad_value("continue_final_message", "`continue_final_message` is not available in a stored session")
     messages = body.messages if turn is None else await turn.messages(body.messages)
     rendering = Rendering.of(body, plan)
     text = await rendering.text(service, messages)
@@ -190,7 +212,8 @@ async def chat_job(
         seen = len(tokens) - (0 if turn is None else span_tokens(turn.discards))
         if seen + room_for(wanted_tokens(body)[1], context) > context:
             head = await instruction_tokens(service, rendering, messages, text, tokens)
-    return _job(service, body, tokens, policy, turn, plan=plan, head=head, thought=plan.thought_behind(text))
+    thought: ThoughtState = "closed" if rendering.continues else plan.thought_behind(text)
+    return _job(service, body, tokens, policy, turn, plan=plan, head=head, thought=thought)
 
 
 async def completion_job(
@@ -207,7 +230,7 @@ async def completion_job(
     elif isinstance(given, str):
         tokens = await _tokens(service, body, given, policy, "prompt")
     else:
-        tokens = given if body.truncate_prompt_tokens is None else given[-body.truncate_prompt_tokens :]
+        tokens = given if body.prompt_slice is None else given[body.prompt_slice]
     return _job(service, body, tokens, policy, turn)
 
 
@@ -226,7 +249,7 @@ async def _tokens(
         service.limits if policy is None else None,
         add_special_tokens=body.add_special_tokens,
         param=param,
-        keep=body.truncate_prompt_tokens,
+        keep=body.prompt_slice,
     )
 
 
@@ -364,7 +387,9 @@ async def _instruction_characters(
 ) -> int:
     if count:
         try:
-            alone = await rendering._replace(add_generation_prompt=False).text(service, messages[:count])
+            alone = await rendering._replace(add_generation_prompt=False, continues=False).text(
+                service, messages[:count]
+            )
         except ApiError:
             alone = ""  # some templates take system messages only in front of others
         end = common_length(alone, text)

@@ -1,18 +1,24 @@
-"""The first checks of requests: is the model served, is the text short enough, are all parameters supported?
-
-A parameter that would change the answer and is not supported is refused with 400, not ignored. Each endpoint
-has a table (`RefusedFields`) of such parameters, with the values that ask for nothing and may be sent. All other
-undeclared parameters are ignored (`user`, `metadata`, `store`, `service_tier`, …).
-"""
+"""The first checks of requests: is the model served, is the text short enough, are the parameters known?"""
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeVar
 
+import structlog
 from starlette.requests import Request
 
 from trunkline.router.errors import ApiError, bad_value, unsupported
+from trunkline.router.http.answers import SPELT
+from trunkline.router.http.body import read_request
+from trunkline.router.jobs.generation_parameters import RequestBody
+from trunkline.router.jobs.parameter_table import Endpoint, Reading
 from trunkline.router.service import RouterService
+
+SEEN_MAX: Final = 256
+"""Largest number of unknown parameters that a router logs."""
+
+_Body = TypeVar("_Body", bound=RequestBody)
+_log = structlog.get_logger("trunkline.router.api")
 
 
 def service_of(request: Request) -> RouterService:
@@ -58,122 +64,53 @@ def check_length(characters: int, param: str) -> None:
         )
 
 
-Neutral = dict[str, tuple[Any, ...]]
-"""The values of each parameter that change nothing and so may be sent, by the parameter's name."""
+class SeenNames:
+    """The unknown parameters that were logged. There are as many as `limit` at most: clients may make up names."""
+
+    def __init__(self, limit: int = SEEN_MAX) -> None:
+        self._limit = limit
+        self._names: set[str] = set()
+
+    def add(self, name: str) -> bool:
+        """Return whether a name is to be logged: it is new, and there is room for it."""
+        if name in self._names or len(self._names) >= self._limit:
+            return False
+        self._names.add(name)
+        return True
 
 
-class RefusedFields(NamedTuple):
-    """The parameters that an endpoint refuses."""
+async def read_parameters(request: Request, endpoint: Endpoint[_Body]) -> _Body:
+    """Return the body of a request to a generating endpoint. Errors of the request will name parameters as the
+    client spelt them; unknown ones are told to the client (`RequestBody.warnings`), and logged once.
 
-    neutral: Neutral
-    reasons: dict[str, str] = {}  # noqa: RUF012 (a NamedTuple's default, never changed)
-    """Messages for some parameters that help more than "is not supported", by the parameter's name."""
+    Raises:
+        ApiError: 4xx, saying what is wrong.
+    """
+    reading = Reading()
 
-    def check(self, fields: dict[str, Any]) -> None:
-        """Look through the raw fields of a request.
+    def check(fields: dict[str, Any]) -> None:
+        nonlocal reading
+        reading = endpoint.read(fields)
+        request.scope[SPELT] = reading.names
 
-        Raises:
-            ApiError: 400, naming the first parameter that asks for something unsupported.
-        """
-        for name, neutral in self.neutral.items():
-            value = fields.get(name)
-            if isinstance(value, dict):
-                value = {key: inner for key, inner in value.items() if inner is not None}
-            if value is not None and not any(_same(value, allowed) for allowed in neutral):
-                raise unsupported(name, self.reasons.get(name, f"`{name}` is not supported"))
-
-
-def _same(given: Any, neutral: Any) -> bool:
-    # 1 == True in Python, but `"n": true` is not a request for one choice.
-    return isinstance(given, bool) == isinstance(neutral, bool) and bool(given == neutral)
-
-
-_COMMON: Final[Neutral] = {
-    "logits_processors": ([],),
-    "prompt_embeds": (),
-    "return_tokens_as_token_ids": (False,),
-    "guided_whitespace_pattern": (),
-    "guided_decoding_backend": (),
-}
-_CHAT: Final[Neutral] = {
-    **_COMMON,
-    "best_of": (1,),
-    "echo": (False,),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "audio": (),
-    "modalities": (["text"],),
-    "web_search_options": (),
-    "documents": ([],),
-    "chat_template": (),
-    "continue_final_message": (False,),
-}
-_REASONS: Final = {
-    "best_of": "`best_of` is a parameter of /v1/completions only",
-    "functions": "`functions` is not supported; use `tools`",
-    "cache_salt": "a session without modules has no salt of its own; send `cache_salt` with each of its requests",
-    "guided_whitespace_pattern": "`guided_whitespace_pattern` is not supported; JSON is compact, unless "
-    '`whitespace` is "any"',
-    "function_call": "`function_call` is not supported; use `tool_choice`",
-}
-
-
-CHAT_REFUSALS: Final = RefusedFields(_CHAT, _REASONS)
-COMPLETIONS_REFUSALS: Final = RefusedFields({**_COMMON, "suffix": ("",)}, _REASONS)
-TOKENIZE_REFUSALS: Final = RefusedFields(
-    {name: _CHAT[name] for name in ("documents", "chat_template", "continue_final_message")}
-)
-SESSIONS_REFUSALS: Final = RefusedFields({"cache_salt": ()}, _REASONS)
-MESSAGES_REFUSALS: Final = RefusedFields(
-    {
-        "mcp_servers": ([],),
-        "container": (),
-        "context_management": ({},),
-        "output_format": (),
-        "session_id": (),
-        "cache_salt": (),
-        "pml": (),
-        "prompt": (),
-        "truncation": ("disabled",),
-    },
-    dict.fromkeys(
-        ("pml", "prompt"), "prompts of modules belong to /v1/chat/completions and /v1/completions; send `messages`"
-    ),
-)
-RESPONSES_REFUSALS: Final = RefusedFields(
-    {
-        "prompt": (),
-        "pml": (),
-        "session_id": (),
-        "cache_salt": (),
-        "top_logprobs": (0,),
-        "context_management": ([],),
-    },
-    {
-        "session_id": "stored sessions belong to /v1/chat/completions and /v1/completions",
-        "prompt": "prompts of modules belong to /v1/chat/completions and /v1/completions; send `input`",
-        "pml": "prompts of modules belong to /v1/chat/completions and /v1/completions; send `input`",
-    },
-)
+    service = service_of(request)
+    body = await read_request(request, endpoint.model, service.config.max_body_bytes, check)
+    if reading.unknown:
+        body.name_unknown(reading.unknown)
+        for name in reading.unknown:
+            if request.app.state.seen_names.add(name):
+                _log.warning("unknown_parameter", parameter=name, endpoint=endpoint.name)
+    return body
 
 
 def check_session(fields: dict[str, Any]) -> None:
     """Check the raw fields of a new session; one with modules may have a `cache_salt`.
 
     Raises:
-        ApiError: 400, naming the first parameter that asks for something unsupported.
+        ApiError: 400.
     """
-    if not any(fields.get(name) for name in ("schema", "prompt", "pml")):
-        SESSIONS_REFUSALS.check(fields)
-
-
-def check_responses(fields: dict[str, Any]) -> None:
-    """Check the raw fields of a request to `/v1/responses`.
-
-    Raises:
-        ApiError: 400, naming the first parameter that asks for something unsupported.
-    """
-    RESPONSES_REFUSALS.check(fields)
-    included = fields.get("include")
-    if isinstance(included, list) and "message.output_text.logprobs" in included:
-        raise unsupported("include", "log-probabilities are not supported here; use /v1/chat/completions")
+    if fields.get("cache_salt") is not None and not any(fields.get(name) for name in ("schema", "prompt", "pml")):
+        raise unsupported(
+            "cache_salt",
+            "a session without modules has no salt of its own; send `cache_salt` with each of its requests",
+        )

@@ -176,6 +176,8 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     cache: CacheUse | UnsetType = UNSET
     truncation: TruncationResult | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
+    """What the client should know about its request, such as the names of unknown parameters."""
 
 
 class ChatDelta(msgspec.Struct):
@@ -215,6 +217,8 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     """Token ids of the prompt, in the first chunk only."""
     cache: CacheUse | UnsetType = UNSET
     truncation: TruncationResult | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
+    """What the client should know about its request, such as the names of unknown parameters."""
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
@@ -245,3 +249,5 @@ class TextCompletion(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     cache: CacheUse | UnsetType = UNSET
     truncation: TruncationResult | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
+    """What the client should know about its request, such as the names of unknown parameters."""

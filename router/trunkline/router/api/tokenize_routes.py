@@ -16,11 +16,11 @@ from starlette.responses import Response, StreamingResponse
 
 from trunkline.router.api.prompt_batch import LoopTurns
 from trunkline.router.api.prompting import Rendering, encode_text
-from trunkline.router.api.requests import TOKENIZE_REFUSALS, check_length, check_model, service_of
+from trunkline.router.api.requests import check_length, check_model, read_parameters, service_of
 from trunkline.router.http.answers import JsonResponse
 from trunkline.router.http.body import read_request
 from trunkline.router.jobs.job import check_ids
-from trunkline.router.jobs.request_models import DetokenizeRequest, TokenizeRequest
+from trunkline.router.jobs.request_models import TOKENIZE, DetokenizeRequest
 from trunkline.router.text.detokenizer import make_detokenizer
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.router.tools.plan import prepare_tools
@@ -37,7 +37,7 @@ _encode = msgspec.json.Encoder().encode
 async def tokenize(request: Request) -> Response:
     """Return the token ids of a text or a conversation, as a completion would use them."""
     service = service_of(request)
-    body = await read_request(request, TokenizeRequest, service.config.max_body_bytes, TOKENIZE_REFUSALS.check)
+    body = await read_parameters(request, TOKENIZE)
     service = check_model(service, body.model)
     if body.messages is not None:
         check_length(sum(len(message.content) for message in body.messages), "messages")

@@ -27,6 +27,9 @@ BODY_SEND: Final = "trunkline.body_send"
 """Key in a request's scope: the `send` for the parts of the answer's body. Most middleware looks only at the
 beginning of an answer; passing each token through it would cost a few calls."""
 
+SPELT: Final = "trunkline.spelt"
+"""Key in a request's scope: the client's spelling of parameters, by the names that errors have for them."""
+
 EVENT_STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Headers of event streams, which make proxies pass each event on at once."""
 
@@ -169,7 +172,8 @@ class EventStream(Response):
         try:
             async for part in self._events:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
-        except ApiError as error:
+        except ApiError as failure:
+            error = failure.renamed(scope.get(SPELT, {}))
             scope.setdefault("state", {})["stream_failed"] = True
             _log.warning("stream_failed", code=error.code, detail=error.message)
             self._work.close()  # before the client gets the error: its next try must not find its session in use

@@ -21,6 +21,7 @@ import msgspec
 from trunkline.controller.messages import BeamSearch, Grammar
 from trunkline.kvstore.beams import candidate_count
 from trunkline.router.errors import ApiError, bad_value
+from trunkline.router.jobs.generation_parameters import GenerationRequest
 from trunkline.router.jobs.parameters import (
     BEAM_WIDTH_MAX,
     CHOICES_MAX,
@@ -28,7 +29,7 @@ from trunkline.router.jobs.parameters import (
     ResponseFormat,
     StructuredOutputs,
 )
-from trunkline.router.jobs.request_models import CompletionRequest, GenerationRequest
+from trunkline.router.jobs.request_models import CompletionRequest
 
 CANDIDATES_MAX: Final = 4096
 """Largest number of continuations that a beam search may consider in a step. Each step sends them to the

@@ -13,8 +13,9 @@ from trunkline.controller.messages import Grammar, PromptLayout
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.errors import bad_value
 from trunkline.router.jobs.decoding import Decoding, check_candidates, decoding_of, grammar_of, spaced
+from trunkline.router.jobs.generation_parameters import GenerationRequest
 from trunkline.router.jobs.parameters import SESSION_ID_CHARACTERS_MAX
-from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, GenerationRequest
+from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest
 from trunkline.router.text.reasoning_styles import ThoughtState
 from trunkline.router.text.tokenizer import SamplingDefaults
 from trunkline.router.text.truncation import PromptCut
@@ -105,6 +106,8 @@ class Job(msgspec.Struct, frozen=True):
     """Name of the tenant that pays for the request."""
     thought: ThoughtState = "possible"
     """Where the answer begins: within a thought, where one may begin, or behind one."""
+    formed: bool = False
+    """Whether the answer is either calls or a text that follows the grammar."""
     opening: str = ""
     """Digest of a short conversation's messages up to the user's first one, the same in all of its turns: its
     name for routing, if its client gives none."""
@@ -206,9 +209,8 @@ def make_job(
     check_ids(request.allowed_token_ids or (), limits.vocab_size, "allowed_token_ids")
     decoding = decoding_of(request, limits.max_rows)
     eos_ids = stop_ids if request.ignore_eos else stop_ids | limits.eos_ids
-    grammar = _one_grammar(request, None if tools is None else tools.grammar, eos_ids)
-    if grammar is not None and tools is not None and (tools.grammar is None or tools.demanded):
-        grammar = spaced(tools.behind_thought(grammar, prompt.thought), request)
+    wanted = grammar_of(request)
+    grammar = _whole_grammar(request, wanted, tools, prompt.thought, eos_ids)
     if decoding.beam is not None:
         check_candidates(decoding.beam, len(eos_ids), limits.vocab_size)
     return Job(
@@ -234,6 +236,7 @@ def make_job(
         cut=prompt.cut,
         modules=prompt.modules,
         thought=prompt.thought,
+        formed=tools is not None and tools.has_either(wanted),
         session=request.session_id or (request.prompt_cache_key or "")[:SESSION_ID_CHARACTERS_MAX],
         opening=_opening(request, prompt),
     )
@@ -293,14 +296,25 @@ def _fit(request: ChatRequest | CompletionRequest, prompt: Prompt, limits: Model
     return max(max_tokens, 1)  # with only `echo` wanted, the engine draws a token that the client does not get
 
 
-def _one_grammar(request: GenerationRequest, of_tools: Grammar | None, eos_ids: frozenset[int]) -> Grammar | None:
-    grammar = grammar_of(request)
-    if grammar is not None and of_tools is not None:
-        raise bad_value(
-            grammar.param,
-            f"`{grammar.param}` contradicts `{of_tools.param}`: an answer can follow one grammar only",
-        )
-    grammar = grammar or of_tools
+def _whole_grammar(
+    request: GenerationRequest,
+    wanted: Grammar | None,
+    tools: ToolPlan | None,
+    thought: ThoughtState,
+    eos_ids: frozenset[int],
+) -> Grammar | None:
+    """Return the grammar of an answer with its thought and calls; None: any text is allowed.
+
+    Args:
+        wanted: What the request asks for besides tools.
+        thought: Where the answer begins.
+        eos_ids: The tokens that end the answer.
+
+    Raises:
+        ApiError: 400, the request has parameters that are not available with a grammar.
+    """
+    budget = getattr(request, "thinking_budget", None)
+    grammar = wanted if tools is None else tools.grammar(wanted, thought, budget)
     if grammar is None:
         return None
     if request.use_beam_search:

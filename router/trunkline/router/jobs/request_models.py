@@ -1,7 +1,6 @@
 """Requests in OpenAI's form, as pydantic models.
 
-Fields that are not declared are ignored, as by other OpenAI-compatible servers. Fields that are known to change
-the answer and are not supported are listed in `api/requests.py` and refused. Contradictions between sampling
+What becomes of fields that are not declared is said in `parameter_table.py`. Contradictions between sampling
 parameters are found in `job.py` and `decoding.py`, because they depend on the model's defaults.
 """
 
@@ -13,36 +12,23 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from trunkline.router.jobs.generation_parameters import (
+    MAX_TOKENS_SPELLINGS,
+    DialogParameters,
+    GenerationRequest,
+    RequestBody,
+)
+from trunkline.router.jobs.known_parameters import KNOWN
+from trunkline.router.jobs.parameter_table import Endpoint, row
 from trunkline.router.jobs.parameters import (
-    REPETITION_PENALTY_MIN,
-    AllowedIds,
-    BadWords,
-    BeamWidth,
     Choices,
     Count,
     CountOrZero,
-    EarlyStopping,
-    Ebnf,
-    GrammarChoices,
-    JsonSchema,
-    LengthPenalty,
-    LogitBias,
     LogprobCount,
     ModulesPrompt,
-    Priority,
-    PromptLogprobCount,
     Prompts,
-    Regex,
-    ResponseFormat,
-    SessionId,
-    Stops,
-    StructuredOutputs,
-    TokenIds,
     ToolChoice,
     Tools,
-    Trailing,
-    Truncation,
-    Whitespace,
 )
 
 
@@ -108,100 +94,6 @@ _DETOKENIZE_IDS: Final[dict[str, Any]] = {
     "maxItems": DETOKENIZE_IDS_MAX,
 }
 DetokenizeIds = Annotated[Any, BeforeValidator(_token_ids), WithJsonSchema(_DETOKENIZE_IDS)]
-
-
-class _Request(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
-
-    model: str | None = None
-
-
-class StreamOptions(BaseModel):
-    """The field `stream_options`: what a stream contains besides its text."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    include_usage: bool | None = None
-
-
-class GenerationRequest(_Request):
-    """The fields that chat and plain completions share. None means that the client did not give the field."""
-
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    max_tokens: Count | None = None
-    min_tokens: CountOrZero | None = None
-    stop: Stops = []
-    stop_token_ids: TokenIds | None = None
-    ignore_eos: bool | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=REPETITION_PENALTY_MIN, le=2)] | None = None
-    logit_bias: LogitBias = {}
-    bad_words: BadWords = []
-    allowed_token_ids: AllowedIds | None = None
-    n: Choices | None = None
-    use_beam_search: bool | None = None
-    beam_width: BeamWidth | None = None
-    length_penalty: LengthPenalty | None = None
-    early_stopping: EarlyStopping | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: JsonSchema | None = None
-    guided_regex: Regex | None = None
-    guided_choice: GrammarChoices | None = None
-    guided_grammar: Ebnf | None = None
-    whitespace: Whitespace | None = None
-    prompt_logprobs: PromptLogprobCount = None
-    truncate_prompt_tokens: Count | None = None
-    return_token_ids: bool | None = None
-    priority: Priority | None = None
-    session_id: SessionId | None = None
-    """Id of a stored session, or any label for the conversation that the request belongs to."""
-    cache_salt: SessionId | None = None
-    """Salt of the request: only requests with the same salt share KV and schemas."""
-    prompt_cache_key: str | None = None
-    """A label for requests that begin alike."""
-    pml: str | None = None
-    """A prompt of a schema's modules, in PML."""
-    trailing: Trailing | None = None
-    """Where text after all modules goes: after the whole schema, or right after the last imported module."""
-    truncation: Truncation | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-
-    @property
-    def modules(self) -> str | dict[str, Any] | None:
-        """The prompt if it consists of modules, in PML or as an object; else None."""
-        prompt = getattr(self, "prompt", None)
-        return self.pml if self.pml is not None else prompt if isinstance(prompt, dict) else None
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def alternatives(self) -> int:
-        """Number of likeliest tokens in each token's log-probabilities; -1: no log-probabilities are wanted."""
-        raise NotImplementedError
-
-    @model_validator(mode="after")
-    def _check_stream(self) -> GenerationRequest:
-        if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError(
-                "stream_options", "is only allowed with `stream: true`", {"param": "stream_options"}
-            )
-        if self.prompt_logprobs is not None and self.stream:
-            raise PydanticCustomError(
-                "prompt_logprobs", "is not available with `stream: true`", {"param": "prompt_logprobs"}
-            )
-        return self
 
 
 class FunctionCall(BaseModel):
@@ -281,38 +173,79 @@ class Message(BaseModel):
 Messages = Annotated[list[Message], Field(max_length=MESSAGES_MAX, fail_fast=True)]
 
 
-class ChatRequest(GenerationRequest):
+class ThinkingSwitch(BaseModel):
+    """The field `thinking` of chats: whether the model thinks before it answers."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["enabled", "disabled"]
+
+
+class ChatRequest(GenerationRequest, DialogParameters):
     """The request `POST /v1/chat/completions`."""
 
-    messages: Messages = []
-    """The conversation. In a prompt of modules the messages follow the modules, and there may be none."""
-    prompt: ModulesPrompt | None = None
-    tools: Tools | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
-    top_logprobs: LogprobCount | None = None
-    add_generation_prompt: bool = True
-    add_special_tokens: bool = False
-    """Whether the tokenizer adds its special tokens. Chat templates write them themselves, so the default is
-    False."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    include_reasoning: bool | None = None
-    """Whether the answer shows the model's thoughts; None: it does."""
-    separate_reasoning: bool | None = None
-    """Whether thoughts have a field of their own; None: they do. False: they are part of the text, as written."""
+    messages: Messages = row(
+        'at least one `{"role", "content", "name"?}`; content is a string or a list of '
+        '`{"type": "text", "text": …}`; an assistant\'s may have `tool_calls`, and then no content; one with role '
+        "`tool` has a `tool_call_id`",
+        "required, but beside modules",
+        "the conversation; in a prompt of modules they follow the modules",
+        value=[],
+    )
+    prompt: ModulesPrompt | None = row(
+        '`{"schema", "modules", "text"}`',
+        "none",
+        "a prompt made of modules, in front of `messages`; see [schemas](#schemas)",
+    )
+    tools: Tools | None = row("functions", "none", "see [tools](#tools)")
+    tool_choice: ToolChoice | None = row("", "auto", "see [tools](#tools)")
+    parallel_tool_calls: bool | None = row("boolean", "", "see [tools](#tools)")
+    max_completion_tokens: Count | None = row("as `max_tokens`", "`max_tokens`", "overrides `max_tokens`")
+    logprobs: bool | None = row("boolean", "false", "see [log-probabilities](#log-probabilities-and-token-ids)")
+    top_logprobs: LogprobCount | None = row("0 to 20, only with `logprobs`", "0", "alternatives for each token")
+    add_generation_prompt: bool = row(
+        "boolean", "true", "whether the prompt ends with the beginning of an answer", value=True
+    )
+    continue_final_message: bool | None = row(
+        "boolean, not in a stored session",
+        "false",
+        "the answer continues the last message, which is the assistant's, instead of following it",
+    )
+    add_special_tokens: bool = row(
+        "boolean",
+        "false",
+        "whether the tokenizer adds its special tokens; templates write them themselves",
+        value=False,
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = row(
+        "`none`, `minimal`, `low`, `medium`, `high`, `xhigh`, `max`",
+        "the template's",
+        "see [reasoning](#reasoning)",
+    )
+    thinking: ThinkingSwitch | None = row(
+        '`{"type": "enabled"}`, `{"type": "disabled"}`', "the template's", "see [reasoning](#reasoning)"
+    )
+    include_reasoning: bool | None = row("boolean", "true", "whether the answer shows the model's thoughts")
+    separate_reasoning: bool | None = row(
+        "boolean", "true", "whether thoughts have a field of their own; if not, they are part of the text"
+    )
 
     @property
     def template_variables(self) -> dict[str, Any] | None:
-        """Extra variables of the chat template: `chat_template_kwargs`, and what `reasoning_effort` means in
-        templates."""
-        if self.reasoning_effort is None:
+        """Extra variables of the chat template: `chat_template_kwargs`, and what the other parameters about
+        thoughts mean in templates."""
+        effort = self.reasoning_effort
+        thinks = None if effort is None else effort != "none"
+        if self.thinking is not None:
+            thinks = self.thinking.type == "enabled"
+        if self.enable_thinking is not None:
+            thinks = self.enable_thinking
+        if thinks is None:
             return self.chat_template_kwargs
-        thinks = self.reasoning_effort != "none"
-        effort = {"reasoning_effort": self.reasoning_effort} if thinks else {}
-        return {"enable_thinking": thinks, "thinking": thinks, **effort, **(self.chat_template_kwargs or {})}
+        variables: dict[str, Any] = {"enable_thinking": thinks, "thinking": thinks}
+        if effort not in (None, "none"):
+            variables["reasoning_effort"] = effort
+        return {**variables, **(self.chat_template_kwargs or {})}
 
     @property
     def alternatives(self) -> int:
@@ -330,6 +263,22 @@ class ChatRequest(GenerationRequest):
         return self
 
     @model_validator(mode="after")
+    def _check_continued(self) -> ChatRequest:
+        if not self.continue_final_message:
+            return self
+        last = self.messages[-1] if self.messages else None
+        why = ""
+        if last is None or last.role != "assistant" or last.tool_calls:
+            why = "needs a last message that is the assistant's, without `tool_calls`"
+        elif self.modules is not None:
+            why = "is not available for a prompt of modules"
+        elif self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
+            why = "contradicts `add_generation_prompt: true`"
+        if why:
+            raise PydanticCustomError("continue_final_message", why, {"param": "continue_final_message"})
+        return self
+
+    @model_validator(mode="after")
     def _check_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError(
@@ -341,15 +290,26 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """The request `POST /v1/completions`."""
 
-    prompt: Prompts = []
-    """The prompts: a list of texts or of lists of token ids; or an object, which is a prompt of modules."""
-    max_tokens: CountOrZero | None = None
-    """Largest number of output tokens. 0 is allowed only with `echo`: the answer repeats the prompt and adds
-    nothing."""
-    logprobs: LogprobCount | None = None
-    best_of: Choices | None = None
-    echo: bool | None = None
-    add_special_tokens: bool = True
+    prompt: Prompts = row(
+        "a string, or a list of token ids, or a list of at most 1,024 of one of these; none empty; or "
+        '`{"schema", "modules", "text"}`, a prompt made of [modules](#schemas)',
+        "required, unless there is `pml`",
+        "what is continued",
+        value=[],
+    )
+    max_tokens: CountOrZero | None = row(
+        "1 to what the context leaves; 0 with `echo`", "16", "more than is left: 400", also=MAX_TOKENS_SPELLINGS
+    )
+    logprobs: LogprobCount | None = row(
+        "0 to 20 alternatives", "none", "see [log-probabilities](#log-probabilities-and-token-ids)"
+    )
+    best_of: Choices | None = row(
+        "`n` or more; above `n` not with `stream`", "`n`", "see [several choices](#several-choices)"
+    )
+    echo: bool | None = row(
+        "boolean", "false", "the answer begins with the prompt; `max_tokens` may be 0", also=("return_full_text",)
+    )
+    add_special_tokens: bool = row("boolean", "true", "what the tokenizer adds to a text", value=True)
 
     @property
     def alternatives(self) -> int:
@@ -384,7 +344,7 @@ def _check_one_of(request: ChatRequest | CompletionRequest) -> None:
         )
 
 
-class TokenizeRequest(_Request):
+class TokenizeRequest(RequestBody):
     """The request `POST /tokenize`, with either `prompt` or `messages`."""
 
     prompt: str | None = None
@@ -402,7 +362,12 @@ class TokenizeRequest(_Request):
         return self
 
 
-class DetokenizeRequest(_Request):
+class DetokenizeRequest(RequestBody):
     """The request `POST /detokenize`."""
 
     tokens: DetokenizeIds
+
+
+CHAT: Final = Endpoint("chat", ChatRequest, KNOWN)
+COMPLETIONS: Final = Endpoint("completions", CompletionRequest, KNOWN)
+TOKENIZE: Final = Endpoint("tokenize", TokenizeRequest, KNOWN)

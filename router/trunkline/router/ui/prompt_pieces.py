@@ -14,12 +14,12 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from trunkline.router.api.module_prompts import Placed, modules_job, placed_prompt
 from trunkline.router.api.prompting import Rendering, chat_job, completion_job, has_modules
-from trunkline.router.api.requests import CHAT_REFUSALS, COMPLETIONS_REFUSALS, check_model
+from trunkline.router.api.requests import check_model
 from trunkline.router.api.turn import SessionTurn
 from trunkline.router.errors import ApiError, bad_value
 from trunkline.router.http.body import parse_json_object, validate
 from trunkline.router.jobs.job import Job
-from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, Message
+from trunkline.router.jobs.request_models import CHAT, COMPLETIONS, ChatRequest, CompletionRequest, Message
 from trunkline.router.pml.compiled import PieceKind
 from trunkline.router.service import RouterService
 from trunkline.router.stores.session_store import is_stored
@@ -66,7 +66,7 @@ async def prompt_pieces(service: RouterService, content: bytes) -> dict[str, Any
     """
     fields = parse_json_object(content)
     is_chat = "messages" in fields
-    (CHAT_REFUSALS if is_chat else COMPLETIONS_REFUSALS).check(fields)
+    (CHAT if is_chat else COMPLETIONS).read(fields)
     body = validate(ChatRequest, fields) if is_chat else validate(CompletionRequest, fields)
     service = check_model(service, body.model)
     turn = None
