@@ -260,13 +260,13 @@ IMAGE = {"type": "image", "source": {}}
 FORM = {"type": "json_schema", "schema": {"type": "object"}}
 CONTENT = "messages[0].content"
 BAD: dict[str, list[dict[str, Any]]] = {
-    "max_tokens": [{"max_tokens": bad} for bad in (None, 0, 100_000)],
+    "max_tokens": [{"max_tokens": bad} for bad in (None, 0)],
     "messages": [
         *({"messages": bad} for bad in (None, [], "Hi", [{"role": "user", "content": "word " * 30_000}])),
-        {"messages": [*HI, {"role": "assistant", "content": "So"}]},
+        {"messages": [*HI, {"role": "assistant", "content": [{**CALL, "input": {}}]}], "tools": [WEATHER]},
         block(type="tool_result", tool_use_id="none", content="x"),
     ],
-    "messages[0].role": [{"messages": ["Hi"]}, {"messages": [{"role": "system", "content": "x"}]}],
+    "messages[0].role": [{"messages": ["Hi"]}, {"messages": [{"role": "tool", "content": "x"}]}],
     CONTENT: [{"messages": [{"role": "user"}]}],
     f"{CONTENT}[0]": [{"messages": [{"role": "user", "content": ["x"]}]}],
     f"{CONTENT}[0].type": [block(**IMAGE), block(type="tool_use", id="x", name="f", input={})],
@@ -279,10 +279,10 @@ BAD: dict[str, list[dict[str, Any]]] = {
     "system[0].type": [{"system": [{"type": "image"}]}],
     "temperature": [{"temperature": 1.5}],
     "top_p": [{"top_p": 0}],
-    "top_k": [{"top_k": -1}],
+    "top_k": [{"top_k": -2}],
     "stop_sequences": [{"stop_sequences": bad} for bad in ([""], ["x"] * 99)],
     "tools": [{"tools": {}}],
-    "tools[0].type": [{"tools": [{"type": "web_search_20250305", "name": "web_search"}]}],
+    "tools[0].type": [{"tools": [{"type": 5, "name": "web_search"}]}],
     "tools[0].name": [{"tools": [{"name": "a b"}]}],
     "tools[0].input_schema.type": [{"tools": [{"name": "f", "input_schema": {"type": "string"}}]}],
     "tools[1]": [{"tools": [WEATHER, WEATHER]}],
@@ -292,10 +292,14 @@ BAD: dict[str, list[dict[str, Any]]] = {
     "output_config.effort": [{"output_config": {"effort": "huge"}}],
     "output_config.format.schema": [
         {"output_config": {"format": {"type": "json_schema"}}},
-        {"output_config": {"format": FORM}, "tools": [WEATHER], "tool_choice": {"type": "any"}},
     ],
-    "mcp_servers": [{"mcp_servers": [{}]}],
-    "truncation": [{"truncation": "auto"}],
+    "mcp_servers": [{"mcp_servers": {}}],
+    "context_management": [{"context_management": []}],
+    f"{CONTENT}[0].source.type": [
+        block(type="document", source={"type": "base64", "media_type": "application/pdf"})
+    ],
+    f"{CONTENT}[0].source": [block(type="document")],
+    "truncation": [{"truncation": 5}],
     "pml": [{"pml": "<prompt schema='x'/>"}],
 }
 

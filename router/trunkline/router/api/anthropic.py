@@ -318,7 +318,7 @@ class _MessageWriter:
     def _usage(self) -> Object:
         generation = self._generation
         computed = len(generation.job.prompt) - generation.cached_tokens
-        usage = {
+        usage: Object = {
             "input_tokens": computed,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": generation.cached_tokens,
