@@ -44,7 +44,7 @@ class Rank:
 
     copier: Copier
     tiers: TierService
-    reports: queue.Queue[MoveOutcome | Probed]
+    reports: queue.Queue[list[MoveOutcome] | Probed]
     shape: tuple[int, int, int, int]
 
     @classmethod
@@ -52,7 +52,7 @@ class Rank:
         layers, heads, chunk, dim = shape
         pool = KvPool.wrap(torch.randn(BLOCKS, layers, 2, heads, chunk, dim))
         copier = Copier(HostPool(slots, pool), pool.data.device, BLOCKS, lambda: load_kernels("auto", "cpu", 1))
-        reports: queue.Queue[MoveOutcome | Probed] = queue.Queue()
+        reports: queue.Queue[list[MoveOutcome] | Probed] = queue.Queue()
         settings = WorkerConfig(
             model="", plan_endpoint="", report_endpoint="", exchange_fingerprint=FINGERPRINT, **config
         )
@@ -77,10 +77,12 @@ class Rank:
         moves = [TierMove(at, kind, False, at, serial, -1, 0, name, peer) for at, name in enumerate(names)]
         started = time.perf_counter()
         self.tiers.take(TierMoves(0, moves))
-        for _ in moves:
-            outcome = self.reports.get(timeout=60)
-            assert isinstance(outcome, MoveOutcome)
-            assert outcome.status == peer_tier.DONE, outcome
+        done = 0
+        while done < len(moves):
+            outcomes = self.reports.get(timeout=60)
+            assert isinstance(outcomes, list)
+            assert all(outcome.status == peer_tier.DONE for outcome in outcomes), outcomes
+            done += len(outcomes)
         return time.perf_counter() - started
 
 

@@ -77,7 +77,7 @@ class Setup:
             tier_fingerprint="00",
             io_threads=THREADS,
         )
-        self.reports: queue.SimpleQueue[MoveOutcome | Probed] = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[list[MoveOutcome] | Probed] = queue.SimpleQueue()
         self.tiers = TierService(config, self.copier, self.reports.put)
         if self.tiers.problem:
             sys.exit(self.tiers.problem)
@@ -122,10 +122,12 @@ class Setup:
             for slot in range(self.blocks)
         ]
         self.tiers.move(TierMoves(self.step, moves))
-        for _ in moves:
-            outcome = self.reports.get()
-            if not isinstance(outcome, MoveOutcome) or outcome.status:
-                sys.exit(f"a move failed: {outcome}")
+        done = 0
+        while done < len(moves):
+            outcomes = self.reports.get()
+            if not isinstance(outcomes, list) or any(outcome.status for outcome in outcomes):
+                sys.exit(f"a move failed: {outcomes}")
+            done += len(outcomes)
         return time.perf_counter() - started
 
 

@@ -45,7 +45,7 @@ class TieredLoop(EngineLoop):
     ) -> None:
         """See `EngineLoop`; what the tiers hold is taken from the worker, as a controller does."""
         super().__init__(model, engine, worker, copying)
-        self._reports: queue.SimpleQueue[MoveOutcome | Probed] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[list[MoveOutcome] | Probed] = queue.SimpleQueue()
         config = WorkerConfig(model="", plan_endpoint="", report_endpoint="", tier_fingerprint="00", **worker)
         self.tiers = TierService(config, self.runner.copier, self._reports.put)
         limits = msgspec.structs.replace(
@@ -80,8 +80,8 @@ class TieredLoop(EngineLoop):
             while True:
                 report = self._reports.get(timeout=seconds) if seconds else self._reports.get_nowait()
                 seconds = 0.0
-                if isinstance(report, MoveOutcome):
-                    outcomes.append(report)
+                if isinstance(report, list):
+                    outcomes += report
                 else:
                     self.engine.receive(report, time.perf_counter())
         except queue.Empty:

@@ -49,7 +49,7 @@ class PeerRank:
         data = torch.zeros((8, LAYERS, 2, len(self.shard.heads), CHUNK, DIM))
         self.pool = KvPool.wrap(data)
         self.copier = Copier(HostPool(SLOTS, self.pool), data.device, 8, lambda: load_kernels("cpu", "cpu", 1))
-        self._reports: queue.Queue[MoveOutcome | Probed] = queue.Queue()
+        self._reports: queue.Queue[list[MoveOutcome] | Probed] = queue.Queue()
         settings: dict[str, Any] = {
             "exchange_fingerprint": FINGERPRINT.hex(),
             "model": "",
@@ -112,9 +112,10 @@ class PeerRank:
         deadline = time.monotonic() + seconds
         while not self._ended.keys() >= set(moves):
             report = self._reports.get(timeout=max(0.001, deadline - time.monotonic()))
-            assert isinstance(report, MoveOutcome)
-            assert report.id not in self._ended, "a move is answered twice"
-            self._ended[report.id] = report
+            assert isinstance(report, list)
+            for outcome in report:
+                assert outcome.id not in self._ended, "a move is answered twice"
+                self._ended[outcome.id] = outcome
         return [self._ended[move] for move in moves]
 
     def statuses(self, peer: int, wanted: dict[int, int]) -> list[int]:

@@ -30,8 +30,9 @@ class Bench:
     def __init__(self, folder: Path, slab: Path, **config: Any) -> None:
         settings = {"disk_path": str(slab), "disk_bytes": 1 << 20, "tier_fingerprint": FINGERPRINT, **config}
         self.traveller = Traveller(folder, **settings)
-        self._reports: queue.Queue[MoveOutcome | Probed] = queue.Queue()
+        self._reports: queue.Queue[list[MoveOutcome] | Probed] = queue.Queue()
         self.tiers = TierService(self.traveller.runner._config, self.traveller.copier, self._reports.put)
+        self._ended: dict[int, MoveOutcome] = {}
         self._next = 0
 
     def move(self, *orders: tuple[TierKind, bool, int, int], host_generation: int = 1) -> list[int]:
@@ -47,12 +48,12 @@ class Bench:
 
     def outcomes(self, ids: list[int]) -> list[MoveOutcome]:
         """Of these moves, in the order of the ids."""
-        found = {}
-        for _ in ids:
+        while not self._ended.keys() >= set(ids):
             report = self._reports.get(timeout=DEADLINE_S)
-            assert isinstance(report, MoveOutcome)
-            found[report.id] = report
-        return [found[move] for move in ids]
+            assert isinstance(report, list)
+            assert not {outcome.id for outcome in report} & self._ended.keys(), "a move is answered twice"
+            self._ended |= {outcome.id: outcome for outcome in report}
+        return [self._ended[move] for move in ids]
 
     def statuses(self, *orders: tuple[TierKind, bool, int, int], **fields: int) -> list[int]:
         return [outcome.status for outcome in self.outcomes(self.move(*orders, **fields))]

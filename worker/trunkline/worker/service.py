@@ -201,12 +201,12 @@ class Outbox:
     def __init__(self, config: WorkerConfig, link: Link) -> None:
         self._config = config
         self._link = link
-        self._waiting: queue.SimpleQueue[MoveOutcome | Probed | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[list[MoveOutcome] | Probed | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send, name="outbox", daemon=True)
         self._thread.start()
 
-    def put(self, report: MoveOutcome | Probed) -> None:
-        """Send a report soon. May be called from any thread."""
+    def put(self, report: list[MoveOutcome] | Probed) -> None:
+        """Send outcomes or an answer soon. May be called from any thread."""
         self._waiting.put(report)
 
     def close(self) -> None:
@@ -223,8 +223,8 @@ class Outbox:
             report = self._waiting.get()
             # Whatever has come meanwhile goes along.
             while True:
-                if isinstance(report, MoveOutcome):
-                    outcomes.append(report)
+                if isinstance(report, list):
+                    outcomes += report
                 elif isinstance(report, Probed):
                     reports.send(encoder.encode(report))
                 else:

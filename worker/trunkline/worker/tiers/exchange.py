@@ -86,10 +86,10 @@ def checksum(fingerprint: bytes, name: bytes, first: int, rows: NDArray[np.uint8
     state = xxhash.xxh3_128(fingerprint)
     state.update(name + _HEADS.pack(first, rows.shape[1]))
     if rows.flags.c_contiguous:
-        state.update(rows.reshape(-1).data)
+        state.update(rows.data)
     else:
         for row in rows:
-            state.update(row.reshape(-1).data)
+            state.update(np.ascontiguousarray(row).data)
     return state.digest()
 
 

@@ -23,7 +23,7 @@ import zmq
 from numpy.typing import NDArray
 
 from trunkline.kvstore.chunks import NAME_BYTES
-from trunkline.kvstore.shards import HeadShard, rows_of
+from trunkline.kvstore.shards import HeadShard
 from trunkline.runtime.process import RareLog, node_id
 from trunkline.runtime.wire_keys import Role
 from trunkline.runtime.wire_sockets import Gate
@@ -44,8 +44,14 @@ _WAIT_S: Final = 1.0
 _LOOK_MS: Final = 2
 _OPEN_MAX: Final = 256
 """Largest number of questions that wait for copies; further ones are not taken from the socket yet."""
-_ANSWERS_MAX: Final = 8
-"""Largest number of answers that wait for one slow connection; further answers to it are dropped."""
+_PART_BYTES: Final = 1 << 20
+"""Bytes after which a part of an answer is sent: the puller verifies them while the next ones are on their way."""
+_NEAR_PART_BYTES: Final = 4 << 20
+"""The same for a puller that copies out of this process's memory, and waits for checksums only."""
+_WAITING_BYTES: Final = 64 << 20
+"""Largest number of bytes that wait for one slow connection, in at least `_WAITING_MIN` parts of answers; further
+parts are dropped."""
+_WAITING_MIN: Final = 8
 
 log = structlog.get_logger()
 
@@ -94,7 +100,8 @@ class Exporter:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)  # an answer for which there is no room is an error, not lost
-        self._socket.set(zmq.SNDHWM, _ANSWERS_MAX)
+        waiting = max(_WAITING_MIN, _WAITING_BYTES // max(_PART_BYTES, copier.host.slot_bytes))
+        self._socket.set(zmq.SNDHWM, waiting)
         self._socket.set(zmq.MAXMSGSIZE, QUESTION_BYTES_MAX)
         self._gate = Gate(self._context, wire_keys, Role.WORKER)
         try:
@@ -173,24 +180,27 @@ class Exporter:
         return bool(self._node) and ask.node == self._node
 
     def _answer(self, question: _Open, now: float) -> bool:
-        """Answer what can be answered; return whether that is all of the question."""
-        ask = question.ask
-        is_near = self._is_near(ask)
-        found, payloads, left = [], [], []
+        """Answer what can be answered, part by part; return whether that is all of the question."""
+        ask, host = question.ask, self._copier.host
+        pid = os.getpid() if self._is_near(ask) else 0
+        part_bytes = _NEAR_PART_BYTES if pid else _PART_BYTES
+        found, payloads, left, size = list[Found](), list[memoryview](), list[int](), 0
         for index in question.left:
             chunk = self._find(question.names[index], ask)
             if chunk is None and now < question.until:
                 left.append(index)
                 continue
             digest, slot = chunk or (b"", -1)
-            address = self._copier.host.address(slot) if is_near and digest else 0
-            found.append(Found(index, digest, address))
-            if digest and not is_near:
-                payloads.append(self._payload(slot, ask))
+            found.append(Found(index, digest, host.address(slot) if pid and digest else 0))
+            if digest:
+                size += host.slot_bytes * (ask.stop - ask.first) // len(self._heads)
+                payloads += () if pid else (self._payload(slot, ask),)
+            if size >= part_bytes:
+                if not self._send(question.peer, Told(ask.id, found, pid), payloads):
+                    return True
+                found, payloads, size = [], [], 0
         question.left = left
-        if not found:
-            return False
-        is_sent = self._send(question.peer, Told(ask.id, found, os.getpid() if is_near else 0), payloads)
+        is_sent = not found or self._send(question.peer, Told(ask.id, found, pid), payloads)
         return not left or not is_sent
 
     def _find(self, name: bytes, ask: Ask) -> tuple[bytes, int] | None:
@@ -213,9 +223,8 @@ class Exporter:
         return (digest, use.slot) if host.names.holds(use, name) else (b"", -1)
 
     def _rows(self, slot: int, ask: Ask) -> NDArray[np.uint8]:
-        host = self._copier.host
         first = self._heads.start
-        return rows_of(host.view(slot), host.shape)[:, ask.first - first : ask.stop - first]
+        return self._copier.host.rows(slot)[:, ask.first - first : ask.stop - first]
 
     def _payload(self, slot: int, ask: Ask) -> memoryview:
         """Return the wanted bytes; those of whole parts are not copied."""

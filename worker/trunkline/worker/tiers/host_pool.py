@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trunkline.kernels.large_pages import advise_large_pages
@@ -51,6 +52,13 @@ class HostPool:
         self._bytes = _reserve(capacity_slots * self.slot_bytes).view(capacity_slots, -1)
         self._generations = np.full(capacity_slots, _EMPTY, dtype=np.int64)
         self._slots = self._bytes.view(data.dtype).view(capacity_slots, *data.shape[1:])
+        _, layers, halves, kv_heads, chunk_size, head_dim = data.shape
+        self.shape = KvShape(layers, kv_heads, chunk_size, head_dim)
+        """Shape of a slot's bytes, which are in plain order."""
+        head_bytes = chunk_size * head_dim * data.element_size()
+        self._rows: NDArray[np.uint8] = self._bytes.numpy().reshape(
+            capacity_slots, layers * halves, kv_heads, head_bytes
+        )
         self.is_pinned = data.is_cuda
         if self.is_pinned:
             _pin(self._bytes)
@@ -143,17 +151,16 @@ class HostPool:
 
     def view(self, slot: int) -> memoryview:
         """Return a slot's bytes. The view must not be used after `close`."""
-        return self._bytes[slot].numpy().data
+        return self.rows(slot).reshape(-1).data
+
+    def rows(self, slot: int) -> NDArray[np.uint8]:
+        """Return a slot's bytes as `[layers * 2, KV heads, bytes of a head]`, with the same validity as `view`."""
+        rows: NDArray[np.uint8] = self._rows[slot]
+        return rows
 
     def address(self, slot: int) -> int:
         """Return the address of a slot's bytes, with the same validity as `view`."""
         return self._bytes.data_ptr() + slot * self.slot_bytes
-
-    @property
-    def shape(self) -> KvShape:
-        """Shape of a slot's bytes, which are in plain order."""
-        _, layers, _, kv_heads, chunk_size, head_dim = self._pool.data.shape
-        return KvShape(layers, kv_heads, chunk_size, head_dim)
 
     def discard(self, slot: SlotId) -> None:
         """Forget a slot's content."""
@@ -166,7 +173,7 @@ class HostPool:
             _cuda_runtime().cudaHostUnregister(self._bytes.data_ptr())
         self.capacity_slots = 0
         self._bytes = self._slots = torch.empty(0)
-        self._generations = self._generations[:0]
+        self._generations, self._rows = self._generations[:0], self._rows[:0].copy()
 
 
 def _reserve(size: int) -> Tensor:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -25,7 +26,8 @@ import zmq
 from numpy.typing import NDArray
 from zmq.utils.monitor import parse_monitor_message
 
-from trunkline.kvstore.shards import HeadShard, Piece, ShardError, rows_of
+from trunkline.controller.messages import MoveOutcome
+from trunkline.kvstore.shards import HeadShard, Piece, ShardError
 from trunkline.runtime.process import node_id
 from trunkline.runtime.wire_keys import Role, WireKeysError
 from trunkline.runtime.wire_sockets import HANDSHAKE_FAILED, WirePeer
@@ -34,6 +36,7 @@ from trunkline.worker.tiers.copier import Copier, Ticket
 from trunkline.worker.tiers.exchange import Ask, Found, Told, checksum
 from trunkline.worker.tiers.process_memory import Ranges, read_memory
 from trunkline.worker.tiers.questions import Question, Questions
+from trunkline.worker.tiers.tier_queue import QueuedMove
 
 DONE: Final = 0
 MISS: Final = 1
@@ -45,12 +48,39 @@ _ANSWER_BYTES: Final = 1 << 16
 _ANSWERS_MAX: Final = 256
 """Largest number of answers that are taken before a look at the clock and at new moves."""
 _LOOK_MS: Final = 2
+_TELL_EVERY_S: Final = 0.0005
+"""Seconds after which outcomes are told while further moves end."""
 _CLOSE_WITHIN_S: Final = 1.0
 
 log = structlog.get_logger()
 
-Done = Callable[[TierMove, int, int, str], None]
-"""Takes the outcome of a move: its status, the microseconds that it took, and details."""
+Done = Callable[[list[MoveOutcome]], None]
+"""Takes the outcomes of some moves."""
+
+
+class _Outcomes:
+    """The outcomes of one link's moves. Several are told at once: to wake the thread that takes them costs as much
+    as to pull a small chunk."""
+
+    def __init__(self, done: Done) -> None:
+        self._done = done
+        self._waiting: list[MoveOutcome] = []
+        self._since = 0.0
+
+    def add(self, move: TierMove, status: int, elapsed_us: int, detail: str) -> None:
+        """Note that a move has ended. It is told by `tell`, or when others end `_TELL_EVERY_S` later."""
+        now = time.monotonic()
+        if not self._waiting:
+            self._since = now
+        self._waiting.append(MoveOutcome(move.id, status, elapsed_us, detail))
+        if now - self._since >= _TELL_EVERY_S:
+            self.tell()
+
+    def tell(self) -> None:
+        """Tell the outcomes that were not told yet."""
+        if waiting := self._waiting:
+            self._waiting = []
+            self._done(waiting)
 
 
 @dataclass(slots=True, eq=False)
@@ -75,9 +105,10 @@ class PeerTier:
             shard: The KV heads of this rank.
             fingerprint: The group's `exchange_fingerprint`.
             wire_keys: The file of wire keys; "": there are none.
-            done: Called from any thread, once for each move.
+            done: Called from any thread; each move is in one of its lists.
         """
-        self._puller = _Puller(copier, shard, fingerprint, wire_keys, done)
+        self._done = done
+        self._puller_for = partial(_Puller, copier, shard, fingerprint, wire_keys)
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._links: dict[int, _Link] = {}
         self._left: list[_Link] = []
@@ -89,7 +120,8 @@ class PeerTier:
         if message.endpoints:
             if self._context is None:
                 self._context = zmq.Context()
-            self._links[message.peer] = _Link(self._context, self._puller, message.peer, message.endpoints)
+            puller = self._puller_for(_Outcomes(self._done))
+            self._links[message.peer] = _Link(self._context, puller, message.peer, message.endpoints)
 
     def _leave(self, peer: int) -> None:
         link = self._links.pop(peer, None)
@@ -98,18 +130,17 @@ class PeerTier:
             link.leave()
             self._left.append(link)
 
-    def pull(self, move: TierMove, ticket: Ticket) -> None:
-        """Begin a move from a peer. Does not wait.
-
-        Args:
-            ticket: The copies from and to the host slot that must be done first.
-        """
-        link = self._links.get(move.peer)
-        if link is None or move.is_write:
-            reason = "a peer cannot be written to" if move.is_write else f"no peer {move.peer} is known"
-            self._puller.done(move, FAILED, 0, reason)
-        else:
-            link.put(_Pull(move, ticket))
+    def pull(self, moves: Sequence[QueuedMove]) -> None:
+        """Begin moves from peers. Does not wait."""
+        pulls: dict[int, list[_Pull]] = {}
+        for move, ticket in moves:
+            if move.peer not in self._links or move.is_write:
+                reason = "a peer cannot be written to" if move.is_write else f"no peer {move.peer} is known"
+                self._done([MoveOutcome(move.id, FAILED, detail=reason)])
+            else:
+                pulls.setdefault(move.peer, []).append(_Pull(move, ticket))
+        for peer, wanted in pulls.items():
+            self._links[peer].put(wanted)
 
     def close(self) -> None:
         """Begin no more moves; those that have begun may end or not."""
@@ -124,13 +155,13 @@ class PeerTier:
 
 @dataclass(slots=True)
 class _Puller:
-    """What all links need."""
+    """What a link and its sources need."""
 
     copier: Copier
     shard: HeadShard
     fingerprint: bytes
     wire_keys: str
-    done: Done
+    outcomes: _Outcomes
 
 
 class _Link:
@@ -141,9 +172,10 @@ class _Link:
     ) -> None:
         self._context = context
         self._puller = puller
+        self._outcomes = puller.outcomes
         self._endpoints = endpoints
         self._sources: list[_Source] = []
-        self._arrivals: queue.SimpleQueue[_Pull | None] = queue.SimpleQueue()
+        self._arrivals: queue.SimpleQueue[list[_Pull] | None] = queue.SimpleQueue()
         self._unready: list[_Pull] = []
         """Pulls into slots from which, or into which, copies are still under way."""
         self._problem = ""
@@ -154,9 +186,9 @@ class _Link:
         self._thread = threading.Thread(target=self._serve, name=f"peer-{peer}", daemon=True)
         self._thread.start()
 
-    def put(self, pull: _Pull) -> None:
-        """Add a move."""
-        self._arrivals.put(pull)
+    def put(self, pulls: list[_Pull]) -> None:
+        """Add moves."""
+        self._arrivals.put(pulls)
         self._wake.send(b"")
 
     def leave(self) -> None:
@@ -196,10 +228,12 @@ class _Link:
                 except Exception as error:  # whatever a peer says, its moves are answered
                     log.error("pulling from a peer failed", error=str(error), exc_info=True)
                     source.fail(f"{type(error).__name__}: {error}")
+            self._outcomes.tell()
         for source in self._sources:
             source.close("the peer has gone")
         for pull in self._unready:
-            self._puller.done(pull.move, FAILED, 0, "the peer has gone")
+            self._outcomes.add(pull.move, FAILED, 0, "the peer has gone")
+        self._outcomes.tell()
         self._woken.close(linger=0)
 
     def _connect(self) -> None:
@@ -222,12 +256,12 @@ class _Link:
             self._woken.recv()
         while True:
             try:
-                pull = self._arrivals.get_nowait()
+                pulls = self._arrivals.get_nowait()
             except queue.Empty:
                 return True
-            if pull is None:
+            if pulls is None:
                 return False
-            self._unready.append(pull)
+            self._unready += pulls
 
     def _start(self) -> None:
         """Ask for the chunks whose slots are free."""
@@ -243,12 +277,12 @@ class _Link:
                 else:
                     unready.append(pull)
             except Exception as error:  # noqa: BLE001 (whatever it is, the move is answered)
-                puller.done(pull.move, FAILED, 0, f"{type(error).__name__}: {error}")
+                self._outcomes.add(pull.move, FAILED, 0, f"{type(error).__name__}: {error}")
         self._unready = unready
 
     def _start_one(self, pull: _Pull, problem: str, now: float) -> None:
         if problem:
-            self._puller.done(pull.move, FAILED, 0, problem)
+            self._outcomes.add(pull.move, FAILED, 0, problem)
             return
         self._puller.copier.host.discard(pull.move.host_slot)  # type: ignore[arg-type]
         pull.began, pull.missing = now, len(self._sources)
@@ -384,7 +418,7 @@ class _Source:
             OSError: There are none.
         """
         host, target = self._puller.copier.host, self._piece.target
-        rows = rows_of(host.view(slot), host.shape)[:, target.start : target.stop]
+        rows = host.rows(slot)[:, target.start : target.stop]
         if pid:
             if not 0 < pid < 1 << 31 or not 0 < address < 1 << 47:
                 raise OSError(errno.EINVAL, f"{self._endpoint} answers with address {address} of process {pid}")
@@ -406,7 +440,7 @@ class _Source:
             move = pull.move
             self._puller.copier.host.set_generation(move.host_slot, move.host_generation, move.name)
         elapsed_us = int((time.monotonic() - pull.began) * 1e6)
-        self._puller.done(pull.move, pull.status, elapsed_us, pull.detail)
+        self._puller.outcomes.add(pull.move, pull.status, elapsed_us, pull.detail)
 
     def fail(self, reason: str) -> None:
         """Give up everything that is wanted from this rank."""

@@ -44,7 +44,7 @@ _CLOSE_WITHIN_S: Final = 1.0
 
 log = structlog.get_logger()
 
-Report = Callable[[MoveOutcome | Probed], None]
+Report = Callable[[list[MoveOutcome] | Probed], None]
 
 
 class _Served(NamedTuple):
@@ -62,7 +62,7 @@ class TierService:
 
         Args:
             copier: copier of the host pool; None: the rank has no host pool, so no tiers either.
-            report: called from any thread with the outcome of each move and the answer to each probe.
+            report: called from any thread with outcomes of moves, each once, and the answer to each probe.
             shard: the KV heads of this rank; None: it exchanges none with peers.
 
         Raises:
@@ -140,18 +140,20 @@ class TierService:
         """
         if self._copier is None:
             raise PlanError("moves of host slots, but this rank has no host pool")
+        pulls = []
         for move in message.moves:
-            ticket = self._copier.ticket(move.host_slot)
+            queued = QueuedMove(move, self._copier.ticket(move.host_slot))
             if move.tier == TierKind.PEER and self._peers is not None:
-                self._peers.pull(move, ticket)
+                pulls.append(queued)
                 continue
             served = self._served.get(move.tier)
             if served is None:
-                self._report(MoveOutcome(move.id, _FAILED, detail="this rank has no such tier"))
+                self._report([MoveOutcome(move.id, _FAILED, detail="this rank has no such tier")])
                 continue
-            queued = QueuedMove(move, ticket)
             task = queued if served.tier is self._shared else partial(self._carry_out, served.tier, [queued])
             served.queue.put(task, is_write=move.is_write)
+        if self._peers is not None:
+            self._peers.pull(pulls)
 
     def probe(self, message: Probe) -> None:
         """Queue a question to the remote tier: which chunks does it have?"""
@@ -199,12 +201,8 @@ class TierService:
 
     def _exchange(self, config: WorkerConfig, copier: Copier, shard: HeadShard) -> None:
         """Begin to exchange KV with peers."""
-
-        def done(move: TierMove, status: int, elapsed_us: int, detail: str) -> None:
-            self._report(MoveOutcome(move.id, status, elapsed_us, detail))
-
         fingerprint = bytes.fromhex(config.exchange_fingerprint)
-        self._peers = PeerTier(copier, shard, fingerprint, config.wire_keys, done)
+        self._peers = PeerTier(copier, shard, fingerprint, config.wire_keys, self._report)
         if not config.export:
             return
         if config.parent_pid:
@@ -239,8 +237,10 @@ class TierService:
             log.error("a move failed", error=str(error), exc_info=True)
             outcomes = [(_FAILED, f"{type(error).__name__}: {error}")] * len(batch)
         elapsed_us = (time.perf_counter_ns() - started) // 1000
-        for queued, (status, detail) in zip(batch, outcomes, strict=True):
-            self._report(MoveOutcome(queued.move.id, status, elapsed_us, detail))
+        ended = zip(batch, outcomes, strict=True)
+        self._report(
+            [MoveOutcome(queued.move.id, status, elapsed_us, detail) for queued, (status, detail) in ended]
+        )
 
 
 def _host_of(config: WorkerConfig) -> str:
