@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from router.api_calls import last_prompt, payloads, say
+from router.api_calls import last_prompt, named_events, payloads, say
 from router.fake_controller import FakeController, prompt_of
 from router.harness import MESSAGES
 
@@ -89,7 +90,9 @@ def test_a_demanded_call_is_held_to_its_grammar(http: httpx.Client, fake: FakeCo
         assert "add" in submit.grammar.text
         assert submit.sampling.stop_ids
     both = BODY | {"tool_choice": "required", "response_format": {"type": "json_object"}}
-    assert http.post("/v1/chat/completions", json=both).json()["error"]["param"] == "response_format"
+    assert http.post("/v1/chat/completions", json=both).status_code == 200
+    first, _, last = (submit.grammar for submit in fake.behaviour.submits)
+    assert last == first, "a call has a form of its own"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -103,6 +106,94 @@ def test_what_is_left_of_a_demanded_call_is_no_text(
     parts = [choice for event in (payloads(answer) if stream else [answer.json()]) for choice in event["choices"]]
     assert sum(len(part[key].get("tool_calls", [])) > 0 for part in parts) >= 1
     assert not any(part[key].get("content") for part in parts)
+
+
+SCHEMA: Any = {"type": "object", "properties": {"say": {"type": "string"}}, "required": ["say"]}
+NAMED: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+FLAT: Any = [{"type": "function", **TOOLS[0]["function"]}]
+EITHER: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", BODY | {"response_format": NAMED}),
+    (
+        "/v1/responses",
+        {"input": "Hi", "tools": FLAT, "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
+    ),
+    (
+        "/v1/messages",
+        {
+            "messages": [{"role": "user", "content": "Hi"}],
+            "max_tokens": 200,
+            "tools": [{"name": "add", "input_schema": TOOLS[0]["function"]["parameters"]}],
+            "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+        },
+    ),
+]
+
+
+def shown(answer: httpx.Response, path: str, *, stream: bool) -> tuple[str, str]:
+    """The text and the arguments of calls in an answer."""
+    assert answer.status_code == 200, answer.text
+    texts, arguments = "", ""
+    chat = path == "/v1/chat/completions"
+    parts = [answer.json()] if not stream else payloads(answer) if chat else named_events(answer)
+    for part in parts:
+        match part:
+            case {"choices": choices}:
+                for choice in choices:
+                    piece = choice.get("delta") or choice.get("message") or {}
+                    texts += piece.get("content") or ""
+                    arguments += "".join(call["function"]["arguments"] for call in piece.get("tool_calls") or [])
+            case {"type": "response.output_text.delta", "delta": delta}:
+                texts += delta
+            case {"type": "response.function_call_arguments.delta", "delta": delta}:
+                arguments += delta
+            case {"type": "content_block_delta", "delta": delta}:
+                texts += delta.get("text", "")
+                arguments += delta.get("partial_json", "")
+            case {"object": "response", "output": items}:
+                texts += "".join(item["content"][0]["text"] for item in items if item["type"] == "message")
+                arguments += "".join(item["arguments"] for item in items if item["type"] == "function_call")
+            case {"type": "message", "content": blocks}:
+                texts += "".join(block["text"] for block in blocks if block["type"] == "text")
+                arguments += "".join(json.dumps(block["input"]) for block in blocks if block["type"] == "tool_use")
+    return texts, arguments
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), EITHER)
+def test_a_call_or_json_in_one_answer(
+    http: httpx.Client, fake: FakeController, tokenizer: Tokenizer, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    form = json.dumps({"say": CALL})
+    say(fake, tokenizer, form)
+    assert shown(http.post(path, json=body | {"stream": stream}), path, stream=stream) == (form, "")
+    say(fake, tokenizer, CALL)
+    assert shown(http.post(path, json=body | {"stream": stream}), path, stream=stream) == (
+        "",
+        json.dumps(ARGUMENTS),
+    )
+    for submit in fake.behaviour.submits:
+        assert submit.grammar is not None
+        assert submit.grammar.kind == "structural_tag"
+        assert "add" in submit.grammar.text
+        assert "say" in submit.grammar.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), [(path, body) for path, body in EITHER])
+def test_half_a_call_is_no_text(
+    http: httpx.Client, fake: FakeController, tokenizer: Tokenizer, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    for text, arguments in (('<tool_call>\n{"name": "ad', ""), (CALL[:-16], '{"a": 1')):
+        [ids] = say(fake, tokenizer, text)
+        limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+        answer = http.post(path, json=body | {"stream": stream, limit: len(ids) - 1})
+        texts, found = shown(answer, path, stream=stream)
+        assert texts == ""
+        if path == "/v1/messages" and not stream:  # whose input is an object
+            assert found in ("", "{}")
+        else:
+            assert found == arguments
+        assert re.search(r'"(length|max_tokens|max_output_tokens)"', answer.text)
 
 
 def test_no_calls_are_wanted(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:

@@ -19,9 +19,10 @@ from router.model_folders import write_family
 from seeds import seeds
 
 from trunkline.controller.messages import Grammar
+from trunkline.router.text.reasoning_styles import HARMONY as CHANNELS
 from trunkline.router.text.reasoning_styles import THINK, ReasoningStyle, ThoughtState, detect_reasoning
 from trunkline.router.text.tokenizer import Tokenizer
-from trunkline.router.text.tool_styles import ToolStyle
+from trunkline.router.text.tool_styles import MARKERS, ToolStyle
 from trunkline.router.tools.pieces import CallArguments, CallStart, Piece, TextPiece, ThoughtPiece, joined
 from trunkline.router.tools.plan import ToolPlan, prepare_tools
 from trunkline.worker.grammar.automaton import Vocabulary
@@ -37,6 +38,7 @@ TOOLS: Final[list[Any]] = [
 ]
 CALL: Final = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 HI: Final = [{"role": "user", "content": "Hi"}]
+STRICT: Final[list[Any]] = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
 HARMONY: Final = (
     "<|channel|>analysis<|message|>Hm <b>.<|end|><|start|>assistant<|channel|>final<|message|>Two < three."
 )
@@ -329,6 +331,62 @@ def test_a_grammar_begins_behind_the_thought(
     regex = grammar(guided_regex="[a-c]+")
     assert check(regex, "<think>x</think>abc")
     assert not check(regex, "<think>x</think>d")
+
+
+@qwen3
+def test_a_call_or_json_behind_the_thought(served: Served, families: dict[str, Path]) -> None:
+    http, fake, tokenizer = served
+    body = {"messages": HI, "tools": TOOLS, "response_format": GRAMMARS[1][0]}
+    assert http.post("/v1/chat/completions", json=body).status_code == 200
+    grammar = fake.behaviour.submits[-1].grammar
+    assert grammar is not None
+    for text in (CALL, '{"n": 1}', f"<think>\n{CALL} {{\n</think>\n\n{CALL}", '<think>x</think>{"n": 1}'):
+        assert accepts(families["qwen3"], tokenizer, grammar, text), text
+    for text in ("No.", "<think>x</think>No.", f'<think>x</think>{{"n": 1}}{CALL}', f'{CALL}{{"n": 1}}'):
+        assert not accepts(families["qwen3"], tokenizer, grammar, text), text
+
+
+GPT_OSS: Final = ToolStyle("harmony", frozenset(MARKERS["harmony"]))
+CHANNEL: Final = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
+BUDGETED: Final[list[tuple[str, ToolPlan, str, str]]] = [
+    ("qwen3", plan(), "<think>", "</think>"),
+    ("qwen3", prepare_tools(STRICT, None, None, ToolStyle(), THINK), "<think>", "</think>"),
+    (
+        "gpt-oss",
+        plan(CHANNELS, ToolStyle("harmony", frozenset(MARKERS["harmony"]))),
+        "<|channel|>analysis<|message|>",
+        "<|end|><|start|>assistant",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "told_plan", "begin", "end"), BUDGETED)
+@pytest.mark.parametrize("wanted", [None, Grammar("json_schema", json.dumps(SCHEMA), "response_format")])
+def test_a_thought_keeps_to_its_budget(
+    families: dict[str, Path], family: str, told_plan: ToolPlan, begin: str, end: str, wanted: Grammar | None
+) -> None:
+    tokenizer = Tokenizer(families[family])
+    answer = '{"n": 1}' if wanted is not None else "Free text < of any { kind."
+    if family == "gpt-oss":
+        answer = f"<|channel|>final<|message|>{answer}"
+    for thought in ("", "Hm", "Well, 1 < 2 { and so on.\n\nI think that is it"):
+        count = len(tokenizer.encode(thought, add_special_tokens=False))
+        for budget in (0, count - 1, count, count + 1):
+            if budget < 0:
+                continue
+            grammar = told_plan.grammar(wanted, "possible", budget)
+            assert grammar is not None
+            text = f"{begin}{thought}{end}{answer}"
+            assert accepts(families[family], tokenizer, grammar, text) == (budget >= count), (thought, budget)
+            if begin == "<think>":
+                inside = told_plan.grammar(wanted, "inside", budget)
+                assert inside is not None
+                text = f"{thought}{end}{answer}"
+                assert accepts(families[family], tokenizer, inside, text) == (budget >= count), (thought, budget)
+    tokenizer.close()
+    closed = told_plan.grammar(wanted, "closed", 5)
+    if begin == "<think>" and wanted is None:
+        assert (closed is None) == (told_plan.functions[0].strict is False)
 
 
 @gpt_oss

@@ -7,19 +7,19 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import tokenizers
 from router.harness import DEMO_MODEL, EOS
 
+from trunkline.controller.messages import Grammar
 from trunkline.deploy.config import settings
 from trunkline.router.config import TOOL_CALL_PARSERS
 from trunkline.router.errors import ApiError
 from trunkline.router.text.reasoning_styles import REASONING_PARSERS
 from trunkline.router.text.tool_styles import MARKERS, STYLE_NAMES, StyleName, ToolStyle, calls_text, detect_style
 from trunkline.router.tools.parsers import parse
-from trunkline.router.tools.pieces import CallArguments, CallStart, Piece
+from trunkline.router.tools.pieces import CallArguments, CallStart, Piece, TextPiece, joined
 from trunkline.router.tools.plan import (
     TOOLS_BYTES_MAX,
     TOOLS_MAX,
@@ -31,7 +31,7 @@ from trunkline.router.tools.plan import (
 )
 from trunkline.worker.grammar.automaton import Vocabulary
 
-Accepts = Callable[[ToolPlan, str], bool]
+Accepts = Callable[..., bool]
 SCHEMA = {
     "type": "object",
     "properties": {"x": {"type": "integer"}, "y": {"type": "string", "enum": ["up", "down"]}},
@@ -64,11 +64,12 @@ def accepts(tmp_path_factory: pytest.TempPathFactory) -> Accepts:
             made[special] = tokenizer, Vocabulary(folder, tokenizer.get_vocab_size())
         return made[special]
 
-    def check(plan: ToolPlan, text: str) -> bool:
+    def check(plan: ToolPlan, text: str, *, wanted: Grammar | None = None, spaced: bool = False) -> bool:
         tokenizer, vocabulary = setup(plan.style.special)
-        assert plan.grammar is not None
-        assert plan.grammar.param == "tools"
-        grammar = vocabulary.compile(plan.grammar.kind, plan.grammar.text, spaced=plan.grammar.spaced)
+        found = plan.grammar(wanted)
+        assert found is not None
+        assert found.param == ("tools" if wanted is None or plan.demanded else wanted.param)
+        grammar = vocabulary.compile(found.kind, found.text, spaced=spaced)
         matcher = grammar.matcher([EOS])
         allowed = np.zeros(-(-vocabulary.size // 32), np.int32)
         for token in [*tokenizer.encode(text, add_special_tokens=False).ids, EOS]:
@@ -127,11 +128,9 @@ def test_demanded_calls(style: ToolStyle, accepts: Accepts) -> None:
         assert accepts(single, written(style, one))
         assert not accepts(single, written(style, one, two))
         assert not single.parallel
-    assert any_of_them.grammar is not None
-    spaced = msgspec.structs.replace(any_of_them.grammar, spaced=True)
     if verbatim:
         several_lines = written(style, ("add", '{ \n  "x": 1\n}'))
-        assert accepts(msgspec.structs.replace(any_of_them, grammar=spaced), several_lines)
+        assert accepts(any_of_them, several_lines, spaced=True)
         assert not accepts(any_of_them, several_lines)
     for parallel in (None, True):  # a named function is called once
         certain = prepare_tools(tools, {"type": "function", "function": {"name": "sub"}}, parallel, style)
@@ -160,18 +159,116 @@ def test_strict_functions_where_the_model_is_free(style: ToolStyle, accepts: Acc
     assert not accepts(single, written(style, one, two))
 
 
+FORMAT = Grammar(
+    "json_schema",
+    json.dumps({"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}),
+    "response_format.json_schema.schema",
+)
+
+
+@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
+def test_a_call_or_a_form(style: ToolStyle, accepts: Accepts) -> None:
+    tools = [tool(strict=True), tool("loose")]
+    plan = prepare_tools(tools, "auto", None, style)
+    header = "<|channel|>final<|message|>" if style.name == "harmony" else ""
+    one, two = written(style, ("add", '{"x": 1}')), written(style, ("loose", '{"whatever": [1, {}]}'))
+    both = written(style, ("add", '{"x": 1}'), ("loose", '{"y": ["up"]}'))
+    form = header + '{"name": "add"}'
+    for text in (one, two, form, *([] if style.form.single else [both])):
+        assert accepts(plan, text, wanted=FORMAT), text
+    for text in (
+        "",
+        "Just text.",
+        header + '{"name": 1}',
+        header + '{"name":   "add"}',
+        one + form,
+        form + one,
+        written(style, ("add", '{"x": "one"}')),
+        written(style, ("other", "{}")),
+    ):
+        assert not accepts(plan, text, wanted=FORMAT), text
+    single = prepare_tools(tools, "auto", False, style)
+    assert accepts(single, one, wanted=FORMAT)
+    assert not accepts(single, both, wanted=FORMAT)
+    loose = prepare_tools([tool()], "auto", None, style)
+    assert accepts(loose, written(style, ("add", '{"z": 1}')), wanted=FORMAT)
+    assert accepts(loose, form, wanted=FORMAT)
+    assert not accepts(loose, "Just text.", wanted=FORMAT)
+    demanded = prepare_tools(tools, "required", None, style)
+    assert accepts(demanded, one, wanted=FORMAT)
+    assert not accepts(demanded, form, wanted=FORMAT)
+    assert prepare_tools(tools, "none", None, style).grammar(Grammar("regex", "a", "guided_regex")) is not None
+
+
+@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
+def test_what_looks_like_a_call_in_a_form_is_none(style: ToolStyle) -> None:
+    plan = prepare_tools([tool()], "auto", None, style)
+    call = written(style, ("add", '{"x": 1}'))
+    inner = {"name": "add", "arguments": {}, "parameters": {}}
+    for text in (
+        json.dumps({"say": call}, ensure_ascii=False),
+        json.dumps({"n": inner}),
+        json.dumps([inner, inner]),
+    ):
+        form = f"<|channel|>final<|message|>{text}" if style.name == "harmony" else text
+        for size in range(1, len(form) + 1):
+            parser = plan.make_parser(formed=True)
+            assert parser is not None
+            pieces = [piece for at in range(0, len(form), size) for piece in parser.feed(form[at : at + size])]
+            pieces += parser.finish()
+            if style.name == "harmony" and "<|" in text:
+                continue  # its markers are tokens that JSON cannot write
+            assert joined(pieces) == [TextPiece(text)]
+            assert parser.calls == 0
+    for size in range(1, len(call) + 1):
+        parser = plan.make_parser(formed=True)
+        assert parser is not None
+        pieces = [piece for at in range(0, len(call), size) for piece in parser.feed(call[at : at + size])]
+        first, *arguments = joined([*pieces, *parser.finish()])
+        assert isinstance(first, CallStart)
+        assert [json.loads(piece.text) for piece in arguments if isinstance(piece, CallArguments)] == [{"x": 1}]
+
+
+def test_only_some_tools_are_allowed(accepts: Accepts) -> None:
+    style = STYLES["hermes"]
+    tools = [tool(), tool("sub"), tool("now")]
+    entries = [{"type": "function", "function": {"name": "add"}}, {"type": "function", "name": "sub"}]
+    nested = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": entries}}
+    flat = {"type": "allowed_tools", "mode": "required", "tools": [*entries, {"type": "web_search"}]}
+    free, demanded = (prepare_tools(tools, choice, None, style) for choice in (nested, flat))
+    for plan in (free, demanded):
+        assert plan.template_tools == tools, "the prompt stays as it is, and so does its KV"
+        for name in ("add", "sub"):
+            assert accepts(plan, written(style, (name, '{"x": 1}')))
+        assert not accepts(plan, written(style, ("now", '{"x": 1}')))
+    assert accepts(free, "Just text.")
+    assert not accepts(demanded, "Just text.")
+    assert accepts(free, '{"name": "x"}', wanted=FORMAT)
+    foreign = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}
+    nothing = prepare_tools(tools, foreign, None, style)
+    assert (nothing.active, nothing.template_tools) == (False, tools)
+
+
+def test_a_structural_tag_says_itself_where_calls_stand() -> None:
+    tag = Grammar("structural_tag", '{"format": {"type": "any_text"}}', "response_format")
+    assert prepare_tools([tool()], "auto", None, ToolStyle()).grammar(tag) == tag
+    with pytest.raises(ApiError) as caught:
+        prepare_tools([tool(strict=True)], "auto", None, ToolStyle()).grammar(tag)
+    assert (caught.value.status, caught.value.param) == (400, "response_format")
+
+
 def test_plans() -> None:
     style = STYLES["mistral special"]
     free = prepare_tools([tool()], None, None, style)
     assert free.active
-    assert free.grammar is None
+    assert free.grammar(None) is None
     assert free.needs_special_tokens
     assert free.template_tools == [tool()]
     assert re.fullmatch("[A-Za-z0-9]{9}", free.draw_id())
     for plan in (prepare_tools([tool()], "none", None, style), prepare_tools(None, "auto", True, style)):
         assert not plan.active
         assert not plan.needs_special_tokens
-        assert (plan.template_tools, plan.grammar, plan.make_parser()) == (None, None, None)
+        assert (plan.template_tools, plan.grammar(None), plan.make_parser()) == (None, None, None)
     assert not prepare_tools([tool()], None, None, STYLES["hermes"]).needs_special_tokens
     assert prepare_tools([tool()], None, None, STYLES["hermes"]).draw_id().startswith("call_")
     bare = prepare_tools([{"type": "function", "function": {"name": "now"}}], None, None, style)
@@ -217,6 +314,9 @@ def test_bad_choices() -> None:
         *("any", 7, [], {}, {"type": "function"}, {"type": "function", "function": "add"}),
         {"type": "function", "function": {"name": "rm"}},
         {"type": "allowed_tools", "tools": []},
+        {"type": "allowed_tools", "mode": "any", "tools": [{"type": "function", "name": "add"}]},
+        {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "rm"}]},
+        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "web_search"}]},
     ]
     for choice in wrong:
         with pytest.raises(ApiError) as caught:

@@ -7,7 +7,7 @@ letter.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -21,7 +21,7 @@ Format = dict[str, Any]
 _FREE: Final[dict[str, Any]] = {"type": "object"}
 
 
-def call_grammar(functions: list[FunctionTool], style: ToolStyle, *, demanded: bool, several: bool) -> Format:
+def call_grammar(functions: Sequence[FunctionTool], style: ToolStyle, *, demanded: bool, several: bool) -> Format:
     """Return the format of an answer.
 
     Args:
@@ -29,10 +29,15 @@ def call_grammar(functions: list[FunctionTool], style: ToolStyle, *, demanded: b
             valid call can be completed; the arguments of functions that are not strict are free.
         several: Whether it may have several calls. A form may end with its first call all the same.
     """
-    several = several and not style.form.single
-    return (
-        _demanded(functions, style, several=several) if demanded else _triggered(functions, style, several=several)
-    )
+    if demanded:
+        return _calls(functions, style, several=several, free=False)
+    return _triggered(functions, style, several=several and not style.form.single)
+
+
+def calls_or(functions: Sequence[FunctionTool], style: ToolStyle, grammar: Grammar, *, several: bool) -> Format:
+    """Return the format of an answer that consists of calls or follows a grammar. The arguments of functions that
+    are not strict are free."""
+    return one_of([_calls(functions, style, several=several, free=True), as_answer(grammar, style)])
 
 
 def sequence(*elements: Format) -> Format:
@@ -75,18 +80,19 @@ def _repeated(one: Format, separator: list[Format], *, several: bool) -> Format:
     return sequence(one, {"type": "star", "content": sequence(*separator, one)})
 
 
-def _demanded(functions: list[FunctionTool], style: ToolStyle, *, several: bool) -> Format:
+def _calls(functions: Sequence[FunctionTool], style: ToolStyle, *, several: bool, free: bool) -> Format:
     form = style.form
+    several = several and not form.single
     begin, opener = written(style.written_begin, style.special), written(form.opener, style.special)
     end = [] if form.single else written(form.end, style.special)  # a form's single call ends with an end token
     separator = written(form.separator, style.special)
-    calls = one_of([_call(one, style, free=False) for one in functions])
+    calls = one_of([_call(one, style, free=free) for one in functions])
     if form.each:
         return _repeated(sequence(*begin, calls, *end), separator, several=several)
     return sequence(*begin, *opener, _repeated(calls, separator, several=several), *end)
 
 
-def _triggered(functions: list[FunctionTool], style: ToolStyle, *, several: bool) -> Format:
+def _triggered(functions: Sequence[FunctionTool], style: ToolStyle, *, several: bool) -> Format:
     form = style.form
     calls = [_call(one, style, free=True) for one in functions]
     separator, end = written(form.separator, style.special), written(form.end, style.special)
@@ -169,43 +175,59 @@ def _keywords(schema: dict[str, Any]) -> Format:
     )
 
 
-def after_thought(
-    grammar: Grammar, reasoning: ReasoningStyle | None, style: ToolStyle, state: ThoughtState
-) -> str | None:
-    """Return the structural tag of an answer that follows a grammar behind its thought, as JSON; None: the grammar
-    itself, because there is no thought.
+def as_answer(grammar: Grammar, style: ToolStyle) -> Format:
+    """Return a grammar as the format of an answer without its thought, and without calls."""
+    if style.name == "harmony":  # calls have a header of their own
+        return sequence(*written(f"{CHANNEL}final{MESSAGE}", style.special), _format(grammar))
+    return _format(grammar)
+
+
+def behind_thought(
+    answer: Format | None,
+    reasoning: ReasoningStyle | None,
+    style: ToolStyle,
+    state: ThoughtState,
+    budget: int | None = None,
+) -> Format | None:
+    """Return the format of an answer with the thought before it; None: it begins with no thought.
 
     Args:
+        answer: The format of what follows the thought; None: any text.
         reasoning: How the model marks its thoughts; None: it has none.
         style: How it writes calls.
         state: Where the answer begins.
+        budget: Largest number of tokens of the thought; None: any number.
     """
+    answer = {"type": "any_text"} if answer is None else answer
+    is_free = answer["type"] in ("any_text", "dispatch", "token_dispatch")
+    limit = {} if budget is None else {"max_tokens": budget}
     if style.name == "harmony":
-        whole = sequence(optional(sequence(*_analysis(style))), *_final(grammar, style))
-    elif reasoning is None or not reasoning.begin or state == "closed":
+        begin, special = f"{CHANNEL}analysis", style.special
+        text: Format = {"type": "any_text", "excludes": [END], **limit}
+        # The grammar library loses one of two ways that begin alike, one with a token and one with text.
+        opening = written(f"{begin}{MESSAGE}", () if is_free else special)
+        thought = [*opening, text, *written(f"{END}{START}assistant", special)]
+        return sequence(optional(sequence(*thought)), _without(begin, answer) if is_free else answer)
+    if reasoning is None or not reasoning.begin or state == "closed":
         return None
-    else:
-        special = reasoning.special
-        text: Format = {"type": "any_text", "excludes": [reasoning.end]}
-        thought = [text, *written(reasoning.end, special), {"type": "regex", "pattern": "\\n{0,2}"}]
-        if state == "possible":
-            thought = [optional(sequence(*written(reasoning.begin, special), *thought))]
-        whole = sequence(*thought, _format(grammar))
-    return msgspec.json.encode({"type": "structural_tag", "format": whole}).decode()
+    begin, special = reasoning.begin, reasoning.special
+    text = {"type": "any_text", "excludes": [reasoning.end], **limit}
+    thought = [text, *written(reasoning.end, special), {"type": "regex", "pattern": "\\n{0,2}"}]
+    if state == "inside":
+        return sequence(*thought, answer)
+    thought = [*written(begin, special), *thought]
+    return sequence(optional(sequence(*thought)), _without(begin, answer) if is_free else answer)
 
 
-def _analysis(style: ToolStyle) -> list[Format]:
-    """Return the formats of a message on the channel for thoughts, up to the next message's channel."""
-    before = written(f"{CHANNEL}analysis{MESSAGE}", style.special)
-    text: Format = {"type": "any_text", "excludes": [END]}
-    return [*before, text, *written(f"{END}{START}assistant", style.special)]
+def _without(mark: str, answer: Format) -> Format:
+    """Return the format of a free answer in which a mark does not stand: a thought must not pass for text."""
+    kind = "dispatch" if answer["type"] == "token_dispatch" else answer["type"]  # that can exclude tokens only
+    return {**answer, "type": kind, "excludes": [mark]}
 
 
-def _final(grammar: Grammar, style: ToolStyle) -> list[Format]:
-    """Return the formats of the message that follows a grammar. Calls have a header of their own."""
-    if grammar.param == "tools":
-        return [_format(grammar)]
-    return [*written(f"{CHANNEL}final{MESSAGE}", style.special), _format(grammar)]
+def as_tag(form: Format) -> str:
+    """Return a format as a whole structural tag, in JSON."""
+    return msgspec.json.encode({"type": "structural_tag", "format": form}).decode()
 
 
 def _format(grammar: Grammar) -> Format:

@@ -317,42 +317,16 @@ def _nothing(_: str) -> None:
     """Stand for a name or an object among expected texts."""
 
 
-class CallsOnly:
-    """Drops text, for answers that a grammar restricts to calls: there, text is a call that was cut off."""
-
-    def __init__(self, parser: AnswerParser) -> None:
-        self._parser = parser
-
-    @property
-    def calls(self) -> int:
-        """Number of calls that have begun so far."""
-        return self._parser.calls
-
-    def feed(self, text: str) -> list[Piece]:
-        """As in `AnswerParser`."""
-        return [piece for piece in self._parser.feed(text) if not isinstance(piece, TextPiece)]
-
-    def finish(self, *, cut: bool = False) -> list[Piece]:
-        """As in `AnswerParser`."""
-        return [piece for piece in self._parser.finish(cut=cut) if not isinstance(piece, TextPiece)]
-
-
-def make_parser(
-    style: StyleName, functions: Functions, draw_id: Callable[[], str], *, demanded: bool = False
-) -> AnswerParser:
+def make_parser(style: StyleName, functions: Functions, draw_id: Callable[[], str]) -> AnswerParser:
     """Make the parser for one answer.
 
     Args:
-        functions: The functions that are offered.
+        functions: The functions that may be called.
         draw_id: Makes the id of a call.
-        demanded: Whether a grammar restricts the answer to calls.
     """
-    parser: AnswerParser
     if style == "harmony":
-        parser = HarmonyParser(functions, draw_id)
-    else:
-        parser = FormParser(FORMS[style], functions, draw_id)
-    return CallsOnly(parser) if demanded else parser
+        return HarmonyParser(functions, draw_id)
+    return FormParser(FORMS[style], functions, draw_id)
 
 
 def parse(parser: AnswerParser, text: str) -> list[Piece]:

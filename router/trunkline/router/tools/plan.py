@@ -24,8 +24,9 @@ from trunkline.router.errors import bad_value, unsupported
 from trunkline.router.request_context import draw_bytes, draw_hex
 from trunkline.router.text.reasoning_styles import ReasoningStyle, ThoughtState
 from trunkline.router.text.tool_styles import ToolStyle
+from trunkline.router.tools.call_or_text import CallsOnly, CallsOrText
 from trunkline.router.tools.functions import FunctionTool
-from trunkline.router.tools.grammar import after_thought, call_grammar
+from trunkline.router.tools.grammar import Format, as_answer, as_tag, behind_thought, call_grammar, calls_or
 from trunkline.router.tools.parsers import make_parser
 from trunkline.router.tools.pieces import AnswerParser
 from trunkline.router.tools.thoughts import ThoughtParser
@@ -44,6 +45,12 @@ class Choice(msgspec.Struct, frozen=True):
     kind: Literal["none", "auto", "required", "function"]
     name: str = ""
     """Name of the function that must be called, if `kind` is "function"; else ""."""
+    allowed: tuple[str, ...] | None = None
+    """Names of the functions that may be called, though the model is shown all; None: all of them."""
+
+    def allows(self, name: str) -> bool:
+        """Return whether the model may call a function."""
+        return name == self.name if self.name else self.allowed is None or name in self.allowed
 
 
 def read_function(fields: Any, path: str, *, schema_field: str = "parameters") -> FunctionTool:
@@ -165,8 +172,11 @@ def read_choice(choice: Any, functions: list[FunctionTool]) -> Choice:
         return Choice("auto" if functions else "none")
     if isinstance(choice, dict):
         kind = choice.get("type")
+        if kind == "allowed_tools":
+            return _read_allowed(choice.get("allowed_tools", choice), functions)
         if isinstance(kind, str) and kind != "function":
-            raise unsupported("tool_choice", f"a choice of type {kind[:40]!r} is not supported, only 'function'")
+            supported = "only 'function' and 'allowed_tools'"
+            raise unsupported("tool_choice", f"a choice of type {kind[:40]!r} is not supported, {supported}")
         inner = choice.get("function", choice)
         name = inner.get("name") if isinstance(inner, dict) else None
         if kind != "function" or not isinstance(name, str):
@@ -179,6 +189,25 @@ def read_choice(choice: Any, functions: list[FunctionTool]) -> Choice:
     if choice == "required":
         return required(functions)
     raise bad_value("tool_choice", '`tool_choice` must be "none", "auto", "required" or a function')
+
+
+def _read_allowed(fields: Any, functions: list[FunctionTool]) -> Choice:
+    """Read a choice of type "allowed_tools": of the tools that are no functions, none can be called anyway."""
+    mode = fields.get("mode", "auto") if isinstance(fields, dict) else None
+    tools = fields.get("tools") if isinstance(fields, dict) else None
+    if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+        raise bad_value(
+            "tool_choice", "`tool_choice` of type allowed_tools needs a `mode`, auto or required, and `tools`"
+        )
+    names = []
+    for tool in tools:
+        inner = tool.get("function", tool) if isinstance(tool, dict) else None
+        name = inner.get("name") if isinstance(inner, dict) else None
+        if isinstance(name, str) and tool.get("type", "function") == "function":
+            names.append(named(name, functions).name)
+    if not names and mode == "required":
+        raise bad_value("tool_choice", "`tool_choice` demands a call, but allows no function")
+    return Choice(mode, allowed=tuple(names))
 
 
 def required(functions: list[FunctionTool]) -> Choice:
@@ -214,23 +243,25 @@ class ToolPlan(msgspec.Struct, frozen=True):
     """Everything that a request needs for its tools."""
 
     style: ToolStyle
-    schemas: dict[str, dict[str, Any]] = {}
-    """JSON schemas of arguments, by the names of the functions that the answer may call."""
+    functions: tuple[FunctionTool, ...] = ()
+    """The functions that the answer may call."""
     template_tools: list[dict[str, Any]] | None = None
     """Tools that the chat template shows (`Tokenizer.render_chat`); None: it shows none."""
-    grammar: Grammar | None = None
-    """Grammar of the answer, besides which the request can have no other grammar; None: any text is allowed."""
+    choice: Choice = Choice("none")
     parallel: bool = True
     """Whether the answer may have several calls."""
-    demanded: bool = False
-    """Whether the answer must consist of calls only, behind its thought."""
     reasoning: ReasoningStyle | None = None
     """How the model marks its thoughts; None: it has none, or they are not to be separated from the answer."""
 
     @property
     def active(self) -> bool:
         """Whether the answer may have calls."""
-        return bool(self.schemas)
+        return bool(self.functions)
+
+    @property
+    def demanded(self) -> bool:
+        """Whether the answer must consist of calls only, behind its thought."""
+        return self.choice.kind in ("required", "function")
 
     @property
     def needs_special_tokens(self) -> bool:
@@ -244,17 +275,27 @@ class ToolPlan(msgspec.Struct, frozen=True):
         return self.style.name == "harmony"
 
     def make_parser(
-        self, draw_id: Callable[[], str] | None = None, state: ThoughtState = "possible"
+        self,
+        draw_id: Callable[[], str] | None = None,
+        state: ThoughtState = "possible",
+        *,
+        formed: bool = False,
     ) -> AnswerParser | None:
         """Make the parser for one answer; None if it can be only text.
 
         Args:
             draw_id: Makes the id of a call.
             state: Where the answer begins (`Job.thought`).
+            formed: Whether the answer is either calls or a text that follows a grammar (`Job.formed`).
         """
         calls: AnswerParser | None = None
         if self.active or self.has_channels:
-            calls = make_parser(self.style.name, self.schemas, draw_id or self.draw_id, demanded=self.demanded)
+            schemas = {function.name: function.schema for function in self.functions}
+            calls = make_parser(self.style.name, schemas, draw_id or self.draw_id)
+            if self.demanded:
+                calls = CallsOnly(calls)
+            elif formed and not self.has_channels:  # channels tell calls from text wherever they stand
+                calls = CallsOrText(calls)
         if self.reasoning is None or not self.reasoning.begin or state == "closed":
             return calls
         return ThoughtParser(self.reasoning, state, calls)
@@ -263,10 +304,52 @@ class ToolPlan(msgspec.Struct, frozen=True):
         """Return where the answer to a prompt begins. `prompt`: its text, or the end of it."""
         return "possible" if self.reasoning is None else self.reasoning.state(prompt[-_TAIL_CHARACTERS:])
 
-    def behind_thought(self, grammar: Grammar, state: ThoughtState) -> Grammar:
-        """Return a grammar of the answer that holds behind its thought only."""
-        whole = after_thought(grammar, self.reasoning, self.style, state)
-        return grammar if whole is None else Grammar("structural_tag", whole, param=grammar.param)
+    def has_either(self, wanted: Grammar | None) -> bool:
+        """Return whether an answer consists either of calls or of a text that follows a wanted grammar. Structural
+        tags say themselves where in a text calls may stand."""
+        return self.active and not self.demanded and wanted is not None and wanted.kind != "structural_tag"
+
+    def grammar(
+        self, wanted: Grammar | None, state: ThoughtState = "possible", budget: int | None = None
+    ) -> Grammar | None:
+        """Return the grammar of a whole answer, its thought included; None: any text is allowed.
+
+        Args:
+            wanted: The grammar that the request asks for; None: it asks for none. It says nothing about calls, and
+                where a call is demanded there is no other text.
+            state: Where the answer begins.
+            budget: Largest number of tokens of its thought; None: any number.
+
+        Raises:
+            ApiError: 400, the wanted grammar says itself where calls stand, and calls follow another one.
+        """
+        answer, param = self._calls(), "tools"
+        plain = answer is None
+        if wanted is not None and not self.demanded:
+            param = wanted.param
+            if self.has_either(wanted):
+                answer, plain = calls_or(self.functions, self.style, wanted, several=self.parallel), False
+            elif plain:
+                answer = as_answer(wanted, self.style)
+            else:
+                raise bad_value(param, f"`{param}` of this kind contradicts strict `tools` and `allowed_tools`")
+        if answer is None and budget is None:
+            return None
+        whole = behind_thought(answer, self.reasoning, self.style, state, budget)
+        if whole is None and (plain or answer is None):
+            return wanted
+        param = "thinking_budget" if answer is None else param
+        return Grammar("structural_tag", as_tag(whole or answer or {}), param)
+
+    def _calls(self) -> Format | None:
+        """Return the format of an answer as far as calls decide it; None: they do not."""
+        several = self.parallel and self.choice.kind != "function"
+        if self.demanded:
+            return call_grammar(self.functions, self.style, demanded=True, several=several)
+        is_held = self.choice.allowed is not None or any(function.strict for function in self.functions)
+        if not (self.active and is_held):
+            return None
+        return call_grammar(self.functions, self.style, demanded=False, several=several)
 
     def draw_id(self, prefix: str = "call_") -> str:
         """Draw the id of a call. Ids for Mistral have no prefix: its templates take nine letters and digits
@@ -295,26 +378,6 @@ def prepare_tools(
     return plan_tools(functions, choice, style, reasoning, parallel=parallel_tool_calls)
 
 
-def make_grammar(
-    functions: list[FunctionTool], choice: Choice, style: ToolStyle, *, parallel: bool
-) -> Grammar | None:
-    """Return the grammar of a request; None if any text is allowed.
-
-    Args:
-        parallel: Whether the answer may have several calls.
-    """
-    if choice.kind in ("required", "function"):
-        chosen = [one for one in functions if choice.kind == "required" or one.name == choice.name]
-        several = parallel and choice.kind == "required"
-        whole = call_grammar(chosen, style, demanded=True, several=several)
-    elif choice.kind == "auto" and any(function.strict for function in functions):
-        whole = call_grammar(functions, style, demanded=False, several=parallel)
-    else:
-        return None
-    text = msgspec.json.encode({"type": "structural_tag", "format": whole}).decode()
-    return Grammar("structural_tag", text, param="tools")
-
-
 def plan_tools(
     functions: list[FunctionTool],
     choice: Choice,
@@ -334,10 +397,9 @@ def plan_tools(
         return ToolPlan(style, parallel=several, reasoning=reasoning)
     return ToolPlan(
         style,
-        schemas={function.name: function.schema for function in functions},
+        functions=tuple(function for function in functions if choice.allows(function.name)),
         template_tools=[function.for_template() for function in functions],
-        grammar=make_grammar(functions, choice, style, parallel=several),
+        choice=choice,
         parallel=several,
-        demanded=choice.kind in ("required", "function"),
         reasoning=reasoning,
     )
