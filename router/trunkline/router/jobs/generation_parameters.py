@@ -7,9 +7,9 @@ declared in its own model.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from trunkline.router.jobs.parameter_table import row
@@ -52,18 +52,17 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
     model: str | None = row("a served name", "the served model", "another name: 404")
-    _unknown: tuple[str, ...] = PrivateAttr(())
+    unknown: ClassVar[tuple[str, ...]] = ()
+    """Names of parameters of the request that are not known."""
 
     def name_unknown(self, names: tuple[str, ...]) -> None:
-        """Set the names of parameters of the request that are not known."""
-        self._unknown = names
+        """Set `unknown`. (A private attribute of pydantic would take as long as all other fields together.)"""
+        self.__dict__["unknown"] = names
 
     @property
     def warnings(self) -> list[str] | None:
         """What the answer tells the client about its request; None: nothing."""
-        if not self._unknown:
-            return None
-        return [f"`{name}` is not a known parameter and was ignored" for name in self._unknown]
+        return [f"`{name}` is not a known parameter and was ignored" for name in self.unknown] or None
 
 
 class SharedParameters(RequestBody):
@@ -177,6 +176,12 @@ class DialogParameters(SharedParameters):
 
     chat_template_kwargs: dict[str, Any] | None = row("an object", "none", "the template's own switches")
     enable_thinking: bool | None = row("boolean", "the template's", "see [reasoning](#reasoning)")
+    thinking_budget: CountOrZero | None = row(
+        "0 or more tokens",
+        "none",
+        "the model's thought ends after so many tokens; see [reasoning](#reasoning)",
+        also=("thinking_token_budget", "reasoning_budget"),
+    )
 
 
 class StreamOptions(BaseModel):
