@@ -389,6 +389,29 @@ def test_a_thought_keeps_to_its_budget(
         assert (closed is None) == (told_plan.functions[0].strict is False)
 
 
+@qwen3
+def test_budgets_in_every_api(served: Served) -> None:
+    http, fake, _ = served
+    chat, messages = {"messages": HI}, {"messages": HI, "max_tokens": 64}
+    for path, body in (
+        ("/v1/chat/completions", chat | {"thinking_budget": 7}),
+        ("/v1/chat/completions", chat | {"thinking_token_budget": 7}),
+        ("/v1/chat/completions", chat | {"thinking": {"type": "enabled", "budget_tokens": 7}}),
+        ("/v1/messages", messages | {"thinking": {"type": "enabled", "budget_tokens": 7}}),
+        ("/v1/responses", {"input": "Hi", "reasoning": {"max_tokens": 7}}),
+        ("/v1/responses", {"input": "Hi", "thinking_budget": 7}),
+    ):
+        assert http.post(path, json=body).status_code == 200
+        grammar = fake.behaviour.submits[-1].grammar
+        assert grammar is not None
+        assert '"max_tokens":7' in grammar.text
+    for fields in ({"thinking_budget": 8, "max_tokens": 8}, {"thinking_budget": 7, "enable_thinking": False}):
+        assert http.post("/v1/chat/completions", json=chat | fields).status_code == 200
+        assert fake.behaviour.submits[-1].grammar is None
+    refused = http.post("/v1/completions", json={"prompt": "Hi", "thinking_budget": 7})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "thinking_budget")
+
+
 @gpt_oss
 def test_a_grammar_holds_on_the_final_channel(served: Served, families: dict[str, Path]) -> None:
     http, fake, tokenizer = served

@@ -79,7 +79,7 @@ class OutputConfig(BaseModel):
 
 
 class Thinking(BaseModel):
-    """The field `thinking`. A budget is accepted and has no effect: the model ends its thought itself."""
+    """The field `thinking`."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -190,6 +190,7 @@ async def messages(request: Request) -> Response:
     fields = {
         "response_format": body.response_format(),
         "session_id": session_label(request, body) or body.conversation,
+        "thinking_budget": None if body.thinking is None else body.thinking.budget_tokens,
     }
     warnings = Warnings()
     for text in body.warnings or ():

@@ -82,6 +82,8 @@ class Reasoning(BaseModel):
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: str | None = None
+    max_tokens: Count | None = None
+    """Largest number of tokens of the thought."""
 
 
 class ResponsesRequest(DialogParameters):

@@ -112,6 +112,7 @@ async def _translate(request: Request, body: ResponsesRequest, turn: ResponseTur
                 "max_completion_tokens": body.max_output_tokens,
                 "response_format": body.response_format(),
                 "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
+                "thinking_budget": None if body.reasoning is None else body.reasoning.max_tokens,
                 "session_id": label,
             },
         )

@@ -210,7 +210,7 @@ def make_job(
     decoding = decoding_of(request, limits.max_rows)
     eos_ids = stop_ids if request.ignore_eos else stop_ids | limits.eos_ids
     wanted = grammar_of(request)
-    grammar = _whole_grammar(request, wanted, tools, prompt.thought, eos_ids)
+    grammar = _whole_grammar(request, wanted, tools, prompt.thought, max_tokens, eos_ids)
     if decoding.beam is not None:
         check_candidates(decoding.beam, len(eos_ids), limits.vocab_size)
     return Job(
@@ -301,6 +301,7 @@ def _whole_grammar(
     wanted: Grammar | None,
     tools: ToolPlan | None,
     thought: ThoughtState,
+    max_tokens: int,
     eos_ids: frozenset[int],
 ) -> Grammar | None:
     """Return the grammar of an answer with its thought and calls; None: any text is allowed.
@@ -308,12 +309,15 @@ def _whole_grammar(
     Args:
         wanted: What the request asks for besides tools.
         thought: Where the answer begins.
+        max_tokens: Largest number of tokens of the answer.
         eos_ids: The tokens that end the answer.
 
     Raises:
         ApiError: 400, the request has parameters that are not available with a grammar.
     """
-    budget = getattr(request, "thinking_budget", None)
+    budget = request.thought_tokens_max if isinstance(request, ChatRequest) else None
+    if budget is not None and budget >= max_tokens:
+        budget = None
     grammar = wanted if tools is None else tools.grammar(wanted, thought, budget)
     if grammar is None:
         return None

@@ -57,7 +57,7 @@ REFUSED: Final = (
     _refused("top_a eta_cutoff epsilon_cutoff smoothing_factor dynatemp_range penalty_alpha", 0),
     _refused("do_sample", True, why="`do_sample` is not supported; greedy decoding is `temperature` 0"),
     _refused("watermark", False),
-    _refused("repetition_detection reasoning_budget"),
+    _refused("repetition_detection"),
     _refused("lora_path lora_request lora_name adapter_id adapter_source adapters", ""),
     _refused("vllm_xargs sampling_params extra_args parameters"),
     # Grammars
@@ -124,8 +124,11 @@ REFUSED: Final = (
         why="how much to think is said to a chat template, so it belongs to conversations",
     ),
     _refused("enable_thinking", at=_TEXT, why="`enable_thinking` belongs to conversations"),
+    _refused(
+        "thinking_budget thinking_token_budget reasoning_budget", at=_TEXT, why="thoughts belong to conversations"
+    ),
     _refused("reasoning_effort thinking", at=_RESPONSES, why="send `reasoning`"),
-    _refused("reasoning", at=_CHAT, why="send `reasoning_effort`"),
+    _refused("reasoning", at=_CHAT, why="send `reasoning_effort` or `thinking_budget`"),
     _refused("reasoning_effort reasoning", at=_MESSAGES, why="send `thinking` or `output_config.effort`"),
     _refused("include_reasoning separate_reasoning", True, at=_TRANSLATED | _TEXT),
     _refused("parallel_tool_calls", True, at=_MESSAGES, why="send `tool_choice.disable_parallel_tool_use`"),

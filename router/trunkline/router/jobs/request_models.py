@@ -174,11 +174,12 @@ Messages = Annotated[list[Message], Field(max_length=MESSAGES_MAX, fail_fast=Tru
 
 
 class ThinkingSwitch(BaseModel):
-    """The field `thinking` of chats: whether the model thinks before it answers."""
+    """The field `thinking` of chats: whether the model thinks before it answers, and how long."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["enabled", "disabled"]
+    budget_tokens: CountOrZero | None = None
 
 
 class ChatRequest(GenerationRequest, DialogParameters):
@@ -223,12 +224,21 @@ class ChatRequest(GenerationRequest, DialogParameters):
         "see [reasoning](#reasoning)",
     )
     thinking: ThinkingSwitch | None = row(
-        '`{"type": "enabled"}`, `{"type": "disabled"}`', "the template's", "see [reasoning](#reasoning)"
+        '`{"type": "enabled", "budget_tokens"?}`, `{"type": "disabled"}`',
+        "the template's",
+        "see [reasoning](#reasoning)",
     )
     include_reasoning: bool | None = row("boolean", "true", "whether the answer shows the model's thoughts")
     separate_reasoning: bool | None = row(
         "boolean", "true", "whether thoughts have a field of their own; if not, they are part of the text"
     )
+
+    @property
+    def thought_tokens_max(self) -> int | None:
+        """Largest number of tokens of the model's thought; None: any number."""
+        if self.thinking_budget is None and self.thinking is not None:
+            return self.thinking.budget_tokens
+        return self.thinking_budget
 
     @property
     def template_variables(self) -> dict[str, Any] | None:
