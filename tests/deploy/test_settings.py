@@ -310,3 +310,14 @@ def test_names_that_would_reach_terminals_are_printable(name: str, tmp_path: Pat
 def test_printable_names_are_taken(name: str) -> None:
     ServeSettings(served_model_name=name).validate()
     RouterConfig(model_path=str(models.DEMO_FOLDER), controllers=["ipc://x"], served_model_name=name).validate()
+
+
+def test_several_names() -> None:
+    settings = ServeSettings(served_model_name="mine,gpt-4o,claude-*")
+    settings.validate()
+    assert settings.served_names == ("mine", "gpt-4o", "claude-*")
+    assert models.main_name(settings) == "mine"
+    assert models.main_name(ServeSettings()) == "trunkline-demo"
+    for wrong in ("claude-*", "a,,b", "a, b", "a,"):
+        with pytest.raises(UserError, match="--served-model-name"):
+            ServeSettings(served_model_name=wrong).validate()

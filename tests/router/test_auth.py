@@ -35,7 +35,18 @@ from trunkline.router.tenancy.auth import (
     tenant_salt,
 )
 
-OPEN = {"/", "/health", "/version", "/openapi.json", "/ui", "/ui/", "/ui/static/{name:path}"}
+OPEN = {
+    "/",
+    "/health",
+    "/version",
+    "/ping",
+    "/load",
+    "/docs",
+    "/openapi.json",
+    "/ui",
+    "/ui/",
+    "/ui/static/{name:path}",
+}
 ADMINS = {"/flush_cache", "/reset_prefix_cache"}
 
 

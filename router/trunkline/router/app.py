@@ -16,7 +16,15 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trunkline.router.api import admin, anthropic, chat, completions, openai_responses, stored_responses
+from trunkline.router.api import (
+    admin,
+    anthropic,
+    chat,
+    completions,
+    model_routes,
+    openai_responses,
+    stored_responses,
+)
 from trunkline.router.api import batch_routes as batches
 from trunkline.router.api import conversation_routes as conversations
 from trunkline.router.api import file_routes as files
@@ -68,7 +76,11 @@ _BODIES: dict[str, type[BaseModel]] = {
 }
 """Types of request bodies by path: the body of POST or, where there is no POST, of PATCH."""
 _PATHS = frozenset(
-    {*_BODIES, "/v1/files", "/v1/models", "/health", "/version", "/metrics", "/reset_prefix_cache", "/flush_cache"}
+    {
+        *_BODIES,
+        *("/v1/files", "/v1/models", "/tokenizer_info", "/reset_prefix_cache", "/flush_cache"),
+        *("/health", "/ping", "/load", "/version", "/metrics"),
+    }
 )
 
 
@@ -108,9 +120,7 @@ def create_app(service: RouterService) -> FastAPI:
     runner = TaskRunner(service, {BATCH_PREFIX: BatchHandler(app), BACKGROUND_PREFIX: BackgroundHandler(app)})
     app.state.dashboard = dashboard
     app.state.metrics_page = page
-    stored = (stored_responses, conversations, schemas, sessions)
-    for module in (chat, completions, openai_responses, anthropic, *stored, files, batches, tokens, admin, ui):
-        app.include_router(module.routes)
+    _include(app)
     if config.idempotency_ttl_seconds:
         app.add_middleware(
             ReplayMiddleware,
@@ -142,6 +152,14 @@ def create_app(service: RouterService) -> FastAPI:
     )
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     return app
+
+
+def _include(app: FastAPI) -> None:
+    """Add all endpoints to an application."""
+    generating = (chat, completions, openai_responses, anthropic)
+    stored = (stored_responses, conversations, schemas, sessions)
+    for module in (*generating, *stored, files, batches, tokens, model_routes, admin, ui):
+        app.include_router(module.routes)
 
 
 def _answer_pages_of(app: FastAPI, origins: list[str]) -> None:

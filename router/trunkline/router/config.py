@@ -38,6 +38,11 @@ def problem_of_model_name(name: str) -> str:
     return ""
 
 
+def is_pattern(name: str) -> bool:
+    """Return whether a served name stands for all names that begin like it: "claude-*", or "*" for every name."""
+    return name.endswith("*")
+
+
 class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Limits of a tenant. In each field None means that there is no limit."""
 
@@ -90,7 +95,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     model_path: str
     """Folder with the model's tokenizer and configuration (the weights are not read)."""
     names: list[str] = []
-    """Names by which requests may ask for the model, the main one first. Empty: the folder's name."""
+    """Names by which requests may ask for the model, the main one first. Empty: the folder's name. A name with a
+    star at its end stands for all names that begin like it, unless a model has them."""
     tool_call_parser: str = "auto"
     """How the model writes tool calls, one of `TOOL_CALL_PARSERS`; "auto": as its files suggest."""
     reasoning_parser: str = "auto"
@@ -117,6 +123,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"model_path: {self.model_path!r} has no tokenizer.json",
             ),
             (not problem, f"model name: {problem}"),
+            (
+                not is_pattern(self.name),
+                f"model name: {self.name!r} stands for many names; the first name is the one in answers",
+            ),
             (self.max_context >= 0, f"max_context: {self.max_context} is negative; 0 means the model's own"),
             (
                 self.tool_call_parser in TOOL_CALL_PARSERS,
@@ -161,7 +171,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model_is_named: bool = False
     """Whether the name was given for groups, too: groups that were given another one are not used."""
     served_model_aliases: list[str] = []
-    """More names under which clients may ask for the model."""
+    """More names under which clients may ask for the model; as in `ModelConfig.names`."""
     tool_call_parser: str = "auto"
     """How the model writes tool calls, one of `TOOL_CALL_PARSERS`; "auto": as its files suggest."""
     reasoning_parser: str = "auto"

@@ -23,6 +23,7 @@ from typing import Any, Final
 from xxhash import xxh3_128
 
 from trunkline.deploy.config.machine import cache_folder
+from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
 from trunkline.kvstore.fingerprint import model_fingerprint
 from trunkline.router.config import problem_of_model_name
@@ -58,6 +59,15 @@ def resolve(model: str, *, needs_weights: bool = True) -> Path:
     if not _looks_like_hub_name(model):
         raise UserError(f"there is no folder {model}, and it is no hub name of the form OWNER/NAME either")
     return _checked(_fetch(model, needs_weights), model, needs_weights)
+
+
+def main_name(settings: ServeSettings) -> str:
+    """Return the main name of the model in the API.
+
+    Raises:
+        UserError: None was given, and the folder's name cannot be shown.
+    """
+    return settings.served_names[0] if settings.served_names else default_name(settings.model)
 
 
 def default_name(model: str) -> str:

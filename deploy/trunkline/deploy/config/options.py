@@ -116,7 +116,13 @@ SERVE_OPTIONS: Final = (
         metavar="MODEL",
         is_argument=True,
     ),
-    CliOption("served_model_name", "Name of the model in the API. Default: its folder's or hub name.", MODEL),
+    CliOption(
+        "served_model_name",
+        "Name of the model in the API, or several, the main one first; claude-* stands for all that begin so. "
+        "Default: its folder's or hub name.",
+        MODEL,
+        metavar="NAME,…",
+    ),
     CliOption(
         "models",
         "Further models behind the same address, each with a group of its own. Options of each are a mapping in "

@@ -342,6 +342,11 @@ class ClusterPlan:
         context = f" · context stretched to {self.max_context} ({settings.rope_scaling})" if scaled else ""
         return f"{self.model_name} · {workers} on {self.device} · {self.dtype}{weights}{kv}{context}"
 
+    @property
+    def names(self) -> list[str]:
+        """All names of the model in the API, the main one first."""
+        return [self.model_name, *self.settings.served_names[1:]]
+
     def describe_tiers(self, disk: DiskFolders) -> str:
         """Return the tiers below the device in one line."""
         settings, parts = self.settings, []

@@ -24,6 +24,7 @@ from trunkline.router.config import (
     NO_LIMITS,
     ORIGIN,
     TenantLimits,
+    is_pattern,
     problem_of_model_name,
 )
 from trunkline.runtime.process import LOG_FORMATS
@@ -90,6 +91,8 @@ class ServeSettings:
     port: int = 8000
     """Port on which routers listen; 0: any free port."""
     served_model_name: str | None = None
+    """Names of the model in the API with commas between them, the main one first; None: its own. One with a star
+    at its end stands for all names that begin like it."""
     models: tuple[FurtherModel, ...] = ()
     """Further models, each with groups of its own (`further_models.py`). The other fields describe the first one,
     which requests mean that name none."""
@@ -169,6 +172,11 @@ class ServeSettings:
     ranks_here: int | None = None
     """Number of ranks of each group that run on this machine; None: all ranks. `NodeSettings` sets it."""
 
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The names of the model that were given, the main one first."""
+        return tuple(self.served_model_name.split(",")) if self.served_model_name else ()
+
     def validate(self) -> None:
         """Raise `UserError` for the first setting that is wrong by itself."""
         for name, allowed in _CHOICES.items():
@@ -182,8 +190,12 @@ class ServeSettings:
         fraction = self.gpu_memory_fraction
         if fraction is not None and not 0 < fraction <= 1:
             raise UserError(f"--gpu-memory-fraction is {fraction:g}; it must be more than 0 and at most 1")
-        if self.served_model_name and (problem := problem_of_model_name(self.served_model_name)):
+        if problem := next(filter(None, map(problem_of_model_name, self.served_names)), ""):
             raise UserError(f"--served-model-name: {problem}")
+        if any(map(is_pattern, self.served_names[:1])):
+            raise UserError(
+                f"--served-model-name: {self.served_names[0]!r} stands for many names; give one in front of it"
+            )
         if problem := problem_of_endpoint(self.otlp_endpoint):
             raise UserError(f"--otlp-endpoint: {problem}")
         if self.token_budget <= self.max_batch:

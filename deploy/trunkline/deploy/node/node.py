@@ -116,7 +116,7 @@ def plan_routers(settings: ServeSettings, node: NodePlan, listener: socket.socke
     plan = ClusterPlan(
         settings=settings,
         folder=stretched.folder_of(settings, needs_weights=False),
-        model_name=settings.served_model_name or models.default_name(settings.model),
+        model_name=models.main_name(settings),
         dtype="",
         placement=Placement(),
         max_context=settings.max_context or 0,

@@ -108,6 +108,7 @@ def _router_config(plan: ClusterPlan, folder: Path) -> RouterConfig:
         listen_fd=plan.listen_fd,
         status_path=str(folder / STATUS_SOCKET),
         served_model_name=plan.model_name,
+        served_model_aliases=plan.names[1:],
         model_is_named=bool(settings.served_model_name),
         models=[
             *(ModelConfig(model_path=str(folder), names=[name]) for name, folder in (node.models if node else ())),
@@ -120,7 +121,7 @@ def _model_config(plan: ClusterPlan) -> ModelConfig:
     """Return what routers are told of a further model."""
     return ModelConfig(
         model_path=str(plan.folder),
-        names=[plan.model_name],
+        names=plan.names,
         tool_call_parser=plan.settings.tool_call_parser,
         reasoning_parser=plan.settings.reasoning_parser,
         max_context=plan.max_context,

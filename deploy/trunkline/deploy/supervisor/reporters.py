@@ -131,6 +131,9 @@ class TerminalReporter:
         self._console.print(
             f"\nTalk to it:  {chat_command(self._url)}", soft_wrap=True, markup=False, highlight=False
         )
+        self._console.print(
+            f"See it:      {self._url}/ui  (API: {self._url}/docs)", soft_wrap=True, highlight=False
+        )
         self._console.print("Stop it:     Ctrl-C\n", highlight=False)
 
     def _table(self) -> Table:

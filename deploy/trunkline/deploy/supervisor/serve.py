@@ -106,7 +106,7 @@ def plan_cluster(
     plan = ClusterPlan(
         settings=settings,
         folder=folder,
-        model_name=settings.served_model_name or models.default_name(settings.model),
+        model_name=models.main_name(settings),
         dtype=dtype,
         placement=placement,
         max_context=max_context,
@@ -160,8 +160,8 @@ def plan_models(
         plans.append(replace(plan, first_group=first_group, records=records))
     for index, plan in enumerate(plans):
         for other in plans[:index]:
-            if plan.model_name == other.model_name:
-                raise UserError(f"two models are named {plan.model_name!r}; give each a name of its own")
+            if same := set(plan.names).intersection(other.names):
+                raise UserError(f"two models are named {min(same)!r}; give each a name of its own")
             if plan.tier_fingerprint == other.tier_fingerprint:
                 raise UserError(
                     f"{other.model_name!r} and {plan.model_name!r} are the same model in the same form; give one "

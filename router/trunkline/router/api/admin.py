@@ -1,4 +1,4 @@
-"""Endpoints that do not generate: models, health, version, metrics, cache.
+"""Endpoints of operators and load balancers: health, load, version, metrics, cache.
 
 Endpoints that answer GET also answer HEAD, which load balancers and `wget --spider` use.
 """
@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trunkline.router.api.requests import check_model, service_of
+from trunkline.router.api.requests import service_of
 from trunkline.router.http.answers import JsonResponse, while_connected
 from trunkline.router.service import RouterService
 from trunkline.router.streams.link import ControllerLink
@@ -20,20 +20,6 @@ from trunkline.router.telemetry.metrics_page import MetricsPage
 
 routes = APIRouter()
 _OLD_TENANTS: Final = "an older version of the file of tenants is in force, because the present one is wrong"
-
-
-def _model_card(service: RouterService, name: str) -> dict[str, object]:
-    original = service.tokenizer.files.stretched_from
-    return {
-        "id": name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "trunkline",
-        "root": service.model_name,
-        "parent": None,
-        "max_model_len": service.limits.max_context,
-        **({"context_stretched_from": original} if original else {}),
-    }
 
 
 @routes.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
@@ -45,27 +31,13 @@ async def index(request: Request) -> Response:
             "name": "trunkline",
             "version": service.version,
             "models": list(service.models.names),
+            "ui": "/ui",
+            "docs": "/docs",
             "api": "/openapi.json",
             "health": "/health",
             "metrics": "/metrics",
         }
     )
-
-
-@routes.head("/v1/models", include_in_schema=False)
-@routes.get("/v1/models")
-async def models(request: Request) -> Response:
-    """List the names under which models are served."""
-    service = service_of(request)
-    cards = [_model_card(service.of_model(name), name) for name in service.models.names]
-    return JsonResponse({"object": "list", "data": cards})
-
-
-@routes.get("/v1/models/{model:path}")
-async def model(request: Request, model: str) -> Response:
-    """Return one of the served names (names may contain slashes)."""
-    service = service_of(request)
-    return JsonResponse(_model_card(check_model(service, model), model))
 
 
 def _records_health(away: str) -> dict[str, str]:
@@ -80,6 +52,8 @@ def _status(service: RouterService, link: ControllerLink) -> str:
     return "warming up" if service.is_warming(link) else link.state.status
 
 
+@routes.head("/ping", include_in_schema=False)
+@routes.get("/ping")
 @routes.head("/health", include_in_schema=False)
 @routes.get("/health")
 async def health(request: Request) -> Response:
@@ -112,6 +86,16 @@ async def health(request: Request) -> Response:
         ],
     }
     return JsonResponse(body, 200 if result.ok else 503, {} if result.ok else {"Retry-After": "1"})
+
+
+@routes.head("/load", include_in_schema=False)
+@routes.get("/load")
+async def load(request: Request) -> Response:
+    """Return how many requests there are: those that this router works on, and those of all groups."""
+    service = service_of(request)
+    states = [link.state for link in service.links if link.ready and link.state is not None]
+    running, waiting = sum(state.running for state in states), sum(state.waiting for state in states)
+    return JsonResponse({"server_load": service.live_count, "running": running, "waiting": waiting})
 
 
 @routes.head("/version", include_in_schema=False)

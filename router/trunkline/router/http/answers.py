@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from trunkline.router.errors import ApiError, RouterError
+from trunkline.router.request_context import current
 
 CLIENT_LEFT_STATUS: Final = 499
 """Status of a request whose client has left, as in nginx. It appears in metrics and logs only."""
@@ -83,6 +84,7 @@ SCHEMAS: Final[dict[str, dict[str, Any]]] = {
                 "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
                 "required": ["type", "message"],
             },
+            "request_id": {"type": "string"},
         },
         "required": ["type", "error"],
     },
@@ -221,7 +223,7 @@ class TextEvents:
 
 def schema_of(path: str) -> str:
     """Return the name in `SCHEMAS` of the form that a path's errors have."""
-    return "AnthropicError" if _is_anthropic(path) else "Error"
+    return "AnthropicError" if is_anthropic(path) else "Error"
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
@@ -229,14 +231,17 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
     kind, message = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error"), error.message
     if error.param is not None and f"`{error.param}`" not in message:  # the form has no field for it
         message += f" (parameter `{error.param}`)"
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    record = current().record
+    name = {} if record is None else {"request_id": record.id}
+    return {"type": "error", "error": {"type": kind, "message": message}, **name}
 
 
 def error_response(path: str, error: ApiError, headers: Mapping[str, str] | None = None) -> JsonResponse:
     """Return the answer to a request to `path` that has failed. `headers`: None: those of the error."""
-    body = anthropic_error(error) if _is_anthropic(path) else error.body()
+    body = anthropic_error(error) if is_anthropic(path) else error.body()
     return JsonResponse(body, error.status, error.headers() if headers is None else headers)
 
 
-def _is_anthropic(path: str) -> bool:
+def is_anthropic(path: str) -> bool:
+    """Return whether a path is one of Anthropic's API, whose answers have forms of their own."""
     return path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")

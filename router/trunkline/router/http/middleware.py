@@ -24,7 +24,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trunkline.router.errors import ApiError
-from trunkline.router.http.answers import BODY_SEND, CLIENT_LEFT_STATUS, ClientLeftError, error_response
+from trunkline.router.http.answers import (
+    BODY_SEND,
+    CLIENT_LEFT_STATUS,
+    ClientLeftError,
+    error_response,
+    is_anthropic,
+)
 from trunkline.router.request_context import known
 from trunkline.router.telemetry.metrics import Metrics
 from trunkline.router.telemetry.request_record import PROVIDER, RequestRecord, RequestTrace, operation_of
@@ -100,7 +106,10 @@ class RequestMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                answer = MutableHeaders(scope=message)
+                answer["X-Request-Id"] = request_id
+                if is_anthropic(scope["path"]) or "anthropic-version" in headers:
+                    answer["request-id"] = request_id  # the name that clients of Anthropic's API look for
             await send(message)
 
         scope.setdefault(BODY_SEND, send)  # unless an outer layer has set a shorter way
@@ -168,7 +177,7 @@ class RequestMiddleware:
 def is_routine(path: str) -> bool:
     """Return whether probes, scrapers or pages poll a path. Such requests are not traced, and logged as debug
     only."""
-    return path in ("/health", "/metrics", "/version") or path.startswith("/ui")
+    return path in ("/health", "/ping", "/load", "/metrics", "/version") or path.startswith("/ui")
 
 
 def span_attributes(record: RequestRecord, path: str) -> dict[str, Value]:

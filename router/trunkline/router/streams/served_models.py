@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 import structlog
 
-from trunkline.router.config import ModelConfig, RouterConfig
+from trunkline.router.config import ModelConfig, RouterConfig, is_pattern
 from trunkline.router.jobs.job import ModelLimits
 from trunkline.router.membership.member import Member
 from trunkline.router.messages import State
@@ -35,7 +35,7 @@ class ServedModel:
         self.name = config.name
         """The main one of its names: it is in answers to requests that name none, and groups are known by it."""
         self.names = config.all_names
-        """Every name that a request may use, the main one first."""
+        """Every name that a request may use, the main one first; some may stand for many (`is_pattern`)."""
         self.tokenizer = tokenizer
         self._max_context = config.max_context
 
@@ -88,6 +88,8 @@ class ServedModels(Collection[ServedModel]):
         ]
         self._models = (ServedModel(first, tokenizer), *loaded)
         self._by_name = {name: model for model in reversed(self._models) for name in model.names}
+        patterns = sorted(filter(is_pattern, self._by_name), key=len, reverse=True)
+        self._by_beginning = [(name[:-1], self._by_name[name]) for name in patterns]
         self._ids_are_told = bool(config.members)
         self._model_is_named = config.model_is_named
         self._in_force = {model.name: WeightsInForce[ControllerLink]() for model in self._models}
@@ -108,16 +110,18 @@ class ServedModels(Collection[ServedModel]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name that a request may use, of all models."""
+        """Every name that a request may use, of all models; some may stand for many (`is_pattern`)."""
         return tuple(name for model in self._models for name in model.names)
 
     def find(self, name: str) -> ServedModel | None:
-        """Return the model with a name; None: there is none."""
-        return self._by_name.get(name)
+        """Return the model that a request with this name asks for: that with the name or else with the longest
+        pattern that fits. None: there is none."""
+        found = self._by_name.get(name)
+        return found or next((model for begin, model in self._by_beginning if name.startswith(begin)), None)
 
     def of_link(self, link: ControllerLink) -> ServedModel:
         """Return the model that a group serves; the first one while that is not known."""
-        return self.find(link.standing.model) or self._models[0]
+        return self._by_name.get(link.standing.model) or self._models[0]
 
     def judge(self, member: Member, state: State) -> Standing:
         """Return which model a group serves, or why requests must not go there.
@@ -132,7 +136,7 @@ class ServedModels(Collection[ServedModel]):
                 "", f"the membership says that {member.address} is group {member.id!r}, but it is {said.member!r}"
             )
         name = said.model or member.model
-        model = self.find(name)
+        model = self._by_name.get(name)
         if len(self._models) == 1 and not (self._model_is_named and said.is_named):
             model = self._models[0]
         if model is None:

@@ -113,7 +113,10 @@ class TenantRules(msgspec.Struct, frozen=True):
 _EXACT: Final = {
     "/": Access.OPEN,
     "/health": Access.OPEN,
+    "/ping": Access.OPEN,
+    "/load": Access.OPEN,
     "/version": Access.OPEN,
+    "/docs": Access.OPEN,
     "/openapi.json": Access.OPEN,
     "/ui": Access.OPEN,
     "/ui/": Access.OPEN,
@@ -122,6 +125,7 @@ _EXACT: Final = {
     "/reset_prefix_cache": Access.ADMIN,
     "/tokenize": Access.USER,
     "/detokenize": Access.USER,
+    "/tokenizer_info": Access.USER,
     "/v1/models": Access.USER,
     "/v1/chat/completions": Access.USER,
     "/v1/completions": Access.USER,

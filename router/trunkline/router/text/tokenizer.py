@@ -57,6 +57,8 @@ class ModelFiles(msgspec.Struct, frozen=True):
     chat_template: str | None
     stretched_from: int = 0
     """Number of positions that the model was trained for, if its context was stretched beyond them; else 0."""
+    tokenizer_class: str = ""
+    """The class that `transformers` has for the tokenizer; "": the configuration does not give it."""
     tool_chat_template: str | None = None
     """Separate template for conversations with tools; None: the model has none, like most models."""
 
@@ -147,6 +149,7 @@ def read_model_files(folder: Path) -> ModelFiles:
         defaults=_defaults(generation),
         special_tokens=_special_tokens(folder, tokenizer_config),
         chat_template=templates.get("default"),
+        tokenizer_class=str(tokenizer_config.get("tokenizer_class") or ""),
         stretched_from=stretched if isinstance(stretched, int) else 0,
         tool_chat_template=templates.get("tool_use"),
     )

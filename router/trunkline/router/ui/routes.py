@@ -34,7 +34,7 @@ routes = APIRouter(include_in_schema=False)
 _assets = Assets()
 _READ: Final = ["GET", "HEAD"]
 _API: Final = ("overview", "history", "tree", "requests", "sessions", "records", "decisions", "prompt", "purge")
-PATHS: Final = frozenset({"/ui", *(f"/ui/api/{name}" for name in _API)})
+PATHS: Final = frozenset({"/ui", "/docs", *(f"/ui/api/{name}" for name in _API)})
 """Paths of the dashboard that have a label of their own in metrics."""
 _PAGE_HEADERS: Final = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
@@ -57,6 +57,15 @@ async def page(request: Request) -> Response:
     asset = _assets.find(PAGE)
     if asset is None:
         raise not_found("path", "this installation has no dashboard page", code="not_found")
+    return _send(request, asset)
+
+
+@routes.api_route("/docs", methods=_READ)
+async def docs(request: Request) -> Response:
+    """A page about all endpoints, made from `/openapi.json`."""
+    asset = _assets.find("docs.html")
+    if asset is None:
+        raise not_found("path", "this installation has no page about the API", code="not_found")
     return _send(request, asset)
 
 
