@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 from generate.tables import code, table
@@ -51,6 +52,15 @@ def _operation(method: str, path: str, operation: dict[str, Any]) -> list[str]:
     return [part for part in (*parts, table(("parameter", "in", "type", ""), rows)) if part]
 
 
+def _told(found: dict[str, Any]) -> str:
+    """What a field means. Its links are those of docs/api.md."""
+    return re.sub(
+        r"\]\((?!https?:)([\w-]+\.md)?#",
+        lambda match: f"](../{match[1] or 'api.md'}#",
+        found.get("description", ""),
+    )
+
+
 def _object(name: str, found: dict[str, Any]) -> list[str]:
     needed = found.get("required", [])
     rows = [
@@ -58,7 +68,7 @@ def _object(name: str, found: dict[str, Any]) -> list[str]:
             code(field),
             _type(value),
             "required" if field in needed else _default(value),
-            value.get("description", ""),
+            _told(value),
         )
         for field, value in found.get("properties", {}).items()
     ]

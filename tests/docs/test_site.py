@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from generate import cli_page, configuration_page, http_page, module_tables
+from generate import cli_page, configuration_page, http_page, module_tables, parameter_tables
 
 ROOT: Final = Path(__file__).parents[2]
 
@@ -97,6 +97,19 @@ def test_every_command_and_field_is_in_the_reference() -> None:
     endpoints = http_page.page()
     for text in ("## POST /v1/chat/completions", "### ChatRequest", "| `max_tokens` |", "## GET /health"):
         assert text in endpoints
+
+
+def test_the_tables_of_parameters_are_what_the_code_says() -> None:
+    page = parameter_tables.PAGE.read_text(encoding="utf-8")
+    assert parameter_tables.rendered(page) == page, "python docs/generate/parameter_tables.py writes them"
+    for row in (
+        "| `top_p` | above 0, to 1 |",
+        "| `max_output_tokens` |",
+        "| `stop_sequences` |",
+        "| `stop_regex` |",
+    ):
+        assert row in page
+    assert page.count("<!-- parameters: ") == page.count("<!-- end -->") == 9
 
 
 def test_the_tables_of_modules_are_what_the_modules_say() -> None:

@@ -94,7 +94,14 @@ class CountTokensRequest(DialogParameters):
 
     messages: Annotated[
         list[Any], WithJsonSchema({"type": "array", "items": {"type": "object"}, "minItems": 1})
-    ] = row("a list of turns", "required", "see [below](#v1messages)", value=...)
+    ] = row(
+        "`user`, `assistant` and `system` in any order; a string or blocks: `text`, `document`, `search_result`, "
+        "`tool_use` (assistant), `tool_result` (user)",
+        "required",
+        "consecutive ones of a role become one; `thinking` blocks are the message's thought, `redacted_thinking` "
+        "ones are left out; a last one of the assistant's is continued",
+        value=...,
+    )
     system: Annotated[Any, _Text] = row("a string or text blocks", "none", "the system message")
     tools: Annotated[Any, _ToolList] = row(
         "a list of `name`, `description`, `input_schema`, `strict`", "none", "see [tools](#tools)"

@@ -133,7 +133,6 @@ class ResponsesRequest(DialogParameters):
     background: bool | None = row(
         "boolean", "false", "the answer comes at once as `queued`; see [below](#responses-in-the-background)"
     )
-    stream_options: dict[str, Any] | None = row("an object", "none", "has no effect")
     include: Annotated[Any, BeforeValidator(_include)] = row("a list", "none", "what the answer should also have")
     reasoning: Reasoning | None = row(
         "an object with `effort`", "the template's", "see [reasoning](#reasoning). `summary` has no effect"

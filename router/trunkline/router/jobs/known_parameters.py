@@ -16,12 +16,12 @@ _RESPONSES: Final = frozenset({"responses"})
 _MESSAGES: Final = frozenset({"messages"})
 _TRANSLATED: Final = _RESPONSES | _MESSAGES
 _GENERATING: Final = _CHAT | _TEXT | _TRANSLATED
-_RENDERING: Final = _GENERATING - _TEXT | {"tokenize"}
+_RENDERING: Final = _GENERATING | {"tokenize"}
 """Names of endpoints, for `Known.at`."""
 
 
-def _hints(names: str, why: str) -> Known:
-    return Known(tuple(names.split()), None, why)
+def _hints(names: str, why: str, at: frozenset[str] = frozenset()) -> Known:
+    return Known(tuple(names.split()), None, why, at)
 
 
 def _refused(names: str, *neutral: Any, why: str = "", at: frozenset[str] = _GENERATING) -> Known:
@@ -39,9 +39,11 @@ HINTS: Final = (
         "nvext agent_hints agent_hint kv_transfer_params ec_transfer_params",
         "what other servers' routers are told about a request",
     ),
+    _hints("stream_options", "a stream always ends with the usage", _TRANSLATED),
+    _hints("parallel_tool_calls", "about calls of tools, which there are not", _TEXT),
     _hints("max_tool_calls", "bounds calls of a provider's own tools, of which there are none"),
 )
-"""Accepted with any value, at every endpoint."""
+"""Accepted with any value."""
 
 _ONE_ANSWER: Final = "the answer is a single one; send several requests, or use /v1/chat/completions"
 _MODULES: Final = "prompts of modules belong to /v1/chat/completions and /v1/completions"
@@ -75,14 +77,14 @@ REFUSED: Final = (
         at=_RESPONSES,
     ),
     _refused(
-        "response_format output_format",
+        "response_format",
         {"type": "text"},
         why="the format of an answer is given in `output_config.format`",
         at=_MESSAGES,
     ),
     # Prompts
     _refused("prompt_embeds input_embeds input_ids"),
-    _refused("suffix", "", at=_TEXT),
+    _refused("suffix", ""),
     _refused("documents", at=_RENDERING),
     _refused("chat_template", at=_RENDERING),
     _refused("continue_final_message", False, at=_RENDERING),
@@ -114,6 +116,18 @@ REFUSED: Final = (
     _refused("tools", at=_TEXT, why="`tools` belong to conversations; use /v1/chat/completions"),
     _refused("tool_choice", "none", "auto", at=_TEXT, why="`tool_choice` belongs to conversations"),
     _refused("messages", at=_TEXT, why="`messages` belong to /v1/chat/completions; send `prompt`"),
+    _refused("messages", at=_RESPONSES, why="`messages` belong to /v1/chat/completions; send `input`"),
+    _refused(
+        "input instructions text previous_response_id conversation include",
+        at=_GENERATING - _RESPONSES,
+        why="this is a parameter of /v1/responses only",
+    ),
+    _refused("background", False, at=_GENERATING - _RESPONSES, why="this is a parameter of /v1/responses only"),
+    _refused(
+        "system output_config output_format mcp_servers container context_management",
+        at=_GENERATING - _MESSAGES,
+        why="this is a parameter of /v1/messages only",
+    ),
     _refused("max_completion_tokens", at=_TEXT, why="send `max_tokens`"),
     _refused("chat_template_kwargs", at=_TEXT, why="`chat_template_kwargs` belong to conversations"),
     _refused("add_generation_prompt", True, at=_TRANSLATED | _TEXT),
@@ -132,9 +146,6 @@ REFUSED: Final = (
     _refused("reasoning_effort reasoning", at=_MESSAGES, why="send `thinking` or `output_config.effort`"),
     _refused("include_reasoning separate_reasoning", True, at=_TRANSLATED | _TEXT),
     _refused("parallel_tool_calls", True, at=_MESSAGES, why="send `tool_choice.disable_parallel_tool_use`"),
-    _refused("context_management", at=_TRANSLATED),
-    _refused("mcp_servers", at=_MESSAGES),
-    _refused("container", at=_MESSAGES),
 )
 """Refused, unless the value asks for nothing."""
 

@@ -125,17 +125,17 @@ class Endpoint(Generic[_Model]):
         """The endpoint's parameters, by the names that errors have for them."""
         self.parameters = [parameter_of(field, info) for field, info in fields.items()]
         keys = {parameter.name for parameter in self.parameters}
-        self.known = [
-            (spelling, entry)
-            for entry in known
-            for spelling in entry.names
-            if spelling not in keys and (not entry.at or name in entry.at)
-        ]
-        """What is known and not applied here, by its name."""
         others = {spelling: each.name for each in self.parameters for spelling in each.also}
         others |= {field: key for field, key in own.items() if field not in others}
         self.spellings = {spelling: key for spelling, key in others.items() if spelling not in keys}
         """The names of parameters, by their other spellings."""
+        self.known = [
+            (spelling, entry)
+            for entry in known
+            for spelling in entry.names
+            if spelling not in keys and spelling not in others and (not entry.at or name in entry.at)
+        ]
+        """What is known and not applied here, by its name."""
         self._refused = {spelling: entry for spelling, entry in self.known if entry.neutral is not None}
         hints = {spelling for spelling, entry in self.known if entry.neutral is None}
         self._ordinary = frozenset(keys | hints)
@@ -188,7 +188,4 @@ def _same(given: Any, neutral: Any) -> bool:
 
 
 def _cut(names: list[str]) -> tuple[str, ...]:
-    if not names:
-        return ()
-    shortest = sorted(name[:UNKNOWN_CHARACTERS_MAX] for name in names)
-    return tuple(shortest[:UNKNOWN_MAX])
+    return tuple(sorted({name[:UNKNOWN_CHARACTERS_MAX] for name in names})[:UNKNOWN_MAX])
