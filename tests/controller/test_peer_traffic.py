@@ -25,11 +25,13 @@ from trunkline.controller.engine.events import ExpectRequest
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.engine.validation import problem_of_prefetch, problem_of_submit, request_of_prefetch
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import Holder, ModuleText, Prefetch, Submit
+from trunkline.controller.messages import Holder, KeptChunks, ModuleText, Prefetch, Submit
 from trunkline.controller.sequences.module_prompt import CachedText
 from trunkline.controller.service.offers import HOT, LIVE, OfferList
 from trunkline.controller.tiers import holders
 from trunkline.kvstore import peers
+from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, unpack_int32
+from trunkline.kvstore.cuts import ContextCut, cut_name
 from trunkline.kvstore.module_names import RelocationRule
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.routing.handover import path_names
@@ -67,6 +69,8 @@ class Cluster:
         self.groups: list[Group] = []
         self.moved = 0
         """Paths handed over of which chunks were moved behind a cut."""
+        self.kept_told = 0
+        """Requests with a cut behind which another group had kept chunks."""
         for number in range(3):
             traffic = Traffic(config, mix, seed, check=True)  # alike prompts in all groups
             traffic._rng.seed(seed + 7 * number)
@@ -75,6 +79,7 @@ class Cluster:
             simulation.tiers.network = self.network
             group = Group(f"group-{number}", traffic)
             simulation.holders_of = lambda submit, group=group: self.holders(group, submit)
+            simulation.kept_of = partial(self.kept, group)
             simulation.texts_of = partial(self.texts, group)
             self.groups.append(group)
             self.join(group)
@@ -92,6 +97,40 @@ class Cluster:
         checked = replace(submit, holders=found)
         assert not problem_of_submit(checked, 0)
         return found
+
+    def kept(self, asking: Group, submit: Submit) -> KeptChunks | None:
+        """What a router says of chunks that a group has kept behind a prompt's cut."""
+        rng, source = self.rng, self.rng.choice(self.groups)
+        names = self.kept_names(source, submit) if submit.drops and rng.random() < 0.8 else []
+        if not names or source is asking:
+            return None
+        if rng.random() < 0.1:
+            names[rng.randrange(len(names))] = ChunkName(rng.randbytes(NAME_BYTES))
+        member, endpoints = source.told[-1] if rng.random() < 0.9 else rng.choice(source.told)
+        self.kept_told += 1
+        found = KeptChunks(b"".join(names), [Holder(member, endpoints, 0, len(names))])
+        assert not problem_of_submit(replace(submit, kept=found), 0)
+        return found
+
+    @staticmethod
+    def kept_names(group: Group, submit: Submit) -> list[ChunkName]:
+        """The names of the chunks of a prompt's block table that a group has in host memory."""
+        tree = group.traffic.simulation.tree
+        history, drops = unpack_int32(submit.tokens), unpack_int32(submit.drops, columns=2).tolist()
+        cut = ContextCut(tuple((start, stop) for start, stop in drops), tree.chunk_size)
+        names, chain = list[ChunkName](), cut.chain(tree.root_name(submit.salt), history)
+        for segment in cut.segments:
+            after = chain[segment.start - 1] if segment.start else tree.root_name(submit.salt)
+            cut_root = tree.find_cut(cut_name(after, cut.drops[: segment.drops]))
+            node: Node | None = cut_root if segment.drops else tree.find_root(submit.salt)
+            stop = segment.stop if segment.stop >= 0 else len(history) // tree.chunk_size
+            for at in range(segment.start, stop):
+                key = submit.tokens[at * tree.chunk_bytes : (at + 1) * tree.chunk_bytes]
+                node = node.children.get(key) if node is not None else None
+                if node is None or not node.host_ready:
+                    return names
+                names.append(node.name)
+        return names
 
     def texts(self, asking: Group, texts: list[ModuleText], salt: bytes, relocate: bool) -> list[ModuleText]:
         """The same of texts: under their names, whatever the position at which a group has computed them."""
@@ -280,6 +319,7 @@ def pulls_pay(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_groups_pull_from_each_other(name: str, seed: int) -> None:
     cluster = live(name, seed, 400)
     assert cluster.pulled() or seed != 1, "nothing was ever pulled"
+    assert cluster.kept_told or seed != 1 or name != "cuts", "nothing was ever kept elsewhere"
 
 
 @pytest.mark.soak

@@ -41,6 +41,7 @@ from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import (
     GrammarReady,
     Holder,
+    KeptChunks,
     ModulesCall,
     ModuleText,
     PromptLogprobs,
@@ -88,6 +89,8 @@ class Simulation:
 
     holders_of: Callable[[Submit], list[Holder]] | None = None
     """What a router says of peers that have chunks of a prompt; None: nothing."""
+    kept_of: Callable[[Submit], KeptChunks | None] = staticmethod(lambda submit: None)
+    """What a router says of peers that have kept chunks behind a prompt's cut."""
     texts_of: Callable[[list[ModuleText], bytes, bool], list[ModuleText]] | None = None
     """The texts of a prompt or call, of a salt, that may be relocated, with what a router says of peers; None:
     nothing."""
@@ -148,7 +151,7 @@ class Simulation:
             layout=layout,
         )
         if self.holders_of is not None:
-            submit = replace(submit, holders=self.holders_of(submit))
+            submit = replace(submit, holders=self.holders_of(submit), kept=self.kept_of(submit))
         if self.texts_of is not None and submit.layout is not None:
             texts = self.texts_of(submit.layout.texts, submit.salt, submit.layout.relocate)
             submit = replace(submit, layout=replace(submit.layout, texts=texts))

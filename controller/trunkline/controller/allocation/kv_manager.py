@@ -24,7 +24,7 @@ from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import PENDING, Match, Node
 from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import ALL_ENTRIES, PrefixMatch, Sequence, Stem
-from trunkline.kvstore.chunks import BlockId, pack_int32
+from trunkline.kvstore.chunks import BlockId, chunk_name, pack_int32
 from trunkline.worker.messages import Join, Sampling
 
 
@@ -260,7 +260,7 @@ class KVCacheManager:
         while len(sequence.path) < full:
             at = len(sequence.path) * self.chunk_size
             key = sequence.tokens.to_bytes(at, at + self.chunk_size)
-            node = sequence.anchor.children.get(key)
+            node = self._child(sequence, key)
             if node is None:
                 node = self.tree.insert(sequence.anchor, key, new.pop(0), PENDING, now, sequence.stem.marker)
                 self._lives(sequence, node, now)
@@ -270,6 +270,22 @@ class KVCacheManager:
             sequence.path.append(node)
         sequence.private = new
         self.tree.hold(sequence.anchor)
+
+    def _child(self, sequence: Sequence, key: bytes) -> Node | None:
+        """Return the tree's next chunk behind a sequence's path, which the sequence computes itself.
+
+        A chunk that was moved behind the sequence's cut and is too far away is forgotten: it is another one than
+        what is computed behind the cut, and has another name.
+        """
+        above, marker = sequence.anchor, sequence.stem.marker
+        node = above.children.get(key)
+        if node is None or node.on_device or sequence.group.cut is None:
+            return node
+        if node.name == chunk_name(above.name, marker + key):
+            return node
+        self.tree.drop_below(node)
+        self.tree.remove(node)
+        return None
 
     def _join(self, sequence: Sequence, plan: PlanBuilder) -> None:
         """Add an admitted sequence to the plan, under a new id in the batch."""
@@ -330,7 +346,7 @@ class KVCacheManager:
             index = len(sequence.path)
             anchor = sequence.anchor
             key = sequence.tokens.to_bytes(index * self.chunk_size, (index + 1) * self.chunk_size)
-            node = anchor.children.get(key)
+            node = self._child(sequence, key)
             if node is None:
                 node = self.tree.insert(anchor, key, sequence.private.pop(0), 0, now, sequence.stem.marker)
                 self._lives(sequence, node, now)

@@ -159,7 +159,7 @@ def match_behind_cut(
         count = segment.stop - segment.start
         if not count:
             continue
-        root = _segment_root(tree, sequence, group_cut, segment, step)
+        root = segment_root(tree, sequence, group_cut, segment, step)
         tokens = group_cut.history[segment.start * size : segment.stop * size]
         match = tree.match(root, tokens, step)
         if match.pending is not None:
@@ -170,7 +170,7 @@ def match_behind_cut(
         path += match.path
         pins.append(match.path[-1])
     last = cut.segments[-1]
-    root = _segment_root(tree, sequence, group_cut, last, step)
+    root = segment_root(tree, sequence, group_cut, last, step)
     match = tree.match(root, sequence.tokens.to_bytes(cut.table_start * tree.chunk_size, stop), step)
     match.path = path + match.path
     if match.pending is None and _tokens(tree, match) < cut.closed_end:
@@ -179,7 +179,8 @@ def match_behind_cut(
     return PrefixMatch(Stem(root, len(path), tuple(pins), root.name), match)
 
 
-def _segment_root(tree: RadixCache, sequence: Sequence, cut: CutPrompt, segment: ChunkRun, step: int) -> Node:
+def segment_root(tree: RadixCache, sequence: Sequence, cut: CutPrompt, segment: ChunkRun, step: int) -> Node:
+    """Return the root of the chunks of a run; make it if need be, and move there what the tree has of them."""
     if not segment.drops:
         return tree.root(sequence.salt)
     after = cut.chain[segment.start - 1] if segment.start else tree.root_name(sequence.salt)

@@ -7,8 +7,9 @@
       of no use                                   ░░░░░░░░        a prefix has no gaps
 
 The names of these chunks follow from the root and the tokens, so a router only says *where* a chunk may be, never
-what it is. (Chunks that were moved behind a cut keep their old names, which the group that hands them over tells.
-Only requests that make the same cut find them, as there.) A text of a module is pulled by the job that would
+what it is. (Chunks that were moved behind a cut keep their old names, on which the names of those behind them
+depend. So these names are told, by the router or by the group that hands the chunks over. Only requests that make
+the same cut find them, as there.) A text of a module is pulled by the job that would
 otherwise encode it (`trunkline.controller.scheduling.module_jobs`), under the name that it has if the peer has
 computed it at the same position.
 
@@ -24,10 +25,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
+from trunkline.controller.allocation.prefix_match import segment_root
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import CUT_ROOT, SALT_ROOT, TEXT_ROOT, Node
 from trunkline.controller.messages import Holder
-from trunkline.controller.sequences.sequence import SequenceGroup
+from trunkline.controller.sequences.sequence import CutPrompt, SequenceGroup
+from trunkline.controller.sequences.sequence import Sequence as Grown
 from trunkline.controller.tiers.costs import StepCosts
 from trunkline.kvstore.chunks import NAME_BYTES, NO_PEER, ChunkName
 from trunkline.kvstore.peers import PEER_READ_US, Peer
@@ -57,6 +60,10 @@ class Trail(NamedTuple):
     keys: list[bytes]
     names: Sequence[ChunkName] = ()
     """Names of the first chunks, if they do not follow from root and keys."""
+    first: int = 0
+    """Index of the first chunk, as holders count."""
+    is_closed: bool = False
+    """Whether chunks of further trails are of no use if one of these is missing."""
 
 
 class Holders:
@@ -70,12 +77,13 @@ class Holders:
     def _is_on(self) -> bool:
         return self._tree.tiers.config.peers
 
-    def learn(self, group: SequenceGroup, now: float, *, is_announced: bool = False) -> list[Node]:
+    def learn(self, group: SequenceGroup, step: int, now: float, *, is_announced: bool = False) -> list[Node]:
         """Note what the holders of a request have of its prompt; return the chunks that only peers have, in order.
 
         The caller makes the request want them.
 
         Args:
+            step: number of the next step.
             is_announced: whether the request is only expected, so that its chunks may be pulled slowly.
         """
         if not (self._is_on and group.prompt_scored):
@@ -83,10 +91,12 @@ class Holders:
         if not (is_announced or self._costs.load_pays(self._tree.chunk_size)):
             return []
         found: list[Node] = []
-        for trail, holders in self._trails(group, is_announced=is_announced):
+        for trail, holders in self._trails(group, step, is_announced=is_announced):
             path = self._follow(trail, self._peers(holders, now, is_announced=is_announced), now)
             self._tree.prune_root(trail.root)
             found += [node for node in path if node.peer != NO_PEER]
+            if trail.is_closed and len(path) < len(trail.keys):
+                break
         return found
 
     def learn_path(self, known: KnownPath, holders: Sequence[Holder], now: float) -> list[Node]:
@@ -105,12 +115,18 @@ class Holders:
         self._tree.prune_root(root)
         return path
 
-    def _trails(self, group: SequenceGroup, *, is_announced: bool) -> Iterator[tuple[Trail, Sequence[Holder]]]:
+    def _trails(
+        self, group: SequenceGroup, step: int, *, is_announced: bool
+    ) -> Iterator[tuple[Trail, Sequence[Holder]]]:
         """Yield the chunks that the indices of holders count, with the holders: the whole chunks of a request's
-        own tokens (with a cut, of what is left as a plain prompt), and all chunks of a text for the job that
-        encodes it. A request that is only announced has no jobs."""
+        own tokens (with a cut, of what was kept behind it, or of what is left as a plain prompt), and all chunks
+        of a text for the job that encodes it. A request that is only announced has no jobs."""
         tree, tokens, prompt = self._tree, group.members[0].tokens, group.modules
-        holders = group.request.submit.holders
+        holders, kept = group.request.submit.holders, group.request.submit.kept
+        if kept is not None and group.cut is not None:
+            for trail in self._kept(group.members[0], group.cut, _split(kept.names), step):
+                yield trail, kept.holders
+            return
         if prompt is None:
             if holders:
                 seen = tokens.view() if group.cut is None else group.cut.cut.seen(tokens.view())
@@ -125,6 +141,22 @@ class Holders:
         if holders and prompt.target < 0 and prompt.runs:
             root, own = tree.prompt_root(prompt.name), tokens.to_bytes(prompt.entries * tree.chunk_size)
             yield Trail(root, root.name, _whole(own, tree.chunk_bytes)), holders
+
+    def _kept(self, sequence: Grown, cut: CutPrompt, names: list[ChunkName], step: int) -> Iterator[Trail]:
+        """Yield the chunks of the block table of a prompt with a cut, run by run."""
+        size, first = self._tree.chunk_bytes, 0
+        for segment in cut.cut.segments:
+            is_closed = segment.stop >= 0
+            if is_closed:
+                tokens = cut.history[segment.start * size : segment.stop * size]
+            else:
+                tokens = sequence.tokens.to_bytes(first * self._tree.chunk_size, sequence.tokens.count)
+            keys = _whole(tokens, size)
+            if keys:
+                root = segment_root(self._tree, sequence, cut, segment, step)
+                marker, told = (root.name, names[first : first + len(keys)]) if segment.drops else (b"", [])
+                yield Trail(root, marker, keys, told, first, is_closed)
+            first += len(keys)
 
     def _peers(self, holders: Sequence[Holder], now: float, *, is_announced: bool) -> list[tuple[Holder, Peer]]:
         """Return the holders from which chunks can be pulled; for a request that waits, only those from which that
@@ -151,7 +183,8 @@ class Holders:
             child = node.children.get(key)
             if child is not None and name is not None and child.name != name:
                 break  # it was computed behind the cut, and does not go on as the peer's does
-            peer = next((peer for holder, peer in peers if holder.start <= index < holder.stop), None)
+            place = trail.first + index
+            peer = next((peer for holder, peer in peers if holder.start <= place < holder.stop), None)
             if peer is not None and noted < NOTED_MAX and not (child is not None and child.is_loadable):
                 noted += 1
                 marker = trail.marker if name is None else b""
@@ -165,7 +198,10 @@ class Holders:
 
 def _names_of(known: KnownPath) -> list[ChunkName]:
     """Return the names that a path tells; none of other chunks than those behind a cut."""
-    packed = known.names if known.root.startswith(CUT_ROOT) else b""
+    return _split(known.names if known.root.startswith(CUT_ROOT) else b"")
+
+
+def _split(packed: bytes) -> list[ChunkName]:
     return [ChunkName(packed[at : at + NAME_BYTES]) for at in range(0, len(packed), NAME_BYTES)]
 
 

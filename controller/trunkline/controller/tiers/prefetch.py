@@ -280,7 +280,7 @@ class Prefetcher:
 
     def _expect(self, group: SequenceGroup, step: int, now: float) -> AbstractSequence[Node]:
         """Fetch what a waiting request will use, as far as it is known where that is; return its whole chunks."""
-        held = self._holders.learn(group, now)
+        held = self._holders.learn(group, step, now)
         path, head = expected_chunks(self._tree, group.members[0], step)
         self._fetching.expect(group, [*path, *head, *_beyond(held, path)])
         return path
@@ -378,7 +378,7 @@ class Prefetcher:
         Returns:
             how many of its tokens are cached, and how many of those are not near yet.
         """
-        held = self._holders.learn(group, now, is_announced=True)
+        held = self._holders.learn(group, step, now, is_announced=True)
         path, head = expected_chunks(self._tree, group.members[0], step)
         if path or held:
             self._want([*path, *head, *_beyond(held, path)], now)

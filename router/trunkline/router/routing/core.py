@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from trunkline.controller.messages import Holder
+from trunkline.controller.messages import Holder, KeptChunks
 from trunkline.kvstore.chunks import blocks_for
 from trunkline.router.errors import RouterError
 from trunkline.router.routing.controllers import (
@@ -32,9 +32,9 @@ from trunkline.router.routing.controllers import (
 )
 from trunkline.router.routing.decision_log import DecisionLog
 from trunkline.router.routing.index import EXPECTED, TIERS, ChunkIndex, IntArray
-from trunkline.router.routing.names import KvIdentity, prompt_names
+from trunkline.router.routing.names import KvIdentity, prompt_names, with_kept
 from trunkline.router.routing.overlaps import Found, best_way, known_tails, missing, own_tail
-from trunkline.router.routing.peers import Run, holders, keeps_cut, pullable, sleeping
+from trunkline.router.routing.peers import Run, holders, keeps_cut, kept_runs, pullable, sleeping
 from trunkline.router.routing.policies import POLICIES, Policy, RoutingSettings, Turns, View
 from trunkline.router.routing.request import Decision, RouteRequest, Sleeping, Weighed
 from trunkline.router.routing.roles import Prospect, Stream, prefill_group
@@ -279,7 +279,8 @@ class RoutingCore:
             if apart >= 0:
                 chosen, goes_on, reason = apart, chosen, "prefill"
         identity = self._traits.identity(chosen)
-        given, asleep = self._from_peers(found[identity], identity, chosen) if identity is not None else ([], None)
+        none: tuple[list[Holder], Sleeping | None, KeptChunks | None] = [], None, None
+        given, asleep, kept = none if identity is None else self._from_peers(found[identity], identity, chosen)
         return Decision(
             chosen,
             reason or self._policy_name,
@@ -298,6 +299,7 @@ class RoutingCore:
             asleep,
             goes_on,
             self._texts_from_peers(found[identity], identity, chosen) if identity is not None else {},
+            kept,
         )
 
     def sent(self, ticket: int, decision: Decision, request: RouteRequest, now: float) -> None:
@@ -424,6 +426,7 @@ class RoutingCore:
                 continue
             names = prompt_names(request, identity)
             matches = [self.index.look_up(chain.names, now) for chain in names.chains]
+            names, matches = with_kept(names, matches, lambda names: self.index.look_up(names, now))
             overlaps = [(chain, match.counts) for chain, match in zip(names.chains, matches, strict=True)]
             tail_of = own_tail(request.tokens, names, identity.chunk_size)
             found[identity] = Found(names, overlaps, tail_of, matches)
@@ -446,21 +449,30 @@ class RoutingCore:
             effective += pulled * self._traits.pull_worth
         return found, tiers, effective, pulled, tail
 
-    def _from_peers(self, found: Found, identity: KvIdentity, chosen: int) -> tuple[list[Holder], Sleeping | None]:
-        """Return which peers have chunks that a controller lacks, in host memory and then on disk."""
+    def _from_peers(
+        self, found: Found, identity: KvIdentity, chosen: int
+    ) -> tuple[list[Holder], Sleeping | None, KeptChunks | None]:
+        """Return which peers have chunks that a controller lacks, in host memory and then on disk; or what they
+        have kept behind the prompt's cut."""
         traits, peers = self._traits, self._traits.peers(identity)
         told = sum(found.last.counts[chosen, :EXPECTED].tolist())
-        if told == len(found.last.masks) or not traits.exports(chosen) or not len(peers):
-            return [], None
-        if found.names.chains[-1].way and keeps_cut(found, np.array([chosen])).any():
-            return [], None
-        columns = self.index.columns(peers)
-        runs, at = holders(found.last, self.index.shift(chosen), columns, traits.leaves, self.loads.inflight)
+        is_cut, is_whole = found.names.kept is not None, told == len(found.last.masks)
+        if (is_whole and not is_cut) or not traits.exports(chosen) or not len(peers):
+            return [], None, None
+        columns, shift = self.index.columns(peers), self.index.shift(chosen)
+        runs, at = holders(found.last, shift, columns, traits.leaves, self.loads.inflight)
+        if is_cut:
+            kept = kept_runs(found, shift, columns, traits.leaves, self.loads.inflight)
+            if kept is not None and kept.tokens > at * identity.chunk_size:
+                packed = b"".join(kept.chain.names[: kept.runs[-1].stop])
+                return [], None, KeptChunks(packed, self._as_holders(kept.runs))
+            if is_whole or keeps_cut(found, np.array([chosen])).any():
+                return [], None, None
         given = self._as_holders(runs)
         if at == len(found.last.masks) or (disk := sleeping(found.last, at, columns)) is None:
-            return given, None
+            return given, None, None
         names, size = found.names.chains[-1].names, identity.chunk_size
-        return given, Sleeping(disk.controller, names[at], (disk.stop - disk.start) * size)
+        return given, Sleeping(disk.controller, names[at], (disk.stop - disk.start) * size), None
 
     def _texts_from_peers(self, found: Found, identity: KvIdentity, chosen: int) -> dict[int, list[Holder]]:
         """Return which peers have chunks in host memory of texts that a controller lacks, by the text."""

@@ -8,14 +8,15 @@ A plain prompt is one chain of whole chunks. Other prompts have several chains:
   counts: the controller goes on with the KV that it kept, which has the names of the whole history, dropped
   chunks left out, and which must reach the last dropped token; or it computes what is left as a plain prompt.
 
-The names of chunks that were computed behind a cut depend on how much had been computed before it, which only
-their controller knows. So when a session is cut for the second time, its turns since the first cut are not found.
-It stays at its controller all the same, because its cost is still lowest there, and because it is a session.
+The names of chunks that were computed behind a cut depend on how much had been computed before it. As far as that
+still has the names of the whole history, it can be seen from what controllers have (`with_kept`). When a session
+overflows for the second time, that is not so any more: its turns since the first cut are not found. It stays at
+its controller all the same, because its cost is still lowest there, and because it is a session.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
@@ -24,10 +25,13 @@ import numpy as np
 
 from trunkline.controller.messages import PromptLayout
 from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, blocks_for, chain, chunk_name, root_name
-from trunkline.kvstore.cuts import ContextCut
+from trunkline.kvstore.cuts import ContextCut, cut_name
 from trunkline.kvstore.module_names import Ranges, RelocationRule, modules_root, pairs, prompt_root, text_names
+from trunkline.router.routing.index import Match
 from trunkline.router.routing.request import RouteRequest
 
+KEPT_WAYS_MAX: Final = 3
+"""Largest number of chains for chunks that were computed behind a cut."""
 _TOKEN_BYTES: Final = 4
 
 
@@ -61,6 +65,31 @@ class Chain(msgspec.Struct, frozen=True):
     """Index in the layout of the text whose chunks these are; -1: they are of no text."""
 
 
+class KeptTable(NamedTuple):
+    """The block table of a prompt with a cut, of which only the first chunks have the names of the history."""
+
+    names: list[bytes]
+    """Names of the table's whole chunks, as if all of them had been computed before the cut."""
+    root: bytes
+    """Name of the root of the chunks behind the cut."""
+    first: int
+    """Index in the table of the first chunk behind the cut."""
+    tokens: bytes
+    """int32 token ids of the chunks from `first` on."""
+    chunk_size: int
+
+    def moved(self, count: int) -> list[bytes]:
+        """Return the names of the table's whole chunks if the first `count` of them were computed before the cut,
+        and the others behind it. `count` is at least `first`."""
+        size = self.chunk_size * _TOKEN_BYTES
+        names = self.names[:count]
+        name = ChunkName(names[-1] if count > self.first else self.root)
+        for at in range((count - self.first) * size, len(self.tokens) - size + 1, size):
+            name = chunk_name(name, self.root + self.tokens[at : at + size])
+            names.append(name)
+        return names
+
+
 class Names(NamedTuple):
     """A prompt's chains for controllers of one identity."""
 
@@ -69,6 +98,8 @@ class Names(NamedTuple):
     """Number of tokens that the prompt sees."""
     root: bytes = b""
     """Name of the root of a plain prompt's chunks; empty for other prompts."""
+    kept: KeptTable | None = None
+    """The block table of a prompt with a cut behind which KV can be kept."""
 
 
 def prompt_names(request: RouteRequest, identity: KvIdentity) -> Names:
@@ -89,7 +120,8 @@ def prompt_names(request: RouteRequest, identity: KvIdentity) -> Names:
         return Names(chains, seen)
     if request.drops:
         seen = count - sum(stop - start for start, stop in request.drops)
-        return Names(_cut_chains(request, root, identity), seen)
+        chains, kept = _cut_chains(request, root, identity)
+        return Names(chains, seen, kept=kept)
     return Names([Chain(whole_chunks(root, request.tokens, size), size, size)], count, root)
 
 
@@ -113,7 +145,9 @@ def whole_chunks(root: bytes, tokens: bytes, chunk_size: int, marker: bytes = b"
     return names
 
 
-def _cut_chains(request: RouteRequest, root: ChunkName, identity: KvIdentity) -> list[Chain]:
+def _cut_chains(
+    request: RouteRequest, root: ChunkName, identity: KvIdentity
+) -> tuple[list[Chain], KeptTable | None]:
     size = identity.chunk_size
     history = np.frombuffer(request.tokens, "<i4")
     cut = ContextCut(request.drops, size)
@@ -122,7 +156,7 @@ def _cut_chains(request: RouteRequest, root: ChunkName, identity: KvIdentity) ->
         left[start:stop] = False
     plain = Chain(whole_chunks(root, history[left].tobytes(), size), size, size, way=1)
     if not identity.positions_shift:
-        return [plain]
+        return [plain], None
     all_names = whole_chunks(root, request.tokens, size)
     kept: list[bytes] = []
     for segment in cut.segments:
@@ -130,7 +164,31 @@ def _cut_chains(request: RouteRequest, root: ChunkName, identity: KvIdentity) ->
     # The chunk in which the last dropped range ends may be a tail without a name; then the chunks before it
     # suffice.
     least = max(1, min(len(kept), -(-cut.closed_end // size)))
-    return [Chain(kept, size, size, least, unseen_tokens=cut.holes), plain]
+    behind = cut.segments[-1].start
+    after = ChunkName(all_names[behind - 1]) if behind else root
+    table = KeptTable(
+        kept, cut_name(after, request.drops), cut.table_start, request.tokens[behind * size * _TOKEN_BYTES :], size
+    )
+    return [Chain(kept, size, size, least, unseen_tokens=cut.holes), plain], table
+
+
+def with_kept(
+    names: Names, matches: list[Match], look_up: Callable[[Sequence[bytes]], Match]
+) -> tuple[Names, list[Match]]:
+    """Return a prompt's chains and what controllers have of them, with chains for what controllers have computed
+    behind the prompt's cut: one for each number of chunks that some controller has computed before it."""
+    table = names.kept
+    if table is None:
+        return names, matches
+    counts = matches[0].counts.sum(axis=1)
+    moved = np.unique(counts[(counts >= table.first) & (counts < len(table.names))])[::-1].tolist()
+    first, plain = names.chains[0], names.chains[-1]
+    chains = [
+        msgspec.structs.replace(first, names=table.moved(count), way=2 + number)
+        for number, count in enumerate(moved[:KEPT_WAYS_MAX])
+    ]
+    found = [matches[0], *(look_up(chain.names) for chain in chains), matches[-1]]
+    return names._replace(chains=[first, *chains, plain]), found
 
 
 def _module_chains(

@@ -12,7 +12,7 @@ Only whole chunks in host memory count, and only those of groups that name their
 such groups have on disk only can be brought to their host memory (`sleeping`).
 
 Of a prompt with several chains of names (`names.py`) the last one counts: behind modules the prompt's own tokens,
-behind a cut what is left, as a plain prompt. KV that was kept behind a cut travels with a handover only. Each text
+behind a cut what is left, as a plain prompt, unless KV was kept behind the cut (`kept_runs`). Each text
 of a module has holders of its own. Whether they have computed it at the position at which it is wanted is not
 known: a text is announced under one name wherever it was computed.
 """
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from trunkline.router.routing.controllers import FloatArray
 from trunkline.router.routing.index import DEVICE, DISK, HOST, TOLD, Columns, IntArray, Match
+from trunkline.router.routing.names import Chain
 from trunkline.router.routing.overlaps import Found
 
 HOLDERS_MAX: Final = 4
@@ -62,7 +63,16 @@ def pullable(found: Found, members: IntArray, whole: IntArray, peers: Columns, *
         return reach.clip(0) if has_tail else reach  # a tail may have tokens of the first of these chunks
     own = found.last.counts[members].sum(axis=1) * size
     reach = ends[ends.searchsorted(own)] - own
+    if found.names.kept is None:
+        return reach
     reach[keeps_cut(found, members)] = 0
+    for chain, match in _kept(found):
+        count = len(match.masks)
+        gaps = [at for at, mask in enumerate(match.masks) if not mask & host] if count else []
+        stops = np.array([*gaps, count])
+        have = match.counts[members].sum(axis=1)
+        tokens = stops[stops.searchsorted(have)] * size - chain.unseen_tokens
+        reach = np.maximum(reach, np.where(tokens + chain.unseen_tokens >= chain.least * size, tokens - whole, 0))
     return reach
 
 
@@ -73,6 +83,35 @@ def keeps_cut(found: Found, controllers: IntArray) -> NDArray[np.bool_]:
         for chain, counts in found.overlaps[:-1]:
             keeps |= counts[controllers].sum(axis=1) >= chain.least
     return keeps
+
+
+def _kept(found: Found) -> Iterator[tuple[Chain, Match]]:
+    """Yield the chains of what was kept behind a cut, with what controllers have of them."""
+    yield from zip(found.names.chains[:-1], found.matches, strict=False)
+
+
+class KeptRuns(NamedTuple):
+    """What a controller can have of what was kept behind a cut, with the help of peers."""
+
+    chain: Chain
+    runs: list[Run]
+    """The runs that it lacks and peers have."""
+    tokens: int
+    """Number of tokens that the prompt sees of what it has then."""
+
+
+def kept_runs(
+    found: Found, shift: int, peers: Columns, leaves: NDArray[np.bool_], inflight: FloatArray
+) -> KeptRuns | None:
+    """Return the longest chain of what was kept behind a prompt's cut that a controller can have with the help of
+    peers; None: it lacks nothing of it, or cannot have enough. The arguments are those of `holders`."""
+    best = None
+    for chain, match in _kept(found):
+        runs, at = holders(match, shift, peers, leaves, inflight)
+        tokens = at * chain.tokens - chain.unseen_tokens
+        if at >= chain.least and (best is None or tokens > best.tokens):
+            best = KeptRuns(chain, runs, tokens)
+    return best if best is not None and best.runs else None
 
 
 def holders(

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkline.controller.messages import Holder, ModuleText, PromptLayout
+from trunkline.controller.messages import Holder, KeptChunks, ModuleText, PromptLayout
 from trunkline.router.routing.tails import Tail
 
 
@@ -125,6 +125,8 @@ class Decision(msgspec.Struct, frozen=True):
     text_holders: dict[int, list[Holder]] = {}
     """Peers that have chunks of texts which the controller lacks (`ModuleText.holders`), by the text's index in
     the layout."""
+    kept: KeptChunks | None = None
+    """What peers have kept behind the prompt's cut, if the controller lacks it (`Submit.kept`)."""
 
     def told(self, texts: Sequence[ModuleText]) -> list[ModuleText]:
         """Return the texts of the request's layout with what is said of peers."""
