@@ -381,7 +381,9 @@ class Dispatcher:
                 submit = continuation(routed.job, request, sample, output)
             submit = only_first(submit) if is_part else submit
             layout = decision.laid_out(submit.layout)
-            return attempt.marked(msgspec.structs.replace(submit, holders=holders, layout=layout, kept=decision.kept))
+            return attempt.marked(
+                msgspec.structs.replace(submit, holders=holders, layout=layout, kept=decision.kept)
+            )
 
         try:
             attempt.request = link.submit(make, attempt)
