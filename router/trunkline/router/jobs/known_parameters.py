@@ -36,8 +36,18 @@ HINTS: Final = (
         "caching and guesses of the answer; everything is cached as long as there is room",
     ),
     _hints(
-        "nvext agent_hints agent_hint kv_transfer_params ec_transfer_params",
+        "nvext agent_hints agent_hint kv_transfer_params ec_transfer_params bootstrap_host bootstrap_port "
+        "bootstrap_room data_parallel_rank disagg_params",
         "what other servers' routers are told about a request",
+    ),
+    _hints(
+        "provider route transforms usage keep_alive cache_prompt id_slot",
+        "which server answers, and what it keeps",
+    ),
+    _hints(
+        "dry_base dry_allowed_length dry_sequence_breakers dry_penalty_last_n xtc_threshold mirostat_tau "
+        "mirostat_eta dynatemp_exponent smoothing_curve",
+        "they only matter beside parameters that are refused",
     ),
     _hints("stream_options", "a stream always ends with the usage", _TRANSLATED),
     _hints("parallel_tool_calls", "about calls of tools, which there are not", _TEXT),
@@ -59,6 +69,8 @@ REFUSED: Final = (
     _refused("top_a eta_cutoff epsilon_cutoff smoothing_factor dynatemp_range penalty_alpha", 0),
     _refused("do_sample", True, why="`do_sample` is not supported; greedy decoding is `temperature` 0"),
     _refused("watermark", False),
+    _refused("min_keep n_keep n_indent t_max_predict_ms", 0),
+    _refused("samplers session_params options"),
     _refused("repetition_detection"),
     _refused("lora_path lora_request lora_name adapter_id adapter_source adapters", ""),
     _refused("vllm_xargs sampling_params extra_args parameters"),
@@ -93,6 +105,10 @@ REFUSED: Final = (
     _refused("prompt", why=f"{_MODULES}; send `input`", at=_RESPONSES),
     _refused("pml trailing prompt", why=f"{_MODULES}; send `messages`", at=_MESSAGES),
     _refused("mm_processor_kwargs media_io_kwargs"),
+    _refused("inputs raw template image_data audio_data video_data", ""),
+    _refused(
+        "extra_body", why="`extra_body` is an option of a client library; its fields belong into the body itself"
+    ),
     # Answers
     _refused("n", 1, why=_ONE_ANSWER, at=_TRANSLATED),
     _refused("best_of", 1, why="`best_of` is a parameter of /v1/completions only"),
@@ -105,7 +121,10 @@ REFUSED: Final = (
     _refused("top_logprobs", 0, why=_TOKENS, at=_TRANSLATED | _TEXT),
     _refused("return_tokens_as_token_ids decoder_input_details return_hidden_states", False),
     _refused("logprob_token_ids token_ids_logprob"),
-    _refused("top_n_tokens", 0),
+    _refused("top_n_tokens n_probs top_logprobs_num", 0),
+    _refused("details return_logprob timings_per_token return_text_in_logprobs", False),
+    _refused("stream_reasoning", True),
+    _refused("format", "", why="`format` is not supported; use `response_format`"),
     _refused("spaces_between_special_tokens", True),
     _refused("verbosity", "medium"),
     # Conversations

@@ -94,7 +94,7 @@ class Reading(NamedTuple):
     """The client's spelling of parameters, by the names that errors have for them."""
     unknown: tuple[str, ...] = ()
     """Names of parameters that are not known, at most `UNKNOWN_MAX`, each cut off after
-    `UNKNOWN_CHARACTERS_MAX` characters."""
+    `UNKNOWN_CHARACTERS_MAX` characters; those that are not printable are escaped."""
 
 
 class Endpoint(Generic[_Model]):
@@ -158,7 +158,7 @@ class Endpoint(Generic[_Model]):
                 if value is None:
                     continue
                 if fields.get(key) is not None:
-                    raise bad_value(names.get(key, name), f"`{name}` says the same as `{names.get(key, key)}`")
+                    raise bad_value(name, f"`{name}` says the same as `{names.get(key, key)}`")
                 fields[key], names[key] = value, name
             elif name in self._refused:
                 self._check(name, fields[name])
@@ -188,4 +188,7 @@ def _same(given: Any, neutral: Any) -> bool:
 
 
 def _cut(names: list[str]) -> tuple[str, ...]:
-    return tuple(sorted({name[:UNKNOWN_CHARACTERS_MAX] for name in names})[:UNKNOWN_MAX])
+    """Return names as they may be shown and logged."""
+    shown = {name[:UNKNOWN_CHARACTERS_MAX] for name in names}
+    shown = {name if name.isprintable() else ascii(name)[1:-1] for name in shown}
+    return tuple(sorted(shown)[:UNKNOWN_MAX])
