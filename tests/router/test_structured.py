@@ -18,6 +18,30 @@ PLAIN: dict[str, Any] = {"prompt": "x"}
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 SCHEMA_TEXT = json.dumps(SCHEMA, separators=(",", ":"))
 TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
+OLDER_TAG = {
+    "type": "structural_tag",
+    "structures": [
+        {"begin": "<f=a>", "schema": SCHEMA, "end": "</f>"},
+        {"begin": "<f=b>", "schema": SCHEMA_TEXT, "end": "</f>"},
+    ],
+    "triggers": ["<f="],
+}
+TRIGGERED = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<f="],
+        "tags": [
+            {
+                "type": "tag",
+                "begin": f"<f={name}>",
+                "content": {"type": "json_schema", "json_schema": SCHEMA},
+                "end": "</f>",
+            }
+            for name in "ab"
+        ],
+    },
+}
 
 
 @pytest.mark.parametrize(
@@ -53,6 +77,17 @@ TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
         ({"guided_regex": "a|b"}, "regex", "a|b", "guided_regex"),
         ({"guided_choice": ["a", "b"]}, "choice", '["a","b"]', "guided_choice"),
         ({"guided_grammar": "root ::= x"}, "ebnf", "root ::= x", "guided_grammar"),
+        ({"json_schema": SCHEMA_TEXT}, "json_schema", SCHEMA_TEXT, "guided_json"),
+        ({"json_schema": SCHEMA}, "json_schema", SCHEMA_TEXT, "guided_json"),
+        ({"regex": "a|b"}, "regex", "a|b", "guided_regex"),
+        ({"ebnf": "root ::= x"}, "ebnf", "root ::= x", "guided_grammar"),
+        ({"response_format": OLDER_TAG}, "structural_tag", TRIGGERED, "response_format"),
+        (
+            {"structured_outputs": {"structural_tag": json.dumps(OLDER_TAG)}},
+            "structural_tag",
+            TRIGGERED,
+            "structured_outputs.structural_tag",
+        ),
     ],
 )
 def test_grammars_reach_the_engine(

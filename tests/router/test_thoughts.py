@@ -88,6 +88,41 @@ def test_thoughts_are_told_apart_however_they_are_cut(state: ThoughtState, text:
         assert told(joined([*pieces, *parser.finish()])) == expected, size
 
 
+MARKED: Final[list[tuple[ThoughtState, str, list[str]]]] = [
+    ("possible", "<think>\nHm.</think>\n<response>\nYes. </response>\n", ["(Hm.)", "Yes."]),
+    (
+        "possible",
+        "<think>Hm.</think><response>a </resp b</response> c</response>",
+        ["(Hm.)", "a </resp b</response> c"],
+    ),
+    ("inside", f"Hm.</think><response>So: {CALL}</response>", ["(Hm.)", "So: ", 'add|{"a": 1}']),
+    ("inside", "Hm.</think>\n<resp", ["(Hm.)", "<resp"]),
+    ("possible", "Yes </response>", ["Yes </response>"]),
+    ("closed", "<response>Yes</response>", ["<response>Yes</response>"]),
+]
+
+
+@pytest.mark.parametrize(("state", "text", "expected"), MARKED)
+def test_marks_around_answers_are_dropped(state: ThoughtState, text: str, expected: list[str]) -> None:
+    style = detect_reasoning("auto", "<think></think><response></response>", [], [])
+    for size in (len(text), 1, 2, 3, 5):
+        parser = plan(style).make_parser(state=state)
+        assert parser is not None
+        pieces = [piece for at in range(0, len(text), size) for piece in parser.feed(text[at : at + size])]
+        assert told(joined([*pieces, *parser.finish()])) == expected, size
+
+
+@pytest.mark.parametrize(
+    "text", ["<thi", "<think>x</think><respo", "<think>x</think><response>y</respon", "<think>x</thi"]
+)
+def test_half_a_mark_is_no_text(text: str) -> None:
+    style = detect_reasoning("auto", "<think></think><response></response>", [], [])
+    parser = plan(style).make_parser()
+    assert parser is not None
+    pieces = joined([*parser.feed(text), *parser.finish(cut=True)])
+    assert "".join(piece.text for piece in pieces if isinstance(piece, TextPiece)) == ("y" if "y" in text else "")
+
+
 @pytest.mark.parametrize("seed", seeds(3))
 def test_any_cut_gives_the_same(seed: int) -> None:
     draw = random.Random(seed)
@@ -340,7 +375,7 @@ def test_a_call_or_json_behind_the_thought(served: Served, families: dict[str, P
     assert http.post("/v1/chat/completions", json=body).status_code == 200
     grammar = fake.behaviour.submits[-1].grammar
     assert grammar is not None
-    for text in (CALL, '{"n": 1}', f"<think>\n{CALL} {{\n</think>\n\n{CALL}", '<think>x</think>{"n": 1}'):
+    for text in (CALL, '{"n": 1}', f"\n<think>\n{CALL} {{\n</think>\n\n{CALL}", '<think>x</think>{"n": 1}'):
         assert accepts(families["qwen3"], tokenizer, grammar, text), text
     for text in ("No.", "<think>x</think>No.", f'<think>x</think>{{"n": 1}}{CALL}', f'{CALL}{{"n": 1}}'):
         assert not accepts(families["qwen3"], tokenizer, grammar, text), text

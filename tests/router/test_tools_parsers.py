@@ -10,6 +10,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from trunkline.router.text.detokenizer import make_detokenizer
+from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.router.text.tool_styles import STYLE_NAMES, StyleName, ToolStyle, calls_text
 from trunkline.router.tools.call_object import ObjectScanner, Progress
 from trunkline.router.tools.call_or_text import CallsOnly
@@ -159,6 +161,15 @@ CASES: dict[StyleName, list[tuple[str, list[str]]]] = {
         ),
         ("<|channel|>final<|message|>a < b <|x|><|return|>", ["a < b <|x|>"]),
         ("<|start|>assistant to=functions.a<|channel|>commentary json<|message|>{}", ["a|{}"]),
+        (' to=functions.add<|channel|>commentary json<|message|>{"x": 1}<|call|>', ['add|{"x": 1}']),
+        ("<|channel|>analysis to=functions.a <|constrain|>json<|message|>{}", ["a|{}"]),
+        (
+            "to=functions.a<|channel|>commentary json<|message|>{}<|call|><|start|>assistant to=functions.add"
+            '<|channel|>commentary json<|message|>{"x": 2}<|call|>',
+            ["a|{}", 'add|{"x": 2}'],
+        ),
+        ("tomorrow", []),
+        (" t", []),
         ("<|channel|>commentary to=functions.rm<|message|>{}", ["{}"]),
         ("<|channel|>commentary to=functions.a<|message|>{} x", ["a|{}", "x"]),
         ("<|channel|>commentary to=functions.a<|message|>{x", ["a|{", "x"]),
@@ -285,10 +296,30 @@ def test_a_call_that_is_cut_off_is_no_text(style: StyleName) -> None:
     for end in range(1, len(text) + 1):
         found = parser(style)
         pieces = [*found.feed(text[:end]), *found.finish(cut=True)]
-        certain = any(isinstance(piece, CallStart) for piece in pieces) or end > len("commentary to=functions.add")
-        if certain:
+        if end >= len('{"name": "a'):  # half a marker of any form
             assert not [piece for piece in pieces if isinstance(piece, TextPiece)], text[:end]
     assert [piece.name for piece in parse(parser(style), text) if isinstance(piece, CallStart)] == ["add", "a"]
+
+
+@pytest.mark.parametrize("style", STYLE_NAMES)
+def test_any_cut_between_bytes_gives_the_same(style: StyleName, tokenizer: Tokenizer) -> None:
+    """Tokens of single bytes, as models write what their vocabulary has no token for."""
+    arguments = [{"text": "é漢😀 <b>\u2028", "way": "up"}, {"text": "ß"}]
+    calls = [
+        (name, json.dumps(one, ensure_ascii=False)) for name, one in zip(("add", "a"), arguments, strict=True)
+    ]
+    text = calls_text(ToolStyle(style), calls)
+    byte_ids = {tokenizer.vocabulary.token_bytes(token): token for token in range(tokenizer.vocab_size)}
+    for size in (1, 2, 3, 5):
+        detokenizer, found = make_detokenizer(tokenizer.vocabulary), parser(style)
+        pieces: list[Piece] = []
+        written = text.encode()
+        for at in range(0, len(written), size):
+            shown = "".join(detokenizer.feed(byte_ids[bytes([byte])]) for byte in written[at : at + size])
+            pieces += found.feed(shown)
+        pieces = joined([*pieces, *found.feed(detokenizer.flush()), *found.finish()])
+        assert [piece.name for piece in pieces if isinstance(piece, CallStart)] == ["add", "a"]
+        assert [json.loads(piece.text) for piece in pieces if isinstance(piece, CallArguments)] == arguments
 
 
 def test_arguments_stream_and_text_is_not_held_back() -> None:

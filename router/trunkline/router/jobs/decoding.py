@@ -251,7 +251,7 @@ def _response_format(form: ResponseFormat) -> Iterator[Grammar]:
     elif form.type == "structural_tag":
         if not form.rest:
             raise bad_value("response_format", "`response_format` of type structural_tag needs a `format`")
-        yield Grammar("structural_tag", _json({"type": form.type, **form.rest}), "response_format")
+        yield Grammar("structural_tag", _structural_tag({"type": form.type, **form.rest}), "response_format")
 
 
 def _structured_outputs(wanted: StructuredOutputs) -> Grammar:
@@ -271,7 +271,7 @@ def _structured_outputs(wanted: StructuredOutputs) -> Grammar:
     if wanted.json_object:
         add("json_object", "", "json_object")
     if wanted.structural_tag is not None:
-        add("structural_tag", _json(wanted.structural_tag), "structural_tag")
+        add("structural_tag", _structural_tag(wanted.structural_tag), "structural_tag")
     if len(found) != 1:
         raise bad_value(
             "structured_outputs",
@@ -279,6 +279,29 @@ def _structured_outputs(wanted: StructuredOutputs) -> Grammar:
             "structural_tag",
         )
     return found[0]
+
+
+def _structural_tag(tag: dict[str, Any]) -> str:
+    """Return a structural tag as JSON. The older form, `structures` and `triggers`, becomes the present one. What
+    is wrong with it, the engine's answer tells."""
+    structures, triggers = tag.get("structures"), tag.get("triggers")
+    if "format" in tag or not isinstance(structures, list):
+        return _json(tag)
+    tags = []
+    for one in structures:
+        fields = one if isinstance(one, dict) else {}
+        schema = fields.get("schema")
+        content = {"type": "json_schema", "json_schema": _parsed(schema) if isinstance(schema, str) else schema}
+        tags.append({"type": "tag", "begin": fields.get("begin"), "content": content, "end": fields.get("end")})
+    form = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+    return _json({"type": "structural_tag", "format": form})
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _json(value: Any) -> str:

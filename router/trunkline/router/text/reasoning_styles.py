@@ -23,6 +23,8 @@ class ReasoningStyle(msgspec.Struct, frozen=True):
     end: str
     special: frozenset[str] = frozenset()
     """Marks that are special tokens of the tokenizer. The detokenizer must not skip them."""
+    answer: tuple[str, str] | None = None
+    """Marks around the answer behind a thought, which are dropped; None: there are none."""
     assumed: bool = False
     """Whether an answer begins within a thought even if the prompt does not end with the mark."""
 
@@ -36,6 +38,8 @@ class ReasoningStyle(msgspec.Struct, frozen=True):
 
 THINK: Final = ReasoningStyle("<think>", "</think>")
 HARMONY: Final = ReasoningStyle("", "")
+_RESPONSE: Final = ("<response>", "</response>")
+"""Marks that Granite 3.3 writes around its answer."""
 _STYLES: Final[dict[str, ReasoningStyle]] = {
     "think": THINK,
     "deepseek_r1": ReasoningStyle("<think>", "</think>", assumed=True),
@@ -71,6 +75,8 @@ def detect_reasoning(
         style = next((one for one in _STYLES.values() if _fits(one, template, tokens)), None)
     if style is None:
         return None
+    if style.begin == THINK.begin and all(mark in (template or "") for mark in _RESPONSE):
+        style = msgspec.structs.replace(style, answer=_RESPONSE)
     return msgspec.structs.replace(style, special=frozenset({style.begin, style.end}.intersection(special)))
 
 

@@ -36,6 +36,8 @@ def choices_of(schema: Any) -> list[str]:
 class _Arguments:
     """The JSON object that a reader makes, and what was not taken of it yet."""
 
+    is_named: Final = True
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.started = False

@@ -168,6 +168,10 @@ class CallReader(Protocol):
     name: str
 
     @property
+    def is_named(self) -> bool:
+        """Whether the name of a function was read, or in an object its beginning."""
+
+    @property
     def started(self) -> bool:
         """Whether this certainly is a call: its name is known and its arguments have begun."""
 
@@ -184,6 +188,8 @@ class CallReader(Protocol):
 
 class ArgumentsReader:
     """Reads the arguments of a call whose name is already known."""
+
+    is_named: Final = True
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -220,6 +226,12 @@ class ObjectReader:
         self._key = ""
         self._string = ""
         self._arguments: ArgumentsReader | None = None
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the name of a function was read, or its beginning."""
+        begun = self._state == "in_string" and self._key == "name" and bool(self._string)
+        return bool(self.name) or (begun and any(name.startswith(self._string) for name in self._names))
 
     @property
     def started(self) -> bool:

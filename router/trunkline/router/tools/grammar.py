@@ -19,6 +19,7 @@ from trunkline.router.tools.functions import FunctionTool
 
 Format = dict[str, Any]
 _FREE: Final[dict[str, Any]] = {"type": "object"}
+_LINES: Final[dict[str, Any]] = {"type": "regex", "pattern": "\\n{0,2}"}
 
 
 def call_grammar(functions: Sequence[FunctionTool], style: ToolStyle, *, demanded: bool, several: bool) -> Format:
@@ -212,10 +213,10 @@ def behind_thought(
         return None
     begin, special = reasoning.begin, reasoning.special
     text = {"type": "any_text", "excludes": [reasoning.end], **limit}
-    thought = [text, *written(reasoning.end, special), {"type": "regex", "pattern": "\\n{0,2}"}]
+    thought = [text, *written(reasoning.end, special), _LINES]
     if state == "inside":
         return sequence(*thought, answer)
-    thought = [*written(begin, special), *thought]
+    thought = [_LINES, *written(begin, special), *thought]
     return sequence(optional(sequence(*thought)), _without(begin, answer) if is_free else answer)
 
 

@@ -4,7 +4,10 @@
     <|channel|>commentary to=functions.add <|constrain|>json<|message|>{…}<|call|>
 
 The header of a message stands before `<|message|>`. Messages on the channel "analysis" are thoughts, those to an
-offered function are calls, and all others are text. A text before the first marker is text, too.
+offered function are calls, and all others are text. A text before the first marker is text, too, unless it names a
+recipient: prompts end with `<|start|>assistant`, and templates write recipients in front of channels.
+
+     to=functions.add<|channel|>commentary json<|message|>{…}<|call|>
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ _BEFORE_HEADERS: Final = (START, CHANNEL)
 _RECIPIENT: Final = re.compile(r"to=(?:functions\.)?([A-Za-z0-9_.-]+)")
 _CHANNEL_NAME: Final = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _HEADER_CHARACTERS_MAX: Final = 256
+_TO: Final = "to="
 
 
 class HarmonyParser:
@@ -37,6 +41,8 @@ class HarmonyParser:
         """The part of a marker that was read."""
         self._header: str | None = None
         """The header that is read, its markers included; None within a message."""
+        self._beginning: str | None = ""
+        """The text so far, as long as it may be a header whose first marker is in the prompt; None: it is not."""
         self._thinks = False
         """Whether the current message is a thought."""
         self._reader: ArgumentsReader | None = None
@@ -46,6 +52,7 @@ class HarmonyParser:
 
     def feed(self, text: str) -> list[Piece]:
         """Read more of the model's text; return the pieces that are certain now."""
+        text = self._begin(text)
         position = 0
         while position < len(text):
             if self._reader is not None and not self._arguments_end:  # markers within a call's JSON are none
@@ -72,10 +79,28 @@ class HarmonyParser:
 
     def finish(self, *, cut: bool = False) -> list[Piece]:
         """End the text. A header without its end is dropped."""
+        if self._beginning and not cut:
+            self._give(self._beginning)
+        self._beginning = None
         if self._marker and self._header is None and not cut:
             self._give(self._marker)
         self._marker = ""
         return self._drain()
+
+    def _begin(self, text: str) -> str:
+        """Look for a recipient at the answer's beginning. Return the text that can be read on; while it is not
+        certain, it is held back."""
+        if self._beginning is None:
+            return text
+        text = self._beginning + text
+        stripped = text.lstrip(WHITESPACE)
+        if len(stripped) < len(_TO) and _TO.startswith(stripped):
+            self._beginning = text
+            return ""
+        self._beginning = None
+        if stripped.startswith(_TO):
+            self._header = ""
+        return text
 
     def _drain(self) -> list[Piece]:
         pieces, self._pieces = joined(self._pieces), []

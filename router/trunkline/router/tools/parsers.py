@@ -25,7 +25,7 @@ from trunkline.router.text.tool_styles import (
 from trunkline.router.tools.argument_readers import NAME_CHARACTERS, PythonReader, TagsReader
 from trunkline.router.tools.call_object import WHITESPACE, ArgumentsReader, CallReader, ObjectReader, Progress
 from trunkline.router.tools.harmony import HarmonyParser
-from trunkline.router.tools.pieces import AnswerParser, CallArguments, CallStart, Piece, TextPiece, joined
+from trunkline.router.tools.pieces import AnswerParser, CallArguments, CallStart, Piece, TextPiece, is_half, joined
 
 _SYNTAX_CHARACTERS_MAX: Final = 256
 """Largest number of characters held back at once outside a call's object: markers, names, white space."""
@@ -95,11 +95,13 @@ class FormParser:
         return self._drain()
 
     def _is_call(self) -> bool:
-        """Return whether the held text is the beginning of a call, certainly or because it comes right behind
-        one."""
-        named = self._reader is not None and bool(self._reader.name)
+        """Return whether the held text is the beginning of a call: certainly, because it follows one, or because
+        it is half a marker."""
+        named = self._reader is not None and self._reader.is_named
         follows = bool(self.calls) and self._space is not None
-        return follows or named or any(self._held.lstrip().startswith(marker) for marker in self._form.begins)
+        held = self._held.lstrip()
+        marked = any(held.startswith(marker) or is_half(held, marker) for marker in self._form.begins)
+        return follows or named or marked
 
     def _run(self, text: str) -> None:
         position = 0

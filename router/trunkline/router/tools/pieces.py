@@ -56,6 +56,12 @@ class AnswerParser(Protocol):
         call that has not begun yet is no text."""
 
 
+def is_half(text: str, mark: str) -> bool:
+    """Return whether a text is the beginning of a mark, and at least half of it: at the end of an answer that was
+    cut off, it hardly is anything else."""
+    return bool(text) and mark.startswith(text) and 2 * len(text) >= len(mark)
+
+
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
     """Join neighbouring pieces: one piece for each text, one for each call's arguments."""
     result: list[Piece] = []
