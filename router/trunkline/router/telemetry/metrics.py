@@ -252,7 +252,7 @@ class RoutingMetrics:
         self.expected = registry.counter(
             "trunkline_routing_expected_tokens",
             "Prompt tokens of them, by where the index had them: cached (at that controller), peer (only at "
-            "others, from which it can pull them), new.",
+            "others, from which it can pull them), new. A prompt that one group computes for another counts once.",
             ["kv"],
         )
         self.planned = registry.counter(
@@ -275,6 +275,8 @@ class RoutingMetrics:
         labels = (decision.name, decision.reason)
         self._chosen.setdefault(decision.name, set()).add(labels)
         self.decisions.labels(*labels).inc()
+        if decision.reason == "planned":
+            return  # its prompt was counted when it went to the group that computes it
         self.expected.labels("cached").inc(decision.cached_tokens)
         self.expected.labels("peer").inc(decision.pulled_tokens)
         self.expected.labels("new").inc(decision.new_tokens - decision.pulled_tokens)
