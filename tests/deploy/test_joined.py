@@ -100,6 +100,13 @@ def test_a_store_that_is_away_keeps_no_group_from_its_end(monkeypatch: pytest.Mo
         assert isinstance(membership, Joined)
 
 
+@pytest.mark.parametrize("role", ["both", "prefill", "decode"])
+def test_a_group_registers_with_its_role(url: str, found: Found, role: str) -> None:
+    with joined(node(url), "demo", "", role):
+        wait_for(found)
+        assert found()["10.0.0.1:7400"].member.role == role
+
+
 def test_each_start_is_another_one_under_the_same_name() -> None:
     first, second = (member_of(node("records", "10.0.0.1:7500"), "demo", "") for _ in range(2))
     assert first.id == second.id

@@ -19,12 +19,13 @@ from collections.abc import Iterator
 from typing import Final
 from urllib.parse import urlsplit
 
+import msgspec
 import structlog
 
 from trunkline.deploy.config.node_settings import NodePlan, is_ip
 from trunkline.deploy.supervisor.membership import Membership
 from trunkline.kvstore.records import RecordError, open_records
-from trunkline.router.membership.member import Member
+from trunkline.router.membership.member import Member, Part
 from trunkline.router.membership.registrar import Registrar
 
 _LEAVE_S: Final = 5.0
@@ -32,7 +33,7 @@ _LEAVE_S: Final = 5.0
 _log = structlog.get_logger("trunkline.deploy.joined")
 
 
-def member_of(node: NodePlan, model: str, fingerprint: str) -> Member:
+def member_of(node: NodePlan, model: str, fingerprint: str, role: str = "both") -> Member:
     """Return a group as it registers."""
     at = node.reached
     return Member(
@@ -41,6 +42,7 @@ def member_of(node: NodePlan, model: str, fingerprint: str) -> Member:
         events=at.endpoint(1),
         host=socket.gethostname(),
         epoch=secrets.token_hex(8),
+        role=msgspec.convert(role, Part),
         model=model,
         fingerprint=fingerprint,
     )
@@ -115,12 +117,12 @@ class Joined(Membership):
 
 
 @contextlib.contextmanager
-def joined(node: NodePlan, model: str, fingerprint: str) -> Iterator[Membership]:
+def joined(node: NodePlan, model: str, fingerprint: str, role: str = "both") -> Iterator[Membership]:
     """Keep the group of this part registered, if that was asked for, until the end or its `leave`."""
     if not node.join or node.listen is None:
         yield Membership()
         return
-    member = Joined(node.join, member_of(node, model, fingerprint))
+    member = Joined(node.join, member_of(node, model, fingerprint, role))
     member.start()
     try:
         yield member

@@ -75,7 +75,7 @@ def run_node(kind: Kind, settings: ServeSettings, node_settings: NodeSettings) -
         plan = with_records(plan, disk, reporter)
         folder = stack.enter_context(run_folder())
         stack.enter_context(announced(folder, _running(kind, plan, node_settings, title)))
-        membership = stack.enter_context(joined(node, plan.model_name, plan.fingerprint))
+        membership = stack.enter_context(joined(node, plan.model_name, plan.fingerprint, settings.role))
         supervisor = Supervisor(
             children(plan, folder, disk),
             reporter,

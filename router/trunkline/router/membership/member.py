@@ -11,6 +11,10 @@ HOLD_SECONDS: Final = 60.0
 """Time in seconds for which members are kept that have vanished together with most others (`Caution`)."""
 
 
+Part = Literal["both", "prefill", "decode"]
+"""Which parts of requests a group computes (`trunkline.router.routing.roles`)."""
+
+
 class Member(msgspec.Struct, frozen=True, omit_defaults=True):
     """A group: a controller with its workers. Only `id` and `address` are always known before a router has
     connected."""
@@ -25,7 +29,7 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
     """The host on which the controller runs; "": not known."""
     epoch: str = ""
     """Differs for each start of the controller; "": not known."""
-    role: Literal["both", "prefill", "decode"] = "both"
+    role: Part = "both"
     """Which parts of requests the group computes."""
     model: str = ""
     """The name by which requests ask for the group's model; "": not known."""
