@@ -261,7 +261,8 @@ class FakeController:
                 answer_with = msgspec.structs.replace
                 self._send(socket, router, lambda seq: answer_with(tree, seq=seq, ticket=message.ticket))
         elif isinstance(message, Prefetch):
-            behaviour.prefetches.append(message)
+            if message.tokens or message.layout is not None:  # else it only introduces peers
+                behaviour.prefetches.append(message)
             known = len(message.tokens) // 4
             self._send(socket, router, lambda seq: Prefetched(seq, message.ticket, known, known // 2))
         elif isinstance(message, Forget):
