@@ -67,6 +67,13 @@ def outcomes(http: httpx.Client) -> dict[str, int]:
     return {name.split('"')[1]: int(float(value)) for name, value in found}
 
 
+def expected_tokens(http: httpx.Client) -> int:
+    """How many prompt tokens routing has counted, wherever they were."""
+    start = "trunkline_routing_expected_tokens_total{"
+    lines = [line for line in http.get("/metrics").text.splitlines() if line.startswith(start)]
+    return sum(int(float(line.split()[1])) for line in lines)
+
+
 def submits(fake: FakeController) -> list[Submit]:
     return fake.behaviour.submits
 
@@ -95,6 +102,7 @@ def test_a_long_prompt_is_computed_by_the_prefill_group(place: Path, tokenizer: 
         assert rest.sampling == first.sampling
         assert rest.holders == [Holder("0", [prefill.endpoint], 0, first.prompt_len // CHUNK)]
         assert outcomes(http) == {"went_on": 1}
+        assert expected_tokens(http) == first.prompt_len, "the prompt counts once"
         assert "trunkline_dispatches_total{" not in http.get("/metrics").text, "nothing was lost"
         if not stream:
             assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
