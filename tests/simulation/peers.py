@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from simulation.pool import Entry, SimulatedPool, chain_of
+from simulation.pool import Entry, SimulatedPool
 
 Content = list[Entry | None]
 
@@ -23,7 +23,7 @@ class Network:
         """Endpoints that take questions and do not answer."""
         self.asked: dict[str, list[bytes]] = {}
         """Names that were asked for, by endpoint."""
-        self._known: dict[bytes, list[tuple[bytes, int]]] = {}
+        self._known: dict[bytes, set[tuple[int, bytes, int]]] = {}
         self._lives = 0
 
     def export(self, pool: SimulatedPool, member: str, ranks: int) -> list[str]:
@@ -42,12 +42,16 @@ class Network:
             self.silent.discard(endpoint)
 
     def saved(self, name: bytes, content: Content) -> None:
-        """Compare what is saved under a name with what was saved under it before."""
-        found = [(entry.after, entry.token) for entry in chain_of(content)]
-        before = self._known.setdefault(name, found)
-        shortest = min(len(found), len(before))
-        assert shortest, "nothing is saved under a name"
-        assert found[:shortest] == before[:shortest], "two chunks have one name"
+        """Compare what is saved under a name with what was saved under it before.
+
+        Tokens of a chunk that are dropped, and those behind a text's end, are not computed: a block has remains of
+        other chunks there. What both have is the chunk's own.
+        """
+        found = {(index, entry.after, entry.token) for index, entry in enumerate(content) if entry is not None}
+        assert found, "nothing is saved under a name"
+        common = self._known.setdefault(name, found) & found
+        assert common, "two chunks have one name"
+        self._known[name] = common
 
     def pull(self, endpoint: str, name: bytes) -> Content | None:
         """Return what an endpoint has under a name; None: it does not have it.
