@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from controller.module_harness import ask, words
+from controller.module_harness import ask, submit, words
 from controller.tier_harness import CHUNK, TIERED, settle, simulate
 from msgspec.structs import replace
 from simulation.driver import Simulation
@@ -20,6 +20,7 @@ from trunkline.controller.engine.validation import problem_of_prefetch, request_
 from trunkline.controller.messages import Holder, ModuleText, Prefetch
 from trunkline.controller.service.offers import LIVE, OfferList
 from trunkline.controller.tiers import holders
+from trunkline.controller.tiers.prefetch import FIRST_PULL_S
 from trunkline.kvstore import peers
 from trunkline.kvstore.chunks import blocks_for
 from trunkline.kvstore.tier import TierKind
@@ -106,6 +107,23 @@ def test_texts_that_a_peer_has_are_not_computed_again(is_warm: bool) -> None:
     again = ask(pair.taker, TEXTS, RUNS, own=words(900, 5))
     assert found(again) == (SEEN, SEEN, 0), "they are this group's own now"
     check_integrity(pair.taker.scheduler)
+
+
+@pytest.mark.parametrize("tokens", [CHUNK - 1, CHUNK, 3 * CHUNK, 3 * CHUNK + 1])
+def test_a_job_waits_for_a_text_that_peers_send_slowly(tokens: int) -> None:
+    """Also for its last chunk, which is not a whole one."""
+    pair, sent = Pair(), [text(words(100, tokens), 0)]
+    ask(pair.giver, sent, RUNS)
+    settle(pair.giver)
+    pair.taker.pace_s, pair.taker.tier_pace = FIRST_PULL_S / 100, 0.0
+    request = submit(pair.taker, sent, RUNS)
+    for _ in range(20):
+        pair.taker.step()
+    assert not pair.taker.workers.computed_tokens, "a text is computed that is on its way"
+    pair.taker.tier_pace = 1.0
+    pair.taker.run()
+    assert found(pair.taker.streams[request]) == (tokens, tokens, tokens)
+    assert encoded(pair.taker) == 0
 
 
 def test_a_text_that_a_peer_has_at_another_position_is_computed() -> None:
