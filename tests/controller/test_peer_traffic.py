@@ -281,12 +281,10 @@ class Cluster:
                 steps += 1
                 assert steps < 100_000, "requests wait for ever"
             traffic._callers.end()
-            simulation.now += 1000.0  # announcements and peers are forgotten
-            while simulation.plan() or simulation.move_chunks() or simulation.answer():
-                pass
-            simulation.now += 1000.0
-            simulation.plan()
-            simulation.move_chunks()
+            for _ in range(2):
+                simulation.now += 1000.0  # announcements and peers are forgotten; paused tiers work again
+                while simulation.plan() or simulation.move_chunks() or simulation.answer():
+                    pass
             tiers = simulation.tree.tiers
             assert not simulation.engine.traffic.in_flight, "a move is never answered"
             assert not tiers.copies.at_peers, "what peers have is remembered for ever"
