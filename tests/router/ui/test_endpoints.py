@@ -400,6 +400,12 @@ def test_wrong_prompts(admin: httpx.Client, body: str, status: int) -> None:
     assert answer.json()["error"]["message"]
 
 
+def test_prompts_may_spell_parameters_as_other_servers_do(admin: httpx.Client) -> None:
+    body = {"messages": MESSAGES, "max_new_tokens": 100_000}
+    assert admin.post("/ui/api/prompt", json=body).json()["error"]["param"] == "max_new_tokens"
+    assert admin.post("/ui/api/prompt", json=body | {"max_new_tokens": 5}).status_code == 200
+
+
 def test_a_group_that_is_away_is_not_waited_for(place: Path) -> None:
     with (
         running(place, Tokenizer(DEMO_MODEL), controllers=2, resume_seconds=60.0) as (router, fakes),

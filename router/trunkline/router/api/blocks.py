@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 from pydantic_core import from_json
@@ -188,6 +188,9 @@ def session_label(request: Request, body: SharedParameters) -> str | None:
     return label
 
 
+_SHARED: Final = frozenset(DialogParameters.model_fields)
+
+
 def as_chat(body: DialogParameters, fields: dict[str, Any]) -> ChatRequest:
     """Return a request as one of a chat completion, with all parameters that both have.
 
@@ -200,8 +203,10 @@ def as_chat(body: DialogParameters, fields: dict[str, Any]) -> ChatRequest:
     """
     given = {name: value for name, value in fields.items() if value is not None}
     chat = validate(ChatRequest, given)
-    shared = body.model_fields_set & DialogParameters.model_fields.keys() - given.keys()
-    return chat.model_copy(update={name: getattr(body, name) for name in shared})
+    for name in body.model_fields_set:
+        if name in _SHARED and name not in given:
+            setattr(chat, name, getattr(body, name))
+    return chat
 
 
 def named_event(name: str, content: Any) -> bytes:

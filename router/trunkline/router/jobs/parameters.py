@@ -1,4 +1,4 @@
-"""Types of request parameters, for `request_models.py`, with the checks that need no other parameter.
+"""Types of request parameters, for the models of requests, with the checks that need no other parameter.
 
 Types are strict (`"temperature": "0.5"` is an error). Each limit bounds a cost: the text that a stream holds back,
 the work for each token, or the size of a message to the engine.

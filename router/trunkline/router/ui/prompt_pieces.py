@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, Final, NamedTuple, TypeVar
 
+from trunkline.router.api.blocks import renamed
 from trunkline.router.api.module_prompts import Placed, modules_job, placed_prompt
 from trunkline.router.api.prompting import Rendering, chat_job, completion_job, has_modules
 from trunkline.router.api.requests import check_model
@@ -66,15 +67,19 @@ async def prompt_pieces(service: RouterService, content: bytes) -> dict[str, Any
     """
     fields = parse_json_object(content)
     is_chat = "messages" in fields
-    (CHAT if is_chat else COMPLETIONS).read(fields)
-    body = validate(ChatRequest, fields) if is_chat else validate(CompletionRequest, fields)
+    with renamed((CHAT if is_chat else COMPLETIONS).read(fields).names):
+        body = validate(ChatRequest, fields) if is_chat else validate(CompletionRequest, fields)
+        return await _pieces(service, body)
+
+
+async def _pieces(service: RouterService, body: ChatRequest | CompletionRequest) -> dict[str, Any]:
     service = check_model(service, body.model)
     turn = None
     if body.session_id is not None and is_stored(body.session_id):
         stored = await service.sessions.peek(body.session_id)
         if body.model is None:
             service = service.of_model(stored.session.model)
-        turn = SessionTurn(service, stored.session, "chat" if is_chat else "text")
+        turn = SessionTurn(service, stored.session, "chat" if isinstance(body, ChatRequest) else "text")
     if isinstance(body, ChatRequest):
         return await _chat(service, body, turn)
     return await _completion(service, body, turn)
