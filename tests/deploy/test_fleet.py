@@ -156,28 +156,28 @@ def test_an_undrain_during_a_drain_turns_it_round() -> None:
     assert starts(fleet.exited("w0.1", 0, 12.0)) == ["w0.0", "w0.1", "c0"]
 
 
-def test_a_rolling_restart_goes_group_by_group_then_router_by_router() -> None:
+def test_a_rolling_restart_goes_router_by_router_then_group_by_group() -> None:
     fleet = ready_fleet()
     actions = fleet.command(Command("restart"), 9, 10.0)
-    assert sends(actions) == [("c0", TERM)]
+    assert starts(actions) == ["router-0/2"]
+    assert sends(fleet.reported("router-0/2", "ready", 11.0)) == [("router-0", HAND_OVER)]
+    assert starts(fleet.tick(14.0)) == []  # it finishes its streams
+    fleet.exited("router-0", 0, 18.0)
+    assert starts(fleet.tick(20.0)) == ["router-1/2"]
+    fleet.reported("router-1/2", "ready", 21.0)
+    fleet.exited("router-1", 0, 22.0)
+    assert sends(fleet.tick(24.0)) == [("c0", TERM)]
     for name in ("c0", "w0.0"):
-        assert starts(fleet.exited(name, 0, 11.0)) == []
-    assert starts(fleet.exited("w0.1", 0, 11.0)) == ["w0.0", "w0.1", "c0"]
+        assert starts(fleet.exited(name, 0, 25.0)) == []
+    assert starts(fleet.exited("w0.1", 0, 25.0)) == ["w0.0", "w0.1", "c0"]
     assert states(fleet) == ["starting", "ready"]
-    assert sends(fleet.reported("c0", "ready", 15.0)) == []  # the routers must see it first
-    assert fleet.deadline == 17.0
-    assert sends(fleet.tick(17.0)) == [("c1", TERM)]
+    assert sends(fleet.reported("c0", "ready", 29.0)) == []  # the routers must see it first
+    assert fleet.deadline == 31.0
+    assert sends(fleet.tick(31.0)) == [("c1", TERM)]
     for name in ("c1", "w1.0", "w1.1"):
-        actions = fleet.exited(name, 0, 18.0)
+        actions = fleet.exited(name, 0, 32.0)
     assert len(starts(actions)) == 3
-    fleet.reported("c1", "ready", 20.0)
-    assert starts(fleet.tick(22.0)) == ["router-0/2"]
-    assert sends(fleet.reported("router-0/2", "ready", 23.0)) == [("router-0", HAND_OVER)]
-    assert starts(fleet.tick(26.0)) == []  # it finishes its streams
-    fleet.exited("router-0", 0, 30.0)
-    assert starts(fleet.tick(32.0)) == ["router-1/2"]
-    fleet.reported("router-1/2", "ready", 33.0)
-    assert told(fleet.exited("router-1", 0, 34.0))[-1] == (9, "restarted", True, True)
+    assert told(fleet.reported("c1", "ready", 34.0))[-1] == (9, "restarted", True, True)
     assert fleet.deadline == float("inf")
     assert starts(fleet.exited("router-0/2", -KILL, 40.0)) == ["router-0/2"]
 

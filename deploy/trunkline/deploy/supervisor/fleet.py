@@ -58,8 +58,9 @@ class Fleet:
 
     @property
     def units(self) -> Sequence[Unit]:
-        """Groups, then routers: the order of a restart."""
-        return [*self.groups, *self.routers]
+        """Routers, then groups: the order of a restart. Routers know what groups of earlier versions report, but
+        not always what those of later versions do."""
+        return [*self.routers, *self.groups]
 
     @property
     def deadline(self) -> float:
