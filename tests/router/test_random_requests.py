@@ -14,7 +14,15 @@ from router.harness import MESSAGES
 
 from trunkline.router.api.schema_types import SchemaRequest
 from trunkline.router.api.session_types import SessionRequest
-from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from trunkline.router.jobs.generation_parameters import DialogParameters
+from trunkline.router.jobs.request_models import (
+    CHAT,
+    COMPLETIONS,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 
 random = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 at_length = pytest.mark.parametrize("times", [1, pytest.param(50, marks=pytest.mark.soak)])
@@ -26,6 +34,8 @@ PATHS: dict[str, Any] = {
     "/v1/sessions": (SessionRequest, {}),
     "/v1/schemas": (SchemaRequest, {"pml": "<schema name='x'>Hello.<module name='m'>You.</module></schema>"}),
 }
+OTHERS = sorted({*CHAT.spellings, *COMPLETIONS.spellings, *(name for name, _ in CHAT.known)})
+"""Other spellings, hints, and what is refused."""
 KEYS = """
 role content type text 5 include_usage x json_schema schema name regex choice json grammar json_object items args
 structural_tag function parameters tool_calls retention_ratio keep instructions sink_tokens modules path required
@@ -74,7 +84,10 @@ def test_random_fields(http: httpx.Client, times: int) -> None:
     def send(data: st.DataObject) -> None:
         path = data.draw(st.sampled_from(sorted(PATHS)))
         model, base = PATHS[path]
-        names = st.sampled_from([*model.model_fields, "functions", "suffix", "json", "schema", "nonsense"])
+        names = st.one_of(
+            st.sampled_from([*model.model_fields, "functions", "suffix", "json", "schema", "nonsense"]),
+            st.sampled_from(OTHERS),
+        )
         fields = base | data.draw(st.dictionaries(names, value, max_size=3))
         content = json.dumps(fields, ensure_ascii=data.draw(st.booleans())).encode("utf-8", "surrogatepass")
         check(http.post(path, content=content), content)
@@ -123,6 +136,7 @@ of_messages = st.fixed_dictionaries(
     {"max_tokens": st.just(5), "messages": mixed(TURNS)},
     optional=dict.fromkeys(("system", "stop_sequences", "output_config"), value) | tools,
 )
+shared_names = st.sampled_from(sorted(DialogParameters.model_fields))
 TRANSLATED = {"/v1/responses": of_responses, "/v1/messages": of_messages, "/v1/messages/count_tokens": of_messages}
 
 
@@ -132,7 +146,7 @@ def test_random_items_and_tools(http: httpx.Client, times: int) -> None:
     @given(data=st.data())
     def send(data: st.DataObject) -> None:
         path = data.draw(st.sampled_from(sorted(TRANSLATED)))
-        body = data.draw(TRANSLATED[path])
+        body = data.draw(TRANSLATED[path]) | data.draw(st.dictionaries(shared_names, value, max_size=1))
         check(http.post(path, content=json.dumps(body)), body)
 
     send()
