@@ -120,6 +120,19 @@ def test_grammars_and_tools_hold_the_model_to_their_form(cluster: Cluster) -> No
     [call] = answer["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "look_up"
     assert json.loads(call["function"]["arguments"])["name"] in ("os", "sys")
+    # A call, or the form: which of them is up to the model.
+    answer = httpx.post(
+        f"{cluster.url}/v1/chat/completions",
+        json=chat | {"tools": [TOOL], "response_format": form, "n": 2},
+        timeout=90.0,
+    ).json()
+    for choice in answer["choices"]:
+        calls = choice["message"].get("tool_calls") or []
+        assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+        if calls:
+            assert {call["function"]["name"] for call in calls} == {"look_up"}
+        else:
+            assert json.loads(choice["message"]["content"])["name"] in ("os", "sys")
 
 
 def test_a_grammar_that_cannot_be_compiled_is_refused_and_harms_nobody(cluster: Cluster) -> None:

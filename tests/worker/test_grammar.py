@@ -174,6 +174,33 @@ def test_json_is_written_as_json_dumps_does(grammars: Grammars, kind: str) -> No
         assert not accepts(grammars, kind, text, front + run + json.dumps(DOCUMENTS[0])[8:])
 
 
+@pytest.mark.parametrize("seed", seeds(2))
+def test_a_part_of_limited_length_ends_also_after_a_preemption(grammars: Grammars, seed: int) -> None:
+    """Thoughts have budgets: so many tokens, then the mark that ends them."""
+    rng = random.Random(seed)
+    budget = rng.randint(0, 9)
+    thought = {"type": "any_text", "excludes": ["##"], "max_tokens": budget}
+    mark, answer = {"type": "const_string", "value": "##"}, {"type": "const_string", "value": "yes"}
+    form = {"type": "sequence", "elements": [thought, mark, answer]}
+    grammar = grammars.add("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+    whole = grammars.row(grammar)
+    for _ in range(budget + 12):
+        choices = allowed(grammars, whole)
+        written = whole.tokens[whole.prompt_len :]
+        again = allowed(grammars, grammars.row(grammar, written))
+        # Within the mark, the first half of it may count as a thought again.
+        assert again >= choices if "#" in text_of(whole) else again == choices
+        # Whole words: a character of several tokens would be finished beyond the budget.
+        words = [one for one in sorted(choices) if re.fullmatch("[A-Za-z]+", tokenizer().id_to_token(one) or "")]
+        whole.append(rng.choice(words or sorted(choices)))
+    written = whole.tokens[whole.prompt_len :]
+    text = tokenizer().decode([one for one in written if one != STOP], skip_special_tokens=False)
+    assert text.endswith("##yes")
+    # The mark takes one or two tokens.
+    ends = next(n for n in range(len(written)) if "##" in tokenizer().decode(written[: n + 1]))
+    assert budget <= ends <= budget + 1
+
+
 def test_characters_before_hexadecimal_digits_are_kept(grammars: Grammars) -> None:
     """xgrammar reads as many digits of an escape as there are: "ß" before "e" became another character."""
     for text in ("größe", "a\\xdfe", "日本a", "😀a", "Ābc"):
