@@ -186,14 +186,14 @@ def test_a_part_of_limited_length_ends_also_after_a_preemption(grammars: Grammar
     whole = grammars.row(grammar)
     for _ in range(budget + 12):
         choices = allowed(grammars, whole)
-        written = whole.tokens[whole.prompt_len :]
+        written = list(whole.tokens[whole.prompt_len :])
         again = allowed(grammars, grammars.row(grammar, written))
         # Within the mark, the first half of it may count as a thought again.
         assert again >= choices if "#" in text_of(whole) else again == choices
-        # Whole words: a character of several tokens would be finished beyond the budget.
+        # Whole words: with a character of several tokens it could not be told where the thought ends.
         words = [one for one in sorted(choices) if re.fullmatch("[A-Za-z]+", tokenizer().id_to_token(one) or "")]
         whole.append(rng.choice(words or sorted(choices)))
-    written = whole.tokens[whole.prompt_len :]
+    written = list(whole.tokens[whole.prompt_len :])
     text = tokenizer().decode([one for one in written if one != STOP], skip_special_tokens=False)
     assert text.endswith("##yes")
     # The mark takes one or two tokens.

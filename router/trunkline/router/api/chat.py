@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 from fastapi import APIRouter
 from msgspec import UNSET
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -94,9 +95,9 @@ async def chat_completions(request: Request) -> Response:
 
 def _plan(service: RouterService, body: ChatRequest) -> ToolPlan:
     tokenizer = service.tokenizer
-    reasoning = None if body.separate_reasoning is False else tokenizer.reasoning
     choice, parallel = body.tool_choice, body.parallel_tool_calls
-    return prepare_tools(body.tools, choice, parallel, tokenizer.tool_style, reasoning)
+    plan = prepare_tools(body.tools, choice, parallel, tokenizer.tool_style, tokenizer.reasoning)
+    return replace(plan, separate=False) if body.separate_reasoning is False else plan
 
 
 class _ChatAnswer:
@@ -117,7 +118,7 @@ class _ChatAnswer:
         self._turn = turn
         self._head = make_head("chatcmpl", service, body.model)
         self._count = body.alternatives
-        self._thinks = plan.reasoning is not None
+        self._thinks = plan.reasoning is not None and plan.separate
         self._thoughts: int | None = 0 if self._thinks else None
         """Tokens of thoughts so far; None: the model has none."""
 

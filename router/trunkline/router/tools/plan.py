@@ -251,7 +251,9 @@ class ToolPlan(msgspec.Struct, frozen=True):
     parallel: bool = True
     """Whether the answer may have several calls."""
     reasoning: ReasoningStyle | None = None
-    """How the model marks its thoughts; None: it has none, or they are not to be separated from the answer."""
+    """How the model marks its thoughts; None: it has none."""
+    separate: bool = True
+    """Whether thoughts are told apart from the answer; if not, they are part of its text."""
 
     @property
     def active(self) -> bool:
@@ -294,9 +296,9 @@ class ToolPlan(msgspec.Struct, frozen=True):
             calls = make_parser(self.style.name, schemas, draw_id or self.draw_id)
             if self.demanded:
                 calls = CallsOnly(calls)
-            elif formed and not self.has_channels:  # channels tell calls from text wherever they stand
+            elif formed and self.separate and not self.has_channels:  # channels tell calls from text anywhere
                 calls = CallsOrText(calls)
-        if self.reasoning is None or not self.reasoning.begin or state == "closed":
+        if self.reasoning is None or not self.reasoning.begin or state == "closed" or not self.separate:
             return calls
         return ThoughtParser(self.reasoning, state, calls)
 
