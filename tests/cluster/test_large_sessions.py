@@ -22,7 +22,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trunkline.deploy.config.models import DEMO_FOLDER
 
-pytestmark = [pytest.mark.processes, pytest.mark.soak, pytest.mark.area("survival")]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.soak,
+    pytest.mark.area("survival"),
+    pytest.mark.timeout(1500),
+]
 
 COUNT = 60
 FOUND_MIN = 0.9
