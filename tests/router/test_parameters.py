@@ -11,7 +11,7 @@ import httpx
 import msgspec
 import pytest
 from router.api_calls import named_events, payloads
-from router.harness import MESSAGES
+from router.harness import MESSAGES, wait_until
 from router.schema_calls import PLAN, PLAN_OBJECT, post
 
 from trunkline.router.api import requests
@@ -225,6 +225,7 @@ def test_each_parameter_has_an_effect(http: httpx.Client, spied: Seen, name: str
     for parameter in TABLE[name].parameters:
         if parameter.name in ELSEWHERE:
             continue
+        assert parameter.name in probes, f"{parameter.name} needs a probe: a value that has an effect"
         probe = probes[parameter.name]
         body = BODIES[name] | probe.beside
         without = send(http, spied, name, body)
@@ -329,6 +330,14 @@ def test_unknown_parameters_are_named(http: httpx.Client, name: str) -> None:
     warnings = http.post(PATHS[name], json=BODIES[name] | many).json()["warnings"]
     assert len(warnings) == UNKNOWN_MAX
     assert all(len(warning) < UNKNOWN_CHARACTERS_MAX + 50 for warning in warnings)
+
+
+def test_a_background_response_names_unknown_parameters_when_it_is_queued(http: httpx.Client) -> None:
+    body = {"input": "Hi", "background": True, "frobnicate": 1}
+    queued = http.post(PATHS["responses"], json=body).json()
+    assert queued["warnings"] == ["`frobnicate` is not a known parameter and was ignored"]
+    http.post(f"{PATHS['responses']}/{queued['id']}/cancel")
+    wait_until(lambda: http.delete(f"{PATHS['responses']}/{queued['id']}").status_code == 200)
 
 
 def _warnings(stream: httpx.Response) -> Iterator[Any]:

@@ -138,4 +138,5 @@ def _queued(body: ResponsesRequest, given: Object, response_id: str, created: in
         "top_p": body.top_p,
         "truncation": "disabled" if body.truncation is None else body.truncation.type,
         "usage": None,
+        **({} if body.warnings is None else {"warnings": body.warnings}),
     }
