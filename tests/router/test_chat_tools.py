@@ -179,7 +179,20 @@ def test_a_call_or_json_in_one_answer(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("path", "body"), [(path, body) for path, body in EITHER])
+@pytest.mark.parametrize("path", [path for path, _ in EITHER])
+def test_a_call_within_a_form_is_text(
+    http: httpx.Client, fake: FakeController, tokenizer: Tokenizer, path: str, stream: bool
+) -> None:
+    text = f"Write {CALL}"
+    body = dict(EITHER)[path] | {"guided_choice": [text, "no"], "stream": stream}
+    for name in ("response_format", "text", "output_config"):
+        body.pop(name, None)
+    say(fake, tokenizer, text)
+    assert shown(http.post(path, json=body), path, stream=stream) == (text, "")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), EITHER)
 def test_half_a_call_is_no_text(
     http: httpx.Client, fake: FakeController, tokenizer: Tokenizer, path: str, body: dict[str, Any], stream: bool
 ) -> None:
