@@ -31,10 +31,10 @@ from trunkline.router.routing.controllers import (
     resized,
 )
 from trunkline.router.routing.decision_log import DecisionLog
-from trunkline.router.routing.index import EXPECTED, TIERS, ChunkIndex, IntArray
+from trunkline.router.routing.index import TIERS, ChunkIndex, Columns, IntArray
 from trunkline.router.routing.names import KvIdentity, prompt_names, with_kept
 from trunkline.router.routing.overlaps import Found, best_way, known_tails, missing, own_tail
-from trunkline.router.routing.peers import Run, holders, keeps_cut, kept_runs, pullable, sleeping
+from trunkline.router.routing.peers import NOTHING, Given, Run, holders, keeps_cut, kept_runs, pullable, sleeping
 from trunkline.router.routing.policies import POLICIES, Policy, RoutingSettings, Turns, View
 from trunkline.router.routing.request import Decision, RouteRequest, Sleeping, Weighed
 from trunkline.router.routing.roles import Prospect, Stream, prefill_group
@@ -247,7 +247,7 @@ class RoutingCore:
         matched = tiers.sum(axis=1)
         if request.pinned >= 0:
             chosen, reason = request.pinned, "pinned"
-        elif request.planned in candidates:
+        elif request.planned >= 0 and request.planned in candidates:
             chosen, reason = request.planned, "planned"
         elif len(candidates) == 1:
             chosen, reason = int(candidates[0]), "only"
@@ -279,8 +279,9 @@ class RoutingCore:
             if apart >= 0:
                 chosen, goes_on, reason = apart, chosen, "prefill"
         identity = self._traits.identity(chosen)
-        none: tuple[list[Holder], Sleeping | None, KeptChunks | None] = [], None, None
-        given, asleep, kept = none if identity is None else self._from_peers(found[identity], identity, chosen)
+        own, given = None if identity is None else found[identity], NOTHING
+        if own is not None and len(own.peers) and self._traits.exports(chosen):
+            given = self._from_peers(own, chosen)
         return Decision(
             chosen,
             reason or self._policy_name,
@@ -289,17 +290,17 @@ class RoutingCore:
             tiers[chosen].tolist(),
             float(costs[chosen]),
             float(costs[candidates].min()),
-            missing(found[identity], chosen) if identity is not None else [],
+            missing(own, chosen) if own is not None else [],
             blocks_for(prompt, int(self._traits.chunk_size[chosen])),
             Weighed(candidates, tiers, costs, self._slots.names),
             self._slots.names[chosen],
-            found[identity].tail if identity is not None else None,
+            own.tail if own is not None else None,
             int(pulled[chosen]) if self._traits.exports(chosen) else 0,
-            given,
-            asleep,
+            given.holders,
+            given.sleeping,
             goes_on,
-            self._texts_from_peers(found[identity], identity, chosen) if identity is not None else {},
-            kept,
+            given.texts,
+            given.kept,
         )
 
     def sent(self, ticket: int, decision: Decision, request: RouteRequest, now: float) -> None:
@@ -418,7 +419,7 @@ class RoutingCore:
         effective = np.zeros(count)
         pulled = np.zeros(count, np.int64)
         found: dict[KvIdentity, Found] = {}
-        longest, tail, is_pulled = 0, -1, False
+        longest, tail = 0, -1
         serves = self._traits.serves(request.model) if request.model else None
         for identity, controllers in self._traits.members.items():
             members = controllers if serves is None else controllers[serves[controllers]]
@@ -426,64 +427,58 @@ class RoutingCore:
                 continue
             names = prompt_names(request, identity)
             matches = [self.index.look_up(chain.names, now) for chain in names.chains]
-            names, matches = with_kept(names, matches, lambda names: self.index.look_up(names, now))
+            if names.kept is not None:
+                names, matches = with_kept(names, matches, lambda names: self.index.look_up(names, now))
             overlaps = [(chain, match.counts) for chain, match in zip(names.chains, matches, strict=True)]
             tail_of = own_tail(request.tokens, names, identity.chunk_size)
-            found[identity] = Found(names, overlaps, tail_of, matches)
+            peers = self._traits.peers(identity)
+            own_found = found[identity] = Found(names, overlaps, tail_of, matches, peers)
             cached = best_way(overlaps)[members]
             whole = cached.sum(axis=1)
-            for name, depth, tokens in known_tails(request.tokens, found[identity], whole, self._tails, now):
+            for name, depth, tokens in known_tails(request.tokens, own_found, whole, self._tails, now):
                 own = np.flatnonzero((members == self._slots.find(name)) & (whole >= depth))
                 cached[own[whole[own] == depth], -1] += tokens
                 if len(own) and depth + tokens > longest:
                     longest, tail = depth + tokens, int(members[own[0]])
             tiers[members] = cached
-            effective[members] = (cached * self._traits.worth[members]).sum(axis=1)
-            peers = self._traits.peers(identity)
+            saved = (cached * self._traits.worth[members]).sum(axis=1)
             if len(peers) and matches[-1].masks:
                 whole = cached.sum(axis=1) if tail >= 0 else whole
                 columns = self.index.columns(peers)
-                pulled[members] = pullable(found[identity], members, whole, columns, has_tail=tail >= 0)
-                is_pulled = True
-        if is_pulled:
-            effective += pulled * self._traits.pull_worth
+                reach = pulled[members] = pullable(own_found, members, whole, columns, has_tail=tail >= 0)
+                saved += reach * self._traits.pull_worth[members]
+            effective[members] = saved
         return found, tiers, effective, pulled, tail
 
-    def _from_peers(
-        self, found: Found, identity: KvIdentity, chosen: int
-    ) -> tuple[list[Holder], Sleeping | None, KeptChunks | None]:
-        """Return which peers have chunks that a controller lacks, in host memory and then on disk; or what they
-        have kept behind the prompt's cut."""
-        traits, peers = self._traits, self._traits.peers(identity)
-        told = sum(found.last.counts[chosen, :EXPECTED].tolist())
-        is_cut, is_whole = found.names.kept is not None, told == len(found.last.masks)
-        if (is_whole and not is_cut) or not traits.exports(chosen) or not len(peers):
-            return [], None, None
-        columns, shift = self.index.columns(peers), self.index.shift(chosen)
-        runs, at = holders(found.last, shift, columns, traits.leaves, self.loads.inflight)
-        if is_cut:
-            kept = kept_runs(found, shift, columns, traits.leaves, self.loads.inflight)
-            if kept is not None and kept.tokens > at * identity.chunk_size:
+    def _from_peers(self, found: Found, chosen: int) -> Given:
+        """Return which peers have what a controller lacks: chunks in host memory and then on disk, or what they
+        have kept behind the prompt's cut; and chunks of texts."""
+        *told, expected = found.last.counts[chosen].tolist()
+        has = 0 if expected else sum(told)
+        if has == len(found.last.masks) and len(found.matches) == 1:
+            return NOTHING  # as most often
+        columns, shift, chain = self.index.columns(found.peers), self.index.shift(chosen), found.names.chains[-1]
+        leaves, inflight = self._traits.leaves, self.loads.inflight
+        texts = self._texts_from_peers(found, columns, shift) if len(found.matches) > 1 else {}
+        runs, at = holders(found.last, shift, columns, leaves, inflight, start=has)
+        if found.names.kept is not None:
+            kept = kept_runs(found, shift, columns, leaves, inflight)
+            if kept is not None and kept.tokens > at * chain.tokens:
                 packed = b"".join(kept.chain.names[: kept.runs[-1].stop])
-                return [], None, KeptChunks(packed, self._as_holders(kept.runs))
-            if is_whole or keeps_cut(found, np.array([chosen])).any():
-                return [], None, None
-        given = self._as_holders(runs)
-        if at == len(found.last.masks) or (disk := sleeping(found.last, at, columns)) is None:
-            return given, None, None
-        names, size = found.names.chains[-1].names, identity.chunk_size
-        return given, Sleeping(disk.controller, names[at], (disk.stop - disk.start) * size), None
+                return Given([], None, {}, KeptChunks(packed, self._as_holders(kept.runs)))
+            if keeps_cut(found, np.array([chosen])).any():
+                return NOTHING
+        given, asleep = self._as_holders(runs), None
+        if at < len(found.last.masks) and (disk := sleeping(found.last, at, columns)) is not None:
+            asleep = Sleeping(disk.controller, chain.names[at], (disk.stop - disk.start) * chain.tokens)
+        return Given(given, asleep, texts, None)
 
-    def _texts_from_peers(self, found: Found, identity: KvIdentity, chosen: int) -> dict[int, list[Holder]]:
+    def _texts_from_peers(self, found: Found, columns: Columns, shift: int) -> dict[int, list[Holder]]:
         """Return which peers have chunks in host memory of texts that a controller lacks, by the text."""
-        traits, peers = self._traits, self._traits.peers(identity)
         given: dict[int, list[Holder]] = {}
-        if len(found.matches) == 1 or not traits.exports(chosen) or not len(peers):
-            return given
-        columns, shift = self.index.columns(peers), self.index.shift(chosen)
         for chain, match in zip(found.names.chains, found.matches, strict=True):
             if chain.text >= 0 and match.masks:
-                runs, _ = holders(match, shift, columns, traits.leaves, self.loads.inflight)
+                runs, _ = holders(match, shift, columns, self._traits.leaves, self.loads.inflight)
                 if runs:
                     given[chain.text] = self._as_holders(runs)
         return given

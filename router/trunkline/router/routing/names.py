@@ -175,11 +175,10 @@ def _cut_chains(
 def with_kept(
     names: Names, matches: list[Match], look_up: Callable[[Sequence[bytes]], Match]
 ) -> tuple[Names, list[Match]]:
-    """Return a prompt's chains and what controllers have of them, with chains for what controllers have computed
-    behind the prompt's cut: one for each number of chunks that some controller has computed before it."""
+    """Return the chains of a prompt with a cut and what controllers have of them, with chains for what controllers
+    have computed behind the cut: one for each number of chunks that some controller has computed before it."""
     table = names.kept
-    if table is None:
-        return names, matches
+    assert table is not None, "the prompt has no cut"
     counts = matches[0].counts.sum(axis=1)
     moved = np.unique(counts[(counts >= table.first) & (counts < len(table.names))])[::-1].tolist()
     first, plain = names.chains[0], names.chains[-1]

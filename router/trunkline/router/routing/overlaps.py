@@ -26,6 +26,8 @@ class Found(NamedTuple):
     """The prompt's open tail; None if the prompt is not plain."""
     matches: list[Match]
     """What controllers have of each chain."""
+    peers: IntArray
+    """The controllers that exchange these chunks with each other."""
 
     @property
     def last(self) -> Match:

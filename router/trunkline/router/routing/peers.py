@@ -25,10 +25,12 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from trunkline.controller.messages import Holder, KeptChunks
 from trunkline.router.routing.controllers import FloatArray
 from trunkline.router.routing.index import DEVICE, DISK, HOST, TOLD, Columns, IntArray, Match
 from trunkline.router.routing.names import Chain
 from trunkline.router.routing.overlaps import Found
+from trunkline.router.routing.request import Sleeping
 
 HOLDERS_MAX: Final = 4
 """Largest number of groups from which the chunks of one prompt are pulled."""
@@ -43,6 +45,18 @@ class Run(NamedTuple):
     stop: int
 
 
+class Given(NamedTuple):
+    """What peers have of a prompt that a controller lacks; fields as in `Decision`."""
+
+    holders: list[Holder]
+    sleeping: Sleeping | None
+    texts: dict[int, list[Holder]]
+    kept: KeptChunks | None
+
+
+NOTHING: Final = Given([], None, {}, None)
+
+
 def pullable(found: Found, members: IntArray, whole: IntArray, peers: Columns, *, has_tail: bool) -> IntArray:
     """Return how many tokens controllers need not compute if they pull, without a gap from their own chunks on.
 
@@ -53,10 +67,8 @@ def pullable(found: Found, members: IntArray, whole: IntArray, peers: Columns, *
         has_tail: whether one of them has an open tail, too, so that `whole` is not of whole chunks only.
     """
     masks, host, size = found.last.masks, peers.bits << HOST, found.names.chains[-1].tokens
-    if all(map(host.__and__, masks)):
-        ends = np.array([len(masks) * size])
-    else:
-        ends = np.array([at * size for at, mask in enumerate(masks) if not mask & host] + [len(masks) * size])
+    gaps = [at * size for at, mask in enumerate(masks) if not mask & host]
+    ends = np.array([*gaps, len(masks) * size])
     if found.names.root:
         own = whole // size * size if has_tail else whole
         reach: IntArray = ends[ends.searchsorted(own)] - whole
@@ -115,7 +127,13 @@ def kept_runs(
 
 
 def holders(
-    match: Match, shift: int, peers: Columns, leaves: NDArray[np.bool_], inflight: FloatArray
+    match: Match,
+    shift: int,
+    peers: Columns,
+    leaves: NDArray[np.bool_],
+    inflight: FloatArray,
+    *,
+    start: int = 0,
 ) -> tuple[list[Run], int]:
     """Return the runs of chunks that a controller lacks and peers have in host memory, and the index of the first
     chunk behind them.
@@ -126,10 +144,11 @@ def holders(
         leaves: whether each controller drains. Of runs of one length that of such a controller is better, as its
             copy will go; then that of a controller with fewer requests.
         inflight: requests that each controller has.
+        start: how many of the first chunks the controller has, if that is known.
     """
     masks, own = match.masks, TOLD << shift
     host = peers.bits << HOST
-    at, count = 0, len(masks)
+    at, count = start, len(masks)
     runs: list[Run] = []
     while True:
         while at < count and masks[at] & own:

@@ -110,7 +110,7 @@ class Traits:
     @property
     def prefills(self) -> list[int]:
         """The prefill groups."""
-        return [controller for controller, role in self._roles.items() if role == PREFILL]
+        return [controller for controller, role in self._roles.items() if role == PREFILL] if self._roles else []
 
     def is_decode(self, controller: int) -> bool:
         """Return whether a controller's role is "decode"."""
