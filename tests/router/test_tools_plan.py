@@ -141,12 +141,12 @@ def test_demanded_calls(style: ToolStyle, accepts: Accepts) -> None:
 
 @pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
 def test_strict_functions_where_the_model_is_free(style: ToolStyle, accepts: Accepts) -> None:
-    tools = [tool(strict=True), tool("loose")]
+    tools = [tool(strict=True), tool("loose"), tool("free")]
     plan = prepare_tools(tools, "auto", None, style)
     one, two = ("add", '{"x": 1}'), ("loose", '{"whatever": [1, {}]}')
     assert accepts(plan, "Just text.")
     both = () if style.form.single else (written(style, one, two),)
-    for text in (written(style, one), written(style, two), *both):
+    for text in (written(style, one), written(style, two), written(style, ("free", "{}")), *both):
         assert accepts(plan, text)
         assert accepts(plan, "First: " + text)
     for text in both:
@@ -168,13 +168,14 @@ FORMAT = Grammar(
 
 @pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
 def test_a_call_or_a_form(style: ToolStyle, accepts: Accepts) -> None:
-    tools = [tool(strict=True), tool("loose")]
+    tools = [tool(strict=True), tool("loose"), tool("other-loose")]
     plan = prepare_tools(tools, "auto", None, style)
     header = "<|channel|>final<|message|>" if style.name == "harmony" else ""
     one, two = written(style, ("add", '{"x": 1}')), written(style, ("loose", '{"whatever": [1, {}]}'))
     both = written(style, ("add", '{"x": 1}'), ("loose", '{"y": ["up"]}'))
     form = header + '{"name": "add"}'
-    for text in (one, two, form, *([] if style.form.single else [both])):
+    third = written(style, ("other-loose", "{}"))
+    for text in (one, two, third, form, *([] if style.form.single else [both])):
         assert accepts(plan, text, wanted=FORMAT), text
     for text in (
         "",

@@ -87,7 +87,7 @@ def _calls(functions: Sequence[FunctionTool], style: ToolStyle, *, several: bool
     begin, opener = written(style.written_begin, style.special), written(form.opener, style.special)
     end = [] if form.single else written(form.end, style.special)  # a form's single call ends with an end token
     separator = written(form.separator, style.special)
-    calls = one_of([_call(one, style, free=free) for one in functions])
+    calls = _one_call(functions, style, free=free)
     if form.each:
         return _repeated(sequence(*begin, calls, *end), separator, several=several)
     return sequence(*begin, *opener, _repeated(calls, separator, several=several), *end)
@@ -95,25 +95,22 @@ def _calls(functions: Sequence[FunctionTool], style: ToolStyle, *, several: bool
 
 def _triggered(functions: Sequence[FunctionTool], style: ToolStyle, *, several: bool) -> Format:
     form = style.form
-    calls = [_call(one, style, free=True) for one in functions]
+    content = _one_call(functions, style, free=True)
     separator, end = written(form.separator, style.special), written(form.end, style.special)
     if form.single:  # its marker begins other messages, too
         trigger = form.head.split()[-1]
-        rest = one_of([_call(one, style, free=True, skipped=form.head) for one in functions])
-        return _dispatch([[trigger, rest]], loop=False)
+        return _dispatch([[trigger, _one_call(functions, style, free=True, skipped=form.head)]], loop=False)
     if form.unmarked and form.body == "object":
         trigger = '{"name": "'
-        objects = one_of([_call(one, style, free=True, skipped=trigger) for one in functions])
-        return _dispatch([[trigger, objects]], loop=several)
+        return _dispatch([[trigger, _one_call(functions, style, free=True, skipped=trigger)]], loop=several)
     if form.unmarked:
-        more = {"type": "star", "content": sequence(*separator, one_of(calls))} if several else None
+        more = {"type": "star", "content": sequence(*separator, content)} if several else None
         rules: list[list[Any]] = []
         for one in functions:
             begin = f"{form.opener}{one.name}{form.name_end}"
-            call = _call(one, style, free=True, skipped=begin.removeprefix(form.opener))
+            call = _one_call([one], style, free=True, skipped=begin.removeprefix(form.opener))
             rules.append([begin, sequence(call, *([more] if more else []), *end)])
         return _dispatch(rules, loop=False)
-    content = one_of(calls)
     if not form.each:
         opener = written(form.opener, style.special)
         content = sequence(*opener, _repeated(content, separator, several=several))
@@ -126,17 +123,33 @@ def _dispatch(rules: list[list[Any]], *, loop: bool, tokens: bool = False) -> Fo
     return {"type": "token_dispatch" if tokens else "dispatch", "rules": rules, "loop": loop}
 
 
-def _call(function: FunctionTool, style: ToolStyle, *, free: bool, skipped: str = "") -> Format:
-    """Return the format of a call. `skipped`: the beginning that is left out."""
-    form = style.form
-    schema = _FREE if free and not function.strict else function.schema
+def _one_call(functions: Sequence[FunctionTool], style: ToolStyle, *, free: bool, skipped: str = "") -> Format:
+    """Return the format of a call of one of some functions.
+
+    Args:
+        free: Whether the arguments of functions that are not strict are free.
+        skipped: The beginning that is left out.
+    """
+    loose = [function.name for function in functions if free and not function.strict]
+    held = [function for function in functions if function.name not in loose]
+    calls = [_call([function.name], function.schema, style, skipped) for function in held]
+    return one_of([*calls, *([_call(loose, _FREE, style, skipped)] if loose else [])])
+
+
+def _call(names: list[str], schema: dict[str, Any], style: ToolStyle, skipped: str) -> Format:
+    form, special = style.form, style.special
     if form.body == "object":
-        head = f'{form.head}{{"name": "{function.name}", "{form.arguments_field}": '
+        before, behind = f'{form.head}{{"name": "', f'", "{form.arguments_field}": '
         body, tail = [_json(schema)], "}" + form.tail
     else:
-        head = f"{form.head}{function.name}{form.name_end}"
+        before, behind = form.head, form.name_end
         body, tail = _body(schema, form), form.tail
-    return sequence(*written(head.removeprefix(skipped), style.special), *body, *written(tail, style.special))
+    if len(names) == 1:
+        head = written((before + names[0] + behind).removeprefix(skipped), special)
+    else:
+        name = one_of([_const(name) for name in names])
+        head = [*written(before.removeprefix(skipped), special), name, *written(behind, special)]
+    return sequence(*head, *body, *written(tail, special))
 
 
 def _body(schema: dict[str, Any], form: ToolForm) -> list[Format]:
