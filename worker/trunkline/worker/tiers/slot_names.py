@@ -25,7 +25,8 @@ class SlotNames:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._uses: dict[bytes, Use] = {}
+        self._uses: dict[bytes, list[Use]] = {}
+        """The slots that hold each chunk: several, if it is in a plain tree and behind a cut."""
         self._names: dict[int, bytes] = {}
         self._serial = 0
 
@@ -33,14 +34,11 @@ class SlotNames:
         return len(self._uses)
 
     def put(self, slot: int, name: bytes) -> None:
-        """Note that a slot holds the chunk of this name. If several slots do, the last one counts."""
+        """Note that a slot holds the chunk of this name. Other slots may hold it, too."""
         with self._lock:
             self._drop(slot)
             self._serial += 1
-            before = self._uses.get(name)
-            if before is not None:
-                self._drop(before.slot)
-            self._uses[name] = Use(slot, self._serial)
+            self._uses.setdefault(name, []).append(Use(slot, self._serial))
             self._names[slot] = name
 
     def drop(self, slots: Iterable[int]) -> None:
@@ -51,16 +49,21 @@ class SlotNames:
                     self._drop(slot)
 
     def find(self, name: bytes) -> Use | None:
-        """Return the slot that holds a chunk; None: none is known to."""
+        """Return the slot that holds a chunk, of several the one that was filled last; None: none is known to."""
         with self._lock:
-            return self._uses.get(name)
+            uses = self._uses.get(name)
+            return uses[-1] if uses else None
 
     def holds(self, use: Use, name: bytes) -> bool:
         """Return whether the slot's content is the same as when `find` returned this."""
         with self._lock:
-            return self._uses.get(name) == use
+            return use in self._uses.get(name, ())
 
     def _drop(self, slot: int) -> None:
         name = self._names.pop(slot, None)
         if name is not None:
-            del self._uses[name]
+            uses = [use for use in self._uses[name] if use.slot != slot]
+            if uses:
+                self._uses[name] = uses
+            else:
+                del self._uses[name]
