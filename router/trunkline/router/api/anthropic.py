@@ -109,7 +109,9 @@ class CountTokensRequest(DialogParameters):
     tool_choice: Annotated[Any, _ObjectForm] = row(
         "`auto`, `any`, `tool` with a `name`, `none`; `disable_parallel_tool_use`", "auto", "see [tools](#tools)"
     )
-    thinking: Thinking | None = row("an object", "the template's", "see [reasoning](#reasoning)")
+    thinking: Thinking | None = row(
+        "an object with `type`, `budget_tokens`, `display`", "the template's", "see [reasoning](#reasoning)"
+    )
     output_config: OutputConfig | None = row(
         "`format`: `json_schema` with a `schema`; `effort`",
         "free text",

@@ -135,7 +135,9 @@ class ResponsesRequest(DialogParameters):
     )
     include: Annotated[Any, BeforeValidator(_include)] = row("a list", "none", "what the answer should also have")
     reasoning: Reasoning | None = row(
-        "an object with `effort`", "the template's", "see [reasoning](#reasoning). `summary` has no effect"
+        "an object with `effort` and `max_tokens`",
+        "the template's",
+        "see [reasoning](#reasoning). `summary` has no effect",
     )
 
     @model_validator(mode="after")
