@@ -22,15 +22,24 @@ BODY: dict[str, Any] = {
     "tools": [{"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}],
     "tool_choice": "required",
     "max_tokens": 160,
+    "thinking_budget": 12,
     "seed": 1,
 }
 
 
-@pytest.mark.parametrize("parser", ["qwen3_xml", "pythonic"])
-def test_a_demanded_call(parser: str) -> None:
-    with Cluster("--tp", "1", "--tool-call-parser", parser) as cluster:
+@pytest.mark.parametrize(("parser", "thinks"), [("qwen3_xml", False), ("pythonic", True)])
+def test_a_demanded_call(parser: str, thinks: bool) -> None:
+    options = ("--reasoning-parser", "deepseek_r1") if thinks else ()  # whose answers begin within a thought
+    with Cluster("--tp", "1", "--tool-call-parser", parser, *options) as cluster:
         url = f"{cluster.url}/v1/chat/completions"
-        whole = httpx.post(url, json=BODY, timeout=90.0).json()["choices"][0]
+        answer = httpx.post(url, json=BODY, timeout=90.0).json()
+        whole = answer["choices"][0]
+        assert bool(whole["message"].get("reasoning_content")) == thinks
+        if thinks:  # the model would never end it by itself
+            mark = 8
+            assert (
+                answer["usage"]["completion_tokens_details"]["reasoning_tokens"] <= BODY["thinking_budget"] + mark
+            )
         assert whole["finish_reason"] == "tool_calls"
         assert whole["message"]["content"] is None
         [call] = whole["message"]["tool_calls"]
