@@ -241,10 +241,8 @@ class RoutingCore:
         found, tiers, effective, pulled, tail = self._look_up(request, now)
         prompt = max((each.names.prompt_tokens for each in found.values()), default=_prompt_tokens(request))
         new, loads, settings = prompt - effective, self.loads, self.settings
-        inflight, queued = loads.inflight, loads.queued
-        waiting = (inflight * settings.request_tokens + queued) / settings.chunk_tokens
-        costs = (new + settings.floor_tokens) * (1.0 + waiting)
-        matched = tiers.sum(axis=1)
+        waiting = (loads.inflight * settings.request_tokens + loads.queued) / settings.chunk_tokens
+        costs, matched = (new + settings.floor_tokens) * (1.0 + waiting), tiers.sum(axis=1)
         if request.pinned >= 0:
             chosen, reason = request.pinned, "pinned"
         elif request.planned >= 0 and request.planned in candidates:
@@ -258,9 +256,9 @@ class RoutingCore:
                 self._traits.chunk_size,
                 new,
                 matched,
-                inflight,
+                loads.inflight,
                 loads.own_inflight,
-                queued,
+                loads.queued,
                 loads.own_queued,
                 loads.own_blocks,
                 loads.running,
@@ -278,10 +276,9 @@ class RoutingCore:
             apart = self._apart(chosen, prompt - int(matched[chosen]), int(pulled[chosen]), prefills, new)
             if apart >= 0:
                 chosen, goes_on, reason = apart, chosen, "prefill"
-        identity = self._traits.identity(chosen)
-        own, given = None if identity is None else found[identity], NOTHING
-        if own is not None and len(own.peers) and self._traits.exports(chosen):
-            given = self._from_peers(own, chosen)
+        own = found[identity] if (identity := self._traits.identity(chosen)) is not None else None
+        pulls = self._traits.exports(chosen)
+        given = NOTHING if own is None or not pulls else self._from_peers(own, chosen)
         return Decision(
             chosen,
             reason or self._policy_name,
@@ -295,7 +292,7 @@ class RoutingCore:
             Weighed(candidates, tiers, costs, self._slots.names),
             self._slots.names[chosen],
             own.tail if own is not None else None,
-            int(pulled[chosen]) if self._traits.exports(chosen) else 0,
+            int(pulled[chosen]) if pulls else 0,
             given.holders,
             given.sleeping,
             goes_on,
@@ -455,8 +452,8 @@ class RoutingCore:
         have kept behind the prompt's cut; and chunks of texts."""
         *told, expected = found.last.counts[chosen].tolist()
         has = 0 if expected else sum(told)
-        if has == len(found.last.masks) and len(found.matches) == 1:
-            return NOTHING  # as most often
+        if not len(found.peers) or (has == len(found.last.masks) and len(found.matches) == 1):
+            return NOTHING
         columns, shift, chain = self.index.columns(found.peers), self.index.shift(chosen), found.names.chains[-1]
         leaves, inflight = self._traits.leaves, self.loads.inflight
         texts = self._texts_from_peers(found, columns, shift) if len(found.matches) > 1 else {}
