@@ -43,6 +43,8 @@ from trunkline.router.routing.tails import Tails
 from trunkline.router.routing.traits import Traits
 
 _NONE: Final = np.zeros(0, np.int64)
+_ONES: Final = np.ones(TIERS, np.int64)
+"""Adds up tiers: in matrices this small, `take` and `dot` are several times faster than indexing and `sum`."""
 __all__ = ["Decision", "NoControllerError", "RouteRequest", "RoutingCore", "RoutingSettings"]
 
 
@@ -242,7 +244,7 @@ class RoutingCore:
         prompt = max((each.names.prompt_tokens for each in found.values()), default=_prompt_tokens(request))
         new, loads, settings = prompt - effective, self.loads, self.settings
         waiting = (loads.inflight * settings.request_tokens + loads.queued) / settings.chunk_tokens
-        costs, matched = (new + settings.floor_tokens) * (1.0 + waiting), tiers.sum(axis=1)
+        costs, matched = (new + settings.floor_tokens) * (1.0 + waiting), tiers.dot(_ONES)
         if request.pinned >= 0:
             chosen, reason = request.pinned, "pinned"
         elif request.planned >= 0 and request.planned in candidates:
@@ -286,7 +288,7 @@ class RoutingCore:
             int(matched[chosen]),
             tiers[chosen].tolist(),
             float(costs[chosen]),
-            float(costs[candidates].min()),
+            float(costs.take(candidates).min()),
             missing(own, chosen) if own is not None else [],
             blocks_for(prompt, int(self._traits.chunk_size[chosen])),
             Weighed(candidates, tiers, costs, self._slots.names),
@@ -430,20 +432,21 @@ class RoutingCore:
             tail_of = own_tail(request.tokens, names, identity.chunk_size)
             peers = self._traits.peers(identity)
             own_found = found[identity] = Found(names, overlaps, tail_of, matches, peers)
-            cached = best_way(overlaps)[members]
-            whole = cached.sum(axis=1)
+            cached = best_way(overlaps).take(members, axis=0)
+            whole = cached.dot(_ONES)
             for name, depth, tokens in known_tails(request.tokens, own_found, whole, self._tails, now):
                 own = np.flatnonzero((members == self._slots.find(name)) & (whole >= depth))
                 cached[own[whole[own] == depth], -1] += tokens
                 if len(own) and depth + tokens > longest:
                     longest, tail = depth + tokens, int(members[own[0]])
             tiers[members] = cached
-            saved = (cached * self._traits.worth[members]).sum(axis=1)
+            device, host, disk, expected = (cached * self._traits.worth.take(members, axis=0)).T
+            saved = device + host + disk + expected
             if len(peers) and matches[-1].masks:
-                whole = cached.sum(axis=1) if tail >= 0 else whole
+                whole = cached.dot(_ONES) if tail >= 0 else whole
                 columns = self.index.columns(peers)
                 reach = pulled[members] = pullable(own_found, members, whole, columns, has_tail=tail >= 0)
-                saved += reach * self._traits.pull_worth[members]
+                saved += reach * self._traits.pull_worth.take(members)
             effective[members] = saved
         return found, tiers, effective, pulled, tail
 

@@ -325,7 +325,7 @@ class ChunkIndex:
         for start in range(0, len(bits), _COUNTED_AT_ONCE):
             counts += np.add.reduce(bits[start : start + _COUNTED_AT_ONCE], axis=0, dtype=np.uint8)
         counts[:TIERS] = 0  # column 0 stands for controllers that the index does not know
-        return Match(counts.reshape(-1, TIERS)[self._columns], known)
+        return Match(counts.reshape(-1, TIERS).take(self._columns, axis=0), known)
 
     def columns(self, controllers: IntArray) -> Columns:
         """Return the columns of some controllers, until one of the columns changes."""

@@ -71,7 +71,7 @@ def pullable(found: Found, members: IntArray, whole: IntArray, peers: Columns, *
     ends = np.array([*gaps, len(masks) * size])
     if found.names.root:
         own = whole // size * size if has_tail else whole
-        reach: IntArray = ends[ends.searchsorted(own)] - whole
+        reach: IntArray = ends.take(ends.searchsorted(own)) - whole
         return reach.clip(0) if has_tail else reach  # a tail may have tokens of the first of these chunks
     own = found.last.counts[members].sum(axis=1) * size
     reach = ends[ends.searchsorted(own)] - own
