@@ -40,7 +40,8 @@ def test_stream_form_on_the_wire(http: httpx.Client) -> None:
     body: dict[str, Any] = {"messages": MESSAGES, "stream": True}
     parts = payloads(http.post("/v1/chat/completions", json=body))
     assert parts[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert parts[-1]["choices"] == [{"delta": {}, "logprobs": None, "finish_reason": "stop", "index": 0}]
+    end: dict[str, Any] = {"delta": {}, "logprobs": None, "finish_reason": "stop", "stop_reason": None, "index": 0}
+    assert parts[-1]["choices"] == [end]
     assert all("usage" not in part for part in parts)
     with_usage = payloads(
         http.post("/v1/chat/completions", json=body | {"stream_options": {"include_usage": True}})

@@ -94,6 +94,8 @@ SHARED: Final[dict[str, Probe]] = {
     "response_format": Probe({"type": "json_object"}),
     "prompt_logprobs": Probe(1),
     "return_token_ids": Probe(True),
+    "return_tokens_as_token_ids": Probe(True, {"logprobs": 1}),
+    "return_timings": Probe(True),
     "trailing": Probe("compact", {"pml": PLAN, "prompt": None}),
     "stream_options": Probe({"include_usage": True}, {"stream": True}),
 }
@@ -111,7 +113,13 @@ PROBES: Final[dict[str, dict[str, Probe]]] = {
         "add_generation_prompt": Probe(False),
         "add_special_tokens": Probe(True),
         "continue_final_message": Probe(True, {"messages": [*MESSAGES, {"role": "assistant", "content": "So"}]}),
+        "echo": Probe(
+            True, {"messages": [*MESSAGES, {"role": "assistant", "content": "So"}], "continue_final_message": True}
+        ),
+        "documents": Probe([{"title": "a", "text": "b"}]),
         "reasoning_effort": Probe("none"),
+        "reasoning": Probe({"effort": "low"}),
+        "return_tokens_as_token_ids": Probe(True, {"logprobs": True}),
         "thinking": Probe({"type": "disabled"}),
     },
     "completions": {
@@ -153,7 +161,7 @@ PROBES: Final[dict[str, dict[str, Probe]]] = {
         "output_format": Probe({"type": "json_schema", "schema": {"type": "object"}}),
     },
 }
-REFUSED_VALUES: Final = ("model", "previous_response_id", "conversation", "include", "background")
+REFUSED_VALUES: Final = ("model", "previous_response_id", "conversation", "include", "background", "documents")
 """Parameters whose probe is refused: what it names does not exist, or is not available beside the rest."""
 ELSEWHERE: Final = {
     "include_reasoning": "test_thoughts.py",

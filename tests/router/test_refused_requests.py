@@ -101,7 +101,8 @@ BOTH: dict[str, list[Any]] = {
     "guided_whitespace_pattern": ["a"],
     "guided_grammar": ["", 5],
     "logits_processors": [["a.b"]],
-    "return_tokens_as_token_ids": [True],
+    "return_tokens_as_token_ids": ["yes", 1],
+    "return_timings": ["yes", 1],
     "prompt_embeds": ["x"],
     "truncation": [5],
     "truncation.type": ["sometimes", {}],
@@ -115,7 +116,6 @@ CHAT_ONLY: dict[str, list[Any]] = {
     "messages[0].content": [
         *[[{"role": "user", **content}] for content in ({}, {"content": None}, {"content": 5})],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-        [{"role": "assistant", "content": None}],
     ],
     "messages[0].role": [[{"content": "x"}], [{"role": 5, "content": "x"}]],
     "messages[1].content": [said(role="user", content=[{"type": "text"}])],
@@ -128,7 +128,7 @@ CHAT_ONLY: dict[str, list[Any]] = {
     "top_logprobs": [5, 21, -1],
     "max_completion_tokens": [0, "1", 1e999, 2047],
     "max_tokens": [0],
-    "echo": [True],
+    "echo": [True, "yes"],
     "tools": [5, [5], [{"type": "function"}], [{"type": "web_search"}],
               Also(BEAMS, tools=[{"type": "function", "function": {"name": "f"}}])],
     "tool_choice": ["required", "maybe", 5, {"type": "function"}],
@@ -139,6 +139,10 @@ CHAT_ONLY: dict[str, list[Any]] = {
     "chat_template": ["{{ 1 }}"],
     "chat_template_kwargs": [5],
     "prompt": ["x"],
+    "documents": [5, [5], [{"text": 5}], [{"text": "x"}] * 1025, [{"text": "no use in this template"}]],
+    "reasoning": [5, "low"],
+    "reasoning.effort": [{"effort": "huge"}],
+    "reasoning.max_tokens": [{"max_tokens": -1}],
 }  # fmt: skip
 TEXT_ONLY: dict[str, list[Any]] = {
     "prompt": [None, "", [], [[]], [""], ["a", ""], [[1], []], ["a", [1]], [[1], [VOCAB_SIZE]], ["a"] * 1025,

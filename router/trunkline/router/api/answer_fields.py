@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,15 +24,17 @@ from trunkline.router.api.responses import (
     PromptLogprob,
     PromptLogprobList,
     ReasoningTokens,
+    Timings,
     TokenLogprobContent,
     TopLogprob,
     TruncationResult,
     Usage,
 )
 from trunkline.router.errors import unavailable
+from trunkline.router.jobs.generation_parameters import GenerationRequest
 from trunkline.router.request_context import created_at, draw_hex
 from trunkline.router.service import RouterService
-from trunkline.router.streams.generation import FinishName, Generation, TokenLogprob
+from trunkline.router.streams.generation import Delta, FinishName, Generation, TokenLogprob
 from trunkline.router.text.detokenizer import TokenVocabulary
 from trunkline.router.text.truncation import clip_spans, span_tokens
 
@@ -49,6 +51,8 @@ class Collected(msgspec.Struct):
     text: str
     logprobs: list[TokenLogprob]
     finish: FinishName = "length"
+    stop: str | None = None
+    """The stop string that ended the choice, if one did."""
     tokens: list[int] = []
     score: float | None = None
     """Score by which a beam search ranked this result; None for other choices."""
@@ -95,7 +99,7 @@ async def collect_choices(generation: Generation) -> list[Collected]:
         parts[delta.index].append(delta.text)
         answer.logprobs.extend(delta.logprobs)
         answer.tokens.extend(delta.tokens)
-        answer.finish = delta.finish or answer.finish
+        answer.finish, answer.stop = delta.finish or answer.finish, delta.stop
         answer.score, answer.cumulative_logprob = delta.score, delta.cumulative_logprob
     for answer, texts in zip(answers, parts, strict=True):
         answer.text = "".join(texts)
@@ -140,6 +144,34 @@ def prompt_scores_of(generation: Generation) -> PromptScores | None:
 def optional(value: _Value | None) -> _Value | UnsetType:
     """Return the value of a field that is left out of the answer if it is None."""
     return UNSET if value is None else value
+
+
+def stop_reason(answer: Collected | Delta, body: GenerationRequest) -> str | int | None:
+    """Return what ended a choice: a stop string, or a token of `stop_token_ids`; None: neither of them."""
+    if answer.finish != "stop" or answer.stop is not None or not answer.tokens:
+        return answer.stop
+    return answer.tokens[-1] if answer.tokens[-1] in (body.stop_token_ids or ()) else None
+
+
+def timings_of(*generations: Generation) -> Timings:
+    """Return where the time of generations went, which ran side by side."""
+    cached = sum(generation.cached_tokens for generation in generations)
+    computed = sum(generation.job.seen_tokens for generation in generations) - cached
+    output = sum(generation.output_tokens for generation in generations)
+    first = sum(generation.job.decoding.samples for generation in generations)
+    queue = max(0.0 if each.started is None else each.started.queued_s for each in generations)
+    prefill = max(generation.prefill_s for generation in generations)
+    decode = max(generation.decode_s for generation in generations)
+    return Timings(
+        cache_n=cached,
+        prompt_n=computed,
+        queue_ms=round(queue * 1e3, 3),
+        prompt_ms=round(prefill * 1e3, 3),
+        prompt_per_second=round(computed / prefill, 2) if prefill > 0 else None,
+        predicted_n=output,
+        predicted_ms=round(decode * 1e3, 3),
+        predicted_per_second=round(max(0, output - first) / decode, 2) if decode > 0 else None,
+    )
 
 
 _KEPT: dict[str, Literal["cached", "recomputed"]] = {"kept": "cached", "recomputed": "recomputed"}
@@ -207,7 +239,37 @@ def _own(entry: TokenLogprob) -> float:
     return _LOWEST if entry.logprobs is None else _finite(entry.logprobs.token_logprob)
 
 
-def chat_logprobs(entries: Sequence[TokenLogprob], count: int, vocabulary: TokenVocabulary) -> ChatLogprobs | None:
+class TokenNames(Protocol):
+    """How log-probabilities name tokens; a `TokenVocabulary` names them by their texts."""
+
+    def token_text(self, token: int) -> str:
+        """Return a token's name."""
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return a token's bytes."""
+
+
+class NumberedTokens:
+    """Names tokens by their ids (`return_tokens_as_token_ids`), in vLLM's form."""
+
+    def __init__(self, vocabulary: TokenVocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    def token_text(self, token: int) -> str:
+        """As in `TokenNames`."""
+        return f"token_id:{token}"
+
+    def token_bytes(self, token: int) -> bytes:
+        """As in `TokenNames`."""
+        return self._vocabulary.token_bytes(token)
+
+
+def token_names(vocabulary: TokenVocabulary, body: GenerationRequest) -> TokenNames:
+    """Return how a request's log-probabilities name tokens."""
+    return NumberedTokens(vocabulary) if body.return_tokens_as_token_ids else vocabulary
+
+
+def chat_logprobs(entries: Sequence[TokenLogprob], count: int, vocabulary: TokenNames) -> ChatLogprobs | None:
     """Return log-probabilities in the form of chat completions; None for no tokens. `count`: largest number of
     alternatives."""
     if not entries:
@@ -229,7 +291,7 @@ def chat_logprobs(entries: Sequence[TokenLogprob], count: int, vocabulary: Token
 
 
 def completion_logprobs(
-    entries: Sequence[TokenLogprob], count: int, vocabulary: TokenVocabulary, *, offset: int = 0
+    entries: Sequence[TokenLogprob], count: int, vocabulary: TokenNames, *, offset: int = 0
 ) -> CompletionLogprobs | None:
     """Return log-probabilities in the form of plain completions; None for no tokens. The alternatives always
     include the sampled token.
@@ -247,7 +309,7 @@ def completion_logprobs(
     )
 
 
-def _named(top: list[tuple[int, float]], token: int, own: float, vocabulary: TokenVocabulary) -> dict[str, float]:
+def _named(top: list[tuple[int, float]], token: int, own: float, vocabulary: TokenNames) -> dict[str, float]:
     named = {vocabulary.token_text(other): value for other, value in reversed(top)}
     named.setdefault(vocabulary.token_text(token), own)
     return dict(sorted(named.items(), key=lambda item: -item[1]))
@@ -317,7 +379,7 @@ def prompt_logprob_list(
 
 
 def echo_logprobs(
-    scores: PromptScores, prompt: Sequence[int], count: int, vocabulary: TokenVocabulary, offsets: list[int]
+    scores: PromptScores, prompt: Sequence[int], count: int, vocabulary: TokenNames, offsets: list[int]
 ) -> CompletionLogprobs:
     """Return an echoed prompt's log-probabilities in the form of plain completions. `offsets`: offset of each
     token."""

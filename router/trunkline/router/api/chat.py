@@ -23,6 +23,9 @@ from trunkline.router.api.answer_fields import (
     optional,
     prompt_logprob_list,
     prompt_scores_of,
+    stop_reason,
+    timings_of,
+    token_names,
     truncation_result,
     usage_of,
 )
@@ -118,6 +121,7 @@ class _ChatAnswer:
         self._turn = turn
         self._head = make_head("chatcmpl", service, body.model)
         self._count = body.alternatives
+        self._names = token_names(service.tokenizer.vocabulary, body)
         self._thinks = plan.reasoning is not None and plan.separate
         self._thoughts: int | None = 0 if self._thinks else None
         """Tokens of thoughts so far; None: the model has none."""
@@ -143,10 +147,11 @@ class _ChatAnswer:
                 **self._head,
                 choices=[encoded(choice) for choice in choices],
                 usage=usage_of(self._generation, thoughts=self._thoughts),
-                prompt_logprobs=optional(self._prompt_logprobs()),
+                prompt_logprobs=self._prompt_logprobs(),
                 prompt_token_ids=prompt if self._body.return_token_ids else UNSET,
                 cache=cache_use(self._generation),
                 truncation=truncation_result(self._generation),
+                timings=timings_of(self._generation) if self._body.return_timings else UNSET,
                 warnings=optional(self._body.warnings),
             )
         )
@@ -159,18 +164,21 @@ class _ChatAnswer:
             else [*parser.feed(answer.text), *parser.finish(cut=answer.finish == "length")]
         )
         pieces = self._shown(pieces, answer.tokens)
+        if self._body.echoed:
+            pieces.insert(0, TextPiece(self._body.echoed))
         return ChatChoice(
             index=index,
             message=_message(pieces),
             logprobs=None if self._count < 0 else self._logprobs(answer),
             finish_reason=_finish(answer.finish, parser),
+            stop_reason=stop_reason(answer, self._body),
             token_ids=answer.tokens if self._body.return_token_ids else UNSET,
             score=optional(answer.score),
             cumulative_logprob=optional(answer.cumulative_logprob),
         )
 
     def _logprobs(self, answer: Collected | Delta) -> ChatLogprobs | None:
-        return chat_logprobs(answer.logprobs, self._count, self._service.tokenizer.vocabulary)
+        return chat_logprobs(answer.logprobs, self._count, self._names)
 
     def _prompt_logprobs(self) -> PromptLogprobList | None:
         scores = prompt_scores_of(self._generation)
@@ -192,7 +200,7 @@ class _ChatAnswer:
         return self._without_thoughts(pieces)
 
     def _without_thoughts(self, pieces: list[Piece]) -> list[Piece]:
-        if self._body.include_reasoning is not False:
+        if self._body.shows_thoughts:
             return pieces
         return [piece for piece in pieces if not isinstance(piece, ThoughtPiece)]
 
@@ -207,7 +215,8 @@ class _ChatAnswer:
         running = samples
         written: list[Piece] = []
         tokens: list[int] = []
-        plain = self._turn is None and not (self._body.logprobs or self._body.return_token_ids)
+        body = self._body
+        plain = self._turn is None and not (body.logprobs or body.return_token_ids or body.counts_along)
         texts = TextEvents(
             lambda index, text: self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(content=text)))
         )
@@ -229,7 +238,8 @@ class _ChatAnswer:
             parts = b""
             if choices and delta.index in unopened:
                 # The role goes out with the first text, not before: clients time their first chunk.
-                role = ChatChunkChoice(index=delta.index, delta=ChatDelta(role="assistant", content=""))
+                opening = ChatDelta(role="assistant", content=body.echoed)
+                role = ChatChunkChoice(index=delta.index, delta=opening)
                 parts = self._chunk(role, first=len(unopened) == samples)
                 unopened.remove(delta.index)
             for choice in choices:
@@ -240,10 +250,10 @@ class _ChatAnswer:
                     # Store the turn before the end is sent: the next request may follow at once.
                     await self._turn.store_chat(_message(written), tokens)
                     parts = b""
-                parts += self._chunk(choice, last=is_end and not self._body.include_usage)
+                parts += self._chunk(choice, last=is_end and not body.include_usage)
             if parts:
                 yield parts
-        if self._body.include_usage:
+        if body.include_usage:
             for all_pieces, all_tokens in answers:
                 self._shown(all_pieces, all_tokens)
             yield self._chunk(usage=usage_of(self._generation, thoughts=self._thoughts), last=True)
@@ -265,6 +275,7 @@ class _ChatAnswer:
                     index=delta.index,
                     delta=ChatDelta(),
                     finish_reason=_finish(delta.finish, parser),
+                    stop_reason=stop_reason(delta, self._body),
                     score=optional(delta.score),
                     cumulative_logprob=optional(delta.cumulative_logprob),
                 )
@@ -274,6 +285,8 @@ class _ChatAnswer:
     def _chunk(
         self, *choices: ChatChunkChoice, usage: Usage | None = None, first: bool = False, last: bool = False
     ) -> bytes:
+        if usage is None and self._body.counts_along:
+            usage = usage_of(self._generation)
         return event(
             ChatChunk(
                 **self._head,
@@ -282,6 +295,7 @@ class _ChatAnswer:
                 prompt_token_ids=self._generation.job.prompt if first and self._body.return_token_ids else UNSET,
                 cache=cache_use(self._generation) if last else UNSET,
                 truncation=truncation_result(self._generation) if last else UNSET,
+                timings=timings_of(self._generation) if last and self._body.return_timings else UNSET,
                 warnings=optional(self._body.warnings) if last else UNSET,
             )
         )

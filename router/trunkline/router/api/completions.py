@@ -26,6 +26,9 @@ from trunkline.router.api.answer_fields import (
     optional,
     prompt_logprob_list,
     prompt_scores_of,
+    stop_reason,
+    timings_of,
+    token_names,
     truncation_result,
     usage_of,
 )
@@ -171,6 +174,7 @@ class _CompletionAnswer:
         self._head = head
         self._turn = turn
         self._vocabulary = service.tokenizer.vocabulary
+        self._names = token_names(self._vocabulary, body)
         self._count = body.alternatives
         self._prompt_only = body.max_tokens == 0
 
@@ -205,6 +209,7 @@ class _CompletionAnswer:
                 usage=self._usage(),
                 cache=cache_use(*self._batch.generations),
                 truncation=truncation_result(self._batch.generations[0]),
+                timings=timings_of(*self._batch.generations) if self._body.return_timings else UNSET,
                 warnings=optional(self._body.warnings),
             )
         )
@@ -214,6 +219,7 @@ class _CompletionAnswer:
         choice.text = echo.text + choice.text
         choice.logprobs = both_logprobs(echo.logprobs, choice.logprobs)
         self._add_prompt(choice, prompt, echo)
+        choice.prompt_logprobs = echo.scores
         return choice
 
     # -- streamed
@@ -225,7 +231,8 @@ class _CompletionAnswer:
         running = sum(generation.job.decoding.choices for generation in self._batch.generations)
         text = ""
         tokens: list[int] = []
-        plain = self._turn is None and self._count < 0 and not (self._body.return_token_ids or self._prompt_only)
+        told = self._body.return_token_ids or self._body.counts_along or self._prompt_only
+        plain = self._turn is None and self._count < 0 and not told
         texts = TextEvents(lambda index, text: self._chunk(CompletionChoice(index=index, text=text)))
         async for prompt, delta in self._batch.deltas():
             if plain and delta.finish is None and delta.text:
@@ -273,6 +280,8 @@ class _CompletionAnswer:
         return self._chunk(choice)
 
     def _chunk(self, *choices: CompletionChoice, usage: Usage | None = None, last: bool = False) -> bytes:
+        if usage is None and self._body.counts_along:
+            usage = self._usage()
         return event(
             TextCompletion(
                 **self._head,
@@ -280,6 +289,7 @@ class _CompletionAnswer:
                 usage=usage if self._body.include_usage else UNSET,
                 cache=cache_use(*self._batch.generations) if last else UNSET,
                 truncation=truncation_result(self._batch.generations[0]) if last else UNSET,
+                timings=timings_of(*self._batch.generations) if last and self._body.return_timings else UNSET,
                 warnings=optional(self._body.warnings) if last else UNSET,
             )
         )
@@ -294,12 +304,13 @@ class _CompletionAnswer:
             return CompletionChoice(index=index, text="", finish_reason=finish, token_ids=optional(empty))
         logprobs = None
         if self._count >= 0:
-            logprobs = completion_logprobs(answer.logprobs, self._count, self._vocabulary, offset=offset)
+            logprobs = completion_logprobs(answer.logprobs, self._count, self._names, offset=offset)
         return CompletionChoice(
             index=index,
             text=answer.text,
             logprobs=logprobs,
             finish_reason=answer.finish,
+            stop_reason=UNSET if answer.finish is None else stop_reason(answer, self._body),
             token_ids=answer.tokens if self._body.return_token_ids else UNSET,
             score=optional(answer.score),
             cumulative_logprob=optional(answer.cumulative_logprob),
@@ -324,7 +335,7 @@ class _CompletionAnswer:
             return _Echo(scores=listed)
         text, offsets = self._prompt_text(generation, self._body.prompts[index])
         if scores is not None and self._count >= 0:
-            logprobs = echo_logprobs(scores, generation.job.prompt, self._count, self._vocabulary, offsets)
+            logprobs = echo_logprobs(scores, generation.job.prompt, self._count, self._names, offsets)
         return _Echo(text, logprobs, listed)
 
     def _prompt_text(self, generation: Generation, given: str | list[int]) -> tuple[str, list[int]]:

@@ -91,12 +91,16 @@ class Rendering(NamedTuple):
     continues: bool = False
     """Whether the text ends with the content of the last message, which the answer continues."""
 
+    documents: Sequence[dict[str, str]] = ()
+    """Documents to show."""
+
     @classmethod
     def of(cls, body: ChatRequest, plan: ToolPlan) -> Rendering:
         """Return the rendering that a chat completion asks for."""
         continues = bool(body.continue_final_message)
         begins = body.add_generation_prompt and not continues
-        return cls(begins, body.add_special_tokens, body.template_variables, plan.template_tools, continues)
+        extra = body.template_variables
+        return cls(begins, body.add_special_tokens, extra, plan.template_tools, continues, body.documents or [])
 
     async def text(self, service: RouterService, messages: list[Message]) -> str:
         """Return the text of a conversation, in the model's chat template.
@@ -107,14 +111,18 @@ class Rendering(NamedTuple):
 
         def render() -> str:
             turns = [message.for_template() for message in messages]
+            extra = self.extra
+            if self.documents:
+                extra = {**(extra or {}), "documents": self.documents}
             if self.continues:
                 turns[-1]["content"] += _END_MARK
             text = service.tokenizer.render_chat(
-                turns, add_generation_prompt=self.add_generation_prompt, extra=self.extra, tools=self.tools
+                turns, add_generation_prompt=self.add_generation_prompt, extra=extra, tools=self.tools
             )
             return _before_mark(text) if self.continues else text
 
         size = sum(len(message.content) for message in messages) + 64 * len(messages)
+        size += sum(len(text) + 64 for document in self.documents for text in document.values())
         if size > RENDER_CHARACTERS_MAX:
             raise bad_value(
                 "messages",
@@ -199,6 +207,8 @@ async def chat_job(
     policy = policy_of(body, turn)
     if turn is not None and body.continue_final_message:
         raise bad_value("continue_final_message", "`continue_final_message` is not available in a stored session")
+    if body.documents and not service.tokenizer.uses_documents:
+        raise bad_value("documents", "this model's chat template has no use for `documents`")
     messages = body.messages if turn is None else await turn.messages(body.messages)
     rendering = Rendering.of(body, plan)
     text = await rendering.text(service, messages)

@@ -61,6 +61,28 @@ class CacheUse(msgspec.Struct, kw_only=True):
     """Index in the prompt of the first token that was not found."""
 
 
+class Timings(msgspec.Struct, kw_only=True):
+    """The field `timings`: where a request's time went, in llama.cpp's form. Of several prompts or choices, tokens
+    are added up, and times are the longest."""
+
+    cache_n: int
+    """Prompt tokens whose KV was found."""
+    prompt_n: int
+    """Prompt tokens that were computed."""
+    queue_ms: float
+    """Milliseconds in the engine's queue."""
+    prompt_ms: float
+    """Milliseconds from there to the first token."""
+    prompt_per_second: float | None
+    """Null if no time has passed, as in `predicted_per_second`."""
+    predicted_n: int
+    """Output tokens."""
+    predicted_ms: float
+    """Milliseconds from the first token to the last."""
+    predicted_per_second: float | None
+    """Output tokens behind each choice's first one, by `predicted_ms`."""
+
+
 class TruncationResult(msgspec.Struct, kw_only=True):
     """The field `truncation`: tokens of a prompt that the model did not see."""
 
@@ -154,6 +176,8 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     index: int = 0
     message: ChatMessage
     finish_reason: ChatFinishName
+    stop_reason: str | int | None = None
+    """The stop string, or the token of `stop_token_ids`, that ended the choice; None: neither did."""
     logprobs: ChatLogprobs | None = None
     token_ids: Sequence[int] | UnsetType = UNSET
     score: float | UnsetType = UNSET
@@ -172,10 +196,11 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     """`ChatChoice` structs that are already encoded."""
     usage: Usage
     system_fingerprint: str
-    prompt_logprobs: PromptLogprobList | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobList | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
     cache: CacheUse | UnsetType = UNSET
     truncation: TruncationResult | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
     """What the client should know about its request, such as the names of unknown parameters."""
 
@@ -197,6 +222,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: ChatFinishName | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
     token_ids: Sequence[int] | UnsetType = UNSET
     score: float | UnsetType = UNSET
     cumulative_logprob: float | UnsetType = UNSET
@@ -217,6 +243,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     """Token ids of the prompt, in the first chunk only."""
     cache: CacheUse | UnsetType = UNSET
     truncation: TruncationResult | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
     """What the client should know about its request, such as the names of unknown parameters."""
 
@@ -228,9 +255,12 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishName | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+    """The stop string, or the token of `stop_token_ids`, that ended the choice; None: neither did. Left out as
+    long as the choice has not ended."""
     token_ids: Sequence[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobList | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobList | UnsetType | None = UNSET
     score: float | UnsetType = UNSET
     """Score of a beam search's result."""
     cumulative_logprob: float | UnsetType = UNSET
@@ -249,5 +279,6 @@ class TextCompletion(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     cache: CacheUse | UnsetType = UNSET
     truncation: TruncationResult | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
     """What the client should know about its request, such as the names of unknown parameters."""

@@ -190,6 +190,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationRequest(SharedParameters):
@@ -217,6 +218,10 @@ class GenerationRequest(SharedParameters):
         "see [log-probabilities](#log-probabilities-and-token-ids)",
     )
     return_token_ids: bool | None = row("boolean", "false", "see [token ids](#log-probabilities-and-token-ids)")
+    return_tokens_as_token_ids: bool | None = row(
+        "boolean", "false", "log-probabilities name tokens `token_id:ID` instead of by their texts"
+    )
+    return_timings: bool | None = row("boolean", "false", "see [timings](#timings)")
     pml: str | None = row("a prompt in PML", "none", "a prompt made of modules; see [schemas](#schemas)")
     trailing: Trailing | None = row(
         '`"fixed"`, `"compact"`',
@@ -224,7 +229,10 @@ class GenerationRequest(SharedParameters):
         "where text after all modules goes: after the whole schema, or right after the last imported module",
     )
     stream_options: StreamOptions | None = row(
-        '`{"include_usage": true}`, only with `stream`', "none", "one more event, with the usage"
+        '`{"include_usage": true, "continuous_usage_stats": true}`, only with `stream`',
+        "none",
+        "one more event, with the usage; `continuous_usage_stats`: also the usage so far in every event, unless "
+        "`include_usage` is false",
     )
 
     @property
@@ -236,7 +244,15 @@ class GenerationRequest(SharedParameters):
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with its usage."""
-        return bool(self.stream_options and self.stream_options.include_usage)
+        options = self.stream_options
+        if options is None:
+            return False
+        return bool(options.continuous_usage_stats if options.include_usage is None else options.include_usage)
+
+    @property
+    def counts_along(self) -> bool:
+        """Whether every event of a stream has the usage so far."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def alternatives(self) -> int:

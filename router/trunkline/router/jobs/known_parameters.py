@@ -57,6 +57,7 @@ HINTS: Final = (
 
 _ONE_ANSWER: Final = "the answer is a single one; send several requests, or use /v1/chat/completions"
 _MODULES: Final = "prompts of modules belong to /v1/chat/completions and /v1/completions"
+_TIMINGS: Final = "timings belong to /v1/chat/completions and /v1/completions"
 _TOKENS: Final = "log-probabilities and token ids belong to /v1/chat/completions and /v1/completions"
 
 REFUSED: Final = (
@@ -97,7 +98,7 @@ REFUSED: Final = (
     # Prompts
     _refused("prompt_embeds input_embeds input_ids"),
     _refused("suffix", ""),
-    _refused("documents", at=_RENDERING),
+    _refused("documents", at=_RENDERING - _CHAT),
     _refused("chat_template", at=_RENDERING),
     _refused("continue_final_message", False, at=_RENDERING),
     _refused("safe_prompt", False),
@@ -116,13 +117,16 @@ REFUSED: Final = (
     _refused("beam_width", 1, why=_ONE_ANSWER, at=_TRANSLATED),
     _refused("length_penalty", 0, 1, why=_ONE_ANSWER, at=_TRANSLATED),
     _refused("early_stopping", False, why=_ONE_ANSWER, at=_TRANSLATED),
-    _refused("echo return_full_text", False, why="`echo` is a parameter of /v1/completions only"),
+    _refused("echo return_full_text", False, why="`echo` belongs to /v1/chat/completions and /v1/completions"),
     _refused("logprobs prompt_logprobs return_token_ids", False, why=_TOKENS, at=_TRANSLATED),
+    _refused("return_tokens_as_token_ids", False, why=_TOKENS, at=_TRANSLATED),
+    _refused("return_timings", False, why=_TIMINGS, at=_TRANSLATED),
     _refused("top_logprobs", 0, why=_TOKENS, at=_TRANSLATED | _TEXT),
-    _refused("return_tokens_as_token_ids decoder_input_details return_hidden_states", False),
+    _refused("decoder_input_details return_hidden_states", False),
     _refused("logprob_token_ids token_ids_logprob"),
     _refused("top_n_tokens n_probs top_logprobs_num", 0),
-    _refused("details return_logprob timings_per_token return_text_in_logprobs", False),
+    _refused("details return_logprob return_text_in_logprobs", False),
+    _refused("timings_per_token", False, why="`timings_per_token` is not supported; use `return_timings`"),
     _refused("stream_reasoning", True),
     _refused("format", "", why="`format` is not supported; use `response_format`"),
     _refused("spaces_between_special_tokens", True),
@@ -161,7 +165,6 @@ REFUSED: Final = (
         "thinking_budget thinking_token_budget reasoning_budget", at=_TEXT, why="thoughts belong to conversations"
     ),
     _refused("reasoning_effort thinking", at=_RESPONSES, why="send `reasoning`"),
-    _refused("reasoning", at=_CHAT, why="send `reasoning_effort` or `thinking_budget`"),
     _refused("reasoning_effort reasoning", at=_MESSAGES, why="send `thinking` or `output_config.effort`"),
     _refused("include_reasoning separate_reasoning", True, at=_TRANSLATED | _TEXT),
     _refused("parallel_tool_calls", True, at=_MESSAGES, why="send `tool_choice.disable_parallel_tool_use`"),

@@ -43,6 +43,8 @@ def _content(value: Any) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str):
             raise PydanticCustomError("content", 'parts must be objects like {"type": "text", "text": "…"}')
+        if kind == "refusal":
+            kind, part = "text", {"text": part.get("refusal")}
         if kind != "text":
             raise PydanticCustomError("content", f"parts of type {kind[:40]!r} are not supported, only 'text'")
         if not isinstance(part.get("text"), str):
@@ -123,7 +125,7 @@ class Message(BaseModel):
 
     role: str
     content: Annotated[Any, BeforeValidator(_content), WithJsonSchema(_CONTENT)]
-    """Text of the message; null is allowed only with `tool_calls`."""
+    """Text of the message; an assistant's may be null."""
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=TOOL_CALLS_MAX, fail_fast=True)] | None = None
     tool_call_id: str | None = None
@@ -146,11 +148,10 @@ class Message(BaseModel):
             raise PydanticCustomError("tool_call_id", "a message with role 'tool' needs a string `tool_call_id`")
         if value.get("reasoning") is not None and value.get("reasoning_content") is None:
             value = {**value, "reasoning_content": value["reasoning"]}
-        if value.get("tool_calls"):
-            if role != "assistant":
-                raise PydanticCustomError("tool_calls", "only a message with role 'assistant' has `tool_calls`")
-            if value.get("content") is None:
-                return {**value, "content": ""}
+        if value.get("tool_calls") and role != "assistant":
+            raise PydanticCustomError("tool_calls", "only a message with role 'assistant' has `tool_calls`")
+        if role == "assistant" and value.get("content") is None:
+            return {**value, "content": value.get("refusal") or ""}
         return value
 
     def for_template(self) -> dict[str, Any]:
@@ -173,6 +174,11 @@ class Message(BaseModel):
 Messages = Annotated[list[Message], Field(max_length=MESSAGES_MAX, fail_fast=True)]
 
 
+DOCUMENTS_MAX: Final = 1024
+"""Largest number of documents beside a conversation."""
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class ThinkingSwitch(BaseModel):
     """The field `thinking` of chats: whether the model thinks before it answers, and how long."""
 
@@ -182,12 +188,26 @@ class ThinkingSwitch(BaseModel):
     budget_tokens: CountOrZero | None = None
 
 
+class ReasoningSwitch(BaseModel):
+    """The field `reasoning` of chats, in OpenRouter's form."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    effort: Effort | None = None
+    max_tokens: CountOrZero | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+
+
+Documents = Annotated[list[dict[str, str]], Field(max_length=DOCUMENTS_MAX, fail_fast=True)]
+
+
 class ChatRequest(GenerationRequest, DialogParameters):
     """The request `POST /v1/chat/completions`."""
 
     messages: Messages = row(
         'at least one `{"role", "content", "name"?}`; content is a string or a list of '
-        '`{"type": "text", "text": …}`; an assistant\'s may have `tool_calls`, and then no content; one with role '
+        '`{"type": "text", "text": …}`; an assistant\'s may have `tool_calls`, and null as content; one with role '
         "`tool` has a `tool_call_id`",
         "required, but beside modules",
         "the conversation; in a prompt of modules they follow the modules",
@@ -218,7 +238,18 @@ class ChatRequest(GenerationRequest, DialogParameters):
         "whether the tokenizer adds its special tokens; templates write them themselves",
         value=False,
     )
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = row(
+    echo: bool | None = row(
+        "boolean, only with `continue_final_message`",
+        "false",
+        "the answer begins with the message that it continues",
+        also=("return_full_text",),
+    )
+    documents: Documents | None = row(
+        'at most 1,024 objects of strings, such as `{"title", "text"}`; not in a prompt of modules',
+        "none",
+        "the chat template gets them as `documents`; 400 where it has no use for them",
+    )
+    reasoning_effort: Effort | None = row(
         "`none`, `minimal`, `low`, `medium`, `high`, `xhigh`, `max`",
         "the template's",
         "see [reasoning](#reasoning)",
@@ -228,6 +259,12 @@ class ChatRequest(GenerationRequest, DialogParameters):
         "the template's",
         "see [reasoning](#reasoning)",
     )
+    reasoning: ReasoningSwitch | None = row(
+        "an object with `effort`, `max_tokens`, `enabled`, `exclude`",
+        "none",
+        "another form of `reasoning_effort`, `thinking_budget`, `enable_thinking` and, turned round, "
+        "`include_reasoning`, which count where both are given",
+    )
     include_reasoning: bool | None = row("boolean", "true", "whether the answer shows the model's thoughts")
     separate_reasoning: bool | None = row(
         "boolean", "true", "whether thoughts have a field of their own; if not, they are part of the text"
@@ -236,16 +273,33 @@ class ChatRequest(GenerationRequest, DialogParameters):
     @property
     def thought_tokens_max(self) -> int | None:
         """Largest number of tokens of the model's thought; None: any number."""
-        if self.thinking_budget is None and self.thinking is not None:
+        if self.thinking_budget is not None:
+            return self.thinking_budget
+        if self.thinking is not None:
             return self.thinking.budget_tokens
-        return self.thinking_budget
+        return None if self.reasoning is None else self.reasoning.max_tokens
+
+    @property
+    def shows_thoughts(self) -> bool:
+        """Whether the answer shows the model's thoughts."""
+        if self.include_reasoning is None and self.reasoning is not None:
+            return not self.reasoning.exclude
+        return self.include_reasoning is not False
+
+    @property
+    def echoed(self) -> str:
+        """The text with which the answer begins, besides the model's own."""
+        return self.messages[-1].content if self.echo else ""
 
     @property
     def template_variables(self) -> dict[str, Any] | None:
         """Extra variables of the chat template: `chat_template_kwargs`, and what the other parameters about
         thoughts mean in templates."""
-        effort = self.reasoning_effort
+        switch = self.reasoning or ReasoningSwitch()
+        effort = self.reasoning_effort or switch.effort
         thinks = None if effort is None else effort != "none"
+        if switch.enabled is not None and self.reasoning_effort is None:
+            thinks = switch.enabled
         if self.thinking is not None:
             thinks = self.thinking.type == "enabled"
         if self.enable_thinking is not None:
@@ -274,6 +328,12 @@ class ChatRequest(GenerationRequest, DialogParameters):
 
     @model_validator(mode="after")
     def _check_continued(self) -> ChatRequest:
+        if self.echo and not self.continue_final_message:
+            raise PydanticCustomError("echo", "is only allowed with `continue_final_message`", {"param": "echo"})
+        if self.documents and self.modules is not None:
+            raise PydanticCustomError(
+                "documents", "is not available for a prompt of modules", {"param": "documents"}
+            )
         if not self.continue_final_message:
             return self
         last = self.messages[-1] if self.messages else None

@@ -249,6 +249,13 @@ class Generation:
         return self._stream.started
 
     @property
+    def prefill_s(self) -> float:
+        """Seconds from the end of the engine's queue to the first token."""
+        if self.first_token_at is None or self.started is None:
+            return 0.0
+        return max(0.0, self.first_token_at - self._submitted_at - self.started.queued_s)
+
+    @property
     def output_tokens(self) -> int:
         """Output tokens so far, over all samples."""
         return self._choices.output_tokens
@@ -352,7 +359,7 @@ class Generation:
             self.first_token_at = now
             if self.started is not None:
                 self._metrics.phases.queued.observe(self.started.queued_s)
-                self._metrics.phases.prefill.observe(max(0.0, now - self._submitted_at - self.started.queued_s))
+                self._metrics.phases.prefill.observe(self.prefill_s)
             self._metrics.first_token.observe(now - self._arrived_at)
             self._metrics.prompt_tokens.inc(self.job.seen_tokens)
             self._metrics.cached_tokens.inc(self.cached_tokens)

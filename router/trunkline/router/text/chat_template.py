@@ -95,8 +95,11 @@ class ChatTemplate:
         environment = _environment()
         try:
             syntax = environment.parse(source)
-            self.uses_tools = any(name.name == "tools" for name in syntax.find_all(nodes.Name))
+            names = {name.name for name in syntax.find_all(nodes.Name)}
+            self.uses_tools = "tools" in names
             """Whether the template uses the variable `tools`."""
+            self.uses_documents = "documents" in names
+            """Whether the template uses the variable `documents`."""
             self._template = environment.from_string(with_counting(syntax))
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the model's chat template is broken: {error}") from error
@@ -115,18 +118,17 @@ class ChatTemplate:
         Args:
             messages: Messages in the form that the template expects.
             add_generation_prompt: Whether the text ends where an answer begins.
-            extra: Extra variables of the template (`chat_template_kwargs`).
+            extra: Extra variables of the template (`chat_template_kwargs`, `documents`).
             tools: Functions that may be called, in OpenAI's form.
 
         Raises:
             ChatTemplateError: The template refused the messages; the error's text is meant for the client.
         """
-        variables: dict[str, Any] = dict(extra or {})
+        variables: dict[str, Any] = {"documents": None, **(extra or {})}
         variables |= self._special_tokens
         variables |= {
             "messages": messages,
             "tools": tools,
-            "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
@@ -165,6 +167,8 @@ class ChatRenderer:
         self._plain = ChatTemplate(source, special_tokens)
         self._with_tools = self._plain if tool_source is None else ChatTemplate(tool_source, special_tokens)
         self._style = style
+        self.uses_documents = self._plain.uses_documents and self._with_tools.uses_documents
+        """Whether documents are shown, with tools and without."""
 
     def render(
         self,

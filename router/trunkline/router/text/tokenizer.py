@@ -294,6 +294,11 @@ class Tokenizer:
             return ids[len(line_end) :]
         return await self.encode_async(text, add_special_tokens=False)  # a token joins the line end and the text
 
+    @property
+    def uses_documents(self) -> bool:
+        """Whether the chat template shows documents."""
+        return self._chat is not None and self._chat.uses_documents
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
