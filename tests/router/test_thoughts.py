@@ -236,8 +236,16 @@ def test_what_a_request_says_about_thoughts(served: Served) -> None:
 
     assert ask("<think>x</think>y", include_reasoning=False).keys() >= {"content"}
     assert "reasoning_content" not in ask("<think>x</think>y", include_reasoning=False)
+    assert "reasoning_content" not in ask("<think>x</think>y", reasoning={"exclude": True})
+    assert "reasoning_content" in ask("<think>x</think>y", reasoning={"exclude": True}, include_reasoning=True)
     assert ask("<think>x</think>y", separate_reasoning=False)["content"] == "<think>x</think>y"
-    for fields in ({"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}):
+    for fields in (
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"reasoning_effort": "none"},
+        {"reasoning": {"effort": "none"}},
+        {"reasoning": {"enabled": False, "effort": "high"}},
+        {"reasoning": {"enabled": True}, "reasoning_effort": "none"},
+    ):
         assert ask("y</think>", **fields)["content"] == "y</think>"
         assert last_prompt(fake, tokenizer).endswith("<think>\n\n</think>\n\n")
     history = [*HI, {"role": "assistant", "content": "y", "reasoning_content": "why"}, *HI]
@@ -435,6 +443,8 @@ def test_budgets_in_every_api(served: Served) -> None:
         ("/v1/chat/completions", chat | {"thinking_budget": 7}),
         ("/v1/chat/completions", chat | {"thinking_token_budget": 7}),
         ("/v1/chat/completions", chat | {"thinking": {"type": "enabled", "budget_tokens": 7}}),
+        ("/v1/chat/completions", chat | {"reasoning": {"max_tokens": 7}}),
+        ("/v1/chat/completions", chat | {"reasoning": {"max_tokens": 9}, "thinking_budget": 7}),
         ("/v1/messages", messages | {"thinking": {"type": "enabled", "budget_tokens": 7}}),
         ("/v1/responses", {"input": "Hi", "reasoning": {"max_tokens": 7}}),
         ("/v1/responses", {"input": "Hi", "thinking_budget": 7}),
