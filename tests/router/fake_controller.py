@@ -92,6 +92,8 @@ class Behaviour:
     """Requests that are refused, and how."""
     token_logprob: Callable[[int], float] = lambda sample: -0.25
     """Of every token of a sample."""
+    report_of: Callable[[Submit], TopLogprobs | None] = lambda submit: None
+    """What is reported with a token, in place of made-up log-probabilities; None: those, if they are asked for."""
     seconds_per_token: float = 0.0
     hold: bool = False
     """Admit requests but bring no tokens."""
@@ -385,7 +387,10 @@ class FakeController:
         if sample.sent < len(sample.tokens):
             token = sample.tokens[sample.sent]
             sample.sent += 1
-            if submit.sampling.logprobs >= 0:
+            report = behaviour.report_of(submit)
+            if report is not None:
+                step.logprobs[len(step.tokens)] = report
+            elif submit.sampling.logprobs >= 0:
                 own = behaviour.token_logprob(index)
                 step.logprobs[len(step.tokens)] = make_logprobs(token, submit.sampling.logprobs, own)
             step.requests.append(submit.request)

@@ -148,7 +148,7 @@ def test_a_line_that_is_too_long_is_not_read_whole(
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
         ({"completion_window": "soon"}, "completion_window"),
         ({"input_file_id": None}, "input_file_id"),
         ({"metadata": {"a": 1}}, "metadata.a"),

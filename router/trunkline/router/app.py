@@ -21,8 +21,10 @@ from trunkline.router.api import (
     anthropic,
     chat,
     completions,
+    embeddings,
     model_routes,
     openai_responses,
+    scoring,
     stored_responses,
 )
 from trunkline.router.api import batch_routes as batches
@@ -43,6 +45,7 @@ from trunkline.router.http.answers import SCHEMAS, SPELT, error_response, schema
 from trunkline.router.http.idempotency import IdempotencyStore
 from trunkline.router.http.middleware import AccessMiddleware, AdmissionMiddleware, RequestMiddleware
 from trunkline.router.http.replay import ReplayMiddleware
+from trunkline.router.jobs.pooling_models import EmbeddingRequest, RerankRequest, ScoreRequest
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from trunkline.router.service import RouterService
 from trunkline.router.stores.background_store import PREFIX as BACKGROUND_PREFIX
@@ -58,6 +61,9 @@ from trunkline.runtime.tracing import start as start_tracing
 _BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    **dict.fromkeys(("/score", "/v1/score"), ScoreRequest),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), RerankRequest),
     "/v1/responses": ResponsesRequest,
     "/v1/conversations": ConversationRequest,
     "/v1/conversations/{conversation_id}": ConversationUpdate,
@@ -156,7 +162,7 @@ def create_app(service: RouterService) -> FastAPI:
 
 def _include(app: FastAPI) -> None:
     """Add all endpoints to an application."""
-    generating = (chat, completions, openai_responses, anthropic)
+    generating = (chat, completions, openai_responses, anthropic, embeddings, scoring)
     stored = (stored_responses, conversations, schemas, sessions)
     for module in (*generating, *stored, files, batches, tokens, model_routes, admin, ui):
         app.include_router(module.routes)

@@ -344,7 +344,7 @@ class RouterService:
         )
         self._generations[generation] = LiveRequest(route.origin, stream, arrived_at)
         self._life.idle.clear()
-        self.metrics.generations.labels(job.decoding.name, "" if job.grammar is None else job.grammar.kind).inc()
+        self.metrics.generations.labels(job.method, "" if job.grammar is None else job.grammar.kind).inc()
         if self.config.request_timeout_seconds:
             generation.limit(self.config.request_timeout_seconds)
         return generation

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from trunkline.router.api.chat import chat_completions
 from trunkline.router.api.completions import completions
+from trunkline.router.api.embeddings import embeddings
 from trunkline.router.api.file_routes import expiry_after
 from trunkline.router.api.openai_responses import responses
 from trunkline.router.api.paging import PAGE_PARAMETERS, answer_of, components_of, make_page, page_of
@@ -30,6 +31,7 @@ routes = APIRouter()
 ENDPOINTS: Final[Mapping[str, Callable[[Request], Awaitable[Response]]]] = {
     "/v1/chat/completions": chat_completions,
     "/v1/completions": completions,
+    "/v1/embeddings": embeddings,
     "/v1/responses": responses,
 }
 """The endpoints whose requests may be in a batch."""

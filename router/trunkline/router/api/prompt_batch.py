@@ -59,7 +59,12 @@ async def _end_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
 class PromptBatch:
     """The generations of one request, in the order of its prompts. Call `close` at the end in any case."""
 
-    def __init__(self) -> None:
+    def __init__(self, params: Sequence[str] = ()) -> None:
+        """
+        Args:
+            params: Names of the prompts in errors; empty: `prompt`, or with an index if there are several.
+        """
+        self._params = params
         self.generations: list[Generation] = []
 
     async def submit(self, service: RouterService, jobs: Sequence[Job], arrived_at: float) -> None:
@@ -172,8 +177,9 @@ class PromptBatch:
             await queue.put(None)
 
     def _located(self, error: ApiError, index: int) -> ApiError:
-        """Return the error with the index of its prompt, if the request has several."""
-        if len(self.generations) == 1 or error.status != 400 or error.param not in (None, "prompt"):
+        """Return the error with the name of its prompt, if that is not `prompt`."""
+        alone = not self._params and len(self.generations) == 1
+        if alone or error.status != 400 or error.param not in (None, "prompt"):
             return error
-        param = f"prompt[{index}]"
+        param = self._params[index] if self._params else f"prompt[{index}]"
         return ApiError(error.status, f"`{param}`: {error.message}", param=param, code=error.code)

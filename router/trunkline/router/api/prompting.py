@@ -331,11 +331,21 @@ def job_for(
         tools=tools,
     )
     check_scores(job, len(prompt.tokens))
+    return of_tenant(job, body.cache_salt, body.priority)
+
+
+def of_tenant(job: Job, salt: str | None, priority: int | None) -> Job:
+    """Return a job with the tenant's salt, priority, share of the tiers and grammar owner.
+
+    Args:
+        salt: The request's `cache_salt`.
+        priority: The request's `priority`.
+    """
     meter = current_meter()
     return replace(
         job,
-        salt=cache_salt(body.cache_salt),
-        priority=LAST_PRIORITY if current().is_behind else meter.priority(body.priority),
+        salt=cache_salt(salt),
+        priority=LAST_PRIORITY if current().is_behind else meter.priority(priority),
         grammar=owned(job.grammar, meter.tenant),
         tenant=meter.tenant,
         kv_share=meter.kv_share,

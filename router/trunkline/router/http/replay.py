@@ -30,6 +30,12 @@ _PATHS: Final = frozenset(
     {
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/embeddings",
+        "/score",
+        "/v1/score",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
         "/v1/responses",
         "/v1/messages",
         "/v1/conversations",

@@ -113,6 +113,11 @@ class Job(msgspec.Struct, frozen=True):
     name for routing, if its client gives none."""
 
     @property
+    def method(self) -> str:
+        """The job's decoding method in metrics."""
+        return "pooling" if self.sampling.pooling else self.decoding.name
+
+    @property
     def module_tokens(self) -> int:
         """Number of prompt tokens that belong to modules."""
         return 0 if self.modules is None else self.modules.tokens

@@ -381,8 +381,8 @@ class Metrics:
         )
         self.generations = registry.counter(
             "trunkline_generations",
-            "Prompts given to a controller, by decoding method (sampling, parallel_sampling, beam_search) and "
-            "kind of grammar, if any.",
+            "Prompts given to a controller, by decoding method (sampling, parallel_sampling, beam_search; "
+            "pooling: an embedding is made) and kind of grammar, if any.",
             ["method", "grammar"],
         )
         registry.gauge(

@@ -27,7 +27,7 @@ TEXTS_MAX: Final = 32
 ROUTES_MAX: Final = 32
 """Largest number of spans `route` per request. Further choices of a controller have no span."""
 PROVIDER: Final = "trunkline"
-_OPERATIONS: Final = {"/v1/completions": "text_completion"}
+_OPERATIONS: Final = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
 """`gen_ai.operation.name` by endpoint; all other endpoints that generate are chats."""
 
 

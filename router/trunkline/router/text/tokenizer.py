@@ -24,12 +24,16 @@ from trunkline.router.errors import ApiError
 from trunkline.router.request_context import current
 from trunkline.router.text.chat_template import ChatRenderer, ChatTemplateError
 from trunkline.router.text.detokenizer import TokenVocabulary
+from trunkline.router.text.embedding_files import Embedder, read_embedder
 from trunkline.router.text.reasoning_styles import ReasoningStyle, detect_reasoning
 from trunkline.router.text.tool_styles import ToolStyle, detect_style
 
 _SPECIAL_TOKEN_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 _CONTEXT_NAMES: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 _FALLBACK_CONTEXT: Final = 2048
+_WIDTH_NAMES: Final = ("word_embed_proj_dim", "hidden_size", "n_embd", "d_model")
+"""Names of the size of the final hidden states. The first one is OPT's, if the model has projections at both
+ends."""
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
@@ -61,6 +65,9 @@ class ModelFiles(msgspec.Struct, frozen=True):
     """The class that `transformers` has for the tokenizer; "": the configuration does not give it."""
     tool_chat_template: str | None = None
     """Separate template for conversations with tools; None: the model has none, like most models."""
+    hidden_size: int = 0
+    """Size of the final hidden states; 0: the configuration does not give it."""
+    embedder: Embedder = Embedder()
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -141,6 +148,7 @@ def read_model_files(folder: Path) -> ModelFiles:
     contexts = [config[name] for name in _CONTEXT_NAMES if isinstance(config.get(name), int)]
     vocab_size = config.get("vocab_size")
     stretched = config.get("stretched_from")
+    widths = [config[name] for name in _WIDTH_NAMES if isinstance(config.get(name), int)]
     templates = _chat_templates(folder, tokenizer_config)
     return ModelFiles(
         max_context=contexts[0] if contexts else _FALLBACK_CONTEXT,
@@ -152,6 +160,8 @@ def read_model_files(folder: Path) -> ModelFiles:
         tokenizer_class=str(tokenizer_config.get("tokenizer_class") or ""),
         stretched_from=stretched if isinstance(stretched, int) else 0,
         tool_chat_template=templates.get("tool_use"),
+        hidden_size=widths[0] if widths else 0,
+        embedder=read_embedder(folder),
     )
 
 
