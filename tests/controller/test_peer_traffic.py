@@ -44,7 +44,7 @@ GROUPS = {
     "disks": (replace(BASE, host_slots=12, disk_slots=30, ranks=2, preemption="swap"), Mix(cuts=0.2)),
     "all tiers, modules": (
         replace(BASE, host_slots=20, disk_slots=40, remote=True, ranks=2, session_ttl_s=300.0),
-        Mix(modules=0.4, calls=0.02, schemas=3, cuts=0.1),
+        Mix(modules=0.4, calls=0.02, schemas=3, cuts=0.3),
     ),
 }
 
@@ -77,6 +77,8 @@ class Cluster:
             simulation = traffic.simulation
             simulation.pace_s = self.rng.choice([1e-4, 1e-2])
             simulation.tiers.network = self.network
+            if self.groups:
+                simulation.tiers.remote = self.groups[0].traffic.simulation.tiers.remote  # all share one store
             group = Group(f"group-{number}", traffic)
             simulation.holders_of = lambda submit, group=group: self.holders(group, submit)
             simulation.kept_of = partial(self.kept, group)

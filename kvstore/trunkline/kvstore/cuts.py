@@ -15,6 +15,7 @@ table. Tokens in a table that are not seen are *holes*; all of them lie before t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
@@ -120,6 +121,53 @@ class ContextCut:
             tokens = history[chunk * size : (chunk + 1) * size].astype("<i4", copy=False)
             digest = chunk_name(digest, tokens.tobytes())
             names.append(digest)
+        return names
+
+
+class KeptTable(NamedTuple):
+    """The names of the whole chunks of a prompt's block table. Those of chunks that were computed behind the last
+    cut depend on how much had been computed before it."""
+
+    names: Sequence[bytes]
+    """Names of the table's chunks as if all of them had been computed before the cut."""
+    root: bytes
+    """Name of the root of the chunks behind the cut."""
+    first: int
+    """Index in the table of the first chunk behind the cut."""
+    tokens: bytes
+    """int32 token ids of the chunks from `first` on."""
+    chunk_size: int
+
+    @staticmethod
+    def of(cut: ContextCut, names: Sequence[bytes], history: bytes, root: bytes) -> KeptTable:
+        """Return the table of a history that is cut.
+
+        Args:
+            names: Names of the whole chunks of the whole history.
+            history: int32 token ids.
+            root: The root name of the whole history.
+        """
+        kept: list[bytes] = []
+        for segment in cut.segments:
+            kept += names[segment.start : segment.stop if segment.stop >= 0 else len(names)]
+        behind = cut.segments[-1].start
+        after = ChunkName(names[behind - 1] if behind else root)
+        tokens = history[4 * behind * cut.chunk_size :]
+        return KeptTable(kept, cut_name(after, cut.drops), cut.table_start, tokens, cut.chunk_size)
+
+    def moved(self, count: int) -> list[bytes]:
+        """Return the names of the table's chunks if the first `count` of them were computed before the cut, and
+        the others behind it. `count` is at least `first`."""
+        names = list(self.names[:count])
+        return names + self.behind(names[-1] if count > self.first else self.root, count)
+
+    def behind(self, above: bytes, start: int) -> list[bytes]:
+        """Return the names of the table's chunks from `start` on, which is at least `first`, if they were computed
+        behind the cut and `above` is the name of the chunk or root above them."""
+        names, name, size = list[bytes](), above, 4 * self.chunk_size
+        for at in range((start - self.first) * size, len(self.tokens) - size + 1, size):
+            name = chunk_name(name, self.root + self.tokens[at : at + size])
+            names.append(name)
         return names
 
 

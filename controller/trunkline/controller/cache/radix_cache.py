@@ -136,11 +136,13 @@ class RadixCache(RadixTree):
         self.fences.loaded(block, slot, plan.step)
         plan.loads.append((block, slot, generation))
 
-    def add_remote(self, parent: Node, key: bytes, now: float, marker: bytes = b"") -> Node:
-        """Add a chunk that was found in the remote tier; `marker` as in `attach`."""
+    def add_remote(
+        self, parent: Node, key: bytes, now: float, marker: bytes = b"", name: ChunkName | None = None
+    ) -> Node:
+        """Add a chunk that was found in the remote tier; `marker` and `name` as in `attach`."""
         node = parent.children.get(key)
         if node is None:
-            node = self.attach(parent, key, NO_BLOCK, 0, marker)
+            node = self.attach(parent, key, NO_BLOCK, 0, marker, name)
             node.last_use = now
         self.tiers.add_remote(node)
         return node

@@ -66,6 +66,26 @@ class Trail(NamedTuple):
     """Whether chunks of further trails are of no use if one of these is missing."""
 
 
+def kept_trails(
+    tree: RadixCache, sequence: Grown, cut: CutPrompt, names: list[ChunkName], step: int
+) -> Iterator[Trail]:
+    """Yield the chunks of the block table of a prompt with a cut, run by run. Those behind a cut have the names
+    that are given for them, by their index in the table."""
+    size, first = tree.chunk_bytes, 0
+    for segment in cut.cut.segments:
+        is_closed = segment.stop >= 0
+        if is_closed:
+            tokens = cut.history[segment.start * size : segment.stop * size]
+        else:
+            tokens = sequence.tokens.to_bytes(first * tree.chunk_size, sequence.tokens.count)
+        keys = _whole(tokens, size)
+        if keys:
+            root = segment_root(tree, sequence, cut, segment, step)
+            marker, told = (root.name, names[first : first + len(keys)]) if segment.drops else (b"", [])
+            yield Trail(root, marker, keys, told, first, is_closed)
+        first += len(keys)
+
+
 class Holders:
     """Notes which chunks of prompts peers have."""
 
@@ -124,7 +144,7 @@ class Holders:
         tree, tokens, prompt = self._tree, group.members[0].tokens, group.modules
         holders, kept = group.request.submit.holders, group.request.submit.kept
         if kept is not None and group.cut is not None:
-            for trail in self._kept(group.members[0], group.cut, _split(kept.names), step):
+            for trail in kept_trails(tree, group.members[0], group.cut, _split(kept.names), step):
                 yield trail, kept.holders
             return
         if prompt is None:
@@ -141,22 +161,6 @@ class Holders:
         if holders and prompt.target < 0 and prompt.runs:
             root, own = tree.prompt_root(prompt.name), tokens.to_bytes(prompt.entries * tree.chunk_size)
             yield Trail(root, root.name, _whole(own, tree.chunk_bytes)), holders
-
-    def _kept(self, sequence: Grown, cut: CutPrompt, names: list[ChunkName], step: int) -> Iterator[Trail]:
-        """Yield the chunks of the block table of a prompt with a cut, run by run."""
-        size, first = self._tree.chunk_bytes, 0
-        for segment in cut.cut.segments:
-            is_closed = segment.stop >= 0
-            if is_closed:
-                tokens = cut.history[segment.start * size : segment.stop * size]
-            else:
-                tokens = sequence.tokens.to_bytes(first * self._tree.chunk_size, sequence.tokens.count)
-            keys = _whole(tokens, size)
-            if keys:
-                root = segment_root(self._tree, sequence, cut, segment, step)
-                marker, told = (root.name, names[first : first + len(keys)]) if segment.drops else (b"", [])
-                yield Trail(root, marker, keys, told, first, is_closed)
-            first += len(keys)
 
     def _peers(self, holders: Sequence[Holder], now: float, *, is_announced: bool) -> list[tuple[Holder, Peer]]:
         """Return the holders from which chunks can be pulled; for a request that waits, only those from which that

@@ -24,6 +24,7 @@ from trunkline.controller.messages import Holder, Probed
 from trunkline.controller.sequences.sequence import Sequence, SequenceGroup
 from trunkline.controller.tiers.costs import StepCosts
 from trunkline.controller.tiers.holders import Holders, KnownPath
+from trunkline.controller.tiers.kept_probe import KeptProbe, enter_kept, kept_probe
 from trunkline.controller.tiers.tier_orders import TierOrders
 from trunkline.controller.totals import Totals
 from trunkline.kvstore.chunks import NO_PEER, ChunkName, chunk_name
@@ -239,14 +240,19 @@ class _Origin(NamedTuple):
     """Name of what the path's chunks see (`trunkline.controller.sequences.sequence.Stem.marker`)."""
 
 
-@dataclass(slots=True)
-class _Probing:
-    group: SequenceGroup
+class _Part(NamedTuple):
+    """Successive chunks of a group's own tokens, for which the remote tier is asked."""
+
     start: int
-    """Index of the first chunk that was asked for."""
+    """Index of the first chunk."""
     above: ChunkName
-    """Name of the chunk or root above the first chunk that was asked for."""
+    """Name of the chunk or root above the first chunk."""
     keys: list[bytes]
+
+
+class _Probing(NamedTuple):
+    group: SequenceGroup
+    part: _Part | KeptProbe
     asked: float
 
 
@@ -274,8 +280,11 @@ class Prefetcher:
         """Fetch what a request that has arrived will use; return its `known_tokens`."""
         sequence = group.members[0]
         path = self._expect(group, step, now)
-        if self._tree.tiers.config.remote and group.cut is None and self._may_probe(now):
-            self._probe(group, sequence, len(path) - _entries(group) if path else 0, now)
+        if self._tree.tiers.config.remote and self._may_probe(now):
+            if group.cut is None:
+                self._probe(group, sequence, len(path) - _entries(group) if path else 0, now)
+            elif (kept := kept_probe(self._tree, group, path, PROBED_CHUNKS_MAX)) is not None:
+                self._ask(group, kept, kept.names[kept.start :], now)
         return _tokens(path[_entries(group) :])
 
     def _expect(self, group: SequenceGroup, step: int, now: float) -> AbstractSequence[Node]:
@@ -318,7 +327,10 @@ class Prefetcher:
         for key in keys:
             name = chunk_name(name, origin.marker + key)
             names.append(name)
-        self._probes[self._orders.probe(names)] = _Probing(group, known, above, keys, now)
+        self._ask(group, _Part(known, above, keys), names, now)
+
+    def _ask(self, group: SequenceGroup, part: _Part | KeptProbe, names: list[ChunkName], now: float) -> None:
+        self._probes[self._orders.probe(names)] = _Probing(group, part, now)
         self._fetching.probing(group, now)
 
     def _origin(self, group: SequenceGroup) -> _Origin:
@@ -341,16 +353,23 @@ class Prefetcher:
             return
         if answer.present < 0:
             self._silent_until = now + SILENCE_S
-        waits = probing.group.queued
-        if answer.present > 0:
-            self._learn(probing, answer.present, now)
+        group, part = probing.group, probing.part
+        waits, following = group.queued, None
+        if isinstance(part, KeptProbe):
+            enter_kept(self._tree, group, part, max(0, answer.present), step, now)
+            if waits and answer.present >= 0 and group.cut is not None:
+                following = part.following(answer.present, PROBED_CHUNKS_MAX)
+        elif answer.present > 0:
+            self._learn(group, part, answer.present, now)
         if waits:
-            self._fetching.probed(probing.group)
-            self._expect(probing.group, step, now)
+            self._fetching.probed(group)
+            self._expect(group, step, now)
+        if following is not None:
+            self._ask(group, following, following.names[following.start :], now)
 
-    def _learn(self, probing: _Probing, present: int, now: float) -> None:
+    def _learn(self, group: SequenceGroup, part: _Part, present: int, now: float) -> None:
         """Add the chunks that were found to the tree, if the chunks above them are still there."""
-        group, size = probing.group, self._tree.chunk_size
+        size = self._tree.chunk_size
         sequence, first = group.members[0], _entries(group)
         if group.modules is None:
             node, marker = self._tree.root(sequence.salt), b""
@@ -362,13 +381,13 @@ class Prefetcher:
                 else self._tree.prompt_root(prompt.name)
             )
             marker = node.name
-        for index in range(first, first + probing.start):
+        for index in range(first, first + part.start):
             child = node.children.get(sequence.tokens.to_bytes(index * size, (index + 1) * size))
             if child is None:
                 break
             node = child
-        if node.name == probing.above:  # else it is gone, or the text was computed at another position meanwhile
-            for key in probing.keys[:present]:
+        if node.name == part.above:  # else it is gone, or the text was computed at another position meanwhile
+            for key in part.keys[:present]:
                 node = self._tree.add_remote(node, key, now, marker)
         self._tree.prune_root(node)
 

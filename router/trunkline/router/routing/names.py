@@ -25,7 +25,7 @@ import numpy as np
 
 from trunkline.controller.messages import PromptLayout
 from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, blocks_for, chain, chunk_name, root_name
-from trunkline.kvstore.cuts import ContextCut, cut_name
+from trunkline.kvstore.cuts import ContextCut, KeptTable
 from trunkline.kvstore.module_names import Ranges, RelocationRule, modules_root, pairs, prompt_root, text_names
 from trunkline.router.routing.index import Match
 from trunkline.router.routing.request import RouteRequest
@@ -63,31 +63,6 @@ class Chain(msgspec.Struct, frozen=True):
     several alternatives counts."""
     text: int = -1
     """Index in the layout of the text whose chunks these are; -1: they are of no text."""
-
-
-class KeptTable(NamedTuple):
-    """The block table of a prompt with a cut, of which only the first chunks have the names of the history."""
-
-    names: list[bytes]
-    """Names of the table's whole chunks, as if all of them had been computed before the cut."""
-    root: bytes
-    """Name of the root of the chunks behind the cut."""
-    first: int
-    """Index in the table of the first chunk behind the cut."""
-    tokens: bytes
-    """int32 token ids of the chunks from `first` on."""
-    chunk_size: int
-
-    def moved(self, count: int) -> list[bytes]:
-        """Return the names of the table's whole chunks if the first `count` of them were computed before the cut,
-        and the others behind it. `count` is at least `first`."""
-        size = self.chunk_size * _TOKEN_BYTES
-        names = self.names[:count]
-        name = ChunkName(names[-1] if count > self.first else self.root)
-        for at in range((count - self.first) * size, len(self.tokens) - size + 1, size):
-            name = chunk_name(name, self.root + self.tokens[at : at + size])
-            names.append(name)
-        return names
 
 
 class Names(NamedTuple):
@@ -158,18 +133,11 @@ def _cut_chains(
     if not identity.positions_shift:
         return [plain], None
     all_names = whole_chunks(root, request.tokens, size)
-    kept: list[bytes] = []
-    for segment in cut.segments:
-        kept += all_names[segment.start : segment.stop if segment.stop >= 0 else len(all_names)]
+    table = KeptTable.of(cut, all_names, request.tokens, root)
     # The chunk in which the last dropped range ends may be a tail without a name; then the chunks before it
     # suffice.
-    least = max(1, min(len(kept), -(-cut.closed_end // size)))
-    behind = cut.segments[-1].start
-    after = ChunkName(all_names[behind - 1]) if behind else root
-    table = KeptTable(
-        kept, cut_name(after, request.drops), cut.table_start, request.tokens[behind * size * _TOKEN_BYTES :], size
-    )
-    return [Chain(kept, size, size, least, unseen_tokens=cut.holes), plain], table
+    least = max(1, min(len(table.names), -(-cut.closed_end // size)))
+    return [Chain(table.names, size, size, least, unseen_tokens=cut.holes), plain], table
 
 
 def with_kept(
