@@ -21,7 +21,7 @@ from worker.ranks import RankProcess
 from worker.tier_driver import HeldKernels, wait_until
 
 from trunkline.runtime import wire_keys
-from trunkline.worker.tiers import peer_tier
+from trunkline.worker.tiers import exporter, peer_tier
 from trunkline.worker.tiers.exchange import CREDIT_BYTES, Ask, Found, Told, checksum
 from trunkline.worker.tiers.process_memory import read_memory
 from trunkline.worker.tiers.questions import AWAY_S, QUESTION_S, Questions
@@ -75,6 +75,18 @@ def test_a_peer_on_another_host_sends_more_than_one_question_may_ask_for(
     own.meet(1, peer.tiers.exports)
     assert 90 * own.copier.host.slot_bytes > 2 * CREDIT_BYTES
     assert own.statuses(1, {chunk: chunk for chunk in range(90)}) == [DONE] * 90
+
+
+def test_parts_of_an_answer_without_room_wait_for_it(
+    make: Make, place: Callable[[], str], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporter, "_WAITING_MAX", 1)
+    monkeypatch.setattr(exporter, "_PART_BYTES", 1)
+    peer, own = make(export=place()), make()
+    peer.save(range(90), range(90))
+    own.meet(1, peer.tiers.exports)
+    assert own.statuses(1, {chunk: chunk for chunk in range(90)}) == [DONE] * 90
+    assert all(own.holds(chunk, chunk) for chunk in range(90))
 
 
 @pytest.mark.parametrize(("tp", "peer_tp"), [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2), (1, 8), (8, 2), (8, 8)])

@@ -12,6 +12,7 @@ import socket as sockets
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -32,6 +33,7 @@ from trunkline.worker.tiers.exchange import (
     CHUNKS_MAX,
     CREDIT_BYTES,
     QUESTION_BYTES_MAX,
+    QUESTIONS_OPEN,
     Ask,
     Found,
     Told,
@@ -45,13 +47,13 @@ _LOOK_MS: Final = 2
 _OPEN_MAX: Final = 256
 """Largest number of questions that wait for copies; further ones are not taken from the socket yet."""
 _PART_BYTES: Final = 1 << 20
-"""Bytes after which a part of an answer is sent: the puller verifies them while the next ones are on their way."""
-_NEAR_PART_BYTES: Final = 4 << 20
-"""The same for a puller that copies out of this process's memory, and waits for checksums only."""
-_WAITING_BYTES: Final = 64 << 20
-"""Largest number of bytes that wait for one slow connection, in at least `_WAITING_MIN` parts of answers; further
-parts are dropped."""
-_WAITING_MIN: Final = 8
+"""Smallest size of a part of an answer, but for the last one. The puller verifies a part while the next ones are
+on their way."""
+_PARTS_MAX: Final = 8
+"""Largest number of parts of an answer, if all of its chunks are there."""
+_WAITING_MAX: Final = 4 * QUESTIONS_OPEN * _PARTS_MAX
+"""Largest number of parts that wait for one connection. ZeroMQ hears of parts that were read only when half of
+this number were: twice the parts of open questions must find room; chunks that are saved later need more."""
 
 log = structlog.get_logger()
 
@@ -100,8 +102,7 @@ class Exporter:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)  # an answer for which there is no room is an error, not lost
-        waiting = max(_WAITING_MIN, _WAITING_BYTES // max(_PART_BYTES, copier.host.slot_bytes))
-        self._socket.set(zmq.SNDHWM, waiting)
+        self._socket.set(zmq.SNDHWM, _WAITING_MAX)
         self._socket.set(zmq.MAXMSGSIZE, QUESTION_BYTES_MAX)
         self._gate = Gate(self._context, wire_keys, Role.WORKER)
         try:
@@ -158,7 +159,8 @@ class Exporter:
             return
         if problem := self._problem_of(ask) if len(frames) == 2 else "a question has one frame":
             self._rare.warning("a peer's question is refused", now, reason=problem)
-            self._send(frames[0], Told(ask.id, [], refusal=problem), [])
+            with suppress(zmq.ZMQError):  # the puller gives up by itself
+                self._send(frames[0], Told(ask.id, [], refusal=problem), [])
             return
         names = names_of(ask.names)
         self._open.append(_Open(frames[0], ask, names, list(range(len(names))), now + _WAIT_S))
@@ -180,28 +182,34 @@ class Exporter:
         return bool(self._node) and ask.node == self._node
 
     def _answer(self, question: _Open, now: float) -> bool:
-        """Answer what can be answered, part by part; return whether that is all of the question."""
+        """Answer what can be answered, part by part; return whether nothing more will be."""
         ask, host = question.ask, self._copier.host
         pid = os.getpid() if self._is_near(ask) else 0
-        part_bytes = _NEAR_PART_BYTES if pid else _PART_BYTES
-        found, payloads, left, size = list[Found](), list[memoryview](), list[int](), 0
-        for index in question.left:
+        size = host.slot_bytes * (ask.stop - ask.first) // len(self._heads)
+        count = max(_PART_BYTES // size, -(-len(question.names) // _PARTS_MAX), 1)
+        unsaved, part, payloads = list[int](), list[Found](), list[memoryview]()
+        for place, index in enumerate(question.left):
             chunk = self._find(question.names[index], ask)
             if chunk is None and now < question.until:
-                left.append(index)
-                continue
-            digest, slot = chunk or (b"", -1)
-            found.append(Found(index, digest, host.address(slot) if pid and digest else 0))
-            if digest:
-                size += host.slot_bytes * (ask.stop - ask.first) // len(self._heads)
-                payloads += () if pid else (self._payload(slot, ask),)
-            if size >= part_bytes:
-                if not self._send(question.peer, Told(ask.id, found, pid), payloads):
+                unsaved.append(index)
+            else:
+                digest, slot = chunk or (b"", -1)
+                part.append(Found(index, digest, host.address(slot) if pid and digest else 0))
+                payloads += [self._payload(slot, ask)] if digest and not pid else []
+            rest = question.left[place + 1 :]
+            if part and (len(part) >= count or not rest):
+                try:
+                    self._send(question.peer, Told(ask.id, part, pid), payloads)
+                except zmq.ZMQError as error:
+                    others = sum(other.peer == question.peer for other in self._open)
+                    if isinstance(error, zmq.Again) and now < question.until and others < QUESTIONS_OPEN:
+                        question.left = [*unsaved, *(found.index for found in part), *rest]
+                        return False
+                    self._rare.warning("an answer to a peer is dropped", now, error=str(error))
                     return True
-                found, payloads, size = [], [], 0
-        question.left = left
-        is_sent = not found or self._send(question.peer, Told(ask.id, found, pid), payloads)
-        return not left or not is_sent
+                part, payloads = [], []
+        question.left = unsaved
+        return not unsaved
 
     def _find(self, name: bytes, ask: Ask) -> tuple[bytes, int] | None:
         """Return checksum and slot of a chunk; no checksum if there is no such chunk; None if it is being copied
@@ -230,17 +238,16 @@ class Exporter:
         """Return the wanted bytes; those of whole parts are not copied."""
         return np.ascontiguousarray(self._rows(slot, ask)).reshape(-1).data
 
-    def _send(self, peer: bytes, told: Told, payloads: list[memoryview]) -> bool:
-        """Send an answer; return False if the peer is gone or takes none."""
-        try:
-            self._socket.send_multipart([peer, msgspec.msgpack.encode(told)], zmq.NOBLOCK | _more(payloads))
-            for index, payload in enumerate(payloads):
-                flags = zmq.NOBLOCK | _more(payloads[index + 1 :])
-                self._socket.send(payload, flags, copy=False)
-        except zmq.ZMQError as error:
-            self._rare.warning("an answer to a peer is dropped", time.monotonic(), error=str(error))
-            return False
-        return True
+    def _send(self, peer: bytes, told: Told, payloads: list[memoryview]) -> None:
+        """Send a part of an answer.
+
+        Raises:
+            zmq.Again: The connection has no room for it; nothing was sent.
+            zmq.ZMQError: The peer is gone.
+        """
+        self._socket.send_multipart([peer, msgspec.msgpack.encode(told)], zmq.NOBLOCK | _more(payloads))
+        for index, payload in enumerate(payloads):
+            self._socket.send(payload, zmq.NOBLOCK | _more(payloads[index + 1 :]), copy=False)
 
 
 def own_address(endpoint: str) -> str:
