@@ -340,6 +340,14 @@ def test_unknown_parameters_are_named(http: httpx.Client, name: str) -> None:
     assert all(len(warning) < UNKNOWN_CHARACTERS_MAX + 50 for warning in warnings)
 
 
+def test_what_a_response_says_of_verbosity(http: httpx.Client) -> None:
+    for verbosity, told in (("low", ["`text.verbosity` is not applied"]), ("medium", None), (None, None)):
+        body = BODIES["responses"] | {"text": {"verbosity": verbosity}}
+        assert http.post(PATHS["responses"], json=body).json().get("warnings") == told
+    bad = http.post(PATHS["responses"], json=BODIES["responses"] | {"text": {"verbosity": "huge"}})
+    assert (bad.status_code, bad.json()["error"]["param"]) == (400, "text.verbosity")
+
+
 def test_a_background_response_names_unknown_parameters_when_it_is_queued(http: httpx.Client) -> None:
     body = {"input": "Hi", "background": True, "frobnicate": 1}
     queued = http.post(PATHS["responses"], json=body).json()

@@ -73,6 +73,8 @@ class TextOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Not applied: templates know no such switch. Coding agents always send it, so the answer says it."""
 
 
 class Reasoning(BaseModel):
@@ -109,7 +111,7 @@ class ResponsesRequest(DialogParameters):
         also=("max_tokens", "max_completion_tokens", "max_new_tokens", "n_predict"),
     )
     text: TextOptions | None = row(
-        "`format`: `text`, `json_object`, `json_schema` with a `schema`", "free text", _STRUCTURED
+        "`format`: `text`, `json_object`, `json_schema` with a `schema`; `verbosity`", "free text", _STRUCTURED
     )
     tools: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"}})] = row(
         "functions in the flat form", "none", "see [tools](#tools). `strict` counts only if it is true"
@@ -139,6 +141,14 @@ class ResponsesRequest(DialogParameters):
         "the template's",
         "see [reasoning](#reasoning). `summary` has no effect",
     )
+
+    @property
+    def warnings(self) -> list[str] | None:
+        """As in `RequestBody`."""
+        found = super().warnings or []
+        if self.text is not None and self.text.verbosity not in (None, "medium"):
+            found = ["`text.verbosity` is not applied", *found]
+        return found or None
 
     @model_validator(mode="after")
     def _check_history(self) -> ResponsesRequest:
