@@ -65,8 +65,9 @@ def undisturbed(cluster: Cluster) -> Iterator[None]:
             over.set()
         beside.result(60)
     assert said == {alone}
-    wait_for(lambda: cluster.is_idle() and cluster.gauge("texts_encoding") == 0, 20)
-    assert (cluster.gauge("requests_waiting"), cluster.gauge("chunks_pinned")) == (0, 0)
+    # The values are up to a second old, and do not all change in the same moment.
+    left = ("texts_encoding", "requests_waiting", "chunks_pinned")
+    wait_for(lambda: cluster.is_idle() and not any(map(cluster.gauge, left)), 20)
     assert cluster.health() == 200
     assert "Traceback" not in cluster.log
     assert "controller_lost" not in cluster.log
