@@ -35,8 +35,11 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@if [ -z "$(PYTHON)" ]; then echo "Trunkline needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; fi
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	@echo "Installing pinned dependencies into $(VENV) (the first time: some minutes, about 200 MB)"
-	@# Python compiles what it imports; of most of torch's and transformers' modules nothing ever is.
+	@# Python compiles what it imports; of most of torch's and transformers' modules nothing ever is. What serving
+	@# imports is compiled here once; at the first start, every process would do it at the same time.
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-compile --quiet -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -c 'import trunkline.worker.__main__' & \
+		$(BIN)/python -c 'import trunkline.router.__main__, trunkline.controller.__main__, trunkline.deploy.cli.app'; wait $$!
 	@touch $(STAMP)
 
 serve: $(STAMP) ## Serve the demo model: a router, a controller and its tensor-parallel workers
