@@ -24,6 +24,13 @@ from trunkline.router.api.openai_items import RESPONSES, ResponsesRequest
 from trunkline.router.jobs.generation_parameters import DialogParameters, GenerationRequest, SharedParameters
 from trunkline.router.jobs.known_parameters import HINTS, REFUSED
 from trunkline.router.jobs.parameter_table import Known, Parameter, parameter_of
+from trunkline.router.jobs.pooling_models import (
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+    ScoringRequest,
+)
 from trunkline.router.jobs.request_models import CHAT, COMPLETIONS, ChatRequest, CompletionRequest
 
 PAGE: Final = Path(__file__).parents[1] / "api.md"
@@ -88,6 +95,11 @@ _TABLES: Final[dict[str, Callable[[], str]]] = {
     "completions": lambda: _applied(CompletionRequest, GenerationRequest),
     "responses": lambda: _applied(ResponsesRequest, DialogParameters),
     "messages": lambda: _applied(MessagesRequest, DialogParameters),
+    "pooling": lambda: _applied(PoolingRequest),
+    "embeddings": lambda: _applied(EmbeddingRequest, PoolingRequest),
+    "scoring": lambda: _applied(ScoringRequest, PoolingRequest),
+    "rerank": lambda: _applied(RerankRequest, ScoringRequest),
+    "score": lambda: _applied(ScoreRequest, ScoringRequest),
     "hints": _hints,
     "refused": _refused,
 }

@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import httpx
+import numpy as np
 import openai
 import pytest
 from cluster.harness import Cluster, wait_for
@@ -88,3 +90,28 @@ def test_what_is_shared_is_computed_and_stored_once(cluster: Cluster, plain: Clu
         in_use = cluster.blocks_in_use()
         grown = (cluster.gauge("output_tokens_total") - before) / CHUNK + 2 * len(ENDINGS)
         assert shared_chunks <= in_use <= shared_chunks + grown
+
+
+def test_embeddings_are_the_same_and_a_query_is_read_once(cluster: Cluster, plain: Cluster) -> None:
+    """Of two ranks that reuse prefixes and of one that computes all anew; cached tokens tell what was reused."""
+    vectors = {}
+    for which in (cluster, plain):
+        for pooling in ("last", "mean"):
+            with which.client() as client:
+                answer = client.embeddings.create(
+                    model="trunkline-demo",
+                    input=[PREFIX + ending for ending in ENDINGS],
+                    extra_body={"pooling": pooling},
+                )
+            vectors[which, pooling] = np.array([item.embedding for item in answer.data])
+    for pooling in ("last", "mean"):
+        np.testing.assert_allclose(vectors[cluster, pooling], vectors[plain, pooling], atol=1e-5)
+    body = {"query": f"What does this describe? {PREFIX}", "documents": ENDINGS}
+    answers = [httpx.post(f"{which.url}/v1/rerank", json=body, timeout=60).json() for which in (plain, cluster)]
+    unshared, shared = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    whole_chunks = answers[0]["usage"]["prompt_tokens"] // len(ENDINGS) // CHUNK
+    assert unshared == 0
+    assert shared >= (len(ENDINGS) - 1) * (whole_chunks - 1) * CHUNK
+    scores = [{each["index"]: each["relevance_score"] for each in answer["results"]} for answer in answers]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+    assert len(set(scores[0].values())) > 1
