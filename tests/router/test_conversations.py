@@ -247,7 +247,7 @@ def test_bad_requests(http: httpx.Client, fake: FakeController) -> None:
         (PATH, {"metadata": {"a": 1}}, "metadata"),
         (PATH, {"items": "x"}, "items"),
         (PATH, {"items": [said] * 21}, "items"),
-        (PATH, {"items": [{"type": "web_search_call"}]}, "items[0].type"),
+        (PATH, {"items": [{"type": 7}]}, "items[0].type"),
         (PATH, {"items": [said, {"role": "robot", "content": "x"}]}, "items[1].role"),
         (f"{PATH}/{conversation}", {}, "metadata"),
         (f"{PATH}/{conversation}/items", {}, "items"),

@@ -144,6 +144,7 @@ PROBES: Final[dict[str, dict[str, Probe]]] = {
         "conversation": Probe("conv_none"),
         "background": Probe(True),
         "include": Probe(["message.output_text.logprobs"]),
+        "top_logprobs": Probe(2),
         "reasoning": Probe({"effort": "none"}),
     },
     "messages": {
@@ -161,7 +162,7 @@ PROBES: Final[dict[str, dict[str, Probe]]] = {
         "output_format": Probe({"type": "json_schema", "schema": {"type": "object"}}),
     },
 }
-REFUSED_VALUES: Final = ("model", "previous_response_id", "conversation", "include", "background", "documents")
+REFUSED_VALUES: Final = ("model", "previous_response_id", "conversation", "background", "documents")
 """Parameters whose probe is refused: what it names does not exist, or is not available beside the rest."""
 ELSEWHERE: Final = {
     "include_reasoning": "test_thoughts.py",

@@ -286,7 +286,8 @@ def test_thinking_blocks_of_messages(served: Served, stream: bool) -> None:
 def test_reasoning_items_of_responses(served: Served, stream: bool) -> None:
     http, fake, tokenizer = served
     say(fake, tokenizer, "<think>\nHm.\n</think>\n\nYes.")
-    answer = http.post("/v1/responses", json={"input": "Hi", "reasoning": {"effort": "high"}, "stream": stream})
+    body = {"input": "Hi", "reasoning": {"effort": "high"}, "include": ["reasoning.encrypted_content"]}
+    answer = http.post("/v1/responses", json=body | {"stream": stream})
     if stream:
         events = named_events(answer)
         kinds = without_repeats([event["type"] for event in events])

@@ -27,8 +27,8 @@ from trunkline.router.tools.plan import (
     prepare_tools,
     read_chat_tools,
     read_choice,
-    read_flat_tools,
 )
+from trunkline.router.tools.response_tools import read_response_tools
 from trunkline.worker.grammar.automaton import Vocabulary
 
 Accepts = Callable[..., bool]
@@ -328,11 +328,11 @@ def test_bad_choices() -> None:
 
 
 def test_tools_of_responses_have_no_inner_object() -> None:
-    flat = read_flat_tools([{"type": "function", **tool()["function"]}])
+    flat = read_response_tools([{"type": "function", **tool()["function"]}]).functions
     assert flat == read_chat_tools([tool()])
     assert read_choice({"type": "function", "name": "add"}, flat).name == "add"
     with pytest.raises(ApiError) as caught:
-        read_flat_tools([{"type": "function", "name": ""}])
+        read_response_tools([{"type": "function", "name": ""}])
     assert caught.value.param == "tools[0].name"
 
 

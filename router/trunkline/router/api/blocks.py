@@ -19,7 +19,7 @@ from trunkline.router.http.body import SESSION_HEADER, session_header, validate
 from trunkline.router.jobs.generation_parameters import DialogParameters, SharedParameters
 from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.stores.session_store import is_stored
-from trunkline.router.streams.generation import FinishName, Generation
+from trunkline.router.streams.generation import FinishName, Generation, TokenLogprob
 from trunkline.router.tools.pieces import CallArguments, CallStart, Piece, TextPiece, ThoughtPiece
 from trunkline.router.tools.plan import ToolPlan
 
@@ -35,11 +35,18 @@ class Block(msgspec.Struct):
     name: str = ""
     call_id: str = ""
     is_thought: bool = False
+    logprobs: list[TokenLogprob] = []
+    """Of a text, the log-probabilities of its tokens, if the request asks for them."""
 
     @property
     def is_call(self) -> bool:
         """Whether the block is a call."""
         return bool(self.name)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the block is a text of the answer."""
+        return not (self.name or self.is_thought)
 
     def arguments(self) -> dict[str, Any] | None:
         """Return a call's arguments; None if the model did not write a complete JSON object."""
@@ -57,6 +64,8 @@ class BlockChange(msgspec.Struct, frozen=True):
     block: Block
     text: str = ""
     """The text that is added to the block, if the change is that it grows."""
+    logprobs: list[TokenLogprob] = []
+    """The log-probabilities of the tokens of `text`. A token that belongs to two changes is with the first."""
 
 
 class Blocks:
@@ -118,6 +127,7 @@ class AnswerBlocks:
         self.tokens: list[int] = []
         """The tokens of the answer so far."""
         self._at_least_one = at_least_one
+        self._unplaced: list[TokenLogprob] = []
         job = generation.job
         self._parser = plan.make_parser(lambda: plan.draw_id(id_prefix), job.thought, formed=job.formed)
 
@@ -129,12 +139,25 @@ class AnswerBlocks:
         """
         async for delta in self.generation.deltas():
             self.tokens += delta.tokens
-            changes = list(self.blocks.feed(self._pieces(delta.text, delta.finish)))
+            changes = self._scored(list(self.blocks.feed(self._pieces(delta.text, delta.finish))), delta.logprobs)
             if delta.finish is not None:
                 self.finish, self.stop = delta.finish, delta.stop
                 changes += self.blocks.finish(at_least_one=self._at_least_one)
             if changes:
                 yield changes
+
+    def _scored(self, changes: list[BlockChange], logprobs: list[TokenLogprob]) -> list[BlockChange]:
+        """Return the changes with the log-probabilities of texts. Those of thoughts and calls are left out."""
+        self._unplaced += logprobs
+        grown = [index for index, change in enumerate(changes) if change.kind == "grow"]
+        if not self._unplaced or not grown:
+            return changes
+        place = next((index for index in grown if changes[index].block.is_text), None)
+        if place is not None:
+            changes[place] = msgspec.structs.replace(changes[place], logprobs=self._unplaced)
+            changes[place].block.logprobs += self._unplaced
+        self._unplaced = []
+        return changes
 
     @property
     def thought(self) -> str:

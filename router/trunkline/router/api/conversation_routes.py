@@ -20,9 +20,10 @@ from starlette.requests import Request
 from trunkline.router.api.blocks import renamed
 from trunkline.router.api.item_lists import ITEM_PARAMETERS, ItemList, list_of, page_of_items
 from trunkline.router.api.next_route import delete_history
-from trunkline.router.api.openai_items import Object, to_items, to_messages
+from trunkline.router.api.openai_items import Object
 from trunkline.router.api.paging import answer_of, components_of
 from trunkline.router.api.requests import service_of
+from trunkline.router.api.response_input import to_items, to_messages
 from trunkline.router.api.turn import check_messages
 from trunkline.router.errors import bad_value, not_found
 from trunkline.router.http.answers import JsonResponse

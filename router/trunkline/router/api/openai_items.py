@@ -1,13 +1,9 @@
-"""The form of `/v1/responses`: its request, the input as messages of a chat, and the items of the answer. Pure.
-
-An assistant's text and the calls right after it become one message, as the model wrote them. What is stored of a
-response or a conversation are its items.
-"""
+"""The form of `/v1/responses`: its request, and the items of the answer. Pure. Its input: `response_input.py`."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -15,11 +11,12 @@ from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from trunkline.router.api.blocks import Block
-from trunkline.router.errors import ApiError, bad_value, not_found, unsupported
+from trunkline.router.errors import ApiError, bad_value
 from trunkline.router.jobs.generation_parameters import DialogParameters
 from trunkline.router.jobs.known_parameters import KNOWN
 from trunkline.router.jobs.parameter_table import Endpoint, row
-from trunkline.router.jobs.parameters import Count, ToolChoice
+from trunkline.router.jobs.parameters import Count, LogprobCount, ToolChoice
+from trunkline.router.tools.response_tools import OwnTool, custom_input
 
 Object = dict[str, Any]
 
@@ -38,12 +35,6 @@ def _conversation(value: Any) -> str:
     if not isinstance(found, str):
         raise PydanticCustomError("conversation", 'must be the id of a conversation, or {"id": …}')
     return found
-
-
-def _include(value: Any) -> Any:
-    if isinstance(value, list) and "message.output_text.logprobs" in value:
-        raise PydanticCustomError("include", "log-probabilities are not supported here; use /v1/chat/completions")
-    return value
 
 
 _STRUCTURED: Final = "see [structured output](#structured-output)"
@@ -93,7 +84,8 @@ class ResponsesRequest(DialogParameters):
 
     input: Annotated[Any, BeforeValidator(_input, json_schema_input_type=str | list[dict[str, Any]])] = row(
         "a string, or a list of items: messages (`user`, `assistant`, `system`, `developer`; text parts), "
-        "`reasoning`, `function_call`, `function_call_output`",
+        "`reasoning`, `function_call`, `function_call_output`, `custom_tool_call`, `custom_tool_call_output`, "
+        "[items of other servers](#foreign-tools-and-items)",
         "required",
         "what is answered",
         value=...,
@@ -114,7 +106,9 @@ class ResponsesRequest(DialogParameters):
         "`format`: `text`, `json_object`, `json_schema` with a `schema`; `verbosity`", "free text", _STRUCTURED
     )
     tools: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"}})] = row(
-        "functions in the flat form", "none", "see [tools](#tools). `strict` counts only if it is true"
+        "functions in the flat form, custom tools, namespaces; [others](#foreign-tools-and-items)",
+        "none",
+        "see [tools](#tools). `strict` counts only if it is true",
     )
     tool_choice: ToolChoice | None = row("", "auto", "see [tools](#tools)")
     parallel_tool_calls: bool | None = row("boolean", "", "see [tools](#tools)")
@@ -135,7 +129,15 @@ class ResponsesRequest(DialogParameters):
     background: bool | None = row(
         "boolean", "false", "the answer comes at once as `queued`; see [below](#responses-in-the-background)"
     )
-    include: Annotated[Any, BeforeValidator(_include)] = row("a list", "none", "what the answer should also have")
+    include: list[str] | None = row(
+        "a list of texts",
+        "none",
+        "`message.output_text.logprobs`, `reasoning.encrypted_content`; others name what does not exist here, and "
+        "have no effect",
+    )
+    top_logprobs: LogprobCount | None = row(
+        "0 to 20", "0", "log-probabilities of the text's tokens, each with so many likeliest ones"
+    )
     reasoning: Reasoning | None = row(
         "an object with `effort` and `max_tokens`",
         "the template's",
@@ -149,6 +151,15 @@ class ResponsesRequest(DialogParameters):
         if self.text is not None and self.text.verbosity not in (None, "medium"):
             found = ["`text.verbosity` is not applied", *found]
         return found or None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether texts come with log-probabilities of their tokens."""
+        return bool(self.top_logprobs) or self.includes("message.output_text.logprobs")
+
+    def includes(self, name: str) -> bool:
+        """Return whether the response is to have an optional part."""
+        return name in (self.include or ())
 
     @model_validator(mode="after")
     def _check_history(self) -> ResponsesRequest:
@@ -190,9 +201,9 @@ RESPONSES: Final = Endpoint(
 )
 
 
-def text_part(text: str) -> Object:
+def text_part(text: str, logprobs: Sequence[Any] = ()) -> Object:
     """Return the only part of a message's content."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
 def thought_part(text: str) -> Object:
@@ -205,41 +216,57 @@ def thought_of(item: Object) -> str:
     `encrypted_content`. Items of other servers may have neither that it can read."""
     parts = item.get("content")
     texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
-    found = "\n".join([text for text in texts if isinstance(text, str)])
-    sealed = item.get("encrypted_content")
-    if found or not isinstance(sealed, str):
-        return found
+    return "\n".join([text for text in texts if isinstance(text, str)]) or unsealed(item.get("encrypted_content"))
+
+
+def seal(text: str) -> str:
+    """Return a text in the form of `encrypted_content`. It is no secret: clients send it back as it is."""
+    return base64.b64encode(text.encode("utf-8", "replace")).decode()
+
+
+def unsealed(sealed: Any) -> str:
+    """Return the text that `seal` was given; "" for what other servers have sealed."""
+    if not isinstance(sealed, str):
+        return ""
     try:
         return base64.b64decode(sealed, validate=True).decode()
     except ValueError:
         return ""
 
 
-def output_item(block: Block, item_id: str, status: str) -> Object:
-    """Return a block as an item of `output`, without content if its status is "in_progress"."""
+def output_item(
+    block: Block, item_id: str, status: str, tool: OwnTool | None, *, sealed: bool, logprobs: Sequence[Any] = ()
+) -> Object:
+    """Return a block as an item of `output`, without content if its status is "in_progress".
+
+    Args:
+        tool: The tool that a call means.
+        sealed: Whether a thought's item has `encrypted_content`.
+        logprobs: Log-probabilities of a text's tokens.
+    """
+    begun = status == "in_progress"
     if block.is_thought:
-        begun = status == "in_progress"
-        sealed = None if begun else base64.b64encode(block.text.encode("utf-8", "replace")).decode()
-        parts = [] if begun else [thought_part(block.text)]
         return {
             "type": "reasoning",
             "id": item_id,
             "summary": [],
-            "content": parts,
-            "encrypted_content": sealed,
+            "content": [] if begun else [thought_part(block.text)],
+            "encrypted_content": seal(block.text) if sealed and not begun else None,
             "status": status,
         }
     if block.is_call:
-        return {
-            "type": "function_call",
-            "id": item_id,
-            "call_id": block.call_id,
-            "name": block.name,
-            "arguments": block.text,
-            "status": status,
-        }
-    content = [] if status == "in_progress" else [text_part(block.text)]
+        return _call_item(block, item_id, status, tool or OwnTool(block.name))
+    content = [] if begun else [text_part(block.text, logprobs)]
     return {"type": "message", "id": item_id, "role": "assistant", "status": status, "content": content}
+
+
+def _call_item(block: Block, item_id: str, status: str, tool: OwnTool) -> Object:
+    item = {"id": item_id, "call_id": block.call_id, "name": tool.name, "status": status}
+    if tool.namespace:
+        item["namespace"] = tool.namespace
+    if tool.is_custom:
+        return {"type": "custom_tool_call", **item, "input": custom_input(block.text) if block.text else ""}
+    return {"type": "function_call", **item, "arguments": block.text}
 
 
 def usage_object(prompt_tokens: int, cached_tokens: int, output_tokens: int, thoughts: int) -> Object:
@@ -256,200 +283,3 @@ def usage_object(prompt_tokens: int, cached_tokens: int, output_tokens: int, tho
 def error_object(error: ApiError) -> Object:
     """Return the field `error` of a failed response."""
     return {"code": "rate_limit_exceeded" if error.status == 429 else "server_error", "message": error.message}
-
-
-_ROLES: Final = ("user", "assistant", "system", "developer")
-_TEXT_PARTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""For each type of a part of a message, the name of the field that has its text."""
-
-Message = dict[str, Any]
-
-
-def to_messages(given: str | list[Any], instructions: str | None, history: Sequence[Object] = ()) -> list[Message]:
-    """Translate `input`, with `instructions` as its first message.
-
-    Args:
-        history: stored items that precede the input.
-
-    Raises:
-        ApiError: 400, naming the item that is wrong (`input[2].content[0]`).
-    """
-    messages: list[Message] = []
-    if instructions is not None:
-        messages.append({"role": "system", "content": instructions})
-    for item in history:
-        _add(messages, item, "history")
-    if isinstance(given, str):
-        messages.append({"role": "user", "content": given})
-        return messages
-    for index, item in enumerate(given):
-        _add(messages, item, f"input[{index}]")
-    return messages
-
-
-def resolved(given: str | list[Any], history: Iterable[Object]) -> str | list[Any]:
-    """Return `input` with the stored items that its references name in their places.
-
-    Raises:
-        ApiError: 404, an item is not in `history`.
-    """
-    if isinstance(given, str) or not any(_is_reference(item) for item in given):
-        return given
-    stored = {item["id"]: item for item in history}
-    return [
-        _referred(stored, item, f"input[{index}]") if _is_reference(item) else item
-        for index, item in enumerate(given)
-    ]
-
-
-def _is_reference(item: Any) -> bool:
-    return isinstance(item, dict) and item.get("type") == "item_reference"
-
-
-def _referred(stored: dict[str, Object], reference: Object, path: str) -> Object:
-    item_id = _text(reference, "id", path)
-    if item_id not in stored:
-        raise not_found(
-            f"{path}.id",
-            f"item {item_id[:80]!r} is not among the items of the previous response or of the conversation",
-            code="item_not_found",
-        )
-    return {name: value for name, value in stored[item_id].items() if name != "id"}
-
-
-_ID_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
-_ID_CHARACTERS_MAX: Final = 128
-
-
-def to_items(given: str | list[Any], taken: Iterable[str], draw: Callable[[], str]) -> list[Object]:
-    """Return a valid input (`to_messages`) as items to be stored. An item without an id, or with the id of another
-    item, gets a new one.
-
-    Args:
-        taken: ids of items that are stored already.
-        draw: returns another random text for each id.
-    """
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    ids = set(taken)
-    items = []
-    for item in given:
-        kind = item.get("type", "message")
-        item_id = item.get("id")
-        if not isinstance(item_id, str) or not 1 <= len(item_id) <= _ID_CHARACTERS_MAX or item_id in ids:
-            item_id = f"{_ID_PREFIXES[kind]}_{draw()}"
-        ids.add(item_id)
-        status = "incomplete" if item.get("status") == "incomplete" else "completed"
-        items.append({"id": item_id, "type": kind, "status": status, **_stored_fields(kind, item)})
-    return items
-
-
-def _stored_fields(kind: str, item: Object) -> Object:
-    if kind == "message":
-        return {"role": item["role"], "content": _stored_parts(item["content"], item["role"])}
-    if kind == "function_call":
-        return {name: item[name] for name in ("call_id", "name", "arguments")}
-    if kind == "reasoning":
-        return {"summary": [], "content": [thought_part(thought_of(item))]}
-    output = item["output"]
-    return {
-        "call_id": item["call_id"],
-        "output": output if isinstance(output, str) else _stored_parts(output, "tool"),
-    }
-
-
-def _stored_parts(content: str | list[Object], role: str) -> list[Object]:
-    own = "output_text" if role == "assistant" else "input_text"
-    parts = [{"type": own, "text": content}] if isinstance(content, str) else content
-    stored = []
-    for part in parts:
-        kind = own if part["type"] == "text" else part["type"]
-        if kind == "output_text":
-            stored.append(text_part(part["text"]))
-        else:
-            stored.append({"type": kind, _TEXT_PARTS[kind]: part[_TEXT_PARTS[kind]]})
-    return stored
-
-
-def _add(messages: list[Message], item: Any, path: str) -> None:
-    if not isinstance(item, dict):
-        raise bad_value(path, f"`{path}` must be an object")
-    kind = item.get("type", "message")
-    if kind == "message":
-        _add_message(messages, item, path)
-    elif kind == "function_call":
-        call = {
-            "id": _text(item, "call_id", path),
-            "type": "function",
-            "function": {"name": _text(item, "name", path), "arguments": _text(item, "arguments", path)},
-        }
-        last = messages[-1] if messages else None
-        if last is None or last["role"] != "assistant":
-            last = {"role": "assistant", "content": ""}
-            messages.append(last)
-        last.setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output":
-        call_id = _text(item, "call_id", path)
-        output = _content(item.get("output"), f"{path}.output")
-        messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
-    elif kind == "reasoning":
-        thought = thought_of(item)
-        if thought:
-            messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
-    elif kind == "item_reference":
-        raise unsupported(
-            f"{path}.type", "only items of a previous response or of a conversation can be referred to"
-        )
-    else:
-        name = f"{kind[:40]!r}" if isinstance(kind, str) else "this type"
-        raise unsupported(
-            f"{path}.type",
-            f"items of {name} are not supported, only message, reasoning, function_call, function_call_output",
-        )
-
-
-def _add_message(messages: list[Message], item: dict[str, Any], path: str) -> None:
-    role = item.get("role")
-    if role not in _ROLES:
-        raise bad_value(f"{path}.role", f"`{path}.role` must be one of {', '.join(_ROLES)}")
-    content = _content(item.get("content"), f"{path}.content")
-    role = "system" if role == "developer" else role
-    # Most templates take a single system message at the beginning, so leading system messages become one.
-    if role == "system" and messages and all(message["role"] == "system" for message in messages):
-        messages[-1]["content"] += f"\n\n{content}"
-    elif role == "assistant" and messages and _is_thought(messages[-1]):
-        messages[-1]["content"] = content
-    else:
-        messages.append({"role": role, "content": content})
-
-
-def _is_thought(message: Message) -> bool:
-    """Return whether a message has only a thought yet, which the next item of the assistant's belongs to."""
-    return "reasoning_content" in message and not message["content"] and "tool_calls" not in message
-
-
-def _content(value: Any, path: str) -> str:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        code = "missing_required_parameter" if value is None else None
-        raise bad_value(path, f"`{path}` must be a string or a list of text parts", code=code)
-    texts = []
-    for index, part in enumerate(value):
-        place = f"{path}[{index}]"
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str):
-            raise bad_value(place, f'`{place}` must be an object like {{"type": "input_text", "text": "…"}}')
-        if kind not in _TEXT_PARTS:
-            raise unsupported(f"{place}.type", f"parts of type {kind[:40]!r} are not supported, only text")
-        texts.append(_text(part, _TEXT_PARTS[kind], place))
-    return "\n".join(texts)
-
-
-def _text(fields: dict[str, Any], name: str, path: str) -> str:
-    value = fields.get(name)
-    if value is None:
-        raise bad_value(f"{path}.{name}", f"`{path}.{name}` is required", code="missing_required_parameter")
-    if not isinstance(value, str):
-        raise bad_value(f"{path}.{name}", f"`{path}.{name}` must be a string")
-    return value

@@ -10,14 +10,15 @@ import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 from fastapi import APIRouter
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trunkline.router.api.answer_fields import cache_use, optional, truncation_result
+from trunkline.router.api.answer_fields import cache_use, chat_logprobs, optional, truncation_result
 from trunkline.router.api.background_responses import begin_background
 from trunkline.router.api.blocks import (
     AnswerBlocks,
@@ -33,15 +34,13 @@ from trunkline.router.api.openai_items import (
     ResponsesRequest,
     error_object,
     output_item,
-    resolved,
     text_part,
     thought_part,
-    to_items,
-    to_messages,
     usage_object,
 )
 from trunkline.router.api.prompting import chat_job, start
 from trunkline.router.api.requests import check_model, read_parameters, service_of
+from trunkline.router.api.response_input import resolved, to_items, to_messages
 from trunkline.router.api.response_turn import ResponseTurn, open_response_turn
 from trunkline.router.api.turn import MESSAGES_OFF_LOOP
 from trunkline.router.errors import ApiError
@@ -50,9 +49,14 @@ from trunkline.router.http.body import beside_loop
 from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.request_context import created_at, current, draw_hex
 from trunkline.router.service import RouterService
-from trunkline.router.streams.generation import Generation
-from trunkline.router.tools.functions import FunctionTool
-from trunkline.router.tools.plan import Choice, ToolPlan, plan_tools, read_choice, read_flat_tools
+from trunkline.router.streams.generation import Generation, TokenLogprob
+from trunkline.router.tools.plan import Choice, ToolPlan, plan_tools
+from trunkline.router.tools.response_tools import (
+    ResponseTools,
+    custom_input,
+    read_response_choice,
+    read_response_tools,
+)
 
 routes = APIRouter()
 
@@ -65,8 +69,8 @@ async def responses(request: Request) -> Response:
     service.check_admission()
     body = await read_parameters(request, RESPONSES)
     service = check_model(service, body.model)
-    functions = read_flat_tools(body.tools)
-    choice = read_choice(body.tool_choice, functions)
+    tools = read_response_tools(body.tools)
+    choice = read_response_choice(body.tool_choice, tools)
     if body.background and not current().in_task:
         return JsonResponse(await begin_background(service, body))
     with ExitStack() as work:
@@ -74,23 +78,30 @@ async def responses(request: Request) -> Response:
         if turn is not None:
             work.callback(turn.close)
             service = turn.service
-        plan = _plan(service, body, functions, choice)
+        plan = plan_of(service, body, tools, choice)
         chat = await _translate(request, body, turn)
         job = await chat_job(service, chat, plan, turn)
         generation = await while_connected(request, start(service, job, arrived_at))
         work.callback(generation.close)
-        writer = _ResponseWriter(body, service, generation, plan, turn)
+        writer = _ResponseWriter(Asked(body, tools, plan), service, generation, turn)
         if not body.stream:
             return JsonResponse(await while_connected(request, writer.whole()))
         return EventStream(work.pop_all(), writer.events(), writer.failed)
 
 
-def _plan(
-    service: RouterService, body: ResponsesRequest, functions: list[FunctionTool], choice: Choice
-) -> ToolPlan:
+class Asked(NamedTuple):
+    """What a request asks for, read."""
+
+    body: ResponsesRequest
+    tools: ResponseTools
+    plan: ToolPlan
+
+
+def plan_of(service: RouterService, body: ResponsesRequest, tools: ResponseTools, choice: Choice) -> ToolPlan:
+    """Return what follows from a request's tools."""
     tokenizer = service.tokenizer
     return plan_tools(
-        functions, choice, tokenizer.tool_style, tokenizer.reasoning, parallel=body.parallel_tool_calls
+        tools.functions, choice, tokenizer.tool_style, tokenizer.reasoning, parallel=body.parallel_tool_calls
     )
 
 
@@ -114,6 +125,8 @@ async def _translate(request: Request, body: ResponsesRequest, turn: ResponseTur
                 "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
                 "thinking_budget": None if body.reasoning is None else body.reasoning.max_tokens,
                 "session_id": label,
+                "logprobs": body.wants_logprobs or None,
+                "top_logprobs": body.top_logprobs if body.wants_logprobs else None,
             },
         )
         if turn is not None:
@@ -129,24 +142,20 @@ class _ResponseWriter:
     """Writes the answer to one request, whole or as a stream."""
 
     def __init__(
-        self,
-        body: ResponsesRequest,
-        service: RouterService,
-        generation: Generation,
-        plan: ToolPlan,
-        turn: ResponseTurn | None,
+        self, asked: Asked, service: RouterService, generation: Generation, turn: ResponseTurn | None
     ) -> None:
         """`turn`: stores the response; None: nothing is stored."""
-        self._body = body
+        self._asked = asked
+        self._body = body = asked.body
         self._turn = turn
         self._model = body.model or service.model_name
         self._tokenizer = service.tokenizer
         self._generation = generation
-        self._plan = plan
-        self._answer = AnswerBlocks(generation, plan, at_least_one=True, id_prefix="call_")
+        self._answer = AnswerBlocks(generation, asked.plan, at_least_one=True, id_prefix="call_")
         self._id = f"resp_{draw_hex('id', 24)}"
         self._created_at = created_at()
         self._item_ids: list[str] = []
+        self._seals = body.includes("reasoning.encrypted_content")
         self._numbers = itertools.count()
 
     async def whole(self) -> Object:
@@ -185,10 +194,18 @@ class _ResponseWriter:
                 self._event("response.content_part.added", **place, part=text_part("")),
             ]
         if change.kind == "grow":
-            return [self._event("response.output_text.delta", **place, delta=change.text, logprobs=[])]
+            return [
+                self._event(
+                    "response.output_text.delta",
+                    **place,
+                    delta=change.text,
+                    logprobs=self._logprobs(change.logprobs),
+                )
+            ]
+        part = text_part(block.text, self._logprobs(block.logprobs))
         return [
-            self._event("response.output_text.done", **place, text=block.text, logprobs=[]),
-            self._event("response.content_part.done", **place, part=text_part(block.text)),
+            self._event("response.output_text.done", **place, text=block.text, logprobs=part["logprobs"]),
+            self._event("response.content_part.done", **place, part=part),
             self._item_event("done", block, self._status(block)),
         ]
 
@@ -208,23 +225,43 @@ class _ResponseWriter:
         ]
 
     def _call_events(self, change: BlockChange, place: Object) -> list[bytes]:
-        block = change.block
+        block, tool = change.block, self._asked.tools.of_call(change.block.name)
         if change.kind == "open":
             return [self._item_event("added", block, "in_progress")]
-        if change.kind == "grow":
+        if tool.is_custom:
+            if change.kind == "grow":
+                return []  # the model writes JSON; what the client gets is the text in it
+            text = custom_input(block.text)
+            ends = [
+                self._event("response.custom_tool_call_input.delta", **place, delta=text),
+                self._event("response.custom_tool_call_input.done", **place, input=text),
+            ]
+        elif change.kind == "grow":
             return [self._event("response.function_call_arguments.delta", **place, delta=change.text)]
-        return [
-            self._event("response.function_call_arguments.done", **place, name=block.name, arguments=block.text),
-            self._item_event("done", block, self._status(block)),
-        ]
+        else:
+            kind = "response.function_call_arguments.done"
+            ends = [self._event(kind, **place, name=tool.name, arguments=block.text)]
+        return [*ends, self._item_event("done", block, self._status(block))]
 
     def _item_event(self, kind: str, block: Block, status: str) -> bytes:
-        item = output_item(block, self._item_id(block), status)
+        item = self._item(block, status)
         return self._event(f"response.output_item.{kind}", output_index=block.index, item=item)
+
+    def _item(self, block: Block, status: str) -> Object:
+        logprobs = self._logprobs(block.logprobs)
+        tool = self._asked.tools.of_call(block.name) if block.is_call else None
+        return output_item(block, self._item_id(block), status, tool, sealed=self._seals, logprobs=logprobs)
+
+    def _logprobs(self, entries: list[TokenLogprob]) -> list[Any]:
+        """Return log-probabilities in the form of `logprobs` of a text; there are none if none are asked for."""
+        count = self._body.top_logprobs or 0
+        found = chat_logprobs(entries, count, self._tokenizer.vocabulary)
+        return [] if found is None else list(msgspec.to_builtins(found.content))
 
     def _item_id(self, block: Block) -> str:
         if block.index == len(self._item_ids):
-            prefix = "fc" if block.is_call else "rs" if block.is_thought else "msg"
+            custom = block.is_call and self._asked.tools.of_call(block.name).is_custom
+            prefix = "ctc" if custom else "fc" if block.is_call else "rs" if block.is_thought else "msg"
             self._item_ids.append(f"{prefix}_{draw_hex('item', 24)}")
         return self._item_ids[block.index]
 
@@ -240,10 +277,7 @@ class _ResponseWriter:
         statuses = [self._status(block) for block in blocks]
         if last_status is not None and statuses:
             statuses[-1] = last_status
-        return [
-            output_item(block, self._item_id(block), status)
-            for block, status in zip(blocks, statuses, strict=True)
-        ]
+        return [self._item(block, status) for block, status in zip(blocks, statuses, strict=True)]
 
     async def _finished(self) -> Object:
         """Return the whole response, stored if it is to be.
@@ -281,7 +315,7 @@ class _ResponseWriter:
             "metadata": body.metadata or {},
             "model": self._model,
             "output": output or [],
-            "parallel_tool_calls": self._plan.parallel,
+            "parallel_tool_calls": self._asked.plan.parallel,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
             "store": turn is not None and turn.stores,
@@ -291,6 +325,7 @@ class _ResponseWriter:
             },
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": sampling.top_p,
             "truncation": "disabled" if body.truncation is None else body.truncation.type,
             "usage": None if status == "in_progress" else usage,
@@ -302,6 +337,7 @@ class _ResponseWriter:
         fields = {
             "cache": cache_use(self._generation),
             "truncation_details": truncation_result(self._generation),
+            "unavailable_tools": list(self._asked.tools.unavailable) or UNSET,
             "warnings": optional(self._body.warnings),
         }
         return {name: value for name, value in fields.items() if value is not UNSET}

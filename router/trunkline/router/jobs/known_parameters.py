@@ -121,7 +121,7 @@ REFUSED: Final = (
     _refused("logprobs prompt_logprobs return_token_ids", False, why=_TOKENS, at=_TRANSLATED),
     _refused("return_tokens_as_token_ids", False, why=_TOKENS, at=_TRANSLATED),
     _refused("return_timings", False, why=_TIMINGS, at=_TRANSLATED),
-    _refused("top_logprobs", 0, why=_TOKENS, at=_TRANSLATED | _TEXT),
+    _refused("top_logprobs", 0, why=_TOKENS, at=_MESSAGES | _TEXT),
     _refused("decoder_input_details return_hidden_states", False),
     _refused("logprob_token_ids token_ids_logprob"),
     _refused("top_n_tokens n_probs top_logprobs_num", 0),

@@ -124,20 +124,6 @@ def read_chat_tools(tools: Any) -> list[FunctionTool]:
     return functions
 
 
-def read_flat_tools(tools: Any) -> list[FunctionTool]:
-    """Read the `tools` of `/v1/responses`, which have no inner `function`.
-
-    Raises:
-        ApiError: 400, naming the field that is wrong.
-    """
-    functions = []
-    for index, tool in enumerate(_entries(tools)):
-        check_function_type(tool, f"tools[{index}]")
-        functions.append(read_function(tool, f"tools[{index}]"))
-    check_functions(functions)
-    return functions
-
-
 def _entries(tools: Any) -> list[Any]:
     if tools is None:
         return []

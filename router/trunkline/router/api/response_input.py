@@ -1,0 +1,270 @@
+"""The input of `/v1/responses`: its items as messages of a chat, and as items to be stored. Pure.
+
+An assistant's text and the calls right after it become one message, as the model wrote them. What is stored of a
+response or a conversation are its items.
+
+Clients send back items that other servers made. No item is refused for its type: a call with an id and its output
+become a call of a function of that name and its result; what tells the model nothing is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from trunkline.router.api.openai_items import Object, text_part, thought_of, thought_part, unsealed
+from trunkline.router.errors import bad_value, not_found, unsupported
+from trunkline.router.tools.response_tools import custom_arguments, function_name
+
+_ROLES: Final = ("user", "assistant", "system", "developer")
+_TEXT_PARTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""For each type of a part of a message, the name of the field that has its text."""
+_UNSEEN: Final = ("input_image", "input_file")
+"""Types of parts of a tool's output that the model cannot see. It is told so: an agent could not go on after an
+error."""
+_CALL: Final = "_call"
+_OUTPUT: Final = "_call_output"
+SUMMARY: Final = "Summary of the conversation so far:\n"
+"""What stands before the text of a compaction item in a prompt."""
+
+Message = dict[str, Any]
+
+
+def to_messages(given: str | list[Any], instructions: str | None, history: Sequence[Object] = ()) -> list[Message]:
+    """Translate `input`, with `instructions` as its first message.
+
+    Args:
+        history: stored items that precede the input.
+
+    Raises:
+        ApiError: 400, naming the item that is wrong (`input[2].content[0]`).
+    """
+    messages: list[Message] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    for item in history:
+        _add(messages, item, "history")
+    if isinstance(given, str):
+        messages.append({"role": "user", "content": given})
+        return messages
+    for index, item in enumerate(given):
+        _add(messages, item, f"input[{index}]")
+    return messages
+
+
+def resolved(given: str | list[Any], history: Iterable[Object]) -> str | list[Any]:
+    """Return `input` with the stored items that its references name in their places.
+
+    Raises:
+        ApiError: 404, an item is not in `history`.
+    """
+    if isinstance(given, str) or not any(_is_reference(item) for item in given):
+        return given
+    stored = {item["id"]: item for item in history}
+    return [
+        _referred(stored, item, f"input[{index}]") if _is_reference(item) else item
+        for index, item in enumerate(given)
+    ]
+
+
+def _is_reference(item: Any) -> bool:
+    return isinstance(item, dict) and item.get("type") == "item_reference"
+
+
+def _referred(stored: dict[str, Object], reference: Object, path: str) -> Object:
+    item_id = _text(reference, "id", path)
+    if item_id not in stored:
+        raise not_found(
+            f"{path}.id",
+            f"item {item_id[:80]!r} is not among the items of the previous response or of the conversation",
+            code="item_not_found",
+        )
+    return {name: value for name, value in stored[item_id].items() if name != "id"}
+
+
+_ID_PREFIXES: Final = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "compaction": "cmp",
+}
+_ID_CHARACTERS_MAX: Final = 128
+
+
+def to_items(given: str | list[Any], taken: Iterable[str], draw: Callable[[], str]) -> list[Object]:
+    """Return a valid input (`to_messages`) as items to be stored. An item without an id, or with the id of another
+    item, gets a new one.
+
+    Args:
+        taken: ids of items that are stored already.
+        draw: returns another random text for each id.
+    """
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    ids = set(taken)
+    items = []
+    for item in given:
+        kind = item.get("type", "message")
+        item_id = item.get("id")
+        if not isinstance(item_id, str) or not 1 <= len(item_id) <= _ID_CHARACTERS_MAX or item_id in ids:
+            item_id = f"{_ID_PREFIXES.get(kind, 'item')}_{draw()}"
+        ids.add(item_id)
+        status = "incomplete" if item.get("status") == "incomplete" else "completed"
+        items.append({"id": item_id, "type": kind, "status": status, **_stored_fields(kind, item)})
+    return items
+
+
+def _stored_fields(kind: str, item: Object) -> Object:
+    namespace = {"namespace": item["namespace"]} if isinstance(item.get("namespace"), str) else {}
+    if kind == "message":
+        return {"role": item["role"], "content": _stored_parts(item["content"], item["role"])}
+    if kind == "function_call":
+        return {**{name: item[name] for name in ("call_id", "name", "arguments")}, **namespace}
+    if kind == "custom_tool_call":
+        return {**{name: item[name] for name in ("call_id", "name", "input")}, **namespace}
+    if kind == "reasoning":
+        return {"summary": [], "content": [thought_part(thought_of(item))]}
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        output = item["output"]
+        return {
+            "call_id": item["call_id"],
+            "output": output if isinstance(output, str) else _stored_parts(output, "tool"),
+        }
+    return {name: value for name, value in item.items() if name not in ("id", "type", "status")}
+
+
+def _stored_parts(content: str | list[Object], role: str) -> list[Object]:
+    own = "output_text" if role == "assistant" else "input_text"
+    parts = [{"type": own, "text": content}] if isinstance(content, str) else content
+    stored = []
+    for part in parts:
+        kind = own if part["type"] == "text" else part["type"]
+        if kind == "output_text":
+            stored.append(text_part(part["text"]))
+        elif kind in _UNSEEN:
+            stored.append({"type": own, "text": _unseen(kind)})
+        else:
+            stored.append({"type": kind, _TEXT_PARTS[kind]: part[_TEXT_PARTS[kind]]})
+    return stored
+
+
+def _add(messages: list[Message], item: Any, path: str) -> None:
+    if not isinstance(item, dict):
+        raise bad_value(path, f"`{path}` must be an object")
+    kind = item.get("type", "message")
+    if not isinstance(kind, str):
+        raise bad_value(f"{path}.type", f"`{path}.type` must be a string")
+    if kind == "message":
+        _add_message(messages, item, path)
+    elif kind in ("function_call", "custom_tool_call"):
+        _add_call(messages, _text(item, "call_id", path), *_function(kind, item, path))
+    elif kind == "item_reference":
+        raise unsupported(
+            f"{path}.type", "only items of a previous response or of a conversation can be referred to"
+        )
+    elif kind == "reasoning":
+        thought = thought_of(item)
+        if thought:
+            messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
+    elif kind == "compaction":
+        if summary := unsealed(item.get("encrypted_content")):
+            messages.append({"role": "user", "content": SUMMARY + summary})
+    elif kind.endswith(_OUTPUT):
+        call_id = _text(item, "call_id", path)
+        output = _output(item.get("output"), f"{path}.output", is_known=kind in _ID_PREFIXES)
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+    elif kind.endswith(_CALL) and isinstance(item.get("call_id"), str):
+        asked = {name: value for name, value in item.items() if name not in ("id", "type", "status", "call_id")}
+        arguments = json.dumps(asked, ensure_ascii=False)
+        _add_call(messages, item["call_id"], function_name(kind.removesuffix(_CALL)), arguments)
+
+
+def _function(kind: str, item: Object, path: str) -> tuple[str, str]:
+    """Return the name and the arguments of a call's function."""
+    namespace = item.get("namespace")
+    name = _text(item, "name", path)
+    if isinstance(namespace, str) and namespace:
+        name = function_name(name, namespace)
+    if kind == "custom_tool_call":
+        return name, custom_arguments(_text(item, "input", path))
+    return name, _text(item, "arguments", path)
+
+
+def _add_call(messages: list[Message], call_id: str, name: str, arguments: str) -> None:
+    last = messages[-1] if messages else None
+    if last is None or last["role"] != "assistant":
+        last = {"role": "assistant", "content": ""}
+        messages.append(last)
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    last.setdefault("tool_calls", []).append(call)
+
+
+def _add_message(messages: list[Message], item: dict[str, Any], path: str) -> None:
+    role = item.get("role")
+    if role not in _ROLES:
+        raise bad_value(f"{path}.role", f"`{path}.role` must be one of {', '.join(_ROLES)}")
+    content = _content(item.get("content"), f"{path}.content")
+    role = "system" if role == "developer" else role
+    # Most templates take a single system message at the beginning, so leading system messages become one.
+    if role == "system" and messages and all(message["role"] == "system" for message in messages):
+        messages[-1]["content"] += f"\n\n{content}"
+    elif role == "assistant" and messages and _is_thought(messages[-1]):
+        messages[-1]["content"] = content
+    else:
+        messages.append({"role": role, "content": content})
+
+
+def _is_thought(message: Message) -> bool:
+    """Return whether a message has only a thought yet, which the next item of the assistant's belongs to."""
+    return "reasoning_content" in message and not message["content"] and "tool_calls" not in message
+
+
+def _output(value: Any, path: str, *, is_known: bool) -> str:
+    """Return a tool's output as text. `is_known`: whether its form is known; else it is shown as JSON."""
+    if isinstance(value, list) and is_known:
+        shown = [
+            {"type": "text", "text": _unseen(part["type"])}
+            if isinstance(part, dict) and part.get("type") in _UNSEEN
+            else part
+            for part in value
+        ]
+        return _content(shown, path)
+    if isinstance(value, str) or is_known:
+        return _content(value, path)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _unseen(kind: str) -> str:
+    what = kind.removeprefix("input_")
+    return f"[{'an' if what == 'image' else 'a'} {what}, which this model cannot see]"
+
+
+def _content(value: Any, path: str) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        code = "missing_required_parameter" if value is None else None
+        raise bad_value(path, f"`{path}` must be a string or a list of text parts", code=code)
+    texts = []
+    for index, part in enumerate(value):
+        place = f"{path}[{index}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise bad_value(place, f'`{place}` must be an object like {{"type": "input_text", "text": "…"}}')
+        if kind not in _TEXT_PARTS:
+            raise unsupported(f"{place}.type", f"parts of type {kind[:40]!r} are not supported, only text")
+        texts.append(_text(part, _TEXT_PARTS[kind], place))
+    return "\n".join(texts)
+
+
+def _text(fields: dict[str, Any], name: str, path: str) -> str:
+    value = fields.get(name)
+    if value is None:
+        raise bad_value(f"{path}.{name}", f"`{path}.{name}` is required", code="missing_required_parameter")
+    if not isinstance(value, str):
+        raise bad_value(f"{path}.{name}", f"`{path}.{name}` must be a string")
+    return value
