@@ -195,6 +195,19 @@ def test_many_inputs_come_in_parts(
     assert 1 <= most <= 7
 
 
+def test_an_error_in_a_later_part_names_its_input(
+    http: httpx.Client, fake: FakeController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_reports, "TOGETHER_MAX", 3)
+    fake.behaviour.problem_of = lambda submit: (
+        Finished(submit.request, FinishReason.INVALID, "it is 9", param="prompt")
+        if prompt_of(submit) == [9]
+        else None
+    )
+    error = error_of(http.post(PATH, json={"input": [[1], [2], [3], [4], [9], [5], [6]]}))
+    assert (error["param"], error["message"]) == ("input[4]", "`input[4]`: it is 9")
+
+
 def test_2048_inputs(http: httpx.Client) -> None:
     answer = embed(http, input=[[index, 5] for index in range(2048)], encoding_format="base64")
     assert answer["usage"]["prompt_tokens"] == 2 * 2048

@@ -151,6 +151,41 @@ def test_templates_without_system_messages_and_models_without_templates(
     assert f"<Query>: {QUERY}\n<Document>: {DOCUMENTS[0]}\n\nAnswer:" in judge.texts[3]
 
 
+@pytest.mark.parametrize(("no", "yes", "before"), [([9, 477], [9, 94], [9]), ([477, 3], [94], [])])
+def test_words_of_several_tokens(
+    http: httpx.Client,
+    judge: Judge,
+    fake: FakeController,
+    monkeypatch: pytest.MonkeyPatch,
+    no: list[int],
+    yes: list[int],
+    before: list[int],
+) -> None:
+    """The first token in which they differ counts; what both begin with belongs to the prompt."""
+    post(http, "/score", text_1=QUERY, text_2=DOCUMENTS[1])
+    rest_of(monkeypatch, {"no": no, "yes": yes})
+    [item] = post(http, "/score", text_1=QUERY, text_2=DOCUMENTS[1])["data"]
+    assert item["score"] == pytest.approx(likelihood(3.0), abs=1e-6)
+    plain, continued = map(prompt_of, fake.behaviour.submits)
+    assert continued == plain + before
+    assert unpack_int32(fake.behaviour.submits[1].sampling.allowed_ids).tolist() == [94, 477]
+
+
+def test_words_that_are_written_alike(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    rest_of(monkeypatch, {"no": [0], "yes": [0]})
+    refused = http.post("/score", json={"text_1": QUERY, "text_2": DOCUMENTS})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "scoring")
+
+
+def rest_of(monkeypatch: pytest.MonkeyPatch, words: dict[str, list[int]]) -> None:
+    """Let the tokenizer write these words so."""
+
+    async def encode_rest(_: Tokenizer, text: str) -> list[int]:
+        return words[text]
+
+    monkeypatch.setattr(Tokenizer, "encode_rest", encode_rest)
+
+
 def test_long_documents_are_cut(http: httpx.Client, judge: Judge, tokenizer: Tokenizer) -> None:
     words = "radix tree " * 3000
     refused = http.post("/rerank", json={"query": QUERY, "documents": ["tea", words]})
