@@ -1,4 +1,5 @@
-"""Every parameter of embeddings, scores and rankings has an effect or is refused; unknown ones are named."""
+"""Every parameter of embeddings, scores and rankings has an effect or is refused; unknown ones are named. What is
+sent again with the same `Idempotency-Key` is answered again."""
 
 from __future__ import annotations
 
@@ -155,3 +156,14 @@ def test_what_is_known_and_not_applied(http: httpx.Client, fake: FakeController,
 def test_unknown_parameters_are_named(http: httpx.Client, path: str) -> None:
     answer = http.post(path, json=BODIES[path] | {"novel": 1, "other": None})
     assert [text.split("`")[1] for text in answer.json()["warnings"]] == ["novel", "other"]
+
+
+@pytest.mark.parametrize("path", [*TABLE, "/v1/score", "/rerank", "/v1/rerank"])
+def test_a_request_that_is_sent_again_is_not_computed_again(
+    http: httpx.Client, fake: FakeController, path: str
+) -> None:
+    body = BODIES.get(path) or BODIES["/score" if "score" in path else "/v2/rerank"]
+    first, again = [http.post(path, json=body, headers={"Idempotency-Key": f"again{path}"}) for _ in range(2)]
+    assert first.status_code == 200
+    assert (again.content, again.headers["Idempotent-Replayed"]) == (first.content, "true")
+    assert len(fake.behaviour.submits) == len(body.get("documents", body.get("text_2", [1])))
