@@ -12,6 +12,7 @@ from trunkline.kvstore.records import problem_of_records
 from trunkline.router.membership.open_source import problem_of_members
 from trunkline.router.text.reasoning_styles import REASONING_PARSERS
 from trunkline.router.text.tool_styles import OPTIONS
+from trunkline.router.text.volatile_lines import problem_of_rules
 from trunkline.runtime.wire_keys import Role, problem_of
 
 TOOL_CALL_PARSERS = ("auto", *OPTIONS)
@@ -176,6 +177,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How the model writes tool calls, one of `TOOL_CALL_PARSERS`; "auto": as its files suggest."""
     reasoning_parser: str = "auto"
     """How the model marks its thoughts, one of `REASONING_PARSERS`; "auto": as its files suggest."""
+    show_lines: list[str] = []
+    """Names of the rules for volatile lines (`text/volatile_lines.py`) that are switched off."""
     max_context: int = 0
     """Largest number of tokens of prompt and output together; 0: what the model's configuration says. A controller
     that can hold fewer (its `State.max_context`) lowers it further."""
@@ -362,6 +365,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         twice = sorted({name for name in names if names.count(name) > 1})
         return (
             *(rule for model in self.all_models for rule in model.rules()),
+            (not problem_of_rules(self.show_lines), f"show_lines: {problem_of_rules(self.show_lines)}"),
             (not self.models or not twice, f"models: two have the name {', '.join(map(repr, twice))}"),
         )
 

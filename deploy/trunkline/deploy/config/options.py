@@ -355,6 +355,13 @@ SERVE_OPTIONS: Final = (
         metavar="ORIGIN,…",
         parse=parse_names,
     ),
+    CliOption(
+        "show_lines",
+        "Rules for volatile lines of prompts (docs/clients.md) that are switched off, with commas between.",
+        OPERATION,
+        metavar="RULE,…",
+        parse=parse_names,
+    ),
     CliOption("log_format", "Form of log lines: text, json (for a log collector), or auto (text).", OPERATION),
     CliOption(
         "otlp_endpoint",
@@ -444,7 +451,7 @@ _CLUSTER_ONLY: Final = frozenset({"groups", "ranks_here", "models"})
 _ROUTER_ONLY: Final = frozenset(
     """served_model_name tool_call_parser reasoning_parser routers policy resume_seconds host port tenants
     tenant_limits tenant_header idempotency_ttl records records_max_bytes records_tenant_bytes file_bytes_max
-    api_key_file allow_anonymous allowed_hosts cors_origins""".split()
+    api_key_file allow_anonymous allowed_hosts cors_origins show_lines""".split()
 )
 _ENGINE_ONLY: Final = frozenset(
     """tp dtype device threads kernels quantization chunk_size kv_memory_bytes gpu_memory_fraction host_tier_bytes

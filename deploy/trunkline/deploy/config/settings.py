@@ -27,6 +27,7 @@ from trunkline.router.config import (
     is_pattern,
     problem_of_model_name,
 )
+from trunkline.router.text.volatile_lines import problem_of_rules
 from trunkline.runtime.process import LOG_FORMATS
 from trunkline.runtime.tracing import problem_of_endpoint
 
@@ -134,6 +135,8 @@ class ServeSettings:
     none."""
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    show_lines: tuple[str, ...] = ()
+    """Names of the rules for volatile lines of prompts that are switched off."""
     drain_seconds: float = 30.0
     tenants: str = ""
     """File of tenants, their keys and limits, which is read again when it changes; "": none."""
@@ -196,6 +199,8 @@ class ServeSettings:
             raise UserError(
                 f"--served-model-name: {self.served_names[0]!r} stands for many names; give one in front of it"
             )
+        if problem := problem_of_rules(self.show_lines):
+            raise UserError(f"--show-lines: {problem}")
         if problem := problem_of_endpoint(self.otlp_endpoint):
             raise UserError(f"--otlp-endpoint: {problem}")
         if self.token_budget <= self.max_batch:

@@ -101,6 +101,7 @@ def _router_config(plan: ClusterPlan, folder: Path) -> RouterConfig:
         needs_keys=keys_needed(settings.tenants, settings.api_key_file),
         allowed_hosts=list(settings.allowed_hosts),
         cors_origins=list(settings.cors_origins),
+        show_lines=list(settings.show_lines),
         idempotency_ttl_seconds=settings.idempotency_ttl,
         records=plan.records.url_in(folder),
         records_bytes_max=settings.records_max_bytes,

@@ -48,6 +48,7 @@ from trunkline.router.jobs.request_models import ChatRequest, Message
 from trunkline.router.request_context import draw_hex
 from trunkline.router.service import RouterService
 from trunkline.router.streams.generation import Generation
+from trunkline.router.text.volatile_lines import without_volatile
 from trunkline.router.tools.plan import ToolPlan, plan_tools
 
 routes = APIRouter()
@@ -247,7 +248,10 @@ def _translated(
     tokenizer = service.tokenizer
     plan = plan_tools(functions, choice, tokenizer.tool_style, tokenizer.reasoning, parallel=parallel)
     variables = body.template_variables()
-    messages = to_messages(body.system, body.messages, warnings)
+    system, rule = without_volatile(body.system, service.config.show_lines)
+    if rule:
+        warnings.add(f"a line of `system` that changes with every request was left out (rule {rule})")
+    messages = to_messages(system, body.messages, warnings)
     if body.edits:
         warnings.add("the edits of `context_management` are not applied")
     if body.mcp_servers:
