@@ -23,6 +23,7 @@ from trunkline.router.api.anthropic import MESSAGES, MessagesRequest
 from trunkline.router.api.openai_items import RESPONSES, ResponsesRequest
 from trunkline.router.jobs.generation_parameters import DialogParameters, GenerationRequest, SharedParameters
 from trunkline.router.jobs.known_parameters import HINTS, REFUSED
+from trunkline.router.jobs.ollama_models import OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest
 from trunkline.router.jobs.parameter_table import Known, Parameter, parameter_of
 from trunkline.router.jobs.pooling_models import (
     EmbeddingRequest,
@@ -95,6 +96,9 @@ _TABLES: Final[dict[str, Callable[[], str]]] = {
     "completions": lambda: _applied(CompletionRequest, GenerationRequest),
     "responses": lambda: _applied(ResponsesRequest, DialogParameters),
     "messages": lambda: _applied(MessagesRequest, DialogParameters),
+    "ollama_chat": lambda: _applied(OllamaChatRequest, DialogParameters),
+    "ollama_generate": lambda: _applied(OllamaGenerateRequest, OllamaChatRequest),
+    "ollama_embed": lambda: _applied(OllamaEmbedRequest),
     "pooling": lambda: _applied(PoolingRequest),
     "embeddings": lambda: _applied(EmbeddingRequest, PoolingRequest),
     "scoring": lambda: _applied(ScoringRequest, PoolingRequest),

@@ -282,6 +282,27 @@ def test_thinking_blocks_of_messages(served: Served, stream: bool) -> None:
 
 
 @qwen3
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_thinking_in_ollamas_api(served: Served, path: str) -> None:
+    http, fake, tokenizer = served
+    body: dict[str, Any] = {"messages": HI} if path == "/api/chat" else {"prompt": "Hi"}
+    say(fake, tokenizer, "<think>\nHm.\n</think>\n\nYes.")
+    parts = [json.loads(line) for line in http.post(path, json=body | {"think": "low"}).text.splitlines()]
+    parts.append(http.post(path, json=body | {"stream": False}).json())
+    told = [part.get("message", part) for part in parts]
+    key = "content" if path == "/api/chat" else "response"
+    assert (told[-1]["thinking"], told[-1][key]) == ("Hm.", "Yes.")
+    assert "".join(part.get("thinking", "") for part in told[:-1]) == "Hm."
+    assert "".join(part[key] for part in told[:-1]) == "Yes."
+    http.post(path, json=body | {"think": False})
+    assert last_prompt(fake, tokenizer).endswith("<think>\n\n</think>\n\n")
+    said = {"role": "assistant", "content": "y", "thinking": "why"}
+    http.post("/api/chat", json={"messages": [*HI, said, *HI]})
+    assert "<think>\nwhy\n</think>\n\ny" in last_prompt(fake, tokenizer)
+    assert http.post("/api/show", json={}).json()["capabilities"] == ["completion", "tools", "thinking"]
+
+
+@qwen3
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_items_of_responses(served: Served, stream: bool) -> None:
     http, fake, tokenizer = served

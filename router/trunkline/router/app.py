@@ -23,6 +23,7 @@ from trunkline.router.api import (
     completions,
     embeddings,
     model_routes,
+    ollama,
     openai_responses,
     scoring,
     stored_responses,
@@ -45,6 +46,13 @@ from trunkline.router.http.answers import SCHEMAS, SPELT, error_response, schema
 from trunkline.router.http.idempotency import IdempotencyStore
 from trunkline.router.http.middleware import AccessMiddleware, AdmissionMiddleware, RequestMiddleware
 from trunkline.router.http.replay import ReplayMiddleware
+from trunkline.router.jobs.ollama_models import (
+    OllamaChatRequest,
+    OllamaEmbeddingRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+)
 from trunkline.router.jobs.pooling_models import EmbeddingRequest, RerankRequest, ScoreRequest
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from trunkline.router.service import RouterService
@@ -70,6 +78,11 @@ _BODIES: dict[str, type[BaseModel]] = {
     "/v1/conversations/{conversation_id}/items": ItemsRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
+    "/api/chat": OllamaChatRequest,
+    "/api/generate": OllamaGenerateRequest,
+    "/api/embed": OllamaEmbedRequest,
+    "/api/embeddings": OllamaEmbeddingRequest,
+    "/api/show": OllamaShowRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/v1/batches": BatchRequest,
@@ -85,6 +98,7 @@ _PATHS = frozenset(
     {
         *_BODIES,
         *("/v1/files", "/v1/models", "/tokenizer_info", "/reset_prefix_cache", "/flush_cache"),
+        *("/api/tags", "/api/ps", "/api/version"),
         *("/health", "/ping", "/load", "/version", "/metrics"),
     }
 )
@@ -162,7 +176,7 @@ def create_app(service: RouterService) -> FastAPI:
 
 def _include(app: FastAPI) -> None:
     """Add all endpoints to an application."""
-    generating = (chat, completions, openai_responses, anthropic, embeddings, scoring)
+    generating = (chat, completions, openai_responses, anthropic, embeddings, scoring, ollama)
     stored = (stored_responses, conversations, schemas, sessions)
     for module in (*generating, *stored, files, batches, tokens, model_routes, admin, ui):
         app.include_router(module.routes)

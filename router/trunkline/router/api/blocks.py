@@ -1,6 +1,6 @@
-"""Answers as a sequence of blocks, each a text or a tool call, for `/v1/responses` and `/v1/messages`.
+"""Answers as a sequence of blocks, each a text or a tool call, for the APIs that are not chat completions.
 
-Both endpoints translate their requests into chat completions. The deltas of the answer become *changes* of blocks:
+Their endpoints translate requests into chat completions. The deltas of the answer become *changes* of blocks:
 a block opens, grows or closes. Each endpoint writes the changes in its own format, as a stream or as a whole.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 from pydantic_core import from_json
@@ -212,6 +212,7 @@ def session_label(request: Request, body: SharedParameters) -> str | None:
 
 
 _SHARED: Final = frozenset(DialogParameters.model_fields)
+_Request = TypeVar("_Request", bound=SharedParameters)
 
 
 def as_chat(body: DialogParameters, fields: dict[str, Any]) -> ChatRequest:
@@ -224,12 +225,17 @@ def as_chat(body: DialogParameters, fields: dict[str, Any]) -> ChatRequest:
     Raises:
         ApiError: 400, naming the parameter of the chat completion that is wrong.
     """
+    return as_request(ChatRequest, body, fields)
+
+
+def as_request(model: type[_Request], body: DialogParameters, fields: dict[str, Any]) -> _Request:
+    """Return a request as one of another endpoint; `model` is that of its body. Otherwise as `as_chat`."""
     given = {name: value for name, value in fields.items() if value is not None}
-    chat = validate(ChatRequest, given)
+    request = validate(model, given)
     for name in body.model_fields_set:
-        if name in _SHARED and name not in given:
-            setattr(chat, name, getattr(body, name))
-    return chat
+        if name in _SHARED and name in model.model_fields and name not in given:
+            setattr(request, name, getattr(body, name))
+    return request
 
 
 def named_event(name: str, content: Any) -> bytes:

@@ -73,14 +73,23 @@ async def embeddings(request: Request) -> Response:
     service.check_admission()
     body = await read_parameters(request, EMBEDDINGS)
     service = check_model(service, body.model)
-    _check_size(service, body)
-    params = [f"input[{index}]" for index in range(len(body.input))] if len(body.input) > 1 else ["input"]
 
     async def answer() -> Response:
-        jobs = await _jobs(service, body, params)
-        return await _write(service, body, await read_reports(service, jobs, params, arrived_at))
+        return await _write(service, body, await pooled(service, body, arrived_at))
 
     return await while_connected(request, answer())
+
+
+async def pooled(service: RouterService, body: EmbeddingRequest, arrived_at: float) -> list[PromptReport]:
+    """Return the reports of a request's inputs. `arrived_at`: loop time of the request, in seconds.
+
+    Raises:
+        ApiError: The request is wrong, or no engine answered it.
+    """
+    _check_size(service, body)
+    params = [f"input[{index}]" for index in range(len(body.input))] if len(body.input) > 1 else ["input"]
+    jobs = await _jobs(service, body, params)
+    return await read_reports(service, jobs, params, arrived_at)
 
 
 def _check_size(service: RouterService, body: EmbeddingRequest) -> None:

@@ -4,7 +4,8 @@ leaves.
 A client may close its connection at any moment. Reading from a connection whose request is complete waits until
 the connection ends. So a watcher reads while the answer is made, and cancels the work when the read returns.
 
-Errors have OpenAI's form everywhere but under `/v1/messages`, where clients expect Anthropic's.
+Errors have OpenAI's form everywhere but under `/v1/messages` and `/api`, where clients expect Anthropic's and
+Ollama's.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ _MARK_JSON: Final = _encode(_MARK)
 behind the text can have contents chosen by a client or a model."""
 DONE_EVENT = b"data: [DONE]\n\n"
 _ANTHROPIC_PATH: Final = "/v1/messages"
+_OLLAMA_PATHS: Final = "/api/"
 _ANTHROPIC_TYPES: Final = {
     401: "authentication_error",
     403: "permission_error",
@@ -88,8 +90,9 @@ SCHEMAS: Final[dict[str, dict[str, Any]]] = {
         },
         "required": ["type", "error"],
     },
+    "OllamaError": {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]},
 }
-"""Schemas of the two forms of errors, for the OpenAPI document."""
+"""Schemas of the forms of errors, for the OpenAPI document."""
 
 
 class Closable(Protocol):
@@ -183,6 +186,16 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+class LineStream(EventStream):
+    """An answer in the form of a stream of lines, each a JSON object, as in Ollama's API."""
+
+    media_type = "application/x-ndjson"
+
+    def __init__(self, work: Closable, lines: AsyncIterator[bytes]) -> None:
+        """`work`, `lines`: as in `EventStream`."""
+        super().__init__(work, lines, lambda error: line(ollama_error(error)))
+
+
 class JsonResponse(Response):
     """An answer with a JSON body, made of a `msgspec.Struct`, dict or list."""
 
@@ -201,6 +214,11 @@ def encoded(content: Any) -> msgspec.Raw:
 def event(content: Any) -> bytes:
     """Return a server-sent event with a JSON payload."""
     return b"data: " + _encode(content) + b"\n\n"
+
+
+def line(content: Any) -> bytes:
+    """Return a line with a JSON object."""
+    return _encode(content) + b"\n"
 
 
 class TextEvents:
@@ -223,22 +241,37 @@ class TextEvents:
 
 def schema_of(path: str) -> str:
     """Return the name in `SCHEMAS` of the form that a path's errors have."""
+    if path.startswith(_OLLAMA_PATHS):
+        return "OllamaError"
     return "AnthropicError" if is_anthropic(path) else "Error"
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     """Return an error in Anthropic's form: the JSON body, or the payload of an error event in a stream."""
-    kind, message = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error"), error.message
-    if error.param is not None and f"`{error.param}`" not in message:  # the form has no field for it
-        message += f" (parameter `{error.param}`)"
+    kind, message = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error"), _with_param(error)
     record = current().record
     name = {} if record is None else {"request_id": record.id}
     return {"type": "error", "error": {"type": kind, "message": message}, **name}
 
 
+def ollama_error(error: ApiError) -> dict[str, Any]:
+    """Return an error in Ollama's form: the JSON body, or the last line of a stream."""
+    return {"error": _with_param(error)}
+
+
+def _with_param(error: ApiError) -> str:
+    """Return an error's message for a form that has no field for the parameter."""
+    if error.param is None or f"`{error.param}`" in error.message:
+        return error.message
+    return f"{error.message} (parameter `{error.param}`)"
+
+
 def error_response(path: str, error: ApiError, headers: Mapping[str, str] | None = None) -> JsonResponse:
     """Return the answer to a request to `path` that has failed. `headers`: None: those of the error."""
-    body = anthropic_error(error) if is_anthropic(path) else error.body()
+    if path.startswith(_OLLAMA_PATHS):
+        body = ollama_error(error)
+    else:
+        body = anthropic_error(error) if is_anthropic(path) else error.body()
     return JsonResponse(body, error.status, error.headers() if headers is None else headers)
 
 

@@ -68,6 +68,8 @@ class ModelFiles(msgspec.Struct, frozen=True):
     hidden_size: int = 0
     """Size of the final hidden states; 0: the configuration does not give it."""
     embedder: Embedder = Embedder()
+    architecture: str = ""
+    """The configuration's `model_type`, such as "llama"; "": it does not give it."""
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -162,6 +164,7 @@ def read_model_files(folder: Path) -> ModelFiles:
         tool_chat_template=templates.get("tool_use"),
         hidden_size=widths[0] if widths else 0,
         embedder=read_embedder(folder),
+        architecture=str(config.get("model_type") or ""),
     )
 
 
