@@ -181,7 +181,7 @@ def test_tools_there_and_back(http: httpx.Client, fake: FakeController, tokenize
     said = {"role": "assistant", "content": "Let me see.\n", "tool_calls": CALLED}
     whole(http, messages=[*HI, said, *results], tools=[WEATHER])
     prompt = last_prompt(fake, tokenizer)
-    expected = [
+    expected: list[dict[str, Any]] = [
         *HI,
         {
             "role": "assistant",
