@@ -59,6 +59,10 @@ def for_tool_template(turns: Iterable[Mapping[str, Any]], style: ToolStyle) -> l
         if turn.get("tool_calls"):
             ready["tool_calls"] = [_call(call, style) for call in turn["tool_calls"]]
             names |= {call["id"]: call["function"]["name"] for call in turn["tool_calls"]}
+            if style.name == "hermes" and isinstance(turn.get("content"), str):
+                # The text of an answer ends with the line end before its first call. Templates write it, too, and
+                # with two of them the prompt would be another one than the model has seen.
+                ready["content"] = turn["content"].removesuffix("\n")
         if turn["role"] == "tool":
             call_id = turn.get("tool_call_id", "")
             if call_id not in names:
