@@ -67,12 +67,14 @@ def tokens(cluster: Cluster, kind: str) -> list[int]:
 
 
 def test_texts_are_those_of_one_group(parted: Cluster, expected: dict[str, Any]) -> None:
-    answers = [answer(parted, body_of(number)) for number in range(PROMPTS)]
+    """How many prompts are computed apart depends on measured times; of several at once some are."""
+    with ThreadPoolExecutor(PROMPTS) as pool:
+        answers = list(pool.map(lambda number: answer(parted, body_of(number)), range(PROMPTS)))
     assert answers == [expected[str(number)] for number in range(PROMPTS)]
-    wait_for(lambda: planned(parted) == planned(parted, outcome="went_on") == PROMPTS, 10)
+    wait_for(lambda: planned(parted) == planned(parted, outcome="went_on") > 0, 10)
     wait_for(lambda: tokens(parted, "output")[1] >= 39 * PROMPTS, 10)
     assert tokens(parted, "output")[0] < 39, "it computes first tokens, and those of probes"
-    assert tokens(parted, "cached")[1] > PROMPTS * 600, "most of the KV came from the prefill group"
+    assert tokens(parted, "cached")[1] > 600, "most of a prompt's KV came from the prefill group"
     for more in REQUESTS:
         assert answer(parted, body_of(100, **more)) == expected[str(more)], more
 
