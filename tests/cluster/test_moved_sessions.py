@@ -126,7 +126,7 @@ def test_a_router_that_dies_in_a_turn_keeps_its_session_for_a_moment_only(served
 
 def test_sessions_stay_with_other_options(tmp_path: Path, plain: Cluster) -> None:
     """Their KV is named by these options and is computed again; what was said is named by the tokenizer only."""
-    expected = expected_of(plain, "options", turns=3, count=4)
+    expected = expected_of(plain, "options", turns=2, count=4)
     kept = ("--records", f"sqlite:{tmp_path / 'records.sqlite'}", "--disk-tier", "0")
     with Cluster("--tp", "1", *FLOAT32, *kept) as cluster:
         conversations = Conversations(cluster, "options", 4)
@@ -135,10 +135,6 @@ def test_sessions_stay_with_other_options(tmp_path: Path, plain: Cluster) -> Non
     with Cluster("--tp", "2", "--chunk-size", "32", *FLOAT32, *kept) as cluster:
         assert sessions_of(cluster) == set(conversations.ids)
         assert conversations.turn(cluster, 1) == expected[1]
-        cluster.kill()  # the processes that had it open
-    with Cluster("--tp", "1", "--dtype", "bfloat16", "--quantization", "int8", *kept) as cluster:
-        assert sessions_of(cluster) == set(conversations.ids)
-        assert all(conversations.turn(cluster, 2))
         for session in conversations.ids:
-            assert len(messages_of(cluster, session)) == 1 + 2 * 3
+            assert len(messages_of(cluster, session)) == 1 + 2 * 2
         assert cluster.stop() == 0

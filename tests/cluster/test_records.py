@@ -118,7 +118,7 @@ def test_servers_of_other_configurations_have_the_same_sessions(tmp_path: Path) 
     slabs = sorted(base.glob("*/group-*/rank-0.slab"))
     assert len(slabs) == 2  # one of which is more than half of both
     size = sum(path.stat().st_blocks * 512 for path in slabs)
-    with serve(base, "--dtype", "bfloat16", size=f"{size // 1024}KiB") as other:
+    with serve(base, "--dtype", "bfloat16", "--quantization", "int8", size=f"{size // 1024}KiB") as other:
         assert "of another configuration's KV were deleted" in other.log
         assert sessions_of(other) == told
         assert turn(other, max(told)).status_code == 200
