@@ -210,7 +210,9 @@ def shares(
 ) -> list[tuple[int, int, int]]:
     """Hold a conversation. For each turn but the first: tokens of the prompt before, of that answer, and how many
     of both together the next prompt begins with."""
-    found, known, prompt_tokens = [], [], 0
+    found: list[tuple[int, int, int]] = []
+    known: list[int] = []
+    prompt_tokens = 0
     asks = True
     for turn in range(TURNS):
         if asks:
