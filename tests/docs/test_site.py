@@ -109,7 +109,7 @@ def test_the_tables_of_parameters_are_what_the_code_says() -> None:
         "| `stop_regex` |",
     ):
         assert row in page
-    assert page.count("<!-- parameters: ") == page.count("<!-- end -->") == 14
+    assert page.count("<!-- parameters: ") == page.count("<!-- end -->") == 17
 
 
 def test_the_tables_of_modules_are_what_the_modules_say() -> None:
