@@ -238,7 +238,7 @@ def test_errors_have_anthropics_form(
     good = {"max_tokens": 5, "messages": HI}
     assert error(http.post("/v1/messages", json={**good, "model": "other"}), 404) == "not_found_error"
     assert error(http.get("/v1/messages"), 405) == "invalid_request_error"
-    assert error(http.get("/v1/messages/batches"), 404) == "not_found_error"
+    assert error(http.get("/v1/messages/batches/batch_x"), 404) == "not_found_error"
     assert error(http.post("/v1/messages", content=b"{"), 400) == "invalid_request_error"
     assert error(http.post("/v1/messages", content=b" " * (17 << 20)), 413) == "request_too_large"
     fake.behaviour.refuse = FinishReason.QUEUE_FULL

@@ -22,6 +22,7 @@ from trunkline.router.api import (
     chat,
     completions,
     embeddings,
+    message_batches,
     model_routes,
     ollama,
     openai_responses,
@@ -37,6 +38,7 @@ from trunkline.router.api import tokenize_routes as tokens
 from trunkline.router.api.anthropic import CountTokensRequest, MessagesRequest
 from trunkline.router.api.batch_routes import BatchRequest
 from trunkline.router.api.conversation_routes import ConversationRequest, ConversationUpdate, ItemsRequest
+from trunkline.router.api.message_batches import MessageBatchRequest
 from trunkline.router.api.openai_items import ResponsesRequest
 from trunkline.router.api.requests import SeenNames
 from trunkline.router.api.schema_types import SchemaRequest, SchemaUpdate
@@ -78,6 +80,7 @@ _BODIES: dict[str, type[BaseModel]] = {
     "/v1/conversations/{conversation_id}/items": ItemsRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
+    "/v1/messages/batches": MessageBatchRequest,
     "/api/chat": OllamaChatRequest,
     "/api/generate": OllamaGenerateRequest,
     "/api/embed": OllamaEmbedRequest,
@@ -178,7 +181,7 @@ def _include(app: FastAPI) -> None:
     """Add all endpoints to an application."""
     generating = (chat, completions, openai_responses, anthropic, embeddings, scoring, ollama)
     stored = (stored_responses, conversations, schemas, sessions)
-    for module in (*generating, *stored, files, batches, tokens, model_routes, admin, ui):
+    for module in (*generating, *stored, files, batches, message_batches, tokens, model_routes, admin, ui):
         app.include_router(module.routes)
 
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from trunkline.router.api.anthropic import messages
 from trunkline.router.api.chat import chat_completions
 from trunkline.router.api.completions import completions
 from trunkline.router.api.embeddings import embeddings
@@ -23,6 +24,7 @@ from trunkline.router.api.requests import service_of
 from trunkline.router.errors import bad_value, in_conflict
 from trunkline.router.http.answers import JsonResponse
 from trunkline.router.http.body import read_request
+from trunkline.router.service import RouterService
 from trunkline.router.stores.batch_store import BatchState, Problem, ResultFile, Status, StoredBatch
 from trunkline.router.stores.owned_records import store_errors
 from trunkline.router.tenancy.auth import current_identity
@@ -33,6 +35,7 @@ ENDPOINTS: Final[Mapping[str, Callable[[Request], Awaitable[Response]]]] = {
     "/v1/completions": completions,
     "/v1/embeddings": embeddings,
     "/v1/responses": responses,
+    "/v1/messages": messages,
 }
 """The endpoints whose requests may be in a batch."""
 _WINDOW: Final = re.compile(r"([1-9][0-9]{0,2})h", re.ASCII)
@@ -163,7 +166,16 @@ async def get_batch(request: Request, batch_id: str) -> JsonResponse:
 @routes.post("/v1/batches/{batch_id}/cancel", responses=answer_of(BatchObject))
 async def cancel_batch(request: Request, batch_id: str) -> JsonResponse:
     """Cancel a batch. Answers that were made are in its result files."""
-    service, owner = service_of(request), current_identity().owner
+    return JsonResponse(_object(await cancelled_batch(service_of(request), batch_id)))
+
+
+async def cancelled_batch(service: RouterService, batch_id: str) -> StoredBatch:
+    """Have a batch of the tenant cancelled, and return it.
+
+    Raises:
+        ApiError: 404, there is no such batch; 409, it is over; 503, the store is away.
+    """
+    owner = current_identity().owner
     with store_errors("batch", batch_id):
         stored = await service.batches.get(owner, batch_id)
         if stored.state.is_over or not await service.tasks.cancel(batch_id):
@@ -171,7 +183,7 @@ async def cancel_batch(request: Request, batch_id: str) -> JsonResponse:
             raise in_conflict(
                 "batch_id", f"the batch has status {stored.state.status!r}", code="batch_not_cancellable"
             )
-        return JsonResponse(_object(await service.batches.get(owner, batch_id)))
+        return await service.batches.get(owner, batch_id)
 
 
 def _object(stored: StoredBatch) -> BatchObject:

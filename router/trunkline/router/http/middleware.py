@@ -169,6 +169,9 @@ class RequestMiddleware:
             return "/v1/files/{file}" + ("/content" if path.endswith("/content") else "")
         if path.startswith("/v1/batches/"):
             return "/v1/batches/{batch}" + ("/cancel" if path.endswith("/cancel") else "")
+        if path.startswith("/v1/messages/batches/"):
+            last = path.rpartition("/")[2]
+            return "/v1/messages/batches/{batch}" + (f"/{last}" if last in ("cancel", "results") else "")
         if path.startswith("/v1/schemas/"):
             return "/v1/schemas/{schema}"
         return path if path in self._paths else "other"

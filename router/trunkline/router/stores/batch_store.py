@@ -69,6 +69,8 @@ class BatchState(msgspec.Struct, kw_only=True, omit_defaults=True):
     total: int = 0
     completed: int = 0
     failed: int = 0
+    unanswered: int = 0
+    """Those of the failed requests for which there was no time before the batch was cancelled or expired."""
     done: bytes = b""
     """One bit for each line of the input: whether its answer is stored."""
     problems: list[Problem] = []
@@ -130,6 +132,14 @@ class BatchStore:
         key = RecordKey(KIND, owner, check_id(batch_id, PREFIX))
         stored = _stored((await self._records.get(key)).record)
         return await self._with_cancelling(stored)
+
+    async def delete(self, owner: str, batch_id: str) -> None:
+        """Delete a batch that is over. Its files stay.
+
+        Raises:
+            MissingError: the owner has no such batch.
+        """
+        await self._records.delete(RecordKey(KIND, owner, check_id(batch_id, PREFIX)))
 
     async def page(self, owner: str, after: str, limit: int) -> list[StoredBatch]:
         """Return up to `limit` batches of an owner behind the one with the id `after`, the newest first."""

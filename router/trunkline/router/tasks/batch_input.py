@@ -30,7 +30,7 @@ _DIGEST_BYTES: Final = 8
 _MEMORY_BYTES: Final = 16 << 20
 """Size in bytes up to which an input is kept in memory, not in a temporary file."""
 _CUSTOM_ID_CHARACTERS_MAX: Final = 512
-_TEXT_FIELDS: Final = ("tools", "instructions", "messages", "prompt", "pml", "input")
+_TEXT_FIELDS: Final = ("tools", "instructions", "system", "messages", "prompt", "pml", "input")
 """Fields of requests that become the prompt, in the order in which templates write them."""
 
 

@@ -21,6 +21,7 @@ import structlog
 from trunkline.kvstore.records import ExistsError, MissingError
 from trunkline.router.api.batch_routes import ENDPOINTS
 from trunkline.router.errors import ApiError, bad_value
+from trunkline.router.http.answers import error_response
 from trunkline.router.request_context import RequestRandom
 from trunkline.router.service import RouterService
 from trunkline.router.stores.batch_store import (
@@ -60,6 +61,7 @@ class _Settled(NamedTuple):
     content: bytes
     """The answer's line of a result file."""
     is_error: bool
+    is_unanswered: bool
 
 
 class BatchHandler:
@@ -219,18 +221,18 @@ class _BatchWork:
             _check_body(given.body)
             answer = await self._handler.answer(request)
         except ApiError as error:
-            answer = InnerAnswer("", error.status, msgspec.json.encode(error.body()))
+            answer = InnerAnswer("", error.status, bytes(error_response(request.path, error).body))
         except Exception as error:  # noqa: BLE001 (one request must not stop the others)
             _log.error("batch_request_failed", batch=self._lease.task.id, error=type(error).__name__)
             failure = ApiError(500, "internal error", kind="internal_error", code="internal_error")
-            answer = InnerAnswer("", failure.status, msgspec.json.encode(failure.body()))
+            answer = InnerAnswer("", failure.status, bytes(error_response(request.path, failure).body))
         said = {"status_code": answer.status, "request_id": answer.request_id, "body": msgspec.Raw(answer.body)}
         self._settle(line, given.custom_id, is_error=not 200 <= answer.status < 300, response=said, error=None)
 
     def _settle(self, line: Line, custom_id: str, *, is_error: bool, **fields: Any) -> None:
         name = f"batch_req_{self._random(line).draw('batch request', 12).hex()}"
         content = msgspec.json.encode({"id": name, "custom_id": custom_id, **fields}) + b"\n"
-        self._settled.append(_Settled(line, content, is_error))
+        self._settled.append(_Settled(line, content, is_error, is_unanswered=fields["response"] is None))
         self._changed.set()
 
     def _random(self, line: Line) -> RequestRandom:
@@ -271,6 +273,7 @@ class _BatchWork:
             done[each.line.number // 8] |= 1 << each.line.number % 8
         state.done = bytes(done)
         state.failed += sum(each.is_error for each in settled)
+        state.unanswered += sum(each.is_unanswered for each in settled)
         state.completed += sum(not each.is_error for each in settled)
         portion = Portion(
             b"".join(each.content for each in settled if not each.is_error),

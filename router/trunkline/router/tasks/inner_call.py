@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from trunkline.router.errors import RETRY_AFTER_SECONDS, ApiError
-from trunkline.router.http.answers import JsonResponse
+from trunkline.router.http.answers import SPELT, error_response
 from trunkline.router.request_context import RequestRandom, known
 from trunkline.router.service import RouterService
 from trunkline.router.telemetry.request_record import RequestRecord
@@ -72,7 +72,7 @@ async def make_request(app: Any, endpoint: Endpoint, request: InnerRequest) -> I
                 answer = await _answer(app, endpoint, request)
         except OverLimitError as error:
             if time.time() >= request.until:
-                return InnerAnswer(request_id, error.status, bytes(JsonResponse(error.body()).body))
+                return InnerAnswer(request_id, error.status, bytes(error_response(request.path, error).body))
             await asyncio.sleep(min(error.retry_after or pause_s, _PAUSE_S_MAX))
             continue
         if answer.status_code not in _RETRIED or time.time() >= request.until:
@@ -120,6 +120,6 @@ async def _answer(app: Any, endpoint: Endpoint, request: InnerRequest) -> Respon
     try:
         return await endpoint(Request(scope, receive))
     except ApiError as error:
-        return JsonResponse(error.body(), error.status)
+        return error_response(request.path, error.renamed(scope.get(SPELT, {})))
     finally:
         app.state.service.large_requests.release(scope)

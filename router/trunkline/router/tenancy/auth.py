@@ -139,6 +139,7 @@ _EXACT: Final = {
     "/v1/conversations": Access.USER,
     "/v1/messages": Access.USER,
     "/v1/messages/count_tokens": Access.USER,
+    "/v1/messages/batches": Access.USER,
     "/v1/files": Access.USER,
     "/v1/batches": Access.USER,
     "/v1/sessions": Access.USER,
@@ -156,6 +157,7 @@ _BELOW: Final = {
     "/v1/conversations/": Access.USER,
     "/v1/files/": Access.USER,
     "/v1/batches/": Access.USER,
+    "/v1/messages/batches/": Access.USER,
     "/v1/sessions/": Access.USER,
     "/v1/schemas/": Access.USER,
 }
