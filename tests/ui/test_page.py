@@ -140,3 +140,16 @@ def test_the_page_comes_back_with_the_router(dashboard: Dashboard, watched: Watc
     page.context.set_offline(False)
     is_live(page)
     expect(page.locator("#banner")).not_to_be_visible()
+
+
+def test_the_page_about_the_api_lists_every_operation(dashboard: Dashboard, watched: Watched) -> None:
+    paths = dashboard.get("openapi.json")["paths"]
+    page = watched.page
+    page.goto(f"{dashboard.cluster.url}/docs")
+    operations = page.locator("details")
+    expect(operations).to_have_count(sum(len(methods) for methods in paths.values()))
+    page.get_by_role("searchbox").fill("/v1/messages/count_tokens")
+    expect(operations).to_have_count(1)
+    operations.locator("summary").click()
+    expect(operations.locator("tbody tr", has_text="tool_choice")).to_be_visible()
+    assert Axe().run(page).response["violations"] == []
