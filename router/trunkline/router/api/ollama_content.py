@@ -64,7 +64,7 @@ def _calls(calls: Any, path: str, count: int) -> list[Message]:
         place = f"{path}[{index}]"
         function = call.get("function") if isinstance(call, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str) or not name:
+        if not isinstance(function, dict) or not isinstance(name, str) or not name:
             raise bad_value(place, f"`{place}` must have a `function` with a `name`")
         arguments = function.get("arguments")
         if isinstance(arguments, dict):

@@ -144,10 +144,10 @@ _EXACT: Final = {
     "/v1/batches": Access.USER,
     "/v1/sessions": Access.USER,
     "/v1/schemas": Access.USER,
-}
-_EXACT |= {
-    f"/api/{name}": Access.USER
-    for name in ("chat", "generate", "embed", "embeddings", "tags", "show", "ps", "version")
+    **{
+        f"/api/{name}": Access.USER
+        for name in ("chat", "generate", "embed", "embeddings", "tags", "show", "ps", "version")
+    },
 }
 _BELOW: Final = {
     "/ui/static/": Access.OPEN,
