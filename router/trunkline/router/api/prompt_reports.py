@@ -1,5 +1,5 @@
 """Jobs of which only one report is wanted: the pooled hidden states of a prompt, or the likelihood of a word after
-it. Each draws one token, which nobody gets."""
+it. Each draws one token, which is not given out."""
 
 from __future__ import annotations
 
