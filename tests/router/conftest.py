@@ -5,12 +5,16 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+import anthropic
 import httpx
 import openai
 import pytest
 import structlog
+from router import api_calls
+from router.api_calls import Say
 from router.fake_controller import Behaviour, FakeController
 from router.harness import DEMO_MODEL, RunningRouter, make_answer, running, wait_until
 
@@ -110,3 +114,16 @@ def place(folder: Path) -> Path:
     path = folder / str(next(_numbers))
     path.mkdir()
     return path
+
+
+@pytest.fixture
+def claude(router: RunningRouter, fake: FakeController) -> Iterator[anthropic.Anthropic]:
+    """Anthropic's client, without retries."""
+    with anthropic.Anthropic(base_url=router.url, api_key="none", max_retries=0, timeout=20) as made:
+        yield made
+
+
+@pytest.fixture
+def say(fake: FakeController, tokenizer: Tokenizer) -> Say:
+    """Sets what the model answers next."""
+    return partial(api_calls.say, fake, tokenizer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -11,7 +10,7 @@ import httpx
 import pytest
 from router.batch_calls import begin, chat_line, finished, lines_of
 from router.fake_controller import FakeController
-from router.harness import ANSWER, RunningRouter, wait_until
+from router.harness import ANSWER, wait_until
 
 from trunkline.router.api import message_batches
 from trunkline.router.api.prompting import LAST_PRIORITY
@@ -26,13 +25,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Routers look for tasks more often, and store answers sooner."""
     monkeypatch.setattr(runner, "PERIOD_SECONDS", 0.1)
     monkeypatch.setattr(batch_run, "COMMIT_SECONDS", 0.05)
-
-
-@pytest.fixture
-def claude(router: RunningRouter, fake: FakeController) -> Iterator[anthropic.Anthropic]:
-    """Anthropic's client, without retries."""
-    with anthropic.Anthropic(base_url=router.url, api_key="none", max_retries=0, timeout=20) as made:
-        yield made
 
 
 def entry(name: str, **params: Any) -> Any:

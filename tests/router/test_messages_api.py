@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import anthropic
 import httpx
 import pydantic
 import pytest
-from router import api_calls
 from router.api_calls import BROKEN_CALL, CITY, TWO_CALLS, Say, last_prompt, named_events, without_repeats
 from router.fake_controller import FakeController, prompt_of
-from router.harness import ANSWER, RunningRouter
+from router.harness import ANSWER
 
 from trunkline.controller.messages import Submit
 from trunkline.router.messages import FinishReason
@@ -22,19 +19,6 @@ from trunkline.router.text.tokenizer import Tokenizer
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 WEATHER: Any = {"name": "get_weather", "description": "The weather of a place.", "input_schema": CITY}
-
-
-@pytest.fixture
-def claude(router: RunningRouter, fake: FakeController) -> Iterator[anthropic.Anthropic]:
-    """Anthropic's client, without retries."""
-    with anthropic.Anthropic(base_url=router.url, api_key="none", max_retries=0, timeout=20) as made:
-        yield made
-
-
-@pytest.fixture
-def say(fake: FakeController, tokenizer: Tokenizer) -> Say:
-    """Sets what the model answers next."""
-    return partial(api_calls.say, fake, tokenizer)
 
 
 def events_of(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import anthropic
 import httpx
 import pytest
-from router import api_calls
 from router.api_calls import CITY, Say, last_prompt, named_events
 from router.fake_controller import FakeController, prompt_of
 from router.harness import ANSWER, RunningRouter
@@ -23,19 +20,6 @@ HI: Any = [{"role": "user", "content": "Hi"}]
 WEATHER: Any = {"name": "get_weather", "description": "The weather of a place.", "input_schema": CITY}
 NAME = "0b5cbbf6-6e5e-4f0a-9d0c-1a2b3c4d5e6f"
 SEARCH: Any = {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}
-
-
-@pytest.fixture
-def claude(router: RunningRouter, fake: FakeController) -> Iterator[anthropic.Anthropic]:
-    """Anthropic's client, without retries."""
-    with anthropic.Anthropic(base_url=router.url, api_key="none", max_retries=0, timeout=20) as made:
-        yield made
-
-
-@pytest.fixture
-def say(fake: FakeController, tokenizer: Tokenizer) -> Say:
-    """Sets what the model answers next."""
-    return partial(api_calls.say, fake, tokenizer)
 
 
 def events_of(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:

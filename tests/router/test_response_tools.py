@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from functools import partial
 from typing import Any, Final
 
 import httpx
 import openai
 import pytest
-from router import api_calls
 from router.api_calls import Say, last_prompt, named_events
 from router.fake_controller import FakeController
 from seeds import seeds
@@ -41,12 +39,6 @@ FOREIGN: Final = [
 ]
 ALL: Final = [PLAIN, CUSTOM, AGENTS, *FOREIGN, FOREIGN[0]]
 PATCH: Final = '*** Begin\n+say "hello" \\n ü\n*** End'
-
-
-@pytest.fixture
-def say(fake: FakeController, tokenizer: Tokenizer) -> Say:
-    """Sets what the model answers next."""
-    return partial(api_calls.say, fake, tokenizer)
 
 
 def call_of(name: str, arguments: str) -> str:

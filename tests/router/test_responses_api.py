@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from typing import Any
 
 import httpx
 import openai
 import pydantic
 import pytest
-from router import api_calls
 from router.api_calls import BROKEN_CALL, CITY, TWO_CALLS, Say, last_prompt, named_events, without_repeats
 from router.fake_controller import FakeController, prompt_of
 from router.harness import ANSWER
@@ -24,12 +22,6 @@ WEATHER: Any = {
     "parameters": CITY,
     "strict": False,
 }
-
-
-@pytest.fixture
-def say(fake: FakeController, tokenizer: Tokenizer) -> Say:
-    """Sets what the model answers next."""
-    return partial(api_calls.say, fake, tokenizer)
 
 
 def events_of(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
