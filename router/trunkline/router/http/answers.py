@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 import structlog
@@ -95,6 +95,7 @@ SCHEMAS: Final[dict[str, dict[str, Any]]] = {
 """Schemas of the forms of errors, for the OpenAPI document."""
 
 
+@runtime_checkable
 class Closable(Protocol):
     """Work for an answer that must be closed in the end, such as a `Generation`."""
 
@@ -111,8 +112,15 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+def _close_result(task: asyncio.Task[Any]) -> None:
+    """Close what a task has returned, if it can be closed."""
+    if not task.cancelled() and task.exception() is None and isinstance(task.result(), Closable):
+        task.result().close()
+
+
 async def _race(work: Coroutine[Any, Any, _T], receive: Receive) -> _T:
-    """Run `work` while the client is connected, and return its result.
+    """Run `work` while the client is connected, and return its result. If the caller does not get the result,
+    because it is cancelled meanwhile or the client leaves, the result is closed.
 
     Raises:
         ClientLeftError: the client has left, and `work` was cancelled.
@@ -124,6 +132,10 @@ async def _race(work: Coroutine[Any, Any, _T], receive: Receive) -> _T:
         if task.done():
             return task.result()
         raise ClientLeftError
+    except BaseException:
+        # `work` may be done by now: the caller can be cancelled between its end and the caller's next turn.
+        task.add_done_callback(_close_result)
+        raise
     finally:
         for pending in (task, watcher):
             pending.cancel()

@@ -1,0 +1,112 @@
+"""Work for a client that may leave: what the work returns is used or closed, however the wait for it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from trunkline.router.http.answers import ClientLeftError, while_connected
+
+
+class _Work:
+    """Something that must be closed."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class _Client:
+    """A connection whose body was read."""
+
+    def __init__(self) -> None:
+        self.has_left = asyncio.Event()
+
+    def request(self) -> Request:
+        return Request({"type": "http"}, self._receive)
+
+    async def _receive(self) -> dict[str, Any]:
+        await self.has_left.wait()
+        return {"type": "http.disconnect"}
+
+
+def test_a_result_is_returned_open() -> None:
+    async def run() -> None:
+        made = _Work()
+
+        async def work() -> _Work:
+            await asyncio.sleep(0)
+            return made
+
+        assert await while_connected(_Client().request(), work()) is made
+        await asyncio.sleep(0)
+        assert not made.is_closed
+
+    asyncio.run(run())
+
+
+def test_a_result_that_its_caller_never_gets_is_closed() -> None:
+    """The caller is cancelled after the work's end, but before it could take the result: a batch is cancelled at
+    the moment at which an engine accepts one of its requests."""
+
+    async def run() -> None:
+        made = _Work()
+
+        async def work() -> _Work:
+            await asyncio.sleep(0)
+            outer.cancel()
+            return made
+
+        outer = asyncio.ensure_future(while_connected(_Client().request(), work()))
+        with pytest.raises(asyncio.CancelledError):
+            await outer
+        await asyncio.sleep(0)
+        assert made.is_closed
+
+    asyncio.run(run())
+
+
+def test_a_result_made_in_spite_of_the_clients_leaving_is_closed() -> None:
+    async def run() -> None:
+        client, made = _Client(), _Work()
+
+        async def work() -> _Work:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                return made
+            raise AssertionError
+
+        client.has_left.set()
+        with pytest.raises(ClientLeftError):
+            await while_connected(client.request(), work())
+        await asyncio.sleep(0)
+        assert made.is_closed
+
+    asyncio.run(run())
+
+
+def test_work_is_cancelled_with_its_caller() -> None:
+    ended: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("work")
+
+    async def run() -> None:
+        outer = asyncio.ensure_future(while_connected(_Client().request(), work()))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        outer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await outer
+
+    asyncio.run(run())
+    assert ended == ["work"]
