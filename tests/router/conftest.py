@@ -91,7 +91,9 @@ def fake(cluster: tuple[RunningRouter, FakeController], tokenizer: Tokenizer) ->
     yield controller
     controller.behaviour.hold = controller.behaviour.mute = controller.behaviour.queue = False
     wait_until(lambda: router.inflight == 0 and controller.live == 0)
-    assert not router.service._generations
+    left = list(router.service._generations)
+    router.service._generations.clear()  # only the test that has left them fails
+    assert not left
 
 
 @pytest.fixture
