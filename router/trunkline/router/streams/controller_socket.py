@@ -208,21 +208,21 @@ def _problem_of_state(state: State) -> str:
 
 
 def _problem_of_numbers(report: State | TierState) -> str:
-    for field in msgspec.structs.fields(report):
-        value: Any = getattr(report, field.name)
+    for name in report.__struct_fields__:  # `msgspec.structs.fields` would describe their types anew each time
+        value: Any = getattr(report, name)
         match value:
             case bool():
                 pass
             case int():
-                most = _MOST.get(field.name, _COUNT_MAX)
+                most = _MOST.get(name, _COUNT_MAX)
                 if not 0 <= value <= most:
-                    return f"{field.name} is {value}; allowed are 0 to {most}"
+                    return f"{name} is {value}; allowed are 0 to {most}"
             case float():
                 if not 0.0 <= value < math.inf:
-                    return f"{field.name} is {value}; it is a time"
+                    return f"{name} is {value}; it is a time"
             case str() | bytes():
                 if len(value) > _TEXT_MAX:
-                    return f"{field.name} is {len(value)} long; at most {_TEXT_MAX} is allowed"
+                    return f"{name} is {len(value)} long; at most {_TEXT_MAX} is allowed"
     return ""
 
 
