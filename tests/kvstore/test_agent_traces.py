@@ -36,9 +36,8 @@ LINE: dict[str, Any] = {
 
 def shared(one: list[bytes], other: list[bytes]) -> int:
     """Return how many names two prompts begin with in common."""
-    return next(
-        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def test_requests_are_numbered_as_they_were_recorded() -> None:
@@ -141,8 +140,8 @@ def test_prompts_share_what_was_recorded_and_nothing_behind_it(seed: int, blocks
                 base = names.prompt(request.base)
                 assert shared(prompt, base) == request.keep // blocks
                 count += shared([*base, *names.answer(request.base)], prompt) > len(base)
+            above = (-1, b"")
             for at, name in enumerate([*prompt, *answer]):
-                place = (at, prompt[at - 1] if 0 < at <= len(prompt) else b"")
-                if at <= len(prompt):
-                    assert owners.setdefault(name, place) in (place, (at, b"")), "a name stands for all before it"
+                assert owners.setdefault(name, above) == above, "a name stands for all before it"
+                above = (at, name)
     assert count > 20, "answers are found again"
