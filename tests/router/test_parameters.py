@@ -65,6 +65,7 @@ SHARED: Final[dict[str, Probe]] = {
     "min_tokens": Probe(2),
     "stop": Probe("STOP"),
     "stop_sequences": Probe(["STOP"]),
+    "stop_regex": Probe("[A-Z]{4}"),
     "stop_token_ids": Probe([9]),
     "include_stop_str_in_output": Probe(True, {"stop": "STOP"}),
     "ignore_eos": Probe(True),

@@ -32,6 +32,7 @@ from trunkline.router.api.responses import (
 )
 from trunkline.router.errors import unavailable
 from trunkline.router.jobs.generation_parameters import GenerationRequest
+from trunkline.router.jobs.job import Job
 from trunkline.router.request_context import created_at, draw_hex
 from trunkline.router.service import RouterService
 from trunkline.router.streams.generation import Delta, FinishName, Generation, TokenLogprob
@@ -52,7 +53,7 @@ class Collected(msgspec.Struct):
     logprobs: list[TokenLogprob]
     finish: FinishName = "length"
     stop: str | None = None
-    """The stop string that ended the choice, if one did."""
+    """The stop string or expression that ended the choice, if one did."""
     tokens: list[int] = []
     score: float | None = None
     """Score by which a beam search ranked this result; None for other choices."""
@@ -146,8 +147,16 @@ def optional(value: _Value | None) -> _Value | UnsetType:
     return UNSET if value is None else value
 
 
+def matched_stop(answer: Collected | Delta, job: Job) -> str | int | None:
+    """Return what ended a choice: a stop string or expression, or the token that ends texts; None: its length."""
+    if answer.finish != "stop" or answer.stop is not None or not answer.tokens:
+        return answer.stop
+    return answer.tokens[-1] if answer.tokens[-1] in job.eos_ids else None
+
+
 def stop_reason(answer: Collected | Delta, body: GenerationRequest) -> str | int | None:
-    """Return what ended a choice: a stop string, or a token of `stop_token_ids`; None: neither of them."""
+    """Return what ended a choice besides the model's own end tokens: a stop string or expression, or a token of
+    `stop_token_ids`; None: none of them."""
     if answer.finish != "stop" or answer.stop is not None or not answer.tokens:
         return answer.stop
     return answer.tokens[-1] if answer.tokens[-1] in (body.stop_token_ids or ()) else None

@@ -20,6 +20,7 @@ from trunkline.router.api.answer_fields import (
     collect_choices,
     logprobs_of,
     make_head,
+    matched_stop,
     optional,
     prompt_logprob_list,
     prompt_scores_of,
@@ -174,6 +175,7 @@ class _ChatAnswer:
             stop_reason=stop_reason(answer, self._body),
             token_ids=answer.tokens if self._body.return_token_ids else UNSET,
             score=optional(answer.score),
+            matched_stop=matched_stop(answer, self._generation.job),
             cumulative_logprob=optional(answer.cumulative_logprob),
         )
 
@@ -278,6 +280,7 @@ class _ChatAnswer:
                     stop_reason=stop_reason(delta, self._body),
                     score=optional(delta.score),
                     cumulative_logprob=optional(delta.cumulative_logprob),
+                    matched_stop=matched_stop(delta, self._generation.job),
                 )
             )
         return parts

@@ -23,6 +23,7 @@ from trunkline.router.api.answer_fields import (
     echo_logprobs,
     logprobs_of,
     make_head,
+    matched_stop,
     optional,
     prompt_logprob_list,
     prompt_scores_of,
@@ -302,6 +303,7 @@ class _CompletionAnswer:
             empty: list[int] | None = [] if self._body.return_token_ids else None
             finish: FinishName | None = None if answer.finish is None else "length"
             return CompletionChoice(index=index, text="", finish_reason=finish, token_ids=optional(empty))
+        job = self._batch.generations[0].job  # what ends a text is the same for all prompts
         logprobs = None
         if self._count >= 0:
             logprobs = completion_logprobs(answer.logprobs, self._count, self._names, offset=offset)
@@ -311,6 +313,7 @@ class _CompletionAnswer:
             logprobs=logprobs,
             finish_reason=answer.finish,
             stop_reason=UNSET if answer.finish is None else stop_reason(answer, self._body),
+            matched_stop=UNSET if answer.finish is None else matched_stop(answer, job),
             token_ids=answer.tokens if self._body.return_token_ids else UNSET,
             score=optional(answer.score),
             cumulative_logprob=optional(answer.cumulative_logprob),

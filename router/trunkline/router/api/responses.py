@@ -177,7 +177,9 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     message: ChatMessage
     finish_reason: ChatFinishName
     stop_reason: str | int | None = None
-    """The stop string, or the token of `stop_token_ids`, that ended the choice; None: neither did."""
+    """The stop string or expression, or the token of `stop_token_ids`, that ended the choice; None: none did."""
+    matched_stop: str | int | None = None
+    """The same in SGLang's form, where the model's own end token counts, too."""
     logprobs: ChatLogprobs | None = None
     token_ids: Sequence[int] | UnsetType = UNSET
     score: float | UnsetType = UNSET
@@ -223,6 +225,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: ChatFinishName | None = None
     stop_reason: str | int | UnsetType | None = UNSET
+    matched_stop: str | int | UnsetType | None = UNSET
     token_ids: Sequence[int] | UnsetType = UNSET
     score: float | UnsetType = UNSET
     cumulative_logprob: float | UnsetType = UNSET
@@ -256,8 +259,10 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishName | None = None
     stop_reason: str | int | UnsetType | None = UNSET
-    """The stop string, or the token of `stop_token_ids`, that ended the choice; None: neither did. Left out as
-    long as the choice has not ended."""
+    """The stop string or expression, or the token of `stop_token_ids`, that ended the choice; None: none did.
+    Left out as long as the choice has not ended."""
+    matched_stop: str | int | UnsetType | None = UNSET
+    """The same in SGLang's form, where the model's own end token counts, too."""
     token_ids: Sequence[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobList | UnsetType | None = UNSET

@@ -50,6 +50,7 @@ _NOT_WITH_BEAMS: Final[dict[str, tuple[Any, ...]]] = {
     "repetition_penalty": (1.0,),
     "logit_bias": ({},),
     "stop": ([],),
+    "stop_regex": ([],),
     "min_tokens": (0,),
     "bad_words": ([],),
     "allowed_token_ids": (),

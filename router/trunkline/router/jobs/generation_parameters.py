@@ -33,6 +33,7 @@ from trunkline.router.jobs.parameters import (
     ResponseFormat,
     SessionId,
     Stops,
+    StopExpressions,
     StructuredOutputs,
     TokenIds,
     Trailing,
@@ -112,8 +113,17 @@ class SharedParameters(RequestBody):
         value=[],
     )
     stop_token_ids: TokenIds | None = row("at most 256 token ids", "none", "besides the model's own end tokens")
+    stop_regex: StopExpressions = row(
+        "an expression or a list of at most 16, each of at most 1,024 characters",
+        "none",
+        "see [stop expressions](#stop-expressions)",
+        value=[],
+    )
     include_stop_str_in_output: bool | None = row(
-        "boolean", "false", "whether the text ends with the stop string that ended it", also=("no_stop_trim",)
+        "boolean",
+        "false",
+        "whether the text ends with the stop string or match that ended it",
+        also=("no_stop_trim",),
     )
     ignore_eos: bool | None = row("boolean", "false", "goes on after the model's end tokens")
     skip_special_tokens: bool | None = row("boolean", "true", "whether special tokens are left out of the text")

@@ -17,6 +17,7 @@ from trunkline.router.jobs.generation_parameters import GenerationRequest
 from trunkline.router.jobs.parameters import SESSION_ID_CHARACTERS_MAX
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest
 from trunkline.router.text.reasoning_styles import ThoughtState
+from trunkline.router.text.stop_expressions import StopExpression, compile_expression
 from trunkline.router.text.tokenizer import SamplingDefaults
 from trunkline.router.text.truncation import PromptCut
 from trunkline.router.tools.plan import ToolPlan
@@ -83,6 +84,7 @@ class Job(msgspec.Struct, frozen=True):
     eos_ids: frozenset[int]
     """Token ids that end the text when one of them is sampled."""
     stops: tuple[str, ...] = ()
+    stop_expressions: tuple[StopExpression, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
     at_start: bool = True
@@ -236,6 +238,7 @@ def make_job(
         and not (tools is not None and tools.needs_special_tokens),
         at_start=chat,
         decoding=decoding,
+        stop_expressions=tuple(map(compile_expression, request.stop_regex)),
         grammar=grammar,
         priority=request.priority or 0,
         cut=prompt.cut,

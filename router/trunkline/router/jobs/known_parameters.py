@@ -63,7 +63,6 @@ _TOKENS: Final = "log-probabilities and token ids belong to /v1/chat/completions
 REFUSED: Final = (
     # Decoding
     _refused("logits_processors logits_processor custom_logit_processor custom_params"),
-    _refused("stop_regex", "", why="`stop_regex` is not supported; use `stop`, or `guided_regex`"),
     _refused("bad_words_ids", why="`bad_words_ids` is not supported; use `bad_words`"),
     _refused("no_repeat_ngram_size dry_multiplier xtc_probability mirostat mirostat_mode", 0),
     _refused("typical_p typical tfs_z", 1),

@@ -13,6 +13,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, m
 from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from trunkline.router.text.stop_expressions import (
+    EXPRESSION_CHARACTERS_MAX,
+    check_edges,
+    compile_expression,
+)
 from trunkline.router.text.truncation import RetentionPolicy
 
 STOPS_MAX: Final = 16
@@ -66,6 +71,20 @@ def _stops(value: Any) -> list[str]:
         raise PydanticCustomError("stop", "must be a string or a list of strings")
     texts = [value] if isinstance(value, str) else value
     return _texts(texts, "stop", count_max=STOPS_MAX, characters_max=STOP_CHARACTERS_MAX)
+
+
+def _stop_expressions(value: Any) -> list[str]:
+    if value in (None, ""):
+        return []
+    if not isinstance(value, str | list):
+        raise PydanticCustomError("stop_regex", "must be an expression or a list of expressions")
+    texts = [value] if isinstance(value, str) else value
+    texts = _texts(texts, "stop_regex", count_max=STOPS_MAX, characters_max=EXPRESSION_CHARACTERS_MAX)
+    try:
+        check_edges(compile_expression(text) for text in texts)
+    except ValueError as error:
+        raise PydanticCustomError("stop_regex", "{reason}", {"reason": str(error)}) from None
+    return texts
 
 
 def _bad_words(value: Any) -> list[str]:
@@ -352,6 +371,7 @@ _TokenId = Annotated[StrictInt, Field(ge=0, le=_INT32_MAX)]
 TokenIds = Annotated[list[_TokenId], Field(max_length=STOP_IDS_MAX)]
 AllowedIds = Annotated[list[_TokenId], Field(min_length=1, max_length=ALLOWED_IDS_MAX, fail_fast=True)]
 Stops = Annotated[Any, BeforeValidator(_stops), WithJsonSchema(_STOPS)]
+StopExpressions = Annotated[Any, BeforeValidator(_stop_expressions), WithJsonSchema(_STOPS)]
 BadWords = Annotated[Any, BeforeValidator(_bad_words), WithJsonSchema(_BAD_WORDS)]
 LogitBias = Annotated[Any, BeforeValidator(_logit_bias), WithJsonSchema(_LOGIT_BIAS)]
 Prompts = Annotated[Any, BeforeValidator(_prompts), WithJsonSchema(_PROMPTS)]

@@ -54,7 +54,7 @@ class Delta(msgspec.Struct):
     """Why the choice ended, in its last piece; None in all others. After a stop string the engine must still drop
     the sample."""
     stop: str | None = None
-    """The stop string that ended the choice, if one did."""
+    """The stop string or expression that ended the choice, if one did."""
     tokens: Sequence[int] = ()
     """The tokens of the piece; their text may come in a later one."""
     index: int = 0
@@ -75,7 +75,8 @@ class TextAssembler:
         self._detokenizer = make_detokenizer(
             vocabulary, skip_special_tokens=job.skip_special_tokens, at_start=job.at_start
         )
-        self._matcher = StopMatcher(job.stops, include=job.include_stop)
+        self._matcher = StopMatcher(job.stops, job.stop_expressions, include=job.include_stop)
+        self._may_stop = bool(job.stops or job.stop_expressions)
         self._min_tokens = job.sampling.min_tokens
         self._characters = 0
         self.output_tokens = 0
@@ -99,7 +100,7 @@ class TextAssembler:
         if (
             len(tokens) == 1
             and reason is None
-            and not (wanted or self._job.stops or tokens[0] in self._job.eos_ids)
+            and not (wanted or self._may_stop or tokens[0] in self._job.eos_ids)
         ):
             # The usual case, for speed; the general code below gives the same.
             self.output_tokens += 1

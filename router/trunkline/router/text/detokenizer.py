@@ -16,9 +16,9 @@ In the spaces family, `tokenizers.decode` replaces a whole run of byte tokens if
 was sent cannot be changed, so here good characters of such a run stay and only bad bytes are replaced. Valid runs
 give the same text.
 
-A `StopMatcher` finds stop strings across boundaries of tokens. Its result does not depend on how the text is cut
-into pieces. The match with the smallest end position wins; of several that end there, the longest. Text is held
-back only while it may be the beginning of a stop string.
+A `StopMatcher` finds stop strings and expressions across boundaries of tokens. Its result does not depend on how
+the text is cut into pieces. The match with the smallest end position wins; of several that end there, the longest.
+Text is held back only while it may be the beginning of a match.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ import codecs
 import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, Literal, NamedTuple, Protocol
+
+from trunkline.router.text.stop_expressions import ExpressionScanner, StopExpression
 
 REPLACEMENT: Final = "\ufffd"
 _SPACE_MARK: Final = "▁"
@@ -276,14 +278,16 @@ class StopText(NamedTuple):
     text: str
     """Text that may be shown now."""
     stop: str | None
-    """The stop string that was found; after that the matcher must not be fed again."""
+    """The stop string or expression that was found; after that the matcher must not be fed again."""
 
 
 class StopMatcher:
-    """Looks for several stop strings in one text."""
+    """Looks for several stop strings and expressions in one text."""
 
-    def __init__(self, stops: Sequence[str] = (), *, include: bool = False) -> None:
-        """Begin with an empty text. `include`: whether the text that is shown includes the stop string.
+    def __init__(
+        self, stops: Sequence[str] = (), expressions: Sequence[StopExpression] = (), *, include: bool = False
+    ) -> None:
+        """Begin with an empty text. `include`: whether the text that is shown includes the match.
 
         Raises:
             ValueError: A stop string is empty; it would match everywhere.
@@ -293,21 +297,29 @@ class StopMatcher:
         self._stops = tuple(sorted(set(stops), key=len, reverse=True))
         self._first_characters = frozenset(stop[0] for stop in self._stops)
         self._longest = max(map(len, self._stops), default=0)
+        self._scanner = ExpressionScanner(expressions) if expressions else None
         self._include = include
         self._held = ""
 
     def feed(self, text: str) -> StopText:
         """Take the next piece of text; return the text that may be shown."""
-        if not self._stops:
+        if not self._stops and self._scanner is None:
             return StopText(text, None)
-        text = self._held + text
+        held, text = len(self._held), self._held + text
         found = self._find(text)
+        keep = 0
+        if self._scanner is not None:
+            shown = self._scanner.position - held
+            match = self._scanner.feed(text[held:])
+            if match is not None:
+                other = match.end - shown, match.start - shown, match.expression
+                found = other if found is None or other[:2] < found[:2] else found
+            keep = self._scanner.position - self._scanner.open_from
         if found is not None:
-            start, stop = found
+            end, start, stop = found
             self._held = ""
-            return StopText(text[: start + len(stop)] if self._include else text[:start], stop)
-        keep = self._held_length(text)
-        cut = len(text) - keep
+            return StopText(text[:end] if self._include else text[:start], stop)
+        cut = len(text) - max(keep, self._held_length(text))
         self._held = text[cut:]
         return StopText(text[:cut], None)
 
@@ -316,13 +328,15 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _find(self, text: str) -> tuple[int, str] | None:
-        best: tuple[int, str] | None = None
+    def _find(self, text: str) -> tuple[int, int, str] | None:
+        """Return the end and the beginning of the first stop string, and the string."""
+        best: tuple[int, int, str] | None = None
         best_end = len(text) + 1
         for stop in self._stops:  # longest first, so that a tie in the end goes to the longest
             start = text.find(stop, 0, min(best_end, len(text)))
             if start >= 0 and start + len(stop) < best_end:
-                best, best_end = (start, stop), start + len(stop)
+                best_end = start + len(stop)
+                best = best_end, start, stop
         return best
 
     def _held_length(self, text: str) -> int:
