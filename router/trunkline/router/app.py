@@ -39,7 +39,7 @@ from trunkline.router.api.anthropic import CountTokensRequest, MessagesRequest
 from trunkline.router.api.batch_routes import BatchRequest
 from trunkline.router.api.conversation_routes import ConversationRequest, ConversationUpdate, ItemsRequest
 from trunkline.router.api.message_batches import MessageBatchRequest
-from trunkline.router.api.openai_items import ResponsesRequest
+from trunkline.router.api.openai_items import HistoryRequest, ResponsesRequest
 from trunkline.router.api.requests import SeenNames
 from trunkline.router.api.schema_types import SchemaRequest, SchemaUpdate
 from trunkline.router.api.session_types import DiscardRequest, ForkRequest, SessionRequest, SessionUpdate
@@ -75,6 +75,7 @@ _BODIES: dict[str, type[BaseModel]] = {
     **dict.fromkeys(("/score", "/v1/score"), ScoreRequest),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), RerankRequest),
     "/v1/responses": ResponsesRequest,
+    **dict.fromkeys(("/v1/responses/compact", "/v1/responses/input_tokens"), HistoryRequest),
     "/v1/conversations": ConversationRequest,
     "/v1/conversations/{conversation_id}": ConversationUpdate,
     "/v1/conversations/{conversation_id}/items": ItemsRequest,

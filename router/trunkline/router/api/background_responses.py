@@ -7,12 +7,12 @@ the response is stored as every other one, under the id that the client has.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from trunkline.kvstore.records import BusyError, MissingError
-from trunkline.router.api.openai_items import Object, ResponsesRequest
+from trunkline.router.api.openai_items import Object, ResponsesRequest, asked_fields
 from trunkline.router.errors import ApiError, bad_value, in_conflict
 from trunkline.router.request_context import RequestRandom, created_at, draw_bytes
 from trunkline.router.service import RouterService
@@ -111,32 +111,24 @@ def _is_background(found: msgspec.Raw | Object) -> bool:
 
 
 def _queued(body: ResponsesRequest, given: Object, response_id: str, created: int, model: str) -> Object:
-    text: dict[str, Any] = given.get("text") or {}
     return {
         "id": response_id,
         "object": "response",
         "created_at": created,
         "completed_at": None,
         "status": "queued",
-        "background": True,
-        "conversation": None if body.conversation is None else {"id": body.conversation},
         "error": None,
         "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "metadata": body.metadata or {},
+        **asked_fields(body),
+        "conversation": None if body.conversation is None else {"id": body.conversation},
         "model": model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": None, "summary": None},
         "store": True,
         "temperature": body.temperature,
-        "text": {"format": text.get("format") or {"type": "text"}},
         "tool_choice": given.get("tool_choice") or "auto",
         "tools": given.get("tools") or [],
         "top_p": body.top_p,
-        "truncation": "disabled" if body.truncation is None else body.truncation.type,
         "usage": None,
         **({} if body.warnings is None else {"warnings": body.warnings}),
     }

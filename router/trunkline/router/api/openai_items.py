@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
@@ -29,6 +28,10 @@ def _input(value: Any) -> str | list[Any]:
     return value
 
 
+def _optional_input(value: Any) -> str | list[Any] | None:
+    return None if value is None else _input(value)
+
+
 def _conversation(value: Any) -> str:
     """Return the id of a conversation, which is given alone or as the only field of an object."""
     found = value.get("id") if isinstance(value, dict) else value
@@ -37,6 +40,9 @@ def _conversation(value: Any) -> str:
     return found
 
 
+_INPUT: Final[dict[str, Any]] = {
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]
+}
 _STRUCTURED: Final = "see [structured output](#structured-output)"
 _ID: Final[dict[str, Any]] = {
     "anyOf": [
@@ -68,15 +74,35 @@ class TextOptions(BaseModel):
     """Not applied: templates know no such switch. Coding agents always send it, so the answer says it."""
 
 
+Summary = Literal["auto", "concise", "detailed"]
+
+
 class Reasoning(BaseModel):
-    """The field `reasoning`. There are no summaries: the whole thought is the content of its item."""
+    """The field `reasoning`."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: str | None = None
+    summary: Summary | None = None
+    """Whether the thought is also shown as its summary. It is the whole thought, whichever is asked for."""
+    generate_summary: Summary | None = None
+    """An older name of `summary`."""
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+    """Not applied: templates decide which thoughts of earlier turns they show."""
+    mode: str | None = None
+    """Not applied."""
     max_tokens: Count | None = None
     """Largest number of tokens of the thought."""
+
+
+class ContextEdit(BaseModel):
+    """An entry of the field `context_management`."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["compaction"]
+    compact_threshold: Count | None = None
+    """Tokens of the prompt above which the conversation is compacted; None: three quarters of the context."""
 
 
 class ResponsesRequest(DialogParameters):
@@ -139,18 +165,37 @@ class ResponsesRequest(DialogParameters):
         "0 to 20", "0", "log-probabilities of the text's tokens, each with so many likeliest ones"
     )
     reasoning: Reasoning | None = row(
-        "an object with `effort` and `max_tokens`",
+        "an object with `effort`, `max_tokens`, `summary` (`auto`, `concise`, `detailed`)",
         "the template's",
-        "see [reasoning](#reasoning). `summary` has no effect",
+        "see [reasoning](#reasoning). With `summary` the thought is also the `summary` of its item",
+    )
+    context_management: Annotated[list[ContextEdit], Field(max_length=1)] | None = row(
+        '`[{"type": "compaction", "compact_threshold"?}]`', "none", "see [compaction](#compaction)"
     )
 
     @property
     def warnings(self) -> list[str] | None:
         """As in `RequestBody`."""
-        found = super().warnings or []
-        if self.text is not None and self.text.verbosity not in (None, "medium"):
-            found = ["`text.verbosity` is not applied", *found]
-        return found or None
+        text, thoughts = self.text or TextOptions(), self.reasoning or Reasoning()
+        switches = (
+            ("text.verbosity", text.verbosity, "medium"),
+            ("reasoning.context", thoughts.context, "auto"),
+            ("reasoning.mode", thoughts.mode, "standard"),
+        )
+        found = [f"`{name}` is not applied" for name, value, plain in switches if value not in (None, plain)]
+        return [*found, *(super().warnings or [])] or None
+
+    @property
+    def summary(self) -> Summary | None:
+        """How thoughts are to be summed up; None: not at all."""
+        return None if self.reasoning is None else self.reasoning.summary or self.reasoning.generate_summary
+
+    def compact_above(self, context: int) -> int | None:
+        """Return the number of tokens of a prompt above which the conversation is compacted; None: it never is.
+        `context`: tokens of the model's context."""
+        if not self.context_management:
+            return None
+        return self.context_management[0].compact_threshold or max(1, context * 3 // 4)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -187,18 +232,30 @@ class ResponsesRequest(DialogParameters):
         return {"type": "json_schema", "json_schema": {"name": form.name or "answer", "schema": form.schema_}}
 
 
-RESPONSES: Final = Endpoint(
-    "responses",
-    ResponsesRequest,
-    KNOWN,
-    {
-        "messages": "input",
-        "max_completion_tokens": "max_output_tokens",
-        "response_format.json_schema": "text.format",
-        "response_format": "text.format",
-        "reasoning_effort": "reasoning.effort",
-    },
-)
+class HistoryRequest(ResponsesRequest):
+    """The request of the endpoints about a conversation that do not answer it: the body of a response, in which
+    `input` may be missing if the request continues something."""
+
+    input: Annotated[Any, BeforeValidator(_optional_input), WithJsonSchema(_INPUT)] = None
+
+    @model_validator(mode="after")
+    def _check_input(self) -> HistoryRequest:
+        if self.input is None:
+            if self.previous_response_id is None and self.conversation is None:
+                raise PydanticCustomError("missing", "is required, or `previous_response_id`", {"param": "input"})
+            self.input = []
+        return self
+
+
+_NAMES: Final = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+RESPONSES: Final = Endpoint("responses", ResponsesRequest, KNOWN, _NAMES)
+HISTORY: Final = Endpoint("responses", HistoryRequest, KNOWN, _NAMES)
 
 
 def text_part(text: str, logprobs: Sequence[Any] = ()) -> Object:
@@ -211,52 +268,41 @@ def thought_part(text: str) -> Object:
     return {"type": "reasoning_text", "text": text}
 
 
-def thought_of(item: Object) -> str:
-    """Return the text of a reasoning item: its content or, if there is none, what this server once wrote into
-    `encrypted_content`. Items of other servers may have neither that it can read."""
-    parts = item.get("content")
-    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
-    return "\n".join([text for text in texts if isinstance(text, str)]) or unsealed(item.get("encrypted_content"))
+def summary_part(text: str) -> Object:
+    """Return the only part of a reasoning item's summary."""
+    return {"type": "summary_text", "text": text}
 
 
-def seal(text: str) -> str:
-    """Return a text in the form of `encrypted_content`. It is no secret: clients send it back as it is."""
-    return base64.b64encode(text.encode("utf-8", "replace")).decode()
+def thought_item(text: str, item_id: str, status: str, *, summed_up: bool, sealed: str | None) -> Object:
+    """Return a reasoning item, without content if its status is "in_progress".
 
-
-def unsealed(sealed: Any) -> str:
-    """Return the text that `seal` was given; "" for what other servers have sealed."""
-    if not isinstance(sealed, str):
-        return ""
-    try:
-        return base64.b64decode(sealed, validate=True).decode()
-    except ValueError:
-        return ""
+    Args:
+        summed_up: Whether the thought is also its summary.
+        sealed: Its `encrypted_content`.
+    """
+    begun = status == "in_progress"
+    return {
+        "type": "reasoning",
+        "id": item_id,
+        "summary": [summary_part(text)] if summed_up and not begun else [],
+        "content": [] if begun else [thought_part(text)],
+        "encrypted_content": sealed,
+        "status": status,
+    }
 
 
 def output_item(
-    block: Block, item_id: str, status: str, tool: OwnTool | None, *, sealed: bool, logprobs: Sequence[Any] = ()
+    block: Block, item_id: str, status: str, tool: OwnTool | None, logprobs: Sequence[Any] = ()
 ) -> Object:
-    """Return a block as an item of `output`, without content if its status is "in_progress".
+    """Return a text or a call as an item of `output`, without content if its status is "in_progress".
 
     Args:
         tool: The tool that a call means.
-        sealed: Whether a thought's item has `encrypted_content`.
         logprobs: Log-probabilities of a text's tokens.
     """
-    begun = status == "in_progress"
-    if block.is_thought:
-        return {
-            "type": "reasoning",
-            "id": item_id,
-            "summary": [],
-            "content": [] if begun else [thought_part(block.text)],
-            "encrypted_content": seal(block.text) if sealed and not begun else None,
-            "status": status,
-        }
     if block.is_call:
         return _call_item(block, item_id, status, tool or OwnTool(block.name))
-    content = [] if begun else [text_part(block.text, logprobs)]
+    content = [] if status == "in_progress" else [text_part(block.text, logprobs)]
     return {"type": "message", "id": item_id, "role": "assistant", "status": status, "content": content}
 
 
@@ -273,10 +319,36 @@ def usage_object(prompt_tokens: int, cached_tokens: int, output_tokens: int, tho
     """Return token counts as the field `usage`."""
     return {
         "input_tokens": prompt_tokens,
-        "input_tokens_details": {"cached_tokens": cached_tokens},
+        "input_tokens_details": {
+            "cached_tokens": cached_tokens,
+            "cache_write_tokens": prompt_tokens - cached_tokens,
+        },
         "output_tokens": output_tokens,
         "output_tokens_details": {"reasoning_tokens": thoughts},
         "total_tokens": prompt_tokens + output_tokens,
+    }
+
+
+def asked_fields(body: ResponsesRequest) -> Object:
+    """Return the fields of a response that say again what the request has asked for."""
+    form = None if body.text is None else body.text.format
+    thoughts = body.reasoning or Reasoning()
+    shown = {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
+    return {
+        "background": bool(body.background),
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": body.metadata or {},
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": thoughts.effort, "summary": body.summary},
+        "service_tier": "default",
+        "text": {"format": shown, "verbosity": "medium"},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "truncation": "disabled" if body.truncation is None else body.truncation.type,
     }
 
 

@@ -5,16 +5,23 @@ response or a conversation are its items.
 
 Clients send back items that other servers made. No item is refused for its type: a call with an id and its output
 become a call of a function of that name and its result; what tells the model nothing is left out.
+
+A compaction item of this cluster stands for what is before it. Of that, the model sees only the messages of users,
+and of the client's instructions. So it does not matter whether a client sends the rest once more:
+
+    instructions, user, assistant, call, output, user, compaction, rest
+    └► instructions, compaction (the summary, user, user), rest
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from trunkline.router.api.openai_items import Object, text_part, thought_of, thought_part, unsealed
+from trunkline.router.api.openai_items import Object, text_part, thought_part
 from trunkline.router.errors import bad_value, not_found, unsupported
+from trunkline.router.stores.seals import Seal, is_sealed
 from trunkline.router.tools.response_tools import custom_arguments, function_name
 
 _ROLES: Final = ("user", "assistant", "system", "developer")
@@ -27,15 +34,31 @@ _CALL: Final = "_call"
 _OUTPUT: Final = "_call_output"
 SUMMARY: Final = "Summary of the conversation so far:\n"
 """What stands before the text of a compaction item in a prompt."""
+TRIGGER: Final = "compaction_trigger"
+"""Type of the item that asks for a compaction."""
+NO_SEAL: Final = Seal()
+_FOREIGN_MAX: Final = 16
+"""Largest number of items of other servers that an answer names."""
 
 Message = dict[str, Any]
 
 
-def to_messages(given: str | list[Any], instructions: str | None, history: Sequence[Object] = ()) -> list[Message]:
+class Placed(NamedTuple):
+    """An item with its place in the request."""
+
+    path: str
+    """Such as `input[2]`, for errors."""
+    item: Any
+
+
+def to_messages(
+    given: str | list[Any], instructions: str | None, history: Sequence[Object] = (), seal: Seal = NO_SEAL
+) -> list[Message]:
     """Translate `input`, with `instructions` as its first message.
 
     Args:
         history: stored items that precede the input.
+        seal: reads what this cluster has sealed.
 
     Raises:
         ApiError: 400, naming the item that is wrong (`input[2].content[0]`).
@@ -43,14 +66,100 @@ def to_messages(given: str | list[Any], instructions: str | None, history: Seque
     messages: list[Message] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
-    for item in history:
-        _add(messages, item, "history")
     if isinstance(given, str):
-        messages.append({"role": "user", "content": given})
-        return messages
-    for index, item in enumerate(given):
-        _add(messages, item, f"input[{index}]")
+        given = [{"role": "user", "content": given}]
+    placed = [Placed("history", item) for item in history]
+    placed += [Placed(f"input[{index}]", item) for index, item in enumerate(given)]
+    for path, item in _compacted(placed, seal):
+        _add(messages, item, path, seal)
     return messages
+
+
+def _compacted(placed: list[Placed], seal: Seal) -> list[Placed]:
+    """Return items as the model sees them: those before the last compaction in the picture above, the compaction
+    itself before the messages of users.
+
+    Raises:
+        ApiError: 400, an item that the model does not see is wrong.
+    """
+    last = _last_compaction([item for _, item in placed], seal)
+    if last is None:
+        return placed
+    for path, item in placed[:last]:
+        _add([], item, path, seal)
+    lasting = [each for each in placed[:last] if is_lasting(each.item)]
+    lead = next((at for at, each in enumerate(lasting) if each.item["role"] == "user"), len(lasting))
+    return [*lasting[:lead], placed[last], *lasting[lead:], *placed[last + 1 :]]
+
+
+def _last_compaction(items: Sequence[Any], seal: Seal) -> int | None:
+    """Return the index of the last compaction item of this cluster; None: there is none."""
+    for at in reversed(range(len(items))):
+        item = items[at]
+        if isinstance(item, dict) and item.get("type") == "compaction" and _summary(item, seal) is not None:
+            return at
+    return None
+
+
+def _summary(item: Object, seal: Seal) -> str | None:
+    return seal.unseal("compaction", item.get("encrypted_content"))
+
+
+def is_lasting(item: Object) -> bool:
+    """Return whether a valid item stays before a compaction: a message of the user's, or an instruction."""
+    return item.get("type", "message") == "message" and item.get("role") != "assistant"
+
+
+def is_compactable(items: Sequence[Object], seal: Seal) -> bool:
+    """Return whether a compaction would leave out items: those behind the last one are not all messages that
+    stay."""
+    last = _last_compaction(items, seal)
+    return not all(map(is_lasting, items if last is None else items[last + 1 :]))
+
+
+def without_trigger(given: str | list[Any]) -> tuple[str | list[Any], bool]:
+    """Return `input` without the item that asks for a compaction, and whether there is one.
+
+    Raises:
+        ApiError: 400, it is not the last item.
+    """
+    if isinstance(given, str):
+        return given, False
+    places = [at for at, item in enumerate(given) if isinstance(item, dict) and item.get("type") == TRIGGER]
+    if not places:
+        return given, False
+    if places[0] != len(given) - 1:
+        raise bad_value(f"input[{places[0]}]", f"`input[{places[0]}]`: a {TRIGGER} stands at the end of `input`")
+    return given[:-1], True
+
+
+def has_sealed(items: str | Iterable[Any]) -> bool:
+    """Return whether some item has a content that looks as if this cluster had sealed it."""
+    return not isinstance(items, str) and any(
+        isinstance(item, dict) and is_sealed(item.get("encrypted_content")) for item in items
+    )
+
+
+def foreign_items(given: str | list[Any], seal: Seal) -> list[str]:
+    """Return a sentence for each item of a valid input that tells the model nothing, because another server has
+    sealed it."""
+    told: list[str] = []
+    for index, item in enumerate([] if isinstance(given, str) else given):
+        kind = item.get("type")
+        if kind not in ("reasoning", "compaction") or not item.get("encrypted_content"):
+            continue
+        if _summary(item, seal) is None if kind == "compaction" else not thought_of(item, seal):
+            told.append(f"`input[{index}]` was left out: its `encrypted_content` is not of this server")
+    return told[:_FOREIGN_MAX]
+
+
+def thought_of(item: Object, seal: Seal) -> str:
+    """Return the text of a reasoning item: its content or, if there is none, what this cluster once sealed; "" for
+    items of other servers that have neither."""
+    parts = item.get("content")
+    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    content = "\n".join([text for text in texts if isinstance(text, str)])
+    return content or seal.unseal("reasoning", item.get("encrypted_content")) or ""
 
 
 def resolved(given: str | list[Any], history: Iterable[Object]) -> str | list[Any]:
@@ -95,13 +204,16 @@ _ID_PREFIXES: Final = {
 _ID_CHARACTERS_MAX: Final = 128
 
 
-def to_items(given: str | list[Any], taken: Iterable[str], draw: Callable[[], str]) -> list[Object]:
+def to_items(
+    given: str | list[Any], taken: Iterable[str], draw: Callable[[], str], seal: Seal = NO_SEAL
+) -> list[Object]:
     """Return a valid input (`to_messages`) as items to be stored. An item without an id, or with the id of another
     item, gets a new one.
 
     Args:
         taken: ids of items that are stored already.
         draw: returns another random text for each id.
+        seal: as in `to_messages`.
     """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
@@ -114,11 +226,11 @@ def to_items(given: str | list[Any], taken: Iterable[str], draw: Callable[[], st
             item_id = f"{_ID_PREFIXES.get(kind, 'item')}_{draw()}"
         ids.add(item_id)
         status = "incomplete" if item.get("status") == "incomplete" else "completed"
-        items.append({"id": item_id, "type": kind, "status": status, **_stored_fields(kind, item)})
+        items.append({"id": item_id, "type": kind, "status": status, **_stored_fields(kind, item, seal)})
     return items
 
 
-def _stored_fields(kind: str, item: Object) -> Object:
+def _stored_fields(kind: str, item: Object, seal: Seal) -> Object:
     namespace = {"namespace": item["namespace"]} if isinstance(item.get("namespace"), str) else {}
     if kind == "message":
         return {"role": item["role"], "content": _stored_parts(item["content"], item["role"])}
@@ -127,7 +239,7 @@ def _stored_fields(kind: str, item: Object) -> Object:
     if kind == "custom_tool_call":
         return {**{name: item[name] for name in ("call_id", "name", "input")}, **namespace}
     if kind == "reasoning":
-        return {"summary": [], "content": [thought_part(thought_of(item))]}
+        return {"summary": [], "content": [thought_part(thought_of(item, seal))]}
     if kind in ("function_call_output", "custom_tool_call_output"):
         output = item["output"]
         return {
@@ -152,7 +264,7 @@ def _stored_parts(content: str | list[Object], role: str) -> list[Object]:
     return stored
 
 
-def _add(messages: list[Message], item: Any, path: str) -> None:
+def _add(messages: list[Message], item: Any, path: str, seal: Seal) -> None:
     if not isinstance(item, dict):
         raise bad_value(path, f"`{path}` must be an object")
     kind = item.get("type", "message")
@@ -167,11 +279,11 @@ def _add(messages: list[Message], item: Any, path: str) -> None:
             f"{path}.type", "only items of a previous response or of a conversation can be referred to"
         )
     elif kind == "reasoning":
-        thought = thought_of(item)
+        thought = thought_of(item, seal)
         if thought:
             messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
     elif kind == "compaction":
-        if summary := unsealed(item.get("encrypted_content")):
+        if (summary := _summary(item, seal)) is not None:
             messages.append({"role": "user", "content": SUMMARY + summary})
     elif kind.endswith(_OUTPUT):
         call_id = _text(item, "call_id", path)
@@ -212,10 +324,16 @@ def _add_message(messages: list[Message], item: dict[str, Any], path: str) -> No
     # Most templates take a single system message at the beginning, so leading system messages become one.
     if role == "system" and messages and all(message["role"] == "system" for message in messages):
         messages[-1]["content"] += f"\n\n{content}"
+    elif role == "user" and messages and _is_summary(messages[-1]):
+        messages[-1]["content"] += f"\n\n{content}"  # many templates take no two messages of a user in a row
     elif role == "assistant" and messages and _is_thought(messages[-1]):
         messages[-1]["content"] = content
     else:
         messages.append({"role": role, "content": content})
+
+
+def _is_summary(message: Message) -> bool:
+    return message["role"] == "user" and str(message["content"]).startswith(SUMMARY)
 
 
 def _is_thought(message: Message) -> bool:

@@ -132,6 +132,23 @@ async def open_response_turn(service: RouterService, body: ResponsesRequest) -> 
     return ResponseTurn(service, body, SessionState(model=body.model or service.model_name))
 
 
+async def open_reading_turn(service: RouterService, body: ResponsesRequest) -> ResponseTurn:
+    """Begin the stored part of a request that stores nothing; it needs no `close`. A conversation may be in use.
+
+    Raises:
+        ApiError: 404, what it continues does not exist; 503, the store of records does not answer.
+    """
+    body.store = False
+    if body.conversation is not None:
+        with renamed({"conversation_id": "conversation"}):
+            stored = await service.histories.conversations.get(body.conversation)
+        service = _service_for(service, body, stored.session)
+        return ResponseTurn(service, body, replace(stored.session, model=service.model_name), stored.base)
+    if body.previous_response_id is not None:
+        return await _continue_response(service, body, body.previous_response_id)
+    return ResponseTurn(service, body, SessionState(model=body.model or service.model_name))
+
+
 async def _continue_conversation(
     service: RouterService, body: ResponsesRequest, conversation: str
 ) -> ResponseTurn:

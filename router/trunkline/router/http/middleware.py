@@ -158,7 +158,7 @@ class RequestMiddleware:
         if path.startswith("/v1/sessions/"):
             verb = path.split("/", 4)[4:]
             return "/v1/sessions/{session}" + (f"/{verb[0]}" if verb and verb[0] in SESSION_VERBS else "")
-        if path.startswith("/v1/responses/"):
+        if path.startswith("/v1/responses/") and path not in self._paths:
             last = path.rpartition("/")[2]
             return "/v1/responses/{response}" + (f"/{last}" if last in _RESPONSE_VERBS else "")
         if path.startswith("/v1/conversations/"):

@@ -37,6 +37,7 @@ _PATHS: Final = frozenset(
         "/v1/rerank",
         "/v2/rerank",
         "/v1/responses",
+        "/v1/responses/compact",
         "/v1/messages",
         "/api/chat",
         "/api/generate",

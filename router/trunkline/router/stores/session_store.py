@@ -34,6 +34,7 @@ from trunkline.router.errors import ApiError, records_away, records_full
 from trunkline.router.request_context import draw_hex, request_name
 from trunkline.router.stores.history_kinds import CONVERSATIONS, RESPONSES, SESSIONS, HistoryKind
 from trunkline.router.stores.owned_records import QuotaOf, no_quota
+from trunkline.router.stores.seals import SealKeys
 from trunkline.router.stores.session_changes import read_segments
 from trunkline.router.stores.session_history import History
 from trunkline.router.stores.session_lease import LEASE_SECONDS, Background, Lease, segments_for
@@ -235,6 +236,7 @@ class Histories:
         self.sessions = SessionStore(records, quota_of, memory=memory)
         self.responses = SessionStore(records, quota_of, kind=RESPONSES, memory=memory)
         self.conversations = SessionStore(records, quota_of, kind=CONVERSATIONS, memory=memory)
+        self.seals = SealKeys(records)
 
     def of_kind(self, kind: str) -> SessionStore | None:
         """Return the store of the records of a kind; None: they have no history."""

@@ -1,0 +1,117 @@
+"""Compaction of a conversation: the model sums it up, and the summary stands for it in later requests.
+
+    conversation ─► the same prompt, and at its end: "write a summary" ─► summary ─► sealed: a compaction item
+
+The prompt of the summary is the conversation as it was, with its tools, so all of it is found in the cache. What
+the model sees of a conversation with such an item says `response_input.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+from msgspec.structs import replace
+from starlette.requests import Request
+
+from trunkline.router.api.blocks import AnswerBlocks
+from trunkline.router.api.openai_items import Object, usage_object
+from trunkline.router.api.prompting import chat_job, start
+from trunkline.router.api.response_turn import ResponseTurn
+from trunkline.router.errors import unavailable
+from trunkline.router.http.answers import while_connected
+from trunkline.router.jobs.parameters import TruncationChoice
+from trunkline.router.jobs.request_models import ChatRequest, Message
+from trunkline.router.request_context import draw_hex
+from trunkline.router.service import RouterService
+from trunkline.router.stores.seals import Seal
+from trunkline.router.text.tokenizer import Tokenizer
+from trunkline.router.text.truncation import ROOM_SHARE
+from trunkline.router.tools.plan import Choice, ToolPlan
+
+INSTRUCTION: Final = (
+    "Now write a summary of this conversation, for your own use. It will take the place of everything above but "
+    "the user's own messages, which stay. Say what the user wants; what was done and found so far, with the "
+    "names, paths, values and decisions that matter later; what is not finished, and what comes next. Do not "
+    "answer the user and do not call tools: write the summary and nothing else."
+)
+"""The last message of the prompt that asks the model for a summary."""
+_NOT_OF_SUMMARIES: Final[dict[str, Any]] = {
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")),
+    **dict.fromkeys(("response_format", "logprobs", "top_logprobs", "truncate_prompt_tokens", "min_tokens")),
+    **dict.fromkeys(("max_tokens", "ignore_eos", "stop_token_ids", "allowed_token_ids")),
+    "stop": [],
+}
+"""Parameters that are about the answer itself, with the values that ask for nothing."""
+
+
+class Compaction(NamedTuple):
+    """A summary that was written."""
+
+    item: Object
+    """The compaction item."""
+    answer: AnswerBlocks
+    """The generation's answer."""
+
+
+async def compact(
+    request: Request,
+    service: RouterService,
+    chat: ChatRequest,
+    plan: ToolPlan,
+    turn: ResponseTurn | None,
+    *,
+    seal: Seal,
+    arrived_at: float,
+    tokens_max: int | None = None,
+) -> Compaction:
+    """Have the model sum a conversation up.
+
+    Args:
+        chat: The conversation, as it would be answered.
+        plan: The plan for its tools; they are shown, but not called.
+        turn: As in `chat_job`.
+        seal: Seals the summary; has a key.
+        arrived_at: Loop time of the request in seconds.
+        tokens_max: Largest number of the summary's tokens; None: an eighth of the context.
+
+    Raises:
+        ApiError: No engine wrote one, or it is empty.
+    """
+    context = service.limits.max_context
+    most = max(1, min(context // ROOM_SHARE, tokens_max or context))
+    shown = replace(plan, functions=(), choice=Choice("auto", allowed=()))
+    job = await chat_job(service, _summing_up(chat, most), shown, turn)
+    generation = await while_connected(request, start(service, job, arrived_at))
+    try:
+        answer = AnswerBlocks(generation, shown, at_least_one=False, id_prefix="call_")
+        blocks = await while_connected(request, answer.whole())
+    finally:
+        generation.close()
+    summary = "".join([block.text for block in blocks if block.is_text]).strip()
+    if not summary:
+        raise unavailable("the model wrote no summary; the conversation stays as it was", code="no_summary")
+    sealed = seal.seal("compaction", summary)
+    item = {"type": "compaction", "id": f"cmp_{draw_hex('item', 24)}", "encrypted_content": sealed}
+    return Compaction(item, answer)
+
+
+def _summing_up(chat: ChatRequest, tokens_max: int) -> ChatRequest:
+    """Return the request for a summary. A conversation that does not fit is cut: a summary of its end is better
+    than none."""
+    *before, last = chat.messages
+    if last.role == "user":  # many templates take no two messages of a user in a row
+        asked = [last.model_copy(update={"content": f"{last.content}\n\n{INSTRUCTION}"})]
+    else:
+        asked = [last, Message(role="user", content=INSTRUCTION)]
+    truncation = chat.truncation
+    if truncation is None or truncation.policy() is None:
+        truncation = TruncationChoice(type="auto")
+    fields = {"messages": [*before, *asked], "max_completion_tokens": tokens_max, "truncation": truncation}
+    return chat.model_copy(update={**_NOT_OF_SUMMARIES, **fields})
+
+
+def usage_of(answer: AnswerBlocks, tokenizer: Tokenizer) -> Object:
+    """Return the field `usage` of what was generated so far."""
+    generation = answer.generation
+    thoughts = tokenizer.count_thoughts(answer.thought, answer.tokens)
+    return usage_object(generation.job.seen_tokens, generation.cached_tokens, generation.output_tokens, thoughts)
