@@ -29,6 +29,10 @@ class State(NamedTuple):
     """float32 `[layers, kv_heads, tokens, head_dim]`."""
     values: Tensor
 
+    def behind(self, count: int) -> State:
+        """Return the KV of all tokens but the first `count`."""
+        return State(self.keys[:, :, count:], self.values[:, :, count:])
+
 
 class Said(NamedTuple):
     """What the model says of tokens, given those before; of all but the first."""
@@ -36,6 +40,8 @@ class Said(NamedTuple):
     logprobs: NDArray[np.float64]
     exact: NDArray[np.bool_]
     """Whether the token was the likeliest."""
+    distribution: Tensor
+    """Log-probabilities of all tokens, float32 `[tokens − 1, vocabulary]`."""
 
 
 class MaskedModel:
@@ -92,7 +98,7 @@ class MaskedModel:
         logprobs = (normed @ head.T).log_softmax(dim=1)
         following = torch.tensor(tokens[1:])
         exact = logprobs.argmax(dim=1) == following
-        return Said(logprobs.gather(1, following[:, None])[:, 0].double().numpy(), exact.numpy())
+        return Said(logprobs.gather(1, following[:, None])[:, 0].double().numpy(), exact.numpy(), logprobs)
 
     def _norm(self, hidden: Tensor, layer: int, name: str) -> Tensor:
         weight = self._weights[_LAYER.format(layer=layer, name=name)]

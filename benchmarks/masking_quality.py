@@ -6,7 +6,8 @@ The demo model, float32. Documents become a context in the ways of masking_ways.
 
 - texts: held-out text (masking_texts.py): six documents of 128 tokens, and the 256 tokens that follow. `nll`: mean
   loss of these in nats; `kept`: of the context's gain, loss of `none` minus loss of `plain`, the share that is
-  left; `standard_error` from the spread over stretches.
+  left; `standard_error` from the spread over stretches; `reused`: where the first tokens of moved documents are
+  computed again, the share of the documents' tokens whose kept KV is used.
 - facts: six documents of about 100 tokens with a made-up fact each, and a question about every fact. Likewise, of
   the answer's tokens; `exact`: answers of which every token is the likeliest.
 - answers: the same questions through engine and rank, answered greedily. `plain`: a prompt without modules; the
@@ -71,11 +72,13 @@ def measure(name: str, tasks: list[Task], threads: int, report: Report) -> None:
     rank.close()
     plain, none = (np.array(found[Way(scope)].losses) for scope in ("plain", "none"))
     for way, kept in found.items():
-        case = {"part": name, "scope": way.scope, "gaps": way.gaps, "places": way.places}
+        case = {"part": name, "scope": way.scope, "gaps": way.gaps, "places": way.places, "renewed": way.renewed}
         share, error = share_kept(np.array(kept.losses), plain, none)
         report.add(case, "nll", float(np.mean(kept.losses)), "nats", len(tasks))
         report.add(case, "kept", 100 * share, "%", len(tasks))
         report.add(case, "standard_error", 100 * error, "%", len(tasks))
+        if way.renewed:
+            report.add(case, "reused", 100 * reused(tasks, way.renewed), "%", len(tasks))
         if name == "facts":
             report.add(case, "exact", 100 * float(np.mean(kept.exact)), "%", len(tasks))
         if kept.differences:
@@ -110,6 +113,12 @@ def share_kept(
     residuals = (none - losses) - share * gain
     spread = float(residuals.std(ddof=1)) if len(losses) > 1 else float("nan")
     return share, spread / len(losses) ** 0.5 / float(gain.mean())
+
+
+def reused(tasks: list[Task], renewed: int) -> float:
+    """Share of the documents' tokens whose kept KV is used."""
+    lengths = np.array([len(document) for task in tasks for document in task.documents])
+    return 1 - float(np.minimum(renewed, lengths - 1).sum() / lengths.sum())
 
 
 # --- answers

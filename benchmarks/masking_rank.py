@@ -28,6 +28,13 @@ class RankText(NamedTuple):
     tokens: int
     position: int
     """At which its first token was computed."""
+    first: int = 0
+    """Place of its first token in the first block."""
+
+    def behind(self, count: int) -> RankText:
+        """Return the KV of all tokens but the first `count`."""
+        skipped, first = divmod(self.first + count, CHUNK)
+        return RankText(self.blocks[skipped:], self.tokens - count, self.position + count, first)
 
 
 class Rank:
@@ -63,7 +70,7 @@ class Rank:
         table: list[int] = []
         extents = []
         for text, at in seen:
-            extents.append((len(table), 0, text.tokens, text.position, at - text.position))
+            extents.append((len(table), text.first, text.tokens, text.position, at - text.position))
             table += text.blocks
         extents.append((len(table), 0, OPEN_COUNT, position, 0))
         own = [self._free.pop() for _ in range(blocks_for(len(tokens), CHUNK))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Final, Generic, Literal, NamedTuple, TypeVar
+from typing import Final, Generic, Literal, NamedTuple, Protocol, Self, TypeVar
 
 from masking_texts import Task
 
@@ -16,7 +16,18 @@ MOVED_BACK: Final = 512
 """Positions."""
 UNION_GAP_MAX: Final = 64
 
-K = TypeVar("K")
+RENEWED: Final = (4, 8, 16, 32)
+"""Numbers of a moved document's first tokens that are computed again at its place."""
+
+
+class Kept(Protocol):
+    """The KV of a text."""
+
+    def behind(self, count: int) -> Self:
+        """Return the KV of all tokens but the first `count`."""
+
+
+K = TypeVar("K", bound=Kept)
 """What a reader gives for a text that it has computed."""
 R = TypeVar("R")
 """What it says of the text's tokens."""
@@ -41,11 +52,15 @@ class Way(NamedTuple):
     Wrong places: `stacked`: all were computed and act where the first one begins, and new text stands where it
     would otherwise; `stacked, near`: new text stands right behind the longest of them; `restarted`: documents are
     right, but new text stands where the first of them begins.
+
+    Renewed: so many first tokens of each document are computed again where the document acts, seeing all before
+    them, as a prompt's own tokens do; the rest is as it was kept.
     """
 
     scope: Scope
     gaps: Gaps = "no"
     places: Places = "right"
+    renewed: int = 0
 
     @property
     def is_wrong(self) -> bool:
@@ -64,6 +79,7 @@ WAYS: Final = (
     Way("self", "modules"),
     Way("ancestors", "unions"),
     Way("ancestors", places="moved on"),
+    *(Way("ancestors", places="moved on", renewed=count) for count in RENEWED),
     Way("ancestors", places="moved back"),
     Way("self", places="moved on"),
     Way("ancestors", places="stacked"),
@@ -99,7 +115,12 @@ def build(read: Read[K, R], task: Task, way: Way, seed: int) -> Context[K]:
         is_stacked = way.places.startswith("stacked")
         computed_at = first if is_stacked or way.places == "moved on" else end
         kept, _ = read(document, computed_at + MOVED_BACK * (way.places == "moved back"), above)
-        seen.append((kept, first if is_stacked else end))
+        renewed = min(way.renewed, len(document) - 1)
+        if renewed:
+            seen.append((read(document[:renewed], end, list(seen))[0], end))
+            seen.append((kept.behind(renewed), end + renewed))
+        else:
+            seen.append((kept, first if is_stacked else end))
         end += len(document)
         longest = max(longest, first + len(document))
     ends = {"stacked, near": longest, "restarted": first}

@@ -149,6 +149,7 @@ def _way(case: dict[str, Any]) -> str:
     parts = [case["scope"]]
     parts += [f"gaps of {case['gaps']}"] if case["gaps"] != "no" else []
     parts += [case["places"]] if case["places"] != "right" else []
+    parts += [f"first {case['renewed']} renewed"] if case["renewed"] else []
     return ", ".join(parts)
 
 

@@ -26,6 +26,26 @@ from trunkline.router.tenancy.auth import tenant_salt
 from trunkline.router.text.tokenizer import Tokenizer
 
 
+@pytest.mark.parametrize(
+    ("fields", "moves"),
+    [
+        ({}, False),
+        ({"encode_scope": "self"}, True),
+        ({"relocate": True}, True),
+        ({"encode_scope": "self", "relocate": False}, False),
+    ],
+)
+def test_where_kv_is_used_at_another_distance(
+    fields: dict[str, Any], moves: bool, http: httpx.Client, fake: FakeController
+) -> None:
+    """By default only where that is exact."""
+    assert post(http, **fields)["relocate"] is moves
+    assert complete(http).status_code == 200
+    assert fake.behaviour.submits[-1].layout is not None
+    assert fake.behaviour.submits[-1].layout.relocate is moves
+    assert all(call.relocate is moves for call in encodes(fake))
+
+
 def encodes(fake: FakeController) -> list[Any]:
     return [call for call in fake.behaviour.modules.calls if call.op == "encode"]
 

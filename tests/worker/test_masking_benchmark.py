@@ -55,22 +55,31 @@ def test_a_rank_says_the_same(model: MaskedModel, task: Task) -> None:
         (Way("scaffold"), Way("plain")),
         # What has seen nothing else does not know where it stands.
         (Way("self", places="moved on"), Way("self")),
+        # A scaffold's documents have seen all before them: computed again, their tokens are the same.
+        (Way("scaffold", renewed=30), Way("plain")),
     ],
 )
 def test_ways_that_are_the_same(one: Way, other: Way, model: MaskedModel, task: Task) -> None:
     np.testing.assert_allclose(said(model, task, one), said(model, task, other), rtol=0, atol=DIFFERENCE_MAX)
 
 
+class Length(int):
+    """What is kept of a text: its length."""
+
+    def behind(self, count: int) -> Length:
+        return Length(self - count)
+
+
 class Notes:
     """A reader that only writes down what it is asked; a text is known by its length."""
 
     def __init__(self) -> None:
-        self.texts: dict[int, tuple[int, list[tuple[int, int]]]] = {}
+        self.texts: dict[int, tuple[int, list[tuple[Length, int]]]] = {}
         """Position and what is seen, by length."""
 
-    def read(self, tokens: list[int], position: int, seen: list[tuple[int, int]]) -> tuple[int, None]:
+    def read(self, tokens: list[int], position: int, seen: list[tuple[Length, int]]) -> tuple[Length, None]:
         self.texts[len(tokens)] = (position, list(seen))
-        return len(tokens), None
+        return Length(len(tokens)), None
 
 
 @pytest.mark.parametrize(
@@ -91,6 +100,13 @@ def test_where_documents_stand(way: Way, computed: list[int], acting: list[int],
     assert [notes.texts[length][0] for length in LENGTHS] == computed
     assert context.seen == [(ROOT, 0), *zip(LENGTHS, acting, strict=True)]
     assert context.end == end
+
+
+def test_first_tokens_are_computed_again_in_their_place(task: Task) -> None:
+    notes = Notes()
+    context = build(notes.read, task, Way("ancestors", places="moved on", renewed=8), seed=0)
+    assert context.seen == [(ROOT, 0), (8, 5), (62, 13), (8, 75), (32, 83), (8, 115), (82, 123)]
+    assert notes.texts[8] == (115, context.seen[:5]), "they see all before them"
 
 
 def test_who_sees_whom(task: Task) -> None:

@@ -101,7 +101,8 @@ class Schemas:
             warm: Whether the KV is computed now, before the server answers.
             encode_scope: What a module sees while its KV is computed: the text before it in its ancestors too, or
                 only itself.
-            relocate: Whether KV of the same text at another distance from its ancestors is reused.
+            relocate: Whether KV of the same text at another distance from its ancestors is reused; the default is
+                true with the scope "self" only.
             cache_salt: Only requests with this salt find the schema.
         """
         body = {

@@ -63,12 +63,13 @@ async def create_schema(request: Request) -> JsonResponse:
     service.check_admission()
     body = await read_request(request, SchemaRequest, service.config.max_body_bytes)
     service = check_model(service, body.model)
+    scope = body.encode_scope or "ancestors"
     definition = Definition(
         model=body.model or service.model_name,
         source=await _source(body),
         form="json" if body.pml is None else "xml",
-        scope=body.encode_scope or "ancestors",
-        relocate=body.relocate is not False,
+        scope=scope,
+        relocate=scope == "self" if body.relocate is None else body.relocate,
         pin=bool(body.pin),
         ttl=float(body.ttl or 0),
     )

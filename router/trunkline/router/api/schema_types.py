@@ -30,8 +30,8 @@ class SchemaRequest(BaseModel):
     """Whether its modules are computed before the answer (the default), or when requests need them."""
     encode_scope: Literal["ancestors", "self"] | None = None
     relocate: bool | None = None
-    """Whether KV of a text is reused at another distance from its ancestors (the default), or computed again for
-    each distance."""
+    """Whether KV of a text is reused at another distance from its ancestors, or computed again for each distance.
+    The default is true where texts see no ancestors (scope "self"): there it is exact."""
     cache_salt: SessionId | None = None
     """Only requests with the same salt find the schema."""
 
