@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pydantic
 import pytest
-from router.api_calls import BROKEN_CALL, CITY, TWO_CALLS, Say, last_prompt, named_events, without_repeats
+from router.api_calls import BROKEN_CALL, CITY, TWO_CALLS, Say, last_prompt, named_events, say, without_repeats
 from router.fake_controller import FakeController, prompt_of
-from router.harness import ANSWER
+from router.harness import ANSWER, running
+from router.model_folders import write_family
 
 from trunkline.router.text.tokenizer import Tokenizer
 
@@ -194,3 +196,36 @@ def test_what_asks_for_nothing_is_taken(http: httpx.Client) -> None:
         "previous_response_id": None, "include": ["reasoning.encrypted_content"], "top_logprobs": 0, "tools": [],
     }  # fmt: skip
     assert http.post("/v1/responses", json={"input": "Hi", **neutral}).status_code == 200
+
+
+@pytest.mark.parametrize("asked", [{"summary": "concise"}, {"generate_summary": "auto"}])
+def test_summaries_of_thoughts(place: Path, tokenizer: Tokenizer, asked: dict[str, str]) -> None:
+    model = str(write_family(place, "qwen3"))
+    with running(place, tokenizer, model_path=model) as (router, [fake]), router.client() as http:
+        say(fake, Tokenizer(model), "<think>Hm, well.</think>Yes.")
+        plain = http.post("/v1/responses", json={"input": "Hi"}).json()["output"][0]
+        assert (plain["summary"], plain["content"][0]["text"]) == ([], "Hm, well.")
+        with openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+            reasoning: Any = asked
+            with client.responses.create(model="demo", input="Hi", reasoning=reasoning, stream=True) as stream:
+                events = [event.to_dict(warnings=False) for event in stream]
+        kinds = without_repeats([str(event["type"]).removeprefix("response.") for event in events])
+        begin = kinds.index("output_item.added") + 1
+        assert kinds[begin : begin + 2] == ["reasoning_summary_part.added", "content_part.added"]
+        end = kinds.index("reasoning_summary_text.done")
+        assert kinds[end : end + 5] == [
+            *("reasoning_summary_text.done", "reasoning_summary_part.done"),
+            *("reasoning_text.done", "content_part.done", "output_item.done"),
+        ]
+        mine = [event for event in events if "summary_index" in event]
+        assert {(event["output_index"], event["summary_index"]) for event in mine} == {(0, 0)}
+        assert "".join(str(event.get("delta", "")) for event in mine) == "Hm, well."
+        last: Any = events[-1]
+        thought = last["response"]["output"][0]
+        assert thought["summary"] == [{"type": "summary_text", "text": "Hm, well."}]
+        assert thought["content"] == plain["content"]
+        assert last["response"]["reasoning"]["summary"] == next(iter(asked.values()))
+        refused = http.post("/v1/responses", json={"input": "Hi", "reasoning": {"summary": "short"}})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "reasoning.summary")
+        told = http.post("/v1/responses", json={"input": "Hi", "reasoning": {"context": "all_turns"}}).json()
+        assert told["warnings"] == ["`reasoning.context` is not applied"]
