@@ -147,6 +147,10 @@ PROBES: Final[dict[str, dict[str, Probe]]] = {
         "include": Probe(["message.output_text.logprobs"]),
         "top_logprobs": Probe(2),
         "reasoning": Probe({"effort": "none"}),
+        "context_management": Probe(
+            [{"type": "compaction", "compact_threshold": 1}],
+            {"input": [*MESSAGES, {"role": "assistant", "content": "It joins."}, *MESSAGES]},
+        ),
     },
     "messages": {
         "messages": Probe([{"role": "user", "content": "Other"}]),
