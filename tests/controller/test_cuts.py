@@ -6,9 +6,13 @@ only what is left of the prompt. So these tests look at what was computed and wh
 
 from __future__ import annotations
 
+import random
+
 import msgspec
+import numpy as np
 import pytest
 from controller.tier_harness import CHUNK, Drops, Session, cut_of, sunken, tiers_of
+from seeds import seeds
 from simulation.driver import Simulation
 from simulation.streams import Stream, verify
 
@@ -26,7 +30,8 @@ def found(stream: Stream) -> int:
 
 def cuts_of(simulation: Simulation) -> list[Drops]:
     tree = simulation.tree
-    return [tuple(tree.drops_of(root)) for root in tree.roots() if root.key.startswith(CUT_ROOT)]
+    packed = [tree.drops_of(root) for root in tree.roots() if root.key.startswith(CUT_ROOT)]
+    return [tuple((a, b) for a, b in np.frombuffer(drops, "<i8").reshape(-1, 2).tolist()) for drops in packed]
 
 
 @pytest.fixture
@@ -85,6 +90,26 @@ def test_a_session_is_cut_again_and_again(session: Session) -> None:
         assert cut_of(stream) in ("kept", "")
     assert len(session.history) > 2 * CONFIG.max_context
     assert simulation.workers.computed_tokens - computed <= 12 * (8 + 4 + 2 * CHUNK)
+
+
+@pytest.mark.parametrize("seed", seeds(1))
+def test_hundreds_of_ranges_are_dropped_turn_by_turn(seed: int) -> None:
+    """As an agent clears the results of its tools: old ranges stay, new ones come behind them. Some are single
+    tokens, several within a chunk, some are chunks long."""
+    rng = random.Random(seed)
+    simulation = Simulation(msgspec.structs.replace(CONFIG, num_blocks=600, max_context=2000, token_budget=2000))
+    session, drops, end = Session(simulation), list[tuple[int, int]](), 0
+    session.turn(1500)
+    for more in (100, 30, 1, 1):
+        for _ in range(more):
+            start = end + rng.choice([1, 1, 2, 3, 7])
+            end = start + rng.choice([1, 1, 2, 3, 9])
+            drops.append((start, end))
+        assert end < len(session.history) - 1
+        computed = simulation.workers.computed_tokens
+        assert cut_of(session.turn(5, drops=tuple(drops))) == "kept"
+        assert simulation.workers.computed_tokens - computed <= 5 + 4 + 2 * CHUNK
+    assert len(drops) == 132
 
 
 def test_other_sessions_that_share_the_head_find_it_still() -> None:

@@ -31,7 +31,7 @@ from trunkline.controller.service.offers import HOT, LIVE, OfferList
 from trunkline.controller.tiers import holders
 from trunkline.kvstore import peers
 from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, unpack_int32
-from trunkline.kvstore.cuts import ContextCut, cut_name
+from trunkline.kvstore.cuts import ContextCut, cut_name, pack_drops
 from trunkline.kvstore.module_names import RelocationRule
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.routing.handover import path_names
@@ -123,7 +123,7 @@ class Cluster:
         names, chain = list[ChunkName](), cut.chain(tree.root_name(submit.salt), history)
         for segment in cut.segments:
             after = chain[segment.start - 1] if segment.start else tree.root_name(submit.salt)
-            cut_root = tree.find_cut(cut_name(after, cut.drops[: segment.drops]))
+            cut_root = tree.find_cut(cut_name(after, pack_drops(cut.drops[: segment.drops])))
             node: Node | None = cut_root if segment.drops else tree.find_root(submit.salt)
             stop = segment.stop if segment.stop >= 0 else len(history) // tree.chunk_size
             for at in range(segment.start, stop):

@@ -16,6 +16,7 @@ from trunkline.controller.engine.validation import (
 from trunkline.controller.messages import Prefetch, Submit
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.chunks import pack_int32
+from trunkline.kvstore.cuts import DROPS_MAX
 from trunkline.worker.messages import Sampling
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -102,7 +103,7 @@ HISTORY = msgspec.structs.replace(GOOD, tokens=pack_int32(range(20)), prompt_len
         ([6, 8, 1, 2], "ascending"),
         ([4, 20], "must stay"),
         ([4, 2**31 - 1], "must stay"),
-        ([x for i in range(65) for x in (2 * i, 2 * i + 1)], "at most"),
+        ([x for i in range(DROPS_MAX + 1) for x in (2 * i, 2 * i + 1)], "at most"),
     ],
 )
 def test_dropped_ranges(drops: list[int], word: str) -> None:

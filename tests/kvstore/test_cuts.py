@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trunkline.kvstore.chunks import OPEN_COUNT, ChunkName, chunk_name, root_name
-from trunkline.kvstore.cuts import DROPS_MAX, ContextCut, cut_name, problem_of_drops
+from trunkline.kvstore.cuts import DROPS_MAX, ContextCut, cut_name, pack_drops, problem_of_drops
 
 Drops = tuple[tuple[int, int], ...]
 
@@ -132,7 +132,7 @@ def test_a_cut_is_named_by_the_history_and_by_what_is_dropped() -> None:
         history = bytes(rng.randrange(2) for _ in range(16))
         edges = sorted(rng.sample(range(9), 4))
         drops = ((edges[0], edges[1]), (edges[2], edges[3]))[: rng.randrange(1, 3)]
-        name = cut_name(ChunkName(history), drops)
+        name = cut_name(ChunkName(history), pack_drops(drops))
         assert names.setdefault(name, (history, drops)) == (history, drops)
         assert len(name) == len(root_name(b"", "", 1, b""))
         assert name != ChunkName(history)

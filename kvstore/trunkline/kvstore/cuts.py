@@ -23,8 +23,13 @@ import numpy as np
 
 from trunkline.kvstore.chunks import NAME_BYTES, OPEN_COUNT, ChunkName, Extent, Int32Array, chunk_name
 
-DROPS_MAX: Final = 64
-"""Largest number of ranges that one sequence may drop."""
+DROPS_MAX: Final = 1024
+"""Largest number of ranges that one sequence may drop. Each kept range has a root of its own, whose key names all
+ranges dropped before it: 8 MB for so many, growing with the square. Each is looked up whenever the prompt is
+matched, in which time the group plans nothing else: about 20 µs a range and request."""
+
+PACKED_RANGE_BYTES: Final = 16
+"""Size of a dropped range as it is hashed and kept: two little-endian int64."""
 
 
 class ChunkRun(NamedTuple):
@@ -41,7 +46,17 @@ class ChunkRun(NamedTuple):
 class ContextCut:
     """The dropped ranges of one sequence, for chunks of one size. Immutable."""
 
-    __slots__ = ("chunk_size", "closed_end", "drops", "first_open", "holes", "segments", "table_start")
+    __slots__ = (
+        "_extents",
+        "chunk_size",
+        "closed_end",
+        "drops",
+        "first_open",
+        "holes",
+        "packed",
+        "segments",
+        "table_start",
+    )
 
     def __init__(self, drops: tuple[tuple[int, int], ...], chunk_size: int) -> None:
         """
@@ -50,6 +65,8 @@ class ContextCut:
         """
         self.drops = drops
         self.chunk_size = chunk_size
+        self.packed = pack_drops(drops)
+        """The dropped ranges, packed."""
         self.segments = _segments(drops, chunk_size)
         dropped = sum(stop - start for start, stop in drops)
         last = self.segments[-1]
@@ -61,7 +78,8 @@ class ContextCut:
         self.holes = dropped - skipped * chunk_size
         """Number of tokens in the table that are not seen: the difference between counting in the table and
         acting."""
-        closed = self.extents()[:-1]
+        self._extents = _extents(drops, self.segments, chunk_size)
+        closed = self._extents[:-1]
         self.closed_end = (
             closed[-1].table_start * chunk_size + closed[-1].first_token + closed[-1].token_count if closed else 0
         )
@@ -90,25 +108,20 @@ class ContextCut:
 
     def extents(self) -> tuple[Extent, ...]:
         """Return the layout: one extent for each kept range, with the shift to where it acts."""
-        extents, dropped, begin = [], 0, 0
-        for start, stop in (*self.drops, (None, 0)):
-            if start is None or start > begin:
-                count = OPEN_COUNT if start is None else start - begin
-                entry = self._entry(begin // self.chunk_size)
-                extents.append(Extent(entry, begin % self.chunk_size, count, begin, -dropped))
-            if start is not None:
-                dropped += stop - start
-                begin = stop
-        return tuple(extents)
+        return self._extents
 
-    def _entry(self, chunk: int) -> int:
-        """Return the index in the table of a chunk of the history."""
-        before = 0
-        for segment in self.segments:
-            if segment.stop < 0 or chunk < segment.stop:
-                return before + chunk - segment.start
-            before += segment.stop - segment.start
-        raise AssertionError("the last segment is open")
+    def root_names(self, root: ChunkName, chain: Sequence[ChunkName]) -> list[ChunkName]:
+        """Return the names of the roots below which the chunks of each run are.
+
+        Args:
+            root: The root name of the whole history.
+            chain: What the method `chain` returns.
+        """
+        names = []
+        for run in self.segments:
+            after = chain[run.start - 1] if run.start else root
+            names.append(cut_name(after, self.packed[: run.drops * PACKED_RANGE_BYTES]) if run.drops else root)
+        return names
 
     def chain(self, root: ChunkName, history: Int32Array) -> list[ChunkName]:
         """Return the names of all whole chunks before the last run, seen or not, as if nothing had been dropped.
@@ -153,7 +166,7 @@ class KeptTable(NamedTuple):
         behind = cut.segments[-1].start
         after = ChunkName(names[behind - 1] if behind else root)
         tokens = history[4 * behind * cut.chunk_size :]
-        return KeptTable(kept, cut_name(after, cut.drops), cut.table_start, tokens, cut.chunk_size)
+        return KeptTable(kept, cut_name(after, cut.packed), cut.table_start, tokens, cut.chunk_size)
 
     def moved(self, count: int) -> list[bytes]:
         """Return the names of the table's chunks if the first `count` of them were computed before the cut, and
@@ -171,11 +184,32 @@ class KeptTable(NamedTuple):
         return names
 
 
-def cut_name(history: ChunkName, drops: tuple[tuple[int, int], ...]) -> ChunkName:
-    """Return the root name of the chunks behind a cut."""
+def pack_drops(drops: Sequence[tuple[int, int]]) -> bytes:
+    """Return dropped ranges as they are hashed and kept."""
+    return np.array(drops, dtype="<i8").tobytes()
+
+
+def cut_name(history: ChunkName, drops: bytes) -> ChunkName:
+    """Return the root name of the chunks behind a cut.
+
+    Args:
+        history: Name of the history's last chunk before it.
+        drops: The dropped ranges, packed.
+    """
     digest = blake2b(history, digest_size=NAME_BYTES, person=b"trunkline-cut")
-    digest.update(np.array(drops, dtype="<i8").tobytes())
+    digest.update(drops)
     return ChunkName(digest.digest())
+
+
+def drops_within(before: bytes, drops: bytes) -> bool:
+    """Return whether all tokens of some dropped ranges are also in others; both are packed and ascending."""
+    if drops.startswith(before):
+        return True
+    if not drops:
+        return False
+    inner, outer = (np.frombuffer(packed, dtype="<i8").reshape(-1, 2) for packed in (before, drops))
+    at = np.searchsorted(outer[:, 0], inner[:, 0], side="right") - 1
+    return bool((at >= 0).all() and (inner[:, 1] <= outer[at, 1]).all())
 
 
 def problem_of_drops(drops: tuple[tuple[int, int], ...], prompt_len: int) -> str:
@@ -203,3 +237,22 @@ def _segments(drops: tuple[tuple[int, int], ...], chunk_size: int) -> list[Chunk
         begin = first_behind
     segments.append(ChunkRun(begin, -1, len(drops)))
     return segments
+
+
+def _extents(
+    drops: tuple[tuple[int, int], ...], segments: Sequence[ChunkRun], chunk_size: int
+) -> tuple[Extent, ...]:
+    """Return one extent for each kept range that is not empty."""
+    extents, dropped, begin = [], 0, 0
+    runs = iter(segments)
+    run, before = next(runs), 0
+    for start, stop in (*drops, (OPEN_COUNT, 0)):
+        if start == OPEN_COUNT or start > begin:
+            chunk, count = begin // chunk_size, OPEN_COUNT if start == OPEN_COUNT else start - begin
+            while 0 <= run.stop <= chunk:
+                before += run.stop - run.start
+                run = next(runs)
+            extents.append(Extent(before + chunk - run.start, begin % chunk_size, count, begin, -dropped))
+        dropped += stop - start
+        begin = stop
+    return tuple(extents)

@@ -33,7 +33,7 @@ from trunkline.controller.sequences.sequence import (
     TokenBuffer,
 )
 from trunkline.kvstore.chunks import ChunkName, blocks_for, pack_int32
-from trunkline.kvstore.cuts import ChunkRun, ContextCut, cut_name
+from trunkline.kvstore.cuts import PACKED_RANGE_BYTES, ContextCut, drops_within
 
 
 def match_prefix(tree: RadixCache, sequence: Sequence, stop: int, step: int) -> PrefixMatch | None:
@@ -111,7 +111,9 @@ def cut_group(group: SequenceGroup, tree: RadixCache, config: EngineConfig) -> N
     group.prompt_len += len(table) - len(history)
     group.limit += cut.holes
     packed = history.astype("<i4", copy=False).tobytes()
-    group.cut = CutPrompt(cut, packed, cut.chain(tree.root_name(group.request.submit.salt), history))
+    root = tree.root_name(group.request.submit.salt)
+    chain = cut.chain(root, history)
+    group.cut = CutPrompt(cut, packed, chain, cut.root_names(root, chain))
     blocks, shared = blocks_for(group.limit, config.chunk_size), group.prompt_len // config.chunk_size
     needed = shared + group.request.width * (blocks - shared)
     fits = blocks <= config.max_table_blocks and needed <= config.num_blocks
@@ -155,11 +157,12 @@ def match_behind_cut(
     cut, size = group_cut.cut, tree.chunk_bytes
     path: list[Node] = []
     pins: list[Node] = []
-    for segment in cut.segments[:-1]:
+    last = len(cut.segments) - 1
+    for number, segment in enumerate(cut.segments[:last]):
         count = segment.stop - segment.start
         if not count:
             continue
-        root = segment_root(tree, sequence, group_cut, segment, step)
+        root = segment_root(tree, sequence, group_cut, number, step)
         tokens = group_cut.history[segment.start * size : segment.stop * size]
         match = tree.match(root, tokens, step)
         if match.pending is not None:
@@ -169,7 +172,6 @@ def match_behind_cut(
             return None
         path += match.path
         pins.append(match.path[-1])
-    last = cut.segments[-1]
     root = segment_root(tree, sequence, group_cut, last, step)
     match = tree.match(root, sequence.tokens.to_bytes(cut.table_start * tree.chunk_size, stop), step)
     match.path = path + match.path
@@ -179,31 +181,41 @@ def match_behind_cut(
     return PrefixMatch(Stem(root, len(path), tuple(pins), root.name), match)
 
 
-def segment_root(tree: RadixCache, sequence: Sequence, cut: CutPrompt, segment: ChunkRun, step: int) -> Node:
-    """Return the root of the chunks of a run; make it if need be, and move there what the tree has of them."""
+def segment_root(tree: RadixCache, sequence: Sequence, cut: CutPrompt, number: int, step: int) -> Node:
+    """Return the root of the chunks of a run; make it if need be, and move there what the tree has of them.
+
+    Args:
+        number: index of the run in `ContextCut.segments`.
+    """
+    segment = cut.cut.segments[number]
     if not segment.drops:
         return tree.root(sequence.salt)
-    after = cut.chain[segment.start - 1] if segment.start else tree.root_name(sequence.salt)
-    drops = cut.cut.drops[: segment.drops]
-    root = tree.find_cut(cut_name(after, drops))
+    root = tree.find_cut(cut.roots[number])
     if root is None:
+        after = cut.chain[segment.start - 1] if segment.start else tree.root_name(sequence.salt)
+        drops = cut.cut.packed[: segment.drops * PACKED_RANGE_BYTES]
         root = tree.cut_root(after, drops)
-        source = _source(tree, sequence, cut, segment, step)
+        source = _source(tree, sequence, cut, segment.start, drops, step)
         if source is not None:
             tree.graft(source, root)
     return root
 
 
-def _source(tree: RadixCache, sequence: Sequence, cut: CutPrompt, segment: ChunkRun, step: int) -> Node | None:
+def _source(
+    tree: RadixCache, sequence: Sequence, cut: CutPrompt, chunk: int, drops: bytes, step: int
+) -> Node | None:
     """Return the chunk of the history whose KV is to be moved behind the cut; None if there is none to move.
 
     It stands behind the latest earlier cut that dropped nothing but what this cut drops, too, or in the plain
     tree: KV that was computed without tokens that are visible now is of no use.
+
+    Args:
+        chunk: index of the chunk in the history.
+        drops: the ranges that the cut drops, packed.
     """
-    chunk, drops = segment.start, cut.cut.drops[: segment.drops]
     for start in range(chunk, -1, -1):
         after: ChunkName = cut.chain[start - 1] if start else tree.root_name(sequence.salt)
-        roots = [root for root in tree.cuts_after(after) if _within(tree.drops_of(root), drops)]
+        roots = [root for root in tree.cuts_after(after) if drops_within(tree.drops_of(root), drops)]
         if not start and (plain := tree.find_root(sequence.salt)) is not None:
             roots.append(plain)
         for root in roots:
@@ -211,11 +223,6 @@ def _source(tree: RadixCache, sequence: Sequence, cut: CutPrompt, segment: Chunk
             if node is not None and not (node.active or node.claims):
                 return node
     return None
-
-
-def _within(before: list[tuple[int, int]], drops: tuple[tuple[int, int], ...]) -> bool:
-    """Return whether all of the ranges dropped before are dropped now."""
-    return all(any(a <= start and stop <= b for a, b in drops) for start, stop in before)
 
 
 def _walk(tree: RadixCache, root: Node, history: bytes, start: int, chunk: int, step: int) -> Node | None:

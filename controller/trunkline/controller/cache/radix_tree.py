@@ -33,8 +33,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from trunkline.kvstore.chunks import (
     NAME_BYTES,
     NO_BLOCK,
@@ -45,7 +43,7 @@ from trunkline.kvstore.chunks import (
     chunk_name,
     root_name,
 )
-from trunkline.kvstore.cuts import cut_name
+from trunkline.kvstore.cuts import PACKED_RANGE_BYTES, cut_name
 from trunkline.kvstore.tier import TierKind
 
 TOKEN_BYTES: Final = 4
@@ -208,23 +206,19 @@ class RadixTree:
         """Return the root of a salt's tree, if there is one."""
         return self._roots.get(SALT_ROOT + salt)
 
-    def cut_root(self, after: ChunkName, drops: tuple[tuple[int, int], ...]) -> Node:
+    def cut_root(self, after: ChunkName, drops: bytes) -> Node:
         """Return the root of the chunks behind a cut; make it if need be.
 
         Args:
             after: plain name of the history's last chunk before the cut.
-            drops: the ranges of the history that are not seen behind the cut.
+            drops: the ranges of the history that are not seen behind the cut, packed.
         """
         name = cut_name(after, drops)
-        return self._root(CUT_ROOT + name + after + np.array(drops, "<i8").tobytes(), name)
+        return self._root(CUT_ROOT + name + after + drops, name)
 
-    def drops_of(self, root: Node) -> list[tuple[int, int]]:
-        """Return the ranges that are not seen behind the root of a cut; an empty list for other roots."""
-        if not root.key.startswith(CUT_ROOT):
-            return []
-        return [
-            (a, b) for a, b in np.frombuffer(root.key[_PLACE_BYTES + NAME_BYTES :], "<i8").reshape(-1, 2).tolist()
-        ]
+    def drops_of(self, root: Node) -> bytes:
+        """Return the ranges that are not seen behind the root of a cut, packed; nothing for other roots."""
+        return root.key[_PLACE_BYTES + NAME_BYTES :] if root.key.startswith(CUT_ROOT) else b""
 
     def find_cut(self, name: ChunkName) -> Node | None:
         """Return the root of the cut with this name (`cut_name`); None: the tree has none."""
@@ -289,7 +283,7 @@ class RadixTree:
         if key.startswith(TEXT_ROOT) and len(key) == _PLACE_BYTES + _POSITION_BYTES:
             return self.text_root(ChunkName(key[1:_PLACE_BYTES]), int.from_bytes(key[_PLACE_BYTES:], "little"))
         start = _PLACE_BYTES + NAME_BYTES
-        if key.startswith(CUT_ROOT) and len(key) > start and not (len(key) - start) % 16:
+        if key.startswith(CUT_ROOT) and len(key) > start and not (len(key) - start) % PACKED_RANGE_BYTES:
             return self._root(key, ChunkName(key[1:_PLACE_BYTES]))
         return None
 

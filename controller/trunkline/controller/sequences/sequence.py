@@ -158,6 +158,8 @@ class CutPrompt:
     """int32 token ids of the prompt, dropped ones included."""
     chain: list[ChunkName]
     """Names of the whole chunks of the history (`ContextCut.chain`)."""
+    roots: list[ChunkName]
+    """Names of the roots of its runs of chunks (`ContextCut.root_names`)."""
 
 
 @dataclass(slots=True)

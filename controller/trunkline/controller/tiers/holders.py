@@ -72,7 +72,7 @@ def kept_trails(
     """Yield the chunks of the block table of a prompt with a cut, run by run. Those behind a cut have the names
     that are given for them, by their index in the table."""
     size, first = tree.chunk_bytes, 0
-    for segment in cut.cut.segments:
+    for number, segment in enumerate(cut.cut.segments):
         is_closed = segment.stop >= 0
         if is_closed:
             tokens = cut.history[segment.start * size : segment.stop * size]
@@ -80,7 +80,7 @@ def kept_trails(
             tokens = sequence.tokens.to_bytes(first * tree.chunk_size, sequence.tokens.count)
         keys = _whole(tokens, size)
         if keys:
-            root = segment_root(tree, sequence, cut, segment, step)
+            root = segment_root(tree, sequence, cut, number, step)
             marker, told = (root.name, names[first : first + len(keys)]) if segment.drops else (b"", [])
             yield Trail(root, marker, keys, told, first, is_closed)
         first += len(keys)
