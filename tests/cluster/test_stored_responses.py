@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +21,7 @@ from openai.types.responses import Response
 pytestmark = [pytest.mark.processes, pytest.mark.area("survival")]
 
 MODEL = "trunkline-demo"
+CHUNK = 64
 TOPIC = "Stored answers. " * 40
 QUESTIONS = ("What does str.split do?", "What does json.dumps do?", "Explain dict.get.", "What does len do?")
 
@@ -68,6 +71,13 @@ def test_they_go_on_when_a_controller_is_killed(plain: Cluster) -> None:
             cached = after.usage.input_tokens_details.cached_tokens
             # The last token of an answer that was cut short is known, but was never computed with.
             assert before.usage.total_tokens - 1 <= cached < after.usage.input_tokens
+        with ThreadPoolExecutor(2) as both:
+            branch = partial(ask, client, previous_response_id=answers[-1].id)
+            for each in both.map(branch, ("And a sub-agent?", "And another one?")):
+                assert each.usage is not None
+                assert answers[-1].usage is not None
+                # Its last chunk may be the other branch's, which writes into it.
+                assert each.usage.input_tokens_details.cached_tokens > answers[-1].usage.total_tokens - CHUNK
         view = View(cluster)
         victim = view.pid("controller")
         os.kill(victim, signal.SIGKILL)

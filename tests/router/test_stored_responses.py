@@ -15,7 +15,7 @@ import openai
 import pytest
 from router.api_calls import CITY, TWO_CALLS, last_prompt, named_events, say
 from router.fake_controller import FakeController, prompt_of
-from router.harness import ANSWER, EOS, STORES, RunningRouter, free_port, running, shared_records, wait_until
+from router.harness import EOS, STORES, RunningRouter, free_port, running, shared_records, wait_until
 from router.idempotency_calls import ask, forget, name_of
 from router.session_calls import error_of
 
@@ -347,8 +347,9 @@ def test_a_client_that_leaves_stores_nothing(
     assert error_of(http.get(f"{PATH}/{begun.response.id}"))[0] == 404
 
 
-def test_branches_at_the_same_time(http: httpx.Client, router: RunningRouter) -> None:
-    """A response is never in use: any number of requests may continue it at once."""
+def test_branches_at_the_same_time(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:
+    """A response is never in use: any number of requests may continue it at once. All have its very tokens."""
+    [answer] = say(fake, tokenizer, "Yes.")
     first = respond(http)["id"]
     made: list[Any] = []
     threads = [
@@ -359,7 +360,10 @@ def test_branches_at_the_same_time(http: httpx.Client, router: RunningRouter) ->
     for thread in threads:
         thread.join(20)
     assert len({each["id"] for each in made}) == 4
-    assert all(each["output"][0]["content"][0]["text"] == ANSWER for each in made)
+    assert all(each["output"][0]["content"][0]["text"] == "Yes." for each in made)
+    parent, *branches = map(prompt_of, fake.behaviour.submits)
+    parent += answer
+    assert [branch[: len(parent)] for branch in branches] == [parent] * 4
 
 
 def test_what_is_deleted_is_forgotten_by_the_controllers(place: Path, tokenizer: Tokenizer) -> None:
