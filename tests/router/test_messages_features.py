@@ -148,7 +148,6 @@ def test_what_only_other_servers_do_is_named(
         "server_tool_use",
         "web_search_tool_result",
         "redacted_thinking",
-        "context_management",
         "mcp_servers",
     ]
     assert answer.to_dict()["context_management"] == {"applied_edits": []}

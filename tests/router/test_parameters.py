@@ -48,6 +48,7 @@ class Probe(NamedTuple):
 ADD: Final = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 FUNCTION: Final = {"type": "function", "function": ADD}
 BEAMS: Final = {"use_beam_search": True, "n": 2}
+ANSWERED: Final = [*MESSAGES, {"role": "assistant", "content": "It joins."}, *MESSAGES]
 CUT: Final = {"type": "retention_ratio", "retention_ratio": 0.4}
 SHARED: Final[dict[str, Probe]] = {
     "model": Probe("none"),
@@ -117,6 +118,7 @@ PROBES: Final[dict[str, dict[str, Probe]]] = {
         "echo": Probe(
             True, {"messages": [*MESSAGES, {"role": "assistant", "content": "So"}], "continue_final_message": True}
         ),
+        "drop": Probe([{"from": 0, "to": 2}], {"messages": ANSWERED}),
         "documents": Probe([{"title": "a", "text": "b"}]),
         "reasoning_effort": Probe("none"),
         "reasoning": Probe({"effort": "low"}),
@@ -124,6 +126,7 @@ PROBES: Final[dict[str, dict[str, Probe]]] = {
         "thinking": Probe({"type": "disabled"}),
     },
     "completions": {
+        "drop": Probe([{"from": 0, "to": 1}]),
         "prompt": Probe("Other"),
         "pml": Probe(PLAN, {"prompt": None}),
         "logprobs": Probe(1),
@@ -161,6 +164,7 @@ PROBES: Final[dict[str, dict[str, Probe]]] = {
         "output_config": Probe({"effort": "low"}),
         "cache_control": Probe({"type": "ephemeral"}),
         "context_management": Probe({"edits": []}),
+        "drop": Probe([{"from": 0, "to": 2}], {"messages": ANSWERED}),
         "mcp_servers": Probe([{"name": "x"}]),
         "container": Probe({"id": "x"}),
         "metadata": Probe({"user_id": "session_" + "0" * 36}),
@@ -170,6 +174,7 @@ PROBES: Final[dict[str, dict[str, Probe]]] = {
 REFUSED_VALUES: Final = ("model", "previous_response_id", "conversation", "background", "documents")
 """Parameters whose probe is refused: what it names does not exist, or is not available beside the rest."""
 ELSEWHERE: Final = {
+    "exact": "test_edited_prompts.py",
     "include_reasoning": "test_thoughts.py",
     "separate_reasoning": "test_thoughts.py",
     "thinking_budget": "test_thoughts.py",

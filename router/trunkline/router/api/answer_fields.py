@@ -218,13 +218,13 @@ def truncation_result(generation: Generation) -> TruncationResult | UnsetType:
     """Return the field `truncation`, which tells what was left out of a prompt; UNSET if the request has no cut
     and allows none."""
     job, started = generation.job, generation.started
-    if not (job.cut.asked or job.cut.drops):
+    if not (job.cut.asked or job.cut.left_out_tokens):
         return UNSET
     return TruncationResult(
-        occurred=bool(job.cut.drops),
-        prompt_tokens_before=len(job.prompt),
-        dropped_tokens=job.cut.dropped_tokens,
-        kept=None if started is None else _KEPT.get(started.cut),
+        occurred=job.cut.left_out_tokens > 0,
+        prompt_tokens_before=len(job.prompt) + job.module_tokens + job.cut.removed_tokens,
+        dropped_tokens=job.cut.left_out_tokens,
+        kept="recomputed" if job.cut.removed_tokens else None if started is None else _KEPT.get(started.cut),
     )
 
 

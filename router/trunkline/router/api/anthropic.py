@@ -36,18 +36,24 @@ from trunkline.router.api.blocks import (
     named_event,
     session_label,
 )
+from trunkline.router.api.context_edits import applied_edits, read_edits, tool_names
+from trunkline.router.api.edited_prompts import edited_prompt
 from trunkline.router.api.prompting import Rendering, chat_job, encode_text, start
 from trunkline.router.api.requests import check_length, check_model, read_parameters, service_of
+from trunkline.router.errors import bad_value
 from trunkline.router.http.answers import EventStream, JsonResponse, anthropic_error, while_connected
 from trunkline.router.http.body import beside_loop
 from trunkline.router.jobs.generation_parameters import DialogParameters
 from trunkline.router.jobs.known_parameters import KNOWN
 from trunkline.router.jobs.parameter_table import Endpoint, row
+from trunkline.router.jobs.drop_ranges import DropRange, Drops
 from trunkline.router.jobs.parameters import Count, Stops
 from trunkline.router.jobs.request_models import ChatRequest, Message
 from trunkline.router.request_context import draw_hex
 from trunkline.router.service import RouterService
 from trunkline.router.streams.generation import Generation
+from trunkline.router.text.edits import AppliedEdit, Edit, EditedPrompt
+from trunkline.router.text.truncation import span_tokens
 from trunkline.router.text.volatile_lines import without_volatile
 from trunkline.router.tools.plan import ToolPlan, plan_tools
 
@@ -120,14 +126,27 @@ class CountTokensRequest(DialogParameters):
     )
     cache_control: Annotated[Any, _ObjectForm] = row("an object", "none", "see [below](#v1messages)")
     context_management: Annotated[Object | None, _ObjectForm] = row(
-        "an object", "none", "see [below](#v1messages)"
+        "`edits`: a list of `clear_thinking_20251015` and `clear_tool_uses_20250919`",
+        "none",
+        "see [edits](#edits)",
+    )
+    drop: Drops = row(
+        "at most 16 objects `{\"from\": a, \"to\": b}`, ascending",
+        "none",
+        "`messages` a to b - 1, which the model does not see; see [what is left out](#what-is-left-out)",
+        value=[],
     )
     mcp_servers: Annotated[list[Any] | None, _ToolList] = row("a list", "none", "see [below](#v1messages)")
 
-    @property
-    def edits(self) -> bool:
-        """Whether the conversation is to be edited before the model sees it."""
-        return bool(self.context_management and self.context_management.get("edits"))
+    def edits(self) -> tuple[Edit, ...]:
+        """Return the edits of `context_management`.
+
+        Raises:
+            ApiError: 400, naming the edit that is wrong.
+        """
+        if self.context_management is None:
+            return ()
+        return read_edits(self.context_management, tool_names(self.tools, self.messages))
 
     def template_variables(self) -> Object | None:
         """Return what `thinking` and `output_config.effort` mean in chat templates."""
@@ -207,11 +226,14 @@ async def messages(request: Request) -> Response:
         warnings.add(text)
     if body.container is not None:
         warnings.add("`container` has no effect: no code is executed here")
+    edits = body.edits()
     chat, plan = await beside_loop(request, lambda: _translated(service, body, fields, warnings))
-    job = await chat_job(service, chat, plan)
+    edited = await edited_prompt(service, chat, plan, edits)
+    job = await chat_job(service, chat, plan, edited=edited)
     job = replace(job, max_tokens=min(job.max_tokens, body.max_tokens))
     generation = await while_connected(request, start(service, job, arrived_at))
     writer = _MessageWriter(service, body, generation, plan, warnings)
+    writer.applied = () if edited is None else edited.applied
     if body.stream:
         return EventStream(generation, writer.events(), lambda error: named_event("error", anthropic_error(error)))
     try:
@@ -226,13 +248,18 @@ async def count_tokens(request: Request) -> Response:
     service = service_of(request)
     body = await read_parameters(request, _COUNT_TOKENS)
     service = check_model(service, body.model)
+    edits = body.edits()
     chat, plan = await beside_loop(request, lambda: _translated(service, body, {}, Warnings()))
     check_length(sum(map(_characters, chat.messages)), "messages")
-    text = await Rendering.of(chat, plan).text(service, chat.messages)
-    tokens = await encode_text(service.tokenizer, text, None, add_special_tokens=False, param="messages")
-    answer: Object = {"input_tokens": len(tokens)}
+    edited = await edited_prompt(service, chat, plan, edits)
+    if edited is None:
+        text = await Rendering.of(chat, plan).text(service, chat.messages)
+        tokens = await encode_text(service.tokenizer, text, None, add_special_tokens=False, param="messages")
+        edited = EditedPrompt(text, tokens, ())
+    original = len(edited.tokens)
+    answer: Object = {"input_tokens": original - span_tokens(edited.drops)}
     if body.context_management is not None:
-        answer["context_management"] = {"original_input_tokens": len(tokens)}
+        answer["context_management"] = {"original_input_tokens": original}
     return JsonResponse(answer)
 
 
@@ -251,15 +278,40 @@ def _translated(
     system, rule = without_volatile(body.system, service.config.show_lines)
     if rule:
         warnings.add(f"a line of `system` that changes with every request was left out (rule {rule})")
-    messages = to_messages(system, body.messages, warnings)
-    if body.edits:
-        warnings.add("the edits of `context_management` are not applied")
+    borders: list[int | None] = []
+    messages = to_messages(system, body.messages, warnings, borders)
     if body.mcp_servers:
         warnings.add("the tools of `mcp_servers` are not available to the model")
     translated: Object = {"messages": messages, "chat_template_kwargs": variables, **fields}
+    if body.drop:
+        translated["drop"] = _dropped_messages(body.drop, [*borders, len(messages)])
     if messages[-1]["role"] == "assistant":
         translated["continue_final_message"] = True
     return as_chat(body, translated), plan
+
+
+def _dropped_messages(ranges: list[DropRange], borders: list[int | None]) -> list[Object]:
+    """Return `drop` in terms of the translated messages.
+
+    Args:
+        borders: For each message of the request the number of translated ones before it; None: it is a part of the
+            one before it. In the end the number of all translated ones.
+
+    Raises:
+        ApiError: 400, naming the range.
+    """
+    moved: list[Object] = []
+    if sum(given.stop - given.start for given in ranges) == len(borders) - 1:
+        raise bad_value(f"drop[{len(ranges) - 1}]", f"`drop[{len(ranges) - 1}]` leaves no message")
+    for index, given in enumerate(ranges):
+        param = f"drop[{index}]"
+        if given.stop >= len(borders):
+            raise bad_value(param, f"`{param}` ends at {given.stop}; there are {len(borders) - 1} messages")
+        first, last = borders[given.start], borders[given.stop]
+        if first is None or last is None:
+            raise bad_value(param, f"`{param}` parts messages of one role, which the model is shown as one")
+        moved.append({"from": first, "to": last})
+    return moved
 
 
 class _MessageWriter:
@@ -280,6 +332,8 @@ class _MessageWriter:
         self._answer = AnswerBlocks(generation, plan, at_least_one=False, id_prefix="toolu_")
         self._id = f"msg_{draw_hex('id', 12)}"
         self._warnings = warnings.texts
+        self.applied: tuple[AppliedEdit, ...] = ()
+        """What the edits of `context_management` have done."""
         self._hides = body.thinking is not None and body.thinking.display == "omitted"
         """Whether thinking blocks do not show their text."""
         marked = {"cache_control": body.cache_control}
@@ -313,7 +367,7 @@ class _MessageWriter:
         """Return what is said of the whole request: the edits that were applied, and what was cached."""
         report: Object = {}
         if self._body.context_management is not None:
-            report["context_management"] = {"applied_edits": []}
+            report["context_management"] = {"applied_edits": applied_edits(self.applied)}
         extras = {"cache": cache_use(self._generation), "truncation": truncation_result(self._generation)}
         return report | {name: value for name, value in extras.items() if value is not UNSET}
 
@@ -331,7 +385,7 @@ class _MessageWriter:
 
     def _usage(self) -> Object:
         generation = self._generation
-        computed = len(generation.job.prompt) - generation.cached_tokens
+        computed = generation.job.seen_tokens - generation.cached_tokens
         usage: Object = {
             "input_tokens": computed,
             "cache_creation_input_tokens": 0,

@@ -49,8 +49,13 @@ class Warnings:
             self.texts.append(text)
 
 
-def to_messages(system: Any, turns: list[Any], warnings: Warnings) -> list[Message]:
+def to_messages(
+    system: Any, turns: list[Any], warnings: Warnings, borders: list[int | None] | None = None
+) -> list[Message]:
     """Translate `system` and `messages`.
+
+    Args:
+        borders: Gets for each of `turns` the number of messages before it; None where it continues the one before.
 
     Raises:
         ApiError: 400, naming the place of the error (`messages[2].content[0]`).
@@ -67,8 +72,13 @@ def to_messages(system: Any, turns: list[Any], warnings: Warnings) -> list[Messa
         role = turn.get("role") if isinstance(turn, dict) else None
         if role not in _ROLES:
             raise bad_value(f"{path}.role", f'`{path}.role` must be "user", "assistant" or "system"')
-        for message in _turn(role, turn.get("content"), f"{path}.content", warnings):
+        before = len(messages)
+        translated = _turn(role, turn.get("content"), f"{path}.content", warnings)
+        for message in translated:
             _append(messages, message)
+        if borders is not None:
+            is_new = len(messages) > before and messages[before] is translated[0]
+            borders.append(before if is_new else None)
     return messages
 
 

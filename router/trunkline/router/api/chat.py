@@ -30,6 +30,7 @@ from trunkline.router.api.answer_fields import (
     truncation_result,
     usage_of,
 )
+from trunkline.router.api.edited_prompts import edited_prompt
 from trunkline.router.api.module_prompts import modules_job
 from trunkline.router.api.prompting import chat_job, has_modules, start
 from trunkline.router.api.requests import check_model, read_parameters, service_of
@@ -88,7 +89,8 @@ async def chat_completions(request: Request) -> Response:
         if has_modules(body, turn):
             job = await modules_job(service, body, plan, turn)
         else:
-            job = await chat_job(service, body, plan, turn)
+            edited = None if turn is not None else await edited_prompt(service, body, plan)
+            job = await chat_job(service, body, plan, turn, edited)
         generation = await while_connected(request, start(service, job, arrived_at))
         work.callback(generation.close)
         answer = _ChatAnswer(service, body, plan, generation, turn)

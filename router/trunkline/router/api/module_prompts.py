@@ -53,6 +53,8 @@ class Placed(NamedTuple):
     schema: StoredSchema
     prompt: pml.CompiledPrompt
 
+    "drop": "is not available for a prompt of modules: they stand at fixed places",
+    "exact": "is not available for a prompt of modules: they do not see each other",
     def layout(self, own_tokens: int | None = None) -> PromptLayout:
         """Return the layout for the engine. `own_tokens`: number of own tokens, if a session's history changed
         it."""
@@ -230,7 +232,7 @@ def _check(body: ChatRequest | CompletionRequest, turn: SessionTurn | None) -> N
     """
     for name, why in _NOT_WITH_MODULES.items():
         value = getattr(body, name, None)
-        if value is not None and value is not False:
+        if value is not None and value is not False and value != []:
             raise bad_value(name, f"`{name}` {why}")
     best_of = getattr(body, "best_of", None)
     if best_of is not None and best_of != (body.n or 1):

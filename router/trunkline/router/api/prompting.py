@@ -15,10 +15,12 @@ from typing import Any, Final, NamedTuple
 
 from msgspec.structs import replace
 
+from trunkline.kvstore.cuts import DROPS_MAX
 from trunkline.router.api.requests import check_length
 from trunkline.router.api.turn import SessionTurn
 from trunkline.router.errors import ApiError, PromptError, bad_value
 from trunkline.router.jobs.decoding import owned
+from trunkline.router.jobs.drop_ranges import DropRange
 from trunkline.router.jobs.job import (
     Job,
     ModelLimits,
@@ -34,11 +36,15 @@ from trunkline.router.stores.session_history import common_length
 from trunkline.router.streams.generation import Generation
 from trunkline.router.tenancy.auth import cache_salt
 from trunkline.router.tenancy.tenants import current_meter
+from trunkline.router.text.edits import EditedPrompt
 from trunkline.router.text.reasoning_styles import ThoughtState
 from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
 from trunkline.router.text.truncation import (
     CutError,
     RetentionPolicy,
+    TokenSpan,
+    clip_spans,
+    merge_spans,
     plan_cut,
     room_for,
     span_tokens,
@@ -194,12 +200,17 @@ def policy_of(body: ChatRequest | CompletionRequest, turn: SessionTurn | None) -
 
 
 async def chat_job(
-    service: RouterService, body: ChatRequest, plan: ToolPlan, turn: SessionTurn | None = None
+    service: RouterService,
+    body: ChatRequest,
+    plan: ToolPlan,
+    turn: SessionTurn | None = None,
+    edited: EditedPrompt | None = None,
 ) -> Job:
     """Make the job of a chat completion.
 
     Args:
         turn: Turn of the stored session whose history precedes the messages.
+        edited: The prompt, if parts of it are left out (`edited_prompts.py`); then there is no `turn`.
 
     Raises:
         ApiError: 400, naming the parameter that is wrong.
@@ -211,19 +222,22 @@ async def chat_job(
         raise bad_value("documents", "this model's chat template has no use for `documents`")
     messages = body.messages if turn is None else await turn.messages(body.messages)
     rendering = Rendering.of(body, plan)
-    text = await rendering.text(service, messages)
-    if turn is not None:
+    text = await rendering.text(service, messages) if edited is None else edited.text
+    if edited is not None:
+        tokens = edited.tokens
+    elif turn is not None:
         tokens = await turn.tokens_of(text, "messages", add_special_tokens=body.add_special_tokens)
     else:
         tokens = await _tokens(service, body, text, policy, "messages")
+    discards = _discards(body, turn) if edited is None else edited.drops
     head = 0
     if policy is not None and policy.keep_instructions:
         context = service.limits.max_context
-        seen = len(tokens) - (0 if turn is None else span_tokens(turn.discards))
+        seen = len(tokens) - span_tokens(discards)
         if seen + room_for(wanted_tokens(body)[1], context) > context:
             head = await instruction_tokens(service, rendering, messages, text, tokens)
     thought: ThoughtState = "closed" if rendering.continues else plan.thought_behind(text)
-    return _job(service, body, tokens, policy, turn, plan=plan, head=head, thought=thought)
+    return _job(service, body, _Encoded(tokens, discards, head, thought), policy, turn, plan)
 
 
 async def completion_job(
@@ -241,7 +255,61 @@ async def completion_job(
         tokens = await _tokens(service, body, given, policy, "prompt")
     else:
         tokens = given if body.prompt_slice is None else given[body.prompt_slice]
-    return _job(service, body, tokens, policy, turn)
+    discards = _discards(body, turn)
+    if body.drop:
+        check_left_out(body)
+        discards = dropped_tokens(body.drop, len(tokens))
+    return _job(service, body, _Encoded(tokens, discards), policy, turn)
+
+
+def check_left_out(body: ChatRequest | CompletionRequest) -> None:
+    """Refuse parameters that are not available for a prompt of which a part is left out.
+
+    Raises:
+        ApiError: 400.
+    """
+    for name in ("truncate_prompt_tokens", "use_beam_search"):
+        if getattr(body, name):
+            raise bad_value(name, f"`{name}` is not available for a prompt of which a part is left out")
+
+
+def dropped_tokens(ranges: Sequence[DropRange], tokens: int) -> tuple[TokenSpan, ...]:
+    """Return the tokens that `drop` leaves out of a prompt of `tokens` tokens, merged.
+
+    Raises:
+        ApiError: 400, naming the range.
+    """
+    for index, given in enumerate(ranges):
+        if given.stop >= tokens:
+            param = f"drop[{index}]"
+            what = f"the prompt has {tokens} tokens, the last of which stays"
+            raise bad_value(param, f"`{param}` ends at {given.stop}, but {what}")
+    return merge_spans(TokenSpan(given.start, given.stop) for given in ranges)
+
+
+def _discards(body: ChatRequest | CompletionRequest, turn: SessionTurn | None) -> tuple[TokenSpan, ...]:
+    """Return what a stored session leaves out of its history.
+
+    Raises:
+        ApiError: 400, the request leaves parts of it out itself.
+    """
+    if turn is None:
+        return ()
+    if body.drop:
+        raise bad_value("drop", "`drop` is not available in a stored session; use `POST /v1/sessions/ID/discard`")
+    return turn.discards
+
+
+class _Encoded(NamedTuple):
+    """An encoded prompt."""
+
+    tokens: list[int]
+    discards: tuple[TokenSpan, ...] = ()
+    """Tokens that are left out in any case, merged."""
+    head: int = 0
+    """Number of first tokens that a cut keeps."""
+    thought: ThoughtState = "possible"
+    """Where the answer begins."""
 
 
 async def _tokens(
@@ -266,19 +334,12 @@ async def _tokens(
 def _job(
     service: RouterService,
     body: ChatRequest | CompletionRequest,
-    tokens: list[int],
+    encoded: _Encoded,
     policy: RetentionPolicy | None,
     turn: SessionTurn | None,
-    *,
     plan: ToolPlan | None = None,
-    head: int = 0,
-    thought: ThoughtState = "possible",
 ) -> Job:
     """Make the job of an encoded prompt, cut if it does not fit.
-
-    Args:
-        head: Number of first tokens that a cut keeps.
-        thought: Where the answer begins.
 
     Raises:
         ApiError: 400, naming the parameter that is wrong.
@@ -293,19 +354,23 @@ def _job(
             "together, and truncation leaves the prompt at least one.",
             code="context_length_exceeded",
         )
-    discards = () if turn is None else turn.discards
+    tokens, room = encoded.tokens, room_for(wanted, context)
     with prompt_errors(source):
-        cut = plan_cut(len(tokens), context, room_for(wanted, context), policy, head=head, discards=discards)
+        cut = plan_cut(len(tokens), context, room, policy, head=encoded.head, discards=encoded.discards)
     if cut.drops:
         for name in ("prompt_logprobs", "echo"):
             value = getattr(body, name, None)
             if value is not None and value is not False:
                 raise bad_value(name, f"`{name}` is not available for a prompt of which a part was left out")
-    job = job_for(service, body, Prompt(tokens, cut=cut, thought=thought), tools=plan)
+    reused = 0 if turn is None else turn.reused_tokens
+    if cut.drops and (body.exact or len(cut.drops) > DROPS_MAX):
+        reused -= span_tokens(clip_spans(cut.drops, reused))
+        tokens, cut = cut.without_dropped(tokens)
+    job = job_for(service, body, Prompt(tokens, cut=cut, thought=encoded.thought), tools=plan)
     if turn is None:
         return job
     turn.check_size(source)
-    return replace(job, session_tokens=turn.reused_tokens, ttl=turn.session.ttl)
+    return replace(job, session_tokens=reused, ttl=turn.session.ttl)
 
 
 def job_for(

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from trunkline.router.jobs.drop_ranges import Drops
 from trunkline.router.jobs.parameter_table import row
 from trunkline.router.jobs.parameters import (
     REPETITION_PENALTY_MIN,
@@ -150,6 +151,12 @@ class SharedParameters(RequestBody):
         "what happens to a prompt that does not fit; see [truncation](#truncation)",
     )
     priority: Priority | None = row(
+    exact: bool | None = row(
+        "boolean",
+        "false",
+        "whether what is left of a prompt is computed as a prompt of its own, without KV that was computed behind "
+        "what is left out; see [what is left out](#what-is-left-out)",
+    )
         "32-bit integer",
         "0, or the [tenant's](#tenants)",
         "smaller goes first while requests wait; a smaller one than the tenant's counts as the tenant's",
@@ -232,6 +239,13 @@ class GenerationRequest(SharedParameters):
         "boolean", "false", "log-probabilities name tokens `token_id:ID` instead of by their texts"
     )
     return_timings: bool | None = row("boolean", "false", "see [timings](#timings)")
+    drop: Drops = row(
+        "at most 16 objects `{\"from\": a, \"to\": b}`, ascending",
+        "none",
+        "messages (in completions: tokens of the prompt) a to b - 1, which the model does not see; see "
+        "[what is left out](#what-is-left-out)",
+        value=[],
+    )
     pml: str | None = row("a prompt in PML", "none", "a prompt made of modules; see [schemas](#schemas)")
     trailing: Trailing | None = row(
         '`"fixed"`, `"compact"`',

@@ -27,6 +27,7 @@ from trunkline.router.text.detokenizer import TokenVocabulary
 from trunkline.router.text.embedding_files import Embedder, read_embedder
 from trunkline.router.text.reasoning_styles import ReasoningStyle, detect_reasoning
 from trunkline.router.text.tool_styles import ToolStyle, detect_style
+from trunkline.router.text.token_places import TokenPlaces
 
 _SPECIAL_TOKEN_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 _CONTEXT_NAMES: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
@@ -310,6 +311,24 @@ class Tokenizer:
     @property
     def uses_documents(self) -> bool:
         """Whether the chat template shows documents."""
+    def places(self, text: str, tokens: list[int], *, add_special_tokens: bool) -> tuple[list[int], TokenPlaces]:
+        """Return the tokens of a text, and which characters each stands for.
+
+        Args:
+            tokens: Tokens of the text. Where their bytes are not the text's, the text is encoded again, and other
+                tokens may come back.
+            add_special_tokens: As in `encode`.
+
+        Raises:
+            ApiError: As in `encode`.
+        """
+        found = TokenPlaces.of_bytes(text, tokens, self.vocabulary)
+        if found is not None:
+            return tokens, found
+        self.encode(text, add_special_tokens=add_special_tokens)  # for its limits
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return encoding.ids, TokenPlaces.of_offsets(encoding.offsets)
+
         return self._chat is not None and self._chat.uses_documents
 
     def render_chat(

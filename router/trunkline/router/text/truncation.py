@@ -50,11 +50,28 @@ class PromptCut(msgspec.Struct, frozen=True):
     none."""
     asked: bool = False
     """Whether the request allows truncation, so that its answer reports it."""
+    removed_tokens: int = 0
+    """Number of tokens that were taken out of the prompt for good, so that it is computed as a plain one."""
 
     @property
     def dropped_tokens(self) -> int:
-        """Number of tokens that are left out."""
+        """Number of the prompt's tokens that are left out."""
         return span_tokens(self.drops)
+
+    @property
+    def left_out_tokens(self) -> int:
+        """Number of tokens that are left out, those included that the prompt does not have any more."""
+        return self.dropped_tokens + self.removed_tokens
+
+    def without_dropped(self, tokens: list[int]) -> tuple[list[int], PromptCut]:
+        """Return a prompt's tokens without those that are left out, and its cut, which drops nothing."""
+        left: list[int] = []
+        begin = 0
+        for start, stop in self.drops:
+            left += tokens[begin:start]
+            begin = stop
+        left += tokens[begin:]
+        return left, PromptCut((), self.asked, self.left_out_tokens)
 
 
 class CutError(PromptError):

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from trunkline.router.api.blocks import renamed
 from trunkline.router.api.module_prompts import Placed, modules_job, placed_prompt
+from trunkline.router.api.edited_prompts import edited_prompt
 from trunkline.router.api.prompting import Rendering, chat_job, completion_job, has_modules
 from trunkline.router.api.requests import check_model
 from trunkline.router.api.turn import SessionTurn
@@ -90,7 +91,8 @@ async def _chat(service: RouterService, body: ChatRequest, turn: SessionTurn | N
     if has_modules(body, turn):
         placed, _, _ = await placed_prompt(service, body, plan, turn)
         return await _of_modules(service, placed, await modules_job(service, body, plan, turn))
-    job = await chat_job(service, body, plan, turn)
+    edited = None if turn is not None else await edited_prompt(service, body, plan)
+    job = await chat_job(service, body, plan, turn, edited)
     messages = body.messages if turn is None else await turn.messages(body.messages)
     frame = await _frame(service, Rendering.of(body, plan), messages)
     vocabulary = service.tokenizer.vocabulary

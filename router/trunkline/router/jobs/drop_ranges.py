@@ -1,0 +1,37 @@
+"""The field `drop`: parts of a prompt that the model does not see."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt
+from pydantic_core import PydanticCustomError
+
+DROP_RANGES_MAX: Final = 16
+"""Largest number of ranges in `drop`. To find that of messages, the chat template runs once more for each."""
+
+
+class DropRange(BaseModel):
+    """An entry of the field `drop`: messages, or tokens, `[from, to)` that the model does not see."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    start: Annotated[StrictInt, Field(ge=0, le=2**31 - 1, alias="from")]
+    stop: Annotated[StrictInt, Field(ge=1, le=2**31 - 1, alias="to")]
+
+
+def _apart(ranges: list[DropRange]) -> list[DropRange]:
+    """Check that ranges are not empty, ascend and do not overlap."""
+    end = 0
+    for index, given in enumerate(ranges):
+        if not end <= given.start < given.stop:
+            raise PydanticCustomError(
+                "drop",
+                "ranges must not be empty, and each must begin behind the one before it",
+                {"param": f"drop[{index}]"},
+            )
+        end = given.stop
+    return ranges
+
+
+Drops = Annotated[list[DropRange], Field(max_length=DROP_RANGES_MAX), AfterValidator(_apart)]
