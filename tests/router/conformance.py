@@ -1,4 +1,4 @@
-"""A server as the cases of `test_conformance.py` see it, and how cases are declared."""
+"""A server as the cases of `test_conformance*.py` see it, and how cases are declared."""
 
 from __future__ import annotations
 
@@ -60,12 +60,13 @@ class Server(NamedTuple):
 
 
 Case = Callable[[Server], None]
-CASES: Final[list[Any]] = []
+CASES: Final[dict[str, list[Any]]] = {}
+"""The cases by the modules that declare them."""
 
 
 def case(check: Case) -> Case:
     """Declare a case."""
-    CASES.append(pytest.param(check, id=check.__name__))
+    CASES.setdefault(check.__module__, []).append(pytest.param(check, id=check.__name__))
     return check
 
 
@@ -73,10 +74,18 @@ def differs(why: str) -> Callable[[Case], Case]:
     """Declare a case that is answered otherwise on purpose; docs/api.md says the same."""
 
     def declare(check: Case) -> Case:
-        CASES.append(pytest.param(check, id=check.__name__, marks=pytest.mark.xfail(reason=why, strict=True)))
+        marks = pytest.mark.xfail(reason=why, strict=True)
+        CASES.setdefault(check.__module__, []).append(pytest.param(check, id=check.__name__, marks=marks))
         return check
 
     return declare
+
+
+def text_of(choice: Any) -> str:
+    """The text of a choice of a whole answer."""
+    text = choice["message"]["content"] if "message" in choice else choice["text"]
+    assert isinstance(text, str)
+    return text
 
 
 def check_usage_options(server: Server, path: str) -> None:
@@ -90,8 +99,11 @@ def check_usage_options(server: Server, path: str) -> None:
         assert last["choices"] == []
         assert last["usage"]["completion_tokens"] == 5
         assert all((part["usage"] is not None) == along for part in before)
+        if along:
+            counts = [part["usage"]["completion_tokens"] for part in [*before, last] if "usage" in part]
+            assert counts[:-1] == sorted(set(counts)), "each event has more tokens than the one before it"
         for usage in [part["usage"] for part in [*before, last] if part["usage"] is not None]:
-            assert min(usage["prompt_tokens"], usage["completion_tokens"]) > 0
+            assert usage["prompt_tokens"] > 0
             assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     for options in ({"include_usage": True}, {"include_usage": None}, {"continuous_usage_stats": True}):
         server.refused(path, stream_options=options)

@@ -15,6 +15,7 @@ import pytest
 import structlog
 from router import api_calls
 from router.api_calls import Say
+from router.conformance import Server
 from router.fake_controller import Behaviour, FakeController
 from router.harness import DEMO_MODEL, RunningRouter, make_answer, running, wait_until
 
@@ -129,3 +130,16 @@ def claude(router: RunningRouter, fake: FakeController) -> Iterator[anthropic.An
 def say(fake: FakeController, tokenizer: Tokenizer) -> Say:
     """Sets what the model answers next."""
     return partial(api_calls.say, fake, tokenizer)
+
+
+@pytest.fixture
+def server(
+    client: openai.OpenAI,
+    http: httpx.Client,
+    fake: FakeController,
+    tokenizer: Tokenizer,
+    router: RunningRouter,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Server:
+    """The shared router, for cases of other servers' suites."""
+    return Server(client, http, fake, tokenizer, router.service, monkeypatch)

@@ -9,7 +9,7 @@ import jsonschema_rs
 import openai
 from router.api_calls import last_prompt, payloads
 from router.fake_controller import FakeController, prompt_of
-from router.harness import ADMIN, ANSWER, MESSAGES
+from router.harness import ADMIN, ANSWER, EOS, MESSAGES
 
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.worker.messages import Sampling
@@ -40,8 +40,10 @@ def test_stream_form_on_the_wire(http: httpx.Client) -> None:
     body: dict[str, Any] = {"messages": MESSAGES, "stream": True}
     parts = payloads(http.post("/v1/chat/completions", json=body))
     assert parts[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    end: dict[str, Any] = {"delta": {}, "logprobs": None, "finish_reason": "stop", "stop_reason": None, "index": 0}
-    assert parts[-1]["choices"] == [end]
+    end: dict[str, Any] = {"logprobs": None, "finish_reason": "stop", "stop_reason": None, "matched_stop": EOS}
+    [last] = parts[-1]["choices"]
+    assert last == {"index": 0, "delta": last["delta"], **end}
+    assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == ANSWER
     assert all("usage" not in part for part in parts)
     with_usage = payloads(
         http.post("/v1/chat/completions", json=body | {"stream_options": {"include_usage": True}})

@@ -175,9 +175,9 @@ class _ChatAnswer:
             logprobs=None if self._count < 0 else self._logprobs(answer),
             finish_reason=_finish(answer.finish, parser),
             stop_reason=stop_reason(answer, self._body),
+            matched_stop=matched_stop(answer, self._generation.job),
             token_ids=answer.tokens if self._body.return_token_ids else UNSET,
             score=optional(answer.score),
-            matched_stop=matched_stop(answer, self._generation.job),
             cumulative_logprob=optional(answer.cumulative_logprob),
         )
 
@@ -264,7 +264,7 @@ class _ChatAnswer:
         yield DONE_EVENT
 
     def _parts(self, delta: Delta, pieces: list[Piece], parser: AnswerParser | None) -> list[ChatChunkChoice]:
-        """Return a delta as parts of a choice: text or calls with their log-probabilities, then the end."""
+        """Return a delta as parts of a choice: text or calls with their log-probabilities, the end in the last."""
         logprobs = self._logprobs(delta)
         token_ids = delta.tokens if self._body.return_token_ids and delta.tokens else UNSET
         additions = [_addition(piece) for piece in pieces]
@@ -274,17 +274,14 @@ class _ChatAnswer:
         if parts:
             parts[0].logprobs, parts[0].token_ids = logprobs, token_ids
         if delta.finish is not None:
-            parts.append(
-                ChatChunkChoice(
-                    index=delta.index,
-                    delta=ChatDelta(),
-                    finish_reason=_finish(delta.finish, parser),
-                    stop_reason=stop_reason(delta, self._body),
-                    score=optional(delta.score),
-                    cumulative_logprob=optional(delta.cumulative_logprob),
-                    matched_stop=matched_stop(delta, self._generation.job),
-                )
-            )
+            if not parts or self._turn is not None:  # a turn's last text must not wait until the turn is stored
+                parts.append(ChatChunkChoice(index=delta.index, delta=ChatDelta()))
+            end = parts[-1]
+            end.finish_reason = _finish(delta.finish, parser)
+            end.stop_reason = stop_reason(delta, self._body)
+            end.matched_stop = matched_stop(delta, self._generation.job)
+            end.score = optional(delta.score)
+            end.cumulative_logprob = optional(delta.cumulative_logprob)
         return parts
 
     def _chunk(
@@ -292,6 +289,8 @@ class _ChatAnswer:
     ) -> bytes:
         if usage is None and self._body.counts_along:
             usage = usage_of(self._generation)
+            if first:  # the role comes with the first text, but before it
+                usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
         return event(
             ChatChunk(
                 **self._head,

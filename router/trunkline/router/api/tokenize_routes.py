@@ -42,7 +42,9 @@ async def tokenize(request: Request) -> Response:
     if body.messages is not None:
         check_length(sum(len(message.content) for message in body.messages), "messages")
         tools = prepare_tools(body.tools, None, None, service.tokenizer.tool_style).template_tools
-        rendering = Rendering(body.add_generation_prompt, extra=body.chat_template_kwargs, tools=tools)
+        continues = bool(body.continue_final_message)
+        begins = body.add_generation_prompt and not continues
+        rendering = Rendering(begins, extra=body.chat_template_kwargs, tools=tools, continues=continues)
         text, param, add_special_tokens = await rendering.text(service, body.messages), "messages", False
     else:
         text, param, add_special_tokens = body.prompt or "", "prompt", True

@@ -19,6 +19,7 @@ from trunkline.router.jobs.parameters import (
     AllowedIds,
     BadWords,
     BeamWidth,
+    Budget,
     Choices,
     Count,
     CountOrZero,
@@ -33,8 +34,8 @@ from trunkline.router.jobs.parameters import (
     Regex,
     ResponseFormat,
     SessionId,
-    Stops,
     StopExpressions,
+    Stops,
     StructuredOutputs,
     TokenIds,
     Trailing,
@@ -113,13 +114,13 @@ class SharedParameters(RequestBody):
         also=("stop_sequences", "stop_words", "stop_strings"),
         value=[],
     )
-    stop_token_ids: TokenIds | None = row("at most 256 token ids", "none", "besides the model's own end tokens")
     stop_regex: StopExpressions = row(
         "an expression or a list of at most 16, each of at most 1,024 characters",
         "none",
         "see [stop expressions](#stop-expressions)",
         value=[],
     )
+    stop_token_ids: TokenIds | None = row("at most 256 token ids", "none", "besides the model's own end tokens")
     include_stop_str_in_output: bool | None = row(
         "boolean",
         "false",
@@ -150,13 +151,13 @@ class SharedParameters(RequestBody):
         "disabled",
         "what happens to a prompt that does not fit; see [truncation](#truncation)",
     )
-    priority: Priority | None = row(
     exact: bool | None = row(
         "boolean",
         "false",
         "whether what is left of a prompt is computed as a prompt of its own, without KV that was computed behind "
         "what is left out; see [what is left out](#what-is-left-out)",
     )
+    priority: Priority | None = row(
         "32-bit integer",
         "0, or the [tenant's](#tenants)",
         "smaller goes first while requests wait; a smaller one than the tenant's counts as the tenant's",
@@ -193,8 +194,8 @@ class DialogParameters(SharedParameters):
 
     chat_template_kwargs: dict[str, Any] | None = row("an object", "none", "the template's own switches")
     enable_thinking: bool | None = row("boolean", "the template's", "see [reasoning](#reasoning)")
-    thinking_budget: CountOrZero | None = row(
-        "0 or more tokens",
+    thinking_budget: Budget = row(
+        "0 or more tokens, or -1: any number",
         "none",
         "the model's thought ends after so many tokens; see [reasoning](#reasoning)",
         also=("thinking_token_budget", "reasoning_budget"),

@@ -162,7 +162,10 @@ REFUSED: Final = (
     ),
     _refused("enable_thinking", at=_TEXT, why="`enable_thinking` belongs to conversations"),
     _refused(
-        "thinking_budget thinking_token_budget reasoning_budget", at=_TEXT, why="thoughts belong to conversations"
+        "thinking_budget thinking_token_budget reasoning_budget",
+        -1,
+        at=_TEXT,
+        why="thoughts belong to conversations",
     ),
     _refused("reasoning_effort thinking", at=_RESPONSES, why="send `reasoning`"),
     _refused("reasoning_effort reasoning", at=_MESSAGES, why="send `thinking` or `output_config.effort`"),

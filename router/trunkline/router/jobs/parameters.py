@@ -357,6 +357,11 @@ def _early_stopping(value: Any) -> Any:
 
 
 Count = Annotated[StrictInt, Field(ge=1, le=_INT32_MAX)]
+Budget = Annotated[
+    Annotated[StrictInt, Field(ge=0, le=_INT32_MAX)] | None,
+    BeforeValidator(lambda value: None if value == -1 else value),
+]
+"""Tokens of a thought; -1, vLLM's way to say that any number is allowed, becomes None."""
 CountOrZero = Annotated[StrictInt, Field(ge=0, le=_INT32_MAX)]
 Choices = Annotated[StrictInt, Field(ge=1, le=CHOICES_MAX)]
 BeamWidth = Annotated[StrictInt, Field(ge=1, le=BEAM_WIDTH_MAX)]

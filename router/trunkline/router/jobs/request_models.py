@@ -336,16 +336,10 @@ class ChatRequest(GenerationRequest, DialogParameters):
             )
         if not self.continue_final_message:
             return self
-        last = self.messages[-1] if self.messages else None
-        why = ""
-        if last is None or last.role != "assistant" or last.tool_calls:
-            why = "needs a last message that is the assistant's, without `tool_calls`"
-        elif self.modules is not None:
+        if self.modules is not None:
             why = "is not available for a prompt of modules"
-        elif self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
-            why = "contradicts `add_generation_prompt: true`"
-        if why:
             raise PydanticCustomError("continue_final_message", why, {"param": "continue_final_message"})
+        _check_continuation(self)
         return self
 
     @model_validator(mode="after")
@@ -414,6 +408,18 @@ def _check_one_of(request: ChatRequest | CompletionRequest) -> None:
         )
 
 
+def _check_continuation(request: ChatRequest | TokenizeRequest) -> None:
+    """Check that the last message of a request with `continue_final_message` can be continued."""
+    last = request.messages[-1] if request.messages else None
+    why = ""
+    if last is None or last.role != "assistant" or last.tool_calls:
+        why = "needs a last message that is the assistant's, without `tool_calls`"
+    elif request.add_generation_prompt and "add_generation_prompt" in request.model_fields_set:
+        why = "contradicts `add_generation_prompt: true`"
+    if why:
+        raise PydanticCustomError("continue_final_message", why, {"param": "continue_final_message"})
+
+
 class TokenizeRequest(RequestBody):
     """The request `POST /tokenize`, with either `prompt` or `messages`."""
 
@@ -422,6 +428,7 @@ class TokenizeRequest(RequestBody):
     tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -429,6 +436,8 @@ class TokenizeRequest(RequestBody):
     def _check_one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise PydanticCustomError("prompt", "give either `prompt` or `messages`", {"param": "prompt"})
+        if self.continue_final_message:
+            _check_continuation(self)
         return self
 
 
