@@ -1,0 +1,485 @@
+"""Agents before a cluster in simulated time: the real router core, and a real `Directory` per group, no model.
+
+Conversations (agent_traces.py) begin in a Poisson process; each request arrives when it was recorded, but not
+before its agent has the answer to the one before it. The router core chooses a group by the names of the prompt's
+chunks. A group computes one prompt after the other (FCFS) and decodes beside that. What it has of a prompt when it
+begins is a hit; the rest is computed, and at the end of the answer all of it is given to the directory, which
+decides what stays. A group's directory has host memory only: room is what is studied, not how it is divided among
+tiers. What a request under way uses stays on the device besides.
+
+*Ideal* is what a single cache without limits would have: the longest prefix of a prompt that stood in a prompt
+that arrived earlier, anywhere, or in its answer. Each ideal chunk that was not found has a cause: it is at another
+group, it was evicted, or it was not computed yet.
+
+A `Foresight` is an eviction policy with what it is told by the caller. `Belady` is told when each chunk is used
+next in truth, as recorded. It is for one group: no policy finds more in one cache as long as requests do not
+wait.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any, Final, Protocol
+
+import numpy as np
+from agent_traces import BLOCK, ChunkNames, Conversation, Request
+
+from trunkline.kvstore.chunks import ChunkName, TieredChunk
+from trunkline.kvstore.directory import Directory
+from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy
+from trunkline.router.routing.core import RoutingCore
+from trunkline.router.routing.names import KvIdentity
+from trunkline.router.routing.request import RouteRequest
+
+DEVICE: Final = 1
+HOST: Final = 2
+"""Tiers of a chunk, as in `KvEvents`."""
+CAUSES: Final = ("other group", "evicted", "not ready")
+"""Why a chunk was not found that a single cache without limits would have had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """The cluster. It is fast, so that it is room and not time that is short: a prompt of 100,000 tokens takes
+    1.5 s to compute and 0.1 s to load."""
+
+    groups: int = 4
+    room: int = 1 << 20
+    """Chunks that the directories of all groups hold together."""
+    blocks: int = 4
+    """Blocks of 64 tokens in a chunk. The engine's chunks have one; larger ones take less time to simulate."""
+    clients: bool = True
+    """Whether the conversations of a client share tools and system prompt."""
+    labels: bool = False
+    """Whether requests name their conversation, so that the router knows it as a session."""
+    per_hour: float = 60.0
+    """Conversations that begin."""
+    seed: int = 0
+    prefill_us: float = 10.0
+    """Of each computed token …"""
+    attention_us: float = 0.0001
+    """… and of each token before it."""
+    load_us: float = 1.0
+    """Of each token found in host memory."""
+    token_s: float = 0.012
+    """Of each token of an answer."""
+
+    @property
+    def tokens(self) -> int:
+        """Of a chunk."""
+        return self.blocks * BLOCK
+
+    def faster(self, times: int) -> Setting:
+        """Return one group of that many times the speed."""
+        return replace(
+            self,
+            groups=1,
+            prefill_us=self.prefill_us / times,
+            attention_us=self.attention_us / times,
+            load_us=self.load_us / times,
+        )
+
+    def prefill_s(self, loaded: int, found: int, prompt: int) -> float:
+        new = prompt - found
+        return 1e-6 * (loaded * self.load_us + new * (self.prefill_us + self.attention_us * (found + new / 2)))
+
+
+@dataclass(slots=True)
+class Figures:
+    """What was seen, in tokens of prompts but for the times."""
+
+    prompt: int = 0
+    ideal: int = 0
+    found: int = 0
+    lost: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
+    """Ideal tokens that were not found, by cause."""
+    losers: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
+    """Requests that lost some, by the cause of the first chunk that they lacked."""
+    edited: int = 0
+    """Tokens that are not ideal because they stand behind an edit, at most."""
+    edits: int = 0
+    """Requests with an edit behind which a tenth of the prompt before, or more, was lost."""
+    requests: int = 0
+    ttft_s: list[float] = field(default_factory=list)
+
+    @property
+    def of_ideal(self) -> float:
+        return self.found / self.ideal if self.ideal else math.nan
+
+    def ttft(self, share: float) -> float:
+        return float(np.quantile(self.ttft_s, share))
+
+
+class Chunk(TieredChunk):
+    """A chunk at one group."""
+
+    __slots__ = ("known_use", "running")
+
+    def __init__(self, parent: TieredChunk, name: ChunkName) -> None:
+        super().__init__(parent, name)
+        self.running = 0
+        """Requests under way that use it."""
+        self.known_use = 0.0
+        """When it is used next in truth, for `Belady`."""
+
+    @property
+    def on_device(self) -> bool:
+        return self.running > 0
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A request under way."""
+
+    ticket: int
+    talk: Talk
+    request: Request
+    arrived_s: float
+    names: list[bytes]
+    """Of the prompt's chunks."""
+    ideal: int
+    """Chunks."""
+    group: int = 0
+    path: list[Chunk] = field(default_factory=list)
+
+    @property
+    def agent(self) -> tuple[str, int]:
+        """Conversation and number of the agent."""
+        return self.talk.whole.id, self.request.agent
+
+
+@dataclass(slots=True, eq=False)
+class Talk:
+    """A conversation under way."""
+
+    whole: Conversation
+    start_s: float
+    names: ChunkNames
+
+    def due_s(self, request: Request) -> float:
+        """When the request was sent in the recording."""
+        return self.start_s + request.at_s
+
+
+class Foresight(Protocol):
+    """An eviction policy, and what it is told besides. One serves all groups of a run."""
+
+    policy: EvictionPolicy
+    wants: bool
+    """Whether the directory is told which chunks waiting requests will use."""
+
+    def prepare(self, directory: Directory[Chunk]) -> None:
+        """Called with each group's directory before anything else."""
+
+    def started(self, directory: Directory[Chunk], turn: Turn, now: float) -> None:
+        """The turn's prompt is about to be computed; `path` is what was found of it."""
+
+    def ended(self, directory: Directory[Chunk], turn: Turn, now: float) -> None:
+        """The turn has its answer; `path` is all of it, and is about to be stored."""
+
+
+class Plain:
+    """Least recently used, or looking ahead in the queue."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.policy = policy
+        self.wants = policy is EvictionPolicy.LOOK_AHEAD
+
+    def prepare(self, directory: Directory[Chunk]) -> None:
+        pass
+
+    def started(self, directory: Directory[Chunk], turn: Turn, now: float) -> None:
+        pass
+
+    def ended(self, directory: Directory[Chunk], turn: Turn, now: float) -> None:
+        pass
+
+
+class Belady:
+    """What is used next last is evicted first, and what is used later than all that is there stays out."""
+
+    policy = EvictionPolicy.LOOK_AHEAD
+    wants = True
+
+    def __init__(self, talks: Sequence[Talk]) -> None:
+        self._uses: dict[tuple[str, int], list[tuple[int, float]]] = {}
+        """By conversation and number: steps (chunks, time); so many first chunks are used next by then."""
+        following: dict[bytes, float] = {}
+        arrivals = [(talk.due_s(request), talk, request) for talk in talks for request in talk.whole.requests]
+        for due_s, talk, request in sorted(arrivals, key=lambda each: each[0], reverse=True):
+            names = talk.names.prompt(request.number)
+            steps: list[tuple[int, float]] = []
+            for count, name in enumerate(itertools.chain(names, talk.names.answer(request.number)), 1):
+                use_s = following.get(name, math.inf)
+                if steps and steps[-1][1] == use_s:
+                    steps.pop()
+                steps.append((count, use_s))
+            self._uses[talk.whole.id, request.number] = steps
+            following.update(dict.fromkeys(names, due_s))
+
+    @staticmethod
+    def key(chunk: Any) -> tuple[float, ...]:
+        """The use by a request that waits is known better than from the recording: it is late."""
+        if chunk.wants:
+            return (1.0, *[-part for part in chunk.wants[0][0]], -chunk.depth)
+        return (0.0, -chunk.known_use, chunk.last_use, -chunk.depth)
+
+    def prepare(self, directory: Directory[Chunk]) -> None:
+        directory.copies.shares.key = self.key
+
+    def started(self, directory: Directory[Chunk], turn: Turn, now: float) -> None:
+        pass
+
+    def ended(self, directory: Directory[Chunk], turn: Turn, now: float) -> None:
+        start = 0
+        for stop, use_s in self._uses[turn.talk.whole.id, turn.request.number]:
+            for chunk in turn.path[start:stop]:
+                chunk.known_use = max(chunk.known_use, use_s)
+            start = stop
+
+
+class Group:
+    """One group: its directory, its tree of chunks by name, and its queue."""
+
+    def __init__(self, room: int, foresight: Foresight) -> None:
+        self.directory: Directory[Chunk] = Directory(DirectoryConfig(host_slots=room, policy=foresight.policy))
+        foresight.prepare(self.directory)
+        self.directory.changed.start()
+        self.chunks: dict[bytes, Chunk] = {}
+        self.queue: deque[Turn] = deque()
+        self.is_busy = False
+        self._root = TieredChunk(None, ChunkName(b""))
+        self._step = 0
+
+    def find(self, names: Sequence[bytes]) -> list[Chunk]:
+        """Return the first chunks of a prompt, as far as they are here."""
+        found: list[Chunk] = []
+        for name in names:
+            chunk = self.chunks.get(name)
+            if chunk is None:
+                break
+            found.append(chunk)
+        return found
+
+    def begin(self, path: list[Chunk], now: float) -> int:
+        """Take what was found of a prompt to the device; return how many chunks come from host memory."""
+        self.directory.used(path, now)
+        self._step += 1
+        loaded = 0
+        for chunk in path:
+            if not chunk.running:
+                self.directory.load(chunk, self._step)
+                loaded += 1
+            chunk.running += 1
+        return loaded
+
+    def grow(self, path: list[Chunk], names: Sequence[bytes]) -> None:
+        """Compute the chunks of these names behind a path."""
+        parent: TieredChunk = path[-1] if path else self._root
+        for name in names:
+            chunk = self.chunks.get(name)
+            if chunk is None:
+                chunk = self.chunks[name] = Chunk(parent, ChunkName(name))
+            chunk.running += 1
+            self.directory.changed.note(chunk)
+            path.append(chunk)
+            parent = chunk
+
+    def end(self, path: list[Chunk], now: float) -> None:
+        """Store what the directory takes of a path, and leave the device."""
+        directory = self.directory
+        directory.used(path, now)
+        for chunk in path:
+            self._step += 1
+            if not chunk.host_ready and directory.save(chunk, self._step) is None:
+                break
+        for chunk in reversed(path):
+            chunk.running -= 1
+            directory.changed.note(chunk)
+            if chunk.is_stored:
+                directory.left_device(chunk)
+            elif not chunk.running:
+                self._forget(chunk)
+        for chunk in directory.lost():
+            if not chunk.running:
+                self._forget(chunk)
+
+    def _forget(self, chunk: Chunk) -> None:
+        if not chunk.is_forgotten:
+            self.directory.forget(chunk)
+            del self.chunks[chunk.name]
+
+    def changes(self) -> tuple[bytes, bytes]:
+        """Return the names and the tiers of all chunks that have changed since the last call."""
+        changed = self.directory.changed.take()
+        names = b"".join(chunk.name for chunk in changed)
+        return names, bytes(DEVICE * chunk.on_device + HOST * chunk.host_ready for chunk in changed)
+
+
+class Simulation:
+    """Run it once with `run`."""
+
+    def __init__(self, setting: Setting, foresight: Foresight) -> None:
+        self.setting = setting
+        self.foresight = foresight
+        self.figures = Figures()
+        self.groups = [Group(setting.room // setting.groups, foresight) for _ in range(setting.groups)]
+        self.core = _core(setting)
+        self._seen: set[bytes] = set()
+        """What stood in a prompt or in an answer; …"""
+        self._born: set[bytes] = set()
+        """… what was computed somewhere."""
+        self._events: list[tuple[float, int, Callable[..., None], Any]] = []
+        self._serials = itertools.count(1)
+        self._now = 0.0
+        self._early: dict[tuple[str, int], float] = {}
+        """By agent: when it has had its last answer."""
+
+    def run(self, talks: Sequence[Talk]) -> Figures:
+        """Until all has been answered."""
+        for talk in talks:
+            for request in talk.whole.requests:
+                if not request.turn:
+                    self._at(talk.due_s(request), self._arrive, (talk, request))
+        while self._events:
+            self._now, _, call, argument = heapq.heappop(self._events)
+            call(argument)
+        assert not any(group.queue for group in self.groups), "requests wait for ever"
+        return self.figures
+
+    def _at(self, time_s: float, call: Callable[..., None], argument: Any) -> None:
+        heapq.heappush(self._events, (time_s, next(self._serials), call, argument))
+
+    def _arrive(self, what: tuple[Talk, Request]) -> None:
+        talk, request = what
+        names = talk.names.prompt(request.number)
+        ideal = next((at for at, name in enumerate(names) if name not in self._seen), len(names))
+        self._seen.update(names)
+        self._seen.update(talk.names.answer(request.number))
+        turn = Turn(next(self._serials), talk, request, self._now, names, ideal)
+        label = talk.whole.id if self.setting.labels else ""
+        asked = RouteRequest(b"", session=label, names=names, token_count=request.prompt)
+        decision = self.core.route(asked, self._now)
+        self.core.sent(turn.ticket, decision, asked, self._now)
+        turn.group = decision.controller
+        group = self.groups[turn.group]
+        group.queue.append(turn)
+        if self.foresight.wants:
+            group.directory.want(turn.ticket, (1.0, float(turn.ticket)), group.find(names))
+        self._next(group)
+
+    def _next(self, group: Group) -> None:
+        """Begin the prompt at the head of the queue, if none is being computed."""
+        if group.is_busy or not group.queue:
+            return
+        group.is_busy = True
+        turn = group.queue.popleft()
+        turn.path = group.find(turn.names)
+        self._count(turn)
+        self.foresight.started(group.directory, turn, self._now)
+        loaded = self.setting.tokens * group.begin(turn.path, self._now)
+        group.directory.unwant(turn.ticket)
+        found = min(self.setting.tokens * len(turn.path), turn.request.prompt - 1)
+        self._at(self._now + self.setting.prefill_s(loaded, found, turn.request.prompt), self._computed, turn)
+
+    def _computed(self, turn: Turn) -> None:
+        group = self.groups[turn.group]
+        group.grow(turn.path, turn.names[len(turn.path) :])
+        self._born.update(turn.names)
+        self.core.started(turn.ticket, self._now)
+        self.figures.ttft_s.append(self._now - turn.arrived_s)
+        self._publish(turn.group)
+        self._at(self._now + self.setting.token_s * turn.request.answer, self._answered, turn)
+        group.is_busy = False
+        self._next(group)
+
+    def _answered(self, turn: Turn) -> None:
+        group, talk, request = self.groups[turn.group], turn.talk, turn.request
+        answer = talk.names.answer(request.number)
+        group.grow(turn.path, answer)
+        self._born.update(answer)
+        self.foresight.ended(group.directory, turn, self._now)
+        group.end(turn.path, self._now)
+        self.core.ended(turn.ticket, self._now)
+        self._publish(turn.group)
+        if not request.is_last:
+            later = talk.whole.requests[request.number + 1 :]
+            following = next(each for each in later if each.agent == request.agent)
+            self._at(max(self._now, talk.due_s(following)), self._arrive, (talk, following))
+
+    def _count(self, turn: Turn) -> None:
+        figures, size, found = self.figures, self.setting.tokens, len(turn.path)
+        figures.requests += 1
+        figures.prompt += turn.request.prompt
+        figures.ideal += size * turn.ideal
+        figures.found += size * min(found, turn.ideal)
+        edited = turn.talk.whole.edited(turn.request)
+        figures.edited += BLOCK * edited
+        figures.edits += bool(edited) and edited >= turn.talk.whole.requests[turn.request.base].blocks / 10
+        cause = ""
+        for name in turn.names[found : turn.ideal]:
+            why = self._why(name)
+            figures.lost[why] += size
+            cause = cause or why
+        if cause:
+            figures.losers[cause] += 1
+
+    def _why(self, name: bytes) -> str:
+        if name not in self._born:
+            return "not ready"
+        return "other group" if any(name in group.chunks for group in self.groups) else "evicted"
+
+    def _publish(self, group: int) -> None:
+        names, tiers = self.groups[group].changes()
+        self.core.index.apply(group, names, tiers)
+        turns = self.groups[group].queue
+        self.core.loads.report(
+            group,
+            requests=len(turns),
+            queued_tokens=sum(turn.request.prompt for turn in turns),
+            kv_used=0.0,
+            running=0,
+        )
+
+
+def _core(setting: Setting) -> RoutingCore:
+    core = RoutingCore(map(str, range(setting.groups)), replica_seed=setting.seed)
+    identity = KvIdentity(fingerprint=b"model", dtype="bfloat16", chunk_size=setting.tokens)
+    for group in range(setting.groups):
+        core.set_identity(group, identity)
+        core.set_costs(group, setting.prefill_us, [0.0, setting.load_us])
+        core.set_available(group, True, 0.0)
+    return core
+
+
+def talks_of(conversations: Sequence[Conversation], setting: Setting) -> list[Talk]:
+    """Return the conversations with the times at which they begin, and the names of their chunks."""
+    rng, now, talks = Random(f"arrivals {setting.seed}"), 0.0, []
+    for whole in conversations:
+        now += rng.expovariate(setting.per_hour / 3600)
+        talks.append(Talk(whole, now, ChunkNames(whole, setting.blocks, clients=setting.clients)))
+    return talks
+
+
+def footprint(talks: Sequence[Talk], tokens: int) -> int:
+    """Return the peak of the contexts of all agents under way, in chunks of so many tokens.
+
+    An agent has the prompt and the answer of its last request, from its first one to the end of its last.
+    """
+    changes: list[tuple[float, int]] = []
+    for talk in talks:
+        held: dict[int, int] = {}
+        for request in talk.whole.requests:
+            now = -(-(request.prompt + request.answer) // tokens)
+            changes.append((talk.due_s(request), now - held.get(request.agent, 0)))
+            held[request.agent] = now
+            if request.is_last:
+                over_s = 0.0 if math.isnan(request.api_s) else request.api_s
+                changes.append((talk.due_s(request) + over_s, -now))
+    return max(itertools.accumulate(change for _, change in sorted(changes)))

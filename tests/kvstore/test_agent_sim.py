@@ -1,0 +1,86 @@
+"""The simulated cluster of benchmarks/agents.py: what is ideal, what is lost and why, and that no rule beats one
+that knows the future."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from agent_sim import Belady, Figures, Foresight, Plain, Setting, Simulation, footprint, talks_of
+from agent_traces import BLOCK, ChunkNames, Conversation, conversation, synthetic
+from seeds import seeds
+
+from trunkline.kvstore.tier_policy import EvictionPolicy
+
+BASE = Setting(groups=1, blocks=16)
+
+
+def run(conversations: list[Conversation], setting: Setting, policy: EvictionPolicy | None) -> Figures:
+    """Return what a policy finds; None: the one that knows all next uses."""
+    talks = talks_of(conversations, setting)
+    foresight: Foresight = Belady(talks) if policy is None else Plain(policy)
+    simulation = Simulation(setting, foresight)
+    figures = simulation.run(talks)
+    for group in simulation.groups:
+        group.directory.check()
+        assert all(chunk.host_ready and not chunk.running for chunk in group.chunks.values())
+    assert figures.found + sum(figures.lost.values()) == figures.ideal
+    return figures
+
+
+def ideal(conversations: list[Conversation], setting: Setting) -> int:
+    """Return the tokens that stood in an earlier prompt of the conversation or its answer: clients apart."""
+    total = 0
+    for talk in conversations:
+        names, seen = ChunkNames(talk, setting.blocks, clients=False), set[bytes]()
+        for request in sorted(talk.requests, key=lambda each: each.at_s):
+            prompt = names.prompt(request.number)
+            total += next((at for at, name in enumerate(prompt) if name not in seen), len(prompt))
+            seen.update(prompt, names.answer(request.number))
+    return total * setting.tokens
+
+
+@pytest.mark.parametrize("seed", seeds(1))
+def test_no_rule_beats_one_that_knows_the_future(seed: int) -> None:
+    conversations = synthetic(6, seed)
+    setting = replace(BASE, prefill_us=0.01, attention_us=0.0, load_us=0.0, clients=False)
+    room = footprint(talks_of(conversations, setting), setting.tokens)
+    for share in (0.1, 0.3):
+        small = replace(setting, room=int(share * room))
+        policies = (None, EvictionPolicy.LRU, EvictionPolicy.LOOK_AHEAD)
+        best, lru, ahead = (run(conversations, small, policy) for policy in policies)
+        assert best.ideal == lru.ideal == ahead.ideal
+        assert best.found >= max(lru.found, ahead.found)
+        assert best.found > 0
+        assert lru.lost["evicted"] == sum(lru.lost.values()), "there is one group, and no request waits"
+
+
+@pytest.mark.parametrize("seed", seeds(1))
+def test_with_room_for_all_one_group_finds_all(seed: int) -> None:
+    conversations = synthetic(6, seed)
+    setting = replace(BASE, clients=False, room=1 << 15)
+    figures = run(conversations, setting, EvictionPolicy.LRU)
+    assert figures.found == figures.ideal == ideal(conversations, setting)
+    assert figures.requests == sum(len(talk.requests) for talk in conversations)
+    shared = run(conversations, replace(setting, clients=True), EvictionPolicy.LRU)
+    assert shared.ideal >= figures.ideal
+
+
+def test_what_another_group_has_is_lost_for_that_reason() -> None:
+    one = {"tools": 6400, "system": 0, "requests": [[0.0, 6464, 10, 0.0, 1.0, -1, 0]]}
+    talks = [conversation({**one, "id": str(number)}) for number in range(40)]
+    figures = run(talks, Setting(groups=2, blocks=1, room=2000, per_hour=1e7), EvictionPolicy.LRU)
+    assert figures.ideal == 39 * 6400
+    assert figures.lost["other group"] + figures.lost["not ready"] > 0
+    assert figures.lost["evicted"] == 0
+
+
+def test_the_footprint_is_that_of_agents_under_way() -> None:
+    row = [0.0, 10 * BLOCK, 0, 0.0, 5.0, -1, 0]
+    whole = conversation(
+        {"id": "", "tools": 0, "system": 0, "requests": [row, [9.0, 30 * BLOCK, 1, 4.0, 1.0, 0, 5]]}
+    )
+    talks = talks_of([whole], replace(BASE, blocks=1))
+    assert footprint(talks, BLOCK) == 31
+    twice = talks_of([whole, whole], replace(BASE, blocks=1, per_hour=1.0, seed=1))
+    assert footprint(twice, BLOCK) == 31, "the first is over when the second begins"
