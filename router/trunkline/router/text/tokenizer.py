@@ -22,12 +22,13 @@ import tokenizers
 from trunkline.kvstore.fingerprint import tokenizer_digest
 from trunkline.router.errors import ApiError
 from trunkline.router.request_context import current
+from trunkline.router.text.borders import BorderTokens
 from trunkline.router.text.chat_template import ChatRenderer, ChatTemplateError
 from trunkline.router.text.detokenizer import TokenVocabulary
 from trunkline.router.text.embedding_files import Embedder, read_embedder
 from trunkline.router.text.reasoning_styles import ReasoningStyle, detect_reasoning
-from trunkline.router.text.tool_styles import ToolStyle, detect_style
 from trunkline.router.text.token_places import TokenPlaces
+from trunkline.router.text.tool_styles import ToolStyle, detect_style
 
 _SPECIAL_TOKEN_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 _CONTEXT_NAMES: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
@@ -215,6 +216,8 @@ class Tokenizer:
         """How this model writes tool calls."""
         self.reasoning: ReasoningStyle | None = detect_reasoning(reasoning_parser, template, texts, specials)
         """How this model marks its thoughts; None: it has none."""
+        self.borders = BorderTokens(added, self.eos_ids)
+        """Where texts can be split."""
         self._chat = self._renderer()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
 
@@ -308,9 +311,6 @@ class Tokenizer:
             return ids[len(line_end) :]
         return await self.encode_async(text, add_special_tokens=False)  # a token joins the line end and the text
 
-    @property
-    def uses_documents(self) -> bool:
-        """Whether the chat template shows documents."""
     def places(self, text: str, tokens: list[int], *, add_special_tokens: bool) -> tuple[list[int], TokenPlaces]:
         """Return the tokens of a text, and which characters each stands for.
 
@@ -329,6 +329,9 @@ class Tokenizer:
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return encoding.ids, TokenPlaces.of_offsets(encoding.offsets)
 
+    @property
+    def uses_documents(self) -> bool:
+        """Whether the chat template shows documents."""
         return self._chat is not None and self._chat.uses_documents
 
     def render_chat(
