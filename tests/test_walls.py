@@ -70,6 +70,8 @@ PURE: Final = (
     "controller.engine",
     "kvstore.directory",
     "kvstore.copies",
+    "kvstore.next_use",
+    "kvstore.return_times",
     "kvstore.tier_policy",
     "kvstore.tier_moves",
     "kvstore.tier_health",
@@ -79,6 +81,9 @@ PURE: Final = (
     "router.membership.member",
     "router.pml",
     "router.text.detokenizer",
+    "router.text.edits",
+    "router.text.marked_text",
+    "router.text.token_places",
     "router.text.stops",
     "router.text.truncation",
 )

@@ -139,6 +139,41 @@ def test_what_is_discarded_is_not_seen_any_more(cluster: Cluster) -> None:
     assert text_of(answer)
 
 
+CLEARED: dict[str, Any] = {
+    "type": "clear_tool_uses_20250919",
+    "trigger": {"type": "tool_uses", "value": 2},
+    "keep": {"type": "tool_uses", "value": 2},
+}
+
+
+def message(cluster: Cluster, steps: int, **more: object) -> dict[str, Any]:
+    """Anthropic's form of a conversation of so many calls of a tool; above two, older results are cleared."""
+    turns: list[dict[str, Any]] = [{"role": "user", "content": f"Winds. {FILLER}"}]
+    for number in range(steps):
+        call = {"type": "tool_use", "id": f"t{number}", "name": "look", "input": {"at": f"place {number}"}}
+        result = {"type": "tool_result", "tool_use_id": f"t{number}", "content": f"{number}: {FILLER[:400]}"}
+        turns += [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    body = {"model": MODEL, "max_tokens": 12, "temperature": 0, "messages": turns}
+    return cluster.post("/v1/messages", {**body, "context_management": {"edits": [CLEARED]}, **more})
+
+
+def test_edited_turns_find_the_kv_of_the_turns_before(cluster: Cluster, plain: Cluster) -> None:
+    answers = [message(cluster, steps) for steps in range(1, 6)]
+    seen = [sum(a["usage"][f"{kind}input_tokens"] for kind in ("", "cache_read_")) for a in answers]
+    step = seen[1] - seen[0]
+    for number, answer in enumerate(answers):
+        applied = answer["context_management"]["applied_edits"]
+        assert sum(edit["cleared_tool_uses"] for edit in applied) == max(0, number - 1)
+        if number >= 2:
+            assert answer["truncation"]["kept"] == "cached"
+            assert answer["cache"]["exact"] is False
+            # Only the call and the result that are new were computed, although each turn leaves out one more.
+            assert answer["usage"]["cache_read_input_tokens"] >= seen[number] - step - 1
+    exact = message(cluster, 5, exact=True)
+    assert (exact["cache"]["exact"], exact["truncation"]["kept"]) == (True, "recomputed")
+    assert exact["content"] == message(plain, 5)["content"], "as if what is cleared had never been there"
+
+
 def test_a_fork_goes_its_own_way_over_the_same_kv(cluster: Cluster, plain: Cluster) -> None:
     texts = []
     for server in (cluster, plain):
