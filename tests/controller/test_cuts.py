@@ -11,7 +11,7 @@ import random
 import msgspec
 import numpy as np
 import pytest
-from controller.tier_harness import CHUNK, Drops, Session, cut_of, sunken, tiers_of
+from controller.tier_harness import CHUNK, TIERED, Drops, Session, cut_of, sink, sunken, tiers_of
 from seeds import seeds
 from simulation.driver import Simulation
 from simulation.streams import Stream, verify
@@ -235,6 +235,31 @@ def test_roots_of_cuts_go_with_their_last_chunk() -> None:
     tree.evict(60)
     assert not list(tree.roots())
     assert not tree._cuts
+
+
+def preempt(simulation: Simulation, request: int) -> None:
+    """In the middle of its output; nothing of it stays on the device."""
+    simulation.step_until(lambda: len(simulation.streams[request].output) >= 2)
+    scheduler = simulation.scheduler
+    scheduler.preempt(scheduler.running()[0].group, simulation.now)
+    scheduler.kv.make_room(TIERED.num_blocks)
+
+
+@pytest.mark.parametrize("tier", [TierKind.HOST, TierKind.DISK, TierKind.REMOTE])
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_edits_go_on_in_any_tier(tier: TierKind, *, is_preempted: bool) -> None:
+    """Between turns all chunks sink to a tier; each turn drops one more range, and may be preempted itself."""
+    session, drops = sunken(tier), list[tuple[int, int]]()
+    simulation = session.simulation
+    for more in ((5, 6), (9, 11), (14, 21), (22, 23), (29, 30)):
+        drops.append(more)
+        computed, request = simulation.workers.computed_tokens, session.send(5, drops=tuple(drops))
+        if is_preempted:
+            preempt(simulation, request)
+        simulation.run()
+        assert cut_of(session.ended(request)) == "kept"
+        assert simulation.workers.computed_tokens - computed <= 5 + 4 + 2 * CHUNK + is_preempted * (2 * CHUNK + 4)
+        sink(simulation, tier)
 
 
 PROMPT = list(range(100, 130))

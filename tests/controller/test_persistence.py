@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from controller.module_harness import ask, jobs_of, words
-from controller.tier_harness import CHUNK, TIERED, Session, settle, simulate, tiers_of
+from controller.tier_harness import CHUNK, TIERED, Session, cut_of, settle, simulate, tiers_of
 from msgspec.structs import replace
 from seeds import seeds
 from simulation.driver import Simulation
@@ -133,6 +133,20 @@ def test_what_stands_behind_a_cut_is_found_after_a_restart(tmp_path: Path) -> No
     other = Session(session.simulation, start=900)
     other.history = list(session.history)
     assert sum(tiers_of(other.turn(2))) == 16, "who sees everything finds the head and what was cut off"
+
+
+def test_edits_go_on_after_restarts(tmp_path: Path) -> None:
+    """In each run one more range is dropped, of what an earlier run computed or moved behind a cut."""
+    machine, drops = Machine(tmp_path), list[tuple[int, int]]()
+    session = Session(machine.simulation)
+    session.turn(30)
+    for more in ((5, 6), (9, 11), (14, 21), (22, 23), (29, 30)):
+        machine.stop()
+        session.simulation = machine.restart()
+        drops.append(more)
+        stream = session.turn(5, drops=tuple(drops))
+        assert cut_of(stream) == "kept"
+        assert sum(tiers_of(stream)) >= len(stream.prompt) - 5 - 2 * CHUNK
 
 
 def test_texts_of_modules_are_found_after_a_restart(tmp_path: Path) -> None:
