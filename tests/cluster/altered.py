@@ -38,8 +38,9 @@ def _altered(spec: ChildSpec, changes: dict[str, Any]) -> ChildSpec:
     path = Path(spec.argv[-1])
     config = json.loads(path.read_bytes())
     path.write_text(json.dumps({**config, **changes.get("config", {})}))
-    variables = (f"{name}={value}" for name, value in changes.get("environment", {}).items())
-    return replace(spec, argv=(*changes.get("prefix", ()), "env", *variables, *spec.argv))
+    variables = [f"{name}={value}" for name, value in changes.get("environment", {}).items()]
+    prefix = [*changes.get("prefix", ()), *(["env", *variables] if variables else [])]
+    return replace(spec, argv=(*prefix, *spec.argv))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""`python -m trunkline.worker --config FILE.json`: run one rank of a group."""
+"""`python -m trunkline.worker --config FILE.json`: run one rank of a group; or with `--fork-server`, make such
+processes."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import threading
 from pathlib import Path
 
 from trunkline.runtime.process import enter_role
+from trunkline.worker import fork_server
 from trunkline.worker.config import load_config
 from trunkline.worker.errors import WorkerConfigError
 from trunkline.worker.runner import Runner
@@ -17,11 +19,29 @@ from trunkline.worker.service import serve
 
 
 def main() -> int:
-    """Run the rank; return 0 after an orderly shutdown, 1 after a failure, 2 for a bad configuration."""
+    """Run the rank, or the fork server; return 0 after an orderly shutdown, 1 after a failure, 2 for a bad
+    configuration."""
     parser = argparse.ArgumentParser(prog="trunkline.worker", description="One tensor-parallel rank.")
-    parser.add_argument("--config", type=Path, required=True, help="JSON file with a WorkerConfig")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--config", type=Path, help="JSON file with a WorkerConfig")
+    what.add_argument(
+        "--fork-server",
+        type=int,
+        nargs=2,
+        metavar=("DESCRIPTOR", "PARENT"),
+        help="make workers for the supervisor with this process id, which asks through an inherited socket",
+    )
+    given = parser.parse_args()
+    if given.fork_server is not None:
+        descriptor, parent = given.fork_server
+        return fork_server.serve(descriptor, parent, run)
+    return run(given.config)
+
+
+def run(path: Path) -> int:
+    """Run the rank with the configuration in a file; return an exit code as `main` does, or end the process."""
     try:
-        config = load_config(parser.parse_args().config)
+        config = load_config(path)
     except WorkerConfigError as error:
         print(f"trunkline.worker: {error}", file=sys.stderr)
         return 2

@@ -33,6 +33,7 @@ from trunkline.deploy.config.record_files import plan_records, prepare_records
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.supervisor.configs import Config, configs_of, expected_folders
+from trunkline.deploy.supervisor.forks import command_line
 from trunkline.deploy.supervisor.members import CommandError, Limits, Member, Role
 from trunkline.deploy.supervisor.membership import ChildSpec, Membership
 from trunkline.deploy.supervisor.reporters import JsonReporter, TerminalReporter
@@ -216,9 +217,7 @@ def specs_of(plan: ClusterPlan, folder: Path, configs: Mapping[Member, Config]) 
         # Only this user may read it, wherever the folder is: there may be a password in it.
         with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:
             file.write(msgspec.json.encode(config))
-        module = f"trunkline.{member.role}"
-        # -P: a module in the current directory must not stand in for an installed one.
-        argv = (sys.executable, "-P", "-m", module, "--config", str(path))
+        argv = command_line(f"trunkline.{member.role}", "--config", str(path))
         inherits = (plan.listen_fd,) if member.role is Role.ROUTER and plan.listen_fd else ()
         specs.append(ChildSpec(member, argv, descriptors=inherits))
     order = [Role.WORKER, Role.CONTROLLER, Role.ROUTER]

@@ -7,7 +7,7 @@ second; it ends with the first answer that says "healthy".
 
 Children are spawned by the main thread, because the kernel kills them when the *thread* that spawned them
 ends (`process.die_with_parent`), and in sessions of their own, so that Ctrl-C reaches the supervisor only:
-it must decide the order in which they stop.
+it must decide the order in which they stop. Workers are forked where that is possible (`forks.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from trunkline.deploy.supervisor.control import ControlServer, StatusSocket
+from trunkline.deploy.supervisor.forks import SPAWN_FAILED, ForkedWorker, ForkServer
 from trunkline.deploy.supervisor.lifecycle import Lifecycle, Phase
 from trunkline.deploy.supervisor.members import (
     EXIT_IMPOSSIBLE,
@@ -47,10 +48,11 @@ from trunkline.deploy.supervisor.membership import ChildSpec, Membership
 from trunkline.deploy.supervisor.reporters import last_words
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
-_SPAWN_FAILED: Final = 127
-"""The exit code of a process that could not be started again; shells use the same."""
 _LAST_LINES: Final = 40
 _LINE_BYTES_MAX: Final = 64 * 1024
+
+
+_Process = subprocess.Popen[bytes] | ForkedWorker
 
 
 class Reporter(Protocol):
@@ -105,9 +107,10 @@ class Supervisor:
         self._is_asked = port != 0
         self._folder = folder
         self._listener = listener
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, _Process] = {}
         self._tails: dict[str, _Tail] = {}
         self._selector = selectors.DefaultSelector()
+        self._forks = ForkServer(self._selector, self._born)
         self._limits = limits or Limits()
         members = [spec.member for spec in children]
         self._life = Lifecycle(members, self._limits, time.monotonic(), restart=restart, further=self._further)
@@ -162,7 +165,7 @@ class Supervisor:
         self._control = stack.enter_context(closing(ControlServer(self._selector, folder, self._command)))
 
     def _spawn(self, name: str, spec: ChildSpec) -> None:
-        process = subprocess.Popen(
+        process: _Process = self._forks.fork(spec.argv) or subprocess.Popen(
             spec.argv,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -175,7 +178,12 @@ class Supervisor:
         self._processes[name] = process
         self._tails[name] = _Tail(process.stdout.fileno())
         self._selector.register(process.stdout, selectors.EVENT_READ, lambda _: self._read_output(name))
-        self._reporter.spawned(name, process.pid)
+        if process.pid:
+            self._reporter.spawned(name, process.pid)
+
+    def _born(self, worker: ForkedWorker) -> None:
+        if worker.pid:
+            self._reporter.spawned(next(name for name, it in self._processes.items() if it is worker), worker.pid)
 
     def _spawn_again(self, action: Start) -> None:
         try:
@@ -183,7 +191,7 @@ class Supervisor:
         except OSError as error:  # no memory or no process ids left, say: perhaps later
             self._reporter.say(f"{action.name} cannot be started: {error.strerror or error}", "error")
             self._processes.pop(action.name, None)
-            self._do(self._life.exited(action.name, _SPAWN_FAILED, time.monotonic()))
+            self._do(self._life.exited(action.name, SPAWN_FAILED, time.monotonic()))
 
     def _wait_and_handle(self) -> None:
         timeout = self._life.deadline - time.monotonic()
@@ -202,7 +210,8 @@ class Supervisor:
     def _read_statuses(self) -> None:
         """Take the status reports of children, which are known by their process ids."""
         assert self._statuses is not None
-        names = {process.pid: name for name, process in self._processes.items()}
+        self._forks.read()  # a worker may report sooner than its process id is taken
+        names = {process.pid: name for name, process in self._processes.items() if process.pid}
         for report in self._statuses.receive():
             if report.pid in names:
                 if not self._is_asked:
@@ -218,7 +227,7 @@ class Supervisor:
         status = self._life.status(now)
         for row in status["processes"]:
             process = self._processes.get(row.pop("child"))
-            row["pid"] = process.pid if process is not None and process.returncode is None else None
+            row["pid"] = (process.pid or None) if process is not None and process.returncode is None else None
         self._control.reply(ticket, Reply(done=True, status=status))
 
     def _wake_up(self, byte: int, health: HealthProbe) -> None:
@@ -305,6 +314,7 @@ class Supervisor:
 
     def _kill_rest(self) -> None:
         """Kill all children that still run: none survives `run`."""
+        self._forks.close()
         for process in self._processes.values():
             if process.poll() is None:
                 _kill_session(process)
@@ -320,10 +330,13 @@ def _meaning(status: int) -> int:
     return 0 if status == EXIT_IMPOSSIBLE else 1 if status < 0 else 3 if status == EXIT_LEFT else 2
 
 
-def _kill_session(process: subprocess.Popen[bytes]) -> None:
+def _kill_session(process: _Process) -> None:
     """SIGKILL the child and what it started itself (a compiler, say)."""
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        if process.pid:
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.send_signal(signal.SIGKILL)  # at its birth, when it has started nothing yet
 
 
 class _Tail:

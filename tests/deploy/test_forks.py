@@ -1,0 +1,144 @@
+"""Workers made by the fork server, as the supervisor sees them: real processes, each with a configuration that it
+refuses, so that it says so and ends."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from deploy.waiting import wait_for
+
+from trunkline.deploy.supervisor import forks
+from trunkline.deploy.supervisor.forks import ForkedWorker, ForkServer, command_line
+from trunkline.worker import fork_server
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only"),
+]
+
+
+class Supervisor:
+    """What a supervisor does about its fork server."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.born: list[ForkedWorker] = []
+        self.forks = ForkServer(self.selector, self.born.append)
+
+    def fork(self, config: Path) -> ForkedWorker:
+        worker = self.forks.fork(command_line("trunkline.worker", "--config", str(config)))
+        assert worker is not None
+        return worker
+
+    def turn(self) -> None:
+        """Take what has come."""
+        for key, mask in self.selector.select(0.01):
+            key.data(mask)
+
+    def wait_for_the_end_of(self, worker: ForkedWorker) -> str:
+        """Return what a worker has written until its end."""
+
+        def has_ended() -> bool:
+            self.turn()
+            return worker.poll() is not None
+
+        wait_for(has_ended)
+        return worker.stdout.read().decode()
+
+    @property
+    def server(self) -> subprocess.Popen[bytes]:
+        assert self.forks._server is not None
+        return self.forks._server.process
+
+
+@pytest.fixture(scope="module")
+def supervisor() -> Iterator[Supervisor]:
+    """One for all tests of this file, since each fork server imports torch. Its first one was begun before it."""
+    forks.begin()
+    made = Supervisor()
+    yield made
+    made.forks.close()
+    made.selector.close()
+    for worker in made.born:
+        worker.stdout.close()
+
+
+def test_workers_are_children_in_sessions_of_their_own(supervisor: Supervisor, tmp_path: Path) -> None:
+    """Their outputs, exit codes and ends are those of workers that are started by their command lines."""
+    for name in ("a", "b"):
+        worker = supervisor.fork(tmp_path / name)
+        assert not forks._begun
+        said = supervisor.wait_for_the_end_of(worker)
+        assert worker.returncode == 2
+        assert (
+            said
+            == f"trunkline.worker: {tmp_path}/{name}: [Errno 2] No such file or directory: '{tmp_path}/{name}'\n"
+        )
+    assert supervisor.born[-1].pid != supervisor.born[-2].pid
+
+    frozen = supervisor.server
+    assert os.getsid(frozen.pid) == frozen.pid
+    os.mkfifo(tmp_path / "fifo")  # a worker that reads it does not go on
+    waiting = supervisor.fork(tmp_path / "fifo")
+    wait_for(lambda: supervisor.turn() is None and waiting.pid > 0)
+    assert os.getsid(waiting.pid) == os.getpgid(waiting.pid) == waiting.pid
+    waiting.send_signal(signal.SIGTERM)
+    supervisor.wait_for_the_end_of(waiting)
+    assert waiting.returncode == -signal.SIGTERM
+
+
+def test_what_a_worker_is_told_before_it_exists(supervisor: Supervisor, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    worker = supervisor.fork(tmp_path / "fifo")
+    assert not worker.pid
+    assert worker.poll() is None
+    worker.send_signal(signal.SIGKILL)
+    supervisor.wait_for_the_end_of(worker)
+    assert worker.returncode == -signal.SIGKILL
+
+
+def test_a_fork_server_that_dies_is_not_needed(supervisor: Supervisor, tmp_path: Path) -> None:
+    """What it was asked for is started by its command line, and the next worker has another fork server. The same
+    happens if it answers that its program is not the present one."""
+    for refuses in (False, True):
+        worker = supervisor.fork(tmp_path / "none")
+        server = supervisor.server
+        if refuses:
+            supervisor.forks._answered(supervisor.forks._unborn.popleft(), 0)
+        else:
+            server.kill()
+        assert "No such file" in supervisor.wait_for_the_end_of(worker)
+        assert worker.returncode == 2
+        assert supervisor.forks._server is None
+        assert server.returncode == -signal.SIGKILL
+
+
+def test_changed_files_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "some_module_of_a_test.py"
+    path.write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    __import__(path.stem)
+    try:
+        before = fork_server._files_read()
+        assert fork_server._files_read() == before
+        assert before[str(path)] == path.stat().st_mtime_ns
+        os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+        assert fork_server._files_read() != before
+    finally:
+        del sys.modules[path.stem]
+
+
+def test_other_command_lines_are_not_forked(supervisor: Supervisor) -> None:
+    for argv in (
+        command_line("trunkline.router", "--config", "a"),
+        ("env", "A=1", *command_line("trunkline.worker", "--config", "a")),
+        command_line("trunkline.worker", "a"),
+    ):
+        assert supervisor.forks.fork(argv) is None
