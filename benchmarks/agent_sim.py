@@ -270,12 +270,8 @@ class Group:
     def begin(self, path: list[Chunk], now: float) -> int:
         """Take what was found of a prompt to the device; return how many chunks come from host memory."""
         self.directory.used(path, now)
-        self._step += 1
-        loaded = 0
+        loaded = sum(not chunk.running for chunk in path)
         for chunk in path:
-            if not chunk.running:
-                self.directory.load(chunk, self._step)
-                loaded += 1
             chunk.running += 1
         return loaded
 
@@ -301,11 +297,12 @@ class Group:
                 break
         for chunk in reversed(path):
             chunk.running -= 1
-            directory.changed.note(chunk)
-            if chunk.is_stored:
-                directory.left_device(chunk)
-            elif not chunk.running:
-                self._forget(chunk)
+            if not chunk.is_stored:
+                directory.changed.note(chunk)
+                if not chunk.running:
+                    self._forget(chunk)
+            elif not chunk.stored_below:
+                directory.left_device(chunk)  # those above can go only after this one, and are offered then
         for chunk in directory.lost():
             if not chunk.running:
                 self._forget(chunk)
@@ -319,7 +316,7 @@ class Group:
         """Return the names and the tiers of all chunks that have changed since the last call."""
         changed = self.directory.changed.take()
         names = b"".join(chunk.name for chunk in changed)
-        return names, bytes(DEVICE * chunk.on_device + HOST * chunk.host_ready for chunk in changed)
+        return names, bytes(HOST if chunk.host_ready else DEVICE * chunk.on_device for chunk in changed)
 
 
 class Simulation:
@@ -370,7 +367,7 @@ class Simulation:
         turn.group = decision.controller
         group = self.groups[turn.group]
         group.queue.append(turn)
-        if self.foresight.wants:
+        if self.foresight.wants and group.is_busy:
             group.directory.want(turn.ticket, (1.0, float(turn.ticket)), group.find(names))
         self._next(group)
 

@@ -12,7 +12,7 @@ from seeds import seeds
 
 from trunkline.kvstore.tier_policy import EvictionPolicy
 
-BASE = Setting(groups=1, blocks=16)
+BASE = Setting(groups=1, blocks=8)
 
 
 def run(conversations: list[Conversation], setting: Setting, policy: EvictionPolicy | None) -> Figures:
@@ -42,7 +42,7 @@ def ideal(conversations: list[Conversation], setting: Setting) -> int:
 
 @pytest.mark.parametrize("seed", seeds(1))
 def test_no_rule_beats_one_that_knows_the_future(seed: int) -> None:
-    conversations = synthetic(6, seed)
+    conversations = synthetic(5, seed, scale=0.25)
     setting = replace(BASE, prefill_us=0.01, attention_us=0.0, load_us=0.0, clients=False)
     room = footprint(talks_of(conversations, setting), setting.tokens)
     for share in (0.1, 0.3):
@@ -57,7 +57,7 @@ def test_no_rule_beats_one_that_knows_the_future(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", seeds(1))
 def test_with_room_for_all_one_group_finds_all(seed: int) -> None:
-    conversations = synthetic(6, seed)
+    conversations = synthetic(5, seed, scale=0.25)
     setting = replace(BASE, clients=False, room=1 << 15)
     figures = run(conversations, setting, EvictionPolicy.LRU)
     assert figures.found == figures.ideal == ideal(conversations, setting)
