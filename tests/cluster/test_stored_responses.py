@@ -26,10 +26,10 @@ TOPIC = "Stored answers. " * 40
 QUESTIONS = ("What does str.split do?", "What does json.dumps do?", "Explain dict.get.", "What does len do?")
 
 
-def ask(client: openai.OpenAI, question: str, **more: Any) -> Response:
+def ask(client: openai.OpenAI, question: Any, **more: Any) -> Response:
     """The answer, streamed; what its last event says is what is stored."""
     asked = {"model": MODEL, "input": question, "temperature": 0, "max_output_tokens": 24, "stream": True}
-    events = list(client.responses.create(**asked, **more))  # type: ignore[call-overload]
+    events = list(client.responses.create(**asked, **more))
     answer: Response = events[-1].response
     assert client.responses.retrieve(answer.id) == answer
     return answer
@@ -71,13 +71,21 @@ def test_they_go_on_when_a_controller_is_killed(plain: Cluster) -> None:
             cached = after.usage.input_tokens_details.cached_tokens
             # The last token of an answer that was cut short is known, but was never computed with.
             assert before.usage.total_tokens - 1 <= cached < after.usage.input_tokens
+        parent = answers[-1].usage
+        assert parent is not None
         with ThreadPoolExecutor(2) as both:
             branch = partial(ask, client, previous_response_id=answers[-1].id)
             for each in both.map(branch, ("And a sub-agent?", "And another one?")):
                 assert each.usage is not None
-                assert answers[-1].usage is not None
                 # Its last chunk may be the other branch's, which writes into it.
-                assert each.usage.input_tokens_details.cached_tokens > answers[-1].usage.total_tokens - CHUNK
+                assert each.usage.input_tokens_details.cached_tokens > parent.total_tokens - CHUNK
+        short = {"max_output_tokens": 24, "temperature": 0}
+        summary = client.responses.compact(model=MODEL, previous_response_id=answers[-1].id, extra_body=short)
+        assert summary.usage.input_tokens_details.cached_tokens > parent.total_tokens - CHUNK
+        kept = [item.to_dict(warnings=False) for item in summary.output]
+        after = ask(client, [*kept, {"role": "user", "content": "And now?"}])
+        assert after.usage is not None
+        assert after.usage.input_tokens < summary.usage.input_tokens
         view = View(cluster)
         victim = view.pid("controller")
         os.kill(victim, signal.SIGKILL)
