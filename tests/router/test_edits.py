@@ -164,6 +164,27 @@ def test_the_tokens_of_a_range_stand_for_nothing_else(tokenizer: Tokenizer, seed
     assert places.stops[-1] == len("one two")
 
 
+def test_tokens_of_an_answer_that_reads_the_same(tokenizer: Tokenizer) -> None:
+    """Remembered tokens of an answer may stand for other characters: here for other white space in a call."""
+    before, after = "<|bos|><|user|>Why?<|end|><|assistant|>", "<|end|><|user|>result here<|end|><|assistant|>"
+    shown, written = '{"a": 1, "b": 2}', '{"a":1,"b":2}'
+
+    def encoded(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    text = before + shown + after
+    tokens = encoded(before) + encoded(written) + encoded(after)
+    same, places = tokenizer.places(text, tokens, add_special_tokens=False)
+    assert same == tokens, "so that their KV is found"
+    start = text.index("result here")
+    span = places.within(start, start + len("result here"))
+    assert tokenizer.decode(tokens[span.start : span.stop]) == "result here"
+    place = text.index('"a"')
+    assert len(tokens[slice(*places.within(place, place + 3))]) == 0, "which of them these are is not known"
+    whole = places.within(0, len(text))
+    assert whole == (0, len(tokens))
+
+
 # -- what is cleared
 
 
@@ -254,7 +275,7 @@ USES = "clear_tool_uses_20250919"
 THINKING = "clear_thinking_20251015"
 BAD: dict[str, list[Any]] = {
     "edits": [{"edits": "x"}, {"edits": {"type": USES}}],
-    "edits[0]": [{"edits": bad} for bad in (["x"], [{}], [{"type": 5}])],
+    "edits[0]": [{"edits": ["x"]}, {"edits": [{}]}, {"edits": [{"type": 5}]}],
     "edits[0].type": [
         {"edits": [{"type": kind}]} for kind in ("compact_20260112", "clear_all", "clear_tool_uses")
     ],

@@ -10,11 +10,13 @@ today. A token that stands for other characters, too, is not within the range.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from trunkline.router.text.borders import Places
 from trunkline.router.text.detokenizer import TokenVocabulary
 from trunkline.router.text.marked_text import left_out
 from trunkline.router.text.truncation import TokenSpan
@@ -51,6 +53,26 @@ class TokenPlaces(NamedTuple):
         characters = np.concatenate([np.zeros(1, np.int64), np.cumsum(begins)])
         inside = np.append(~begins, False)
         return cls(characters[starts] - inside[starts], characters[stops])
+
+    @classmethod
+    def of_segments(
+        cls, text: str, tokens: Sequence[int], vocabulary: TokenVocabulary, borders: Places
+    ) -> TokenPlaces:
+        """Return the places of tokens of which some may be those of another text that reads the same, as a model
+        wrote it. Each of them stands for all characters between two borders.
+
+        Args:
+            borders: Places where the text and its tokens can be split.
+        """
+        ends = [(0, 0), *map(tuple, borders.tolist()), (len(text), len(tokens))]
+        starts, stops = [], []
+        for (start, first), (stop, last) in pairwise(ends):
+            found = cls.of_bytes(text[start:stop], tokens[first:last], vocabulary)
+            if found is None:
+                found = cls(np.zeros(last - first, np.int64), np.full(last - first, stop - start))
+            starts.append(found.starts + start)
+            stops.append(found.stops + start)
+        return cls(np.concatenate(starts), np.concatenate(stops))
 
     def within(self, start: int, stop: int) -> TokenSpan:
         """Return the tokens that stand for nothing but characters `[start, stop)`; an empty span if there are

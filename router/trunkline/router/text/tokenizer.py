@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 import tokenizers
 
 from trunkline.kvstore.fingerprint import tokenizer_digest
@@ -315,8 +316,8 @@ class Tokenizer:
         """Return the tokens of a text, and which characters each stands for.
 
         Args:
-            tokens: Tokens of the text. Where their bytes are not the text's, the text is encoded again, and other
-                tokens may come back.
+            tokens: Tokens of the text, or of one that reads the same. If places cannot be told for them, the text is
+                encoded again, and other tokens come back.
             add_special_tokens: As in `encode`.
 
         Raises:
@@ -325,7 +326,10 @@ class Tokenizer:
         found = TokenPlaces.of_bytes(text, tokens, self.vocabulary)
         if found is not None:
             return tokens, found
-        self.encode(text, add_special_tokens=add_special_tokens)  # for its limits
+        own = self.encode(text, add_special_tokens=add_special_tokens)
+        borders = self.borders.places(text, np.array(tokens, np.int32))
+        if own != tokens and len(borders):
+            return tokens, TokenPlaces.of_segments(text, tokens, self.vocabulary, borders)
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return encoding.ids, TokenPlaces.of_offsets(encoding.offsets)
 
