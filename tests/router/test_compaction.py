@@ -357,6 +357,19 @@ def test_a_compaction_stands_for_what_is_before_it(seed: int) -> None:
         assert not [warning for warning in foreign_items(whole, SEAL) if f"input[{len(before)}]" in warning]
 
 
+def test_sealed_items_of_a_conversation(
+    http: httpx.Client, fake: FakeController, tokenizer: Tokenizer, router: RunningRouter, sums_up: Ask
+) -> None:
+    seal = router.call(router.service.histories.seals.current(required=True))
+    thought: Any = {"type": "reasoning", "summary": [], "encrypted_content": seal.seal("reasoning", "Hm.")}
+    item = http.post(f"{PATH}/compact", json={"input": TALK}).json()["output"][-1]
+    made = http.post("/v1/conversations", json={"items": [*TALK, item]}).json()["id"]
+    [stored] = http.post(f"/v1/conversations/{made}/items", json={"items": [thought]}).json()["data"]
+    assert stored["content"] == [thought_part("Hm.")]
+    respond(http, "And?", conversation=made)
+    assert last_prompt(fake, tokenizer).startswith(window(tokenizer, "Weather?", add_generation_prompt=False))
+
+
 def test_thoughts_that_are_only_sealed() -> None:
     assert thought_of({"encrypted_content": SEAL.seal("reasoning", "Hm.")}, SEAL) == "Hm."
     assert thought_of({"encrypted_content": SEAL.seal("reasoning", "Hm.")}, Seal()) == ""

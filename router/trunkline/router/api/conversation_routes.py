@@ -23,7 +23,7 @@ from trunkline.router.api.next_route import delete_history
 from trunkline.router.api.openai_items import Object
 from trunkline.router.api.paging import answer_of, components_of
 from trunkline.router.api.requests import service_of
-from trunkline.router.api.response_input import to_items, to_messages
+from trunkline.router.api.response_input import NO_SEAL, has_sealed, to_items, to_messages
 from trunkline.router.api.turn import check_messages
 from trunkline.router.errors import bad_value, not_found
 from trunkline.router.http.answers import JsonResponse
@@ -31,6 +31,8 @@ from trunkline.router.http.body import beside_loop, parse_json_object, read_body
 from trunkline.router.jobs.parameters import Metadata
 from trunkline.router.jobs.request_models import MESSAGES_MAX
 from trunkline.router.request_context import draw_hex, request_name
+from trunkline.router.service import RouterService
+from trunkline.router.stores.seals import Seal
 from trunkline.router.stores.session_history import History
 from trunkline.router.stores.session_lease import Lease
 from trunkline.router.stores.session_memory import StoredSession
@@ -94,12 +96,12 @@ async def create_conversation(request: Request) -> JsonResponse:
     """Create a conversation."""
     service = service_of(request)
     content = await read_body(request, service.config.max_body_bytes)
-
-    def parse() -> tuple[ConversationRequest, list[Object]]:
-        body = validate(ConversationRequest, parse_json_object(content) if content.strip() else {})
-        return body, _checked(body.items or [], [])
-
-    body, items = await beside_loop(request, parse)
+    body = await beside_loop(
+        request, lambda: validate(ConversationRequest, parse_json_object(content) if content.strip() else {})
+    )
+    given = body.items or []
+    seal = await _seal(service, given)
+    items = await beside_loop(request, lambda: _checked(given, [], seal))
     state = SessionState(
         model=service.model_name, metadata=body.metadata or {}, history=History(form="items", messages=items)
     )
@@ -133,11 +135,13 @@ async def delete_conversation(request: Request, conversation_id: str) -> JsonRes
 @routes.post("/v1/conversations/{conversation_id}/items", responses=answer_of(ItemList))
 async def create_items(request: Request, conversation_id: str) -> JsonResponse:
     """Add items to a conversation; return them."""
-    body = await read_request(request, ItemsRequest, service_of(request).config.max_body_bytes)
+    service = service_of(request)
+    body = await read_request(request, ItemsRequest, service.config.max_body_bytes)
+    seal = await _seal(service, body.items)
     async with _leased(request, conversation_id, extends=True) as lease:
         await lease.undo(request_name())
         history = lease.session.history
-        items = await beside_loop(request, lambda: _checked(body.items, history.messages))
+        items = await beside_loop(request, lambda: _checked(body.items, history.messages, seal))
         lease.session.history = replace(history, form="items", messages=[*history.messages, *items])
         await lease.put(request_name())
         return JsonResponse(list_of(items))
@@ -183,11 +187,21 @@ async def _leased(request: Request, conversation_id: str, *, extends: bool = Fal
         lease.close()
 
 
-def _checked(given: list[Any], before: list[Object]) -> list[Object]:
+async def _seal(service: RouterService, given: list[Any]) -> Seal:
+    """Return what reads the items that this cluster has sealed.
+
+    Raises:
+        ApiError: 503, the store of records does not answer.
+    """
+    return await service.histories.seals.current(required=True) if has_sealed(given) else NO_SEAL
+
+
+def _checked(given: list[Any], before: list[Object], seal: Seal) -> list[Object]:
     """Return items of a request as they are stored.
 
     Args:
         before: items that the conversation has already.
+        seal: as in `to_messages`.
 
     Raises:
         ApiError: 400, naming the item that is wrong.
@@ -195,8 +209,8 @@ def _checked(given: list[Any], before: list[Object]) -> list[Object]:
     if len(before) + len(given) > MESSAGES_MAX:
         raise bad_value("items", f"a conversation has {MESSAGES_MAX} items at most")
     with renamed({"input": "items"}):
-        to_messages(given, None)
-    items = to_items(given, [item["id"] for item in before], lambda: draw_hex("input", 24))
+        to_messages(given, None, (), seal)
+    items = to_items(given, [item["id"] for item in before], lambda: draw_hex("input", 24), seal)
     check_messages(items, "items")
     return items
 
