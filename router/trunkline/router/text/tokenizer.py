@@ -316,7 +316,7 @@ class Tokenizer:
         """Return the tokens of a text, and which characters each stands for.
 
         Args:
-            tokens: Tokens of the text, or of one that reads the same. If places cannot be told for them, the text is
+            tokens: Tokens of the text, or of one that reads the same. If their places cannot be told, the text is
                 encoded again, and other tokens come back.
             add_special_tokens: As in `encode`.
 
