@@ -42,7 +42,8 @@ class TokenPlaces(NamedTuple):
     def of_bytes(cls, text: str, tokens: Sequence[int], vocabulary: TokenVocabulary) -> TokenPlaces | None:
         """Return the places of tokens whose bytes are the text's; None if the text is not made of their bytes."""
         data = text.encode("utf-8", "replace")
-        pieces = [vocabulary.token_bytes(token) for token in tokens]
+        bytes_of = {token: vocabulary.token_bytes(token) for token in set(tokens)}
+        pieces = [bytes_of[token] for token in tokens]
         if b"".join(pieces) != data:
             return None
         stops = np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)))
