@@ -21,7 +21,7 @@ ENDPOINTS: dict[str, Any] = {
         ({"disk_slots": 4}, "no host pool"),
         ({"remote": True}, "no host pool"),
         ({"remote": True, "host_slots": 4, "prefix_cache": False}, "without the prefix cache"),
-        ({"tier_policy": "clock"}, "tier_policy is 'clock'; allowed are look-ahead, lru, fifo"),
+        ({"tier_policy": "clock"}, "tier_policy is 'clock'; allowed are predicted, look-ahead, lru, fifo"),
         ({"session_ttl_s": -1.0}, "session_ttl_s is -1.0"),
         ({"session_ttl_s": float("inf")}, "session_ttl_s is inf"),
     ],

@@ -348,7 +348,7 @@ def random_engine(rng: random.Random) -> EngineConfig:
         disk_slots=rng.choice([0, 10, 80]),
         remote=rng.random() < 0.5,
         ranks=rng.choice([1, 2]),
-        tier_policy=rng.choice(["look-ahead", "lru", "fifo"]),
+        tier_policy=rng.choice(["predicted", "look-ahead", "lru", "fifo"]),
         session_ttl_s=rng.choice([0.0, 30.0]),
         preemption=rng.choice(["auto", "swap", "recompute"]),
     )

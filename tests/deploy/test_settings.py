@@ -48,7 +48,7 @@ from trunkline.router.routing.policies import POLICIES as POLICY_RULES
         ({"model": "/nonexistent/folder"}, "no folder"),
         ({"model": __file__}, "is a file"),
         ({"log_level": "loud"}, "--log-level"),
-        ({"tier_policy": "clock"}, "--tier-policy is 'clock'; allowed are look-ahead, lru, fifo"),
+        ({"tier_policy": "clock"}, "--tier-policy is 'clock'; allowed are predicted, look-ahead, lru, fifo"),
         ({"role": "prefill,cook"}, "--role: 'cook' is no role; allowed are both, prefill, decode"),
         ({"role": "prefill,decode", "peers": "off"}, "--role has a prefill group, but with --peers off"),
         ({"session_ttl": -1.0}, "--session-ttl is -1; allowed are 0"),
@@ -143,6 +143,7 @@ def test_routers_share_what_the_supervisor_listens_on(tmp_path: Path, monkeypatc
             tenant_header="X-Tenant",
             idempotency_ttl=60.0,
             file_bytes_max=4096,
+            prompt_memory_bytes=8192,
         )
         plan = plan_cluster(settings, listener=listener)
         assert plan.port == listener.getsockname()[1]
@@ -157,6 +158,7 @@ def test_routers_share_what_the_supervisor_listens_on(tmp_path: Path, monkeypatc
         assert router["tenant_limits"]["requests"] == 4
         said = (router[name] for name in ("resume_seconds", "tenant_header", "idempotency_ttl_seconds"))
         assert (*said, router["file_bytes_max"]) == (7.0, "X-Tenant", 60.0, 4096)
+        assert router["prompt_memory_bytes"] == 8192
         assert router["members"] == f"static:{tmp_path / 'members.json'}"
         Growing(plan, tmp_path, DiskFolders(), Running(plan.port, plan.url, plan.title, 1)).publish((0, 1))
         groups = read_members(tmp_path / "members.json")

@@ -17,6 +17,7 @@ from seeds import seeds
 from trunkline.kvstore.chunks import ChunkName, SlotId, TieredChunk
 from trunkline.kvstore.copies import IndexEvent
 from trunkline.kvstore.directory import Directory
+from trunkline.kvstore.next_use import Turn, TurnEnd
 from trunkline.kvstore.tier import TierKind
 from trunkline.kvstore.tier_moves import Move, MoveStatus
 from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy
@@ -102,6 +103,7 @@ class Life:
         self.plan = Plan()
         self.world.where.clear()
         self.claims: list[Chunk] = []
+        self.turns: list[Turn] = []
         self.pins: list[list[Chunk]] = []
         self.may_lose = False
 
@@ -222,6 +224,25 @@ class Life:
             account = self.directory.shares.account(self.rng.choice("abc"), floor, ceiling)
             if account is not None:
                 self.directory.own(self.path_to(chunk.name), account)
+
+    def end_turn(self) -> None:
+        """A request ends; how, is known at once, later or never."""
+        if (chunk := self.some()) is not None:
+            path = self.path_to(chunk.name)
+            end = TurnEnd(
+                arrived=self.now - self.rng.random(),
+                prompt_chunks=self.rng.randint(0, len(path)),
+                is_last=self.rng.random() < 0.1,
+            )
+            turn = self.directory.next_use.ended(path, end, self.now)
+            if turn is not None and self.rng.random() < 0.3:
+                self.turns.append(turn)
+        if self.turns and self.rng.random() < 0.5:
+            turn = self.turns.pop(self.rng.randrange(len(self.turns)))
+            if self.rng.random() < 0.5:
+                self.directory.next_use.told(turn, self.rng.choice(["tool", "text"]))
+            else:
+                self.directory.next_use.close(turn)
 
     def forget(self) -> None:
         if (chunk := self.some()) is not None and not chunk.children:
@@ -377,6 +398,7 @@ class Life:
 COMMON = (
     *(Life.compute, Life.load, Life.leave_device, Life.order, Life.work, Life.execute, Life.report, Life.want),
     *(Life.unwant, Life.claim, Life.unclaim, Life.unclaim, Life.end_step, Life.hear, Life.peer_changes),
+    Life.end_turn,
 )
 RARE = (
     *(Life.pin, Life.unpin, Life.unpin, Life.keep, Life.expire, Life.forget, Life.remote_evicts, Life.probe),

@@ -11,7 +11,7 @@ from trunkline.kvstore.chunks import blocks_for
 from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy
 
 PREEMPTIONS: Final = ("auto", "swap", "recompute")
-TIER_POLICIES: Final = ("look-ahead", "lru", "fifo")
+TIER_POLICIES: Final = ("predicted", "look-ahead", "lru", "fifo")
 HOLE_BLOCKS: Final = 256
 """Number of blocks that a sequence may have beyond its length because parts of them are not seen: cut off, or the
 empty rest behind a module's text."""

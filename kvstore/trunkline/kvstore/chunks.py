@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from trunkline.kvstore.next_use import Turn
     from trunkline.kvstore.shares import KvAccount
 
 BlockId = NewType("BlockId", int)
@@ -181,6 +182,7 @@ class TieredChunk(CopyLocations):
         "parent",
         "pins",
         "stored_below",
+        "turns",
         "wants",
     )
 
@@ -205,6 +207,9 @@ class TieredChunk(CopyLocations):
         """Whether the chunk's owner has removed it. Moves in flight may still use its slots."""
         self.wants: list[tuple[QueueKey, int]] = []
         """The waiting jobs that will use the chunk, in the order of the queue: (key, job)."""
+        self.turns: tuple[Turn, ...] = ()
+        """The turns that have ended with the chunk and whose sessions may come back
+        (`trunkline.kvstore.next_use`)."""
 
     @property
     def on_device(self) -> bool:

@@ -28,7 +28,14 @@ from trunkline.kvstore.chunks import NO_PEER, NO_SLOT, ChangeLog, ChunkT, SlotId
 from trunkline.kvstore.shares import KvAccount, SharedHeap, Shares
 from trunkline.kvstore.slots import SlotPool
 from trunkline.kvstore.tier import TierKind, TierTotals
-from trunkline.kvstore.tier_policy import DirectoryConfig, HeapVerdict, LazyHeap, VictimKey, victim_key
+from trunkline.kvstore.tier_policy import (
+    DirectoryConfig,
+    EvictionPolicy,
+    HeapVerdict,
+    LazyHeap,
+    VictimKey,
+    victim_key,
+)
 
 
 class IndexEvent(NamedTuple, Generic[ChunkT]):
@@ -396,6 +403,8 @@ class Copies(Generic[ChunkT]):
 
     def _gone(self, chunk: ChunkT) -> None:
         """Note that a ready copy of a chunk is gone. With its last copy the chunk leaves the system."""
+        if chunk.parent is not None and self._config.policy is EvictionPolicy.PREDICTED:
+            self.offer(cast(ChunkT, chunk.parent))  # it is the end of its path in that tier now
         if chunk.is_stored:
             self.offer(chunk)
             return

@@ -14,6 +14,7 @@ wants the chunk and nothing nearer has it. The directory keeps, over all chunks,
 
 - where the copies are and which of them are evicted first (`trunkline.kvstore.copies`),
 - which chunks the waiting jobs will use (`trunkline.kvstore.tier_policy`),
+- which chunks the jobs after these will use, as far as it can be foreseen (`trunkline.kvstore.next_use`),
 - the moves in flight (`trunkline.kvstore.tier_moves`), and how fast and how reliable each tier and each peer is
   (`trunkline.kvstore.tier_health`, `trunkline.kvstore.peers`).
 
@@ -26,35 +27,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Generic
 
 from trunkline.kvstore.chunks import NO_PEER, NO_SLOT, ChangeLog, ChunkT, QueueKey, SlotId, TieredChunk
 from trunkline.kvstore.copies import Copies, IndexEvent, may_leave
 from trunkline.kvstore.directory_check import check_directory, check_peers
+from trunkline.kvstore.next_use import RESTORED, NextUse
 from trunkline.kvstore.peers import Peer, PeerBook
 from trunkline.kvstore.shares import KvAccount, Shares
-from trunkline.kvstore.tier import TierKind, TierTotals
+from trunkline.kvstore.tier import TierKind, TierStats, TierTotals
 from trunkline.kvstore.tier_health import TierHealth
 from trunkline.kvstore.tier_moves import Move, MoveStatus, TierMover
 from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy, HeapVerdict, Source, WaitingJobs
 
 READ_US: dict[TierKind, float] = {TierKind.DISK: 500.0, TierKind.REMOTE: 1000.0}
 """Assumed microseconds of one read, by tier, until a read was measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierStats:
-    """A tier's size, its totals, and how well it works at present."""
-
-    slots: int
-    """Number of the tier's slots; 0: not known (remote, peer)."""
-    used: int
-    totals: TierTotals
-    read_us: float = 0.0
-    """Microseconds of one read while many are in flight; 0: nothing is read (host memory), or was yet (peers)."""
-    problem: str = ""
-    """Why the tier's moves fail; "": they do not."""
 
 
 class Directory(Generic[ChunkT]):
@@ -82,6 +69,7 @@ class Directory(Generic[ChunkT]):
         self.health = {tier: TierHealth(READ_US[tier], *limits, self.totals[tier]) for tier in tiers}
         self.copies: Copies[ChunkT] = Copies(config, self.totals, device_blocks)
         self.jobs: WaitingJobs[ChunkT] = WaitingJobs()
+        self.next_use: NextUse[ChunkT] = NextUse(self.copies.offer)
         self.peers = PeerBook(config.pulls_in_flight, self.totals[TierKind.PEER])
         self.mover: TierMover[ChunkT] = TierMover(
             self.copies, self.jobs, self.health, self.peers, config, self.totals
@@ -309,6 +297,7 @@ class Directory(Generic[ChunkT]):
 
     def moves(self, now: float) -> list[Move[ChunkT]]:
         """Return new moves. They may use slots of all plans made so far, so send those plans first."""
+        self.next_use.tick(now)
         self.copies.trim_remote(self.config.remote_known)
         for chunk in [chunk for chunk in self._released if not chunk.wants]:
             self.copies.drop_peer(chunk)
@@ -339,6 +328,7 @@ class Directory(Generic[ChunkT]):
         self.claimed_count -= chunk.claims > 0
         self.pinned_count -= chunk.pins > 0
         self.jobs.forget(chunk)
+        self.next_use.forget(chunk)
         self.mover.forget(chunk)
         self.copies.forget(chunk)
 
@@ -373,6 +363,7 @@ class Directory(Generic[ChunkT]):
             False if there is no such slot, or if it is taken.
         """
         chunk.last_use = max(chunk.last_use, last_use)
+        chunk.turns = chunk.turns or RESTORED
         return self.copies.restore_disk(chunk, slot, generation)
 
     def add_remote(self, chunk: ChunkT) -> None:

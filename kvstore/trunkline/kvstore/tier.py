@@ -43,6 +43,20 @@ class TierTotals:
     failures: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """A tier's size, its totals, and how well it works at present."""
+
+    slots: int
+    """Number of the tier's slots; 0: not known (remote, peer)."""
+    used: int
+    totals: TierTotals
+    read_us: float = 0.0
+    """Microseconds of one read while many are in flight; 0: nothing is read (host memory), or was yet (peers)."""
+    problem: str = ""
+    """Why the tier's moves fail; "": they do not."""
+
+
 class SlotKey(NamedTuple):
     """The content that a slot must have for a read to succeed. Any other content is a miss, never wrong KV."""
 

@@ -31,7 +31,6 @@ from trunkline.kvstore.tier import TierKind, TierTotals
 from trunkline.kvstore.tier_health import TierHealth
 from trunkline.kvstore.tier_policy import (
     DirectoryConfig,
-    EvictionPolicy,
     HeapVerdict,
     Source,
     WaitingJobs,
@@ -238,7 +237,7 @@ class TierMover(Generic[ChunkT]):
                 none leaves the system.
         """
         copies, shares, refused = self._copies, self._copies.shares, set[ChunkT]()
-        not_worth_it = HeapVerdict.STOP if self._config.policy is EvictionPolicy.LOOK_AHEAD else HeapVerdict.SKIP
+        not_worth_it = HeapVerdict.STOP if self._config.policy.looks_ahead else HeapVerdict.SKIP
 
         def judge(chunk: ChunkT) -> HeapVerdict:
             if chunk in refused or self._jobs.is_next(chunk):

@@ -1,8 +1,9 @@
 """The rules by which tiers evict and fetch: their configuration, the eviction policies, and the jobs that wait.
 
 **Eviction** (CachedAttention §3.3.2). A policy is a sort key; the chunk with the smallest key is evicted first.
-Look-ahead first evicts chunks that no waiting job will use, the least recently used one first. Of wanted chunks it
-first evicts the one whose earliest job is farthest from the head of the queue. That *is* the paper's window of
+Look-ahead first evicts chunks that no waiting job will use, the least recently used one first; or, if the next use
+is predicted, the one with the longest wait (`trunkline.kvstore.next_use`). Of wanted chunks it first evicts the
+one whose earliest job is farthest from the head of the queue. That *is* the paper's window of
 (C_mem + C_disk) / S_kv, by actual sizes: the chunks wanted first stay, as many as fit. A new chunk ranks by the
 same key, so an unwanted chunk never evicts a wanted one. Every policy evicts the end of a path before its
 beginning, because a chunk is of no use without those above it. A chunk is never used later, wanted earlier or
@@ -30,15 +31,23 @@ from itertools import count
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from trunkline.kvstore.chunks import NO_PEER, ChunkT, QueueKey, TieredChunk
+from trunkline.kvstore.next_use import wait_of
 from trunkline.kvstore.tier import TierKind
 
 
 class EvictionPolicy(StrEnum):
     """The rule that chooses the chunk to be evicted."""
 
+    PREDICTED = "predicted"
+    """As look-ahead; of the chunks that no waiting job will use, first those with the longest wait."""
     LOOK_AHEAD = "look-ahead"
     LRU = "lru"
     FIFO = "fifo"
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether chunks that waiting jobs will use are evicted last."""
+        return self in (EvictionPolicy.PREDICTED, EvictionPolicy.LOOK_AHEAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +110,7 @@ class DirectoryConfig:
 
     @property
     def prefetches(self) -> bool:
-        return self.policy is EvictionPolicy.LOOK_AHEAD if self.prefetch is None else self.prefetch
+        return self.policy.looks_ahead if self.prefetch is None else self.prefetch
 
     @property
     def is_exclusive(self) -> bool:
@@ -130,6 +139,12 @@ def _look_ahead(chunk: TieredChunk) -> VictimKey:
     return (0.0, chunk.last_use, -chunk.depth)
 
 
+def _predicted(chunk: TieredChunk) -> VictimKey:
+    if chunk.wants:
+        return _look_ahead(chunk)
+    return (0.0, -wait_of(chunk), chunk.last_use, -chunk.depth)
+
+
 def _lru(chunk: TieredChunk) -> VictimKey:
     return (chunk.last_use, -chunk.depth)
 
@@ -140,7 +155,12 @@ def _fifo(chunk: TieredChunk) -> VictimKey:
 
 def victim_key(policy: EvictionPolicy) -> Callable[[TieredChunk], VictimKey]:
     """Return the sort key of a policy."""
-    return {EvictionPolicy.LOOK_AHEAD: _look_ahead, EvictionPolicy.LRU: _lru, EvictionPolicy.FIFO: _fifo}[policy]
+    return {
+        EvictionPolicy.PREDICTED: _predicted,
+        EvictionPolicy.LOOK_AHEAD: _look_ahead,
+        EvictionPolicy.LRU: _lru,
+        EvictionPolicy.FIFO: _fifo,
+    }[policy]
 
 
 EntryT = TypeVar("EntryT")

@@ -19,6 +19,7 @@ import msgspec
 
 from trunkline.controller.allocation.modules import seen_tokens
 from trunkline.controller.allocation.prefix_match import match_prefix
+from trunkline.controller.allocation.turn_ends import turn_end
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import PENDING, Match, Node
@@ -365,12 +366,15 @@ class KVCacheManager:
             sequence.path.append(node)
         return merged
 
-    def leave(self, sequence: Sequence, kv_tokens: int, now: float, *, claim: bool = False) -> None:
+    def leave(
+        self, sequence: Sequence, kv_tokens: int, now: float, *, claim: bool = False, ends: bool = False
+    ) -> None:
         """Take everything back from a sequence; KV of its first `kv_tokens` tokens stays cached while there is
         room.
 
         Args:
             claim: the sequence will resume: until `drop_claim`, its chunks are saved when their blocks are needed.
+            ends: the sequence will not resume.
         """
         keep = len(sequence.path)
         while keep and sequence.path[keep - 1].ready_step == PENDING:
@@ -386,6 +390,10 @@ class KVCacheManager:
             tail = self._keep_tail(sequence, kv_tokens, now)
             self._own(sequence, sequence.path + tail)
             self._keep(sequence, tail, now)
+            if ends and not sequence.group.encodes:
+                output_tokens = max(0, kv_tokens - sequence.prompt_len)
+                end = turn_end(sequence, self.chunk_size, output_tokens, now)
+                self.tree.ended([*sequence.path[sequence.stem.base :], *tail], end, now)
             if claim:
                 self.drop_claim(sequence)
                 sequence.claim = self.tree.claim(sequence.path + tail)

@@ -1,5 +1,6 @@
 """The idle leaves of the radix cache in the order in which they lose their blocks: by the standing of their
-tenants (`trunkline.kvstore.shares`), then the least recently used first. Pure."""
+tenants (`trunkline.kvstore.shares`), then the one with the longest wait (`trunkline.kvstore.next_use`), then the
+least recently used first. Pure."""
 
 from __future__ import annotations
 
@@ -11,25 +12,33 @@ from trunkline.controller.cache.radix_tree import Node
 from trunkline.kvstore.shares import KvAccount, Shares
 from trunkline.kvstore.tier import TierKind
 
-_Entry = tuple[float, int, Node]
-"""Last use of a leaf, a serial number, and the leaf. The first two are the order."""
+_Entry = tuple[float, float, int, Node]
+"""Negative wait of a leaf, its last use, a serial number, and the leaf. The first three are the order."""
 
 
 class IdleLeaves:
     """Leaves that may lose their blocks: a heap for each tenant with a share, and one for all other leaves.
 
-    Entries are checked when they come to the top, because leaves may be in use again.
+    Entries are checked when they come to the top, because leaves may be in use again, or wait otherwise.
     """
 
-    def __init__(self, shares: Shares, blocks: int, is_idle_leaf: Callable[[Node], bool]) -> None:
+    def __init__(
+        self,
+        shares: Shares,
+        blocks: int,
+        is_idle_leaf: Callable[[Node], bool],
+        wait_of: Callable[[Node], float],
+    ) -> None:
         """
         Args:
             blocks: number of blocks of the device; memory is in proportion to it.
             is_idle_leaf: whether a chunk may lose its block now.
+            wait_of: a chunk's wait in seconds; 0 if only its last use counts.
         """
         self._shares = shares
         self._length_max = 4 * blocks + 64
         self._is_idle_leaf = is_idle_leaf
+        self._wait_of = wait_of
         self._heaps: dict[KvAccount | None, list[_Entry]] = {}
         self._serial = count()
 
@@ -37,27 +46,39 @@ class IdleLeaves:
         return sum(map(len, self._heaps.values()))
 
     def push(self, node: Node) -> None:
-        """Add an idle leaf, or one whose last use has changed."""
+        """Add an idle leaf, or one whose last use or wait has changed."""
         heap = self._heaps.setdefault(node.account, [])
-        heapq.heappush(heap, (node.last_use, next(self._serial), node))
+        heapq.heappush(heap, self._entry(node))
         if len(heap) > self._length_max:
-            present = {entry[2]: entry for entry in heap if self._is_current(entry, node.account)}
-            heap[:] = present.values()
+            present = {entry[3] for entry in heap if self._belongs(entry[3], node.account)}
+            heap[:] = map(self._entry, sorted(present, key=lambda leaf: leaf.last_use))
             heapq.heapify(heap)
 
     def pop(self) -> Node | None:
         """Remove and return the leaf to evict first; None if there is none."""
-        best, least = None, (float("inf"), 0.0, 0)
+        best, least = None, (float("inf"), 0.0, 0.0, 0)
         for account, heap in self._heaps.items():
-            while heap and not self._is_current(heap[0], account):
-                heapq.heappop(heap)
-            if not heap:
+            if not self._settle(heap, account):
                 continue
-            rank = (float(self._shares.standing(account, TierKind.DEVICE)), *heap[0][:2])
+            rank = (float(self._shares.standing(account, TierKind.DEVICE)), *heap[0][:3])
             if rank < least:
                 best, least = heap, rank
-        return None if best is None else heapq.heappop(best)[2]
+        return None if best is None else heapq.heappop(best)[3]
 
-    def _is_current(self, entry: _Entry, account: KvAccount | None) -> bool:
-        last_use, _, node = entry
-        return node.last_use == last_use and node.account is account and self._is_idle_leaf(node)
+    def _settle(self, heap: list[_Entry], account: KvAccount | None) -> bool:
+        """Bring an idle leaf to the top of a heap that is there in its present order; False if there is none."""
+        while heap:
+            wait, last_use, _, node = heap[0]
+            if not self._belongs(node, account) or last_use != node.last_use:
+                heapq.heappop(heap)
+            elif -wait == self._wait_of(node):
+                return True
+            else:
+                heapq.heapreplace(heap, self._entry(node))
+        return False
+
+    def _entry(self, node: Node) -> _Entry:
+        return -self._wait_of(node), node.last_use, next(self._serial), node
+
+    def _belongs(self, node: Node, account: KvAccount | None) -> bool:
+        return node.account is account and self._is_idle_leaf(node)

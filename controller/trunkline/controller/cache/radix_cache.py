@@ -32,10 +32,11 @@ from trunkline.controller.cache.radix_tree import Node, RadixTree
 from trunkline.controller.totals import Totals
 from trunkline.kvstore.chunks import NO_BLOCK, BlockId, ChunkName, SlotId
 from trunkline.kvstore.directory import Directory
+from trunkline.kvstore.next_use import TurnEnd, wait_of
 from trunkline.kvstore.peers import Peer
 from trunkline.kvstore.shares import KvAccount
 from trunkline.kvstore.tier import TierKind
-from trunkline.kvstore.tier_policy import DirectoryConfig
+from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy
 from trunkline.router.messages import MissReason
 
 DEPARTED_MAX: Final = 1 << 15
@@ -84,7 +85,7 @@ class RadixCache(RadixTree):
         self.tiers: Directory[Node] = Directory(tiers, self.totals.tiers, pool.num_blocks)
         self.fences = Fences(pool.num_blocks, tiers.host_slots)
         self._pool = pool
-        self.idle_leaves = IdleLeaves(self.tiers.shares, pool.num_blocks, self._is_idle_leaf)
+        self.idle_leaves = IdleLeaves(self.tiers.shares, pool.num_blocks, self._is_idle_leaf, self._wait_of)
         self._unsaved: deque[Node] = deque()
         """Full chunks that have no copy yet, in the order in which they filled."""
         self._departed: OrderedDict[ChunkName, MissReason] = OrderedDict()
@@ -262,6 +263,16 @@ class RadixCache(RadixTree):
             node.uses += 1
             self._note_idle(node)  # idle chunks have just become younger
 
+    def ended(self, path: list[Node], end: TurnEnd, now: float) -> None:
+        """Note that a request with this path has ended, if the policy goes by what may come next."""
+        if self.tiers.config.policy is EvictionPolicy.PREDICTED:
+            self.tiers.next_use.ended(path, end, now)
+            for node in path:
+                self._note_idle(node)
+
+    def _wait_of(self, node: Node) -> float:
+        return wait_of(node) if self.tiers.config.policy is EvictionPolicy.PREDICTED else 0.0
+
     def expire(self, now: float) -> None:
         """Drop idle chunks whose time to live is over, from all tiers, leaves first."""
         for node in self.tiers.expire(now):
@@ -345,6 +356,8 @@ class RadixCache(RadixTree):
 
         With a plan, chunks without a copy are saved in it if there is room; otherwise they are dropped.
         """
+        for changed in self.tiers.next_use.take_on_device():
+            self._note_idle(changed)
         free, freed = self._pool.free_count, 0
         while freed < blocks and (node := self.idle_leaves.pop()) is not None:
             if plan is not None and self._wants_copy(node):

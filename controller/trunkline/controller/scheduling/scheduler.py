@@ -256,7 +256,7 @@ class Scheduler:
         self._pending.left.append(sequence.batch_seq_id)
         self.preloads.left(sequence.batch_seq_id)
         self._pending.merged = [change for change in self._pending.merged if change[0] != sequence.batch_seq_id]
-        self.kv.leave(sequence, kv_tokens, now, claim=claim)
+        self.kv.leave(sequence, kv_tokens, now, claim=claim, ends=ends)
         self.forks.leave_batch(sequence)
 
     def end(self, sequence: Sequence, now: float) -> None:

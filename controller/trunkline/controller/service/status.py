@@ -23,8 +23,7 @@ from trunkline.controller.cache.kv_events import KvEventLog
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.messages import DescribeTree
 from trunkline.controller.service.tree_view import UNITS_PER_TURN, TreeWalk
-from trunkline.kvstore.directory import TierStats
-from trunkline.kvstore.tier import TierKind
+from trunkline.kvstore.tier import TierKind, TierStats
 from trunkline.router.messages import PROTOCOL, GroupIdentity, KvEvents, State, TierState, TreeDescription
 from trunkline.runtime.wire_keys import Role
 from trunkline.runtime.wire_sockets import SUBSCRIPTION_BYTES_MAX, Gate
