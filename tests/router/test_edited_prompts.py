@@ -257,6 +257,41 @@ def test_messages_of_anthropic_are_dropped_by_their_own_indices(
     assert "parts messages of one role" in send((0, 1), messages=joined).json()["error"]["message"]
 
 
+def respond(http: httpx.Client, **fields: Any) -> Any:
+    answer = http.post("/v1/responses", json={"max_output_tokens": 60, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_items_of_a_response_are_dropped_and_stored(
+    http: httpx.Client, fake: FakeController, tokenizer: Tokenizer
+) -> None:
+    drop = [{"from": 1, "to": 3}]
+    for store in (True, False):
+        first = respond(http, input=TURNS[1:], instructions="Be brief.", drop=drop, store=store)
+        assert left_of(fake, tokenizer) == tokenizer.render_chat([TURNS[0], TURNS[1], *TURNS[4:]])
+        submit = fake.behaviour.submits[-1]
+        assert tokenizer.decode(prompt_of(submit), skip_special_tokens=False) == tokenizer.render_chat(TURNS)
+        assert first["truncation_details"]["dropped_tokens"] == sum(
+            stop - start for start, stop in drops_of(submit)
+        )
+        if store:
+            stored = first["id"]
+    new = [
+        {"role": "user", "content": "One."},
+        {"role": "assistant", "content": "Two."},
+        {"role": "user", "content": "?"},
+    ]
+    respond(http, input=new, instructions="Be brief.", previous_response_id=stored, drop=[{"from": 0, "to": 2}])
+    whole = [*TURNS, {"role": "assistant", "content": ANSWER}, *new]
+    assert left_of(fake, tokenizer) == tokenizer.render_chat([*whole[:-3], whole[-1]])
+    assert tokenizer.decode(
+        prompt_of(fake.behaviour.submits[-1]), skip_special_tokens=False
+    ) == tokenizer.render_chat(whole)
+    bad = http.post("/v1/responses", json={"input": TURNS[1:], "drop": [{"from": 5, "to": 9}]})
+    assert (bad.status_code, bad.json()["error"]["param"]) == (400, "drop[0]")
+
+
 def test_tokens_of_a_completion(http: httpx.Client, fake: FakeController) -> None:
     tokens = list(range(100, 160))
     body = {"prompt": tokens, "max_tokens": 5, "drop": [{"from": 3, "to": 9}, {"from": 20, "to": 30}]}

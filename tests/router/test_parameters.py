@@ -135,6 +135,7 @@ PROBES: Final[dict[str, dict[str, Probe]]] = {
         "add_special_tokens": Probe(False),
     },
     "responses": {
+        "drop": Probe([{"from": 0, "to": 2}], {"input": ANSWERED}),
         "input": Probe("Other"),
         "instructions": Probe("Be brief."),
         "max_output_tokens": Probe(3),

@@ -37,16 +37,14 @@ from trunkline.router.api.blocks import (
     session_label,
 )
 from trunkline.router.api.context_edits import applied_edits, read_edits, tool_names
-from trunkline.router.api.edited_prompts import edited_prompt
+from trunkline.router.api.edited_prompts import dropped_messages, edited_prompt
 from trunkline.router.api.prompting import Rendering, chat_job, encode_text, start
 from trunkline.router.api.requests import check_length, check_model, read_parameters, service_of
-from trunkline.router.errors import bad_value
 from trunkline.router.http.answers import EventStream, JsonResponse, anthropic_error, while_connected
 from trunkline.router.http.body import beside_loop
 from trunkline.router.jobs.generation_parameters import DialogParameters
 from trunkline.router.jobs.known_parameters import KNOWN
 from trunkline.router.jobs.parameter_table import Endpoint, row
-from trunkline.router.jobs.drop_ranges import DropRange, Drops
 from trunkline.router.jobs.parameters import Count, Stops
 from trunkline.router.jobs.request_models import ChatRequest, Message
 from trunkline.router.request_context import draw_hex
@@ -129,12 +127,6 @@ class CountTokensRequest(DialogParameters):
         "`edits`: a list of `clear_thinking_20251015` and `clear_tool_uses_20250919`",
         "none",
         "see [edits](#edits)",
-    )
-    drop: Drops = row(
-        "at most 16 objects `{\"from\": a, \"to\": b}`, ascending",
-        "none",
-        "`messages` a to b - 1, which the model does not see; see [what is left out](#what-is-left-out)",
-        value=[],
     )
     mcp_servers: Annotated[list[Any] | None, _ToolList] = row("a list", "none", "see [below](#v1messages)")
 
@@ -284,34 +276,10 @@ def _translated(
         warnings.add("the tools of `mcp_servers` are not available to the model")
     translated: Object = {"messages": messages, "chat_template_kwargs": variables, **fields}
     if body.drop:
-        translated["drop"] = _dropped_messages(body.drop, [*borders, len(messages)])
+        translated["drop"] = dropped_messages(body.drop, [*borders, len(messages)])
     if messages[-1]["role"] == "assistant":
         translated["continue_final_message"] = True
     return as_chat(body, translated), plan
-
-
-def _dropped_messages(ranges: list[DropRange], borders: list[int | None]) -> list[Object]:
-    """Return `drop` in terms of the translated messages.
-
-    Args:
-        borders: For each message of the request the number of translated ones before it; None: it is a part of the
-            one before it. In the end the number of all translated ones.
-
-    Raises:
-        ApiError: 400, naming the range.
-    """
-    moved: list[Object] = []
-    if sum(given.stop - given.start for given in ranges) == len(borders) - 1:
-        raise bad_value(f"drop[{len(ranges) - 1}]", f"`drop[{len(ranges) - 1}]` leaves no message")
-    for index, given in enumerate(ranges):
-        param = f"drop[{index}]"
-        if given.stop >= len(borders):
-            raise bad_value(param, f"`{param}` ends at {given.stop}; there are {len(borders) - 1} messages")
-        first, last = borders[given.start], borders[given.stop]
-        if first is None or last is None:
-            raise bad_value(param, f"`{param}` parts messages of one role, which the model is shown as one")
-        moved.append({"from": first, "to": last})
-    return moved
 
 
 class _MessageWriter:

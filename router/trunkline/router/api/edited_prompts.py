@@ -18,7 +18,9 @@ from pydantic_core import from_json
 
 from trunkline.router.api.prompting import Rendering, check_left_out, encode_text
 from trunkline.router.api.requests import check_length
+from trunkline.router.api.turn import SessionTurn
 from trunkline.router.errors import ApiError, bad_value
+from trunkline.router.jobs.drop_ranges import DropRange
 from trunkline.router.jobs.request_models import ChatRequest, Message, ToolCall
 from trunkline.router.service import RouterService
 from trunkline.router.text.edits import ConversationPart, Edit, EditedPrompt, ToolUse, plan_edits
@@ -39,10 +41,17 @@ class MarkedConversation(NamedTuple):
 
 
 async def edited_prompt(
-    service: RouterService, body: ChatRequest, plan: ToolPlan, edits: Sequence[Edit] = ()
+    service: RouterService,
+    body: ChatRequest,
+    plan: ToolPlan,
+    edits: Sequence[Edit] = (),
+    turn: SessionTurn | None = None,
 ) -> EditedPrompt | None:
     """Return the prompt of a conversation without what `edits` clear and `body.drop` names; None if it has
     neither.
+
+    Args:
+        turn: The stored turn whose whole conversation `body.messages` is; None: it is not stored.
 
     Raises:
         ApiError: 400, naming the parameter that is wrong.
@@ -56,14 +65,16 @@ async def edited_prompt(
     text = await rendering.text(service, body.messages) if placed is None else placed.text
     check_length(len(text), "messages")
     rests = await _rests(service, body, rendering)
-    tokens = await encode_text(
-        service.tokenizer, text, None, add_special_tokens=body.add_special_tokens, param="messages"
-    )
+    special = body.add_special_tokens
+    if turn is None:
+        tokens = await encode_text(service.tokenizer, text, None, add_special_tokens=special, param="messages")
+    else:
+        tokens = await turn.tokens_of(text, "messages", add_special_tokens=special)
 
     def choose() -> EditedPrompt:
-        same, places = service.tokenizer.places(text, tokens, add_special_tokens=body.add_special_tokens)
+        own, places = service.tokenizer.places(text, tokens, add_special_tokens=special, stays=turn is not None)
         dropped = _dropped(RemainingText(text, places), rests)
-        whole = EditedPrompt(text, same, dropped)
+        whole = EditedPrompt(text, own, dropped)
         return whole if marked is None or placed is None else cleared(whole, places, marked[0], placed, edits)
 
     return await service.large_requests.run(choose) if len(text) > OFF_LOOP_CHARACTERS else choose()
@@ -122,15 +133,40 @@ def _dropped(text: RemainingText, rests: Sequence[str]) -> tuple[TokenSpan, ...]
     spans: list[TokenSpan] = []
     for number, rest in enumerate(rests):
         found = text.reduce(rest)
-        if found is None:
+        if found is None or not span_tokens(merge_spans(found)):
             param = f"drop[{len(rests) - 1 - number}]"
             raise bad_value(
                 param,
-                f"`{param}`: these messages are not one piece of the prompt, because the model's chat template "
-                "writes others differently without them",
+                f"`{param}`: these messages are no piece of the prompt: the model's chat template does not show "
+                "them, or writes others differently without them",
             )
         spans += found
     return merge_spans(spans)
+
+
+def dropped_messages(ranges: list[DropRange], borders: list[int | None]) -> list[dict[str, int]]:
+    """Return `drop` in terms of the messages of a chat completion.
+
+    Args:
+        ranges: Ranges of the messages, or items, of the request.
+        borders: For each message of the request the number of translated ones before it; None: it is a part of the
+            one before it. In the end the number of all translated ones.
+
+    Raises:
+        ApiError: 400, naming the range.
+    """
+    moved: list[dict[str, int]] = []
+    if sum(given.stop - given.start for given in ranges) == len(borders) - 1:
+        raise bad_value(f"drop[{len(ranges) - 1}]", f"`drop[{len(ranges) - 1}]` leaves no message")
+    for index, given in enumerate(ranges):
+        param = f"drop[{index}]"
+        if given.stop >= len(borders):
+            raise bad_value(param, f"`{param}` ends at {given.stop}; there are {len(borders) - 1} messages")
+        first, last = borders[given.start], borders[given.stop]
+        if first is None or last is None:
+            raise bad_value(param, f"`{param}` parts messages of one role, which the model is shown as one")
+        moved.append({"from": first, "to": last})
+    return moved
 
 
 def mark_conversation(messages: Sequence[Message]) -> tuple[MarkedConversation, Marks] | None:

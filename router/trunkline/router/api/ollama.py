@@ -23,6 +23,7 @@ from starlette.responses import Response
 
 from trunkline.router.api.answer_fields import cache_use, truncation_result
 from trunkline.router.api.blocks import AnswerBlocks, Block, as_chat, as_request, session_label
+from trunkline.router.api.edited_prompts import edited_prompt
 from trunkline.router.api.embeddings import pooled
 from trunkline.router.api.model_routes import listed_names
 from trunkline.router.api.ollama_content import Message, to_messages
@@ -179,7 +180,7 @@ async def chat(request: Request) -> Response:
         return _chat(request, body, to_messages(body.messages)), plan
 
     translation, plan = await beside_loop(request, translated)
-    job = await chat_job(service, translation, plan)
+    job = await chat_job(service, translation, plan, edited=await edited_prompt(service, translation, plan))
     return await _answer(request, service, _ChatAnswer(service, body, plan, arrived_at), job)
 
 
@@ -200,7 +201,8 @@ async def generate(request: Request) -> Response:
         turns = [{"role": "system", "content": body.system}] if body.system else []
         turns.append({"role": "user", "content": body.prompt})
         plan = prepare_tools(None, None, None, service.tokenizer.tool_style, service.tokenizer.reasoning)
-        job = await chat_job(service, _chat(request, body, turns), plan)
+        chat = _chat(request, body, turns)
+        job = await chat_job(service, chat, plan, edited=await edited_prompt(service, chat, plan))
     return await _answer(request, service, _GenerateAnswer(service, body, plan, arrived_at), job)
 
 

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from trunkline.router.api.answer_fields import cache_use, truncation_result
 from trunkline.router.api.background_responses import begin_background
 from trunkline.router.api.blocks import AnswerBlocks, as_chat, session_label
+from trunkline.router.api.edited_prompts import dropped_messages, edited_prompt
 from trunkline.router.api.openai_items import HISTORY, RESPONSES, HistoryRequest, Object, ResponsesRequest
 from trunkline.router.api.prompting import Rendering, chat_job, encode_text, start
 from trunkline.router.api.requests import check_length, check_model, read_parameters, service_of
@@ -174,7 +175,7 @@ class _Conversation:
         above = self.asked.body.compact_above(self.service.limits.max_context)
         job: Job | None = None
         try:
-            job = await chat_job(self.service, chat, self.asked.plan, self._turn)
+            job = await self._job_of(chat)
         except ApiError as error:
             if above is None or error.code != "context_length_exceeded" or not self._is_compactable():
                 raise
@@ -182,7 +183,7 @@ class _Conversation:
             return job, None
         compaction = await self._compacted(chat, arrived_at)
         chat = await self._translated(compaction.item)
-        return await chat_job(self.service, chat, self.asked.plan, self._turn), compaction
+        return await self._job_of(chat), compaction
 
     async def compact(self, arrived_at: float) -> Compaction:
         """Sum the conversation up, because the client asks for it.
@@ -200,7 +201,7 @@ class _Conversation:
         """
         chat = await self._translated()
         try:
-            return (await chat_job(self.service, chat, self.asked.plan, self._turn)).seen_tokens
+            return (await self._job_of(chat)).seen_tokens
         except ApiError as error:
             if error.code != "context_length_exceeded":
                 raise
@@ -208,6 +209,10 @@ class _Conversation:
         check_length(len(text), "input")
         tokenizer = self.service.tokenizer
         return len(await encode_text(tokenizer, text, None, add_special_tokens=False, param="input"))
+
+    async def _job_of(self, chat: ChatRequest) -> Job:
+        service, plan, turn = self.service, self.asked.plan, self._turn
+        return await chat_job(service, chat, plan, turn, await edited_prompt(service, chat, plan, turn=turn))
 
     def _is_compactable(self) -> bool:
         given: list[Any] = [] if isinstance(self.asked.given, str) else self.asked.given
@@ -241,10 +246,13 @@ class _Conversation:
             items = given
             if compaction is not None:
                 items = [*([{"role": "user", "content": given}] if isinstance(given, str) else given), compaction]
+            borders: list[int | None] = []
+            messages = to_messages(items, body.instructions, self._history, seal, borders)
             chat = as_chat(
                 body,
                 {
-                    "messages": to_messages(items, body.instructions, self._history, seal),
+                    "messages": messages,
+                    "drop": dropped_messages(body.drop, [*borders, len(messages)]) or None,
                     "max_completion_tokens": body.max_output_tokens,
                     "response_format": body.response_format(),
                     "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,

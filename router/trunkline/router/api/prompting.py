@@ -210,7 +210,7 @@ async def chat_job(
 
     Args:
         turn: Turn of the stored session whose history precedes the messages.
-        edited: The prompt, if parts of it are left out (`edited_prompts.py`); then there is no `turn`.
+        edited: The prompt, if parts of it are left out (`edited_prompts.py`).
 
     Raises:
         ApiError: 400, naming the parameter that is wrong.

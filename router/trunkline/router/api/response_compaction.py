@@ -40,6 +40,7 @@ _NOT_OF_SUMMARIES: Final[dict[str, Any]] = {
     **dict.fromkeys(("response_format", "logprobs", "top_logprobs", "truncate_prompt_tokens", "min_tokens")),
     **dict.fromkeys(("max_tokens", "ignore_eos", "stop_token_ids", "allowed_token_ids")),
     "stop": [],
+    "drop": [],
 }
 """Parameters that are about the answer itself, with the values that ask for nothing."""
 

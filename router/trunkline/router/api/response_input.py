@@ -52,13 +52,19 @@ class Placed(NamedTuple):
 
 
 def to_messages(
-    given: str | list[Any], instructions: str | None, history: Sequence[Object] = (), seal: Seal = NO_SEAL
+    given: str | list[Any],
+    instructions: str | None,
+    history: Sequence[Object] = (),
+    seal: Seal = NO_SEAL,
+    borders: list[int | None] | None = None,
 ) -> list[Message]:
     """Translate `input`, with `instructions` as its first message.
 
     Args:
         history: stored items that precede the input.
         seal: reads what this cluster has sealed.
+        borders: gets for each item of `input` the number of messages before it; None where it continues the one
+            before, or is not in its place because of a compaction.
 
     Raises:
         ApiError: 400, naming the item that is wrong (`input[2].content[0]`).
@@ -70,8 +76,12 @@ def to_messages(
         given = [{"role": "user", "content": given}]
     placed = [Placed("history", item) for item in history]
     placed += [Placed(f"input[{index}]", item) for index, item in enumerate(given)]
-    for path, item in _compacted(placed, seal):
+    shown = _compacted(placed, seal)
+    for path, item in shown:
+        before = len(messages)
         _add(messages, item, path, seal)
+        if borders is not None and path != "history":
+            borders.append(before if len(messages) > before and shown is placed else None)
     return messages
 
 

@@ -157,6 +157,13 @@ class SharedParameters(RequestBody):
         "whether what is left of a prompt is computed as a prompt of its own, without KV that was computed behind "
         "what is left out; see [what is left out](#what-is-left-out)",
     )
+    drop: Drops = row(
+        'at most 16 objects `{"from": a, "to": b}`, ascending',
+        "none",
+        "messages (responses: items of `input`; completions: tokens of the prompt) a to b - 1, which the model "
+        "does not see; see [what is left out](#what-is-left-out)",
+        value=[],
+    )
     priority: Priority | None = row(
         "32-bit integer",
         "0, or the [tenant's](#tenants)",
@@ -240,13 +247,6 @@ class GenerationRequest(SharedParameters):
         "boolean", "false", "log-probabilities name tokens `token_id:ID` instead of by their texts"
     )
     return_timings: bool | None = row("boolean", "false", "see [timings](#timings)")
-    drop: Drops = row(
-        "at most 16 objects `{\"from\": a, \"to\": b}`, ascending",
-        "none",
-        "messages (in completions: tokens of the prompt) a to b - 1, which the model does not see; see "
-        "[what is left out](#what-is-left-out)",
-        value=[],
-    )
     pml: str | None = row("a prompt in PML", "none", "a prompt made of modules; see [schemas](#schemas)")
     trailing: Trailing | None = row(
         '`"fixed"`, `"compact"`',

@@ -136,7 +136,6 @@ REFUSED: Final = (
     _refused("audio web_search_options"),
     _refused("modalities", ["text"]),
     _refused("tools", at=_TEXT, why="`tools` belong to conversations; use /v1/chat/completions"),
-    _refused("drop", at=_RESPONSES, why="`drop` belongs to messages; leave the items out of `input`"),
     _refused("tool_choice", "none", "auto", at=_TEXT, why="`tool_choice` belongs to conversations"),
     _refused("messages", at=_TEXT, why="`messages` belong to /v1/chat/completions; send `prompt`"),
     _refused("messages", at=_RESPONSES, why="`messages` belong to /v1/chat/completions; send `input`"),

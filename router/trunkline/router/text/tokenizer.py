@@ -312,13 +312,16 @@ class Tokenizer:
             return ids[len(line_end) :]
         return await self.encode_async(text, add_special_tokens=False)  # a token joins the line end and the text
 
-    def places(self, text: str, tokens: list[int], *, add_special_tokens: bool) -> tuple[list[int], TokenPlaces]:
+    def places(
+        self, text: str, tokens: list[int], *, add_special_tokens: bool, stays: bool = False
+    ) -> tuple[list[int], TokenPlaces]:
         """Return the tokens of a text, and which characters each stands for.
 
         Args:
             tokens: Tokens of the text, or of one that reads the same. If their places cannot be told, the text is
                 encoded again, and other tokens come back.
             add_special_tokens: As in `encode`.
+            stays: Whether `tokens` come back in any case.
 
         Raises:
             ApiError: As in `encode`.
@@ -328,7 +331,7 @@ class Tokenizer:
             return tokens, found
         own = self.encode(text, add_special_tokens=add_special_tokens)
         borders = self.borders.places(text, np.array(tokens, np.int32))
-        if own != tokens and len(borders):
+        if own != tokens and (stays or len(borders)):
             return tokens, TokenPlaces.of_segments(text, tokens, self.vocabulary, borders)
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return encoding.ids, TokenPlaces.of_offsets(encoding.offsets)
