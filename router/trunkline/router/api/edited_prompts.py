@@ -156,7 +156,7 @@ def dropped_messages(ranges: list[DropRange], borders: list[int | None]) -> list
         ApiError: 400, naming the range.
     """
     moved: list[dict[str, int]] = []
-    if sum(given.stop - given.start for given in ranges) == len(borders) - 1:
+    if ranges and sum(given.stop - given.start for given in ranges) == len(borders) - 1:
         raise bad_value(f"drop[{len(ranges) - 1}]", f"`drop[{len(ranges) - 1}]` leaves no message")
     for index, given in enumerate(ranges):
         param = f"drop[{index}]"
