@@ -44,6 +44,8 @@ _NOT_WITH_MODULES: Final[dict[str, str]] = {
     "prompt_logprobs": "is not available for a prompt of modules: most of its tokens are not computed",
     "echo": "is not available for a prompt of modules: its text does not stand in one piece",
     "truncate_prompt_tokens": "is not available for a prompt of modules: they stand at fixed places",
+    "drop": "is not available for a prompt of modules: they stand at fixed places",
+    "exact": "is not available for a prompt of modules: they do not see each other",
 }
 
 
@@ -53,8 +55,6 @@ class Placed(NamedTuple):
     schema: StoredSchema
     prompt: pml.CompiledPrompt
 
-    "drop": "is not available for a prompt of modules: they stand at fixed places",
-    "exact": "is not available for a prompt of modules: they do not see each other",
     def layout(self, own_tokens: int | None = None) -> PromptLayout:
         """Return the layout for the engine. `own_tokens`: number of own tokens, if a session's history changed
         it."""
