@@ -216,7 +216,7 @@ def shares(
     asks = True
     for turn in range(TURNS):
         if asks:
-            shape.ask(f"Look at part {turn}, please.")
+            shape.ask(f"Look at part {turn}, please, in the {says.__name__} way.")
         said = [*tokenizer.encode(says(turn), add_special_tokens=False), EOS]
         fake.behaviour.script = lambda _, said=said: said  # type: ignore[misc]
         answer = http.post(shape.path, json={"model": "demo", **shape.body(turn)})
@@ -240,6 +240,4 @@ def test_prompts_begin_with_what_is_known(
     assert len(found) == TURNS - 1
     for prompt, answer, known in found:
         assert prompt > 6_000
-        assert known >= prompt  # an answer may come back otherwise, but never the prompt before it
-        assert known >= 0.99 * (prompt + answer)
-        assert says is unusual or known == prompt + answer
+        assert known == prompt + answer

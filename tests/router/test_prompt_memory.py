@@ -125,7 +125,7 @@ class World:
         self.tokenizer = tokenizer
         self.model = Model(tokenizer, self.rng)
         self.memory = PromptMemory(bytes_max)
-        self.same = functools.cache(reads_same(self.model.plan, "possible"))
+        self.same = functools.cache(reads_same(self.model.plan))
         self.encode = functools.cache(lambda text: tokenizer.encode(text, add_special_tokens=False))
         self.known: dict[tuple[Scope, tuple[int, ...]], set[tuple[str, str]]] = {}
         """The texts of tokens from a prompt's last border to the end of its answer: that of either part."""
@@ -213,7 +213,7 @@ class World:
             for end in range(index + 1, len(cuts)):
                 shown = rendered[cuts[index] : cuts[end]]
                 if any(
-                    shown.startswith(before) and self.same(said, shown[len(before) :])
+                    shown.startswith(before) and self.same(before, said, shown[len(before) :])
                     for before, said in self.known[scope, tail]
                 ):
                     yield place + len(tail), end
@@ -247,7 +247,7 @@ def test_random_conversations(family: Tokenizer, seed: int, bytes_max: int) -> N
 
 
 def turn(memory: PromptMemory, tokenizer: Tokenizer, rendered: str, *answers: list[int]) -> Prompt:
-    prompt, _ = remembered(memory, tokenizer, SCOPE, rendered, lambda one, other: one.strip() == other.strip())
+    prompt, _ = remembered(memory, tokenizer, SCOPE, rendered, lambda _, one, other: one.strip() == other.strip())
     for ids in answers:
         memory.answered(prompt, text_of(ids, tokenizer.vocabulary), ids)
     return prompt

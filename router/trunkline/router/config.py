@@ -257,6 +257,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     metrics_path: str = ""
     """Path, without the number at its end, of the sockets by which router processes ask each other for metrics
     (`metrics_page.py`); "": there are none."""
+    prompt_memory_bytes: int = 256 << 20
+    """Memory for prompts and answers of conversations that clients send again as a whole
+    (`text/prompt_memory.py`), in bytes; 0: nothing is remembered, and each prompt is encoded anew."""
     idempotency_ttl_seconds: float = 600.0
     """Time for which an answer is kept for a client that repeats its request with the same `Idempotency-Key`; 0:
     these keys are ignored."""
@@ -303,6 +306,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             (
                 self.request_timeout_seconds >= 0,
                 f"request_timeout_seconds: {self.request_timeout_seconds} is negative; 0 means no limit",
+            ),
+            (
+                self.prompt_memory_bytes >= 0,
+                f"prompt_memory_bytes: {self.prompt_memory_bytes} is negative; 0 means that nothing is remembered",
             ),
             (self.resume_seconds >= 0, f"resume_seconds: {self.resume_seconds} is negative; 0 means not to wait"),
             (self.drain_seconds >= 0, f"drain_seconds: {self.drain_seconds} is negative"),

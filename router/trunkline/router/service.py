@@ -112,7 +112,12 @@ class RouterService:
         self.links = Links()
         self.metrics = Metrics(
             lambda: self.links,
-            LiveGauges(lambda: len(self.schemas), lambda: self.live_count, lambda: self.dispatcher.waiting_count),
+            LiveGauges(
+                lambda: len(self.schemas),
+                lambda: self.live_count,
+                lambda: self.dispatcher.waiting_count,
+                lambda: self.models.memory,
+            ),
             version=self.version,
             models=[model.name for model in self.models],
         )

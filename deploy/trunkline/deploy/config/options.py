@@ -340,6 +340,14 @@ SERVE_OPTIONS: Final = (
         parse=lambda text: parse_bytes(text, "--file-max-bytes"),
     ),
     CliOption(
+        "prompt_memory_bytes",
+        "Memory of each router for prompts and answers of conversations that clients send again as a whole; 0: "
+        "each prompt is tokenised anew. Default: 256 MiB.",
+        OPERATION,
+        metavar="SIZE",
+        parse=lambda text: parse_limit(text, "--prompt-memory-bytes"),
+    ),
+    CliOption(
         "allowed_hosts",
         "Host names by which browsers may reach a server without API keys, with commas between them.",
         OPERATION,
@@ -451,7 +459,7 @@ _CLUSTER_ONLY: Final = frozenset({"groups", "ranks_here", "models"})
 _ROUTER_ONLY: Final = frozenset(
     """served_model_name tool_call_parser reasoning_parser routers policy resume_seconds host port tenants
     tenant_limits tenant_header idempotency_ttl records records_max_bytes records_tenant_bytes file_bytes_max
-    api_key_file allow_anonymous allowed_hosts cors_origins show_lines""".split()
+    prompt_memory_bytes api_key_file allow_anonymous allowed_hosts cors_origins show_lines""".split()
 )
 _ENGINE_ONLY: Final = frozenset(
     """tp dtype device threads kernels quantization chunk_size kv_memory_bytes gpu_memory_fraction host_tier_bytes

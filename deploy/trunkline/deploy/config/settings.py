@@ -163,6 +163,8 @@ class ServeSettings:
     """Bytes that the records of one tenant may take; 0: no limit. Beyond it the tenant can make no new ones."""
     file_bytes_max: int = 200 << 20
     """Largest size in bytes of a file that clients upload."""
+    prompt_memory_bytes: int = 256 << 20
+    """Bytes of each router for prompts and answers that it remembers; 0: none are."""
     threads: int | None = None
     """CPU threads per worker."""
     log_level: str = "warning"

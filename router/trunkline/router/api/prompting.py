@@ -16,9 +16,10 @@ from typing import Any, Final, NamedTuple
 from msgspec.structs import replace
 
 from trunkline.kvstore.cuts import DROPS_MAX
+from trunkline.router.api.instructions import instruction_tokens as instruction_tokens
 from trunkline.router.api.requests import check_length
 from trunkline.router.api.turn import SessionTurn
-from trunkline.router.errors import ApiError, PromptError, bad_value
+from trunkline.router.errors import PromptError, bad_value
 from trunkline.router.jobs.decoding import owned
 from trunkline.router.jobs.drop_ranges import DropRange
 from trunkline.router.jobs.job import (
@@ -32,12 +33,12 @@ from trunkline.router.jobs.job import (
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, Message
 from trunkline.router.request_context import current, draw_seed
 from trunkline.router.service import RouterService
-from trunkline.router.stores.session_history import common_length
 from trunkline.router.streams.generation import Generation
 from trunkline.router.tenancy.auth import cache_salt
 from trunkline.router.tenancy.tenants import current_meter
 from trunkline.router.text.edits import EditedPrompt
 from trunkline.router.text.reasoning_styles import ThoughtState
+from trunkline.router.text.remembered_prompts import RememberedPrompt
 from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
 from trunkline.router.text.truncation import (
     CutError,
@@ -50,6 +51,7 @@ from trunkline.router.text.truncation import (
     span_tokens,
 )
 from trunkline.router.tools.plan import ToolPlan
+from trunkline.router.tools.readings import reads_same
 
 RENDER_CHARACTERS_MAX: Final = 8 << 20
 """Largest number of characters of a conversation. It is limited because no other thread runs during a call that
@@ -59,7 +61,6 @@ LOGPROBS_OF_PROMPTS_MAX: Final = 1 << 18
 is written."""
 LAST_PRIORITY: Final = 2**31 - 1
 """Priority of requests that stand behind all others."""
-_INSTRUCTION_ROLES: Final = ("system", "developer")
 _END_MARK: Final = "\ue000the answer goes on here\ue000"
 """Marks the end of a message that the answer continues, in what the template writes."""
 
@@ -170,15 +171,24 @@ async def encode_text(
         ids = await tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
         return ids[keep]
     if limits is not None:
-        fewest = tokenizer.fewest_tokens(text)
-        if fewest >= limits.max_context:
-            raise bad_value(
-                param,
-                f"this model's context is {limits.max_context} tokens, prompt and output together; "
-                f"`{param}` has {len(text)} characters, more than {fewest} tokens. Please shorten it.",
-                code="context_length_exceeded",
-            )
+        check_fits(tokenizer, text, limits, param)
     return await tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+
+
+def check_fits(tokenizer: Tokenizer, text: str, limits: ModelLimits, param: str) -> None:
+    """Refuse a text that is so long that it certainly does not fit `limits`.
+
+    Raises:
+        ApiError: 400.
+    """
+    fewest = tokenizer.fewest_tokens(text)
+    if fewest >= limits.max_context:
+        raise bad_value(
+            param,
+            f"this model's context is {limits.max_context} tokens, prompt and output together; "
+            f"`{param}` has {len(text)} characters, more than {fewest} tokens. Please shorten it.",
+            code="context_length_exceeded",
+        )
 
 
 def policy_of(body: ChatRequest | CompletionRequest, turn: SessionTurn | None) -> RetentionPolicy | None:
@@ -223,12 +233,14 @@ async def chat_job(
     messages = body.messages if turn is None else await turn.messages(body.messages)
     rendering = Rendering.of(body, plan)
     text = await rendering.text(service, messages) if edited is None else edited.text
+    remembered: RememberedPrompt | None = None
     if edited is not None:
         tokens = edited.tokens
     elif turn is not None:
         tokens = await turn.tokens_of(text, "messages", add_special_tokens=body.add_special_tokens)
     else:
-        tokens = await _tokens(service, body, text, policy, "messages")
+        remembered = await _remembered(service, body, text, policy, plan)
+        tokens = await _tokens(service, body, text, policy, "messages") if remembered is None else remembered.ids
     discards = _discards(body, turn) if edited is None else edited.drops
     head = 0
     if policy is not None and policy.keep_instructions:
@@ -237,7 +249,7 @@ async def chat_job(
         if seen + room_for(wanted_tokens(body)[1], context) > context:
             head = await instruction_tokens(service, rendering, messages, text, tokens)
     thought: ThoughtState = "closed" if rendering.continues else plan.thought_behind(text)
-    return _job(service, body, _Encoded(tokens, discards, head, thought), policy, turn, plan)
+    return _job(service, body, _Encoded(tokens, discards, head, thought, remembered), policy, turn, plan)
 
 
 async def completion_job(
@@ -310,6 +322,23 @@ class _Encoded(NamedTuple):
     """Number of first tokens that a cut keeps."""
     thought: ThoughtState = "possible"
     """Where the answer begins."""
+    remembered: RememberedPrompt | None = None
+    """As in `Job`."""
+
+
+async def _remembered(
+    service: RouterService, body: ChatRequest, text: str, policy: RetentionPolicy | None, plan: ToolPlan
+) -> RememberedPrompt | None:
+    """Return a conversation's prompt, encoded as far as it is new; None: such prompts are not remembered."""
+    prompts = service.model.remembered
+    if not prompts.is_on or body.add_special_tokens or body.prompt_slice is not None:
+        return None
+    if policy is None:
+        check_fits(service.tokenizer, text, service.limits, "messages")
+    else:
+        check_length(len(text), "messages")
+    salt = cache_salt(body.cache_salt)
+    return await prompts.encoded(text, salt, prompts.known(text, salt, reads_same(plan)))
 
 
 async def _tokens(
@@ -366,7 +395,8 @@ def _job(
     if cut.drops and (body.exact or len(cut.drops) > DROPS_MAX):
         reused -= span_tokens(clip_spans(cut.drops, reused))
         tokens, cut = cut.without_dropped(tokens)
-    job = job_for(service, body, Prompt(tokens, cut=cut, thought=encoded.thought), tools=plan)
+    prompt = Prompt(tokens, cut=cut, thought=encoded.thought, remembered=encoded.remembered)
+    job = job_for(service, body, prompt, tools=plan)
     if turn is None:
         return job
     turn.check_size(source)
@@ -445,44 +475,3 @@ async def start(service: RouterService, job: Job, arrived_at: float) -> Generati
         generation.close()
         raise
     return generation
-
-
-async def instruction_tokens(
-    service: RouterService, rendering: Rendering, messages: list[Message], text: str, tokens: Sequence[int]
-) -> int:
-    """Return how many first tokens of a prompt are its instructions: leading system messages and tools.
-
-    Args:
-        messages: The conversation.
-        text: The conversation's text, made with `rendering`.
-        tokens: The token ids of `text`.
-    """
-    others = (i for i, message in enumerate(messages) if message.role not in _INSTRUCTION_ROLES)
-    count = next(others, len(messages))
-    if not count and rendering.tools is None:
-        return 0
-    end = await _instruction_characters(service, rendering, messages, count, text)
-    ids = await service.tokenizer.encode_async(text[:end], add_special_tokens=rendering.add_special_tokens)
-    differing = (i for i, (one, other) in enumerate(zip(ids, tokens, strict=False)) if one != other)
-    return next(differing, min(len(ids), len(tokens)))
-
-
-async def _instruction_characters(
-    service: RouterService, rendering: Rendering, messages: list[Message], count: int, text: str
-) -> int:
-    if count:
-        try:
-            alone = await rendering._replace(add_generation_prompt=False, continues=False).text(
-                service, messages[:count]
-            )
-        except ApiError:
-            alone = ""  # some templates take system messages only in front of others
-        end = common_length(alone, text)
-        if messages[count - 1].content.strip() in text[:end]:
-            return end
-    if count == len(messages):
-        return len(text)
-    # The instructions are the text that stays the same when the content of the first other message changes.
-    first = messages[count]
-    changed = first.model_copy(update={"content": "1" if first.content.startswith("0") else "0"})
-    return common_length(await rendering.text(service, [*messages[:count], changed, *messages[count + 1 :]]), text)

@@ -17,6 +17,7 @@ from trunkline.router.jobs.generation_parameters import GenerationRequest
 from trunkline.router.jobs.parameters import SESSION_ID_CHARACTERS_MAX
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest
 from trunkline.router.text.reasoning_styles import ThoughtState
+from trunkline.router.text.remembered_prompts import RememberedPrompt
 from trunkline.router.text.stop_expressions import StopExpression, compile_expression
 from trunkline.router.text.tokenizer import SamplingDefaults
 from trunkline.router.text.truncation import PromptCut
@@ -67,6 +68,8 @@ class Prompt(msgspec.Struct, frozen=True):
     modules: Modules | None = None
     thought: ThoughtState = "possible"
     """Where the answer begins: within a thought, where one may begin, or behind one."""
+    remembered: RememberedPrompt | None = None
+    """As in `Job`."""
 
     @property
     def span(self) -> int:
@@ -110,6 +113,8 @@ class Job(msgspec.Struct, frozen=True):
     """Where the answer begins: within a thought, where one may begin, or behind one."""
     formed: bool = False
     """Whether the answer is either calls or a text that follows the grammar."""
+    remembered: RememberedPrompt | None = None
+    """The prompt as it is remembered, for the answer to it; None: it is not."""
     opening: str = ""
     """Digest of a short conversation's messages up to the user's first one, the same in all of its turns: its
     name for routing, if its client gives none."""
@@ -244,6 +249,7 @@ def make_job(
         cut=prompt.cut,
         modules=prompt.modules,
         thought=prompt.thought,
+        remembered=prompt.remembered,
         formed=tools is not None and tools.has_either(wanted),
         session=request.session_id or (request.prompt_cache_key or "")[:SESSION_ID_CHARACTERS_MAX],
         opening=_opening(request, prompt),

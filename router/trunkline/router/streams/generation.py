@@ -237,6 +237,8 @@ class Generation:
         """How the generation ended. While the generation runs: the outcome that it would have if its reader left
         now."""
         self._timer: asyncio.TimerHandle | None = None
+        self._written: dict[int, list[int]] = {}
+        """Tokens of the answers so far, of a prompt that is remembered."""
 
     @property
     def cached_tokens(self) -> int:
@@ -309,6 +311,7 @@ class Generation:
                 before = self._choices.output_tokens
                 deltas = self._choices.feed(batch, None if end is None or error is not None else end.reason)
                 self._metrics.per_token.tokens += self._choices.output_tokens - before
+                self._remember(deltas)
                 over = self._choices.all_over
                 if over:
                     self.outcome = next((delta.finish for delta in reversed(deltas) if delta.finish), "stop")
@@ -324,6 +327,16 @@ class Generation:
                     raise error or unavailable("the engine ended a search without results", code="engine_failed")
         finally:
             self.close()
+
+    def _remember(self, deltas: Sequence[Delta]) -> None:
+        """Keep the tokens of answers, and remember each that is complete as the model wrote it."""
+        if self.job.remembered is None:
+            return
+        for delta in deltas:
+            written = self._written.setdefault(delta.index, [])
+            written += delta.tokens
+            if delta.finish is not None and delta.stop is None:
+                self.job.remembered.answered(written, self.job.eos_ids)
 
     def limit(self, seconds: float) -> None:
         """End the generation with an error if it is not over after `seconds`."""

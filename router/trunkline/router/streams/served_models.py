@@ -23,6 +23,8 @@ from trunkline.router.membership.member import Member
 from trunkline.router.messages import State
 from trunkline.router.streams.link import ControllerLink, Standing
 from trunkline.router.streams.weights_in_force import Said, WeightsInForce
+from trunkline.router.text.prompt_memory import PromptMemory
+from trunkline.router.text.remembered_prompts import RememberedPrompts
 from trunkline.router.text.tokenizer import Tokenizer
 
 _log = structlog.get_logger("trunkline.router.streams.served_models")
@@ -31,12 +33,15 @@ _log = structlog.get_logger("trunkline.router.streams.served_models")
 class ServedModel:
     """A model that requests can ask for."""
 
-    def __init__(self, config: ModelConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: ModelConfig, tokenizer: Tokenizer, memory: PromptMemory) -> None:
+        """`memory`: what the router remembers of prompts, of all models."""
         self.name = config.name
         """The main one of its names: it is in answers to requests that name none, and groups are known by it."""
         self.names = config.all_names
         """Every name that a request may use, the main one first; some may stand for many (`is_pattern`)."""
         self.tokenizer = tokenizer
+        self.remembered = RememberedPrompts(memory, config.name, tokenizer)
+        """The prompts of its conversations."""
         self._max_context = config.max_context
 
     @functools.cached_property
@@ -82,11 +87,15 @@ class ServedModels(Collection[ServedModel]):
             ValueError: a tokenizer cannot be loaded.
         """
         first, *others = config.all_models
+        self.memory = PromptMemory(config.prompt_memory_bytes)
+        """What the router remembers of prompts."""
         loaded = [
-            ServedModel(each, Tokenizer(each.model_path, each.tool_call_parser, each.reasoning_parser))
+            ServedModel(
+                each, Tokenizer(each.model_path, each.tool_call_parser, each.reasoning_parser), self.memory
+            )
             for each in others
         ]
-        self._models = (ServedModel(first, tokenizer), *loaded)
+        self._models = (ServedModel(first, tokenizer, self.memory), *loaded)
         self._by_name = {name: model for model in reversed(self._models) for name in model.names}
         patterns = sorted(filter(is_pattern, self._by_name), key=len, reverse=True)
         self._by_beginning = [(name[:-1], self._by_name[name]) for name in patterns]

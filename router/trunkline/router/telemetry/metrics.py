@@ -20,6 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from trunkline.router.routing.request import Decision
 from trunkline.router.telemetry.controller_metrics import ControllerCollector, LinkCollector
 from trunkline.router.telemetry.handover_metrics import HandoverMetrics
+from trunkline.router.telemetry.memory_metrics import MemoryMetrics
 from trunkline.router.telemetry.metric_families import (
     Exposition,
     Family,
@@ -30,6 +31,7 @@ from trunkline.router.telemetry.metric_families import (
 )
 from trunkline.router.telemetry.record_metrics import RecordMetrics
 from trunkline.router.tenancy.auth import KEY_PREFIX
+from trunkline.router.text.prompt_memory import PromptMemory
 from trunkline.runtime.tracing import OFF, Tracer
 
 if TYPE_CHECKING:
@@ -211,6 +213,8 @@ class LiveGauges(NamedTuple):
     """Generations that have not ended."""
     waiting: Callable[[], int] = lambda: 0
     """Generations that no controller has at present."""
+    prompts: Callable[[], PromptMemory] = lambda: PromptMemory(0)
+    """The memory for prompts."""
 
 
 class AdmissionMetrics:
@@ -408,6 +412,7 @@ class Metrics:
             "From a generation request's arrival to its regular end.",
             LATENCY_BUCKETS,
         )
+        registry.register(MemoryMetrics(live.prompts))
         self.phases = RequestMetrics(registry)
         self.prompt_tokens = registry.counter("trunkline_prompt_tokens", "Prompt tokens of requests that started.")
         self.cached_tokens = registry.counter(

@@ -32,8 +32,11 @@ from trunkline.router.text.borders import NO_PLACES, BorderTokens, Places, agree
 
 Scope = tuple[str, bytes]
 """Main name of a model, and the salt of the KV: who may know what the entries hold."""
-ReadsSame = Callable[[str, str], bool]
-"""Whether the text of an answer and the text that a template wrote for it are the same message."""
+ReadsSame = Callable[[str, str, str], bool]
+"""Whether, behind a prompt that ends with the first text, an answer with the second one and what a template wrote
+for it, the third one, are the same message."""
+PROMPT_END_CHARACTERS: Final = 256
+"""Number of a prompt's last characters that are shown to `ReadsSame`."""
 ANSWERS_MAX: Final = 16
 """Largest number of answers of an entry; the latest ones stay."""
 _ENDS_MAX: Final = 16
@@ -109,6 +112,24 @@ class Reuse(NamedTuple):
 NOTHING: Final = Reuse()
 
 
+@dataclass(slots=True)
+class MemoryCounts:
+    """Tokens of prompts since the start."""
+
+    remembered: int = 0
+    """Tokens that were known from prompts before."""
+    answers: int = 0
+    """Tokens of answers that came back."""
+    encoded: int = 0
+    """Tokens of texts that were new."""
+
+    def add(self, reuse: Reuse, encoded: int) -> None:
+        """Count a prompt."""
+        self.remembered += len(reuse.tokens) - reuse.answer_tokens
+        self.answers += reuse.answer_tokens
+        self.encoded += encoded
+
+
 class Prompt(NamedTuple):
     """A prompt that was remembered, for the answers to it."""
 
@@ -127,6 +148,7 @@ class PromptMemory:
         self.bytes_max = bytes_max
         self.bytes = 0
         """Bytes that the entries take, about."""
+        self.counts = MemoryCounts()
         self._scopes: dict[Scope, list[Entry]] = {}
         """The entries of each scope, in the order of their texts."""
         self._used: dict[Entry, None] = {}
@@ -140,7 +162,7 @@ class PromptMemory:
 
         Args:
             borders: Those of the model's tokenizer.
-            same: Whether an answer (its first argument) and what a template wrote for it are the same message.
+            same: Whether an answer and what a template wrote for it are the same message.
         """
         entries = self._scopes.get(scope, [])
         at = bisect_right(entries, text, key=_text_of)
@@ -168,6 +190,7 @@ class PromptMemory:
             rest: Tokens of `text[reuse.characters:]`.
         """
         new = np.array(rest, np.int32)
+        self.counts.add(reuse, len(new))
         tokens = np.concatenate((reuse.tokens, new))
         found = borders.places(text[reuse.characters :], new)
         places = joined(reuse.places, found, reuse.characters, len(reuse.tokens))
@@ -311,7 +334,8 @@ def _end_of(answer: Answer, text: str, contents: frozenset[str], same: ReadsSame
         exact == len(text) or any(text.startswith(content, exact) for content in contents)
     ):
         return exact
+    before = text[max(0, answer.prompt - PROMPT_END_CHARACTERS) : answer.prompt]
     for end in islice(starts(text, contents, answer.prompt), _ENDS_MAX):
-        if same(answer.text, text[answer.prompt : end]):
+        if same(before, answer.text, text[answer.prompt : end]):
             return end
     return 0

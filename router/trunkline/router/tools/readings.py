@@ -18,7 +18,6 @@ import json
 from pydantic_core import from_json
 
 from trunkline.router.text.prompt_memory import ReadsSame
-from trunkline.router.text.reasoning_styles import ThoughtState
 from trunkline.router.tools.pieces import AnswerParser, CallArguments, CallStart, TextPiece, joined
 from trunkline.router.tools.plan import ToolPlan
 
@@ -48,18 +47,14 @@ def _canonical(arguments: str) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def reads_same(plan: ToolPlan, state: ThoughtState) -> ReadsSame:
-    """Return the comparison for the answers of a request.
+def reads_same(plan: ToolPlan) -> ReadsSame:
+    """Return the comparison for the answers of a request's conversation."""
 
-    Args:
-        state: Where an answer begins (`Job.thought`).
-    """
-
-    def make() -> AnswerParser | None:
+    def make(prompt: str) -> AnswerParser | None:
         # Mistral's templates write ids of calls, to which results refer; a parser does not tell them.
-        return None if plan.style.name == "mistral" else plan.make_parser(lambda: "", state)
+        return None if plan.style.name == "mistral" else plan.make_parser(lambda: "", plan.thought_behind(prompt))
 
-    def same(one: str, other: str) -> bool:
-        return one.strip() == other.strip() or reading(one, make()) == reading(other, make())
+    def same(prompt: str, one: str, other: str) -> bool:
+        return one.strip() == other.strip() or reading(one, make(prompt)) == reading(other, make(prompt))
 
     return same
