@@ -11,7 +11,7 @@ from typing import Any, Final
 import httpx
 import openai
 import pytest
-from router.api_calls import CITY, last_prompt, named_events, say
+from router.api_calls import CITY, last_prompt, named_events, say, without_repeats
 from router.fake_controller import FakeController, prompt_of
 from router.harness import EOS, RunningRouter, free_port, running
 from router.session_calls import error_of
@@ -143,7 +143,7 @@ def test_a_compaction_continues_a_stored_response(
     assert http.get(f"{PATH}/{made.id}").status_code == 404, "it is not stored"
     trigger: Any = [{"role": "user", "content": "And Bonn?"}, TRIGGER]
     events = list(client.responses.create(input=trigger, previous_response_id=first["id"], stream=True))
-    kinds = [event.type.removeprefix("response.") for event in events]
+    kinds = without_repeats([event.type.removeprefix("response.") for event in events])
     item = ["output_item.added", "compaction.compacting", "output_item.done"]
     assert kinds == ["created", "in_progress", *item, "completed"]
     told: Any = events[-1]
@@ -182,7 +182,7 @@ def test_a_long_conversation_is_compacted_before_it_is_answered(
     assert (compaction["type"], message["content"][0]["text"]) == ("compaction", "Yes.")
     assert told["usage"]["input_tokens"] == len(prompt_of(fake.behaviour.submits[1]))
     assert told["compaction"]["usage"]["input_tokens"] == len(prompt_of(fake.behaviour.submits[0]))
-    first = [event["type"] for event in events if event.get("output_index") == 0]
+    first = without_repeats([event["type"] for event in events if event.get("output_index") == 0])
     item = ("output_item.added", "compaction.compacting", "output_item.done")
     assert first == [f"response.{kind}" for kind in item] * stream
     respond(http, "Really?", previous_response_id=told["id"], context_management=manage[:1])
@@ -232,6 +232,9 @@ def test_bad_requests_for_compactions(http: httpx.Client, fake: FakeController, 
         assert error_of(http.post(PATH + path, json=body))[::2] == (400, told), body
     assert not fake.behaviour.submits
     say(fake, tokenizer, " \n")
+    asked = {"input": TALK, "context_management": [{"type": "compaction", "compact_threshold": 1}]}
+    last = named_events(http.post(PATH, json=asked | {"stream": True}))[-1]
+    assert (last["type"], last["response"]["output"]) == ("response.failed", [])
     assert error_of(http.post(f"{PATH}/compact", json={"input": TALK}))[:2] == (503, "no_summary")
     first = respond(http, [hi], store=True)
     assert error_of(http.post(PATH, json={"input": [TRIGGER], "previous_response_id": first["id"]}))[0] == 503

@@ -23,7 +23,7 @@ from trunkline.router.api.edited_prompts import dropped_messages, edited_prompt
 from trunkline.router.api.openai_items import HISTORY, RESPONSES, HistoryRequest, Object, ResponsesRequest
 from trunkline.router.api.prompting import Rendering, chat_job, encode_text, start
 from trunkline.router.api.requests import check_length, check_model, read_parameters, service_of
-from trunkline.router.api.response_compaction import Compaction, compact, usage_of
+from trunkline.router.api.response_compaction import Compaction, begin_compaction, usage_of
 from trunkline.router.api.response_input import (
     NO_SEAL,
     has_sealed,
@@ -44,6 +44,7 @@ from trunkline.router.jobs.job import Job
 from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.request_context import created_at, current, draw_hex
 from trunkline.router.service import RouterService
+from trunkline.router.streams.generation import Generation
 from trunkline.router.tools.plan import plan_tools
 from trunkline.router.tools.response_tools import read_response_choice, read_response_tools
 
@@ -67,17 +68,14 @@ async def responses(request: Request) -> Response:
         if turn is not None:
             work.callback(turn.close)
             service = turn.service
-        conversation = _Conversation(request, service, turn, await _read(service, body, turn))
+        asked = await _read(service, body, turn)
+        conversation = _Conversation(request, service, turn, asked, arrived_at)
+        work.callback(conversation.close)
         if is_compaction:
-            compaction = await conversation.compact(arrived_at)
-            writer = ResponseWriter(conversation.asked, service, compaction.answer, turn, compaction)
+            writer = ResponseWriter(asked, service, turn, await while_connected(request, conversation.compacted()))
         else:
-            job, before = await conversation.job(arrived_at)
-            generation = await while_connected(request, start(service, job, arrived_at))
-            work.callback(generation.close)
-            plan = conversation.asked.plan
-            answer = AnswerBlocks(generation, plan, at_least_one=True, id_prefix="call_")
-            writer = ResponseWriter(conversation.asked, service, answer, turn, before)
+            begun = await while_connected(request, conversation.begun())
+            writer = ResponseWriter(asked, service, turn, begun, conversation.go_on)
         if not body.stream:
             return JsonResponse(await while_connected(request, writer.whole()))
         return EventStream(work.pop_all(), writer.events(), writer.failed)
@@ -93,14 +91,17 @@ async def input_tokens(request: Request) -> Response:
 @routes.post("/v1/responses/compact")
 async def compact_conversation(request: Request) -> Response:
     """Sum a conversation up: return the items that stand for it. Nothing is stored."""
-    arrived_at = asyncio.get_running_loop().time()
     service_of(request).check_admission()
     body = await read_parameters(request, HISTORY)
     for name in ("stream", "background", "conversation"):
         if getattr(body, name):
             raise unsupported(name, "a compaction is answered whole, and changes nothing that is stored")
     conversation = await _reading(request, body, compacts=True)
-    compaction = await conversation.compact(arrived_at)
+    try:
+        compaction = await while_connected(request, conversation.compacted())
+        await while_connected(request, compaction.complete())
+    finally:
+        conversation.close()
     generation = compaction.answer.generation
     fields = {
         "id": f"resp_{draw_hex('id', 24)}",
@@ -124,7 +125,8 @@ async def _reading(request: Request, body: HistoryRequest, *, compacts: bool = F
     service = check_model(service_of(request), body.model)
     turn = await while_connected(request, open_reading_turn(service, body))
     service = turn.service
-    return _Conversation(request, service, turn, await _read(service, body, turn, compacts=compacts))
+    asked = await _read(service, body, turn, compacts=compacts)
+    return _Conversation(request, service, turn, asked, asyncio.get_running_loop().time())
 
 
 async def _read(
@@ -152,12 +154,22 @@ async def _read(
 class _Conversation:
     """The conversation that a request is about: what is stored of it, and what the request adds."""
 
-    def __init__(self, request: Request, service: RouterService, turn: ResponseTurn | None, asked: Asked) -> None:
+    def __init__(
+        self,
+        request: Request,
+        service: RouterService,
+        turn: ResponseTurn | None,
+        asked: Asked,
+        arrived_at: float,
+    ) -> None:
+        """`arrived_at`: loop time of the request in seconds."""
         self.service = service
         self.asked = asked
         self._request = request
         self._turn = turn
+        self._arrived_at = arrived_at
         self._history: list[Object] = [] if turn is None else turn.items
+        self._generations: list[Generation] = []
 
     def items(self) -> list[Object]:
         """Return all items as they are stored. Call it after the request was translated, which checks them."""
@@ -165,11 +177,11 @@ class _Conversation:
         taken = [item["id"] for item in self._history]
         return [*self._history, *to_items(given, taken, lambda: draw_hex("input", 24), self.asked.seal)]
 
-    async def job(self, arrived_at: float) -> tuple[Job, Compaction | None]:
-        """Return the job of the answer, and the compaction before it; None: the conversation is short enough.
+    async def begun(self) -> AnswerBlocks | Compaction:
+        """Begin the answer or, if the conversation is to be compacted before, the compaction.
 
         Raises:
-            ApiError: 400, naming what is wrong; others, if the compaction fails.
+            ApiError: 400, naming what is wrong; no engine accepted it.
         """
         chat = await self._translated()
         above = self.asked.body.compact_above(self.service.limits.max_context)
@@ -180,18 +192,26 @@ class _Conversation:
             if above is None or error.code != "context_length_exceeded" or not self._is_compactable():
                 raise
         if job is not None and (above is None or len(job.prompt) <= above or not self._is_compactable()):
-            return job, None
-        compaction = await self._compacted(chat, arrived_at)
-        chat = await self._translated(compaction.item)
-        return await self._job_of(chat), compaction
+            return await self._started(job)
+        return await self._compaction(chat)
 
-    async def compact(self, arrived_at: float) -> Compaction:
-        """Sum the conversation up, because the client asks for it.
+    async def go_on(self, compaction: Object) -> AnswerBlocks:
+        """Begin the answer behind a compaction item. Errors are those of `begun`."""
+        return await self._started(await self._job_of(await self._translated(compaction)))
 
-        Raises:
-            ApiError: as `compact`.
-        """
-        return await self._compacted(await self._translated(), arrived_at, self.asked.body.max_output_tokens)
+    async def _started(self, job: Job) -> AnswerBlocks:
+        generation = await start(self.service, job, self._arrived_at)
+        self._generations.append(generation)
+        return AnswerBlocks(generation, self.asked.plan, at_least_one=True, id_prefix="call_")
+
+    def close(self) -> None:
+        """Close all generations."""
+        for generation in self._generations:
+            generation.close()
+
+    async def compacted(self) -> Compaction:
+        """Begin a compaction because the client asks for it. Errors are those of `begun`."""
+        return await self._compaction(await self._translated(), self.asked.body.max_output_tokens)
 
     async def tokens(self) -> int:
         """Return the number of tokens that the model would see, even if the context holds fewer.
@@ -218,18 +238,19 @@ class _Conversation:
         given: list[Any] = [] if isinstance(self.asked.given, str) else self.asked.given
         return is_compactable([*self._history, *given], self.asked.seal)
 
-    async def _compacted(self, chat: ChatRequest, arrived_at: float, tokens_max: int | None = None) -> Compaction:
+    async def _compaction(self, chat: ChatRequest, tokens_max: int | None = None) -> Compaction:
         asked = self.asked
-        return await compact(
-            self._request,
+        begun = await begin_compaction(
             self.service,
             chat,
             asked.plan,
             self._turn,
             seal=asked.seal,
-            arrived_at=arrived_at,
+            arrived_at=self._arrived_at,
             tokens_max=tokens_max,
         )
+        self._generations.append(begun.answer.generation)
+        return begun
 
     async def _translated(self, compaction: Object | None = None) -> ChatRequest:
         """Return the request as a chat completion, and add its items to its turn. `compaction`: stands behind

@@ -8,17 +8,16 @@ the model sees of a conversation with such an item says `response_input.py`.
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from collections.abc import AsyncIterator
+from typing import Any, Final
 
 from msgspec.structs import replace
-from starlette.requests import Request
 
 from trunkline.router.api.blocks import AnswerBlocks
 from trunkline.router.api.openai_items import Object, usage_object
 from trunkline.router.api.prompting import chat_job, start
 from trunkline.router.api.response_turn import ResponseTurn
 from trunkline.router.errors import unavailable
-from trunkline.router.http.answers import while_connected
 from trunkline.router.jobs.parameters import TruncationChoice
 from trunkline.router.jobs.request_models import ChatRequest, Message
 from trunkline.router.request_context import draw_hex
@@ -45,17 +44,36 @@ _NOT_OF_SUMMARIES: Final[dict[str, Any]] = {
 """Parameters that are about the answer itself, with the values that ask for nothing."""
 
 
-class Compaction(NamedTuple):
-    """A summary that was written."""
+class Compaction:
+    """A summary that is being written."""
 
-    item: Object
-    """The compaction item."""
-    answer: AnswerBlocks
-    """The generation's answer."""
+    def __init__(self, answer: AnswerBlocks, seal: Seal) -> None:
+        self.answer = answer
+        """What the model writes."""
+        self.item: Object = {"type": "compaction", "id": f"cmp_{draw_hex('item', 24)}", "encrypted_content": ""}
+        """The compaction item; without its content until `sampled` is over."""
+        self._seal = seal
+
+    async def sampled(self) -> AsyncIterator[None]:
+        """Yield each time when more of the summary is there; in the end complete the item.
+
+        Raises:
+            ApiError: The generation failed, or the summary is empty.
+        """
+        async for _ in self.answer.changes():
+            yield
+        summary = "".join([block.text for block in self.answer.blocks.all if block.is_text]).strip()
+        if not summary:
+            raise unavailable("the model wrote no summary; the conversation stays as it was", code="no_summary")
+        self.item["encrypted_content"] = self._seal.seal("compaction", summary)
+
+    async def complete(self) -> None:
+        """Wait until the item is complete. Errors are those of `sampled`."""
+        async for _ in self.sampled():
+            pass
 
 
-async def compact(
-    request: Request,
+async def begin_compaction(
     service: RouterService,
     chat: ChatRequest,
     plan: ToolPlan,
@@ -65,7 +83,7 @@ async def compact(
     arrived_at: float,
     tokens_max: int | None = None,
 ) -> Compaction:
-    """Have the model sum a conversation up.
+    """Begin to have the model sum a conversation up. The caller closes the generation.
 
     Args:
         chat: The conversation, as it would be answered.
@@ -76,24 +94,14 @@ async def compact(
         tokens_max: Largest number of the summary's tokens; None: an eighth of the context.
 
     Raises:
-        ApiError: No engine wrote one, or it is empty.
+        ApiError: 400, naming what is wrong; no engine accepted it.
     """
     context = service.limits.max_context
     most = max(1, min(context // ROOM_SHARE, tokens_max or context))
     shown = replace(plan, functions=(), choice=Choice("auto", allowed=()))
     job = await chat_job(service, _summing_up(chat, most), shown, turn)
-    generation = await while_connected(request, start(service, job, arrived_at))
-    try:
-        answer = AnswerBlocks(generation, shown, at_least_one=False, id_prefix="call_")
-        blocks = await while_connected(request, answer.whole())
-    finally:
-        generation.close()
-    summary = "".join([block.text for block in blocks if block.is_text]).strip()
-    if not summary:
-        raise unavailable("the model wrote no summary; the conversation stays as it was", code="no_summary")
-    sealed = seal.seal("compaction", summary)
-    item = {"type": "compaction", "id": f"cmp_{draw_hex('item', 24)}", "encrypted_content": sealed}
-    return Compaction(item, answer)
+    generation = await start(service, job, arrived_at)
+    return Compaction(AnswerBlocks(generation, shown, at_least_one=False, id_prefix="call_"), seal)
 
 
 def _summing_up(chat: ChatRequest, tokens_max: int) -> ChatRequest:

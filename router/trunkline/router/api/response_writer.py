@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -33,6 +33,9 @@ from trunkline.router.stores.seals import Seal
 from trunkline.router.streams.generation import TokenLogprob
 from trunkline.router.tools.plan import ToolPlan
 from trunkline.router.tools.response_tools import ResponseTools, custom_input
+
+GoOn = Callable[[Object], Awaitable[AnswerBlocks]]
+"""Begins an answer behind a compaction item."""
 
 
 class Asked(NamedTuple):
@@ -71,22 +74,24 @@ class ResponseWriter:
         self,
         asked: Asked,
         service: RouterService,
-        answer: AnswerBlocks,
         turn: ResponseTurn | None,
-        compaction: Compaction | None = None,
+        begun: AnswerBlocks | Compaction,
+        go_on: GoOn | None = None,
     ) -> None:
         """
         Args:
             turn: Stores the response; None: nothing is stored.
-            compaction: The summary that stands before the answer. If `answer` is the summary's, it is all.
+            begun: What the response begins with.
+            go_on: Begins the answer behind a compaction; None: the compaction is all.
         """
         self._asked = asked
         self._body = body = asked.body
         self._turn = turn
         self._model = body.model or service.model_name
         self._tokenizer = service.tokenizer
-        self._answer = answer
-        self._compaction = compaction
+        self._compaction = begun if isinstance(begun, Compaction) else None
+        self._answer = begun.answer if isinstance(begun, Compaction) else begun
+        self._go_on = go_on
         self._id = f"resp_{draw_hex('id', 24)}"
         self._created_at = created_at()
         self._item_ids: list[str] = []
@@ -94,6 +99,9 @@ class ResponseWriter:
 
     async def whole(self) -> Object:
         """Return the whole response."""
+        if self._compaction is not None:
+            await self._compaction.complete()
+            await self._go_on_behind(self._compaction)
         if not self._is_summary:
             await self._answer.whole()
         return await self._finished()
@@ -103,7 +111,9 @@ class ResponseWriter:
         begun = self._response("in_progress")
         yield self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
         if self._compaction is not None:
-            yield b"".join(self._compaction_events(self._compaction.item))
+            async for event in self._compaction_events(self._compaction):
+                yield event
+            await self._go_on_behind(self._compaction)
         if not self._is_summary:
             async for changes in self._answer.changes():
                 yield b"".join(event for change in changes for event in self._change_events(change))
@@ -117,18 +127,22 @@ class ResponseWriter:
 
     @property
     def _is_summary(self) -> bool:
-        """Whether the response consists of a compaction alone, which was written before."""
+        """Whether the response consists of a compaction, and no answer has begun behind it."""
         return self._compaction is not None and self._compaction.answer is self._answer
+
+    async def _go_on_behind(self, compaction: Compaction) -> None:
+        if self._go_on is not None:
+            self._answer = await self._go_on(compaction.item)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         return named_event(kind, {"type": kind, "sequence_number": next(self._numbers), **fields})
 
-    def _compaction_events(self, item: Object) -> list[bytes]:
-        return [
-            self._event("response.output_item.added", output_index=0, item={**item, "encrypted_content": ""}),
-            self._event("response.compaction.compacting", output_index=0, item_id=item["id"]),
-            self._event("response.output_item.done", output_index=0, item=item),
-        ]
+    async def _compaction_events(self, compaction: Compaction) -> AsyncIterator[bytes]:
+        item = compaction.item
+        yield self._event("response.output_item.added", output_index=0, item=item)
+        async for _ in compaction.sampled():
+            yield self._event("response.compaction.compacting", output_index=0, item_id=item["id"])
+        yield self._event("response.output_item.done", output_index=0, item=item)
 
     def _change_events(self, change: BlockChange) -> list[bytes]:
         block = change.block
@@ -240,7 +254,8 @@ class ResponseWriter:
         return "incomplete" if cut else "completed"
 
     def _output(self, last_status: str | None = None) -> list[Object]:
-        before = [] if self._compaction is None else [self._compaction.item]
+        item = None if self._compaction is None else self._compaction.item
+        before = [item] if item is not None and item["encrypted_content"] else []
         if self._is_summary:
             return before
         blocks = self._answer.blocks.all
