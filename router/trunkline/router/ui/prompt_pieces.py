@@ -13,8 +13,8 @@ from itertools import groupby
 from typing import Any, Final, NamedTuple, TypeVar
 
 from trunkline.router.api.blocks import renamed
-from trunkline.router.api.module_prompts import Placed, modules_job, placed_prompt
 from trunkline.router.api.edited_prompts import edited_prompt
+from trunkline.router.api.module_prompts import Placed, modules_job, placed_prompt
 from trunkline.router.api.prompting import Rendering, chat_job, completion_job, has_modules
 from trunkline.router.api.requests import check_model
 from trunkline.router.api.turn import SessionTurn
