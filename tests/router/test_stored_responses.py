@@ -179,8 +179,11 @@ def test_references_to_items(http: httpx.Client, fake: FakeController, tokenizer
     say(fake, tokenizer, "Blue.")
     first = respond(http, "Which colour?")
     reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    respond(http, [{"id": reference["id"]}, {"role": "user", "content": "Sure?"}], first["id"])
+    short = last_prompt(fake, tokenizer)
     again = respond(http, [reference, {"role": "user", "content": "Sure?"}], first["id"])
-    assert last_prompt(fake, tokenizer).count("Blue.") == 2
+    assert last_prompt(fake, tokenizer) == short
+    assert short.count("Blue.") == 2
     items = http.get(f"{PATH}/{again['id']}/input_items").json()["data"]
     assert len({item["id"] for item in items}) == 4
     for body in (

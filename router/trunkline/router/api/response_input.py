@@ -188,7 +188,7 @@ def resolved(given: str | list[Any], history: Iterable[Object]) -> str | list[An
 
 
 def _is_reference(item: Any) -> bool:
-    return isinstance(item, dict) and item.get("type") == "item_reference"
+    return isinstance(item, dict) and (item.get("type") == "item_reference" or set(item) == {"id"})
 
 
 def _referred(stored: dict[str, Object], reference: Object, path: str) -> Object:
