@@ -13,7 +13,7 @@ import openai
 import pytest
 from router.api_calls import CITY, last_prompt, named_events, say, without_repeats
 from router.fake_controller import FakeController, prompt_of
-from router.harness import EOS, RunningRouter, free_port, running
+from router.harness import EOS, RunningRouter, free_port, running, wait_until
 from router.session_calls import error_of
 from seeds import seeds
 
@@ -192,6 +192,19 @@ def test_a_long_conversation_is_compacted_before_it_is_answered(
     assert prompt.startswith(window(tokenizer, "Weather?", "And?", add_generation_prompt=False))
     assert prompt.count("Yes.") == 1, "what comes behind the compaction stays"
     assert len(fake.behaviour.submits) == 5
+
+
+def test_compactions_in_the_background(http: httpx.Client, sums_up: Ask) -> None:
+    manage = {"context_management": [{"type": "compaction", "compact_threshold": 5}]}
+    for last, fields, kinds in (
+        (TRIGGER, {}, ["compaction"]),
+        ({"role": "user", "content": "And?"}, manage, ["compaction", "message"]),
+    ):
+        queued = respond(http, [*TALK, last], background=True, **fields)
+        wait_until(lambda: http.get(f"{PATH}/{queued['id']}").json()["status"] == "completed")  # noqa: B023
+        made = http.get(f"{PATH}/{queued['id']}").json()
+        assert [item["type"] for item in made["output"]] == kinds
+        assert queued.keys() <= made.keys(), "a response has the same fields at any time"
 
 
 def test_what_does_not_fit_is_compacted(
