@@ -204,6 +204,19 @@ def test_what_is_gone_is_computed_again(session: Session, victim: str) -> None:
     assert found(again) >= len(again.prompt) - 4 - CHUNK, "as a plain prompt it is found again"
 
 
+def test_edits_of_what_had_to_be_computed_again_keep_kv(session: Session) -> None:
+    """It is a plain prompt of what was left; the ranges that are dropped next are cut out of that one."""
+    simulation, drops = session.simulation, [(4, 16), (18, 19)]
+    simulation.flush_cache()
+    assert cut_of(session.turn(4, drops=tuple(drops))) == "recomputed"
+    for more in ((21, 22), (24, 31), (33, 34)):
+        drops.append(more)
+        computed = simulation.workers.computed_tokens
+        for _ in range(2):
+            assert cut_of(session.turn(2, 2, drops=tuple(drops))) == "kept"
+        assert simulation.workers.computed_tokens - computed <= 2 * (2 + 2 + 2 * CHUNK)
+
+
 def test_a_piece_before_the_last_cut_cannot_be_computed_alone(session: Session) -> None:
     """Token 12 is seen, but its chunk is gone, and computing could go on behind token 15 only. Chunks 0 and 2 are
     there, which are more than a plain prompt finds."""

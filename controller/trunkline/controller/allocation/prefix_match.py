@@ -20,19 +20,25 @@ without decoupled positions do it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
+from msgspec import structs
+
 from trunkline.controller.allocation.modules import find_text, match_modules
 from trunkline.controller.cache.radix_cache import RadixCache
-from trunkline.controller.cache.radix_tree import Match, Node
+from trunkline.controller.cache.radix_tree import PENDING, Match, Node
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.sequences.sequence import (
     CutPrompt,
     PrefixMatch,
+    Request,
     Sequence,
     SequenceGroup,
     Stem,
     TokenBuffer,
 )
-from trunkline.kvstore.chunks import ChunkName, blocks_for, pack_int32
+from trunkline.kvstore.chunks import ChunkName, Int32Array, blocks_for, pack_int32
 from trunkline.kvstore.cuts import PACKED_RANGE_BYTES, ContextCut, drops_within
 
 
@@ -121,6 +127,56 @@ def cut_group(group: SequenceGroup, tree: RadixCache, config: EngineConfig) -> N
     in_tail = group.request.width > 1 and cut.closed_end > cut.table_start * config.chunk_size
     if not (config.positions_shift and config.prefix_cache and fits) or in_tail:
         group.compact()
+
+
+def shorten_history(request: Request, tree: RadixCache) -> Request | None:
+    """Return the request as if its history had never had the first ranges that it drops; None if nothing suggests
+    that the tree knows it so.
+
+    Where KV behind a prompt's cut was gone or in use, what was left has been computed as a plain prompt. An edit
+    that drops more is a cut of that plain prompt.
+    """
+    root = tree.find_root(request.submit.salt)
+    if root is None or len(request.drops) < 2 or request.submit.kept is not None:
+        return None  # what another group has kept has the names of the whole history
+    starts, stops = np.array(request.drops, dtype=np.int64).T
+    lengths = stops - starts
+    left = _without(request.tokens, request.drops)
+    matched = _tokens(tree, tree.match(root, pack_int32(left), PENDING))
+    # A range was left out before if the prompt without it is known beyond its place.
+    known = int((starts - np.cumsum(lengths) + lengths < matched).sum())
+    if not 0 < known < len(request.drops):
+        return None
+    removed = int(lengths[:known].sum())
+    tokens = _without(request.tokens, request.drops[:known])
+    drops = tuple((start - removed, stop - removed) for start, stop in request.drops[known:])
+    submit = structs.replace(
+        request.submit,
+        tokens=pack_int32(tokens),
+        prompt_len=request.submit.prompt_len - removed,
+        drops=pack_int32([end for drop in drops for end in drop]),
+    )
+    return replace(request, submit=submit, tokens=tokens, drops=drops)
+
+
+def _without(tokens: Int32Array, drops: tuple[tuple[int, int], ...]) -> Int32Array:
+    left = np.ones(len(tokens), dtype=bool)
+    for start, stop in drops:
+        left[start:stop] = False
+    return tokens[left]
+
+
+def known_tokens(tree: RadixCache, group: SequenceGroup) -> int:
+    """Return how many tokens that a new group of one sequence sees are cached, or are being computed."""
+    sequence = group.members[0]
+    if group.cut is None:
+        root = tree.find_root(sequence.salt)
+        return _tokens(tree, tree.match(root, sequence.tokens.to_bytes(), PENDING)) if root is not None else 0
+    found = match_behind_cut(tree, sequence, group.cut, sequence.tokens.count, PENDING)
+    if found is None:
+        return 0
+    tree.prune_root(found.stem.root)
+    return _tokens(tree, found.match) - group.holes
 
 
 def keep_or_compact(tree: RadixCache, sequence: Sequence, step: int) -> None:

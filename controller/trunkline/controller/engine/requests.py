@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from trunkline.controller.allocation.modules import lay_out, prompt_of
-from trunkline.controller.allocation.prefix_match import cut_group
+from trunkline.controller.allocation.prefix_match import cut_group, known_tokens, shorten_history
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.engine.events import EngineOutputs, Timelines
 from trunkline.controller.engine_config import EngineConfig
@@ -168,6 +168,24 @@ def group_of(
         sampling: the request's sampling parameters, with the engine's additions.
         is_announced: whether the request is only expected; then the group is never computed.
     """
+    group = _group_of(request, arrival, sampling, tree, config, is_announced=is_announced)
+    shorter = shorten_history(request, tree) if request.drops and config.prefix_cache else None
+    if shorter is not None:
+        other = _group_of(shorter, arrival, sampling, tree, config, is_announced=is_announced)
+        if known_tokens(tree, other) > known_tokens(tree, group):
+            return other
+    return group
+
+
+def _group_of(
+    request: Request,
+    arrival: int,
+    sampling: Sampling,
+    tree: RadixCache,
+    config: EngineConfig,
+    *,
+    is_announced: bool,
+) -> SequenceGroup:
     seen = request.submit.prompt_len - sum(stop - start for start, stop in request.drops)
     limit = min(seen + request.submit.max_tokens, config.longest_sequence)
     group = SequenceGroup(request, arrival, 0 if is_announced else limit, sampling)
