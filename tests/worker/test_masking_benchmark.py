@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cut_texts import DEMO_MODEL
+from edit_quality import Way as Edited
+from edit_quality import build as build_edited
+from edit_texts import EditTask
 from masking_model import MaskedModel
 from masking_quality import DIFFERENCE_MAX
 from masking_rank import Rank
@@ -120,3 +123,19 @@ def test_who_sees_whom(task: Task) -> None:
         "ancestors": [[ROOT], [ROOT], [ROOT]],
         "scaffold": [[ROOT], [ROOT, 70], [ROOT, 70, 40]],
     }
+
+
+def test_all_tokens_behind_edits_computed_anew_are_a_plain_prompt(model: MaskedModel) -> None:
+    """And a window that leaves some of them kept is not."""
+    rng = np.random.default_rng(2)
+    pieces = [rng.integers(6, 4096, count).tolist() for count in (5, 30, 20, 7, 25)]
+    task, target = EditTask(pieces, []), rng.integers(6, 4096, 10).tolist()
+    whole, _ = model.read([token for piece in pieces for token in piece], 0)
+
+    def said(way: Edited) -> Said:
+        seen, end = build_edited(model, task, way, whole)
+        return model.read(target, end, seen)[1].logprobs
+
+    full = said(Edited("full"))
+    np.testing.assert_allclose(said(Edited("kept", 25)), full, rtol=0, atol=DIFFERENCE_MAX)
+    assert np.abs(said(Edited("kept", 19)) - full).max() > DIFFERENCE_MAX
