@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import anthropic
 import httpx
 import pytest
-from router.api_calls import CITY, named_events
+from router.api_calls import CITY, Say, named_events
 from router.fake_controller import FakeController, drops_of, prompt_of
 from router.harness import ANSWER
 
@@ -363,3 +363,30 @@ def test_results_without_calls_name_the_range(http: httpx.Client) -> None:
     answer = http.post("/v1/chat/completions", json={"messages": turns, "drop": [{"from": 1, "to": 2}]})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "drop[0]")
     assert "answers no call" in answer.json()["error"]["message"]
+
+
+def test_an_answer_keeps_its_tokens_in_an_edited_turn(
+    claude: anthropic.Anthropic, fake: FakeController, tokenizer: Tokenizer, say: Say
+) -> None:
+    """A call that the model wrote with other white space comes back with the tokens that it had."""
+    written = 'Look.\n<tool_call>\n{"name":  "get_weather",  "arguments": {"city":   "Remembered"}}\n</tool_call>'
+    answer: list[int] = cast(Any, say(written))[0]
+    turns = [*conversation(3), {"role": "user", "content": "And there?"}]
+    edits: Any = {"edits": [EVERY_TURN]}
+
+    def send(messages: Any) -> anthropic.types.beta.BetaMessage:
+        return claude.beta.messages.create(
+            model="demo", max_tokens=200, messages=messages, tools=TOOLS, context_management=edits
+        )
+
+    first = send(turns)
+    before = fake.behaviour.submits[-1]
+    call = first.content[-1]
+    assert call.type == "tool_use"
+    result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": report(9)}
+    send([*turns, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}])
+    submit = fake.behaviour.submits[-1]
+    tokens, asked = prompt_of(submit), prompt_of(before)
+    assert tokens[: len(asked) + len(answer) - 1] == [*asked, *answer[:-1]], "all KV of the turn before is found"
+    assert drops_of(submit)[:-1] == drops_of(before)
+    assert dropped_texts(fake, tokenizer) == [report(number) for number in range(3)]

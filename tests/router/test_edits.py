@@ -15,6 +15,7 @@ from seeds import seeds
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.api.context_edits import applied_edits, read_edits, tool_names
 from trunkline.router.api.edited_prompts import cleared, mark_conversation
+from trunkline.router.api.left_out import EditedPrompt
 from trunkline.router.errors import ApiError
 from trunkline.router.jobs.request_models import Message
 from trunkline.router.routing.names import KvIdentity, prompt_names
@@ -25,7 +26,6 @@ from trunkline.router.text.edits import (
     ClearToolUses,
     ConversationPart,
     Edit,
-    EditedPrompt,
     ToolUse,
     plan_edits,
 )

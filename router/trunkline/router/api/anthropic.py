@@ -37,7 +37,8 @@ from trunkline.router.api.blocks import (
     session_label,
 )
 from trunkline.router.api.context_edits import applied_edits, read_edits, tool_names
-from trunkline.router.api.edited_prompts import dropped_messages, edited_prompt
+from trunkline.router.api.edited_prompts import edited_prompt
+from trunkline.router.api.left_out import dropped_messages
 from trunkline.router.api.prompting import Rendering, chat_job, encode_text, start
 from trunkline.router.api.requests import check_length, check_model, read_parameters, service_of
 from trunkline.router.http.answers import EventStream, JsonResponse, anthropic_error, while_connected

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-from trunkline.router.api.prompting import Rendering, check_left_out, encode_text
+from trunkline.router.api.left_out import EditedPrompt, check_left_out
+from trunkline.router.api.prompting import Rendering, encode_text, remembered_prompt
 from trunkline.router.api.requests import check_length
 from trunkline.router.api.turn import SessionTurn
 from trunkline.router.errors import ApiError, bad_value
-from trunkline.router.jobs.drop_ranges import DropRange
 from trunkline.router.jobs.request_models import ChatRequest, Message, ToolCall
 from trunkline.router.service import RouterService
-from trunkline.router.text.edits import ConversationPart, Edit, EditedPrompt, ToolUse, plan_edits
+from trunkline.router.text.edits import ConversationPart, Edit, ToolUse, plan_edits
 from trunkline.router.text.marked_text import Marks, PlacedText
 from trunkline.router.text.token_places import RemainingText, TokenPlaces
 from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS
@@ -66,15 +66,19 @@ async def edited_prompt(
     check_length(len(text), "messages")
     rests = await _rests(service, body, rendering)
     special = body.add_special_tokens
-    if turn is None:
-        tokens = await encode_text(service.tokenizer, text, None, add_special_tokens=special, param="messages")
-    else:
+    remembered = None if turn is not None else await remembered_prompt(service, body, text, plan, fits=False)
+    if turn is not None:
         tokens = await turn.tokens_of(text, "messages", add_special_tokens=special)
+    elif remembered is not None:
+        tokens = remembered.ids
+    else:
+        tokens = await encode_text(service.tokenizer, text, None, add_special_tokens=special, param="messages")
+    stays = turn is not None or remembered is not None
 
     def choose() -> EditedPrompt:
-        own, places = service.tokenizer.places(text, tokens, add_special_tokens=special, stays=turn is not None)
+        own, places = service.tokenizer.places(text, tokens, add_special_tokens=special, stays=stays)
         dropped = _dropped(RemainingText(text, places), rests)
-        whole = EditedPrompt(text, own, dropped)
+        whole = EditedPrompt(text, own, dropped, remembered=remembered)
         return whole if marked is None or placed is None else cleared(whole, places, marked[0], placed, edits)
 
     return await service.large_requests.run(choose) if len(text) > OFF_LOOP_CHARACTERS else choose()
@@ -142,31 +146,6 @@ def _dropped(text: RemainingText, rests: Sequence[str]) -> tuple[TokenSpan, ...]
             )
         spans += found
     return merge_spans(spans)
-
-
-def dropped_messages(ranges: list[DropRange], borders: list[int | None]) -> list[dict[str, int]]:
-    """Return `drop` in terms of the messages of a chat completion.
-
-    Args:
-        ranges: Ranges of the messages, or items, of the request.
-        borders: For each message of the request the number of translated ones before it; None: it is a part of the
-            one before it. In the end the number of all translated ones.
-
-    Raises:
-        ApiError: 400, naming the range.
-    """
-    moved: list[dict[str, int]] = []
-    if ranges and sum(given.stop - given.start for given in ranges) == len(borders) - 1:
-        raise bad_value(f"drop[{len(ranges) - 1}]", f"`drop[{len(ranges) - 1}]` leaves no message")
-    for index, given in enumerate(ranges):
-        param = f"drop[{index}]"
-        if given.stop >= len(borders):
-            raise bad_value(param, f"`{param}` ends at {given.stop}; there are {len(borders) - 1} messages")
-        first, last = borders[given.start], borders[given.stop]
-        if first is None or last is None:
-            raise bad_value(param, f"`{param}` parts messages of one role, which the model is shown as one")
-        moved.append({"from": first, "to": last})
-    return moved
 
 
 def mark_conversation(messages: Sequence[Message]) -> tuple[MarkedConversation, Marks] | None:

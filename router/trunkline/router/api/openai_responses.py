@@ -19,7 +19,8 @@ from starlette.responses import Response
 from trunkline.router.api.answer_fields import cache_use, truncation_result
 from trunkline.router.api.background_responses import begin_background
 from trunkline.router.api.blocks import AnswerBlocks, as_chat, session_label
-from trunkline.router.api.edited_prompts import dropped_messages, edited_prompt
+from trunkline.router.api.edited_prompts import edited_prompt
+from trunkline.router.api.left_out import dropped_messages
 from trunkline.router.api.openai_items import HISTORY, RESPONSES, HistoryRequest, Object, ResponsesRequest
 from trunkline.router.api.prompting import Rendering, chat_job, encode_text, start
 from trunkline.router.api.requests import check_length, check_model, read_parameters, service_of

@@ -17,11 +17,11 @@ from msgspec.structs import replace
 
 from trunkline.kvstore.cuts import DROPS_MAX
 from trunkline.router.api.instructions import instruction_tokens as instruction_tokens
+from trunkline.router.api.left_out import EditedPrompt, check_left_out, dropped_tokens
 from trunkline.router.api.requests import check_length
 from trunkline.router.api.turn import SessionTurn
 from trunkline.router.errors import PromptError, bad_value
 from trunkline.router.jobs.decoding import owned
-from trunkline.router.jobs.drop_ranges import DropRange
 from trunkline.router.jobs.job import (
     Job,
     ModelLimits,
@@ -36,7 +36,6 @@ from trunkline.router.service import RouterService
 from trunkline.router.streams.generation import Generation
 from trunkline.router.tenancy.auth import cache_salt
 from trunkline.router.tenancy.tenants import current_meter
-from trunkline.router.text.edits import EditedPrompt
 from trunkline.router.text.reasoning_styles import ThoughtState
 from trunkline.router.text.remembered_prompts import RememberedPrompt
 from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
@@ -45,7 +44,6 @@ from trunkline.router.text.truncation import (
     RetentionPolicy,
     TokenSpan,
     clip_spans,
-    merge_spans,
     plan_cut,
     room_for,
     span_tokens,
@@ -233,13 +231,13 @@ async def chat_job(
     messages = body.messages if turn is None else await turn.messages(body.messages)
     rendering = Rendering.of(body, plan)
     text = await rendering.text(service, messages) if edited is None else edited.text
-    remembered: RememberedPrompt | None = None
+    remembered = None if edited is None else edited.remembered
     if edited is not None:
         tokens = edited.tokens
     elif turn is not None:
         tokens = await turn.tokens_of(text, "messages", add_special_tokens=body.add_special_tokens)
     else:
-        remembered = await _remembered(service, body, text, policy, plan)
+        remembered = await remembered_prompt(service, body, text, plan, fits=policy is None)
         tokens = await _tokens(service, body, text, policy, "messages") if remembered is None else remembered.ids
     discards = _discards(body, turn) if edited is None else edited.drops
     head = 0
@@ -274,31 +272,6 @@ async def completion_job(
     return _job(service, body, _Encoded(tokens, discards), policy, turn)
 
 
-def check_left_out(body: ChatRequest | CompletionRequest) -> None:
-    """Refuse parameters that are not available for a prompt of which a part is left out.
-
-    Raises:
-        ApiError: 400.
-    """
-    for name in ("truncate_prompt_tokens", "use_beam_search"):
-        if getattr(body, name):
-            raise bad_value(name, f"`{name}` is not available for a prompt of which a part is left out")
-
-
-def dropped_tokens(ranges: Sequence[DropRange], tokens: int) -> tuple[TokenSpan, ...]:
-    """Return the tokens that `drop` leaves out of a prompt of `tokens` tokens, merged.
-
-    Raises:
-        ApiError: 400, naming the range.
-    """
-    for index, given in enumerate(ranges):
-        if given.stop >= tokens:
-            param = f"drop[{index}]"
-            what = f"the prompt has {tokens} tokens, the last of which stays"
-            raise bad_value(param, f"`{param}` ends at {given.stop}, but {what}")
-    return merge_spans(TokenSpan(given.start, given.stop) for given in ranges)
-
-
 def _discards(body: ChatRequest | CompletionRequest, turn: SessionTurn | None) -> tuple[TokenSpan, ...]:
     """Return what a stored session leaves out of its history.
 
@@ -326,14 +299,21 @@ class _Encoded(NamedTuple):
     """As in `Job`."""
 
 
-async def _remembered(
-    service: RouterService, body: ChatRequest, text: str, policy: RetentionPolicy | None, plan: ToolPlan
+async def remembered_prompt(
+    service: RouterService, body: ChatRequest, text: str, plan: ToolPlan, *, fits: bool
 ) -> RememberedPrompt | None:
-    """Return a conversation's prompt, encoded as far as it is new; None: such prompts are not remembered."""
+    """Return a conversation's prompt, encoded as far as it is new; None: such prompts are not remembered.
+
+    Args:
+        fits: Whether all of the prompt must fit the context.
+
+    Raises:
+        ApiError: 400, it is too long.
+    """
     prompts = service.model.remembered
     if not prompts.is_on or body.add_special_tokens or body.prompt_slice is not None:
         return None
-    if policy is None:
+    if fits:
         check_fits(service.tokenizer, text, service.limits, "messages")
     else:
         check_length(len(text), "messages")
@@ -395,6 +375,7 @@ def _job(
     if cut.drops and (body.exact or len(cut.drops) > DROPS_MAX):
         reused -= span_tokens(clip_spans(cut.drops, reused))
         tokens, cut = cut.without_dropped(tokens)
+        encoded = encoded._replace(remembered=None)
     prompt = Prompt(tokens, cut=cut, thought=encoded.thought, remembered=encoded.remembered)
     job = job_for(service, body, prompt, tools=plan)
     if turn is None:

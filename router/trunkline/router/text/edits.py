@@ -16,8 +16,6 @@ from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from trunkline.router.text.truncation import TokenSpan
-
 TRIGGER_TOKENS_DEFAULT: Final = 100_000
 """Length of a prompt in tokens above which uses of tools are cleared, if the edit does not say it."""
 KEPT_USES_DEFAULT: Final = 3
@@ -88,18 +86,6 @@ class EditPlan(NamedTuple):
     """Indices of the cleared parts."""
     applied: tuple[AppliedEdit, ...]
     """The edits that clear something, in the request's order."""
-
-
-class EditedPrompt(NamedTuple):
-    """A prompt of which parts are left out."""
-
-    text: str
-    """The whole text, with what is left out."""
-    tokens: list[int]
-    """The tokens of `text`."""
-    drops: tuple[TokenSpan, ...]
-    """The tokens that are left out, merged."""
-    applied: tuple[AppliedEdit, ...] = ()
 
 
 def plan_edits(

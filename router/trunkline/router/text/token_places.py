@@ -9,7 +9,7 @@ today. A token that stands for other characters, too, is not within the range.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -56,19 +56,18 @@ class TokenPlaces(NamedTuple):
         return cls(characters[starts] - inside[starts], characters[stops])
 
     @classmethod
-    def of_segments(
-        cls, text: str, tokens: Sequence[int], vocabulary: TokenVocabulary, borders: Places
-    ) -> TokenPlaces:
+    def of_segments(cls, text: str, tokens: list[int], borders: Places, place: Placing) -> TokenPlaces:
         """Return the places of tokens of which some may be those of another text that reads the same, as a model
         wrote it. Each of them stands for all characters between two borders.
 
         Args:
             borders: Places where the text and its tokens can be split.
+            place: Returns the places of the tokens of a text; None if they are those of another text.
         """
         ends = [(0, 0), *map(tuple, borders.tolist()), (len(text), len(tokens))]
         starts, stops = [], []
         for (start, first), (stop, last) in pairwise(ends):
-            found = cls.of_bytes(text[start:stop], tokens[first:last], vocabulary)
+            found = place(text[start:stop], tokens[first:last])
             if found is None:
                 found = cls(np.zeros(last - first, np.int64), np.full(last - first, stop - start))
             starts.append(found.starts + start)
@@ -85,6 +84,9 @@ class TokenPlaces(NamedTuple):
     def has_borders(self, start: int, stop: int) -> bool:
         """Return whether a token begins at character `start`, and one ends in front of character `stop`."""
         return _holds(self.starts, start) and _holds(self.stops, stop)
+
+
+Placing = Callable[[str, list[int]], TokenPlaces | None]
 
 
 def _holds(ascending: Int64Array, value: int) -> bool:

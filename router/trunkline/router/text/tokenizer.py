@@ -329,12 +329,19 @@ class Tokenizer:
         found = TokenPlaces.of_bytes(text, tokens, self.vocabulary)
         if found is not None:
             return tokens, found
-        own = self.encode(text, add_special_tokens=add_special_tokens)
         borders = self.borders.places(text, np.array(tokens, np.int32))
-        if own != tokens and (stays or len(borders)):
-            return tokens, TokenPlaces.of_segments(text, tokens, self.vocabulary, borders)
+        if stays or len(borders):
+            return tokens, TokenPlaces.of_segments(text, tokens, borders, self._placed)
+        self.encode(text, add_special_tokens=add_special_tokens)  # for its limits
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return encoding.ids, TokenPlaces.of_offsets(encoding.offsets)
+
+    def _placed(self, text: str, tokens: list[int]) -> TokenPlaces | None:
+        found = TokenPlaces.of_bytes(text, tokens, self.vocabulary)
+        if found is not None:
+            return found
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return TokenPlaces.of_offsets(encoding.offsets) if encoding.ids == tokens else None
 
     @property
     def uses_documents(self) -> bool:
