@@ -38,7 +38,7 @@ from trunkline.router.api.blocks import (
 )
 from trunkline.router.api.context_edits import applied_edits, read_edits, tool_names
 from trunkline.router.api.edited_prompts import edited_prompt
-from trunkline.router.api.left_out import dropped_messages
+from trunkline.router.api.left_out import EditedPrompt, dropped_messages
 from trunkline.router.api.prompting import Rendering, chat_job, encode_text, start
 from trunkline.router.api.requests import check_length, check_model, read_parameters, service_of
 from trunkline.router.http.answers import EventStream, JsonResponse, anthropic_error, while_connected
@@ -51,7 +51,7 @@ from trunkline.router.jobs.request_models import ChatRequest, Message
 from trunkline.router.request_context import draw_hex
 from trunkline.router.service import RouterService
 from trunkline.router.streams.generation import Generation
-from trunkline.router.text.edits import AppliedEdit, Edit, EditedPrompt
+from trunkline.router.text.edits import AppliedEdit, Edit
 from trunkline.router.text.truncation import span_tokens
 from trunkline.router.text.volatile_lines import without_volatile
 from trunkline.router.tools.plan import ToolPlan, plan_tools
