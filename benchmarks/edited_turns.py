@@ -14,6 +14,7 @@ histories that are too long to compute here; `first`: the turn that clears all b
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Final, NamedTuple
@@ -38,7 +39,11 @@ NEW: Final = 32
 CLEARED: Final = 16
 """Tokens of a cleared range."""
 TURNS: Final = 12
-MODELS: Final = {"demo": (DEMO_MODEL, 2048), "small": (small_model, 8192)}
+MODELS: Final[dict[str, tuple[Callable[[], Path], int]]] = {
+    "demo": (lambda: DEMO_MODEL, 2048),
+    "small": (small_model, 8192),
+}
+"""What gives the model's folder, and its context."""
 
 
 class Spent(NamedTuple):
@@ -130,7 +135,7 @@ class Client:
 def measure(name: str, lengths: tuple[int, ...], counts: tuple[int, ...], turns: int, report: Report) -> None:
     """All lengths of a model, each with its own engine."""
     made, context = MODELS[name]
-    model = made if isinstance(made, Path) else made()
+    model = made()
     for length in lengths:
         loop = TimedLoop(model, context, 4 * context // CHUNK)
         for ranges in counts:
