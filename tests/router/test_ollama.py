@@ -145,7 +145,6 @@ def test_what_is_refused_is_named(http: httpx.Client, fake: FakeController) -> N
     assert "context" in refused(http, "/api/generate", 400, prompt="x", context=[1])
     assert "template" in refused(http, "/api/generate", 400, prompt="x", template="{{ .Prompt }}")
     assert "messages[0].role" in refused(http, "/api/chat", 400, messages=[{"role": "robot", "content": ""}])
-    assert "messages[0]" in refused(http, "/api/chat", 400, messages=[{"role": "tool", "content": "rain"}])
     assert "format" in refused(http, "/api/chat", 400, **chat, format="yaml")
     assert "'none:7b'" in refused(http, "/api/chat", 404, model="none:7b", messages=HI)
     assert "/api/pull" in refused(http, "/api/pull", 404, model="demo")
@@ -299,3 +298,22 @@ def test_a_stream_that_fails_ends_with_an_error(http: httpx.Client, fake: FakeCo
     *parts, last = lines(http)
     assert parts
     assert set(last) == {"error"}
+
+
+def test_bodies_of_any_type_but_of_pages(http: httpx.Client) -> None:
+    body = json.dumps({"model": "demo", "messages": HI, "stream": False})
+    for kind in ("", "application/x-www-form-urlencoded", "text/plain"):
+        given = {"Content-Type": kind}
+        assert http.post("/api/chat", content=body, headers=given).status_code == 200, kind
+        for page in (
+            {"Origin": str(http.base_url)},
+            {"Referer": "https://x.example/"},
+            {"Sec-Fetch-Site": "none"},
+        ):
+            assert http.post("/api/chat", content=body, headers=given | page).status_code == 415, (kind, page)
+
+
+def test_results_without_calls_before_them(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:
+    turns = [*HI, {"role": "assistant", "content": ""}, {"role": "tool", "content": "17 degrees"}]
+    whole(http, messages=turns)
+    assert "<|user|><tool_response>\n17 degrees\n</tool_response><|end|>" in last_prompt(fake, tokenizer)

@@ -1,7 +1,8 @@
 """Translate the conversation of `/api/chat` into the messages of a chat completion. Pure.
 
 Ollama's calls need no ids, and its results need only the name of their tool: a call without an id gets one from
-its place in the conversation, and a result belongs to the first call of its tool that has none yet.
+its place in the conversation, and a result belongs to the first call of its tool that has none yet. A result
+without any call before it is what the user says.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ def to_messages(turns: list[Any]) -> list[Message]:
             waiting += [(call["id"], call["function"]["name"]) for call in calls]
             message |= {"tool_calls": calls} if calls else {}
             message |= _thought(turn.get("thinking"), f"{path}.thinking")
+        elif role == "tool" and not waiting and not turn.get("tool_call_id"):
+            # Some clients leave out the calls, and Ollama takes such results.
+            message = {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
         elif role == "tool":
             message["tool_call_id"] = _answered(turn, waiting, path)
         messages.append(message)

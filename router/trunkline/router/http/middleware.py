@@ -61,6 +61,10 @@ _JSON: Final = "application/json"
 _FORM: Final = "multipart/form-data"
 _UPLOADS: Final = "/v1/files"
 """The one path whose requests are forms."""
+_OLLAMA: Final = "/api/"
+"""Where paths of Ollama's API begin."""
+_OF_PAGES: Final = ("origin", "referer", "sec-fetch-site")
+"""Headers of which browsers send some with a request that a page makes."""
 _TOKENIZING: Final = ("/tokenize", "/detokenize")
 
 
@@ -310,6 +314,8 @@ class AccessMiddleware:
                 kind="permission_error",
                 code="origin_not_allowed",
             )
+        if scope["path"].startswith(_OLLAMA) and not any(name in headers for name in _OF_PAGES):
+            return  # Ollama's clients, and its documentation's calls of curl, do not say that they send JSON
         has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         wanted = _FORM if scope["path"] == _UPLOADS else _JSON
