@@ -138,7 +138,7 @@ SMALL = replace(ROOMY, num_blocks=12, max_context=60)
         (SMALL, {}, [text(words(0, 41), 0, seen=[]), A], [(4, 1)], "need 14 blocks"),
         (SMALL, {"n": 4, "max_tokens": 12}, [], [(0, 2)], "need 16 blocks"),
         (ROOMY, {"n": 13}, [A], [(4, 1)], "at most 12 sequences"),
-        (SMALL, {"beam": BeamSearch(2)}, [A], [(4, 1)], "searched with beams"),
+        (SMALL, {"beam": BeamSearch(4), "n": 4, "max_tokens": 12}, [], [(0, 2)], "need 16 blocks"),
         (SMALL, {"prompt_logprobs": 0}, [A], [(4, 1)], "scored"),
         (SMALL, {"max_tokens": 0}, [A], [(4, 1)], "max_tokens is 0"),
         (replace(SMALL, prefix_cache=False), {}, [A], [(4, 1)], "prefix cache is off"),

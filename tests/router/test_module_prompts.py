@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ from router.fake_controller import FakeController, prompt_of, seen_tokens
 from router.harness import ANSWER, MESSAGES, wait_until
 from router.schema_calls import PLAN, PLAN_OBJECT, TRIP, complete, post, runs_of, texts_of
 from router.session_calls import error_of
+from seeds import seeds
 
 from trunkline.kvstore.chunks import unpack_int32
 from trunkline.kvstore.records import Record, RecordKey
@@ -101,6 +103,18 @@ def test_streams_choices_logprobs_and_grammars(http: httpx.Client, fake: FakeCon
     assert fake.behaviour.submits[-1].grammar is not None
 
 
+def test_searches_and_the_best_of_several(http: httpx.Client, fake: FakeController) -> None:
+    searched = complete(http, use_beam_search=True, n=2, beam_width=3).json()
+    assert len(searched["choices"]) == 2
+    best = complete(http, best_of=3, n=1).json()
+    assert len(best["choices"]) == 1
+    search, several = fake.behaviour.submits
+    assert search.layout == several.layout
+    assert search.layout is not None
+    assert search.beam is not None
+    assert (search.beam.width, several.n) == (3, 3)
+
+
 def test_tools_are_described_to_the_user(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:
     tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
     call = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
@@ -136,6 +150,48 @@ def test_bad_prompts(
     assert error_of(answer) == (status, code, "pml")
     assert answer.json()["error"].items() >= extra.items()
     assert not fake.behaviour.submits
+
+
+@pytest.mark.parametrize("seed", seeds(2))
+def test_messages_behind_modules_are_truncated(
+    seed: int, http: httpx.Client, fake: FakeController, tokenizer: Tokenizer
+) -> None:
+    """A conversation grows beyond the context: the same of it is left out until it overflows again, and what is
+    left is the end of the whole."""
+    rng = random.Random(seed)
+    body = {"pml": '<prompt schema="talk"><files/></prompt>', "truncation": "auto", "max_tokens": 100}
+    messages: list[Any] = []
+    before: dict[str, Any] = {"dropped_tokens": 0}
+    cuts = set()
+    for turn in range(12):
+        messages.append(
+            {"role": ("user", "assistant")[turn % 2], "content": "some words " * rng.randrange(20, 300)}
+        )
+        answer = http.post("/v1/chat/completions", json=body | {"messages": messages}).json()
+        submit, told = fake.behaviour.submits[-1], answer["truncation"]
+        dropped = told["dropped_tokens"]
+        assert told["occurred"] is (dropped > 0)
+        own = prompt_of(submit)
+        placed = runs_of(submit)[-1]
+        assert sum(placed) + 100 <= 2048
+        text = tokenizer.decode(own, skip_special_tokens=False)
+        assert text.endswith("<|assistant|>" if turn % 2 == 0 else "<|end|><|assistant|>")
+        assert dropped >= before["dropped_tokens"]
+        if dropped == before["dropped_tokens"] and turn:
+            shared = len(before["own"]) - 2
+            assert own[:shared] == before["own"][:shared], "what was computed is found again"
+        before = {"dropped_tokens": dropped, "own": own}
+        cuts.add(dropped)
+    assert len(cuts) > 1
+    refused = http.post("/v1/chat/completions", json=body | {"messages": messages, "truncation": "disabled"})
+    assert error_of(refused) == (400, "E_CONTEXT_LENGTH", "pml")
+
+
+def test_what_leaves_no_room_is_refused(http: httpx.Client, fake: FakeController) -> None:
+    """Only messages are left out, not a prompt's own texts."""
+    long = f'<prompt schema="trip">{"word " * 2500}</prompt>'
+    assert error_of(complete(http, long, truncation="auto")) == (400, "context_length_exceeded", "pml")
+    assert complete(http, truncation="auto").json()["truncation"]["occurred"] is False
 
 
 def test_likely_modules_are_fetched_ahead(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:

@@ -111,18 +111,48 @@ def test_no_injection_through_a_history(http: httpx.Client, fake: FakeController
     assert not set(prompt_of(fake.behaviour.submits[1])) & set(system)
 
 
+def test_a_session_goes_on_beyond_the_context(http: httpx.Client, fake: FakeController) -> None:
+    """The oldest part of its messages is left out, its modules never."""
+    session = create(http, pml=IMPORTS, truncation="auto")["id"]
+    told = [chat(http, session, text=f"{turn} " + "word " * 600).json() for turn in range(5)]
+    cuts = [answer["truncation"]["dropped_tokens"] for answer in told]
+    assert cuts[0] == 0 < cuts[-1]
+    assert cuts == sorted(cuts)
+    first = fake.behaviour.submits[0]
+    assert first.layout is not None
+    for submit, answer in zip(fake.behaviour.submits, told, strict=True):
+        assert submit.layout is not None
+        assert submit.layout.texts == first.layout.texts
+        assert runs_of(submit)[:-1] == runs_of(first)[:-1]
+        assert sum(count for _, count in runs_of(submit)) == submit.prompt_len
+        position, count = runs_of(submit)[-1]
+        assert position + count + 2048 // 8 <= 2048, "an answer has room"
+        details = answer["usage"]["prompt_tokens_details"]
+        assert details["module_tokens"] == seen_tokens(first.layout)
+        seen = answer["truncation"]["prompt_tokens_before"] - answer["truncation"]["dropped_tokens"]
+        assert answer["usage"]["prompt_tokens"] == seen == submit.prompt_len + details["module_tokens"]
+        assert details["session_tokens"] <= submit.prompt_len
+    assert get(http, session)["message_count"] == 10
+    assert http.post(f"/v1/sessions/{session}/prefetch").status_code == 200
+    [asked] = fake.behaviour.prefetches
+    last = fake.behaviour.submits[-1]
+    same = len(prompt_of(last)) - 2  # the template's beginning of an answer comes again only behind it
+    assert prompt_of(asked)[:same] == prompt_of(last)[:same]
+    patch = http.patch(f"/v1/sessions/{session}", json={"truncation": "disabled"})
+    assert patch.json()["truncation"] == "disabled"
+    assert error_of(chat(http, session)) == (400, "E_CONTEXT_LENGTH", "session_id")
+    assert chat(http, session, truncation="auto").status_code == 200
+
+
 def test_what_such_a_session_cannot_do(http: httpx.Client) -> None:
     session = create(http, pml=IMPORTS)["id"]
     assert error_of(chat(http, session, text="word " * 5000)) == (400, "E_CONTEXT_LENGTH", "session_id")
     assert get(http, session)["turns"] == 0
     assert error_of(complete(http, session_id=session))[::2] == (400, "session_id")
     assert error_of(chat(http, session, pml=IMPORTS))[::2] == (400, "session_id")
-    assert error_of(chat(http, session, truncation="auto"))[::2] == (400, "truncation")
     body = {"prompt": "x", "session_id": session}
     assert error_of(http.post("/v1/completions", json=body))[::2] == (400, "session_id")
     discard = http.post(f"/v1/sessions/{session}/discard", json={"tokens": [[0, 1]]})
     assert error_of(discard)[::2] == (400, "session_id")
-    patch = http.patch(f"/v1/sessions/{session}", json={"truncation": "auto"})
-    assert error_of(patch)[::2] == (400, "truncation")
     plain = create(http)["id"]
     assert error_of(chat(http, plain, pml=IMPORTS))[::2] == (400, "session_id")

@@ -98,6 +98,7 @@ SHARED: Final[dict[str, Probe]] = {
     "return_token_ids": Probe(True),
     "return_tokens_as_token_ids": Probe(True, {"logprobs": 1}),
     "return_timings": Probe(True),
+    "pml": Probe(PLAN),
     "trailing": Probe("compact", {"pml": PLAN, "prompt": None}),
     "stream_options": Probe({"include_usage": True}, {"stream": True}),
 }
@@ -105,7 +106,6 @@ PROBES: Final[dict[str, dict[str, Probe]]] = {
     "chat": {
         "messages": Probe([{"role": "user", "content": "Other"}]),
         "prompt": Probe(PLAN_OBJECT),
-        "pml": Probe(PLAN),
         "tools": Probe([FUNCTION]),
         "tool_choice": Probe("required", {"tools": [FUNCTION]}),
         "parallel_tool_calls": Probe(True, {"tools": [FUNCTION], "tool_choice": "required"}),
@@ -179,8 +179,9 @@ ELSEWHERE: Final = {
     "include_reasoning": "test_thoughts.py",
     "separate_reasoning": "test_thoughts.py",
     "thinking_budget": "test_thoughts.py",
+    "document_modules": "test_document_modules.py",
 }
-"""Parameters that need a model which thinks, with the tests that prove their effect."""
+"""Parameters that need a model which thinks, or long documents, with the tests that prove their effect."""
 
 
 class Seen(NamedTuple):

@@ -14,7 +14,7 @@ from simulation.model import VOCABULARY, log_probabilities
 
 from trunkline.controller.messages import BeamStep
 from trunkline.kvstore.beams import assign_tails, choose_beams
-from trunkline.kvstore.chunks import blocks_for, pack_int32, unpack_int32
+from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.worker.messages import BeamPosition, Sampling
 
 
@@ -145,13 +145,13 @@ class Searches:
         self, search: Search, parents: list[int], tokens: list[int], residents: dict[int, Resident]
     ) -> dict[int, int]:
         members = [residents[search.members[i]] for i in range(search.width)]
-        computed = members[0].total
-        assert all(len(member.table) == blocks_for(computed, self.chunk_size) for member in members), (
+        entry, offset, _, _ = members[0].layout.cell(members[0].total - 1)
+        assert all(len(member.table) == entry + 1 for member in members), (
             "a beam's table does not fit what it has computed"
         )
         old = [(member.first, member.tokens, member.table) for member in members]
         tails = assign_tails(parents)
-        filled = computed % self.chunk_size
+        filled = (offset + 1) % self.chunk_size
         for member, parent, token, tail in zip(members, parents, tokens, tails, strict=True):
             first, past, table = old[parent]
             member.first, member.tokens, member.table = first, [*past, token], list(table)

@@ -81,10 +81,8 @@ def prompt_tokens(layout: PromptLayout, own: Sequence[int]) -> list[int]:
     return [tokens[position] for position in sorted(tokens)]
 
 
-def expected_module_output(
-    layout: PromptLayout, own: Sequence[int], seed: int, max_tokens: int, stop_ids: tuple[int, ...] = ()
-) -> list[int]:
-    """The stream that a request must produce, whatever the schedule."""
+def seen_prompt(layout: PromptLayout, own: Sequence[int]) -> bytes:
+    """What is seen behind a whole prompt."""
     stored = stored_texts(layout.texts)
     places, mine = seen_positions(layout), dict(zip(own_positions(layout), own, strict=True))
     assert not places.keys() & mine.keys()
@@ -95,11 +93,24 @@ def expected_module_output(
             text, token = places[position]
             seen = extend_seen(seen, stored[text][token])
         else:
-            seen = extend_seen(seen, text_token(seen, mine[position]))
+            seen = seen_behind(seen, mine[position])
+    return seen
+
+
+def seen_behind(seen: bytes, token: int) -> bytes:
+    """What is seen after one more token of the request's own, or of its output."""
+    return extend_seen(seen, text_token(seen, token))
+
+
+def expected_module_output(
+    layout: PromptLayout, own: Sequence[int], seed: int, max_tokens: int, stop_ids: tuple[int, ...] = ()
+) -> list[int]:
+    """The stream that a request must produce, whatever the schedule."""
+    seen = seen_prompt(layout, own)
     output: list[int] = []
     while len(output) < max_tokens:
         output.append(next_token(seen, seed))
         if output[-1] in stop_ids:
             break
-        seen = extend_seen(seen, text_token(seen, output[-1]))
+        seen = seen_behind(seen, output[-1])
     return output

@@ -20,6 +20,7 @@ one prompt, without sampling and logits processors. With k beams, prompt length 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -68,20 +69,28 @@ class _Beam:
 
 
 def beam_search(
-    prompt: list[int],
+    prompt: list[int] | bytes,
     beam: BeamSearch,
     max_tokens: int,
     stop_ids: tuple[int, ...] = (),
     n: int = 1,
+    *,
+    extend: Callable[[bytes, int], bytes] = extend_hash,
 ) -> ExpectedSearch:
-    """The rules above over the simulated model."""
+    """The rules above over the simulated model.
+
+    Args:
+        prompt: its tokens, or the hash of all that is seen behind it.
+        extend: returns the hash of what is seen after one more token.
+    """
     width, stops = beam.width, set(stop_ids)
-    beams = [_Beam([], prefix_hash(prompt), np.float32(0.0))]
+    past = prompt if isinstance(prompt, bytes) else prefix_hash(prompt)
+    beams = [_Beam([], past, np.float32(0.0))]
     found: list[tuple[np.float32, _Beam]] = []
     result = ExpectedSearch()
     for length in range(1, max_tokens + 1):
         penalty = np.float32(length**beam.length_penalty)
-        candidates = _candidates(beams, max(2, 1 + len(stops)) * width)
+        candidates = _candidates(beams, max(2, 1 + len(stops)) * width, extend)
         hits = [length == max_tokens or c.tokens[-1] in stops for _, c in candidates]
         ended = [c for (_, c), hit in list(zip(candidates, hits, strict=True))[:width] if hit]
         found = sorted([*found, *((c.score / penalty, c) for c in ended)], key=lambda entry: -entry[0])[:width]
@@ -102,7 +111,7 @@ def beam_search(
     return result
 
 
-def _candidates(beams: list[_Beam], count: int) -> list[tuple[int, _Beam]]:
+def _candidates(beams: list[_Beam], count: int, extend: Callable[[bytes, int], bytes]) -> list[tuple[int, _Beam]]:
     """(parent, continuation) best first; equal ones by parent, then by token."""
     scored = [
         (-(value + beam.score), parent, token)
@@ -111,6 +120,6 @@ def _candidates(beams: list[_Beam], count: int) -> list[tuple[int, _Beam]]:
     ]
     best = sorted(scored)[:count]
     return [
-        (parent, _Beam([*beams[parent].tokens, token], extend_hash(beams[parent].prefix, token), -negative))
+        (parent, _Beam([*beams[parent].tokens, token], extend(beams[parent].prefix, token), -negative))
         for negative, parent, token in best
     ]

@@ -7,7 +7,7 @@ from typing import TypedDict
 
 import numpy as np
 from simulation.model import pooled_prompt, prefix_hash, prompt_score
-from simulation.module_oracle import expected_module_output
+from simulation.module_oracle import expected_module_output, seen_behind, seen_prompt
 from simulation.oracle import beam_search, expected_output
 
 from trunkline.controller.messages import (
@@ -145,7 +145,12 @@ def _expected(stream: Stream, seed: int, limit: int) -> list[int]:
 def _verify_search(stream: Stream, limit: int) -> None:
     assert stream.beam is not None
     assert stream.hypotheses is not None, "a beam search ended without results"
-    expected = beam_search(stream.prompt, stream.beam, limit, stream.stop_ids, stream.n).hypotheses
+    if stream.layout is None:
+        expected = beam_search(stream.prompt, stream.beam, limit, stream.stop_ids, stream.n).hypotheses
+    else:
+        past = seen_prompt(stream.layout, stream.own)
+        found_by = beam_search(past, stream.beam, limit, stream.stop_ids, stream.n, extend=seen_behind)
+        expected = found_by.hypotheses
     found = [
         (unpack_int32(h.tokens).tolist(), np.float32(h.score), np.float32(h.logprob)) for h in stream.hypotheses
     ]

@@ -117,10 +117,8 @@ class Traffic:
         options: Options = {"seed": rng.randrange(4), "n": 1}
         options["stop_ids"] = tuple(rng.sample(range(VOCABULARY), rng.choice([0, 0, 1, 3, 10])))
         if self._chance(mix.beams):
-            width = rng.choice(WIDTHS)
-            penalty = rng.choice([1.0, 0.0, -0.5, 2.0, 0.7])
-            options["beam"] = BeamSearch(width, penalty, rng.choice([True, False, None]))
-            options["n"] = rng.randrange(1, width + 1)
+            options["beam"] = searched = self._beam()
+            options["n"] = rng.randrange(1, searched.width + 1)
         else:
             options["n"] = rng.choice(WIDTHS) if self._chance(mix.samples) else 1
             if self._chance(mix.grammars):
@@ -156,16 +154,25 @@ class Traffic:
         self.settle()
         return request
 
+    def _beam(self) -> BeamSearch:
+        width, penalty = self._rng.choice(WIDTHS), self._rng.choice([1.0, 0.0, -0.5, 2.0, 0.7])
+        return BeamSearch(width, penalty, self._rng.choice([True, False, None]))
+
     def _submit_modules(self) -> int:
         """One whose prompt is made of texts."""
         rng, mix = self._rng, self.mix
         own, layout = self._schemas.prompt()
         options: Options = {"seed": rng.randrange(4), "layout": layout}
         options["stop_ids"] = tuple(rng.sample(range(VOCABULARY), rng.choice([0, 0, 1, 3, 10])))
-        options["n"] = rng.choice(WIDTHS) if self._chance(mix.samples) else 1
-        options["history"] = self._chance(0.1)
-        if self._chance(mix.grammars):
-            options["grammar"] = Grammar("regex", rng.choice(["a", "b", "c", BAD_GRAMMAR]), "structured_outputs")
+        beam = self._beam() if self._chance(mix.beams) else None
+        if beam is not None:
+            options["beam"], options["n"] = beam, rng.randrange(1, beam.width + 1)
+        else:
+            options["n"] = rng.choice(WIDTHS) if self._chance(mix.samples) else 1
+            options["history"] = self._chance(0.1)
+            if self._chance(mix.grammars):
+                kind = rng.choice(["a", "b", "c", BAD_GRAMMAR])
+                options["grammar"] = Grammar("regex", kind, "structured_outputs")
         if self._chance(mix.priorities):
             options["priority"] = rng.randrange(-1, 3)
         if self._tenants.random() < mix.tenants:
@@ -178,7 +185,8 @@ class Traffic:
         max_tokens = rng.randrange(1, mix.output_max + 1)
         request = self.simulation.submit(own, max_tokens, **options)
         grammar = options.get("grammar")
-        if not modules_fit(self.config, layout, len(own), max_tokens, options["n"]):
+        width = beam.width if beam else options["n"]
+        if not modules_fit(self.config, layout, len(own), max_tokens, width):
             self._wrong[request] = "size"
         elif grammar is not None and grammar.text == BAD_GRAMMAR:
             self._wrong[request] = "grammar"

@@ -27,7 +27,7 @@ from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import CallTexts, EngineOutputs, Event, Ready
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import ModulesCall, ModuleText, PromptLayout, StepResult, Submit
+from trunkline.controller.messages import BeamSearch, ModulesCall, ModuleText, PromptLayout, StepResult, Submit
 from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.storage.persistence import Persistence
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
@@ -36,6 +36,8 @@ from trunkline.router.messages import ModulesReply, Started
 from trunkline.router.pml.compiled import Scope
 from trunkline.worker.messages import Sampling
 
+Found = tuple[list[int], float]
+"""Tokens and score of a hypothesis."""
 GREEDY: Final = Sampling(temperature=0.0, logprobs=VOCAB_SIZE)
 ENGINE: Final = EngineConfig(num_blocks=200, chunk_size=CHUNK, max_context=256, token_budget=64, max_rows=16)
 
@@ -115,6 +117,8 @@ class ModuleGroup(TieredLoop):
         """Chunks found on disk."""
         self.answers: dict[int, Answer] = {}
         self.replies: list[ModulesReply] = []
+        self.found: dict[int, list[Found]] = {}
+        """The hypotheses of searches, best first, by request."""
 
     def submit_prompt(
         self, prompt: Prompt | list[int], max_tokens: int = 8, *, n: int = 1, sampling: Sampling = GREEDY
@@ -129,6 +133,24 @@ class ModuleGroup(TieredLoop):
         self.requests[request.id] = Done(now)
         self.receive(request, now)
         return answer
+
+    def submit_search(self, prompt: Prompt | list[int], width: int, max_tokens: int) -> int:
+        """Start a beam search; returns the request whose hypotheses will be in `found`."""
+        own, places = (prompt.own, prompt.layout) if isinstance(prompt, Prompt) else (prompt, None)
+        beam, number = BeamSearch(width), self._next_id
+        submit = Submit(number, pack_int32(own), len(own), max_tokens, GREEDY, n=width, beam=beam, layout=places)
+        self._next_id += 1
+        self.answers[number] = Answer(prompt, [], [])
+        now = time.perf_counter()
+        self.requests[number] = Done(now)
+        self.receive(Request.of(number, submit), now)
+        return number
+
+    def search(self, prompt: Prompt | list[int], width: int, max_tokens: int) -> list[Found]:
+        """One search alone."""
+        number = self.submit_search(prompt, width, max_tokens)
+        self.run()
+        return self.found[number]
 
     def ask(self, prompt: Prompt | list[int], max_tokens: int = 8) -> Answer:
         """One prompt alone, greedily."""
@@ -174,6 +196,8 @@ class ModuleGroup(TieredLoop):
                 if logprobs and index in logprobs:
                     self.answers[request].rows[sample].append(dense_logprobs(logprobs[index], VOCAB_SIZE))
         self.replies += outputs.modules
+        for beams in outputs.beams:
+            self.found[beams.request] = [(unpack_int32(h.tokens).tolist(), h.score) for h in beams.hypotheses]
 
 
 class LayoutJudge:

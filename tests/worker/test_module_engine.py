@@ -237,6 +237,32 @@ Words between. <module name="d">The last.</module>
     np.testing.assert_allclose(modular.logprobs, ordinary.logprobs, rtol=0, atol=SAME)
 
 
+@pytest.mark.parametrize("name", ["gqa", "gpt2"])
+def test_beams_behind_modules(name: str, make_bench: MakeBench) -> None:
+    """A search behind one chain of texts finds what a search behind the plain prompt finds; searches behind other
+    modules find the same in a pool so small that they are preempted."""
+    bench = make_bench(name)
+    rng = np.random.default_rng(6)
+    texts: list[Text] = []
+    for count in (9, 21, 16):
+        texts.append(Text(draw(rng, count), texts[-1].end if texts else 0, len(texts) - 1))
+    parts = [Part(index, [(0, len(text.tokens))], text.position) for index, text in enumerate(texts)]
+    chain = as_prompt(texts, ModulePrompt(parts, [(texts[-1].end, draw(rng, 6))]))
+    plain = [token for text in texts for token in text.tokens] + chain.own
+    roomy = bench.serve()
+    expected, found = roomy.search(plain, 4, 12), roomy.search(chain, 4, 12)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    np.testing.assert_allclose([s for _, s in found], [s for _, s in expected], rtol=0, atol=12 * SAME)
+    prompts = random_prompts(8, schemas=2, count=3)
+    alone = [roomy.search(prompt, 3, 24) for prompt in prompts]
+    tight = bench.serve({"num_blocks": 22, "token_budget": 30})
+    requests = [tight.submit_search(prompt, 3, 24) for prompt in prompts]
+    tight.run()
+    assert tight.engine.scheduler.counters.preemptions > 0
+    for request, one in zip(requests, alone, strict=True):
+        assert [tokens for tokens, _ in tight.found[request]] == [tokens for tokens, _ in one]
+
+
 def same(actual: Answer, expected: Answer) -> None:
     """From the same KV."""
     assert actual.tokens == expected.tokens

@@ -375,7 +375,7 @@ class RouterService:
             salt=job.salt,
             session=scoped_session(job.session or job.opening, job.salt),
             model=self._wanted,
-            home=-1 if job.modules is None else self.schemas.home_of(job.modules.schema, self.model_name).index,
+            home=self.schemas.home_of(key, self.model_name).index if (key := job.schema_key) else -1,
             drops=job.cut.drops,
             layout=None if job.modules is None else job.modules.layout,
             origin=_origin_of(job),

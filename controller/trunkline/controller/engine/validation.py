@@ -348,8 +348,8 @@ def problem_of_request(request: Request, config: EngineConfig) -> tuple[str, str
 
 def _problem_of_fit(request: Request, layout: PromptLayout, prompt_len: int, config: EngineConfig) -> str:
     """Return why a prompt with modules can never run here; "" if it can."""
-    if request.submit.beam is not None or request.submit.sampling.prompt_logprobs >= 0:
-        return "a prompt with modules cannot be searched with beams, or have its tokens scored"
+    if request.submit.sampling.prompt_logprobs >= 0:
+        return "a prompt with modules cannot have its tokens scored"
     if problem := problem_of_texts(layout.texts, config):
         return problem
     size = config.chunk_size

@@ -27,6 +27,7 @@ from trunkline.router.api.anthropic_content import (
     to_choice,
     to_functions,
     to_messages,
+    with_marks,
 )
 from trunkline.router.api.blocks import (
     AnswerBlocks,
@@ -37,10 +38,12 @@ from trunkline.router.api.blocks import (
     session_label,
 )
 from trunkline.router.api.context_edits import applied_edits, read_edits, tool_names
+from trunkline.router.api.document_prompts import dialog_tokens, marks_of, modular_job, unmarked
 from trunkline.router.api.edited_prompts import edited_prompt
-from trunkline.router.api.left_out import EditedPrompt, dropped_messages
-from trunkline.router.api.prompting import Rendering, chat_job, encode_text, start
+from trunkline.router.api.left_out import dropped_messages
+from trunkline.router.api.prompting import chat_job, start
 from trunkline.router.api.requests import check_length, check_model, read_parameters, service_of
+from trunkline.router.errors import bad_value
 from trunkline.router.http.answers import EventStream, JsonResponse, anthropic_error, while_connected
 from trunkline.router.http.body import beside_loop
 from trunkline.router.jobs.generation_parameters import DialogParameters
@@ -51,6 +54,7 @@ from trunkline.router.jobs.request_models import ChatRequest, Message
 from trunkline.router.request_context import draw_hex
 from trunkline.router.service import RouterService
 from trunkline.router.streams.generation import Generation
+from trunkline.router.text.document_marks import DocumentMarks
 from trunkline.router.text.edits import AppliedEdit, Edit
 from trunkline.router.text.truncation import span_tokens
 from trunkline.router.text.volatile_lines import without_volatile
@@ -219,10 +223,12 @@ async def messages(request: Request) -> Response:
         warnings.add(text)
     if body.container is not None:
         warnings.add("`container` has no effect: no code is executed here")
-    edits = body.edits()
-    chat, plan = await beside_loop(request, lambda: _translated(service, body, fields, warnings))
+    edits = _edits(body)
+    marks = None if edits else marks_of(body)
+    chat, plan = await beside_loop(request, lambda: _translated(service, body, fields, warnings, marks))
     edited = await edited_prompt(service, chat, plan, edits)
-    job = await chat_job(service, chat, plan, edited=edited)
+    job = await modular_job(service, chat, plan, marks)
+    job = job or await chat_job(service, unmarked(chat, marks), plan, edited=edited)
     job = replace(job, max_tokens=min(job.max_tokens, body.max_tokens))
     generation = await while_connected(request, start(service, job, arrived_at))
     writer = _MessageWriter(service, body, generation, plan, warnings)
@@ -241,19 +247,33 @@ async def count_tokens(request: Request) -> Response:
     service = service_of(request)
     body = await read_parameters(request, _COUNT_TOKENS)
     service = check_model(service, body.model)
-    edits = body.edits()
-    chat, plan = await beside_loop(request, lambda: _translated(service, body, {}, Warnings()))
+    edits = _edits(body)
+    marks = None if edits else marks_of(body)
+    chat, plan = await beside_loop(request, lambda: _translated(service, body, {}, Warnings(), marks))
     check_length(sum(map(_characters, chat.messages)), "messages")
     edited = await edited_prompt(service, chat, plan, edits)
     if edited is None:
-        text = await Rendering.of(chat, plan).text(service, chat.messages)
-        tokens = await encode_text(service.tokenizer, text, None, add_special_tokens=False, param="messages")
-        edited = EditedPrompt(text, tokens, ())
-    original = len(edited.tokens)
-    answer: Object = {"input_tokens": original - span_tokens(edited.drops)}
+        original = left = await dialog_tokens(service, chat, plan, marks)
+    else:
+        original = len(edited.tokens)
+        left = original - span_tokens(edited.drops)
+    answer: Object = {"input_tokens": left}
     if body.context_management is not None:
         answer["context_management"] = {"original_input_tokens": original}
     return JsonResponse(answer)
+
+
+def _edits(body: CountTokensRequest) -> tuple[Edit, ...]:
+    """Return the edits that a request asks for.
+
+    Raises:
+        ApiError: 400, they are wrong, or the prompt consists of modules.
+    """
+    edits = body.edits()
+    if edits and body.pml is not None:
+        what = "edits are not available for a prompt of modules: they stand at fixed places"
+        raise bad_value("context_management", f"`context_management`: {what}")
+    return edits
 
 
 def _characters(message: Message) -> int:
@@ -261,7 +281,11 @@ def _characters(message: Message) -> int:
 
 
 def _translated(
-    service: RouterService, body: CountTokensRequest, fields: Object, warnings: Warnings
+    service: RouterService,
+    body: CountTokensRequest,
+    fields: Object,
+    warnings: Warnings,
+    marks: DocumentMarks | None,
 ) -> tuple[ChatRequest, ToolPlan]:
     functions = to_functions(body.tools, warnings)
     choice, parallel = to_choice(body.tool_choice, functions)
@@ -272,10 +296,11 @@ def _translated(
     if rule:
         warnings.add(f"a line of `system` that changes with every request was left out (rule {rule})")
     borders: list[int | None] = []
-    messages = to_messages(system, body.messages, warnings, borders)
+    messages = to_messages(system, with_marks(body.messages, marks, warnings), warnings, borders)
     if body.mcp_servers:
         warnings.add("the tools of `mcp_servers` are not available to the model")
     translated: Object = {"messages": messages, "chat_template_kwargs": variables, **fields}
+    translated |= {"pml": body.pml, "trailing": body.trailing}
     if body.drop:
         translated["drop"] = dropped_messages(body.drop, [*borders, len(messages)])
     if messages[-1]["role"] == "assistant":

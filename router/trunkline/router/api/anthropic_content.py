@@ -15,6 +15,7 @@ import json
 from typing import Any, Final
 
 from trunkline.router.errors import bad_value, unsupported
+from trunkline.router.text.document_marks import DocumentMarks
 from trunkline.router.tools.functions import FunctionTool
 from trunkline.router.tools.plan import (
     Choice,
@@ -80,6 +81,34 @@ def to_messages(
             is_new = len(messages) > before and messages[before] is translated[0]
             borders.append(before if is_new else None)
     return messages
+
+
+def with_marks(turns: list[Any], marks: DocumentMarks | None, warnings: Warnings) -> list[Any]:
+    """Return `messages` with marks around the documents and search results before the first answer, which become
+    blocks of text.
+
+    Raises:
+        ApiError: As in `to_messages`.
+    """
+    if marks is None:
+        return turns
+    marked = list(turns)
+    for index, turn in enumerate(turns):
+        content = turn.get("content") if isinstance(turn, dict) else None
+        if isinstance(turn, dict) and turn.get("role") == "assistant":
+            break
+        if not isinstance(content, list) or turn.get("role") != "user":
+            continue
+        blocks = _blocks(content, f"messages[{index}].content")
+        places = [f"messages[{index}].content[{place}]" for place in range(len(blocks))]
+        shown = [
+            {"type": "text", "text": marks.around(_text_in(block, place, warnings))}
+            if block["type"] in _TEXTS
+            else block
+            for block, place in zip(blocks, places, strict=True)
+        ]
+        marked[index] = {**turn, "content": shown}
+    return marked
 
 
 def _append(messages: list[Message], message: Message) -> None:

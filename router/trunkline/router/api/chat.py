@@ -30,6 +30,7 @@ from trunkline.router.api.answer_fields import (
     truncation_result,
     usage_of,
 )
+from trunkline.router.api.document_prompts import mark_documents, marks_of, modular_job
 from trunkline.router.api.edited_prompts import edited_prompt
 from trunkline.router.api.module_prompts import modules_job
 from trunkline.router.api.prompting import chat_job, has_modules, start
@@ -86,8 +87,11 @@ async def chat_completions(request: Request) -> Response:
         plan = _plan(service, body)
         if plan.active and body.use_beam_search:
             raise bad_value("tools", "`tools` are not available in a beam search (`use_beam_search: true`)")
+        marks = marks_of(body)
         if has_modules(body, turn):
             job = await modules_job(service, body, plan, turn)
+        elif (made := await modular_job(service, mark_documents(body, marks), plan, marks, turn)) is not None:
+            job = made
         else:
             edited = None if turn is not None else await edited_prompt(service, body, plan)
             job = await chat_job(service, body, plan, turn, edited)

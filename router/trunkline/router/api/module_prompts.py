@@ -19,11 +19,11 @@ from msgspec.structs import replace
 from trunkline.controller.messages import PromptLayout
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router import pml
-from trunkline.router.api.prompting import job_for, prompt_errors
+from trunkline.router.api.prompting import job_for, policy_of, prompt_errors
 from trunkline.router.api.turn import SessionTurn
 from trunkline.router.errors import bad_value
 from trunkline.router.http.body import is_heavier
-from trunkline.router.jobs.job import Job, Modules, Prompt
+from trunkline.router.jobs.job import Job, Modules, Prompt, wanted_tokens
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, Message
 from trunkline.router.service import RouterService
 from trunkline.router.stores.model_text import ModelText
@@ -35,18 +35,30 @@ from trunkline.router.text.chat_template import has_calls
 from trunkline.router.text.reasoning_styles import ThoughtState
 from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
 from trunkline.router.text.tool_turns import for_plain_template, for_tool_template
+from trunkline.router.text.truncation import (
+    PromptCut,
+    RetentionPolicy,
+    TokenSpan,
+    clip_spans,
+    plan_cut,
+    room_for,
+    span_tokens,
+)
 from trunkline.router.tools.plan import ToolPlan
 
 _T = TypeVar("_T")
 
 _NOT_WITH_MODULES: Final[dict[str, str]] = {
-    "use_beam_search": "is not available for a prompt of modules",
     "prompt_logprobs": "is not available for a prompt of modules: most of its tokens are not computed",
     "echo": "is not available for a prompt of modules: its text does not stand in one piece",
     "truncate_prompt_tokens": "is not available for a prompt of modules: they stand at fixed places",
     "drop": "is not available for a prompt of modules: they stand at fixed places",
     "exact": "is not available for a prompt of modules: they do not see each other",
 }
+
+
+_ANY_LENGTH: Final = 1 << 30
+"""More positions than any context has."""
 
 
 class Placed(NamedTuple):
@@ -97,17 +109,54 @@ async def modules_job(
         ApiError: 400, naming the parameter, with the code and place of a PML error; 404, there is no such schema.
     """
     placed, given, param = await placed_prompt(service, body, plan, turn)
-    own = placed.prompt.own.tolist()
+    own, reused, cut = placed.prompt.own.tolist(), 0, PromptCut()
     if turn is not None:
         own = own[: placed.prompt.messages_from] + await turn.tokens_of_parts(placed.message_parts())
         turn.check_size("messages")
+        reused = turn.reused_tokens
+    if (policy := policy_of(body, turn)) is not None:
+        own, drops, cut = truncated(service, placed, own, policy, wanted_tokens(body)[1], param)
+        reused -= span_tokens(clip_spans(drops, reused))
     end = "".join(piece.text for piece in placed.prompt.pieces[-4:])
     thought: ThoughtState = "possible" if plan is None else plan.thought_behind(end)
-    prompt = Prompt(own, param, modules=_modules(placed, len(own)), thought=thought)
+    prompt = Prompt(own, param, cut, _modules(placed, len(own)), thought)
     job = replace(job_for(service, body, prompt, tools=plan), salt=cache_salt(given.salt))
     if turn is None:
         return job
-    return replace(job, session_tokens=turn.reused_tokens, ttl=turn.session.ttl)
+    return replace(job, session_tokens=reused, ttl=turn.session.ttl)
+
+
+class Truncated(NamedTuple):
+    """A prompt's own tokens without what does not fit."""
+
+    own: list[int]
+    drops: tuple[TokenSpan, ...]
+    """What was taken out, in tokens of the messages."""
+    cut: PromptCut
+
+
+def truncated(
+    service: RouterService, placed: Placed, own: list[int], policy: RetentionPolicy, wanted: int | None, param: str
+) -> Truncated:
+    """Leave the oldest part of a prompt's messages out if it does not fit. Modules, and the prompt's own texts,
+    stay. What is left is computed behind the modules as if it had never been longer.
+
+    Args:
+        own: The prompt's own tokens, of which a session's history may have changed the messages.
+        wanted: Largest number of tokens of the answer; None: the request does not say it.
+        param: Parameter that gave the prompt, for errors.
+
+    Raises:
+        ApiError: 400, the modules leave no room.
+    """
+    first = placed.prompt.messages_from
+    before = placed.prompt.end - (len(placed.prompt.own) - first)
+    context = service.limits.max_context
+    stays = replace(policy, sink_tokens=0)  # the modules are what attention sinks to
+    with prompt_errors(param):
+        cut = plan_cut(len(own) - first, context - before, room_for(wanted, context), stays)
+    left, removed = cut.without_dropped(own[first:])
+    return Truncated(own[:first] + left, cut.drops, removed)
 
 
 async def placed_prompt(
@@ -122,8 +171,10 @@ async def placed_prompt(
         ApiError: As in `modules_job`.
     """
     _check(body, turn)
-    given = _given(body) if turn is None else _given_by_session(body, turn)
-    param = "session_id" if turn is not None else "prompt" if body.pml is None else "pml"
+    if turn is not None and not turn.takes_modules:
+        given, param = _given_by_session(body, turn), "session_id"
+    else:
+        given, param = _given(body), "prompt" if body.pml is None else "pml"
     messages = None
     if isinstance(body, ChatRequest):
         whole = body.messages if turn is None else await turn.messages(body.messages)
@@ -134,6 +185,7 @@ async def placed_prompt(
         param,
         messages,
         add_generation_prompt=isinstance(body, ChatRequest) and body.add_generation_prompt,
+        fits=policy_of(body, turn) is None,
         switches=getattr(body, "chat_template_kwargs", None),
     )
     return placed, given, param
@@ -146,6 +198,7 @@ async def place(
     messages: list[dict[str, str]] | None,
     *,
     add_generation_prompt: bool,
+    fits: bool = True,
     switches: dict[str, Any] | None = None,
 ) -> Placed:
     """Compile a prompt of modules.
@@ -153,6 +206,7 @@ async def place(
     Args:
         param: Parameter that gave the prompt, for errors.
         messages: Further messages after the modules.
+        fits: Whether the whole prompt must fit into the context.
         switches: Extra variables of the chat template.
 
     Raises:
@@ -161,7 +215,7 @@ async def place(
     with service.schemas.errors_of(param):
         is_long = is_heavier(given.source, OFF_LOOP_CHARACTERS)
         document = await _beside_loop(is_long, lambda: _parse(given.source))
-        context = service.limits.max_context
+        context = service.limits.max_context if fits else _ANY_LENGTH
         schema = await service.schemas.get(document.schema, cache_salt(given.salt))
         _check_model(service, schema, param)
         text = ModelText(service.tokenizer, switches)
@@ -234,15 +288,6 @@ def _check(body: ChatRequest | CompletionRequest, turn: SessionTurn | None) -> N
         value = getattr(body, name, None)
         if value is not None and value is not False and value != []:
             raise bad_value(name, f"`{name}` {why}")
-    best_of = getattr(body, "best_of", None)
-    if best_of is not None and best_of != (body.n or 1):
-        raise bad_value("best_of", "`best_of` is not available for a prompt of modules; use `n`")
-    if body.truncation is not None and body.truncation.policy() is not None:
-        raise bad_value(
-            "truncation",
-            "a prompt of modules cannot be truncated: they stand at fixed places; `truncation` can only be "
-            '"disabled"',
-        )
     if isinstance(body, CompletionRequest) and not body.add_special_tokens:
         raise bad_value("add_special_tokens", "modules were computed with their special tokens already")
 

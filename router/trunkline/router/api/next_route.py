@@ -6,7 +6,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from trunkline.kvstore.chunks import pack_int32
-from trunkline.router.api.module_prompts import as_roles, place
+from trunkline.router.api.module_prompts import as_roles, place, truncated
 from trunkline.router.api.prompting import Rendering, instruction_tokens
 from trunkline.router.api.turn import stored_messages
 from trunkline.router.errors import ApiError
@@ -52,8 +52,12 @@ async def next_route(service: RouterService, history_id: str, session: SessionSt
         drops = await _drops(service, session, session.history.ids())
         return RouteRequest(session.history.tokens, salt, scoped_session(history_id, salt), drops=drops), 0
     messages = as_roles(service.tokenizer, await stored_messages(service, session))
-    placed = await place(service, given, "session_id", messages, add_generation_prompt=True)
+    policy = session.truncation
+    placed = await place(service, given, "session_id", messages, add_generation_prompt=True, fits=policy is None)
     own = placed.prompt.own.tolist()[: placed.prompt.messages_from] + session.history.ids()
+    if policy is not None:
+        with suppress(ApiError):  # the next request will report it
+            own = truncated(service, placed, own, policy, None, "session_id").own
     salt = cache_salt(given.salt)
     route = RouteRequest(
         pack_int32(own),

@@ -109,7 +109,8 @@ class ResponsesRequest(DialogParameters):
     """The request `POST /v1/responses`."""
 
     input: Annotated[Any, BeforeValidator(_input, json_schema_input_type=str | list[dict[str, Any]])] = row(
-        "a string, or a list of items: messages (`user`, `assistant`, `system`, `developer`; text parts), "
+        "a string, or a list of items: messages (`user`, `assistant`, `system`, `developer`; parts of text, and "
+        "`input_file` with text in `file_data`), "
         "`reasoning`, `function_call`, `function_call_output`, `custom_tool_call`, `custom_tool_call_output`, "
         "[items of other servers](#foreign-tools-and-items)",
         "required",

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from trunkline.router.api.answer_fields import cache_use, truncation_result
 from trunkline.router.api.background_responses import begin_background
 from trunkline.router.api.blocks import AnswerBlocks, as_chat, session_label
+from trunkline.router.api.document_prompts import marks_of, modular_job, unmarked
 from trunkline.router.api.edited_prompts import edited_prompt
 from trunkline.router.api.left_out import dropped_messages
 from trunkline.router.api.openai_items import HISTORY, RESPONSES, HistoryRequest, Object, ResponsesRequest
@@ -46,6 +47,7 @@ from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.request_context import created_at, current, draw_hex
 from trunkline.router.service import RouterService
 from trunkline.router.streams.generation import Generation
+from trunkline.router.text.document_marks import DocumentMarks
 from trunkline.router.tools.plan import plan_tools
 from trunkline.router.tools.response_tools import read_response_choice, read_response_tools
 
@@ -171,6 +173,8 @@ class _Conversation:
         self._arrived_at = arrived_at
         self._history: list[Object] = [] if turn is None else turn.items
         self._generations: list[Generation] = []
+        self._marks: DocumentMarks | None = None
+        """The marks in what was translated last."""
 
     def items(self) -> list[Object]:
         """Return all items as they are stored. Call it after the request was translated, which checks them."""
@@ -192,8 +196,10 @@ class _Conversation:
         except ApiError as error:
             if above is None or error.code != "context_length_exceeded" or not self._is_compactable():
                 raise
-        if job is not None and (above is None or len(job.prompt) <= above or not self._is_compactable()):
-            return await self._started(job)
+        if job is not None:
+            length = len(job.prompt) + job.module_tokens
+            if above is None or length <= above or not self._is_compactable():
+                return await self._started(job)
         return await self._compaction(chat)
 
     async def go_on(self, compaction: Object) -> AnswerBlocks:
@@ -209,6 +215,14 @@ class _Conversation:
         """Close all generations."""
         for generation in self._generations:
             generation.close()
+
+    async def _job_of(self, chat: ChatRequest) -> Job:
+        service, plan, marks, turn = self.service, self.asked.plan, self._marks, self._turn
+        job = await modular_job(service, chat, plan, marks, turn)
+        if job is not None:
+            return job
+        chat = unmarked(chat, marks)
+        return await chat_job(service, chat, plan, turn, await edited_prompt(service, chat, plan, turn=turn))
 
     async def compacted(self) -> Compaction:
         """Begin a compaction because the client asks for it. Errors are those of `begun`."""
@@ -226,14 +240,11 @@ class _Conversation:
         except ApiError as error:
             if error.code != "context_length_exceeded":
                 raise
+        chat = unmarked(chat, self._marks)
         text = await Rendering.of(chat, self.asked.plan).text(self.service, chat.messages)
         check_length(len(text), "input")
         tokenizer = self.service.tokenizer
         return len(await encode_text(tokenizer, text, None, add_special_tokens=False, param="input"))
-
-    async def _job_of(self, chat: ChatRequest) -> Job:
-        service, plan, turn = self.service, self.asked.plan, self._turn
-        return await chat_job(service, chat, plan, turn, await edited_prompt(service, chat, plan, turn=turn))
 
     def _is_compactable(self) -> bool:
         given: list[Any] = [] if isinstance(self.asked.given, str) else self.asked.given
@@ -243,7 +254,7 @@ class _Conversation:
         asked = self.asked
         begun = await begin_compaction(
             self.service,
-            chat,
+            unmarked(chat, self._marks),
             asked.plan,
             self._turn,
             seal=asked.seal,
@@ -262,6 +273,7 @@ class _Conversation:
         """
         body, seal, turn = self.asked.body, self.asked.seal, self._turn
         label = session_label(self._request, body) or (None if turn is None else turn.conversation)
+        marks = self._marks = marks_of(body)
 
         def translate() -> ChatRequest:
             given = resolved(self.asked.given, self._history)
@@ -269,7 +281,7 @@ class _Conversation:
             if compaction is not None:
                 items = [*([{"role": "user", "content": given}] if isinstance(given, str) else given), compaction]
             borders: list[int | None] = []
-            messages = to_messages(items, body.instructions, self._history, seal, borders)
+            messages = to_messages(items, body.instructions, self._history, seal, marks, borders)
             chat = as_chat(
                 body,
                 {
@@ -280,6 +292,8 @@ class _Conversation:
                     "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
                     "thinking_budget": None if body.reasoning is None else body.reasoning.max_tokens,
                     "session_id": label,
+                    "pml": body.pml,
+                    "trailing": body.trailing,
                     "logprobs": body.wants_logprobs or None,
                     "top_logprobs": body.top_logprobs if body.wants_logprobs else None,
                 },

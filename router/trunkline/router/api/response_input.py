@@ -19,9 +19,11 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
+from trunkline.router.api.input_files import file_text
 from trunkline.router.api.openai_items import Object, text_part, thought_part
 from trunkline.router.errors import bad_value, not_found, unsupported
 from trunkline.router.stores.seals import Seal, is_sealed
+from trunkline.router.text.document_marks import DocumentMarks
 from trunkline.router.tools.response_tools import custom_arguments, function_name
 
 _ROLES: Final = ("user", "assistant", "system", "developer")
@@ -56,6 +58,7 @@ def to_messages(
     instructions: str | None,
     history: Sequence[Object] = (),
     seal: Seal = NO_SEAL,
+    marks: DocumentMarks | None = None,
     borders: list[int | None] | None = None,
 ) -> list[Message]:
     """Translate `input`, with `instructions` as its first message.
@@ -63,6 +66,7 @@ def to_messages(
     Args:
         history: stored items that precede the input.
         seal: reads what this cluster has sealed.
+        marks: are put around the files before the first answer.
         borders: gets for each item of `input` the number of messages before it; None where it continues the one
             before, or is not in its place because of a compaction.
 
@@ -76,13 +80,43 @@ def to_messages(
         given = [{"role": "user", "content": given}]
     placed = [Placed("history", item) for item in history]
     placed += [Placed(f"input[{index}]", item) for index, item in enumerate(given)]
-    shown = _compacted(placed, seal)
+    marked = _with_marks(placed, marks)
+    shown = _compacted(marked, seal)
     for path, item in shown:
         before = len(messages)
         _add(messages, item, path, seal)
         if borders is not None and path != "history":
-            borders.append(before if len(messages) > before and shown is placed else None)
+            borders.append(before if len(messages) > before and shown is marked else None)
     return messages
+
+
+def _with_marks(placed: list[Placed], marks: DocumentMarks | None) -> list[Placed]:
+    """Return items in which files before the first answer are parts of text, with marks around them.
+
+    Raises:
+        ApiError: 400, a file is wrong.
+    """
+    if marks is None:
+        return placed
+    marked = list(placed)
+    for index, (path, item) in enumerate(placed):
+        if (
+            not isinstance(item, dict)
+            or item.get("type", "message") != "message"
+            or item.get("role") == "assistant"
+        ):
+            break
+        content = item.get("content")
+        if not isinstance(content, list):
+            continue
+        parts = [
+            {"type": "input_text", "text": marks.around(file_text(part, f"{path}.content[{place}]"))}
+            if isinstance(part, dict) and part.get("type") == "input_file"
+            else part
+            for place, part in enumerate(content)
+        ]
+        marked[index] = Placed(path, {**item, "content": parts})
+    return marked
 
 
 def _compacted(placed: list[Placed], seal: Seal) -> list[Placed]:
@@ -267,6 +301,8 @@ def _stored_parts(content: str | list[Object], role: str) -> list[Object]:
         kind = own if part["type"] == "text" else part["type"]
         if kind == "output_text":
             stored.append(text_part(part["text"]))
+        elif kind == "input_file" and role != "tool":
+            stored.append({name: part[name] for name in ("type", "filename", "file_data") if name in part})
         elif kind in _UNSEEN:
             stored.append({"type": own, "text": _unseen(kind)})
         else:
@@ -383,8 +419,13 @@ def _content(value: Any, path: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str):
             raise bad_value(place, f'`{place}` must be an object like {{"type": "input_text", "text": "…"}}')
+        if kind == "input_file":
+            texts.append(file_text(part, place))
+            continue
         if kind not in _TEXT_PARTS:
-            raise unsupported(f"{place}.type", f"parts of type {kind[:40]!r} are not supported, only text")
+            raise unsupported(
+                f"{place}.type", f"parts of type {kind[:40]!r} are not supported, only text and files of text"
+            )
         texts.append(_text(part, _TEXT_PARTS[kind], place))
     return "\n".join(texts)
 

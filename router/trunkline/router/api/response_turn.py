@@ -36,6 +36,8 @@ _PATIENCE_S: Final = 1.0
 class ResponseTurn(SessionTurn):
     """A request whose answer is stored, or which continues what is stored. Call `close` at the end in any case."""
 
+    takes_modules = True
+
     def __init__(
         self,
         service: RouterService,

@@ -11,7 +11,6 @@ from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from trunkline.kvstore.cuts import DROPS_MAX
-from trunkline.router.errors import bad_value
 from trunkline.router.jobs.parameters import Metadata, ModulesPrompt, SessionId, SessionTtl, Trailing, Truncation
 from trunkline.router.jobs.request_models import Messages
 from trunkline.router.stores.session_state import SessionModules, SessionState
@@ -48,19 +47,11 @@ class SessionUpdate(BaseModel):
     metadata: Metadata | None = None
 
     def apply(self, session: SessionState) -> None:
-        """Apply the changes to a session.
-
-        Raises:
-            ApiError: 400, a session with modules cannot be truncated.
-        """
+        """Apply the changes to a session."""
         if self.ttl is not None:
             session.ttl = float(self.ttl)
         if self.truncation is not None:
             session.truncation = self.truncation.policy()
-            if session.modules is not None and session.truncation is not None:
-                raise bad_value(
-                    "truncation", "a session with modules cannot be truncated: they stand at fixed places"
-                )
         if self.metadata is not None:
             session.metadata = self.metadata
 

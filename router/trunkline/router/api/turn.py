@@ -7,7 +7,7 @@ open_turn ─► history + request = prompt ─► generation ─► store: mess
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 from msgspec.structs import replace
@@ -43,6 +43,9 @@ MESSAGES_OFF_LOOP: Final = 500
 
 class SessionTurn:
     """A request of a stored session. Call `close` at the end in any case."""
+
+    takes_modules: ClassVar[bool] = False
+    """Whether each request gives the modules of its prompt itself."""
 
     def __init__(
         self, service: RouterService, session: SessionState, form: Form, lease: Lease | None = None

@@ -185,6 +185,14 @@ class SharedParameters(RequestBody):
     prompt_cache_key: str | None = row(
         "a string", "none", "such a label, too, if there is no `session_id`; its first 128 characters count"
     )
+    pml: str | None = row(
+        "a prompt in PML", "none", "a prompt made of modules, in front of messages; see [schemas](#schemas)"
+    )
+    trailing: Trailing | None = row(
+        '`"fixed"`, `"compact"`',
+        "fixed",
+        "where text after all modules goes: after the whole schema, or right after the last imported module",
+    )
     stream: bool | None = row("boolean", "false", "server-sent events")
 
     @property
@@ -207,6 +215,7 @@ class DialogParameters(SharedParameters):
         "the model's thought ends after so many tokens; see [reasoning](#reasoning)",
         also=("thinking_token_budget", "reasoning_budget"),
     )
+    document_modules: bool | None = row("boolean", "false", "see [documents as modules](#documents-as-modules)")
 
 
 class StreamOptions(BaseModel):
@@ -247,12 +256,6 @@ class GenerationRequest(SharedParameters):
         "boolean", "false", "log-probabilities name tokens `token_id:ID` instead of by their texts"
     )
     return_timings: bool | None = row("boolean", "false", "see [timings](#timings)")
-    pml: str | None = row("a prompt in PML", "none", "a prompt made of modules; see [schemas](#schemas)")
-    trailing: Trailing | None = row(
-        '`"fixed"`, `"compact"`',
-        "fixed",
-        "where text after all modules goes: after the whole schema, or right after the last imported module",
-    )
     stream_options: StreamOptions | None = row(
         '`{"include_usage": true, "continuous_usage_stats": true}`, only with `stream`',
         "none",

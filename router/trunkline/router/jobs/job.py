@@ -50,7 +50,7 @@ class Modules(msgspec.Struct, frozen=True):
     end: int
     """Number of positions that the whole prompt spans."""
     schema: str
-    """Key of the schema's record (`StoredSchema.key`)."""
+    """Key of the schema's record (`StoredSchema.key`); "": they are of no schema."""
     hint: PromptLayout | None = None
     """Layout of the texts that other requests of the schema will probably need soon; None: there is no
     prediction."""
@@ -128,6 +128,11 @@ class Job(msgspec.Struct, frozen=True):
     def module_tokens(self) -> int:
         """Number of prompt tokens that belong to modules."""
         return 0 if self.modules is None else self.modules.tokens
+
+    @property
+    def schema_key(self) -> str:
+        """Key of the schema that the prompt's modules are of; "": they are of none, or there are none."""
+        return "" if self.modules is None else self.modules.schema
 
     @property
     def seen_tokens(self) -> int:

@@ -56,7 +56,6 @@ HINTS: Final = (
 """Accepted with any value."""
 
 _ONE_ANSWER: Final = "the answer is a single one; send several requests, or use /v1/chat/completions"
-_MODULES: Final = "prompts of modules belong to /v1/chat/completions and /v1/completions"
 _TIMINGS: Final = "timings belong to /v1/chat/completions and /v1/completions"
 _TOKENS: Final = "log-probabilities and token ids belong to /v1/chat/completions and /v1/completions"
 
@@ -101,9 +100,8 @@ REFUSED: Final = (
     _refused("chat_template", at=_RENDERING),
     _refused("continue_final_message", False, at=_RENDERING),
     _refused("safe_prompt", False),
-    _refused("pml trailing", why=f"{_MODULES}; send `input`", at=_RESPONSES),
-    _refused("prompt", why=f"{_MODULES}; send `input`", at=_RESPONSES),
-    _refused("pml trailing prompt", why=f"{_MODULES}; send `messages`", at=_MESSAGES),
+    _refused("prompt", why="prompts are not kept here; send `input`, or `pml`", at=_RESPONSES),
+    _refused("prompt", why="send `messages`, or `pml`", at=_MESSAGES),
     _refused("mm_processor_kwargs media_io_kwargs"),
     _refused("inputs raw template image_data audio_data video_data", ""),
     _refused(
@@ -160,6 +158,7 @@ REFUSED: Final = (
         why="how much to think is said to a chat template, so it belongs to conversations",
     ),
     _refused("enable_thinking", at=_TEXT, why="`enable_thinking` belongs to conversations"),
+    _refused("document_modules", False, at=_TEXT, why="`document_modules` belongs to conversations; use `pml`"),
     _refused(
         "thinking_budget thinking_token_budget reasoning_budget",
         -1,

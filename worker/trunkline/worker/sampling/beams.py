@@ -107,7 +107,8 @@ class BeamGroup:
         """
         members = self.members
         computed = members[0].known
-        used, tail = computed % chunk_size, (computed - 1) // chunk_size
+        entries, offsets = members[0].layout.cells(computed - 1, computed, chunk_size)
+        tail, used = int(entries[0]), (int(offsets[0]) + 1) % chunk_size
         changed = False
         if parents != list(range(self.width)):
             # A full tail is shared like the blocks before it.
