@@ -13,11 +13,14 @@ from seeds import seeds
 from trunkline.router.http import json_slices
 from trunkline.router.http.json_slices import (
     DEPTH_MAX,
+    LIGHT_BYTES,
+    LIGHT_MARKS,
     PARTS_MAX,
     PIECE_BYTES,
     STRING_BYTES_MAX,
     VALUES_MAX,
     TooManyPartsError,
+    is_light,
     parse_slices,
 )
 
@@ -130,3 +133,10 @@ def test_deep_and_large() -> None:
     for _ in range(90):
         [value] = value["a"]
     assert value == "x" * PIECE_BYTES
+
+
+def test_long_texts_are_light() -> None:
+    assert is_light(_long(b'{"messages":["' + b"word " * 200_000 + b'"]}'))
+    assert is_light(_long(b"{}" * LIGHT_MARKS))
+    assert not is_light(_long(b"{}" * (LIGHT_MARKS + 1)))
+    assert not is_light(b" " * (LIGHT_BYTES + 1))

@@ -293,3 +293,15 @@ def test_nothing_is_remembered_without_room(tokenizer: Tokenizer) -> None:
     prompt = turn(memory, tokenizer, "<|user|>hi<|end|>", [5])
     assert (len(memory), memory.bytes) == (0, 0)
     assert prompt.tokens.tolist() == tokenizer.encode("<|user|>hi<|end|>", add_special_tokens=False)
+
+
+def test_a_tenant_can_be_forgotten(tokenizer: Tokenizer) -> None:
+    memory, rendered = PromptMemory(1 << 20), "<|user|>hi<|end|>"
+    for salt in (b"a", b"a2", b"b"):
+        for model in ("m", "n"):
+            remembered(memory, tokenizer, (model, salt), rendered, lambda *_: False)
+    memory.forget(b"a")
+    assert set(memory._scopes) == {("m", b"b"), ("n", b"b")}
+    assert memory.bytes == sum(entry.size for [entry] in memory._scopes.values())
+    memory.forget(b"")
+    assert (len(memory), memory.bytes) == (0, 0)

@@ -21,7 +21,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from trunkline.router.errors import ApiError, bad_value
-from trunkline.router.http.json_slices import PIECE_BYTES, TooManyPartsError, parse_slices
+from trunkline.router.http.json_slices import PIECE_BYTES, TooManyPartsError, is_light, parse_slices
 
 SMALL_BYTES: Final = 64 << 10
 """Bodies up to this size are not counted, and parsed in the event loop: mostly in 1 ms, in 20 ms at most."""
@@ -192,7 +192,8 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
         ApiError: 400, saying what is wrong and where; 413, a large body has too many parts.
     """
     try:
-        fields = from_json(body, allow_inf_nan=False) if len(body) <= PIECE_BYTES else parse_slices(body)
+        is_one_piece = len(body) <= PIECE_BYTES or is_light(body)
+        fields = from_json(body, allow_inf_nan=False) if is_one_piece else parse_slices(body)
     except TooManyPartsError as error:
         message = (
             f"the request body has {error}, the most that a body of more than {PIECE_BYTES} bytes may have; "

@@ -26,6 +26,10 @@ from trunkline.router.errors import RouterError
 PIECE_BYTES: Final = 256 << 10
 """Largest size in bytes of a piece that one call parses. A document of this size or less is one piece, and is not
 scanned."""
+LIGHT_BYTES: Final = 2 << 20
+LIGHT_MARKS: Final = 64 << 10
+"""Largest size in bytes, and number of characters that may be marks, of a document that one call parses because it
+consists of few long texts: it takes no longer than the heaviest piece."""
 PARTS_MAX: Final = 84 << 10
 """Largest number of objects, arrays and strings (keys included) in a document of more than one piece: enough for
 16,384 messages."""
@@ -61,6 +65,11 @@ class _Marks(NamedTuple):
     kinds: npt.NDArray[np.uint8]
     depths: npt.NDArray[np.int32]
     """Number of brackets that are open behind each mark."""
+
+
+def is_light(body: bytes) -> bool:
+    """Return whether a document can be parsed in one call: those of conversations are mostly long texts."""
+    return len(body) <= LIGHT_BYTES and len(body) - len(body.translate(None, b"{[:,")) <= LIGHT_MARKS
 
 
 def parse_slices(body: bytes, piece_bytes: int = PIECE_BYTES) -> Any:

@@ -141,7 +141,7 @@ class Job(msgspec.Struct, frozen=True):
 
     def packed_prompt(self) -> bytes:
         """Return the prompt as it is sent to a controller."""
-        return pack_int32(self.prompt)
+        return pack_int32(self.prompt if self.remembered is None else self.remembered.tokens)
 
     def packed_drops(self) -> bytes:
         """Return the dropped ranges of the prompt as they are sent to a controller."""
@@ -175,7 +175,8 @@ def check_prompt(prompt: Prompt, limits: ModelLimits, param: str) -> None:
             "there is one.",
             code="context_length_exceeded",
         )
-    check_ids(prompt.tokens, limits.vocab_size, param)
+    if prompt.remembered is None or int(prompt.remembered.tokens.max()) >= limits.vocab_size:
+        check_ids(prompt.tokens, limits.vocab_size, param)
 
 
 def check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:

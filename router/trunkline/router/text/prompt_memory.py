@@ -220,6 +220,13 @@ class PromptMemory:
         self._use(entry)
         self._count(entry)
 
+    def forget(self, salt: bytes) -> None:
+        """Forget all prompts whose salt begins with `salt`, of all models."""
+        for scope in [scope for scope in self._scopes if scope[1].startswith(salt)]:
+            for entry in self._scopes.pop(scope):
+                del self._used[entry]
+                self.bytes -= entry.size
+
     def _put(self, new: Entry, start: Border) -> None:
         """Keep an entry, unless another one continues it. `start`: its last border."""
         entries = self._scopes.setdefault(new.scope, [])
