@@ -219,6 +219,9 @@ def test_what_does_not_fit_is_compacted(
     users = [{"role": "user", "content": "a1 b2 " * 1000}]
     refused = http.post(PATH, json={"input": users, "context_management": [{"type": "compaction"}]})
     assert error_of(refused)[:2] == (400, "context_length_exceeded"), "there is nothing that could be left out"
+    told = respond(http, "Hi", context_management=[{"type": "compaction", "compact_threshold": 1}])
+    assert [item["type"] for item in told["output"]] == ["message"]
+    assert len(fake.behaviour.submits) == 3
 
 
 def test_bad_requests_for_compactions(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:
