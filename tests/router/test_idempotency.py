@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from router.batch_calls import chat_line, finished, form_of
 from router.fake_controller import FakeController
 from router.harness import MESSAGES, RunningRouter, wait_until
 from router.idempotency_calls import (
@@ -76,6 +77,8 @@ def test_names_tell_requests_apart() -> None:
 def test_which_requests_may_have_a_key() -> None:
     assert takes_key("POST", PATH)
     assert takes_key("POST", "/v1/sessions/sess_1/fork")
+    assert takes_key("POST", "/v1/batches")
+    assert not takes_key("POST", "/v1/files")
     assert not takes_key("GET", "/v1/sessions")
     assert not takes_key("POST", "/v1/messages/count_tokens")
     assert not takes_key("POST", "/v1/sessions/sess_1/prefetch")
@@ -275,3 +278,18 @@ def test_a_session_by_header_is_a_part_of_the_request(http: httpx.Client) -> Non
     assert REPLAYED in ask_in("a").headers
     for other in ("b", ""):
         assert error_of(ask_in(other)) == (422, "idempotency_key_reused", "Idempotency-Key")
+
+
+def test_a_batch_is_made_once_and_files_say_that_they_are_not(http: httpx.Client) -> None:
+    line = json.dumps(chat_line(1, "Hello")).encode()
+    form = form_of(line, purpose="batch")
+    form["headers"]["Idempotency-Key"] = "a file"
+    stored = http.post("/v1/files", **form)
+    assert (stored.status_code, stored.headers["idempotency-status"]) == (200, "unavailable")
+    assert "idempotency-status" not in http.post("/v1/files", **form_of(line, purpose="batch")).headers
+    wanted = {"input_file_id": stored.json()["id"], "endpoint": PATH, "completion_window": "24h"}
+    first, again = (ask(http, "a batch", "/v1/batches", **wanted) for _ in range(2))
+    assert (first.status_code, again.headers[REPLAYED]) == (200, "true")
+    assert first.json()["id"] == again.json()["id"]
+    assert finished(http, first.json()["id"])["status"] == "completed"
+    assert len(http.get("/v1/batches").json()["data"]) == 1

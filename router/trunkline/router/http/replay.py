@@ -39,6 +39,8 @@ _PATHS: Final = frozenset(
         "/v1/responses",
         "/v1/responses/compact",
         "/v1/messages",
+        "/v1/messages/batches",
+        "/v1/batches",
         "/api/chat",
         "/api/generate",
         "/api/embed",
@@ -48,6 +50,8 @@ _PATHS: Final = frozenset(
         "/v1/schemas",
     }
 )
+_UPLOADS: Final = "/v1/files"
+"""Where a key does not count: its request would have to be in memory whole."""
 _SESSION_VERBS: Final = ("/fork", "/discard")
 _ITEMS: Final = "/items"
 _HEADER: Final = "Idempotency-Key"
@@ -66,6 +70,10 @@ def takes_key(method: str, path: str) -> bool:
         or (path.startswith("/v1/sessions/") and path.endswith(_SESSION_VERBS))
         or (path.startswith("/v1/conversations/") and path.endswith(_ITEMS))
     )
+
+
+def _is_upload(scope: Scope) -> bool:
+    return scope["type"] == "http" and scope["method"] == "POST" and scope["path"] == _UPLOADS
 
 
 class ReplayMiddleware:
@@ -91,6 +99,8 @@ class ReplayMiddleware:
         key = None
         if scope["type"] == "http" and takes_key(scope["method"], scope["path"]):
             key = Headers(scope=scope).get(_HEADER)
+        elif _is_upload(scope) and _HEADER in Headers(scope=scope):
+            send = _Copy(scope, None, send, self._room).send
         if key is None:
             await self._app(scope, receive, send)
             return
