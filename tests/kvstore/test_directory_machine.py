@@ -232,6 +232,7 @@ class Life:
             end = TurnEnd(
                 arrived=self.now - self.rng.random(),
                 prompt_chunks=self.rng.randint(0, len(path)),
+                prompt_tokens=self.rng.randrange(9),
                 is_last=self.rng.random() < 0.1,
             )
             turn = self.directory.next_use.ended(path, end, self.now)

@@ -13,6 +13,7 @@ from trunkline.kvstore.chunks import ChunkName, TieredChunk
 from trunkline.kvstore.directory import Directory
 from trunkline.kvstore.next_use import TURNS_PER_CHUNK, NextUse, Turn, TurnEnd, wait_of
 from trunkline.kvstore.return_times import CURVES_MAX, EDGES, ReturnTimes, interval_of
+from trunkline.kvstore.tier_moves import MoveStatus
 from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy
 
 
@@ -32,7 +33,16 @@ def grow(name: str, length: int, above: list[TieredChunk] | None = None) -> list
 
 
 def end(arrived: float, prompt: int, ended: str = "", *, last: bool = False, expected: float = 0.0) -> TurnEnd:
-    return TurnEnd(arrived=arrived, prompt_chunks=prompt, ended=ended, is_last=last, expected_s=expected)
+    """A turn whose answer has a token more than its prompt's full chunks of ten."""
+    return TurnEnd(
+        arrived=arrived,
+        prompt_chunks=prompt,
+        prompt_tokens=10 * prompt,
+        output_tokens=1,
+        ended=ended,
+        is_last=last,
+        expected_s=expected,
+    )
 
 
 def nothing(_: TieredChunk) -> None: ...
@@ -101,6 +111,16 @@ def test_a_session_that_returns_replaces_its_turn_and_is_counted() -> None:
     assert all(chunk.turns == (following,) for chunk in longer)
     assert following is not None
     assert 2.0 < 2.0**following.mean_gap < 10.0
+
+
+def test_of_two_turns_with_one_prompt_both_grow_old() -> None:
+    uses = NextUse(nothing)
+    first = grow("session", 4)
+    turns = [uses.ended(grow(f"answer {number}", 6, first), end(0.0, 4), 1.0) for number in range(2)]
+    uses.tick(5000.0)
+    for turn in turns:
+        assert turn is not None
+        assert turn.wait > 1000.0
 
 
 def test_what_an_edit_left_behind_and_what_was_closed_is_awaited_no_more() -> None:
@@ -178,6 +198,21 @@ def test_time_that_goes_by_changes_who_is_evicted() -> None:
     directory.moves(1500.0)
     stored(directory, grow("new", 1))
     assert directory.lost() == [missed[1]], "it should have come long ago"
+
+
+def test_a_path_leaves_host_memory_from_its_end_on_although_the_disk_has_it() -> None:
+    config = DirectoryConfig(host_slots=5, disk_slots=9, host_free=1, policy=EvictionPolicy.PREDICTED)
+    directory: Directory[TieredChunk] = Directory(config)
+    missed, due = grow("missed", 2), grow("due", 2)
+    directory.next_use.ended(missed, end(0.0, 1, expected=20.0), 0.0)
+    directory.next_use.ended(due, end(0.0, 1, expected=2000.0), 0.0)
+    for path in (missed, due):
+        stored(directory, path)
+    for move in directory.moves(1.0):
+        directory.done(move.id, MoveStatus.DONE, 1.0)
+    directory.next_use.tick(1500.0)
+    stored(directory, grow("new", 3))
+    assert [chunk.host_ready for chunk in (*missed, *due)] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("seed", seeds(3))

@@ -28,7 +28,8 @@ from trunkline.kvstore.chunks import ChunkName, ChunkT, TieredChunk
 from trunkline.kvstore.return_times import EDGES, Kind, ReturnTimes, interval_of
 
 TURNS_MAX: Final = 1 << 14
-"""Largest number of turns that are waited for; beyond that the oldest keeps the wait that it has."""
+"""Largest number of turns that are waited for; beyond that the oldest keeps the wait that it has, or
+`RESTORED_S`."""
 TURNS_PER_CHUNK: Final = 16
 """Largest number of turns that a chunk knows: those that wait least."""
 RECENT_WEIGHT: Final = 0.3
@@ -47,6 +48,7 @@ class TurnEnd:
     """Time at which the request came, in seconds."""
     prompt_chunks: int
     """Number of full chunks of its prompt, the first ones of its path."""
+    prompt_tokens: int
     output_tokens: int = 0
     tenant: str = ""
     ended: str = ""
@@ -61,7 +63,6 @@ class Turn:
     """A request that has ended, until its session's next one ends."""
 
     __slots__ = (
-        "chunks",
         "ended_at",
         "expected_s",
         "interval",
@@ -69,17 +70,15 @@ class Turn:
         "leaf",
         "mean_gap",
         "name",
-        "prompt",
+        "tokens",
         "wait",
     )
 
     def __init__(self, leaf: TieredChunk | None, wait: float) -> None:
         self.leaf = leaf
         """The deepest chunk of the turn's path that is left; None: no chunk is."""
-        self.chunks = 0 if leaf is None else leaf.depth
-        """Number of the chunks of the path, its last one perhaps partial."""
-        self.prompt = 0
-        """Number of full chunks of its prompt."""
+        self.tokens = 0
+        """Number of tokens of prompt and answer."""
         self.name: ChunkName | None = None
         """Name of the last full chunk of the prompt; None: it has none."""
         self.ended_at = 0.0
@@ -128,11 +127,11 @@ class NextUse(Generic[ChunkT]):
         if not path:
             return None
         turn = Turn(path[-1], math.inf)
-        turn.prompt = min(end.prompt_chunks, len(path))
-        turn.chunks = len(path)
-        turn.name = path[turn.prompt - 1].name if turn.prompt else None
+        full = min(end.prompt_chunks, len(path))
+        turn.name = path[full - 1].name if full else None
+        turn.tokens = end.prompt_tokens + end.output_tokens
         turn.ended_at, turn.expected_s = now, end.expected_s
-        before = self._returned(path, turn, end.arrived)
+        before = self._returned(path, end)
         turn.mean_gap = max((old.mean_gap for old in before), default=0.0)
         turn.kind = end.tenant, end.ended, end.output_tokens.bit_length(), int(turn.mean_gap)
         _join(path, turn)
@@ -182,14 +181,14 @@ class NextUse(Generic[ChunkT]):
         found, self._on_device = list(self._on_device), {}
         return found
 
-    def _returned(self, path: Sequence[ChunkT], turn: Turn, arrived: float) -> list[Turn]:
+    def _returned(self, path: Sequence[ChunkT], end: TurnEnd) -> list[Turn]:
         """Return the turns that a request with this path continues; they are over."""
         back = []
         for chunk in path:
             old = self._by_name.get(chunk.name)
-            # A prompt that only begins alike, with the same instructions, is not longer than what the turn had.
-            if old is not None and turn.prompt > old.prompt and turn.prompt >= old.chunks - 1:
-                self._learn(old, arrived)
+            # Another session's prompt, that only begins alike, is hardly longer than what the turn had.
+            if old is not None and end.prompt_tokens >= old.tokens:
+                self._learn(old, end.arrived)
                 self._forget(old)
                 old.wait = math.inf
                 back.append(old)
@@ -210,13 +209,14 @@ class NextUse(Generic[ChunkT]):
 
     def _await(self, turn: Turn) -> None:
         if turn.name is not None:
-            older = self._by_name.get(turn.name)
-            if older is not None:
-                self._forget(older)
-            self._by_name[turn.name] = turn
+            self._by_name[turn.name] = (
+                turn  # another one with this name is no longer recognised, and only grows old
+            )
         self._away[turn] = None
         if len(self._away) > TURNS_MAX:
-            self._forget(next(iter(self._away)))
+            oldest = next(iter(self._away))
+            self._forget(oldest)
+            oldest.wait = max(oldest.wait, RESTORED_S)
         self.times.reached(turn.kind, 0)
         self._predict(turn)
         self._schedule(turn)
