@@ -73,7 +73,7 @@ def takes_key(method: str, path: str) -> bool:
 
 
 def _is_upload(scope: Scope) -> bool:
-    return scope["type"] == "http" and scope["method"] == "POST" and scope["path"] == _UPLOADS
+    return bool(scope["type"] == "http" and scope["method"] == "POST" and scope["path"] == _UPLOADS)
 
 
 class ReplayMiddleware:
