@@ -177,8 +177,9 @@ def test_busy(http: httpx.Client, fake: FakeController) -> None:
         assert error_of(http.patch(path, json={"ttl": 5})) == busy
         assert error_of(http.post(f"{path}/discard", json={"messages": [0]})) == busy
         assert get(http, session)["turns"] == 0
-        assert http.post(f"{path}/fork").status_code == 200
+        fork = http.post(f"{path}/fork").json()
     assert get(http, session)["turns"] == 1
+    assert get(http, fork["id"])["turns"] == 0, "its history is the one before the turn"
     assert http.delete(path).json() == {"id": session, "object": "session.deleted", "deleted": True}
 
 
