@@ -132,6 +132,7 @@ def test_drops_end_within_the_prompt_not_within_what_was_generated() -> None:
 def test_times_to_live_that_are_none(ttl: float) -> None:
     assert "ttl" in problem_of_submit(msgspec.structs.replace(GOOD, ttl=ttl), 100)
     assert problem_of_submit(msgspec.structs.replace(GOOD, ttl=30.0), 100) == ""
+    assert "next_s" in problem_of_submit(msgspec.structs.replace(GOOD, next_s=ttl), 100)
 
 
 def test_what_the_engine_is_told() -> None:

@@ -145,6 +145,10 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
     """Peers that have chunks of the prompt which this group may lack; of runs that overlap, the first counts."""
     kept: KeptChunks | None = None
     """What peers have kept behind the prompt's cut, if this group may lack it; only together with `drops`."""
+    next_s: float = 0.0
+    """Seconds from the end of the answer to the conversation's next request, as the client says; 0: not known."""
+    is_last: bool = False
+    """Whether the client says that no request of the conversation follows: its KV is evicted first."""
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True, tag="abort"):

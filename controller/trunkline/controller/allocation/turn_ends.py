@@ -17,6 +17,9 @@ def turn_end(sequence: Sequence, chunk_size: int, output_tokens: int, now: float
     return TurnEnd(
         arrived=now if found is None else found.at - found.started.queued_s,
         prompt_chunks=max(0, sequence.prompt_len // chunk_size - sequence.stem.base),
+        prompt_tokens=sequence.prompt_len,
         output_tokens=output_tokens,
         tenant=submit.tenant,
+        expected_s=submit.next_s,
+        is_last=submit.is_last,
     )

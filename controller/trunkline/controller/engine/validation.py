@@ -135,6 +135,8 @@ def problem_of_submit(message: Submit, vocab_size: int) -> str:
         return f"tenant has {len(message.tenant.encode())} bytes; at most {TENANT_BYTES_MAX} are allowed"
     if not 0.0 <= message.ttl < math.inf:
         return f"ttl is {message.ttl}; it is a time in seconds"
+    if not 0.0 <= message.next_s < math.inf:
+        return f"next_s is {message.next_s}; it is a time in seconds"
     id_max = vocab_size - 1 if vocab_size else _INT32_MAX
     stop = next((stop for stop in message.stop_token_ids if not 0 <= stop <= _INT32_MAX), None)
     if stop is not None:

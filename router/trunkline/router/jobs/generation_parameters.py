@@ -7,12 +7,13 @@ declared in its own model.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from trunkline.router.jobs.drop_ranges import Drops
+from trunkline.router.jobs.hints import Hints, hints_of
 from trunkline.router.jobs.parameter_table import row
 from trunkline.router.jobs.parameters import (
     REPETITION_PENALTY_MIN,
@@ -193,7 +194,23 @@ class SharedParameters(RequestBody):
         "fixed",
         "where text after all modules goes: after the whole schema, or right after the last imported module",
     )
+    nvext: Any = row("anything", "none", "hints in its `agent_hints`; see [hints](#hints)")
+    agent_hints: Any = row("anything", "none", "see [hints](#hints)")
+    agent_hint: Any = row("anything", "none", "see [hints](#hints)")
     stream: bool | None = row("boolean", "false", "server-sent events")
+
+    @model_validator(mode="after")
+    def _take_hints(self) -> Self:
+        if self.priority is None and (said := self.hints.priority) is not None:
+            self.priority = said
+        return self
+
+    @property
+    def hints(self) -> Hints:
+        """What the client says about its next requests."""
+        if self.nvext is None and self.agent_hints is None and self.agent_hint is None:
+            return Hints()
+        return hints_of(self.nvext, (self.agent_hints, self.agent_hint))
 
     @property
     def prompt_slice(self) -> slice | None:

@@ -14,6 +14,7 @@ from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.errors import bad_value
 from trunkline.router.jobs.decoding import Decoding, check_candidates, decoding_of, grammar_of, spaced
 from trunkline.router.jobs.generation_parameters import GenerationRequest
+from trunkline.router.jobs.hints import Hints
 from trunkline.router.jobs.parameters import SESSION_ID_CHARACTERS_MAX
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest
 from trunkline.router.text.reasoning_styles import ThoughtState
@@ -111,6 +112,8 @@ class Job(msgspec.Struct, frozen=True):
     """Name of the tenant that pays for the request."""
     thought: ThoughtState = "possible"
     """Where the answer begins: within a thought, where one may begin, or behind one."""
+    hints: Hints = Hints()
+    """What the client says about its next requests."""
     formed: bool = False
     """Whether the answer is either calls or a text that follows the grammar."""
     remembered: RememberedPrompt | None = None
@@ -244,14 +247,15 @@ def make_job(
         ),
         eos_ids=eos_ids,
         stops=tuple(request.stop),
+        stop_expressions=tuple(map(compile_expression, request.stop_regex)),
         include_stop=bool(request.include_stop_str_in_output),
         skip_special_tokens=request.skip_special_tokens is not False
         and not (tools is not None and tools.needs_special_tokens),
         at_start=chat,
         decoding=decoding,
-        stop_expressions=tuple(map(compile_expression, request.stop_regex)),
         grammar=grammar,
         priority=request.priority or 0,
+        hints=request.hints,
         cut=prompt.cut,
         modules=prompt.modules,
         thought=prompt.thought,

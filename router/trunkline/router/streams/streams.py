@@ -412,6 +412,8 @@ def submission(job: Job, request: int) -> Submit:
         tenant=job.tenant,
         kv_floor=job.kv_share[0],
         kv_ceiling=job.kv_share[1],
+        next_s=job.hints.next_s,
+        is_last=job.hints.is_last,
     )
 
 
