@@ -21,7 +21,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from trunkline.kvstore.chunks import NAME_BYTES, OPEN_COUNT, ChunkName, Extent, Int32Array, chunk_name
+from trunkline.kvstore.chunks import NAME_BYTES, OPEN_COUNT, ChunkName, Extent, Int32Array, chunk_name, pack_int32
+from trunkline.kvstore.chunks import chain as chain_of
 
 DROPS_MAX: Final = 1024
 """Largest number of ranges that one sequence may drop. Each kept range has a root of its own, whose key names all
@@ -129,12 +130,8 @@ class ContextCut:
         Args:
             root: The root name of the whole history.
         """
-        digest, names, size = root, [], self.chunk_size
-        for chunk in range(self.segments[-1].start):
-            tokens = history[chunk * size : (chunk + 1) * size].astype("<i4", copy=False)
-            digest = chunk_name(digest, tokens.tobytes())
-            names.append(digest)
-        return names
+        before = history[: self.segments[-1].start * self.chunk_size]
+        return chain_of(root, pack_int32(before), self.chunk_size)
 
 
 class KeptTable(NamedTuple):
