@@ -107,6 +107,13 @@ ITEMS: Any = [
     {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"x": 100000000000000000000000}'},
     {"type": "function_call_output", "call_id": "c1", "output": "y"},
 ]
+COMPACTED: Any = [
+    *ITEMS,
+    {"type": "compaction", "encrypted_content": "tl1.eA==.eA=="},
+    {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"},
+    {"type": "compaction_trigger"},
+]
+COMPACTION: Any = {"type": "compaction", "compact_threshold": 1}
 TURNS: Any = [
     {"role": "user", "content": "x"},
     {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "f", "input": {"x": 10**30}}]},
@@ -124,8 +131,9 @@ def mixed(items: list[Any]) -> st.SearchStrategy[Any]:
 
 
 of_responses = st.fixed_dictionaries(
-    {"input": mixed(ITEMS)},
+    {"input": st.one_of(mixed(ITEMS), mixed(COMPACTED))},
     optional={
+        "context_management": st.one_of(value, mixed([COMPACTION])),
         "text": st.one_of(value, st.fixed_dictionaries({"format": value})),
         "instructions": value,
         "metadata": value,
@@ -137,7 +145,10 @@ of_messages = st.fixed_dictionaries(
     optional=dict.fromkeys(("system", "stop_sequences", "output_config"), value) | tools,
 )
 shared_names = st.sampled_from(sorted(DialogParameters.model_fields))
-TRANSLATED = {"/v1/responses": of_responses, "/v1/messages": of_messages, "/v1/messages/count_tokens": of_messages}
+TRANSLATED = {
+    **dict.fromkeys(("/v1/responses", "/v1/responses/compact", "/v1/responses/input_tokens"), of_responses),
+    **dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), of_messages),
+}
 
 
 @at_length
