@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ import httpx
 import pytest
 from router.fake_controller import FakeController, prompt_of
 from router.harness import EOS, RunningRouter, running, wait_until
+from router.model_folders import write_family
 
 from trunkline.router.stores.session_history import common_length
 from trunkline.router.text.tokenizer import Tokenizer
@@ -35,6 +37,9 @@ class Shape:
 
     def __init__(self) -> None:
         self.kept: list[Object] = []
+
+    def begin(self, http: httpx.Client) -> None:
+        """Begin the conversation."""
 
     def body(self, turn: int) -> Object:
         raise NotImplementedError
@@ -172,7 +177,25 @@ class AgentsSdk(Codex):
         return called
 
 
-SHAPES: Final = (ClaudeCode, Codex, AgentsSdk, Chat, Aider, OpenWebUi)
+class StoredSession(Chat):
+    """Each request has only what is new; the session has the rest."""
+
+    def begin(self, http: httpx.Client) -> None:
+        messages = [{"role": "system", "content": RULES}]
+        self.session = http.post("/v1/sessions", json={"messages": messages}).json()["id"]
+
+    def body(self, turn: int) -> Object:
+        body = super().body(turn)
+        return body | {"messages": body["messages"][1:], "session_id": self.session}
+
+    def take(self, reply: Object, result: str) -> bool:
+        self.kept = []
+        called = super().take(reply, result)
+        del self.kept[0]
+        return called
+
+
+SHAPES: Final = (ClaudeCode, Codex, AgentsSdk, Chat, Aider, OpenWebUi, StoredSession)
 Says = Callable[[int], str]
 
 
@@ -192,17 +215,32 @@ def unusual(turn: int) -> str:
     return f'I read it.\n<tool_call>\n{{"name": "read_file", "arguments": {arguments}}}\n</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def served(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[RunningRouter, FakeController]]:
+@contextmanager
+def serving(place: Path, tokenizer: Tokenizer, **options: Any) -> Iterator[tuple[RunningRouter, FakeController]]:
     """A router of a model with a context that holds the prompts of agents."""
-    place = folder / "shapes"
     place.mkdir()
-    with running(place, tokenizer, max_context=CONTEXT, wait=False) as (router, [fake]):
+    with running(place, tokenizer, max_context=CONTEXT, wait=False, **options) as (router, [fake]):
         fake.behaviour.max_context = CONTEXT
         fake.start()
         wait_until(lambda: router.ready == 1)
         yield router, fake
         fake.stop()
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[RunningRouter, FakeController]]:
+    with serving(folder / "shapes", tokenizer) as both:
+        yield both
+
+
+@pytest.fixture(scope="module")
+def qwen3(folder: Path) -> Iterator[tuple[RunningRouter, FakeController, Tokenizer]]:
+    """The same with a template that writes calls in its own way, whoever has them."""
+    (folder / "family").mkdir()
+    tokenizer = Tokenizer(write_family(folder / "family", "qwen3"))
+    with serving(folder / "calls", tokenizer, model_path=str(folder / "family")) as (router, fake):
+        yield router, fake, tokenizer
+    tokenizer.close()
 
 
 def shares(
@@ -214,6 +252,7 @@ def shares(
     known: list[int] = []
     prompt_tokens = 0
     asks = True
+    shape.begin(http)
     for turn in range(TURNS):
         if asks:
             shape.ask(f"Look at part {turn}, please, in the {says.__name__} way.")
@@ -241,3 +280,16 @@ def test_prompts_begin_with_what_is_known(
     for prompt, answer, known in found:
         assert prompt > 6_000
         assert known == prompt + answer
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.has_tools])
+def test_answers_that_a_template_writes_anew(
+    qwen3: tuple[RunningRouter, FakeController, Tokenizer], shape: type[Shape]
+) -> None:
+    router, fake, tokenizer = qwen3
+    with router.client() as http:
+        found = shares(http, fake, tokenizer, shape(), unusual)
+        for prompt, answer, known in found:
+            assert known == prompt + answer
+        tokens = router.service.models.memory.counts
+    assert tokens.answers

@@ -235,7 +235,13 @@ async def chat_job(
     if edited is not None:
         tokens = edited.tokens
     elif turn is not None:
-        tokens = await turn.tokens_of(text, "messages", add_special_tokens=body.add_special_tokens)
+        tokens, remembered = await turn.tokens_of(
+            text,
+            "messages",
+            add_special_tokens=body.add_special_tokens,
+            salt=cache_salt(body.cache_salt),
+            same=reads_same(plan),
+        )
     else:
         remembered = await remembered_prompt(service, body, text, plan, fits=policy is None)
         tokens = await _tokens(service, body, text, policy, "messages") if remembered is None else remembered.ids

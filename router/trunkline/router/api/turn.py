@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
+from trunkline.kvstore.chunks import unpack_int32
 from trunkline.router.api.requests import check_length
 from trunkline.router.api.responses import ChatMessage
 from trunkline.router.errors import bad_value
@@ -22,6 +24,7 @@ from trunkline.router.stores.session_changes import MESSAGE_BYTES_MAX
 from trunkline.router.stores.session_history import (
     Form,
     History,
+    HistoryMark,
     KnownPrompt,
     PromptPart,
     common_mark,
@@ -30,6 +33,8 @@ from trunkline.router.stores.session_history import (
 )
 from trunkline.router.stores.session_lease import Lease
 from trunkline.router.stores.session_state import SessionState
+from trunkline.router.text.prompt_memory import NOTHING, ReadsSame, agreed_tokens
+from trunkline.router.text.remembered_prompts import RememberedPrompt
 from trunkline.router.text.truncation import TokenSpan, clip_spans
 
 _FORMS: Final = {
@@ -91,12 +96,37 @@ class SessionTurn:
         self._new = [message.model_dump(exclude_none=True) for message in new]
         return await stored_messages(self._service, self.session) + new
 
-    async def tokens_of(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a conversation's text, reusing the history's tokens where it begins with
-        them."""
+    async def tokens_of(
+        self, text: str, param: str, *, add_special_tokens: bool, salt: bytes, same: ReadsSame
+    ) -> tuple[list[int], RememberedPrompt | None]:
+        """Return the token ids of a conversation's text, reusing the history's tokens where it begins with them,
+        and the prompt as it is remembered; None: it is not.
+
+        Args:
+            salt: Salt of the request's KV.
+            same: See `PromptMemory.reuse`.
+        """
         mark = common_mark(self._history, text, self._tokenizer.vocabulary)
+        check_length(len(text) - mark.characters, param)
+        prompts = self._service.model.remembered
+        if add_special_tokens or not prompts.is_on:
+            return await self._from_history(text, mark, add_special_tokens=add_special_tokens), None
+        known = prompts.known(text, salt, same)
+        history = unpack_int32(self._history.tokens)
+        reused = agreed_tokens(history, known.tokens)
+        if known.characters > mark.characters and reused >= mark.tokens:
+            # An answer came back otherwise than the history has it, or another prompt has more of this one.
+            remembered = await prompts.encoded(text, salt, known)
+            marks = (HistoryMark(known.characters, len(known.tokens)),)
+            self._known = KnownPrompt(text, remembered.ids, reused, marks)
+            return self._known.tokens, remembered
+        tokens = await self._from_history(text, mark, add_special_tokens=False)
+        if agreed_tokens(known.tokens, np.array(tokens, np.int32)) < len(known.tokens):
+            known = NOTHING
+        return tokens, prompts.keep(text, salt, known, tokens[len(known.tokens) :])
+
+    async def _from_history(self, text: str, mark: HistoryMark, *, add_special_tokens: bool) -> list[int]:
         rest = text[mark.characters :]
-        check_length(len(rest), param)
         if mark.tokens:
             tokens = self._history.ids()[: mark.tokens] + await self._tokenizer.encode_rest(rest)
         else:

@@ -19,6 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
+from trunkline.router.text.borders import agreed_length
 from trunkline.router.text.detokenizer import TokenVocabulary, make_detokenizer
 from trunkline.router.text.truncation import TokenSpan, clip_spans
 
@@ -66,11 +67,12 @@ class History(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def answered(self, prompt: KnownPrompt, answer: Sequence[int], vocabulary: TokenVocabulary) -> History:
         """Return the history of a prompt and its answer. Discards within the reused tokens are kept."""
-        reused = prompt.reused_tokens
+        reused, agreed = prompt.reused_tokens, agreed_length(self.text, prompt.text)
         text = prompt.text + text_of(answer, vocabulary)
         tokens = self.tokens[: 4 * reused] + pack_int32([*prompt.tokens[reused:], *answer])
         marks = [
-            *(mark for mark in self.marks if mark.tokens <= reused),
+            *(mark for mark in self.marks if mark.tokens <= reused and mark.characters <= agreed),
+            *prompt.marks,
             HistoryMark(len(prompt.text), len(prompt.tokens)),
             HistoryMark(len(text), len(tokens) // 4),
         ]
@@ -102,6 +104,8 @@ class KnownPrompt(msgspec.Struct):
     tokens: list[int]
     reused_tokens: int
     """Number of first tokens taken from the history."""
+    marks: tuple[HistoryMark, ...] = ()
+    """Places behind what a template has written otherwise than the history has it."""
 
 
 class PromptPart(NamedTuple):

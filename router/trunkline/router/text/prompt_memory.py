@@ -232,12 +232,16 @@ class PromptMemory:
         entries = self._scopes.setdefault(new.scope, [])
         at = bisect_right(entries, new.text, key=_text_of)
         after = entries[at] if at < len(entries) else None
-        if after is not None and after.text.startswith(new.text) and _agreed_tokens(after, new) >= start.tokens:
+        if (
+            after is not None
+            and after.text.startswith(new.text)
+            and agreed_tokens(after.tokens, new.tokens) >= start.tokens
+        ):
             self._use(after)
             return
         before = entries[at - 1] if at else None
         if before is not None and new.text.startswith(before.text):
-            agreed = _agreed_tokens(before, new)
+            agreed = agreed_tokens(before.tokens, new.tokens)
             new.answers = [answer for answer in before.answers if answer.start.tokens <= agreed]
             entries[at - 1] = new
             self._used.pop(before)
@@ -298,10 +302,10 @@ def _agreed_places(entry: Entry, agreed: int, borders: BorderTokens) -> int:
     return count
 
 
-def _agreed_tokens(one: Entry, other: Entry) -> int:
-    """Return how many first tokens of two entries agree."""
-    length = min(len(one.tokens), len(other.tokens))
-    differ = one.tokens[:length] != other.tokens[:length]
+def agreed_tokens(one: Int32Array, other: Int32Array) -> int:
+    """Return how many first tokens of two texts agree."""
+    length = min(len(one), len(other))
+    differ = one[:length] != other[:length]
     return int(differ.argmax()) if differ.any() else length
 
 
