@@ -15,7 +15,7 @@ more, it is evicted first.
 
 Where that is not possible, because another request holds these chunks or because they were evicted, the prompt is
 computed again as a plain prompt of what is left (`SequenceGroup.compact`). That is token truncation, as engines
-without decoupled positions do it.
+without decoupled positions do it. A later request that drops more is cut out of that prompt (`shorten_history`).
 """
 
 from __future__ import annotations
