@@ -30,8 +30,10 @@ from typing import Any, Final, Protocol
 import numpy as np
 from agent_traces import BLOCK, ChunkNames, Conversation, Request
 
+from trunkline.controller.messages import Holder
 from trunkline.kvstore.chunks import ChunkName, TieredChunk
 from trunkline.kvstore.directory import Directory
+from trunkline.kvstore.next_use import TurnEnd
 from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy
 from trunkline.router.routing.core import RoutingCore
 from trunkline.router.routing.names import KvIdentity
@@ -66,7 +68,11 @@ class Setting:
     attention_us: float = 0.0001
     """… and of each token before it."""
     load_us: float = 1.0
-    """Of each token found in host memory."""
+    """Of each token found in host memory …"""
+    pull_us: float = 2.5
+    """… or pulled from another group's."""
+    pulls: bool = True
+    """Whether groups pull from each other what they lack."""
     token_s: float = 0.012
     """Of each token of an answer."""
 
@@ -75,19 +81,23 @@ class Setting:
         """Of a chunk."""
         return self.blocks * BLOCK
 
-    def faster(self, times: int) -> Setting:
-        """Return one group of that many times the speed."""
+    def shared_by(self, groups: int, most: int) -> Setting:
+        """Return so many groups that have the speed of `most` together."""
+        times = most / groups
         return replace(
             self,
-            groups=1,
+            groups=groups,
             prefill_us=self.prefill_us / times,
             attention_us=self.attention_us / times,
             load_us=self.load_us / times,
+            pull_us=self.pull_us / times,
         )
 
-    def prefill_s(self, loaded: int, found: int, prompt: int) -> float:
+    def prefill_s(self, loaded: int, pulled: int, found: int, prompt: int) -> float:
+        """Return the time until a prompt is computed; of the tokens found some are loaded, some pulled."""
         new = prompt - found
-        return 1e-6 * (loaded * self.load_us + new * (self.prefill_us + self.attention_us * (found + new / 2)))
+        computing_us = new * (self.prefill_us + self.attention_us * (found + new / 2))
+        return 1e-6 * (loaded * self.load_us + pulled * self.pull_us + computing_us)
 
 
 @dataclass(slots=True)
@@ -97,6 +107,8 @@ class Figures:
     prompt: int = 0
     ideal: int = 0
     found: int = 0
+    pulled: int = 0
+    """Those of `found` that came from other groups."""
     lost: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
     """Ideal tokens that were not found, by cause."""
     losers: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
@@ -146,6 +158,8 @@ class Turn:
     ideal: int
     """Chunks."""
     group: int = 0
+    holders: list[Holder] = field(default_factory=list)
+    """Groups that were said to have what its group lacks."""
     path: list[Chunk] = field(default_factory=list)
 
     @property
@@ -199,6 +213,35 @@ class Plain:
 
     def ended(self, directory: Directory[Chunk], turn: Turn, now: float) -> None:
         pass
+
+
+class Predicted:
+    """The next use is foreseen from when conversations come back."""
+
+    policy = EvictionPolicy.PREDICTED
+    wants = True
+
+    def __init__(self, *, closes: bool = False) -> None:
+        """`closes`: clients say which request is the last of its agent."""
+        self._closes = closes
+
+    def prepare(self, directory: Directory[Chunk]) -> None:
+        pass
+
+    def started(self, directory: Directory[Chunk], turn: Turn, now: float) -> None:
+        directory.next_use.tick(now)
+
+    def ended(self, directory: Directory[Chunk], turn: Turn, now: float) -> None:
+        client = turn.request.client
+        end = TurnEnd(
+            arrived=turn.arrived_s,
+            prompt_chunks=len(turn.names),
+            prompt_tokens=turn.request.prompt,
+            output_tokens=turn.request.answer,
+            tenant=f"{client.tools} {client.system}",
+            is_last=self._closes and turn.request.is_last,
+        )
+        directory.next_use.ended(turn.path, end, now)
 
 
 class Belady:
@@ -364,7 +407,7 @@ class Simulation:
         asked = RouteRequest(b"", session=label, names=names, token_count=request.prompt)
         decision = self.core.route(asked, self._now)
         self.core.sent(turn.ticket, decision, asked, self._now)
-        turn.group = decision.controller
+        turn.group, turn.holders = decision.controller, decision.holders
         group = self.groups[turn.group]
         group.queue.append(turn)
         if self.foresight.wants and group.is_busy:
@@ -378,12 +421,30 @@ class Simulation:
         group.is_busy = True
         turn = group.queue.popleft()
         turn.path = group.find(turn.names)
-        self._count(turn)
+        here = len(turn.path)
         self.foresight.started(group.directory, turn, self._now)
         loaded = self.setting.tokens * group.begin(turn.path, self._now)
         group.directory.unwant(turn.ticket)
-        found = min(self.setting.tokens * len(turn.path), turn.request.prompt - 1)
-        self._at(self._now + self.setting.prefill_s(loaded, found, turn.request.prompt), self._computed, turn)
+        group.grow(turn.path, self._given(turn))
+        pulled = self.setting.tokens * (len(turn.path) - here)
+        self._count(turn, pulled)
+        prompt = turn.request.prompt
+        found = min(self.setting.tokens * len(turn.path), prompt - 1)
+        self._at(self._now + self.setting.prefill_s(loaded, pulled, found, prompt), self._computed, turn)
+
+    def _given(self, turn: Turn) -> list[bytes]:
+        """Return the names of the chunks behind a turn's path that other groups give."""
+        given: list[bytes] = []
+        for at in range(len(turn.path), len(turn.names)):
+            holders = [holder for holder in turn.holders if holder.start <= at < holder.stop]
+            if not any(self._holds(int(holder.member), turn.names[at]) for holder in holders):
+                break
+            given.append(turn.names[at])
+        return given
+
+    def _holds(self, group: int, name: bytes) -> bool:
+        chunk = self.groups[group].chunks.get(name)
+        return chunk is not None and chunk.host_ready
 
     def _computed(self, turn: Turn) -> None:
         group = self.groups[turn.group]
@@ -410,12 +471,13 @@ class Simulation:
             following = next(each for each in later if each.agent == request.agent)
             self._at(max(self._now, talk.due_s(following)), self._arrive, (talk, following))
 
-    def _count(self, turn: Turn) -> None:
+    def _count(self, turn: Turn, pulled: int) -> None:
         figures, size, found = self.figures, self.setting.tokens, len(turn.path)
         figures.requests += 1
         figures.prompt += turn.request.prompt
         figures.ideal += size * turn.ideal
         figures.found += size * min(found, turn.ideal)
+        figures.pulled += pulled
         edited = turn.talk.whole.edited(turn.request)
         figures.edited += BLOCK * edited
         figures.edits += bool(edited) and edited >= turn.talk.whole.requests[turn.request.base].blocks / 10
@@ -450,7 +512,9 @@ def _core(setting: Setting) -> RoutingCore:
     identity = KvIdentity(fingerprint=b"model", dtype="bfloat16", chunk_size=setting.tokens)
     for group in range(setting.groups):
         core.set_identity(group, identity)
-        core.set_costs(group, setting.prefill_us, [0.0, setting.load_us])
+        core.set_costs(group, setting.prefill_us, [0.0, setting.load_us, 0.0, 0.0, setting.pull_us])
+        if setting.pulls:
+            core.set_exports(group, [f"inproc://{group}"])
         core.set_available(group, True, 0.0)
     return core
 

@@ -1,7 +1,8 @@
 """Coding agents: what of their prompts is found again, and how many of them a server carries.
 
-    python benchmarks/agents.py [TRACES] [--quick] [--json PATH] [--parts directory] [--conversations 120]
+    python benchmarks/agents.py [TRACES] [--quick] [--json PATH] [--parts directory,server] [--conversations 120]
                                 [--rooms 0.1,…] [--policies lru,…] [--groups 1,4] [--chunk 1024] [--labels]
+                                [--no-pulls] [--api chat] [--agents 1,2,…] [--seconds 60] [--against NAME=URL …]
 
 TRACES is a file of recorded conversations (agent_traces.py says in which form). Without one, conversations of
 about the same statistics are drawn from a seed.
@@ -9,33 +10,61 @@ about the same statistics are drawn from a seed.
 - directory: the real router core and a real directory per group in simulated time, without a model, at full
   length (agent_sim.py). Room is given as a part of the peak footprint: the contexts of all agents under way.
   `of_ideal` is the share of the prefix tokens that a single cache without limits would have found. `of_belady` is
-  the share of those that are found where all next uses are known, in one cache with the room of all groups and as
-  fast as all of them. What is lacking of the ideal stands by its cause, in percent of the ideal tokens, and as
-  requests whose first missing chunk has that cause. TTFT is simulated, too: it says how policies compare, not how
-  fast a server is.
+  the share of those that are found where all next uses are known, in one cache with the room of all groups.
+  Groups pull from each other what they lack, and are together as fast, however many they are. What is lacking of
+  the ideal stands by its cause, in percent of the ideal tokens, and as requests whose first missing chunk has that
+  cause. TTFT is simulated, too: it says how policies compare, not how fast a server is.
+- server: `trunkline serve` on loopback with the random model of small_model.py, all lengths divided by 32 and
+  pauses shortened (agent_server.py), through the APIs of `--api`. So many agents work at once for `--seconds`;
+  then more, until a limit is broken: `--ttft-ms` for nine of ten requests that are not the first of their agent,
+  `--token-ms` for the median of the time per later token. `of_ideal` is the share of those tokens of prompts that
+  were sent or answered before and that the server says it had cached. `--against` measures other servers, which
+  run already and serve the model of `--save-model`, in turn with ours: any that speaks the API and tells cached
+  tokens. One that does not answer is left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from agent_sim import CAUSES, Belady, Figures, Foresight, Plain, Setting, Simulation, Talk, footprint, talks_of
+import httpx
+from agent_apis import APIS, CHAT_TEMPLATE
+from agent_server import Pace, Served, fitting, serve
+from agent_sim import (
+    CAUSES,
+    Belady,
+    Figures,
+    Foresight,
+    Plain,
+    Predicted,
+    Setting,
+    Simulation,
+    Talk,
+    footprint,
+    talks_of,
+)
 from agent_traces import BLOCK, Conversation, read_traces, synthetic
 from report import Report, argument_parser
+from serving import Server, model_name
+from small_model import small_model
 
 from trunkline.kvstore.tier_policy import EvictionPolicy
 
-PARTS: Final = ("directory",)
+PARTS: Final = ("directory", "server")
 BELADY: Final = "belady"
 POLICIES: Final[dict[str, Callable[[Sequence[Talk]], Foresight]]] = {
     BELADY: Belady,
     "lru": lambda _: Plain(EvictionPolicy.LRU),
     "look-ahead": lambda _: Plain(EvictionPolicy.LOOK_AHEAD),
+    "predicted": lambda _: Predicted(),
+    "predicted-closed": lambda _: Predicted(closes=True),
 }
 
 
@@ -44,20 +73,22 @@ def directory(conversations: Sequence[Conversation], report: Report, arguments: 
         blocks=arguments.chunk // BLOCK,
         per_hour=arguments.per_hour,
         labels=arguments.labels,
+        pulls=not arguments.no_pulls,
         seed=arguments.seed,
     )
+    most = max(arguments.groups)
     peak = footprint(talks_of(conversations, base), base.tokens)
     size = f"peak footprint {peak * base.tokens / 1e6:.1f}M tokens"
     print(f"# {len(conversations)} conversations, {size}", flush=True)
     for room in map(float, arguments.rooms.split(",")):
         setting = replace(base, room=int(room * peak))
         case = {"part": "directory", "conversations": len(conversations), "room": room}
-        figures = run(conversations, setting.faster(arguments.groups[-1]), BELADY)
+        figures = run(conversations, setting.shared_by(1, most), BELADY)
         best = figures.found
         add(report, {**case, "groups": 1, "policy": BELADY}, figures, best)
         for groups in arguments.groups:
             for name in arguments.policies.split(","):
-                figures = run(conversations, replace(setting, groups=groups), name)
+                figures = run(conversations, setting.shared_by(groups, most), name)
                 add(report, {**case, "groups": groups, "policy": name}, figures, best)
     unfindable(report, {"part": "not ideal", "conversations": len(conversations)}, figures)
 
@@ -76,6 +107,7 @@ def add(report: Report, case: dict[str, Any], figures: Figures, best: int) -> No
     report.add(case, "of_ideal", 100 * figures.of_ideal, "%", 1)
     report.add(case, "of_belady", 100 * figures.found / best, "%", 1)
     report.add(case, "hit_rate", 100 * figures.found / figures.prompt, "%", 1)
+    report.add(case, "pulled", 100 * figures.pulled / figures.ideal, "%", 1)
     for cause in CAUSES:
         report.add(case, cause, 100 * figures.lost[cause] / figures.ideal, "%", 1)
     for cause in CAUSES:
@@ -94,25 +126,106 @@ def unfindable(report: Report, case: dict[str, Any], figures: Figures) -> None:
     report.add(case, "requests", figures.requests, "", 1)
 
 
+def server(conversations: Sequence[Conversation], report: Report, arguments: argparse.Namespace) -> None:
+    found = fitting(conversations, Pace())
+    print(f"# {len(found)} of {len(conversations)} conversations fit", flush=True)
+    with tempfile.TemporaryDirectory() as folder, Server(_serving(chat_model(Path(folder)), arguments)) as own:
+        urls = {"trunkline": own.url, **dict(each.split("=", 1) for each in arguments.against)}
+        able = [
+            (name, url, api) for api in arguments.api.split(",") for name, url in urls.items() if _answers(url)
+        ]
+        for agents in map(int, arguments.agents.split(",")):
+            for target in list(able):
+                name, url, api = target
+                served = asyncio.run(_served(url, api, found, agents, arguments))
+                case = {"part": "server", "impl": name, "api": api, "agents": agents}
+                if not add_served(report, case, served, arguments):
+                    able.remove(target)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return bool(model_name(url))
+    except (httpx.HTTPError, ValueError, LookupError) as error:
+        print(f"# {url} is left out: {error!r}", flush=True)
+        return False
+
+
+def _serving(model: Path, arguments: argparse.Namespace) -> argparse.Namespace:
+    return argparse.Namespace(model=str(model), tp=2, dtype="bfloat16", serve_args=arguments.serve_args)
+
+
+def chat_model(folder: Path) -> Path:
+    """Make a folder of the small model that has a chat template."""
+    for file in small_model().iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return folder
+
+
+async def _served(
+    url: str, api: str, found: Sequence[Conversation], agents: int, arguments: argparse.Namespace
+) -> Served:
+    """Let so many agents work, with words that the server has not seen."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    salt = f"{arguments.seed} {agents} {time.time_ns()}"
+    chosen = [found[at % len(found)] for at in range(agents)]
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+        return await serve(client, APIS[api], model_name(url), chosen, Pace(), salt, arguments.seconds)
+
+
+def add_served(report: Report, case: dict[str, Any], served: Served, arguments: argparse.Namespace) -> bool:
+    """Add what a server has shown; return whether it is within the limits."""
+    requests = len(served.token_s)
+    report.add(case, "of_ideal", 100 * served.found / max(1, served.ideal), "%", requests)
+    report.add(case, "hit_rate", 100 * served.found / max(1, served.prompt), "%", requests)
+    for cause, tokens in served.lost.items():
+        report.add(case, f"lost, {cause}", 100 * tokens / max(1, served.ideal), "%", requests)
+    report.add(case, "ttft_first", 1e3 * served.first(), "ms", requests)
+    for share in (50, 90, 99):
+        report.add(case, f"ttft_p{share}", 1e3 * served.ttft(share / 100), "ms", requests)
+    report.add(case, "token_p50", 1e3 * served.token(0.5), "ms", requests)
+    report.add(case, "errors", served.errors, "", requests)
+    report.add(case, "other lengths", served.miscounted, "", requests)
+    within = 1e3 * served.ttft(0.9) <= arguments.ttft_ms and 1e3 * served.token(0.5) <= arguments.token_ms
+    report.add(case, "within limits", within and not served.errors, "", requests)
+    return within and not served.errors
+
+
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("traces", type=Path, nargs="?", help="recorded conversations; default: drawn ones")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--conversations", type=int, default=0, help="the first ones of the file; default: 120")
     parser.add_argument("--rooms", default="", help="shares of the peak footprint; default: 0.1,0.2,0.4,0.6,1")
-    parser.add_argument("--policies", default="lru,look-ahead", help=f"some of {', '.join(POLICIES)}")
+    parser.add_argument("--policies", default="lru,look-ahead,predicted", help=f"some of {', '.join(POLICIES)}")
     parser.add_argument("--groups", default="1,4", help="numbers of groups that share the room")
     parser.add_argument("--chunk", type=int, default=1024, help="tokens of a chunk, a multiple of 64")
     parser.add_argument("--per-hour", type=float, default=60.0, help="conversations that begin")
     parser.add_argument("--labels", action="store_true", help="requests name their conversation to the router")
+    parser.add_argument("--api", default="chat", help=f"some of {', '.join(APIS)}")
+    parser.add_argument("--agents", default="", help="numbers of agents at once; default: 1,2,4,8,16")
+    parser.add_argument("--seconds", type=float, default=0.0, help="of one number of agents; default: 60")
+    parser.add_argument("--ttft-ms", type=float, default=1000.0, help="limit of nine of ten times to first token")
+    parser.add_argument("--token-ms", type=float, default=100.0, help="limit of the median time per token")
+    parser.add_argument("--save-model", type=Path, help="put the served model here, for other servers, and end")
+    parser.add_argument("--against", action="append", default=[], metavar="NAME=URL", help="another server")
+    parser.add_argument("--serve-args", default="", help="more arguments for `trunkline serve`")
+    parser.add_argument("--no-pulls", action="store_true", help="groups give each other nothing")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    if arguments.save_model:
+        arguments.save_model.mkdir(parents=True, exist_ok=True)
+        print(chat_model(arguments.save_model))
+        return
     arguments.groups = [int(groups) for groups in arguments.groups.split(",")]
     count = arguments.conversations or (12 if arguments.quick else 120)
     arguments.rooms = arguments.rooms or ("0.2,1" if arguments.quick else "0.1,0.2,0.4,0.6,1")
+    arguments.agents = arguments.agents or ("1,3" if arguments.quick else "1,2,4,8,16")
+    arguments.seconds = arguments.seconds or (8.0 if arguments.quick else 60.0)
     conversations = read_traces(arguments.traces, count) if arguments.traces else synthetic(count, arguments.seed)
     report = Report("agents")
-    for name, part in zip(PARTS, (directory,), strict=True):
+    for name, part in zip(PARTS, (directory, server), strict=True):
         if name in arguments.parts.split(","):
             part(conversations, report, arguments)
     report.finish(arguments.json, wide=True)

@@ -45,7 +45,7 @@ def test_no_rule_beats_one_that_knows_the_future(seed: int) -> None:
     conversations = synthetic(5, seed, scale=0.25)
     setting = replace(BASE, prefill_us=0.01, attention_us=0.0, load_us=0.0, clients=False)
     room = footprint(talks_of(conversations, setting), setting.tokens)
-    for share in (0.1, 0.3):
+    for share in (0.2,):
         small = replace(setting, room=int(share * room))
         policies = (None, EvictionPolicy.LRU, EvictionPolicy.LOOK_AHEAD)
         best, lru, ahead = (run(conversations, small, policy) for policy in policies)
@@ -66,13 +66,17 @@ def test_with_room_for_all_one_group_finds_all(seed: int) -> None:
     assert shared.ideal >= figures.ideal
 
 
-def test_what_another_group_has_is_lost_for_that_reason() -> None:
+def test_what_another_group_has_is_lost_for_that_reason_or_pulled() -> None:
     one = {"tools": 6400, "system": 0, "requests": [[0.0, 6464, 10, 0.0, 1.0, -1, 0]]}
     talks = [conversation({**one, "id": str(number)}) for number in range(40)]
-    figures = run(talks, Setting(groups=2, blocks=1, room=2000, per_hour=1e7), EvictionPolicy.LRU)
-    assert figures.ideal == 39 * 6400
-    assert figures.lost["other group"] + figures.lost["not ready"] > 0
-    assert figures.lost["evicted"] == 0
+    setting = Setting(groups=2, blocks=1, room=2000, per_hour=1e6, pulls=False)
+    crowd = run(talks, setting, EvictionPolicy.LRU)
+    assert crowd.ideal == 39 * 6400
+    assert crowd.lost["other group"] + crowd.lost["not ready"] == 6400, "the second group computes it once"
+    assert crowd.lost["evicted"] == 0
+    pulling = run(talks, replace(setting, per_hour=1e5, pulls=True), EvictionPolicy.LRU)
+    assert pulling.found == pulling.ideal
+    assert pulling.pulled == 6400, "now the second group gets it from the first"
 
 
 def test_the_footprint_is_that_of_agents_under_way() -> None:
