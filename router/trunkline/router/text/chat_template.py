@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
+from types import MethodType
 from typing import Any, Final
 
 import jinja2
@@ -216,6 +217,8 @@ _TEXT_PER_STEP: Final = 4096
 _FREE: Final = 64
 """Largest number that costs no steps as an argument of a function (the width of an indent, for example)."""
 _NUMBER_BITS_MAX: Final = 4096
+_SCOPE_ARGUMENTS: Final = frozenset({"_loop_vars", "_block_vars"})
+"""Arguments that Jinja adds to calls, for functions that ask for the template's context."""
 _WIDE_FORMAT: Final = re.compile(r"[0-9]{4,}|\*|\{[^{}]*\{")
 """Matches a format with a width of four digits, or with a width given by an argument."""
 
@@ -283,6 +286,11 @@ class CountingEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Compute `left + right` and other operations, if the size of the result is allowed."""
+        if operator == "+" and type(left) is str and type(right) is str:  # nearly always, for speed
+            length = len(left) + len(right)
+            if length >= _FREE:
+                self.spend(_check_length(length) // _FREE)
+            return left + right
         if operator == "%" and isinstance(left, str):
             _check_format(left)
         elif operator == "**" or (operator == "*" and isinstance(left, int) and isinstance(right, int)):
@@ -304,8 +312,11 @@ class CountingEnvironment(ImmutableSandboxedEnvironment):
 
     def call(self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a function or method, with limits for methods of texts."""
-        if isinstance(getattr(__obj, "__self__", None), str):
-            self._check_arguments(__obj.__self__, getattr(__obj, "__name__", ""), args, kwargs)
+        bound_to = getattr(__obj, "__self__", None)
+        if bound_to is self and type(__obj) is MethodType and kwargs.keys() <= _SCOPE_ARGUMENTS:
+            return __obj(*args)  # it was compiled into the template, or is `range`: what the sandbox checks, holds
+        if isinstance(bound_to, str):
+            self._check_arguments(bound_to, getattr(__obj, "__name__", ""), args, kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
     def _check_arguments(self, text: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
