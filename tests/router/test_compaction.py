@@ -208,20 +208,23 @@ def test_compactions_in_the_background(http: httpx.Client, sums_up: Ask) -> None
 
 
 def test_what_does_not_fit_is_compacted(
-    http: httpx.Client, fake: FakeController, tokenizer: Tokenizer, sums_up: Ask
+    client: openai.OpenAI, http: httpx.Client, fake: FakeController, tokenizer: Tokenizer, sums_up: Ask
 ) -> None:
-    long = [*TALK[:3], {"role": "assistant", "content": "a1 b2 " * 1000}, {"role": "user", "content": "And?"}]
+    long: Any = [*TALK[:3], {"role": "assistant", "content": "a1 b2 " * 1000}, {"role": "user", "content": "And?"}]
     refused = http.post(PATH, json={"input": long})
     assert error_of(refused) == (400, "context_length_exceeded", "input")
-    told = respond(http, long, context_management=[{"type": "compaction"}])
+    made = client.responses.create(model="demo", input=long, context_management=[{"type": "compaction"}])
     assert last_prompt(fake, tokenizer) == window(tokenizer, "Weather?", "And?")
-    assert told["output"][1]["content"][0]["text"] == "Yes."
+    assert ([item.type for item in made.output], made.output_text) == (["compaction", "message"], "Yes.")
+    client.responses.create(model="demo", input="Sure?", previous_response_id=made.id)
+    assert SUM in last_prompt(fake, tokenizer)
+    assert "a1 b2" not in last_prompt(fake, tokenizer)
     users = [{"role": "user", "content": "a1 b2 " * 1000}]
     refused = http.post(PATH, json={"input": users, "context_management": [{"type": "compaction"}]})
     assert error_of(refused)[:2] == (400, "context_length_exceeded"), "there is nothing that could be left out"
     told = respond(http, "Hi", context_management=[{"type": "compaction", "compact_threshold": 1}])
     assert [item["type"] for item in told["output"]] == ["message"]
-    assert len(fake.behaviour.submits) == 3
+    assert len(fake.behaviour.submits) == 4
 
 
 def test_bad_requests_for_compactions(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:
