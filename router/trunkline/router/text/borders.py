@@ -27,11 +27,12 @@ NO_PLACES: Final[Places] = np.zeros((0, 2), np.int64)
 class BorderTokens:
     """The special tokens of a tokenizer before which a text can be split."""
 
-    def __init__(self, added: Mapping[int, AddedToken], ends: Iterable[int]) -> None:
+    def __init__(self, added: Mapping[int, AddedToken], ends: Iterable[int], unknown: int | None = None) -> None:
         """
         Args:
             added: The tokens that the tokenizer finds in a text before all others, by their ids.
             ends: The tokens that end an answer.
+            unknown: The token for what has no other; None: there is none. It may stand where its text does not.
         """
         contents = sorted(token.content for token in added.values() if token.content)
         longer = {one for one, other in itertools.pairwise(contents) if other.startswith(one)}
@@ -42,6 +43,7 @@ class BorderTokens:
             for number, token in added.items()
             if token.special
             and token.content
+            and number != unknown
             and not (token.lstrip or token.single_word or token.normalized)
             and token.content not in longer
             and token.content[0] not in inner

@@ -217,7 +217,7 @@ class Tokenizer:
         """How this model writes tool calls."""
         self.reasoning: ReasoningStyle | None = detect_reasoning(reasoning_parser, template, texts, specials)
         """How this model marks its thoughts; None: it has none."""
-        self.borders = BorderTokens(added, self.eos_ids)
+        self.borders = BorderTokens(added, self.eos_ids, _unknown_id(description.get("model", {}), strings))
         """Where texts can be split."""
         self._chat = self._renderer()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
@@ -389,6 +389,13 @@ class Tokenizer:
     def token_string(self, token: int) -> str:
         """Return a token as the vocabulary writes it ("Ġthe", "▁the"); "" for an unknown id."""
         return self._tokenizer.id_to_token(token) or ""
+
+
+def _unknown_id(model: dict[str, Any], strings: Mapping[str, int]) -> int | None:
+    """Return the token for what a tokenizer has no other token for, given its `model`; None: there is none."""
+    by_name = strings.get(model.get("unk_token") or "")
+    number = model.get("unk_id", by_name)
+    return number if isinstance(number, int) else None
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
