@@ -233,6 +233,8 @@ def respond(http: httpx.Client, *parts: Any, **fields: Any) -> Any:
 
 def test_files_of_responses(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:
     """The same modules as those of other APIs; the next turn goes on with the tokens of the one before."""
+    letters = [token for letter in "Hello" for token in tokenizer.encode(letter, add_special_tokens=False)]
+    fake.behaviour.script = lambda submit: [*letters, EOS]
     ask(http, document(FACTS[0]), document(FACTS[1], title="Two"))
     answer = respond(http, file_of(FACTS[1], filename="Two"), file_of(FACTS[0]), store=True)
     respond(http, previous_response_id=answer["id"], input="And now?")
@@ -240,8 +242,12 @@ def test_files_of_responses(http: httpx.Client, fake: FakeController, tokenizer:
     assert documents_of(one) == documents_of(other)[::-1]
     assert answer["usage"]["input_tokens"] == len(whole(one))
     assert texts_of(two) == texts_of(one)
-    said = [*tokenizer.encode(ANSWER, add_special_tokens=False), EOS]
-    assert prompt_of(two)[: len(prompt_of(one)) + len(said)] == [*prompt_of(one), *said]
+    said = [*letters, EOS]
+    assert prompt_of(two)[: len(prompt_of(one)) + len(said)] == [*prompt_of(one), *said], "as the model wrote it"
+    later = [{"role": "user", "content": [file_of(FACTS[2])]}]
+    respond(http, previous_response_id=answer["id"], input=later)
+    assert texts_of(fake.behaviour.submits[-1]) == texts_of(one), "a file behind an answer is ordinary text"
+    assert FACTS[2] in tokenizer.decode(prompt_of(fake.behaviour.submits[-1]))
     respond(http, previous_response_id=answer["id"], input="And now?", document_modules=False)
     assert fake.behaviour.submits[-1].layout is None
     items = http.get(f"/v1/responses/{answer['id']}/input_items").json()["data"]

@@ -192,6 +192,12 @@ def test_what_leaves_no_room_is_refused(http: httpx.Client, fake: FakeController
     long = f'<prompt schema="trip">{"word " * 2500}</prompt>'
     assert error_of(complete(http, long, truncation="auto")) == (400, "context_length_exceeded", "pml")
     assert complete(http, truncation="auto").json()["truncation"]["occurred"] is False
+    body = {"pml": PLAN, "messages": [{"role": "user", "content": "word " * 90}], "truncation": "auto"}
+    http.post("/v1/chat/completions", json=body)
+    room = 2048 - sum(runs_of(fake.behaviour.submits[-1])[-1])
+    for extra in (0, 1):
+        answer = http.post("/v1/chat/completions", json=body | {"max_tokens": room + extra}).json()
+        assert answer["truncation"]["occurred"] is bool(extra), "modules and gaps take positions, too"
 
 
 def test_likely_modules_are_fetched_ahead(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:

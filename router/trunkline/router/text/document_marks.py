@@ -48,7 +48,7 @@ class DocumentMarks:
         with the text behind the last one; None if there is no document, or not each stands there once as it was
         marked."""
         count = len(self._documents)
-        if not count or text.count(_OPENING) != 2 * count or text.count(_CLOSING) != count:
+        if not count or text.count(_CLOSING) != count:
             return None
         places = sorted((text.find(self._marked(index)), index) for index in range(count))
         if places[0][0] < 0:
