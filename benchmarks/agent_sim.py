@@ -378,8 +378,6 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[..., None], Any]] = []
         self._serials = itertools.count(1)
         self._now = 0.0
-        self._early: dict[tuple[str, int], float] = {}
-        """By agent: when it has had its last answer."""
 
     def run(self, talks: Sequence[Talk]) -> Figures:
         """Until all has been answered."""
