@@ -18,6 +18,7 @@ from router.session_calls import error_of
 from seeds import seeds
 
 from trunkline.controller.messages import Submit
+from trunkline.kvstore.records import StoreAwayError
 from trunkline.router import service
 from trunkline.router.api.openai_items import thought_part
 from trunkline.router.api.response_compaction import INSTRUCTION
@@ -296,7 +297,7 @@ def test_what_does_not_need_the_key_does_without_it(
         assert len(fake.behaviour.submits) == 1
 
 
-def test_a_key_is_drawn_once(router: RunningRouter, fake: FakeController) -> None:
+def test_a_key_is_drawn_once(router: RunningRouter, fake: FakeController, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     one, two = (SealKeys(router.service.records, lambda: now[0]) for _ in range(2))
     seals = [router.call(keys.current(required=True)) for keys in (one, two, one)]
@@ -308,6 +309,16 @@ def test_a_key_is_drawn_once(router: RunningRouter, fake: FakeController) -> Non
     assert old == seals[0].keys[0] != new
     sealed = seals[1].seal("reasoning", "Hm.")
     assert router.call(one.current(required=True)).unseal("reasoning", sealed) == "Hm."
+    asked: list[float] = []
+
+    async def away(*_: Any, **__: Any) -> None:
+        asked.append(now[0])
+        raise StoreAwayError("it is gone")
+
+    monkeypatch.setattr(router.service.records, "get", away)
+    for now[0] in (9000.0, 9001.0, 9070.0):
+        assert router.call(one.current(required=True)).keys == (new, old), "known keys do without the store"
+    assert asked == [9000.0, 9070.0], "it is asked once a minute"
 
 
 @pytest.mark.parametrize("seed", seeds(20))

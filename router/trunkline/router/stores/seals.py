@@ -28,6 +28,8 @@ _KEY_BYTES: Final = 32
 _SIGNATURE_BYTES: Final = 16
 _KEPT_S: Final = 3600.0
 """Time in seconds after which a router reads the key again: the store must not take its record for forgotten."""
+_AGAIN_S: Final = 60.0
+"""Time in seconds after which it tries again, if the store did not answer."""
 _PATIENCE_S: Final = 1.0
 """Time in seconds for which a request waits for a key that it can do without."""
 
@@ -83,7 +85,8 @@ class SealKeys:
         self._records = records
         self._clock = clock
         self._keys: tuple[bytes, ...] = ()
-        self._read_at = 0.0
+        self._read_next = 0.0
+        """When the key is to be read again, by the clock."""
 
     async def current(self, *, required: bool) -> Seal:
         """Return the current tenant's seal.
@@ -94,7 +97,8 @@ class SealKeys:
         Raises:
             ApiError: 503, the store of records does not answer, and no key is known.
         """
-        if not self._keys or self._clock() - self._read_at > _KEPT_S:
+        if not self._keys or self._clock() >= self._read_next:
+            self._read_next = self._clock() + _AGAIN_S
             try:
                 async with asyncio.timeout(None if required and not self._keys else _PATIENCE_S):
                     key = await self._read()
@@ -105,7 +109,7 @@ class SealKeys:
                     raise records_away(error) from None
             else:
                 self._keys = tuple(dict.fromkeys((key, *self._keys)))
-                self._read_at = self._clock()
+                self._read_next = self._clock() + _KEPT_S
         return Seal(self._keys, current_identity().owner)
 
     async def _read(self) -> bytes:
