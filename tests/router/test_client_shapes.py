@@ -291,5 +291,9 @@ def test_answers_that_a_template_writes_anew(
         found = shares(http, fake, tokenizer, shape(), unusual)
         for prompt, answer, known in found:
             assert known == prompt + answer
-        tokens = router.service.models.memory.counts
-    assert tokens.answers
+        page = http.get("/metrics").text
+    memory = router.service.models.memory
+    assert memory.counts.answers > sum(answer for _, answer, _ in found) * 0.9
+    assert f'trunkline_prompt_memory_tokens_total{{source="answer"}} {float(memory.counts.answers)}' in page
+    assert memory.bytes
+    assert "trunkline_prompt_memory_bytes 0.0" not in page

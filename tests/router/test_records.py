@@ -165,6 +165,7 @@ def test_sessions_of_one_router_are_another_routers(place: Path, tokenizer: Toke
         ("records", ""),
         ("records_bytes_max", -1),
         ("records_tenant_bytes", -1),
+        ("prompt_memory_bytes", -1),
     ],
 )
 def test_wrong_settings(field: str, value: Any) -> None:
