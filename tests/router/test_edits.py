@@ -378,7 +378,8 @@ def test_each_edited_turn_finds_the_one_before(tokenizer: Tokenizer) -> None:
         if not before:
             controller.run(tokens, 1)
             before = len(tokens)
-        _, found, _ = controller.run(tokens, 1, RouteRequest(b"", drops=drops))
+        predicted, found, _ = controller.run(tokens, 1, RouteRequest(b"", drops=drops))
+        assert found - CHUNK <= predicted.cached_tokens <= found + CHUNK, "routers see it, and route there"
         new = len(tokens) - before
         assert found >= seen - new - 2 * CHUNK, (steps, found, seen, new)
         assert found > 0.4 * seen

@@ -118,6 +118,24 @@ def test_prompts_of_which_something_is_dropped(seed: int) -> None:
     assert kept
 
 
+@pytest.mark.parametrize("seed", seeds(2))
+def test_conversations_that_drop_more_with_each_turn(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(5):
+        controller, drops = Controller(), list[tuple[int, int]]()
+        history = [rng.randrange(9) for _ in range(rng.randint(20, 60))]
+        controller.run(history, 1)
+        for _ in range(7):
+            last = drops[-1][1] if drops else 0
+            if len(history) - last > 40 and rng.random() < 0.8:
+                start = rng.randint(last + 1, len(history) - 30)
+                drops.append((start, rng.randint(start + 1, len(history) - 20)))  # before the turn's last chunks
+            history += [rng.randrange(9) for _ in range(rng.randint(1, 40))]
+            predicted, cached, _ = controller.run(history, 1, RouteRequest(b"", drops=tuple(drops)))
+            assert predicted.cached_tokens - CHUNK <= cached < predicted.cached_tokens + 2 * CHUNK
+            history.append(rng.randrange(9))
+
+
 def test_names_depend_on_all_that_kv_depends_on() -> None:
     tokens = pack_int32(range(20))
     first = prompt_names(RouteRequest(tokens), KvIdentity(b"m", "float32", 4)).chains[0].names

@@ -9,9 +9,11 @@ A plain prompt is one chain of whole chunks. Other prompts have several chains:
   chunks left out, and which must reach the last dropped token; or it computes what is left as a plain prompt.
 
 The names of chunks that were computed behind a cut depend on how much had been computed before it. As far as that
-still has the names of the whole history, it can be seen from what controllers have (`with_kept`). When a session
-overflows for the second time, that is not so any more: its turns since the first cut are not found. It stays at
-its controller all the same, because its cost is still lowest there, and because it is a session.
+still has the names of the whole history, it can be seen from what controllers have (`with_kept`). An edited
+conversation drops one range more from turn to turn, and what each turn computed is named after the ranges that it
+dropped. These names are followed, from chunk to chunk, through what controllers have (`CutHistory.followed`). When
+a session overflows for the second time, its one range becomes longer: its turns since the first cut are not found.
+It stays at its controller all the same, because its cost is still lowest there, and because it is a session.
 """
 
 from __future__ import annotations
@@ -25,11 +27,15 @@ import numpy as np
 
 from trunkline.controller.messages import PromptLayout
 from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, blocks_for, chain, chunk_name, root_name
-from trunkline.kvstore.cuts import ContextCut, KeptTable
+from trunkline.kvstore.cuts import PACKED_RANGE_BYTES, ContextCut, KeptTable, cut_name
 from trunkline.kvstore.module_names import Ranges, RelocationRule, modules_root, pairs, prompt_root, text_names
 from trunkline.router.routing.index import Match
 from trunkline.router.routing.request import RouteRequest
 
+_AHEAD: Final = 16
+"""Number of chunks whose names are made at first to see how many of them controllers have."""
+_TRIES_MAX: Final = 256
+"""Largest number of times that controllers' chunks are looked through to follow a history."""
 KEPT_WAYS_MAX: Final = 3
 """Largest number of chains for chunks that were computed behind a cut."""
 _TOKEN_BYTES: Final = 4
@@ -75,6 +81,66 @@ class Names(NamedTuple):
     """Name of the root of a plain prompt's chunks; empty for other prompts."""
     kept: KeptTable | None = None
     """The block table of a prompt with a cut behind which KV can be kept."""
+    history: CutHistory | None = None
+    """The history of such a prompt."""
+
+
+class CutHistory(NamedTuple):
+    """The whole history of a prompt of which ranges are dropped."""
+
+    names: Sequence[bytes]
+    """Names of its whole chunks, as if nothing had been dropped."""
+    tokens: bytes
+    """int32 token ids."""
+    root: ChunkName
+    """Root name of the whole history."""
+    cut: ContextCut
+
+    def followed(self, known: Callable[[Sequence[bytes]], int]) -> list[bytes]:
+        """Return the names of the first whole chunks, as they were computed by turns that dropped the first of the
+        ranges only, the later the turn the more of them.
+
+        Args:
+            known: Returns how many first ones of some names a controller has.
+        """
+        size = self.cut.chunk_size * _TOKEN_BYTES
+        names = list(self.names[: known(self.names)])
+        least, most, tries = 1, _AHEAD, 0
+        while len(names) < len(self.names) and tries < _TRIES_MAX:
+            at = len(names)
+            for number in range(least, len(self.cut.drops) + 1):
+                start = self.cut.drops[number - 1][1] // self.cut.chunk_size
+                if start > at:
+                    return names
+                tries += 1
+                after = ChunkName(self.names[start - 1]) if start else self.root
+                root = cut_name(after, self.cut.packed[: number * PACKED_RANGE_BYTES])
+                name, ahead = names[-1] if at > start else root, list[bytes]()
+                for place in range(at * size, min(len(self.names), at + most) * size, size):
+                    name = chunk_name(name, root + self.tokens[place : place + size])
+                    ahead.append(name)
+                if depth := known(ahead):
+                    names += ahead[:depth]
+                    goes_on = depth == len(ahead)
+                    least, most = (number, 2 * most) if goes_on else (number + 1, _AHEAD)
+                    break
+                most = _AHEAD
+            else:
+                return names
+        return names
+
+    def table(self, names: Sequence[bytes], kept: KeptTable) -> list[bytes] | None:
+        """Return the names of the whole chunks of the block table, of which the first ones of the history have
+        these names; None if they do not reach the last dropped range.
+
+        Args:
+            kept: The table as if all chunks had been computed before the cut.
+        """
+        *closed, last = self.cut.segments
+        if len(names) < last.start:
+            return None
+        table = [name for run in closed for name in names[run.start : run.stop]] + list(names[last.start :])
+        return table + kept.behind(names[-1] if len(names) > last.start else kept.root, len(table))
 
 
 def prompt_names(request: RouteRequest, identity: KvIdentity) -> Names:
@@ -95,26 +161,32 @@ def prompt_names(request: RouteRequest, identity: KvIdentity) -> Names:
         return Names(chains, seen)
     if request.drops:
         seen = count - sum(stop - start for start, stop in request.drops)
-        chains, kept = _cut_chains(request, root, identity)
-        return Names(chains, seen, kept=kept)
-    return Names([Chain(whole_chunks(root, request.tokens, size), size, size)], count, root)
+        chains, kept, history = _cut_chains(request, root, identity)
+        return Names(chains, seen, kept=kept, history=history)
+    begun = {} if request.begun is None else request.begun
+    names = begun[root, size] = whole_chunks(root, request.tokens, size, begun=begun.get((root, size), ()))
+    return Names([Chain(names, size, size)], count, root)
 
 
-def whole_chunks(root: bytes, tokens: bytes, chunk_size: int, marker: bytes = b"") -> list[bytes]:
+def whole_chunks(
+    root: bytes, tokens: bytes, chunk_size: int, marker: bytes = b"", *, begun: Sequence[bytes] = ()
+) -> list[bytes]:
     """Return the names of the full chunks of a plain prompt. Most of a decision's time is spent here.
 
     Args:
         marker: name of a prompt's root behind modules, whose texts these tokens also see; empty: they see only
             themselves.
+        begun: names of the first chunks, if they are known.
     """
-    size, name = chunk_size * _TOKEN_BYTES, bytes(root)
-    names: list[bytes] = []
+    size = chunk_size * _TOKEN_BYTES
+    names = list(begun[: len(tokens) // size])
+    name = names[-1] if names else bytes(root)
     if marker:
         for at in range(0, len(tokens) - size + 1, size):
             name = chunk_name(name, marker + tokens[at : at + size])
             names.append(name)
         return names
-    for at in range(0, len(tokens) - size + 1, size):  # as `chunk_name`, without its call
+    for at in range(size * len(names), len(tokens) - size + 1, size):  # as `chunk_name`, without its call
         name = blake2b(name + tokens[at : at + size], digest_size=NAME_BYTES).digest()
         names.append(name)
     return names
@@ -122,7 +194,7 @@ def whole_chunks(root: bytes, tokens: bytes, chunk_size: int, marker: bytes = b"
 
 def _cut_chains(
     request: RouteRequest, root: ChunkName, identity: KvIdentity
-) -> tuple[list[Chain], KeptTable | None]:
+) -> tuple[list[Chain], KeptTable | None, CutHistory | None]:
     size = identity.chunk_size
     history = np.frombuffer(request.tokens, "<i4")
     cut = ContextCut(request.drops, size)
@@ -131,22 +203,25 @@ def _cut_chains(
         left[start:stop] = False
     plain = Chain(whole_chunks(root, history[left].tobytes(), size), size, size, way=1)
     if not identity.positions_shift:
-        return [plain], None
+        return [plain], None, None
     all_names = whole_chunks(root, request.tokens, size)
     table = KeptTable.of(cut, all_names, request.tokens, root)
     # The chunk in which the last dropped range ends may be a tail without a name; then the chunks before it
     # suffice.
     least = max(1, min(len(table.names), -(-cut.closed_end // size)))
-    return [Chain(table.names, size, size, least, unseen_tokens=cut.holes), plain], table
+    kept = Chain(table.names, size, size, least, unseen_tokens=cut.holes)
+    return [kept, plain], table, CutHistory(all_names, request.tokens, root, cut)
 
 
 def with_kept(
     names: Names, matches: list[Match], look_up: Callable[[Sequence[bytes]], Match]
 ) -> tuple[Names, list[Match]]:
     """Return the chains of a prompt with a cut and what controllers have of them, with chains for what controllers
-    have computed behind the cut: one for each number of chunks that some controller has computed before it."""
-    table = names.kept
+    have computed behind the cut: one for each number of chunks that some controller has computed before it, and
+    one for chunks that were computed behind the first of its ranges."""
+    table, history = names.kept, names.history
     assert table is not None, "the prompt has no cut"
+    assert history is not None, "the prompt has no cut"
     counts = matches[0].counts.sum(axis=1)
     moved = np.unique(counts[(counts >= table.first) & (counts < len(table.names))])[::-1].tolist()
     first, plain = names.chains[0], names.chains[-1]
@@ -154,6 +229,10 @@ def with_kept(
         msgspec.structs.replace(first, names=table.moved(count), way=2 + number)
         for number, count in enumerate(moved[:KEPT_WAYS_MAX])
     ]
+    if len(history.cut.drops) > 1:
+        grown = history.table(history.followed(lambda names: int(look_up(names).counts.sum(axis=1).max())), table)
+        if grown is not None and grown != first.names:
+            chains.append(msgspec.structs.replace(first, names=grown, way=2 + len(chains)))
     found = [matches[0], *(look_up(chain.names) for chain in chains), matches[-1]]
     return names._replace(chains=[first, *chains, plain]), found
 
