@@ -18,6 +18,7 @@ import pytest
 from cluster.harness import Cluster, wait_for
 from cluster.module_calls import (
     GREEDY,
+    MODEL,
     ask,
     ask_plain,
     details_of,
@@ -71,6 +72,25 @@ def test_a_schema_is_computed_once_and_serves_all_prompts(cluster: Cluster) -> N
     more = post(cluster, schema_source("library", "abcd"))
     assert more["version"] == 3
     assert more["usage"]["computed_tokens"] == next(m["tokens"] for m in more["modules"] if m["path"] == "d")
+
+
+def test_documents_are_computed_once_and_serve_in_any_order(cluster: Cluster) -> None:
+    """Without a schema, another prompt computes only what it has for itself."""
+    texts = [module_text(f"document {number}", 6) for number in range(3)]
+
+    def answer(order: list[int]) -> dict[str, Any]:
+        sources = [{"type": "text", "media_type": "text/plain", "data": texts[number]} for number in order]
+        blocks: list[Any] = [{"type": "document", "source": source} for source in sources]
+        blocks.append({"type": "text", "text": f"What is in {order}?"})
+        fields = {"model": MODEL, "max_tokens": 8, "temperature": 0, "document_modules": True}
+        return cluster.post("/v1/messages", {**fields, "messages": [{"role": "user", "content": blocks}]})
+
+    assert answer([0, 1, 2])["usage"]["cache_read_input_tokens"] == 0
+    for order in ([2, 0, 1], [1, 2], [0]):
+        usage = answer(order)["usage"]
+        documents = sum(len(tokens(cluster, prompt=texts[number])) for number in order)
+        assert usage["cache_read_input_tokens"] > documents
+        assert usage["input_tokens"] < 60, "the question, and what the template writes"
 
 
 def test_everything_in_one_scaffold_is_a_plain_prompt(cluster: Cluster, plain: Cluster) -> None:
