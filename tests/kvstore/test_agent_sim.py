@@ -3,23 +3,24 @@ that knows the future."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from agent_sim import Belady, Figures, Foresight, Plain, Setting, Simulation, footprint, talks_of
+from agent_sim import Belady, Figures, Foresight, Setting, Simulation, Talk, footprint, talks_of
 from agent_traces import BLOCK, ChunkNames, Conversation, conversation, synthetic
+from agents import POLICIES
 from seeds import seeds
-
-from trunkline.kvstore.tier_policy import EvictionPolicy
 
 BASE = Setting(groups=1, blocks=8)
 
 
-def run(conversations: list[Conversation], setting: Setting, policy: EvictionPolicy | None) -> Figures:
-    """Return what a policy finds; None: the one that knows all next uses."""
+def run(
+    conversations: list[Conversation], setting: Setting, rule: Callable[[list[Talk]], Foresight] = POLICIES["lru"]
+) -> Figures:
+    """Return what a rule finds."""
     talks = talks_of(conversations, setting)
-    foresight: Foresight = Belady(talks) if policy is None else Plain(policy)
-    simulation = Simulation(setting, foresight)
+    simulation = Simulation(setting, rule(talks))
     figures = simulation.run(talks)
     for group in simulation.groups:
         group.directory.check()
@@ -42,27 +43,27 @@ def ideal(conversations: list[Conversation], setting: Setting) -> int:
 
 @pytest.mark.parametrize("seed", seeds(1))
 def test_no_rule_beats_one_that_knows_the_future(seed: int) -> None:
-    conversations = synthetic(5, seed, scale=0.25)
+    conversations = synthetic(4, seed, scale=0.25)
     setting = replace(BASE, prefill_us=0.01, attention_us=0.0, load_us=0.0, clients=False)
     room = footprint(talks_of(conversations, setting), setting.tokens)
-    for share in (0.2,):
-        small = replace(setting, room=int(share * room))
-        policies = (None, EvictionPolicy.LRU, EvictionPolicy.LOOK_AHEAD)
-        best, lru, ahead = (run(conversations, small, policy) for policy in policies)
-        assert best.ideal == lru.ideal == ahead.ideal
-        assert best.found >= max(lru.found, ahead.found)
-        assert best.found > 0
-        assert lru.lost["evicted"] == sum(lru.lost.values()), "there is one group, and no request waits"
+    small = replace(setting, room=room // 5)
+    best = run(conversations, small, Belady)
+    assert best.found > 0
+    for rule in POLICIES.values():
+        figures = run(conversations, small, rule)
+        assert figures.ideal == best.ideal
+        assert figures.found <= best.found
+        assert figures.lost["evicted"] == sum(figures.lost.values()), "there is one group, and no request waits"
 
 
 @pytest.mark.parametrize("seed", seeds(1))
 def test_with_room_for_all_one_group_finds_all(seed: int) -> None:
     conversations = synthetic(5, seed, scale=0.25)
     setting = replace(BASE, clients=False, room=1 << 15)
-    figures = run(conversations, setting, EvictionPolicy.LRU)
+    figures = run(conversations, setting)
     assert figures.found == figures.ideal == ideal(conversations, setting)
     assert figures.requests == sum(len(talk.requests) for talk in conversations)
-    shared = run(conversations, replace(setting, clients=True), EvictionPolicy.LRU)
+    shared = run(conversations, replace(setting, clients=True))
     assert shared.ideal >= figures.ideal
 
 
@@ -70,11 +71,11 @@ def test_what_another_group_has_is_lost_for_that_reason_or_pulled() -> None:
     one = {"tools": 6400, "system": 0, "requests": [[0.0, 6464, 10, 0.0, 1.0, -1, 0]]}
     talks = [conversation({**one, "id": str(number)}) for number in range(40)]
     setting = Setting(groups=2, blocks=1, room=2000, per_hour=1e6, pulls=False)
-    crowd = run(talks, setting, EvictionPolicy.LRU)
+    crowd = run(talks, setting)
     assert crowd.ideal == 39 * 6400
     assert crowd.lost["other group"] + crowd.lost["not ready"] == 6400, "the second group computes it once"
     assert crowd.lost["evicted"] == 0
-    pulling = run(talks, replace(setting, per_hour=1e5, pulls=True), EvictionPolicy.LRU)
+    pulling = run(talks, replace(setting, per_hour=1e5, pulls=True))
     assert pulling.found == pulling.ideal
     assert pulling.pulled == 6400, "now the second group gets it from the first"
 
