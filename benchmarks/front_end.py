@@ -118,7 +118,8 @@ class FrontEnd:
         with self._timed("prompt"):
             job = self._loop.run_until_complete(chat_job(self._service, request, plan))
         with self._timed("route"):
-            route = RouteRequest(job.packed_prompt(), session="s")
+            begun = None if job.remembered is None else job.remembered.names
+            route = RouteRequest(job.packed_prompt(), session="s", begun=begun)
             decision = self._core.route(route, float(self._turns))
             self._core.sent(self._turns, decision, route, float(self._turns))
         with self._timed("submit"):

@@ -8,12 +8,16 @@ import random
 from collections.abc import Iterator
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import pytest
 from router.harness import DEMO_MODEL
 from router.model_folders import FAMILIES, write_family
 from seeds import seeds
 
+from trunkline.kvstore.chunks import pack_int32
+from trunkline.router.routing.names import KvIdentity, prompt_names
+from trunkline.router.routing.request import RouteRequest
 from trunkline.router.stores.session_history import text_of
 from trunkline.router.text.prompt_memory import Prompt, PromptMemory, ReadsSame, Reuse, Scope
 from trunkline.router.text.tokenizer import Tokenizer
@@ -41,6 +45,7 @@ _WORDS: Final = (
     "1.0",
     "<think>",
 )
+IDENTITIES: Final = (KvIdentity(b"one", "bfloat16", 4), KvIdentity(b"other", "bfloat16", 7))
 STEPS: Final = 150
 _BEGUN: Final = 2
 SCOPE: Final = ("m", b"")
@@ -169,6 +174,7 @@ class World:
         rendered = self.tokenizer.render_chat(conversation.messages)
         prompt, reuse = remembered(self.memory, self.tokenizer, conversation.scope, rendered, self.same)
         self.check(conversation.scope, rendered, prompt)
+        self.check_names(prompt)
         self.reused += len(reuse.tokens)
         self.spliced += reuse.answer_tokens
         said = [self.model.say() for _ in range(self.rng.choice((0, 1, 1, 1, 1, 2)))]
@@ -198,6 +204,16 @@ class World:
             reached |= new
             ways += new
         assert (len(prompt.tokens), len(cuts) - 1) in reached
+
+    def check_names(self, prompt: Prompt) -> None:
+        """What is known of its chunks are their names, also if a stream goes on elsewhere and has more of them."""
+        more = pack_int32([self.rng.randrange(9) for _ in range(self.rng.choice((0, 0, 0, 30)))])
+        for identity in IDENTITIES:
+            request = RouteRequest(pack_int32(prompt.tokens) + more, begun=prompt.names)
+            known = prompt_names(request, identity)
+            assert known == prompt_names(msgspec.structs.replace(request, begun=None), identity)
+            assert known.root
+            assert prompt.names[known.root, identity.chunk_size] == known.chains[0].names
 
     def ways(
         self, scope: Scope, rendered: str, cuts: list[int], tokens: list[int], way: Reached

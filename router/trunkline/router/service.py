@@ -379,6 +379,7 @@ class RouterService:
             drops=job.cut.drops,
             layout=None if job.modules is None else job.modules.layout,
             origin=_origin_of(job),
+            begun=None if job.remembered is None else job.remembered.names,
         )
 
     async def prefetch(self, route: RouteRequest) -> Prefetched:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from trunkline.controller.messages import Holder, KeptChunks, ModuleText, PromptLayout
 from trunkline.router.routing.tails import Tail
+from trunkline.router.text.prompt_memory import ChunkNames
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -49,6 +50,9 @@ class RouteRequest(msgspec.Struct, frozen=True):
     names: Sequence[bytes] | None = None
     """Names of the prompt's whole chunks, if the caller knows them. Then `tokens`, `salt`, `drops` and `layout`
     are ignored, and all controllers must have the same identity. None: the names are computed from the tokens."""
+    begun: ChunkNames | None = None
+    """Names of the first chunks of a plain prompt that were computed before, to which more are added; None: none
+    are known, or the prompt is not remembered."""
     token_count: int = 0
     """Tokens of the prompt; used only with `names`."""
     may_part: bool = False

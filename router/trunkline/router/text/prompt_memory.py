@@ -32,6 +32,9 @@ from trunkline.router.text.borders import NO_PLACES, BorderTokens, Places, agree
 
 Scope = tuple[str, bytes]
 """Main name of a model, and the salt of the KV: who may know what the entries hold."""
+ChunkNames = dict[tuple[bytes, int], list[bytes]]
+"""Names of a prompt's first whole chunks, as far as they are known, by the name of their root and the tokens of a
+chunk."""
 ReadsSame = Callable[[str, str, str], bool]
 """Whether, behind a prompt that ends with the first text, an answer with the second one and what a template wrote
 for it, the third one, are the same message."""
@@ -45,6 +48,8 @@ _END_TOKENS_MAX: Final = 64
 """Largest number of an entry's special tokens that an answer is looked for to end with."""
 _NEIGHBOURS: Final = 4
 """Number of entries on each side of a text whose answers are looked at: other branches of the conversation."""
+_NAME_BYTES: Final = 60
+"""Memory of the name of a chunk, about."""
 _ENTRY_BYTES: Final = 1000
 """Memory that an entry takes besides texts and arrays, about."""
 _NO_TOKENS: Final[Int32Array] = np.zeros(0, np.int32)
@@ -88,14 +93,19 @@ class Entry:
     text: str
     tokens: Int32Array
     places: Places
+    names: ChunkNames
     answers: list[Answer] = field(default_factory=list)
     size: int = 0
     """Bytes that it counts for."""
 
     def measured(self) -> int:
         """Return the bytes of memory that it takes, about."""
-        arrays = self.tokens.nbytes + self.places.nbytes
+        arrays = self.tokens.nbytes + self.places.nbytes + _NAME_BYTES * sum(map(len, self.names.values()))
         return sys.getsizeof(self.text) + arrays + sum(answer.size for answer in self.answers) + _ENTRY_BYTES
+
+    def first_names(self, tokens: int) -> ChunkNames:
+        """Return the known names of the chunks within the first `tokens` tokens."""
+        return {key: names[: tokens // key[1]] for key, names in self.names.items()}
 
 
 class Reuse(NamedTuple):
@@ -107,6 +117,8 @@ class Reuse(NamedTuple):
     """Borders within the part."""
     answer_tokens: int = 0
     """Those of `tokens` that a model wrote, and that were not part of a remembered prompt before."""
+    names: ChunkNames = {}  # noqa: RUF012 (never changed)
+    """Names of the part's chunks."""
 
 
 NOTHING: Final = Reuse()
@@ -138,6 +150,8 @@ class Prompt(NamedTuple):
     tokens: Int32Array
     start: Border
     """Its last border."""
+    names: ChunkNames
+    """Names of its chunks. The caller may add more."""
 
 
 class PromptMemory:
@@ -178,7 +192,7 @@ class PromptMemory:
             if found is not None:
                 self._use(other)
                 return found
-        return Reuse(characters, entry.tokens[:tokens], entry.places[:count])
+        return Reuse(characters, entry.tokens[:tokens], entry.places[:count], names=entry.first_names(tokens))
 
     def remember(
         self, scope: Scope, text: str, reuse: Reuse, rest: Sequence[int], borders: BorderTokens
@@ -195,9 +209,10 @@ class PromptMemory:
         found = borders.places(text[reuse.characters :], new)
         places = joined(reuse.places, found, reuse.characters, len(reuse.tokens))
         start = Border(*places[-1].tolist()) if len(places) else _BEGINNING
+        names = dict(reuse.names)
         if self.bytes_max:
-            self._put(Entry(scope, text, tokens, places), start)
-        return Prompt(scope, text, tokens, start)
+            self._put(Entry(scope, text, tokens, places, names), start)
+        return Prompt(scope, text, tokens, start, names)
 
     def answered(self, prompt: Prompt, text: str, tokens: Sequence[int]) -> None:
         """Remember an answer to a prompt, unless the prompt is forgotten already.
@@ -334,7 +349,8 @@ def _spliced(
         if end:
             before = int(np.searchsorted(entry.places[:, 0], answer.start.characters, "right"))
             ids = np.concatenate((entry.tokens[: answer.start.tokens], answer.tokens))
-            return Reuse(end, ids, entry.places[:before], answer.written)
+            names = entry.first_names(answer.start.tokens)
+            return Reuse(end, ids, entry.places[:before], answer.written, names)
     return None
 
 

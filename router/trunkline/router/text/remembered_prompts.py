@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from trunkline.kvstore.chunks import Int32Array
 from trunkline.router.text.detokenizer import make_detokenizer
-from trunkline.router.text.prompt_memory import Prompt, PromptMemory, ReadsSame, Reuse
+from trunkline.router.text.prompt_memory import ChunkNames, Prompt, PromptMemory, ReadsSame, Reuse
 from trunkline.router.text.tokenizer import Tokenizer
 
 
@@ -24,6 +24,11 @@ class RememberedPrompt:
     def tokens(self) -> Int32Array:
         """Its token ids."""
         return self._prompt.tokens
+
+    @property
+    def names(self) -> ChunkNames:
+        """Names of its chunks, to which more may be added."""
+        return self._prompt.names
 
     @property
     def ids(self) -> list[int]:
