@@ -413,3 +413,22 @@ def test_a_large_number_that_goes_through_a_filter_costs_nothing() -> None:
         source = f"{{% for m in messages %}}{{{{ m.account | {name} }}}}{{% endfor %}}"
         rendered = ChatTemplate(source, SPECIAL).render([{"role": "user", "account": 123456789012}])
         assert rendered == "123456789012"
+
+
+def test_numbered_calls_are_counted_over_the_conversation() -> None:
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}<{{ c.id }}>{% endfor %}"
+        "{% if m.role == 'tool' %}={{ m.tool_call_id }}:{{ m.content }}{% endif %}{% endfor %}{{ tools and '' }}"
+    )
+    renderer = ChatRenderer(source, SPECIAL, ToolStyle("kimi_k2"))
+    calls = [
+        {"id": f"call_{at}", "type": "function", "function": {"name": "add", "arguments": "{}"}} for at in (1, 2)
+    ]
+    turns: list[Any] = []
+    for call in calls:
+        turns += [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "3", "tool_call_id": call["id"]},
+        ]
+    first, second = "functions.add:0", "functions.add:1"
+    assert renderer.render(turns, tools=TOOLS) == f"<{first}>={first}:3<{second}>={second}:3"

@@ -192,6 +192,18 @@ CASES: dict[StyleName, list[tuple[str, list[str]]]] = {
             ['add|{"x": {}}', "a|{}", "!"],
         ),
     ],
+    "kimi_k2": [
+        (
+            "Ok <|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+            '{"x": ":1"}'
+            "<|tool_call_end|><|tool_call_begin|>functions.a:12 <|tool_call_argument_begin|> {}<|tool_call_end|>"
+            "<|tool_calls_section_end|>!",
+            ["Ok ", 'add|{"x": ":1"}', "a|{}", "!"],
+        ),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>functions.rm:0<|tool_call_argument_begin|>{}", []),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>functions.a<|tool_call_argument_begin|>{}", []),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>functions.a:x<|tool_call_argument_begin|>{}", []),
+    ],
     "granite": [
         ('<|tool_call|>[{"name": "add", "arguments": {"x": "]"}}, {"name": "a"}]', ['add|{"x": "]"}', "a|{}"]),
         ('<tool_call>{"name": "add", "arguments": {}}</tool_call> so', ["add|{}", " so"]),
@@ -223,7 +235,8 @@ FRAGMENTS = [
     *"<function=add> <parameter=text> </parameter> </function> <arg_key> </arg_key> <arg_value>".split(),
     *"<|channel|> commentary to=functions.add <|message|> <|end|> <|call|> analysis add( x= ) functools".split(),
     *"<｜tool▁calls▁begin｜> <｜tool▁call▁begin｜> function <｜tool▁sep｜> ```json ```".split(),
-    *"{ } [ ] , ; : < 1 tru é text n".split(),
+    *"<|tool_calls_section_begin|> <|tool_call_begin|>functions. :0 <|tool_call_argument_begin|>".split(),
+    *"<|tool_call_end|> <|tool_calls_section_end|> { } [ ] , ; : < 1 tru é text n".split(),
     *('{"name": "add", "arguments": {"x": [1, {"y": "z"}]}}', '{"name": "a", "parameters": {}}', '{"name": "'),
     *('"', "\\", " ", "\n", '"arguments": {"'),
 ]
@@ -296,7 +309,7 @@ def test_a_call_that_is_cut_off_is_no_text(style: StyleName) -> None:
     for end in range(1, len(text) + 1):
         found = parser(style)
         pieces = [*found.feed(text[:end]), *found.finish(cut=True)]
-        if end >= len('{"name": "a'):  # half a marker of any form
+        if end >= max(len('{"name": "a'), len(ToolStyle(style).written_begin) // 2 + 1):  # half a marker
             assert not [piece for piece in pieces if isinstance(piece, TextPiece)], text[:end]
     assert [piece.name for piece in parse(parser(style), text) if isinstance(piece, CallStart)] == ["add", "a"]
 

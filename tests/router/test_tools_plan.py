@@ -353,6 +353,7 @@ def test_tools_of_responses_have_no_inner_object() -> None:
         ("auto", "<|start|>{{ role }}<|channel|>final<|message|>", [], "harmony"),
         ("auto", "{{ 'function<｜tool▁sep｜>' + n + '\\n```json' }}", [], "deepseek_v3"),
         ("auto", "{{ n + '<｜tool▁sep｜>' + a }}", [], "deepseek_v31"),
+        ("auto", "{{ call.id + '<|tool_call_argument_begin|>' + a }}", [], "kimi_k2"),
         ("auto", "<|start_of_role|>{{ '<|tool_call|>' }}", [], "granite"),
         ("auto", "<|start_of_role|><tool_call></tool_call>", [], "hermes"),
         ("auto", "{{ '<|tool|>' + tools + '<|/tool|>' }}", [], "phi4_mini"),

@@ -44,7 +44,7 @@ POLICIES: Final = ("prefix", "round-robin", "least-loaded", "session-hash", "sgl
 TOOL_CALL_PARSERS: Final = tuple(
     """auto hermes qwen qwen25 qwen3 llama3_json llama3 llama4_json mistral qwen3_coder qwen3_xml pythonic
     llama4_pythonic llama4 gemma3 harmony openai gpt-oss gpt_oss glm45 glm glm47 deepseek_v3 deepseekv3 deepseek_r1
-    deepseek deepseek_v31 deepseekv31 granite phi4_mini phi4_mini_json phi4""".split()
+    deepseek deepseek_v31 deepseekv31 granite phi4_mini phi4_mini_json phi4 kimi_k2 kimi""".split()
 )
 REASONING_PARSERS: Final = tuple(
     """auto none think deepseek_r1 mistral granite seed_oss harmony qwen3 glm45 deepseek_v3 hunyuan phi4

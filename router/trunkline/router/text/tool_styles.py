@@ -3,8 +3,8 @@
 A form is data. The parser (`tools/parsers.py`), the grammar of forced calls (`tools/grammar.py`) and the text of
 earlier calls for templates without tools (`tool_turns.py`) are all made from it:
 
-    begin opener (head name name_end body tail) separator (…) end        one marker around all calls
-    (begin head name name_end body tail end) separator (…)               a marker around each call
+    begin opener (head name number name_end body tail) separator (…) end        one marker around all calls
+    (begin head name number name_end body tail end) separator (…)               a marker around each call
 
 White space between these texts is written as the table has it; when it is read, any amount of it is allowed.
 """
@@ -30,6 +30,7 @@ StyleName = Literal[
     "deepseek_v31",
     "granite",
     "phi4_mini",
+    "kimi_k2",
 ]
 STYLE_NAMES: Final[tuple[StyleName, ...]] = get_args(StyleName)
 Body = Literal["object", "json", "tags", "python"]
@@ -87,6 +88,8 @@ class ToolForm(msgspec.Struct, frozen=True, kw_only=True):
     end: str = ""
     """The text behind the last call, as it is written."""
     head: str = ""
+    numbered: bool = False
+    """Whether a call's number follows its function's name: `:0`, `:1`, …, counted over the conversation."""
     name_end: str = ""
     tail: str = ""
     body: Body = "object"
@@ -231,6 +234,21 @@ FORMS: Final[dict[StyleName, ToolForm]] = {
         end="]<|/tool_call|>",
         markers=("<|tool_call|>", "<|/tool_call|>"),
     ),
+    "kimi_k2": ToolForm(
+        aliases=("kimi",),
+        begins=("<|tool_calls_section_begin|>",),
+        head="<|tool_call_begin|>functions.",
+        numbered=True,
+        name_end="<|tool_call_argument_begin|>",
+        tail="<|tool_call_end|>",
+        closers=("<|tool_calls_section_end|>",),
+        end="<|tool_calls_section_end|>",
+        body="json",
+        markers=(
+            *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+            *("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+        ),
+    ),
 }
 OPTIONS: Final[dict[str, StyleName]] = {
     option: name for name, form in FORMS.items() for option in (name, *form.aliases)
@@ -294,6 +312,7 @@ _EVIDENCE: Final[tuple[tuple[StyleName, tuple[str, ...], tuple[str, ...]], ...]]
     ("harmony", (CHANNEL, MESSAGE), ()),
     ("deepseek_v3", ("<｜tool▁sep｜>", "```json"), ()),
     ("deepseek_v31", ("<｜tool▁sep｜>",), ()),
+    ("kimi_k2", ("<|tool_call_argument_begin|>",), ()),
     ("glm45", ("<arg_key>",), ()),
     ("qwen3_coder", ("<function=", "<parameter="), ()),
     ("granite", ("<|start_of_role|>", "tool_call"), (TOOL_CALL_END,)),
@@ -326,15 +345,19 @@ def calls_text(style: ToolStyle, calls: Sequence[tuple[str, str]]) -> str:
     """Return calls (name, JSON text of the arguments) as a model of a style writes them."""
     form = style.form
     begin, end = (style.written_begin, form.end) if form.each else ("", "")
-    written = [f"{begin}{_call_text(form, name, arguments)}{end}" for name, arguments in calls]
+    written = [
+        f"{begin}{_call_text(form, name, arguments, number)}{end}"
+        for number, (name, arguments) in enumerate(calls)
+    ]
     text = form.separator.join(written)
     return text if form.each else f"{style.written_begin}{form.opener}{text}{form.end}"
 
 
-def _call_text(form: ToolForm, name: str, arguments: str) -> str:
+def _call_text(form: ToolForm, name: str, arguments: str, number: int) -> str:
     if form.body == "object":
         return f'{form.head}{{"name": "{name}", "{form.arguments_field}": {arguments}}}{form.tail}'
-    return f"{form.head}{name}{form.name_end}{_body_text(form, arguments)}{form.tail}"
+    told = f":{number}" if form.numbered else ""
+    return f"{form.head}{name}{told}{form.name_end}{_body_text(form, arguments)}{form.tail}"
 
 
 def _body_text(form: ToolForm, arguments: str) -> str:

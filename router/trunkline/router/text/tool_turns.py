@@ -53,12 +53,17 @@ def for_tool_template(turns: Iterable[Mapping[str, Any]], style: ToolStyle) -> l
         TurnError: A result answers no call that was made before it.
     """
     names: dict[str, str] = {}
+    ids: dict[str, str] = {}
+    count = 0
     result: list[Turn] = []
     for turn in turns:
         ready = dict(turn)
         if turn.get("tool_calls"):
-            ready["tool_calls"] = [_call(call, style) for call in turn["tool_calls"]]
-            names |= {call["id"]: call["function"]["name"] for call in turn["tool_calls"]}
+            for call in turn["tool_calls"]:
+                name, given = call["function"]["name"], call["id"]
+                names[given], ids[given] = name, _id(given, style, name, count)
+                count += 1
+            ready["tool_calls"] = [_call(call, ids[call["id"]]) for call in turn["tool_calls"]]
             if style.name == "hermes" and isinstance(turn.get("content"), str):
                 # The text of an answer ends with the line end before its first call. Templates write it, too, and
                 # with two of them the prompt would be another one than the model has seen.
@@ -67,17 +72,17 @@ def for_tool_template(turns: Iterable[Mapping[str, Any]], style: ToolStyle) -> l
             call_id = turn.get("tool_call_id", "")
             if call_id not in names:
                 raise TurnError(f"the tool result with id {call_id[:80]!r} answers no call made before it")
-            ready["tool_call_id"] = _id(call_id, style)
+            ready["tool_call_id"] = ids[call_id]
             ready.setdefault("name", names[call_id])
         result.append(ready)
     return result
 
 
-def _call(call: Mapping[str, Any], style: ToolStyle) -> dict[str, Any]:
+def _call(call: Mapping[str, Any], call_id: str) -> dict[str, Any]:
     function = call["function"]
     arguments = _arguments(function["arguments"])
     return {
-        "id": _id(call["id"], style),
+        "id": call_id,
         "type": "function",
         "function": {"name": function["name"], "arguments": arguments},
     }
@@ -92,8 +97,11 @@ def _arguments(text: str) -> Arguments | str:
     return Arguments(fields, text) if isinstance(fields, dict) else text
 
 
-def _id(call_id: str, style: ToolStyle) -> str:
-    """Return the id of a call. Mistral's templates refuse ids other than nine letters and digits."""
+def _id(call_id: str, style: ToolStyle, name: str, number: int) -> str:
+    """Return the id of a call in the prompt. Mistral's templates refuse ids other than nine letters and digits;
+    those of numbered forms write the id in place of the function's name."""
+    if style.form.numbered:
+        return f"functions.{name}:{number}"
     if style.name != "mistral" or _MISTRAL_ID.fullmatch(call_id):
         return call_id
     return hashlib.blake2b(call_id.encode("utf-8", "replace"), digest_size=5).hexdigest()[:9]

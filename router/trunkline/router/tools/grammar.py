@@ -19,6 +19,7 @@ from trunkline.router.tools.functions import FunctionTool
 
 Format = dict[str, Any]
 _FREE: Final[dict[str, Any]] = {"type": "object"}
+_NUMBER: Final[dict[str, Any]] = {"type": "regex", "pattern": ":(0|[1-9][0-9]{0,3})"}
 _LINES: Final[dict[str, Any]] = {"type": "regex", "pattern": "\\n{0,2}"}
 
 
@@ -144,11 +145,12 @@ def _call(names: list[str], schema: dict[str, Any], style: ToolStyle, skipped: s
     else:
         before, behind = form.head, form.name_end
         body, tail = _body(schema, form), form.tail
-    if len(names) == 1:
+    number = [_NUMBER] if form.numbered else []
+    if len(names) == 1 and not number:
         head = written((before + names[0] + behind).removeprefix(skipped), special)
     else:
         name = one_of([_const(name) for name in names])
-        head = [*written(before.removeprefix(skipped), special), name, *written(behind, special)]
+        head = [*written(before.removeprefix(skipped), special), name, *number, *written(behind, special)]
     return sequence(*head, *body, *written(tail, special))
 
 

@@ -225,8 +225,17 @@ class FormParser:
         expected: dict[str, _Action] = {ending: end}
         if ending == ARGS:
             expected[CALL_ID] = lambda _: self._expect_id(name)
-        self._expect(expected)
+        self._expect({":": lambda _: self._expect_number(expected)} if self._form.numbered else expected)
         return False
+
+    def _expect_number(self, expected: Mapping[str, _Action]) -> None:
+        def step(character: str) -> bool:
+            if character.isascii() and character.isdigit():
+                return self._hold(character)
+            self._expect(expected)
+            return False
+
+        self._step = step
 
     def _expect_id(self, name: str) -> None:
         def step(character: str) -> bool:
