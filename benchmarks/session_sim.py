@@ -24,6 +24,7 @@ from session_model import Conversation
 
 from trunkline.kvstore.chunks import ChunkName, TieredChunk
 from trunkline.kvstore.directory import Directory
+from trunkline.kvstore.next_use import TurnEnd
 from trunkline.kvstore.tier_moves import Move, MoveStatus
 from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy
 
@@ -111,7 +112,8 @@ class Chunk(TieredChunk):
     __slots__ = ("is_running", "session", "skipped", "tokens")
 
     def __init__(self, parent: TieredChunk, session: Session, skipped: int, tokens: int) -> None:
-        super().__init__(parent, NAMELESS)
+        place = session.dropped + len(session.chunks)
+        super().__init__(parent, ChunkName(b"%d/%d" % (session.serial, place)))
         self.session = session
         self.skipped = skipped
         """Its first tokens, which have been cut off."""
@@ -133,12 +135,15 @@ class Session:
     """A conversation under way. Its next turn is `turn`."""
 
     conversation: Conversation
+    serial: int
     turn: int = 0
     context: int = 0
     """Tokens of history that the next turn sees."""
     chunks: list[Chunk] = field(default_factory=list)
     """The first ones of the context, as far as they are stored or on the device."""
     live_chunks: int = 0
+    dropped: int = 0
+    """Chunks that were cut off."""
 
 
 @dataclass(slots=True, eq=False)
@@ -158,6 +163,7 @@ class Simulation:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
+        self.looks_ahead = setting.policy is not None and setting.policy.looks_ahead
         most = 1 << 15  # of an unlimited tier
         keeps = setting.policy is not None
         self.directory: Directory[Chunk] = Directory(
@@ -183,8 +189,8 @@ class Simulation:
 
     def run(self, conversations: Sequence[Conversation]) -> Figures:
         """Until all sessions have ended."""
-        for conversation in conversations:
-            self._at(conversation.arrival_s, Session(conversation))
+        for serial, conversation in enumerate(conversations):
+            self._at(conversation.arrival_s, Session(conversation, serial))
         while self._events:
             self._now, _, what = heapq.heappop(self._events)
             if isinstance(what, Session):
@@ -210,7 +216,7 @@ class Simulation:
         self._cut(session)
         self._queue.append(job)
         self.figures.queue_max = max(self.figures.queue_max, len(self._queue))
-        if self.setting.policy is EvictionPolicy.LOOK_AHEAD:
+        if self.looks_ahead:
             self.directory.want(job.serial, (1.0, job.serial), session.chunks)
 
     def _cut(self, session: Session) -> None:
@@ -232,6 +238,7 @@ class Simulation:
             while session.chunks and tokens - session.chunks[0].tokens >= kept:
                 tokens -= session.chunks[0].tokens
                 dropped.append(session.chunks.pop(0))
+            session.dropped += len(dropped)
             if dropped and session.chunks:
                 session.chunks[0].parent = self._root
                 self.directory.moved(session.chunks[0], dropped[-1])
@@ -243,7 +250,7 @@ class Simulation:
         session.context = kept
 
     def _start_jobs(self) -> None:
-        looks_ahead = self.setting.policy is EvictionPolicy.LOOK_AHEAD
+        looks_ahead = self.looks_ahead
         while self._free_slots and self._queue and (looks_ahead or not self._loading):
             job = self._queue.popleft()  # without looking ahead the directory fetches for one job at a time
             session = job.session
@@ -314,7 +321,7 @@ class Simulation:
             session.context = min(session.context, self.setting.window)
         self._footprint(session)
         if self.setting.policy is not None:
-            self._keep(session)
+            self._keep(job)
         think_s = conversation.think_s[session.turn]
         session.turn += 1
         if session.turn < len(conversation.user_tokens):
@@ -328,9 +335,9 @@ class Simulation:
         session.live_chunks = chunks
         self.figures.live_chunks_max = max(self.figures.live_chunks_max, self._live_chunks)
 
-    def _keep(self, session: Session) -> None:
+    def _keep(self, job: Job) -> None:
         """Save what the turn has added and leave the device."""
-        size, directory = self.setting.chunk_tokens, self.directory
+        session, size, directory = job.session, self.setting.chunk_tokens, self.directory
         missing = session.context - sum(chunk.tokens for chunk in session.chunks)
         skipped = 0
         tail = session.chunks[-1] if session.chunks else None
@@ -346,6 +353,8 @@ class Simulation:
             missing -= tokens
             skipped = 0
         directory.used(session.chunks, self._now)
+        if self.setting.policy is EvictionPolicy.PREDICTED:
+            self._predict(job)
         for at, chunk in enumerate(session.chunks):
             self._step += 1
             stored = (
@@ -364,6 +373,14 @@ class Simulation:
         if self.setting.ttl_s:
             directory.keep(session.chunks, self._now + self.setting.ttl_s)
             directory.expire(self._now)
+
+    def _predict(self, job: Job) -> None:
+        session = job.session
+        answer = session.conversation.answer_tokens[session.turn]
+        prompt = job.history + session.conversation.user_tokens[session.turn]
+        full = min(prompt // self.setting.chunk_tokens, len(session.chunks))
+        end = TurnEnd(arrived=job.arrived_s, prompt_chunks=full, prompt_tokens=prompt, output_tokens=answer)
+        self.directory.next_use.ended(session.chunks, end, self._now)
 
     def _order_moves(self) -> None:
         setting = self.setting

@@ -221,7 +221,7 @@ def test_every_process_is_told_of_its_tiers(tmp_path: Path) -> None:
         assert controller["index_path"] == str(base / f"group-{group}" / "index.sqlite")
         assert controller["tier_fingerprint"] == plan.tier_fingerprint
         assert (controller["remote_tier"], controller["session_ttl_s"]) == (True, 60.0)
-        assert (controller["tier_policy"], controller["positions_shift"]) == ("look-ahead", True)
+        assert (controller["tier_policy"], controller["positions_shift"]) == ("predicted", True)
         for rank in range(2):
             worker = told[f"worker-{group}.{rank}"]
             assert worker["disk_path"] == str(base / f"group-{group}" / f"rank-{rank}.slab")

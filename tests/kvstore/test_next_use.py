@@ -68,7 +68,7 @@ def test_a_kind_that_was_seen_seldom_is_judged_by_the_coarser_one() -> None:
     times = ReturnTimes()
     teach(times, ("a", "fast"), 3.0)
     teach(times, ("a", "slow"), 1000.0)
-    assert times.wait(("a", "fast"), 0) < 10.0 < 100.0 < times.wait(("a", "slow"), 0)
+    assert times.wait(("a", "fast"), 0) < 10.0 < 50.0 < times.wait(("a", "slow"), 0)
     assert times.wait(("a", "fast"), 0) < times.wait(("a", "new"), 0) < times.wait(("a", "slow"), 0)
 
 

@@ -51,8 +51,9 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Time between two tokens of a stream that prefill should not exceed (soft); 0: no target."""
     dtype: str = "float32"
     tier_policy: str = "look-ahead"
-    """Which chunks leave the host and disk tiers, and which are fetched early: "look-ahead" goes by the queue
-    (CachedAttention §3.3); "lru" and "fifo" are for comparison."""
+    """Which chunks leave the device and the tiers, and which are fetched early: "look-ahead" goes by the queue
+    (CachedAttention §3.3); "predicted" also by when conversations come back (`trunkline.kvstore.next_use`); "lru"
+    and "fifo" are for comparison."""
     session_ttl_s: float = 0.0
     """Seconds without use after which cached KV is forgotten, unless its request says otherwise; 0: never."""
     peers: bool = False

@@ -30,7 +30,7 @@ import numpy as np
 
 EDGES: Final = (0.0, *(2.0 ** (half / 2) for half in range(35)))
 """Ages in seconds at which the intervals of curves begin; the last interval has no end."""
-PRIOR_TURNS: Final = 10.0
+PRIOR_TURNS: Final = 20.0
 """Weight of the coarser curve, in turns."""
 FIRST_SHARE: Final = 0.02
 """Share of turns that come back in each interval, before anything was learnt."""

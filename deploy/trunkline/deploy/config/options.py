@@ -286,9 +286,8 @@ SERVE_OPTIONS: Final = (
     ),
     CliOption(
         "tier_policy",
-        "What leaves RAM and disk first when they are full: look-ahead (what waiting requests do not need), "
-        "lru or "
-        "fifo.",
+        "What leaves the KV cache, RAM and disk first when they are full: predicted (what no waiting request "
+        "needs, and no conversation is expected to need soon), look-ahead (the former only), lru or fifo.",
         TUNING,
     ),
     CliOption("session_ttl", "Seconds after which unused KV is forgotten; 0: only when there is no room.", TUNING),

@@ -126,7 +126,7 @@ class ServeSettings:
     role: str = "both"
     """What each group is for: one of `ROLES`, or several with commas between them: of the first group, of the
     second one and so on; the last one holds for all further groups."""
-    tier_policy: str = "look-ahead"
+    tier_policy: str = "predicted"
     session_ttl: float = 86400.0
     """Seconds after which unused KV is forgotten: a conversation is seldom continued after a day. 0: no limit."""
     preemption: str = "auto"

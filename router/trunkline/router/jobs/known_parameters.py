@@ -16,6 +16,7 @@ _RESPONSES: Final = frozenset({"responses"})
 _MESSAGES: Final = frozenset({"messages"})
 _TRANSLATED: Final = _RESPONSES | _MESSAGES
 _GENERATING: Final = _CHAT | _TEXT | _TRANSLATED
+_NOT_GENERATING: Final = frozenset({"tokenize", "embeddings", "score", "rerank", "ollama"})
 _RENDERING: Final = _GENERATING | {"tokenize"}
 """Names of endpoints, for `Known.at`."""
 
@@ -36,7 +37,10 @@ HINTS: Final = (
         "caching and guesses of the answer; everything is cached as long as there is room",
     ),
     _hints(
-        "nvext agent_hints agent_hint kv_transfer_params ec_transfer_params bootstrap_host bootstrap_port "
+        "nvext agent_hints agent_hint", "about requests to come; they act where text is generated", _NOT_GENERATING
+    ),
+    _hints(
+        "kv_transfer_params ec_transfer_params bootstrap_host bootstrap_port "
         "bootstrap_room data_parallel_rank disagg_params",
         "what other servers' routers are told about a request",
     ),
