@@ -37,7 +37,7 @@ LATE_IMPORTS: Final = {
     # OpenTelemetry takes half a second and 7 MB, and may not be installed: for processes that are traced only.
     "runtime/trunkline/runtime/tracing.py": {"trunkline.runtime.tracing_export"},
     # A Ctrl-C meanwhile must not show a traceback.
-    "deploy/trunkline/deploy/main.py": {"trunkline.deploy.cli"},
+    "deploy/trunkline/deploy/main.py": {"trunkline.deploy.cli", "trunkline.deploy.supervisor"},
     # Too slow to import for a command that may not need it.
     "deploy/trunkline/deploy/config/models.py": {"huggingface_hub", "huggingface_hub.errors"},
     "deploy/trunkline/deploy/cli/pml_sources.py": {

@@ -104,7 +104,6 @@ class Supervisor:
         self._specs = {spec.member: spec for spec in children}
         self._reporter = reporter
         self._address = (host, port)
-        self._is_asked = port != 0
         self._folder = folder
         self._listener = listener
         self._processes: dict[str, _Process] = {}
@@ -149,6 +148,10 @@ class Supervisor:
             finally:
                 self._kill_rest()
         return self._life.exit_code
+
+    @property
+    def _is_asked(self) -> bool:
+        return self._address[1] != 0
 
     def _further(self, count: int, missing: Sequence[int]) -> list[Member]:
         specs = {spec.member: spec for spec in self.membership.grow(count, missing)}
