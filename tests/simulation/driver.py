@@ -149,6 +149,8 @@ class Simulation:
             kv_ceiling=options.get("kv_share", (0.0, 1.0))[1],
             grammar=options.get("grammar"),
             layout=layout,
+            next_s=options.get("next_s", 0.0),
+            is_last=options.get("is_last", False),
         )
         if self.holders_of is not None:
             submit = replace(submit, holders=self.holders_of(submit), kept=self.kept_of(submit))

@@ -38,6 +38,8 @@ class Options(TypedDict, total=False):
     grammar: Grammar | None
     drops: tuple[tuple[int, int], ...]
     ttl: float
+    next_s: float
+    is_last: bool
     layout: PromptLayout | None
     history: bool
     """Whether its sampling looks at all earlier tokens."""

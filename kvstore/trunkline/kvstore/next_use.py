@@ -52,7 +52,7 @@ class TurnEnd:
     output_tokens: int = 0
     tenant: str = ""
     ended: str = ""
-    """How the answer ended: the name of the tool that it calls, or another word; "": not known."""
+    """How the answer ended: its last tokens, the name of the tool that it calls, or another word; "": not known."""
     expected_s: float = 0.0
     """Seconds until the next request, as the client says; 0: it says nothing."""
     is_last: bool = False

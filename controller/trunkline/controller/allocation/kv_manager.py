@@ -391,8 +391,7 @@ class KVCacheManager:
             self._own(sequence, sequence.path + tail)
             self._keep(sequence, tail, now)
             if ends and not sequence.group.encodes:
-                output_tokens = max(0, kv_tokens - sequence.prompt_len)
-                end = turn_end(sequence, self.chunk_size, output_tokens, now)
+                end = turn_end(sequence, self.chunk_size, now)
                 self.tree.ended([*sequence.path[sequence.stem.base :], *tail], end, now)
             if claim:
                 self.drop_claim(sequence)

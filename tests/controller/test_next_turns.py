@@ -1,0 +1,71 @@
+"""What the engine tells the directory of requests that end, and whose blocks are taken first because of it."""
+
+from __future__ import annotations
+
+import pytest
+from controller.tier_harness import CHUNK, TIERED, Session, simulate
+from msgspec.structs import replace
+from simulation.driver import Simulation
+
+PREDICTED = replace(
+    TIERED, tier_policy="predicted", disk_slots=0, remote=False, host_slots=0, preemption="recompute"
+)
+
+
+def cached(simulation: Simulation, prompt: list[int]) -> int:
+    """Number of a prompt's full chunks that are on the device."""
+    node, count = simulation.tree.root(b""), 0
+    for at in range(0, len(prompt) - CHUNK + 1, CHUNK):
+        key = b"".join(token.to_bytes(4, "little") for token in prompt[at : at + CHUNK])
+        if key not in node.children or not node.children[key].on_device:
+            break
+        node, count = node.children[key], count + 1
+    return count
+
+
+def test_a_session_that_comes_back_is_recognised() -> None:
+    simulation = simulate(PREDICTED)
+    session, other = Session(simulation), Session(simulation, start=500)
+    uses = simulation.tree.tiers.next_use
+    output = session.turn(18).output
+    (first,) = uses._away
+    assert first.kind == ("", f"{output[-2]} {output[-1]}", 3, 0)
+    other.turn(10)
+    simulation.now += 5.0
+    session.turn(9)
+    assert first.wait == float("inf")
+    assert len(uses) == 2
+    (second,) = [turn for turn in uses._away if turn.mean_gap]
+    assert 4.0 < 2.0**second.mean_gap - 1.0 < 6.0
+    path = simulation.tree.root(b"").children
+    assert {node.turns for node in path.values()} == {(second,), tuple(t for t in uses._away if t is not second)}
+
+
+@pytest.mark.parametrize("policy", ["predicted", "look-ahead"])
+def test_what_a_client_has_said_is_its_last_request_leaves_first(policy: str) -> None:
+    simulation = simulate(replace(PREDICTED, tier_policy=policy))
+    prompts = [list(range(100 * at, 100 * at + 40)) for at in range(1, 4)]
+    for prompt, is_last in zip(prompts, (False, True, False), strict=True):
+        simulation.submit(prompt, 1, is_last=is_last)
+        simulation.run()
+        simulation.now += 1.0
+    simulation.submit(list(range(900, 960)), 1)
+    simulation.run()
+    left = [cached(simulation, prompt) for prompt in prompts]
+    if policy == "predicted":
+        assert left[1] < left[0] == left[2] == 10
+    else:
+        assert left[0] < left[1] == left[2] == 10
+
+
+def test_who_says_when_it_returns_stays_longer_than_who_returns_later() -> None:
+    simulation = simulate(PREDICTED)
+    prompts = [list(range(100 * at, 100 * at + 40)) for at in range(1, 4)]
+    for prompt, next_s in zip(prompts, (20.0, 30.0, 40_000.0), strict=True):
+        simulation.submit(prompt, 1, next_s=next_s)
+        simulation.run()
+        simulation.now += 1.0
+    simulation.submit(list(range(900, 960)), 1)
+    simulation.run()
+    left = [cached(simulation, prompt) for prompt in prompts]
+    assert left[2] < left[0] == left[1] == 10, "the last one used is needed last"
