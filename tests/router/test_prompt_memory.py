@@ -19,7 +19,7 @@ from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.routing.names import KvIdentity, prompt_names
 from trunkline.router.routing.request import RouteRequest
 from trunkline.router.stores.session_history import text_of
-from trunkline.router.text.prompt_memory import Prompt, PromptMemory, ReadsSame, Reuse, Scope
+from trunkline.router.text.prompt_memory import READ_CHARACTERS_MAX, Prompt, PromptMemory, ReadsSame, Reuse, Scope
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.router.tools.pieces import CallArguments, CallStart, Piece, TextPiece, ThoughtPiece
 from trunkline.router.tools.plan import prepare_tools
@@ -321,3 +321,30 @@ def test_a_tenant_can_be_forgotten(tokenizer: Tokenizer) -> None:
     assert memory.bytes == sum(entry.size for [entry] in memory._scopes.values())
     memory.forget(b"")
     assert (len(memory), memory.bytes) == (0, 0)
+
+
+def test_long_answers_are_not_read(tokenizer: Tokenizer) -> None:
+    prompt = "<|bos|><|user|>hi<|end|><|assistant|>"
+    read: list[int] = []
+
+    def same(_: str, one: str, other: str) -> bool:
+        read.append(len(one) + len(other))
+        return one.split() == other.split()
+
+    for words, found in ((2000, True), (READ_CHARACTERS_MAX, False)):
+        memory = PromptMemory(1 << 24)
+        said = tokenizer.encode("a b" * words + "\n", add_special_tokens=False)
+        first, _ = remembered(memory, tokenizer, SCOPE, prompt, same)
+        memory.answered(first, text_of(said, tokenizer.vocabulary), said)
+        for shown, taken in (
+            ("a  b" * words, found),
+            ("a b" * words, True),
+            ("x<|end|>" * 9 + "a b" * words, False),
+        ):
+            _, reuse = remembered(memory, tokenizer, SCOPE, f"{prompt}{shown}<|end|>", same)
+            assert (reuse.answer_tokens == len(said)) == taken
+            memory.forget(b"")
+            remembered(memory, tokenizer, SCOPE, prompt, same)
+            memory.answered(first, text_of(said, tokenizer.vocabulary), said)
+    assert sum(read) <= 2 * 3 * READ_CHARACTERS_MAX
+    assert max(read) <= READ_CHARACTERS_MAX

@@ -44,6 +44,11 @@ ANSWERS_MAX: Final = 16
 """Largest number of answers of an entry; the latest ones stay."""
 _ENDS_MAX: Final = 16
 """Largest number of places where an answer is looked for to end."""
+_LONGER_MAX: Final = 8
+"""How many times longer than an answer the template's form of it may be: escapes take six characters for one."""
+READ_CHARACTERS_MAX: Final = 32 << 10
+"""Largest number of characters of texts that are read to compare one answer, for which streams must wait: parsers
+take 2 to 4 microseconds for each. Beyond it only the ends of an answer may differ."""
 _END_TOKENS_MAX: Final = 64
 """Largest number of an entry's special tokens that an answer is looked for to end with."""
 _NEIGHBOURS: Final = 4
@@ -362,7 +367,12 @@ def _end_of(answer: Answer, text: str, contents: frozenset[str], same: ReadsSame
     ):
         return exact
     before = text[max(0, answer.prompt - PROMPT_END_CHARACTERS) : answer.prompt]
+    said, room = answer.text.strip(), READ_CHARACTERS_MAX
     for end in islice(starts(text, contents, answer.prompt), _ENDS_MAX):
-        if same(before, answer.text, text[answer.prompt : end]):
+        if end - answer.prompt > _LONGER_MAX * len(answer.text) + PROMPT_END_CHARACTERS:
+            break
+        shown = text[answer.prompt : end]
+        room -= len(answer.text) + len(shown)
+        if shown.strip() == said or (room >= 0 and same(before, answer.text, shown)):
             return end
     return 0

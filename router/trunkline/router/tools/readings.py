@@ -55,6 +55,6 @@ def reads_same(plan: ToolPlan) -> ReadsSame:
         return None if plan.style.name == "mistral" else plan.make_parser(lambda: "", plan.thought_behind(prompt))
 
     def same(prompt: str, one: str, other: str) -> bool:
-        return one.strip() == other.strip() or reading(one, make(prompt)) == reading(other, make(prompt))
+        return reading(one, make(prompt)) == reading(other, make(prompt))
 
     return same
