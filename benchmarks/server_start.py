@@ -1,7 +1,7 @@
 """How long a server takes until it serves, and a worker that was killed until it is back.
 
-    python benchmarks/start.py [--quick] [--rounds 5] [--programs PATH,PATH] [--model demo] [--tp 1,2,4]
-                               [--json PATH]
+    python benchmarks/server_start.py [--quick] [--rounds 5] [--programs PATH,PATH] [--model demo] [--tp 1,2,4]
+                                      [--json PATH]
 
 Runs `trunkline serve` of each program (default: this environment's) by turns, on loopback. A program is the path
 of a `trunkline` command, so two versions in two environments can be compared in one run.
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--tp", default="1,2,4", help="numbers of ranks (%(default)s)")
     arguments = parser.parse_args()
-    report = Report("start")
+    report = Report("server_start")
     rounds = 1 if arguments.quick else arguments.rounds
     for tp in [2] if arguments.quick else [int(word) for word in arguments.tp.split(",")]:
         found: dict[str, list[dict[str, float]]] = {program: [] for program in arguments.programs.split(",")}
