@@ -305,6 +305,10 @@ def test_sampled_answers_and_other_branches(tokenizer: Tokenizer) -> None:
 
 
 def test_nothing_is_remembered_without_room(tokenizer: Tokenizer) -> None:
+    memory = PromptMemory(20_000)
+    turn(memory, tokenizer, "<|user|>hi<|end|>")
+    turn(memory, tokenizer, "<|user|>" + "hi " * 2000 + "<|end|>")
+    assert len(memory) == 1  # what takes most of the room drives nothing out
     memory = PromptMemory(0)
     prompt = turn(memory, tokenizer, "<|user|>hi<|end|>", [5])
     assert (len(memory), memory.bytes) == (0, 0)

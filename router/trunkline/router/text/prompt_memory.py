@@ -53,6 +53,8 @@ _END_TOKENS_MAX: Final = 64
 """Largest number of an entry's special tokens that an answer is looked for to end with."""
 _NEIGHBOURS: Final = 4
 """Number of entries on each side of a text whose answers are looked at: other branches of the conversation."""
+_ENTRIES_LEAST: Final = 4
+"""Number of entries of the largest size that the memory holds. A larger prompt is not remembered."""
 _NAME_BYTES: Final = 60
 """Memory of the name of a chunk, about."""
 _ENTRY_BYTES: Final = 1000
@@ -215,8 +217,9 @@ class PromptMemory:
         places = joined(reuse.places, found, reuse.characters, len(reuse.tokens))
         start = Border(*places[-1].tolist()) if len(places) else _BEGINNING
         names = dict(reuse.names)
-        if self.bytes_max:
-            self._put(Entry(scope, text, tokens, places, names), start)
+        entry = Entry(scope, text, tokens, places, names)
+        if entry.measured() * _ENTRIES_LEAST <= self.bytes_max:
+            self._put(entry, start)
         return Prompt(scope, text, tokens, start, names)
 
     def answered(self, prompt: Prompt, text: str, tokens: Sequence[int]) -> None:
