@@ -23,12 +23,14 @@ from trunkline.router.api.turn import SessionTurn
 from trunkline.router.errors import ApiError, bad_value
 from trunkline.router.jobs.request_models import ChatRequest, Message, ToolCall
 from trunkline.router.service import RouterService
+from trunkline.router.tenancy.auth import cache_salt
 from trunkline.router.text.edits import ConversationPart, Edit, ToolUse, plan_edits
 from trunkline.router.text.marked_text import Marks, PlacedText
 from trunkline.router.text.token_places import RemainingText, TokenPlaces
 from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS
 from trunkline.router.text.truncation import TokenSpan, merge_spans, span_tokens
 from trunkline.router.tools.plan import ToolPlan
+from trunkline.router.tools.readings import reads_same
 
 
 class MarkedConversation(NamedTuple):
@@ -68,7 +70,10 @@ async def edited_prompt(
     special = body.add_special_tokens
     remembered = None if turn is not None else await remembered_prompt(service, body, text, plan, fits=False)
     if turn is not None:
-        tokens = await turn.tokens_of(text, "messages", add_special_tokens=special)
+        salt, same = cache_salt(body.cache_salt), reads_same(plan)
+        tokens, remembered = await turn.tokens_of(
+            text, "messages", add_special_tokens=special, salt=salt, same=same
+        )
     elif remembered is not None:
         tokens = remembered.ids
     else:
