@@ -284,7 +284,7 @@ BAD: dict[str, list[dict[str, Any]]] = {
     ],
     f"{CONTENT}[0].source": [block(type="document")],
     "truncation": [{"truncation": 5}],
-    "pml": [{"pml": "<prompt schema='x'/>"}],
+    "pml": [{"pml": "<prompt"}],
 }
 
 
