@@ -1,7 +1,8 @@
-"""Codex and Claude Code, the programs themselves, hold conversations with tools. Skipped where they are missing.
+"""Codex, Claude Code and aider, the programs themselves, hold conversations. Skipped where they are missing.
 
-They are looked for on the PATH: `npm install -g @openai/codex @anthropic-ai/claude-code`. The engine is scripted:
-it calls a tool when it is asked something, and answers with a text when it has the result.
+They are looked for on the PATH: `npm install -g @openai/codex @anthropic-ai/claude-code`, and `pip install
+aider-chat`. The engine is scripted: it calls a tool when it is asked something, and answers with a text when it has
+the result.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ name = "Trunkline"
 base_url = "{url}/v1"
 wire_api = "responses"
 """
+AIDER: Final = """--model openai/demo --no-git --yes-always --no-check-update --no-show-model-warnings --no-pretty
+    --no-show-release-notes --analytics-disable --map-tokens 0 --restore-chat-history note.txt --message""".split()
 CALLS: Final = {
     "codex": '{"name": "exec_command", "arguments": {"cmd": "cat note.txt"}}',
     "claude": '{{"name": "Read", "arguments": {{"file_path": "{folder}/note.txt"}}}}',
@@ -115,3 +118,42 @@ def test_ten_turns_with_tools(
             shares.append(common_length(known, prompt) / len(known))
         known = [*prompt, *answers[submit.request]]
     assert min(shares) >= 0.99, shares
+
+
+@pytest.mark.processes
+def test_aider(served: tuple[RunningRouter, FakeController], tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """It has no tools: files are a part of its prompts, behind the conversation, and answers may be edits."""
+    if shutil.which("aider") is None:
+        pytest.skip("the program aider is not installed")
+    router, fake = served
+    note = tmp_path / "note.txt"
+    note.write_text("1", encoding="utf-8")
+    prompts: list[str] = []
+
+    def script(submit: Submit) -> list[int]:
+        prompts.append(tokenizer.decode(prompt_of(submit), skip_special_tokens=False))
+        said = f"I count on.\n\nnote.txt\n```\n{len(prompts) + 1}\n```\n"
+        return [*tokenizer.encode(said, add_special_tokens=False), EOS]
+
+    fake.behaviour.script = script
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "NO_PROXY": "127.0.0.1",
+        "OPENAI_API_KEY": "none",
+        "OPENAI_API_BASE": f"{router.url}/v1",
+    }
+    for turn in range(3):
+        done = subprocess.run(
+            ["aider", *AIDER, f"Turn {turn}: count on in note.txt."],
+            cwd=tmp_path,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert note.read_text(encoding="utf-8").strip() == str(turn + 2), done.stdout
+    assert len(prompts) == 3
+    assert "Turn 0: count on" in prompts[2]
