@@ -1,8 +1,8 @@
 """Codex, Claude Code and aider, the programs themselves, hold conversations. Skipped where they are missing.
 
 They are looked for on the PATH: `npm install -g @openai/codex @anthropic-ai/claude-code`, and `pip install
-aider-chat`. The engine is scripted: it calls a tool when it is asked something, and answers with a text when it has
-the result.
+aider-chat`. The engine is scripted: it calls a tool when it is asked something, and answers with a text when it
+has the result.
 """
 
 from __future__ import annotations
