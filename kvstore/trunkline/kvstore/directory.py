@@ -69,7 +69,9 @@ class Directory(Generic[ChunkT]):
         self.health = {tier: TierHealth(READ_US[tier], *limits, self.totals[tier]) for tier in tiers}
         self.copies: Copies[ChunkT] = Copies(config, self.totals, device_blocks)
         self.jobs: WaitingJobs[ChunkT] = WaitingJobs()
-        self.next_use: NextUse[ChunkT] = NextUse(self.copies.offer)
+        self.next_use: NextUse[ChunkT] = NextUse(
+            self.copies.offer, has_host=config.host_slots > 0, has_disk=config.disk_slots > 0
+        )
         self.peers = PeerBook(config.pulls_in_flight, self.totals[TierKind.PEER])
         self.mover: TierMover[ChunkT] = TierMover(
             self.copies, self.jobs, self.health, self.peers, config, self.totals

@@ -52,7 +52,7 @@ class TurnEnd:
     output_tokens: int = 0
     tenant: str = ""
     ended: str = ""
-    """How the answer ended: its last tokens, the name of the tool that it calls, or another word; "": not known."""
+    """How the answer ended: its last tokens, or the name of the tool that it calls; "": not known."""
     expected_s: float = 0.0
     """Seconds until the next request, as the client says; 0: it says nothing."""
     is_last: bool = False
@@ -99,13 +99,16 @@ RESTORED: Final = (Turn(None, RESTORED_S),)
 class NextUse(Generic[ChunkT]):
     """All turns that are waited for, and what is learnt from those that came back."""
 
-    def __init__(self, offer: Callable[[ChunkT], None]) -> None:
+    def __init__(self, offer: Callable[[ChunkT], None], *, has_host: bool = True, has_disk: bool = True) -> None:
         """
         Args:
-            offer: Called with a chunk that may be evicted sooner than before, because its wait is another.
+            offer: Called with a chunk that may be evicted sooner than before, because its wait is longer.
+            has_host: Whether there is host memory for chunks.
+            has_disk: Whether there is a disk tier.
         """
         self.times = ReturnTimes()
         self._offer = offer
+        self._absent = not has_host, not has_disk
         self._away: OrderedDict[Turn, None] = OrderedDict()
         """The turns that are waited for, oldest first."""
         self._by_name: dict[ChunkName, Turn] = {}
@@ -166,9 +169,11 @@ class NextUse(Generic[ChunkT]):
             if turn in self._away:
                 turn.interval += 1
                 self.times.reached(turn.kind, turn.interval)
+                before = turn.wait
                 self._predict(turn)
                 self._schedule(turn)
-                self._may_go(turn)
+                if turn.wait > before:
+                    self._may_go(turn)
 
     def forget(self, chunk: TieredChunk) -> None:
         """Note that a chunk's owner removes it. Call it before the chunk is taken from its parent."""
@@ -242,7 +247,8 @@ class NextUse(Generic[ChunkT]):
 
     def _may_go(self, turn: Turn) -> None:
         """Offer the deepest chunk that the turn has in each place. Those above follow when it is evicted."""
-        chunk, on_host, on_disk, on_device = turn.leaf, False, False, False
+        chunk, on_device = turn.leaf, False
+        on_host, on_disk = self._absent
         while chunk is not None and not (chunk.is_forgotten or (on_host and on_disk and on_device)):
             if (chunk.host_ready and not on_host) or (chunk.disk_ready and not on_disk):
                 self._offer(cast(ChunkT, chunk))
