@@ -17,7 +17,7 @@ from seeds import seeds
 from trunkline.kvstore.chunks import ChunkName, SlotId, TieredChunk
 from trunkline.kvstore.copies import IndexEvent
 from trunkline.kvstore.directory import Directory
-from trunkline.kvstore.next_use import Turn, TurnEnd
+from trunkline.kvstore.next_use import TurnEnd
 from trunkline.kvstore.tier import TierKind
 from trunkline.kvstore.tier_moves import Move, MoveStatus
 from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy
@@ -103,7 +103,6 @@ class Life:
         self.plan = Plan()
         self.world.where.clear()
         self.claims: list[Chunk] = []
-        self.turns: list[Turn] = []
         self.pins: list[list[Chunk]] = []
         self.may_lose = False
 
@@ -235,14 +234,11 @@ class Life:
                 prompt_tokens=self.rng.randrange(9),
                 is_last=self.rng.random() < 0.1,
             )
-            turn = self.directory.next_use.ended(path, end, self.now)
-            if turn is not None and self.rng.random() < 0.3:
-                self.turns.append(turn)
-        if self.turns and self.rng.random() < 0.5:
-            turn = self.turns.pop(self.rng.randrange(len(self.turns)))
-            if self.rng.random() < 0.5:
+            self.directory.next_use.ended(path, end, self.now)
+            turn = self.rng.choice(chunk.turns)
+            if self.rng.random() < 0.3:
                 self.directory.next_use.told(turn, self.rng.choice(["tool", "text"]))
-            else:
+            elif self.rng.random() < 0.3:
                 self.directory.next_use.close(turn)
 
     def forget(self) -> None:
