@@ -56,7 +56,7 @@ class Server:
     def cpu_s(self) -> float:
         """CPU time in seconds of all its processes."""
         times = [process.cpu_times() for process in self.processes()]
-        return sum(time.user + time.system for time in times)
+        return float(sum(time.user + time.system for time in times))
 
     def memory_mib(self) -> float:
         """Their memory in MiB; a page that n of them share counts 1/n for each."""
