@@ -57,6 +57,8 @@ _ENTRIES_LEAST: Final = 4
 """Number of entries of the largest size that the memory holds. A larger prompt is not remembered."""
 _NAME_BYTES: Final = 60
 """Memory of the name of a chunk, about."""
+_SLICE_TOKENS: Final = 1 << 16
+"""Number of tokens that one step converts."""
 _ENTRY_BYTES: Final = 1000
 """Memory that an entry takes besides texts and arrays, about."""
 _NO_TOKENS: Final[Int32Array] = np.zeros(0, np.int32)
@@ -161,6 +163,21 @@ class Prompt(NamedTuple):
     """Names of its chunks. The caller may add more."""
 
 
+class Part(NamedTuple):
+    """The end of a text that was encoded."""
+
+    tokens: Int32Array
+    places: Places
+    """Its borders."""
+
+
+def part_of(text: str, ids: Sequence[int], borders: BorderTokens) -> Part:
+    """Return the end of a text as arrays. May run in a thread: no step of it is long. `ids`: its tokens."""
+    parts = [np.array(ids[at : at + _SLICE_TOKENS], np.int32) for at in range(0, len(ids), _SLICE_TOKENS)]
+    tokens = np.concatenate([_NO_TOKENS, *parts])
+    return Part(tokens, borders.places(text, tokens))
+
+
 class PromptMemory:
     """The remembered prompts and answers of a router."""
 
@@ -210,11 +227,13 @@ class PromptMemory:
             reuse: What was known of it.
             rest: Tokens of `text[reuse.characters:]`.
         """
-        new = np.array(rest, np.int32)
-        self.counts.add(reuse, len(new))
-        tokens = np.concatenate((reuse.tokens, new))
-        found = borders.places(text[reuse.characters :], new)
-        places = joined(reuse.places, found, reuse.characters, len(reuse.tokens))
+        return self.remember_part(scope, text, reuse, part_of(text[reuse.characters :], rest, borders))
+
+    def remember_part(self, scope: Scope, text: str, reuse: Reuse, rest: Part) -> Prompt:
+        """Remember a prompt and return it with its tokens, as `remember` does."""
+        self.counts.add(reuse, len(rest.tokens))
+        tokens = np.concatenate((reuse.tokens, rest.tokens))
+        places = joined(reuse.places, rest.places, reuse.characters, len(reuse.tokens))
         start = Border(*places[-1].tolist()) if len(places) else _BEGINNING
         names = dict(reuse.names)
         entry = Entry(scope, text, tokens, places, names)

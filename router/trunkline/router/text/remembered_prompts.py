@@ -6,17 +6,26 @@ from collections.abc import Collection, Sequence
 
 from trunkline.kvstore.chunks import Int32Array
 from trunkline.router.text.detokenizer import make_detokenizer
-from trunkline.router.text.prompt_memory import ChunkNames, Prompt, PromptMemory, ReadsSame, Reuse
-from trunkline.router.text.tokenizer import Tokenizer
+from trunkline.router.text.prompt_memory import ChunkNames, Prompt, PromptMemory, ReadsSame, Reuse, part_of
+from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
 
 
 class RememberedPrompt:
     """A prompt and its tokens, until its answers are complete."""
 
-    def __init__(self, memory: PromptMemory, prompt: Prompt, reuse: Reuse, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        memory: PromptMemory,
+        prompt: Prompt,
+        reuse: Reuse,
+        tokenizer: Tokenizer,
+        ids: list[int] | None = None,
+    ) -> None:
+        """`ids`: all of its tokens as a list, if there is one."""
         self._memory = memory
         self._prompt = prompt
         self._tokenizer = tokenizer
+        self._ids = ids
         self.reuse = reuse
         """What was known of it."""
 
@@ -33,8 +42,9 @@ class RememberedPrompt:
     @property
     def ids(self) -> list[int]:
         """Its token ids as a list."""
-        ids: list[int] = self._prompt.tokens.tolist()
-        return ids
+        if self._ids is None:
+            self._ids = self._prompt.tokens.tolist()
+        return self._ids
 
     def answered(self, tokens: Sequence[int], ends: Collection[int]) -> None:
         """Remember an answer that is complete. `ends`: tokens that end it, which are no part of it."""
@@ -76,8 +86,13 @@ class RememberedPrompts:
             ApiError: 400, what is new is too long or has too many tokens.
         """
         rest = text[known.characters :]
-        ids = await self._tokenizer.encode_async(rest, add_special_tokens=False) if rest else []
-        return self.keep(text, salt, known, ids)
+        tokenizer = self._tokenizer
+        ids = await tokenizer.encode_async(rest, add_special_tokens=False) if rest else []
+        if len(rest) < OFF_LOOP_CHARACTERS:
+            return self.keep(text, salt, known, ids)
+        part = await tokenizer.beside_loop(lambda: part_of(rest, ids, tokenizer.borders))
+        prompt = self.memory.remember_part((self._model, salt), text, known, part)
+        return RememberedPrompt(self.memory, prompt, known, tokenizer, None if len(known.tokens) else ids)
 
     def keep(self, text: str, salt: bytes, known: Reuse, rest: Sequence[int]) -> RememberedPrompt:
         """Remember a prompt. `rest`: tokens of the text behind what is known."""

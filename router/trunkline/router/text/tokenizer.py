@@ -11,10 +11,10 @@ import asyncio
 import functools
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -180,6 +180,7 @@ text is encoded."""
 TOKENS_MAX: Final = 1 << 20
 """Largest number of tokens of one text. Making a list of as many tokens holds Python's lock for 20 to 40 ms."""
 _LINE_END: Final = "\n"
+_Result = TypeVar("_Result")
 
 
 class Tokenizer:
@@ -293,13 +294,14 @@ class Tokenizer:
         if len(text) < OFF_LOOP_CHARACTERS:
             ids = self.encode(text, add_special_tokens=add_special_tokens)
         else:
-            loop = asyncio.get_running_loop()
-            ids = await loop.run_in_executor(
-                self._threads, lambda: self.encode(text, add_special_tokens=add_special_tokens)
-            )
+            ids = await self.beside_loop(lambda: self.encode(text, add_special_tokens=add_special_tokens))
         if record is not None and record.trace is not None:
             record.trace.tokenized(began, len(text), len(ids))
         return ids
+
+    async def beside_loop(self, work: Callable[[], _Result]) -> _Result:
+        """Return the result of `work`, which a thread of the tokenizer does."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def encode_rest(self, text: str) -> list[int]:
         """Encode a text that continues another one, without the tokens that mark the beginning of a text."""
