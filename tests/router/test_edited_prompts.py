@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import anthropic
@@ -10,7 +12,8 @@ import httpx
 import pytest
 from router.api_calls import CITY, Say, named_events
 from router.fake_controller import FakeController, drops_of, prompt_of
-from router.harness import ANSWER
+from router.harness import ANSWER, running
+from router.model_folders import write_family
 
 from trunkline.router.messages import Started
 from trunkline.router.text.tokenizer import Tokenizer
@@ -390,3 +393,43 @@ def test_an_answer_keeps_its_tokens_in_an_edited_turn(
     assert tokens[: len(asked) + len(answer) - 1] == [*asked, *answer[:-1]], "all KV of the turn before is found"
     assert drops_of(submit)[:-1] == drops_of(before)
     assert dropped_texts(fake, tokenizer) == [report(number) for number in range(3)]
+
+
+@pytest.fixture
+def served(tmp_path: Path, place: Path) -> Iterator[tuple[httpx.Client, FakeController, Tokenizer]]:
+    """A router with a model that thinks."""
+    folder = write_family(tmp_path, "qwen3")
+    tokenizer = Tokenizer(folder)
+    with running(place, tokenizer, model_path=str(folder)) as (router, [fake]), router.client() as http:
+        yield http, fake, tokenizer
+    tokenizer.close()
+
+
+def test_old_thoughts_are_cleared(served: tuple[httpx.Client, FakeController, Tokenizer]) -> None:
+    http, fake, tokenizer = served
+    turns: list[Any] = []
+    for number in range(3):
+        thought = {"type": "thinking", "thinking": f"Deep thought {number}.", "signature": "s"}
+        turns.append({"role": "user", "content": f"Question {number}"})
+        turns.append({"role": "assistant", "content": [thought, {"type": "text", "text": f"Answer {number}"}]})
+    turns.append({"role": "user", "content": "Hi"})
+
+    def send(keep: Any) -> tuple[Any, list[str]]:
+        edits = [{"type": "clear_thinking_20251015", "keep": keep}]
+        body = {"model": "demo", "max_tokens": 9, "messages": turns, "context_management": {"edits": edits}}
+        answer = http.post("/v1/messages", json=body)
+        assert answer.status_code == 200, answer.text
+        submit = fake.behaviour.submits[-1]
+        tokens = prompt_of(submit)
+        texts = [tokenizer.decode(tokens[start:stop]) for start, stop in drops_of(submit)]
+        return answer.json()["context_management"]["applied_edits"], texts
+
+    assert send("all") == ([], [])
+    assert send({"type": "thinking_turns", "value": 3}) == ([], [])
+    [applied], texts = send({"type": "thinking_turns", "value": 2})
+    assert (applied["cleared_thinking_turns"], texts) == (1, ["Deep thought 0."])
+    [applied], texts = send(None)
+    assert (applied["cleared_thinking_turns"], texts) == (2, ["Deep thought 0.", "Deep thought 1."])
+    assert applied["cleared_input_tokens"] == sum(
+        stop - start for start, stop in drops_of(fake.behaviour.submits[-1])
+    )

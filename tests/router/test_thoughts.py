@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 from router.api_calls import last_prompt, named_events, payloads, say, without_repeats
-from router.fake_controller import FakeController, drops_of, prompt_of
+from router.fake_controller import FakeController
 from router.harness import EOS, running
 from router.model_folders import write_family
 from seeds import seeds
@@ -498,34 +498,3 @@ def test_a_grammar_holds_on_the_final_channel(served: Served, families: dict[str
 
 def test_a_text_and_a_start_are_pieces() -> None:
     assert told([TextPiece("a"), CallStart(0, "i", "add"), CallArguments(0, "{}")]) == ["a", "add|{}"]
-
-
-@qwen3
-def test_old_thoughts_are_cleared(served: Served) -> None:
-    http, fake, tokenizer = served
-    turns: list[Any] = []
-    for number in range(3):
-        thought = {"type": "thinking", "thinking": f"Deep thought {number}.", "signature": "s"}
-        turns.append({"role": "user", "content": f"Question {number}"})
-        turns.append({"role": "assistant", "content": [thought, {"type": "text", "text": f"Answer {number}"}]})
-    turns.append(HI[0])
-
-    def send(keep: Any) -> tuple[Any, list[str]]:
-        edits = [{"type": "clear_thinking_20251015", "keep": keep}]
-        body = {"model": "demo", "max_tokens": 9, "messages": turns, "context_management": {"edits": edits}}
-        answer = http.post("/v1/messages", json=body)
-        assert answer.status_code == 200, answer.text
-        submit = fake.behaviour.submits[-1]
-        tokens = prompt_of(submit)
-        texts = [tokenizer.decode(tokens[start:stop]) for start, stop in drops_of(submit)]
-        return answer.json()["context_management"]["applied_edits"], texts
-
-    assert send("all") == ([], [])
-    assert send({"type": "thinking_turns", "value": 3}) == ([], [])
-    [applied], texts = send({"type": "thinking_turns", "value": 2})
-    assert (applied["cleared_thinking_turns"], texts) == (1, ["Deep thought 0."])
-    [applied], texts = send(None)
-    assert (applied["cleared_thinking_turns"], texts) == (2, ["Deep thought 0.", "Deep thought 1."])
-    assert applied["cleared_input_tokens"] == sum(
-        stop - start for start, stop in drops_of(fake.behaviour.submits[-1])
-    )
