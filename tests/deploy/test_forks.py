@@ -42,6 +42,11 @@ class Supervisor:
         for key, mask in self.selector.select(0.01):
             key.data(mask)
 
+    def has_born(self, worker: ForkedWorker) -> bool:
+        """Take what has come; return whether a worker has its process id."""
+        self.turn()
+        return worker.pid > 0
+
     def wait_for_the_end_of(self, worker: ForkedWorker) -> str:
         """Return what a worker has written until its end."""
 
@@ -83,11 +88,11 @@ def test_workers_are_children_in_sessions_of_their_own(supervisor: Supervisor, t
         )
     assert supervisor.born[-1].pid != supervisor.born[-2].pid
 
-    frozen = supervisor.server
-    assert os.getsid(frozen.pid) == frozen.pid
+    server = supervisor.server
+    assert os.getsid(server.pid) == server.pid
     os.mkfifo(tmp_path / "fifo")  # a worker that reads it does not go on
     waiting = supervisor.fork(tmp_path / "fifo")
-    wait_for(lambda: supervisor.turn() is None and waiting.pid > 0)
+    wait_for(lambda: supervisor.has_born(waiting))
     assert os.getsid(waiting.pid) == os.getpgid(waiting.pid) == waiting.pid
     waiting.send_signal(signal.SIGTERM)
     supervisor.wait_for_the_end_of(waiting)
