@@ -59,7 +59,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 @pytest.mark.parametrize("seed", seeds(1))
 def test_parts_make_the_whole(tokenizer: Tokenizer, seed: int) -> None:
     rng = random.Random(seed)
-    borders = BorderTokens(tokenizer.get_added_tokens_decoder(), [tokenizer.token_to_id("<|end|>")], unknown=0)
+    borders = BorderTokens(tokenizer.get_added_tokens_decoder(), encode(tokenizer, "<|end|>"), unknown=0)
     assert set(borders.contents.values()) == {"<|end|>", "<|user|>", "<|tool|>"}
     assert borders.ends == {"<|end|>"}
     found = 0
