@@ -11,9 +11,7 @@ tiers. What a request under way uses stays on the device besides.
 that arrived earlier, anywhere, or in its answer. Each ideal chunk that was not found has a cause: it is at another
 group, it was evicted, or it was not computed yet.
 
-A `Foresight` is an eviction policy with what it is told by the caller. `Belady` is told when each chunk is used
-next in truth, as recorded. It is for one group: no policy finds more in one cache as long as requests do not
-wait.
+Eviction policies are in agent_policies.py.
 """
 
 from __future__ import annotations
@@ -25,16 +23,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
+from agent_policies import Chunk, Foresight, Talk, Turn
 from agent_traces import BLOCK, ChunkNames, Conversation, Request
 
-from trunkline.controller.messages import Holder
 from trunkline.kvstore.chunks import ChunkName, TieredChunk
 from trunkline.kvstore.directory import Directory
-from trunkline.kvstore.next_use import TurnEnd
-from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy
+from trunkline.kvstore.tier_policy import DirectoryConfig
 from trunkline.router.routing.core import RoutingCore
 from trunkline.router.routing.names import KvIdentity
 from trunkline.router.routing.request import RouteRequest
@@ -126,165 +123,6 @@ class Figures:
 
     def ttft(self, share: float) -> float:
         return float(np.quantile(self.ttft_s, share))
-
-
-class Chunk(TieredChunk):
-    """A chunk at one group."""
-
-    __slots__ = ("known_use", "running")
-
-    def __init__(self, parent: TieredChunk, name: ChunkName) -> None:
-        super().__init__(parent, name)
-        self.running = 0
-        """Requests under way that use it."""
-        self.known_use = 0.0
-        """When it is used next in truth, for `Belady`."""
-
-    @property
-    def on_device(self) -> bool:
-        return self.running > 0
-
-
-@dataclass(slots=True, eq=False)
-class Turn:
-    """A request under way."""
-
-    ticket: int
-    talk: Talk
-    request: Request
-    arrived_s: float
-    names: list[bytes]
-    """Of the prompt's chunks."""
-    ideal: int
-    """Chunks."""
-    group: int = 0
-    holders: list[Holder] = field(default_factory=list)
-    """Groups that were said to have what its group lacks."""
-    path: list[Chunk] = field(default_factory=list)
-
-    @property
-    def agent(self) -> tuple[str, int]:
-        """Conversation and number of the agent."""
-        return self.talk.whole.id, self.request.agent
-
-
-@dataclass(slots=True, eq=False)
-class Talk:
-    """A conversation under way."""
-
-    whole: Conversation
-    start_s: float
-    names: ChunkNames
-
-    def due_s(self, request: Request) -> float:
-        """When the request was sent in the recording."""
-        return self.start_s + request.at_s
-
-
-class Foresight(Protocol):
-    """An eviction policy, and what it is told besides. One serves all groups of a run."""
-
-    policy: EvictionPolicy
-    wants: bool
-    """Whether the directory is told which chunks waiting requests will use."""
-
-    def prepare(self, directory: Directory[Chunk]) -> None:
-        """Called with each group's directory before anything else."""
-
-    def started(self, directory: Directory[Chunk], turn: Turn, now: float) -> None:
-        """The turn's prompt is about to be computed; `path` is what was found of it."""
-
-    def ended(self, directory: Directory[Chunk], turn: Turn, now: float) -> None:
-        """The turn has its answer; `path` is all of it, and is about to be stored."""
-
-
-class Plain:
-    """Least recently used, or looking ahead in the queue."""
-
-    def __init__(self, policy: EvictionPolicy) -> None:
-        self.policy = policy
-        self.wants = policy is EvictionPolicy.LOOK_AHEAD
-
-    def prepare(self, directory: Directory[Chunk]) -> None:
-        pass
-
-    def started(self, directory: Directory[Chunk], turn: Turn, now: float) -> None:
-        pass
-
-    def ended(self, directory: Directory[Chunk], turn: Turn, now: float) -> None:
-        pass
-
-
-class Predicted:
-    """The next use is foreseen from when conversations come back."""
-
-    policy = EvictionPolicy.PREDICTED
-    wants = True
-
-    def __init__(self, *, closes: bool = False) -> None:
-        """`closes`: clients say which request is the last of its agent."""
-        self._closes = closes
-
-    def prepare(self, directory: Directory[Chunk]) -> None:
-        pass
-
-    def started(self, directory: Directory[Chunk], turn: Turn, now: float) -> None:
-        directory.next_use.tick(now)
-
-    def ended(self, directory: Directory[Chunk], turn: Turn, now: float) -> None:
-        client = turn.request.client
-        end = TurnEnd(
-            arrived=turn.arrived_s,
-            prompt_chunks=len(turn.names),
-            prompt_tokens=turn.request.prompt,
-            output_tokens=turn.request.answer,
-            tenant=f"{client.tools} {client.system}",
-            is_last=self._closes and turn.request.is_last,
-        )
-        directory.next_use.ended(turn.path, end, now)
-
-
-class Belady:
-    """What is used next last is evicted first, and what is used later than all that is there stays out."""
-
-    policy = EvictionPolicy.LOOK_AHEAD
-    wants = True
-
-    def __init__(self, talks: Sequence[Talk]) -> None:
-        self._uses: dict[tuple[str, int], list[tuple[int, float]]] = {}
-        """By conversation and number: steps (chunks, time); so many first chunks are used next by then."""
-        following: dict[bytes, float] = {}
-        arrivals = [(talk.due_s(request), talk, request) for talk in talks for request in talk.whole.requests]
-        for due_s, talk, request in sorted(arrivals, key=lambda each: each[0], reverse=True):
-            names = talk.names.prompt(request.number)
-            steps: list[tuple[int, float]] = []
-            for count, name in enumerate(itertools.chain(names, talk.names.answer(request.number)), 1):
-                use_s = following.get(name, math.inf)
-                if steps and steps[-1][1] == use_s:
-                    steps.pop()
-                steps.append((count, use_s))
-            self._uses[talk.whole.id, request.number] = steps
-            following.update(dict.fromkeys(names, due_s))
-
-    @staticmethod
-    def key(chunk: Any) -> tuple[float, ...]:
-        """The use by a request that waits is known better than from the recording: it is late."""
-        if chunk.wants:
-            return (1.0, *[-part for part in chunk.wants[0][0]], -chunk.depth)
-        return (0.0, -chunk.known_use, chunk.last_use, -chunk.depth)
-
-    def prepare(self, directory: Directory[Chunk]) -> None:
-        directory.copies.shares.key = self.key
-
-    def started(self, directory: Directory[Chunk], turn: Turn, now: float) -> None:
-        pass
-
-    def ended(self, directory: Directory[Chunk], turn: Turn, now: float) -> None:
-        start = 0
-        for stop, use_s in self._uses[turn.talk.whole.id, turn.request.number]:
-            for chunk in turn.path[start:stop]:
-                chunk.known_use = max(chunk.known_use, use_s)
-            start = stop
 
 
 class Group:

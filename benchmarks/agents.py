@@ -36,20 +36,9 @@ from typing import Any, Final
 
 import httpx
 from agent_apis import APIS, CHAT_TEMPLATE
+from agent_policies import Belady, Foresight, Plain, Predicted, Talk
 from agent_server import Pace, Served, fitting, serve
-from agent_sim import (
-    CAUSES,
-    Belady,
-    Figures,
-    Foresight,
-    Plain,
-    Predicted,
-    Setting,
-    Simulation,
-    Talk,
-    footprint,
-    talks_of,
-)
+from agent_sim import CAUSES, Figures, Setting, Simulation, footprint, talks_of
 from agent_traces import BLOCK, Conversation, read_traces, synthetic
 from report import Report, argument_parser
 from serving import Server, model_name

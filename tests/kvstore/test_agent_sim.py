@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from agent_sim import Belady, Figures, Foresight, Setting, Simulation, Talk, footprint, talks_of
+from agent_policies import Belady, Foresight, Talk
+from agent_sim import Figures, Setting, Simulation, footprint, talks_of
 from agent_traces import BLOCK, ChunkNames, Conversation, conversation, synthetic
 from agents import POLICIES
 from seeds import seeds
