@@ -34,6 +34,8 @@ CHUNK_BYTES = 512 << 10
 NAMES = ("harbour", "village")
 SELECTIONS = ("abc", "ac", "ab")
 FILLERS = 6
+TRIES = 5
+"""A busy machine's disk may be so late that computing is faster; then the modules are pushed out once more."""
 REPEATS = 3
 """Modules of two chunks: all that a prompt imports fits into half of the host pool, and comes together."""
 
@@ -71,16 +73,20 @@ class Killed:
         self.folder = folder
         with small_cluster(folder) as cluster:
             pinned, other = NAMES
-            self.made = post(cluster, schema_source(pinned, repeats=REPEATS), pin=True)
+            post(cluster, schema_source(pinned, repeats=REPEATS), pin=True)
             post(cluster, schema_source(other, repeats=REPEATS))
             assert all(map(same, ask_all(cluster), expected))
             # So small a host pool may lose what the disk does not have yet.
             chunks = sum(look(cluster, name)["usage"]["bytes"] for name in NAMES) // CHUNK_BYTES
             wait_for(lambda: cluster.metric("tier_slots_used", tier="disk") >= chunks, 20)
-            push_out(cluster)
-            wait_for(lambda: tiers_of(cluster, pinned) | tiers_of(cluster, other) == {"disk"}, 20)
-            self.sunk = ask_all(cluster)
-            self.encoded = cluster.gauge("texts_encoded_total")
+            for _ in range(TRIES):
+                push_out(cluster)
+                wait_for(lambda: tiers_of(cluster, pinned) | tiers_of(cluster, other) == {"disk"}, 20)
+                before = cluster.gauge("texts_encoded_total")
+                self.sunk = ask_all(cluster)
+                self.encoded = cluster.gauge("texts_encoded_total") - before
+                if not self.encoded:
+                    break
             wait_for(lambda: cluster.gauge("chunks_pinned") > 0, 5)
             self.pinned = cluster.gauge("chunks_pinned")
             cluster.kill()
@@ -96,7 +102,7 @@ def test_modules_come_back_from_disk(killed: Killed, expected: list[dict[str, An
     assert all(map(same, killed.sunk, expected))
     cached, modules = details_of(killed.sunk[0])
     assert from_tier(killed.sunk[0], "disk") == cached >= modules > 200
-    assert killed.encoded == len(NAMES) * len(killed.made["modules"])
+    assert killed.encoded == 0
 
 
 def test_a_killed_cluster_finds_its_schemas_and_modules(

@@ -40,19 +40,29 @@ class IdleLeaves:
         self._is_idle_leaf = is_idle_leaf
         self._wait_of = wait_of
         self._heaps: dict[KvAccount | None, list[_Entry]] = {}
+        self._length = 0
         self._serial = count()
 
     def __len__(self) -> int:
-        return sum(map(len, self._heaps.values()))
+        return self._length
 
     def push(self, node: Node) -> None:
         """Add an idle leaf, or one whose last use or wait has changed."""
-        heap = self._heaps.setdefault(node.account, [])
-        heapq.heappush(heap, self._entry(node))
-        if len(heap) > self._length_max:
-            present = {entry[3] for entry in heap if self._belongs(entry[3], node.account)}
+        heapq.heappush(self._heaps.setdefault(node.account, []), self._entry(node))
+        self._length += 1
+        if self._length > self._length_max:
+            self._drop_stale()
+
+    def _drop_stale(self) -> None:
+        """Leave one entry of each idle leaf, the present one."""
+        self._length = 0
+        for account, heap in list(self._heaps.items()):
+            present = {entry[3] for entry in heap if self._belongs(entry[3], account)}
             heap[:] = map(self._entry, sorted(present, key=lambda leaf: leaf.last_use))
             heapq.heapify(heap)
+            self._length += len(heap)
+            if not heap:
+                del self._heaps[account]
 
     def pop(self) -> Node | None:
         """Remove and return the leaf to evict first; None if there is none."""
@@ -63,14 +73,18 @@ class IdleLeaves:
             rank = (float(self._shares.standing(account, TierKind.DEVICE)), *heap[0][:3])
             if rank < least:
                 best, least = heap, rank
-        return None if best is None else heapq.heappop(best)[3]
+        return None if best is None else self._pop(best)
+
+    def _pop(self, heap: list[_Entry]) -> Node:
+        self._length -= 1
+        return heapq.heappop(heap)[3]
 
     def _settle(self, heap: list[_Entry], account: KvAccount | None) -> bool:
         """Bring an idle leaf to the top of a heap that is there in its present order; False if there is none."""
         while heap:
             wait, last_use, _, node = heap[0]
             if not self._belongs(node, account) or last_use != node.last_use:
-                heapq.heappop(heap)
+                self._pop(heap)
             elif -wait == self._wait_of(node):
                 return True
             else:
