@@ -235,7 +235,7 @@ def served(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[RunningRouter, 
 
 @pytest.fixture(scope="module")
 def qwen3(folder: Path) -> Iterator[tuple[RunningRouter, FakeController, Tokenizer]]:
-    """The same with a template that writes calls in its own way, whoever has them."""
+    """The same with a template that writes calls in its own way, for any tools."""
     (folder / "family").mkdir()
     tokenizer = Tokenizer(write_family(folder / "family", "qwen3"))
     with serving(folder / "calls", tokenizer, model_path=str(folder / "family")) as (router, fake):
