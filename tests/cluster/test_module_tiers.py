@@ -27,7 +27,20 @@ from cluster.module_calls import (
 
 pytestmark = pytest.mark.processes
 
-OPTIONS = ("--tp", "1", "--dtype", "float32", "--threads", "1", "--kv-memory", "16MiB", "--host-tier", "8MiB")
+OPTIONS = (
+    "--tp",
+    "1",
+    "--dtype",
+    "float32",
+    "--threads",
+    "1",
+    "--kv-memory",
+    "16MiB",
+    "--host-tier",
+    "8MiB",
+    "--tier-policy",
+    "look-ahead",
+)
 DISK_BYTES = 512 << 20
 CHUNK_BYTES = 512 << 10
 """Of a chunk's KV."""

@@ -23,7 +23,20 @@ pytestmark = pytest.mark.processes
 
 MODEL = "trunkline-demo"
 CHUNK = 64
-OPTIONS = ("--tp", "2", "--dtype", "float32", "--threads", "1", "--kv-memory", "8MiB", "--host-tier", "2MiB")
+OPTIONS = (
+    "--tp",
+    "2",
+    "--dtype",
+    "float32",
+    "--threads",
+    "1",
+    "--kv-memory",
+    "8MiB",
+    "--host-tier",
+    "2MiB",
+    "--tier-policy",
+    "look-ahead",
+)
 DISK_BYTES = 512 << 20
 DEVICE_CHUNKS, HOST_CHUNKS = 32, 8
 TOKENS = 12
