@@ -34,13 +34,13 @@ from report import Report, argument_parser
 from tokenizers import Tokenizer
 
 from trunkline.controller.messages import Abort, Ping, RouterRequest, Submit
-from trunkline.router.messages import Finished, FinishReason, Outputs, RouterMessage, Started, State
+from trunkline.router.messages import PROTOCOL, Finished, FinishReason, Outputs, RouterMessage, Started, State
 from trunkline.worker.messages import Sampling
 
 DEMO_MODEL: Final = Path(__file__).resolve().parents[1] / "deploy/trunkline/deploy/demo_model"
 TOKEN: Final = 300
 """What every stream says all the time: a token whose text is short and never ends inside a character."""
-_STATE: Final = State(0, "ready", "", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 4096, max_rows=256)
+_STATE: Final = State(0, "ready", "", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 4096, max_rows=256, protocol=PROTOCOL)
 """An idle controller with room for contexts of 4,096 tokens."""
 
 
