@@ -17,6 +17,8 @@ import re
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
+from trunkline.router.text.borders import agreed_length
+
 _NONCHARACTERS: Final = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 
@@ -103,19 +105,7 @@ def left_out(text: str, rest: str) -> LeftOut | None:
     length = len(text) - len(rest)
     if length < 0:
         return None
-    last = _common(text, rest)
-    behind = _common(text[::-1], rest[::-1])
+    last = agreed_length(text, rest)
+    behind = agreed_length(text[::-1], rest[::-1])
     first = max(0, len(rest) - behind)
     return LeftOut(first, last, length) if first <= last else None
-
-
-def _common(one: str, other: str) -> int:
-    """Return the number of characters with which both texts begin."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
