@@ -18,10 +18,10 @@ import zmq
 from seeds import seeds
 from worker.peer_driver import FINGERPRINT, HEADS, PeerRank, export_until_killed, name_of
 from worker.ranks import RankProcess
-from worker.tier_driver import HeldKernels, wait_until
+from worker.tier_driver import DEADLINE_S, HeldKernels, wait_until
 
 from trunkline.runtime import wire_keys
-from trunkline.worker.tiers import exporter, peer_tier
+from trunkline.worker.tiers import exporter, peer_tier, questions
 from trunkline.worker.tiers.exchange import CREDIT_BYTES, Ask, Found, Told, checksum
 from trunkline.worker.tiers.process_memory import read_memory
 from trunkline.worker.tiers.questions import AWAY_S, QUESTION_S, Questions
@@ -57,6 +57,14 @@ def keys(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exporter and puller share a process here: when it stands still for seconds, that is no silence of a peer."""
+    monkeypatch.setattr(exporter, "_WAIT_S", DEADLINE_S)
+    monkeypatch.setattr(questions, "SILENT_S", DEADLINE_S)
+    monkeypatch.setattr(questions, "QUESTION_S", DEADLINE_S)
+
+
 @pytest.fixture(params=["memory", "socket"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How bytes come: read in the exporter's memory, or by the socket as between hosts."""
@@ -65,6 +73,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_peer_on_another_host_sends_more_than_one_question_may_ask_for(
     make: Make, place: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +86,7 @@ def test_a_peer_on_another_host_sends_more_than_one_question_may_ask_for(
     assert own.statuses(1, {chunk: chunk for chunk in range(90)}) == [DONE] * 90
 
 
+@pytest.mark.usefixtures("patient")
 def test_parts_of_an_answer_without_room_wait_for_it(
     make: Make, place: Callable[[], str], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +99,7 @@ def test_parts_of_an_answer_without_room_wait_for_it(
     assert all(own.holds(chunk, chunk) for chunk in range(90))
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(("tp", "peer_tp"), [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2), (1, 8), (8, 2), (8, 8)])
 def test_chunks_arrive_whole_for_any_number_of_ranks(
     make: Make, place: Callable[[], str], way: str, tp: int, peer_tp: int
@@ -107,6 +118,7 @@ def test_chunks_arrive_whole_for_any_number_of_ranks(
         assert own.copier.host.generation(1) < 0
 
 
+@pytest.mark.usefixtures("patient")
 def test_parts_are_as_long_as_keys_make_them(make: Make, keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Encrypted frames are longer than their contents, and a reader limits what it takes."""
     monkeypatch.setattr(peer_tier, "node_id", lambda: "")
@@ -118,6 +130,7 @@ def test_parts_are_as_long_as_keys_make_them(make: Make, keys: str, monkeypatch:
     assert own.holds(0, 5)
 
 
+@pytest.mark.usefixtures("patient")
 def test_what_was_pulled_is_exported_again(make: Make, place: Callable[[], str]) -> None:
     first, second, third = make(export=place()), make(export=place()), make()
     first.save([5], [0])
@@ -207,6 +220,7 @@ def start(folder: Path, settings: dict[str, Any]) -> tuple[RankProcess, str]:
     return process, told.read_text()
 
 
+@pytest.mark.usefixtures("patient")
 def test_copies_that_are_under_way_are_waited_for(make: Make, place: Callable[[], str], way: str) -> None:
     peer, own = make(export=place()), make()
     own.meet(1, peer.tiers.exports)
@@ -229,6 +243,7 @@ def test_copies_that_are_under_way_are_waited_for(make: Make, place: Callable[[]
     assert own.holds(2, 1)
 
 
+@pytest.mark.usefixtures("patient")
 def test_bytes_that_changed_are_a_miss(make: Make, place: Callable[[], str], way: str) -> None:
     """The exporter remembers the checksum of an unchanged slot; here a bit of it flips."""
     peer, own = make(export=place()), make()
@@ -244,6 +259,7 @@ def test_bytes_that_changed_are_a_miss(make: Make, place: Callable[[], str], way
     assert own.copier.host.generation(0) < 0
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("seed", seeds(3))
 def test_slots_that_are_overwritten_never_give_wrong_bytes(
     make: Make, place: Callable[[], str], way: str, seed: int
@@ -267,6 +283,7 @@ def test_slots_that_are_overwritten_never_give_wrong_bytes(
     assert found
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("seed", seeds(8))
 def test_a_name_is_found_where_its_chunk_is(make: Make, seed: int) -> None:
     """Random plans and moves against a plain dictionary."""
@@ -394,6 +411,7 @@ def answer_of(socket: Any) -> Told:
     return msgspec.msgpack.decode(socket.recv_multipart()[0], type=Told)
 
 
+@pytest.mark.usefixtures("patient")
 def test_memory_that_may_not_be_read_comes_by_socket(
     make: Make, place: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
