@@ -8,6 +8,8 @@ HTTP/1.1 connections. The difference is the router's: receive, detokenise, forma
 messages are sent straight to a reader (`direct`): what one takes without a router. All clocks are CLOCK_MONOTONIC.
 
 Steps come every `--step-ms`, far apart enough that none waits for the one before: this is latency, not throughput.
+The router's CPU time is given per token from the second step to the last, and for each request: what comes before
+and after.
 """
 
 from __future__ import annotations
@@ -28,7 +30,6 @@ from typing import Final
 
 import msgspec
 import numpy as np
-import psutil
 import zmq
 from report import Report, argument_parser
 from tokenizers import Tokenizer
@@ -58,23 +59,29 @@ class Controller:
         self._decoder = msgspec.msgpack.Decoder(RouterRequest)
         self._live: list[Submit] = []
 
-    def run(self, times: Connection) -> None:
-        """Serve one round: the time of each step's message goes to `times` in the end."""
+    def run(self, times: Connection, router: int | None) -> None:
+        """Serve one round. The time of each step's message goes to `times` in the end, with the CPU time that the
+        router's process took from the second step to the last; None: there is no router."""
         while len(self._live) < self._streams:
             self._receive(1000)
         numbers = np.array([submit.request for submit in self._live], "<u4").tobytes()
         tokens = np.full(len(self._live), TOKEN, "<i4").tobytes()
         sent = []
         due = time.monotonic()
-        for _ in range(self._live[0].max_tokens):
+        steps, before = self._live[0].max_tokens, 0.0
+        for step in range(steps):
             due += self._step_seconds
             while (left := due - time.monotonic()) > 0:
                 self._receive(max(0, int(left * 1000)))
+            if step == 1:
+                before = cpu_seconds(router)
             sent.append(time.monotonic())
             self._send(Outputs(self._next(), numbers, tokens))
+        time.sleep(self._step_seconds)  # until the last step's events are written
+        busy = cpu_seconds(router) - before
         self._send(Outputs(self._next(), finished=[Finished(s.request, FinishReason.LENGTH) for s in self._live]))
         self._live.clear()
-        times.send(sent)
+        times.send((sent, busy))
         while self._receive(2000):
             pass
 
@@ -100,9 +107,11 @@ class Controller:
         self._socket.send_multipart([self._router, self._encoder.encode(message)])
 
 
-def control(endpoint: str, streams: int, step_seconds: float, times: Connection) -> None:
+def control(
+    endpoint: str, streams: int, step_seconds: float, times: Connection, router: int | None = None
+) -> None:
     """The controller's process."""
-    Controller(endpoint, streams, step_seconds).run(times)
+    Controller(endpoint, streams, step_seconds).run(times, router)
 
 
 def read_all(port: int, streams: int, tokens: int) -> list[list[float]]:
@@ -169,15 +178,15 @@ def direct(folder: str, streams: int, tokens: int, step_seconds: float) -> list[
         message = decoder.decode(dealer.recv())
         if isinstance(message, Outputs) and message.tokens:
             arrived.append(time.monotonic())
-    sent = receiver.recv()
+    sent, _ = receiver.recv()
     process.join()
     dealer.close(linger=0)
     return [b - a for a, b in zip(sent, arrived, strict=True)]
 
 
-def routed(folder: str, streams: int, tokens: int, step_seconds: float) -> tuple[list[float], float]:
+def routed(folder: str, streams: int, tokens: int, step_seconds: float) -> tuple[list[float], float, float]:
     """Seconds from sending a step's message to the client's having each stream's event; the router's CPU time per
-    token, in seconds, requests and responses included."""
+    token, and beside the tokens for each request, in seconds."""
     endpoint = f"ipc://{folder}/controller"
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -187,15 +196,15 @@ def routed(folder: str, streams: int, tokens: int, step_seconds: float) -> tuple
         [sys.executable, "-m", "trunkline.router", "--config", str(config)], stderr=subprocess.DEVNULL
     )
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.Process(target=control, args=(endpoint, streams, step_seconds, sender))
+    process = multiprocessing.Process(target=control, args=(endpoint, streams, step_seconds, sender, router.pid))
     process.start()
     try:
         wait_for(port)
         time.sleep(1.5)  # until the router has the controller's first word
         before = cpu_seconds(router.pid)
         arrived = read_all(port, streams, tokens)
-        busy = cpu_seconds(router.pid) - before
-        sent = receiver.recv()
+        sent, streaming = receiver.recv()
+        beside = cpu_seconds(router.pid) - before - streaming
     finally:
         process.terminate()
         process.join()
@@ -203,13 +212,15 @@ def routed(folder: str, streams: int, tokens: int, step_seconds: float) -> tuple
         router.wait()
     # The first step meets the streams' beginnings, which are more work.
     delays = [b - a for stream in arrived for a, b in list(zip(sent, stream, strict=True))[1:]]
-    return delays, busy / (streams * tokens)
+    return delays, streaming / (streams * (tokens - 1)), beside / streams
 
 
-def cpu_seconds(pid: int) -> float:
-    """Of all threads of a process, since its start."""
-    times = psutil.Process(pid).cpu_times()
-    return float(times.user + times.system)
+def cpu_seconds(pid: int | None) -> float:
+    """Of all threads of a process, since its start; None: no process."""
+    if pid is None:
+        return 0.0
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")  # the first number: nanoseconds on a core
+    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
 def wait_for(port: int) -> None:
@@ -237,14 +248,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings = folder, arguments.streams, tokens, arguments.step_ms / 1000
         straight = direct(*settings)
-        through, busy = routed(*settings)
+        through, per_token, per_request = routed(*settings)
         for name, seconds in (("direct", straight), ("routed", through)):
             times = np.array(seconds) * 1000
             for quantile in (50, 90, 99):
                 value = float(np.percentile(times, quantile))
                 medians.setdefault(name, value)
                 report.add({"way": name, "streams": arguments.streams}, f"p{quantile}", value, "ms", 1)
-    report.add({"way": "routed", "streams": arguments.streams}, "cpu_per_token", busy * 1e6, "us", 1)
+    routed_by = {"way": "routed", "streams": arguments.streams}
+    report.add(routed_by, "cpu_per_token", per_token * 1e6, "us", 1)
+    report.add(routed_by, "cpu_per_request", per_request * 1e3, "ms", 1)
     added = medians["routed"] - medians["direct"]
     report.add({"way": "added", "streams": arguments.streams}, "p50", added, "ms", 1)
     report.finish(arguments.json, wide=True)
