@@ -360,12 +360,12 @@ def grown(tokenizer: Tokenizer, steps: int, keep: int) -> tuple[list[int], tuple
     found, marks = marked
     placed = marks.read(tokenizer.render_chat([message.for_template() for message in found.messages]))
     assert placed is not None
-    tokens = tokenizer.encode(placed.text, add_special_tokens=False)
-    tokens, places = tokenizer.places(placed.text, tokens, add_special_tokens=False)
+    ids = tokenizer.encode(placed.text, add_special_tokens=False)
+    tokens, places = tokenizer.places(placed.text, ids, add_special_tokens=False)
     edit = ClearToolUses(trigger_tokens=None, keep=keep)
     edited = cleared(EditedPrompt(placed.text, tokens, ()), places, found, placed, [edit])
     assert edited.applied[0].groups == len(edited.drops) == steps - keep
-    return tokens, tuple(edited.drops)
+    return list(tokens), tuple(edited.drops)
 
 
 def test_each_edited_turn_finds_the_one_before(tokenizer: Tokenizer) -> None:

@@ -155,7 +155,7 @@ class _ChatAnswer:
                 choices=[encoded(choice) for choice in choices],
                 usage=usage_of(self._generation, thoughts=self._thoughts),
                 prompt_logprobs=self._prompt_logprobs(),
-                prompt_token_ids=prompt if self._body.return_token_ids else UNSET,
+                prompt_token_ids=list(prompt) if self._body.return_token_ids else UNSET,
                 cache=cache_use(self._generation),
                 truncation=truncation_result(self._generation),
                 timings=timings_of(self._generation) if self._body.return_timings else UNSET,
@@ -300,7 +300,9 @@ class _ChatAnswer:
                 **self._head,
                 choices=list(choices),
                 usage=usage if self._body.include_usage else UNSET,
-                prompt_token_ids=self._generation.job.prompt if first and self._body.return_token_ids else UNSET,
+                prompt_token_ids=list(self._generation.job.prompt)
+                if first and self._body.return_token_ids
+                else UNSET,
                 cache=cache_use(self._generation) if last else UNSET,
                 truncation=truncation_result(self._generation) if last else UNSET,
                 timings=timings_of(self._generation) if last and self._body.return_timings else UNSET,

@@ -321,7 +321,7 @@ class _CompletionAnswer:
 
     def _add_prompt(self, choice: CompletionChoice, prompt: int, echo: _Echo) -> None:
         if self._body.return_token_ids:
-            choice.prompt_token_ids = self._batch.generations[prompt].job.prompt
+            choice.prompt_token_ids = list(self._batch.generations[prompt].job.prompt)
         choice.prompt_logprobs = optional(echo.scores)
 
     def _echo(self, index: int) -> _Echo:

@@ -18,7 +18,7 @@ class EditedPrompt(NamedTuple):
 
     text: str
     """The whole text, with what is left out."""
-    tokens: list[int]
+    tokens: Sequence[int]
     """The tokens of `text`."""
     drops: tuple[TokenSpan, ...]
     """The tokens that are left out, merged."""

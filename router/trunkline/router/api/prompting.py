@@ -294,7 +294,7 @@ def _discards(body: ChatRequest | CompletionRequest, turn: SessionTurn | None) -
 class _Encoded(NamedTuple):
     """An encoded prompt."""
 
-    tokens: list[int]
+    tokens: Sequence[int]
     discards: tuple[TokenSpan, ...] = ()
     """Tokens that are left out in any case, merged."""
     head: int = 0

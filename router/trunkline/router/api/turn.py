@@ -35,6 +35,7 @@ from trunkline.router.stores.session_lease import Lease
 from trunkline.router.stores.session_state import SessionState
 from trunkline.router.text.prompt_memory import NOTHING, ReadsSame, agreed_tokens
 from trunkline.router.text.remembered_prompts import RememberedPrompt
+from trunkline.router.text.token_ids import TokenIds
 from trunkline.router.text.truncation import TokenSpan, clip_spans
 
 _FORMS: Final = {
@@ -98,7 +99,7 @@ class SessionTurn:
 
     async def tokens_of(
         self, text: str, param: str, *, add_special_tokens: bool, salt: bytes, same: ReadsSame
-    ) -> tuple[list[int], RememberedPrompt | None]:
+    ) -> tuple[Sequence[int], RememberedPrompt | None]:
         """Return the token ids of a conversation's text, reusing the history's tokens where it begins with them,
         and the prompt as it is remembered; None: it is not.
 
@@ -121,14 +122,16 @@ class SessionTurn:
             self._known = KnownPrompt(text, remembered.ids, reused, marks)
             return self._known.tokens, remembered
         tokens = await self._from_history(text, mark, add_special_tokens=False)
-        if agreed_tokens(known.tokens, np.array(tokens, np.int32)) < len(known.tokens):
+        if agreed_tokens(known.tokens, np.asarray(tokens, np.int32)) < len(known.tokens):
             known = NOTHING
         return tokens, prompts.keep(text, salt, known, tokens[len(known.tokens) :])
 
-    async def _from_history(self, text: str, mark: HistoryMark, *, add_special_tokens: bool) -> list[int]:
+    async def _from_history(self, text: str, mark: HistoryMark, *, add_special_tokens: bool) -> Sequence[int]:
         rest = text[mark.characters :]
+        tokens: Sequence[int]
         if mark.tokens:
-            tokens = self._history.ids()[: mark.tokens] + await self._tokenizer.encode_rest(rest)
+            history = unpack_int32(self._history.tokens)[: mark.tokens]
+            tokens = TokenIds.of(history, await self._tokenizer.encode_rest(rest))
         else:
             tokens = await self._tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
         self._known = KnownPrompt(text, tokens, mark.tokens)
@@ -144,8 +147,9 @@ class SessionTurn:
             tokens += self._tokenizer.encode_plain(split.rest)
         elif split is not None:
             tokens += await self._tokenizer.encode_rest(split.rest)
-        self._known = KnownPrompt(text, tokens + rest, mark.tokens)
-        return self._known.tokens
+        tokens += rest
+        self._known = KnownPrompt(text, tokens, mark.tokens)
+        return tokens
 
     async def continued(self, given: str | list[int], *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of the history, followed by those of `given`, a text or token ids."""
@@ -161,8 +165,9 @@ class SessionTurn:
                 new = await self._tokenizer.encode_rest(given)
             else:
                 new = await self._tokenizer.encode_async(given, add_special_tokens=add_special_tokens)
-        self._known = KnownPrompt(self._history.text + text, history + new, self._history.token_count)
-        return self._known.tokens
+        tokens = history + new
+        self._known = KnownPrompt(self._history.text + text, tokens, self._history.token_count)
+        return tokens
 
     def check_size(self, param: str) -> None:
         """Refuse a turn with a message that is too large to be stored.

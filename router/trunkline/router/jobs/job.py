@@ -60,7 +60,7 @@ class Modules(msgspec.Struct, frozen=True):
 class Prompt(msgspec.Struct, frozen=True):
     """A request's prompt, ready for the engine."""
 
-    tokens: list[int]
+    tokens: Sequence[int]
     """All tokens of the prompt; in a prompt of modules only those that the request adds itself."""
     param: str = ""
     """Name of the parameter that gives the prompt, for errors; "": `messages` or `prompt`."""
@@ -81,7 +81,7 @@ class Prompt(msgspec.Struct, frozen=True):
 class Job(msgspec.Struct, frozen=True):
     """All properties of a generation that do not depend on the group that runs it."""
 
-    prompt: list[int]
+    prompt: Sequence[int]
     """All tokens of the prompt; in a prompt of modules only those that the request adds itself."""
     max_tokens: int
     sampling: Sampling
@@ -144,7 +144,7 @@ class Job(msgspec.Struct, frozen=True):
 
     def packed_prompt(self) -> bytes:
         """Return the prompt as it is sent to a controller."""
-        return pack_int32(self.prompt if self.remembered is None else self.remembered.tokens)
+        return pack_int32(self.prompt)
 
     def packed_drops(self) -> bytes:
         """Return the dropped ranges of the prompt as they are sent to a controller."""

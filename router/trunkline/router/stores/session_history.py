@@ -101,7 +101,7 @@ class KnownPrompt(msgspec.Struct):
     """A prompt whose first tokens come from a history."""
 
     text: str
-    tokens: list[int]
+    tokens: Sequence[int]
     reused_tokens: int
     """Number of first tokens taken from the history."""
     marks: tuple[HistoryMark, ...] = ()

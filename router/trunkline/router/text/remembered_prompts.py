@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from trunkline.kvstore.chunks import Int32Array
 from trunkline.router.text.detokenizer import make_detokenizer
 from trunkline.router.text.prompt_memory import ChunkNames, Prompt, PromptMemory, ReadsSame, Reuse, part_of
+from trunkline.router.text.token_ids import TokenIds
 from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
 
 
@@ -19,13 +20,10 @@ class RememberedPrompt:
         prompt: Prompt,
         reuse: Reuse,
         tokenizer: Tokenizer,
-        ids: list[int] | None = None,
     ) -> None:
-        """`ids`: all of its tokens as a list, if there is one."""
         self._memory = memory
         self._prompt = prompt
         self._tokenizer = tokenizer
-        self._ids = ids
         self.reuse = reuse
         """What was known of it."""
 
@@ -40,11 +38,9 @@ class RememberedPrompt:
         return self._prompt.names
 
     @property
-    def ids(self) -> list[int]:
-        """Its token ids as a list."""
-        if self._ids is None:
-            self._ids = self._prompt.tokens.tolist()
-        return self._ids
+    def ids(self) -> TokenIds:
+        """Its token ids, which read like a list."""
+        return TokenIds(self._prompt.tokens)
 
     def answered(self, tokens: Sequence[int], ends: Collection[int]) -> None:
         """Remember an answer that is complete. `ends`: tokens that end it, which are no part of it."""
@@ -92,7 +88,7 @@ class RememberedPrompts:
             return self.keep(text, salt, known, ids)
         part = await tokenizer.beside_loop(lambda: part_of(rest, ids, tokenizer.borders))
         prompt = self.memory.remember_part((self._model, salt), text, known, part)
-        return RememberedPrompt(self.memory, prompt, known, tokenizer, None if len(known.tokens) else ids)
+        return RememberedPrompt(self.memory, prompt, known, tokenizer)
 
     def keep(self, text: str, salt: bytes, known: Reuse, rest: Sequence[int]) -> RememberedPrompt:
         """Remember a prompt. `rest`: tokens of the text behind what is known."""

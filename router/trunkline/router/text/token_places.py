@@ -56,7 +56,7 @@ class TokenPlaces(NamedTuple):
         return cls(characters[starts] - inside[starts], characters[stops])
 
     @classmethod
-    def of_segments(cls, text: str, tokens: list[int], borders: Places, place: Placing) -> TokenPlaces:
+    def of_segments(cls, text: str, tokens: Sequence[int], borders: Places, place: Placing) -> TokenPlaces:
         """Return the places of tokens of which some may be those of another text that reads the same, as a model
         wrote it. Each of them stands for all characters between two borders.
 
@@ -86,7 +86,7 @@ class TokenPlaces(NamedTuple):
         return _holds(self.starts, start) and _holds(self.stops, stop)
 
 
-Placing = Callable[[str, list[int]], TokenPlaces | None]
+Placing = Callable[[str, Sequence[int]], TokenPlaces | None]
 
 
 def _holds(ascending: Int64Array, value: int) -> bool:

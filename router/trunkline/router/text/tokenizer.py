@@ -315,8 +315,8 @@ class Tokenizer:
         return await self.encode_async(text, add_special_tokens=False)  # a token joins the line end and the text
 
     def places(
-        self, text: str, tokens: list[int], *, add_special_tokens: bool, stays: bool = False
-    ) -> tuple[list[int], TokenPlaces]:
+        self, text: str, tokens: Sequence[int], *, add_special_tokens: bool, stays: bool = False
+    ) -> tuple[Sequence[int], TokenPlaces]:
         """Return the tokens of a text, and which characters each stands for.
 
         Args:
@@ -338,12 +338,12 @@ class Tokenizer:
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return encoding.ids, TokenPlaces.of_offsets(encoding.offsets)
 
-    def _placed(self, text: str, tokens: list[int]) -> TokenPlaces | None:
+    def _placed(self, text: str, tokens: Sequence[int]) -> TokenPlaces | None:
         found = TokenPlaces.of_bytes(text, tokens, self.vocabulary)
         if found is not None:
             return found
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        return TokenPlaces.of_offsets(encoding.offsets) if encoding.ids == tokens else None
+        return TokenPlaces.of_offsets(encoding.offsets) if encoding.ids == list(tokens) else None
 
     @property
     def uses_documents(self) -> bool:

@@ -63,7 +63,7 @@ class PromptCut(msgspec.Struct, frozen=True):
         """Number of tokens that are left out, those included that the prompt does not have any more."""
         return self.dropped_tokens + self.removed_tokens
 
-    def without_dropped(self, tokens: list[int]) -> tuple[list[int], PromptCut]:
+    def without_dropped(self, tokens: Sequence[int]) -> tuple[list[int], PromptCut]:
         """Return a prompt's tokens without those that are left out, and its cut, which drops nothing."""
         left: list[int] = []
         begin = 0
