@@ -217,14 +217,7 @@ class Group:
         for socket in (*self.ranks, self.report, self.hostile, self.friend):
             socket.close(linger=0)
         self.context.term()
-        service = self.service
-        service.gate.close()
-        service.group.close()
-        service.routers.close()
-        service.events.close()
-        service.gate.context.term()
-        service.persistence.close()
-        service._wake_ups.close()
+        self.service.close()
 
 
 def _with_modules(plan: StepPlan) -> dict[int, dict[int, int]]:

@@ -160,9 +160,11 @@ class Abort(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
 
 
 class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
-    """Sent by each router once a second, and answered by `State`. The requests of a silent router are aborted."""
+    """Sent by each router once a second, and when streams end while the group drains. Answered by `State`. The
+    requests of a silent router are aborted."""
 
-    seq: int
+    read: int
+    """Number of the last message that the router has read over this connection; 0: none."""
 
 
 class FlushCache(msgspec.Struct, array_like=True, frozen=True, tag="flush"):
@@ -387,7 +389,8 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True, tag="result"):
     epoch: int
     tokens: bytes
     """int32 sampled token ids: first the decode rows in order, then the prefill entries with `sample` 1, then the
-    forks."""
+    forks. Behind a row's token there is a place for each of its drafts: the token that was drawn behind the draft,
+    -1 where none was because the draft, or one before it, is not what was drawn at its place."""
     elapsed_us: int
     """Microseconds of wall time that the step took in the worker."""
     logprobs: dict[int, TopLogprobs] | None = None

@@ -42,6 +42,10 @@ class _Router:
     last_heard: float
     seq: int = 0
     """Number of the last message sent to the router."""
+    told: int = 0
+    """Number of the last message with outputs …"""
+    read: int = 0
+    """… and of the last one that the router says it has read; 0: it has not said so yet."""
 
 
 def _split(outputs: EngineOutputs) -> dict[int, Outputs]:
@@ -128,6 +132,8 @@ class Routers:
         if router is None:
             return
         router.seq += 1
+        if isinstance(message, Outputs):
+            router.told = router.seq
         payload = self._encoder.encode(replace(message, seq=router.seq))
         try:
             self.socket.send_multipart([router.identity, payload], zmq.NOBLOCK)
@@ -143,6 +149,20 @@ class Routers:
     def silent(self, now: float, seconds_max: float) -> list[int]:
         """Return the indices of the routers that have sent nothing for longer than this."""
         return [index for index, router in self._by_index.items() if now - router.last_heard > seconds_max]
+
+    def note_read(self, index: int, number: int) -> None:
+        """Note that a router has read the messages up to this number."""
+        self._by_index[index].read = number
+
+    def behind(self, now: float, seconds_max: float) -> list[int]:
+        """Return the indices of the routers that have not read all outputs yet, without those that are silent and
+        those that never say what they have read."""
+        silent = self.silent(now, seconds_max)
+        return [
+            index
+            for index, router in self._by_index.items()
+            if 0 < router.read < router.told and index not in silent
+        ]
 
     def forget(self, index: int) -> None:
         """Forget a router; if it sends again, it is a new one."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import signal
 import time
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
@@ -31,7 +30,6 @@ from trunkline.controller.engine.events import (
     EndAll,
     EndWaiting,
     EngineOutputs,
-    Event,
     ExpectRequest,
     ForgetPrompt,
     Ready,
@@ -62,12 +60,12 @@ from trunkline.controller.messages import (
     Submit,
 )
 from trunkline.controller.sequences.sequence import Request
-from trunkline.controller.service.handover import HandoverWait
 from trunkline.controller.service.membership import GroupLostError
-from trunkline.controller.service.offers import LIVE, Offering
+from trunkline.controller.service.offers import LIVE
 from trunkline.controller.service.request_log import RequestLog
 from trunkline.controller.service.routers import NUMBER_MASK, ROUTER_SHIFT, Routers
 from trunkline.controller.service.status import Descriptions, EventPublisher, state_of
+from trunkline.controller.service.turns import Deadlines, Leaving, Pending
 from trunkline.controller.service.wakeup import WakeUps
 from trunkline.controller.service.workers import WorkerGroup
 from trunkline.controller.storage.persistence import Persistence
@@ -87,6 +85,8 @@ EXIT_CONFIG: Final = 2
 """Exit code of a controller whose configuration can never work, so that it is not started again."""
 POLL_MS_MAX: Final = 1000
 _STOPPING = "the controller is stopping"
+READ_SECONDS_MAX = 2.0
+"""Longest time in seconds for which a controller that stops waits for routers to read how their streams end."""
 SETTLE_SECONDS_MAX = 2.0
 """Longest time for which a controller that stops waits for chunks to be written to disk."""
 
@@ -100,36 +100,6 @@ class Status(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     FAILED = "failed"
-
-
-@dataclass(slots=True)
-class _Deadlines:
-    """The times at which the loop has to turn even if nothing arrives."""
-
-    drain: float = math.inf
-    """Time at which a drain stops waiting for running requests."""
-    settle: float = math.inf
-    """Time at which a drain without requests stops waiting for chunks to be written to disk."""
-    engine: float = math.inf
-    """Time at which the engine wants its next step (`Ready.wake_at`)."""
-
-
-@dataclass(slots=True)
-class _Leaving:
-    """What other groups may have of this one's chunks."""
-
-    offering: Offering = field(default_factory=Offering)
-    wait: HandoverWait = field(default_factory=HandoverWait)
-
-
-@dataclass(slots=True)
-class _Pending:
-    """The events and answers that this turn of the loop has collected."""
-
-    events: list[Event] = field(default_factory=list)
-    """Events for the engine's next step."""
-    state_for: set[int] = field(default_factory=set)
-    """Indices of the routers that are sent the state after the engine's next step."""
 
 
 class ControllerService:
@@ -147,7 +117,7 @@ class ControllerService:
         self.routers = Routers(self.gate, config.router_endpoint, config.local_endpoint)
         self.events = EventPublisher(self.gate, config.events_endpoint)
         self.descriptions = Descriptions()
-        self._leaving = _Leaving()
+        self._leaving = Leaving()
         self.persistence = Persistence(
             config.index_path,
             bytes.fromhex(config.tier_fingerprint),
@@ -155,8 +125,8 @@ class ControllerService:
             time.monotonic(),
         )
         self.engine: Engine | None = None
-        self._pending = _Pending()
-        self._deadlines = _Deadlines()
+        self._pending = Pending()
+        self._deadlines = Deadlines()
         self.status = Status.STARTING
         self.detail = ""
         self._request_log = RequestLog(
@@ -181,6 +151,7 @@ class ControllerService:
             while not self._drain():
                 poller.poll(self._poll_ms())
                 self._turn()
+            self._let_routers_read()
             self.group.shut_down()
             log.info("stopped")
             return 0
@@ -188,14 +159,18 @@ class ControllerService:
             self._fail(str(error))
             return EXIT_CONFIG
         finally:
-            self.gate.close()
-            self.group.close()
-            self.routers.close()
-            self.events.close()
-            self.gate.context.term()
-            self.persistence.close()
-            self._request_log.close()
-            self._wake_ups.close()
+            self.close()
+
+    def close(self) -> None:
+        """Close the sockets and the files."""
+        self.gate.close()
+        self.group.close()
+        self.routers.close()
+        self.events.close()
+        self.gate.context.term()
+        self.persistence.close()
+        self._request_log.close()
+        self._wake_ups.close()
 
     def _stop_requested(self) -> None:
         """Begin to drain; at the second request, stop without waiting any longer."""
@@ -233,6 +208,21 @@ class ControllerService:
         self._pending.events.append(EndAll(detail, FinishReason.DRAINING))
         self._step(time.monotonic())
         return True
+
+    def _let_routers_read(self) -> None:
+        """Wait a moment for routers that have not read how their streams end: what a connection still holds when
+        it is closed is lost."""
+        now = time.monotonic()
+        until, silence = now + READ_SECONDS_MAX, self.config.router_silence_seconds_max
+        self._pending.state_for.update(self.routers.behind(now, silence))  # to send shows which routers are gone
+        while now < until and not self._wake_ups.read():
+            self._send_state()
+            if not self.routers.behind(now, silence):
+                return
+            self.routers.socket.poll(int((until - now) * 1000) + 1)
+            now = time.monotonic()
+            for router, message in self.routers.receive(now):
+                self._handle(router, message, now)
 
     def _poll_ms(self) -> int:
         """Return for how many milliseconds the loop may sleep if nothing arrives."""
@@ -383,6 +373,7 @@ class ControllerService:
                         AbortRequest(router << ROUTER_SHIFT | message.request, message.sample)
                     )
             case Ping():
+                self.routers.note_read(router, message.read)
                 self._pending.state_for.add(router)
             case FlushCache() if self.engine is None:
                 self.routers.send(router, Flushed(0, message.ticket, 0))

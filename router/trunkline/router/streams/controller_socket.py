@@ -64,7 +64,6 @@ class ControllerSocket:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(RouterMessage)
         self._expected: int | None = None
-        self._pings = 0
         self.heard_at: float | None = None
         """Loop time of the last message, in seconds. It is set when the connection is made, so that a peer that
         says nothing is noticed; None: not connected."""
@@ -113,9 +112,8 @@ class ControllerSocket:
         return True
 
     def send_ping(self) -> None:
-        """Send the next ping, if there is a connection."""
-        self._pings += 1
-        self.send(Ping(self._pings))
+        """Send a ping, if there is a connection."""
+        self.send(Ping(0 if self._expected is None else self._expected - 1))
 
     def _on_readable(self) -> None:
         for _ in range(_MESSAGES_PER_TURN):

@@ -392,6 +392,8 @@ class ControllerLink:
                         receiver.push(token)
         self._tell_each(outputs.beams)
         self._tell_each(outputs.finished)
+        if outputs.finished and self.state is not None and self.state.status == "draining":
+            self.ping()  # the controller does not close the connection before it knows that this was read
 
     def _tell_each(self, events: Sequence[Event]) -> None:
         for event in events:

@@ -1,0 +1,40 @@
+"""What a turn of the controller's loop has collected, and when the loop must turn again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from trunkline.controller.engine.events import Event
+from trunkline.controller.service.handover import HandoverWait
+from trunkline.controller.service.offers import Offering
+
+
+@dataclass(slots=True)
+class Deadlines:
+    """The times at which the loop has to turn even if nothing arrives."""
+
+    drain: float = math.inf
+    """Time at which a drain stops waiting for running requests."""
+    settle: float = math.inf
+    """Time at which a drain without requests stops waiting for chunks to be written to disk."""
+    engine: float = math.inf
+    """Time at which the engine wants its next step (`Ready.wake_at`)."""
+
+
+@dataclass(slots=True)
+class Leaving:
+    """What other groups may have of this one's chunks."""
+
+    offering: Offering = field(default_factory=Offering)
+    wait: HandoverWait = field(default_factory=HandoverWait)
+
+
+@dataclass(slots=True)
+class Pending:
+    """The events and answers that this turn of the loop has collected."""
+
+    events: list[Event] = field(default_factory=list)
+    """Events for the engine's next step."""
+    state_for: set[int] = field(default_factory=set)
+    """Indices of the routers that are sent the state after the engine's next step."""
