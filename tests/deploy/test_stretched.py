@@ -17,8 +17,8 @@ from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.config.stretched import folder_of
 from trunkline.deploy.errors import UserError
 from trunkline.router.text.tokenizer import read_model_files
-from trunkline.worker.model.decoder import inverse_frequencies
 from trunkline.worker.model.families import check_model, read_model_config
+from trunkline.worker.model.ropes import inverse_frequencies
 
 SETTINGS = ServeSettings(model="demo", max_context=9000, rope_scaling="yarn")
 

@@ -21,8 +21,8 @@ from trunkline.worker.errors import (
     ParallelismError,
     UnsupportedModelError,
 )
-from trunkline.worker.model.decoder import inverse_frequencies
 from trunkline.worker.model.families import check_model, read_model_config
+from trunkline.worker.model.ropes import inverse_frequencies
 
 
 def edit(folder: Path, **changes: Any) -> None:

@@ -10,7 +10,9 @@ from trunkline.kernels.cpu import CpuKernels
 from trunkline.kernels.cuda import CudaKernels
 from trunkline.kernels.cuda_build import CudaBuildError
 from trunkline.kernels.native import REINSTALL, NativeLibraryError, library
-from trunkline.kernels.ops import Kernels
+from trunkline.kernels.op_by_op import Collective, OpByOp, StepRunner
+from trunkline.kernels.ops import Kernels, KvPool
+from trunkline.kernels.program import Program
 from trunkline.kernels.reference import ReferenceKernels
 
 KERNEL_NAMES: Final = ("auto", "cpu", "cuda", "reference")
@@ -58,3 +60,8 @@ def load_kernels(name: str, device: str, threads: int = 1) -> Kernels:
         raise KernelsUnavailableError(f"{reason}; {remedy}, or use --kernels reference")
     log.warning("slow reference kernels are used", reason=reason, remedy=remedy)
     return ReferenceKernels()
+
+
+def load_program(program: Program, kernels: Kernels, pool: KvPool, group: Collective) -> StepRunner:
+    """Return what runs a program whose weights were packed for these kernels."""
+    return OpByOp(program, kernels, pool, group)

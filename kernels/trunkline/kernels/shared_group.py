@@ -90,7 +90,7 @@ class SharedGroup:
             ValueError: It is no file of a group, or of a group of another size.
         """
         module = _native()
-        self._handle = module.shared_group_join(str(path), rank, size, chosen_level(isa), int(timeout_s * 1e3))
+        self.handle: int = module.shared_group_join(str(path), rank, size, chosen_level(isa), int(timeout_s * 1e3))
         self.rank = rank
         self.size = size
         # Looked up once: a step has dozens of calls.
@@ -103,31 +103,31 @@ class SharedGroup:
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a tensor over ranks, in place; the same bits on every rank. float32, bfloat16, float16 or
         float64."""
-        self._all_reduce(self._handle, tensor)
+        self._all_reduce(self.handle, tensor)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return every rank's tensor on every rank, `[size, *tensor.shape]`."""
         whole = tensor.new_empty(self.size, *tensor.shape)
-        self._all_gather(self._handle, tensor, whole)
+        self._all_gather(self.handle, tensor, whole)
         return whole
 
     def gather_columns(self, tensor: Tensor) -> Tensor | None:
         """Return all ranks' columns side by side, `[rows, size * columns]`, on rank 0; None on the others."""
         if self.rank != 0:
-            self._gather_columns(self._handle, tensor, tensor)
+            self._gather_columns(self.handle, tensor, tensor)
             return None
         whole = tensor.new_empty(tensor.shape[0], self.size * tensor.shape[1])
-        self._gather_columns(self._handle, tensor, whole)
+        self._gather_columns(self.handle, tensor, whole)
         return whole
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite `tensor` with the tensor of rank 0."""
-        self._broadcast(self._handle, tensor)
+        self._broadcast(self.handle, tensor)
 
     def close(self) -> None:
         """Leave the group. Calls that wait for this rank, or on it, raise `PeerGoneError`. Any thread may call
         this, also repeatedly."""
-        self._close(self._handle)
+        self._close(self.handle)
 
 
 def _waiting(function: Any) -> Any:

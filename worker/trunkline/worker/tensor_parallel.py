@@ -164,6 +164,19 @@ class TensorParallel:
                 dist.all_reduce(operand)
         return tensor
 
+    @property
+    def shared_handle(self) -> int:
+        """Handle of the group in the compiled library; 0 if sums do not go through shared memory."""
+        return self._shared.handle if self._shared is not None else 0
+
+    @contextmanager
+    def translated_errors(self) -> Iterator[None]:
+        """Turn what native code that sums over `shared_handle` raises into this worker's exceptions."""
+        try:
+            yield
+        except (PeerGoneError, CollectiveMismatchError) as error:
+            raise of_collective(error, self.backend) from error
+
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return every rank's tensor on every rank, `[size, *tensor.shape]`."""
         if self.backend == "none":

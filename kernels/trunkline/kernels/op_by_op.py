@@ -1,0 +1,293 @@
+"""Run a program op by op over any kernels: one Python call per op.
+
+With the reference kernels this is what a program means. It serves GPUs, machines without compiled kernels, groups
+whose sums go through other processes, and comparisons (`compare`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trunkline.kernels.ops import Angles, Kernels, KvPool, make_angles
+from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan
+from trunkline.kernels.program import (
+    Activate,
+    Add,
+    AddPositions,
+    AllReduce,
+    Attend,
+    Buffer,
+    Clamp,
+    Embed,
+    Experts,
+    Forbid,
+    LayerNorm,
+    Linear,
+    Op,
+    Program,
+    RmsNorm,
+    Rotations,
+    Rows,
+    Scale,
+    Select,
+    SoftCap,
+    StoreKv,
+)
+
+
+class StepBatch(Protocol):
+    """What a program reads of a step; `worker.batch.batch.ForwardBatch` says what each part is."""
+
+    @property
+    def ids(self) -> Tensor: ...
+    @property
+    def positions(self) -> Tensor: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def write(self) -> WritePlan: ...
+    @property
+    def decode(self) -> DecodePlan | None: ...
+    @property
+    def prefill(self) -> PrefillPlan | None: ...
+    @property
+    def state_rows(self) -> Tensor | None: ...
+    @property
+    def logits_rows(self) -> int: ...
+
+
+class Collective(Protocol):
+    """The ranks that share a model."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, in place."""
+        ...
+
+    @property
+    def shared_handle(self) -> int:
+        """Handle of the group in the compiled library (`shared_group`); 0: sums go another way."""
+        ...
+
+
+class StepRunner(Protocol):
+    """Runs a program's ops. One step at a time; call under `torch.inference_mode`."""
+
+    program: Program
+
+    def begin(self, batch: StepBatch) -> None:
+        """Take the step whose ops the next calls of `run` are about."""
+        ...
+
+    def run(self, start: int, stop: int) -> None:
+        """Run ops `[start, stop)` of the program, of the step that has begun."""
+        ...
+
+    def value(self, buffer: Buffer) -> Tensor:
+        """Return a buffer's rows of this step. Valid until the next one begins."""
+        ...
+
+    def set_value(self, buffer: Buffer, value: Tensor) -> None:
+        """Overwrite a buffer's rows, for comparisons."""
+        ...
+
+
+_ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "relu": F.relu_,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": lambda x: F.silu(x, inplace=True),
+}
+
+
+class OpByOp:
+    """Implements `StepRunner`. Buffers are tensors that the ops return."""
+
+    def __init__(self, program: Program, kernels: Kernels, pool: KvPool, group: Collective) -> None:
+        self.program = program
+        self._kernels = kernels
+        self._pool = pool
+        self._group = group
+        self._values: dict[str, Tensor] = {}
+        self._batch: StepBatch
+        calls: dict[type[Op], Callable[[Any], None]] = {
+            Embed: self._embed,
+            AddPositions: self._add_positions,
+            Scale: self._scale,
+            AllReduce: self._all_reduce,
+            Rotations: self._rotations,
+            RmsNorm: self._rms_norm,
+            LayerNorm: self._layer_norm,
+            Linear: self._linear,
+            Activate: self._activate,
+            Clamp: self._clamp,
+            Add: self._add,
+            StoreKv: self._store_kv,
+            Attend: self._attend,
+            Experts: self._experts,
+            Select: self._select,
+            SoftCap: self._soft_cap,
+            Forbid: self._forbid,
+        }
+        self._bound = [(calls[type(op)], op) for op in program.ops]
+
+    def begin(self, batch: StepBatch) -> None:
+        self._batch = batch
+        self._values.clear()
+
+    def run(self, start: int, stop: int) -> None:
+        for call, op in self._bound[start:stop]:
+            call(op)
+
+    def value(self, buffer: Buffer) -> Tensor:
+        return self._values[buffer.name]
+
+    def set_value(self, buffer: Buffer, value: Tensor) -> None:
+        self._values[buffer.name] = value
+
+    def _embed(self, op: Embed) -> None:
+        ids, size = self._batch.ids, len(op.table)
+        local = ids - op.first
+        foreign = (local < 0) | (local >= size)
+        rows = F.embedding(local.masked_fill(foreign, 0), op.table)
+        self._values[op.out.name] = rows.masked_fill_(foreign[:, None], 0.0)
+
+    def _add_positions(self, op: AddPositions) -> None:
+        self._values[op.into.name] += F.embedding(self._batch.positions, op.table)
+
+    def _scale(self, op: Scale) -> None:
+        self._values[op.into.name].mul_(op.factor)
+
+    def _all_reduce(self, op: AllReduce) -> None:
+        self._group.all_reduce(self._values[op.into.name])
+
+    def _rotations(self, op: Rotations) -> None:
+        angles = make_angles(self._batch.positions, op.frequencies, op.factor, op.cos.dtype)
+        self._values[op.cos.name], self._values[op.sin.name] = angles.cos[:, 0], angles.sin[:, 0]
+
+    def _rms_norm(self, op: RmsNorm) -> None:
+        x = self._values[op.x.name]
+        if op.residual is None:
+            out = self._kernels.rms_norm(x, op.weight, op.eps)
+        else:
+            out = self._kernels.add_rms_norm(x, self._values[op.residual.name], op.weight, op.eps)
+        self._values[op.out.name] = out
+
+    def _layer_norm(self, op: LayerNorm) -> None:
+        x = self._values[op.x.name]
+        if op.residual is not None:
+            x = self._values[op.residual.name].add_(x)
+        # Statistics of half types are in float32.
+        self._values[op.out.name] = F.layer_norm(x, (x.shape[-1],), op.weight, op.bias, op.eps)
+
+    def _linear(self, op: Linear) -> None:
+        x, out = self._values[op.x.name], op.out
+        if out.rows is Rows.LOGITS and op.x.rows is Rows.STATES:
+            x = x[: self._batch.logits_rows]
+        if op.gated:
+            self._values[out.name] = self._kernels.gated_linear(x, op.layer)
+        else:
+            dtype = None if out.dtype == x.dtype else out.dtype
+            self._values[out.name] = self._kernels.linear(x, op.layer, dtype)
+
+    def _activate(self, op: Activate) -> None:
+        self._values[op.into.name] = _ACTIVATIONS[op.activation](self._values[op.into.name])
+
+    def _clamp(self, op: Clamp) -> None:
+        self._values[op.into.name].clamp_(-op.limit, op.limit)
+
+    def _add(self, op: Add) -> None:
+        self._values[op.into.name].add_(self._values[op.x.name])
+
+    def _store_kv(self, op: StoreKv) -> None:
+        angles = None
+        if op.cos is not None and op.sin is not None:
+            cos, sin = self._values[op.cos.name], self._values[op.sin.name]
+            angles = Angles(cos[:, None], sin[:, None])
+        qkv, write = self._values[op.qkv.name], self._batch.write
+        self._kernels.write_kv(write, qkv, angles, self._pool, op.layer, op.spec, op.norm)
+
+    def _attend(self, op: Attend) -> None:
+        kernels, spec, pool, batch = self._kernels, op.spec, self._pool, self._batch
+        qkv = self._values[op.qkv.name]
+        q = qkv.view(len(qkv), -1, spec.head_dim)[:, : spec.heads]
+        out = q.new_empty(q.shape)
+        rows = batch.num_rows
+        if batch.decode is not None:
+            kernels.decode_attention(batch.decode, q[:rows], pool, op.layer, spec, out[:rows])
+        if batch.prefill is not None:
+            kernels.prefill_attention(batch.prefill, q[rows:], pool, op.layer, spec, out[rows:])
+        self._values[op.out.name] = out.view(len(qkv), -1)
+
+    def _experts(self, op: Experts) -> None:
+        kernels, x = self._kernels, self._values[op.x.name]
+        shares, chosen = kernels.linear(x, op.router, torch.float32).softmax(dim=-1).topk(op.per_token)
+        shares /= shares.sum(dim=-1, keepdim=True)
+        order = chosen.view(-1).argsort(stable=True)
+        tokens, share = order // op.per_token, shares.view(-1)[order, None]
+        # One transfer to the host per layer: up to where in `order` each expert's tokens reach.
+        stops = chosen.view(-1).bincount(minlength=op.router.out_features).cumsum(0).tolist()
+        out = torch.zeros_like(x, dtype=torch.float32)
+        first = op.first
+        start = stops[first - 1] if first else 0
+        for (up, down), stop in zip(op.experts, stops[first : first + len(op.experts)], strict=True):
+            if stop > start:
+                own = tokens[start:stop]
+                made = kernels.linear(kernels.gated_linear(x[own], up), down)
+                out.index_add_(0, own, made.float().mul_(share[start:stop]))
+            start = stop
+        self._values[op.out.name] = out.to(x.dtype)
+
+    def _select(self, op: Select) -> None:
+        x, rows = self._values[op.x.name], self._batch.state_rows
+        self._values[op.out.name] = x if rows is None else x[rows]
+
+    def _soft_cap(self, op: SoftCap) -> None:
+        self._values[op.into.name].div_(op.cap).tanh_().mul_(op.cap)
+
+    def _forbid(self, op: Forbid) -> None:
+        self._values[op.into.name][:, op.first :] = float("-inf")
+
+
+class OpDifference(NamedTuple):
+    """How far two runners' results of one op are apart."""
+
+    number: int
+    """Index of the op in the program."""
+    op: Op
+    largest: float
+    """Largest absolute difference over the op's buffers."""
+    size: float
+    """Largest magnitude of the expected values."""
+
+
+def compare(runner: StepRunner, expected: StepRunner, batch: StepBatch, other: StepBatch) -> list[OpDifference]:
+    """Run a step on both runners op by op, each op on what `expected` has, and return how far they are apart.
+
+    Args:
+        runner: runs a program of the same ops as `expected` (of other kernels, so with weights packed otherwise),
+            over a pool of the same contents.
+        other: the step for `expected`: a batch with plans of its own, as kernels keep their state in plans.
+    """
+    runner.begin(batch)
+    expected.begin(other)
+    found = []
+    for index, (op, reference) in enumerate(zip(runner.program.ops, expected.program.ops, strict=True)):
+        for buffer in reference.buffers("reads", "changes"):
+            runner.set_value(buffer, expected.value(buffer).clone())
+        runner.run(index, index + 1)
+        expected.run(index, index + 1)
+        largest = size = 0.0
+        for buffer in reference.buffers("writes", "changes"):
+            ours, theirs = runner.value(buffer).float(), expected.value(buffer).float()
+            if not theirs.numel():
+                continue
+            apart = (ours - theirs).abs().masked_fill_(ours == theirs, 0.0)  # infinities are equal
+            largest = max(largest, float(apart.max()))
+            size = max(size, float(theirs.masked_fill(theirs.isinf(), 0.0).abs().max()))
+        found.append(OpDifference(index, op, largest, size))
+    return found

@@ -1,0 +1,241 @@
+"""Compile an `Architecture`'s layers over a rank's shard to the program of a step (`trunkline.kernels.program`).
+
+      ids -> embedding -> [ norm -> qkv -> rotate, store KV -> attention -> out ─ all-reduce ─ +
+                            norm -> gate, up -> down ─ all-reduce ─ + ] × layers -> norm -> head -> logits
+
+This is LLaMA; `Residual` has the other ways in which attention and MLP come together. Behind attention of the last
+layer only the tokens go on whose final states are needed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trunkline.kernels.ops import AttentionSpec, PackedLinear
+from trunkline.kernels.program import (
+    Activate,
+    Add,
+    AddPositions,
+    AllReduce,
+    Attend,
+    Buffer,
+    Clamp,
+    Embed,
+    Experts,
+    Forbid,
+    LayerNorm,
+    Linear,
+    Op,
+    Program,
+    RmsNorm,
+    Rotations,
+    Rows,
+    Scale,
+    Select,
+    SoftCap,
+    StoreKv,
+)
+from trunkline.worker.model.architecture import Mlp, NormKind, Residual
+from trunkline.worker.model.checkpoint import ExpertWeights, LayerWeights, NormWeights, Weights
+from trunkline.worker.model.model_config import LayerAttention, RopeConfig, Shard
+from trunkline.worker.model.ropes import exact_frequencies
+
+
+def compile_step(
+    shard: Shard, weights: Weights, dtype: torch.dtype, device: torch.device, *, sums: bool
+) -> Program:
+    """Return the program of a rank's steps.
+
+    Args:
+        dtype: type of the hidden states, which is that of the weights.
+        sums: whether there are other ranks, with which parts are summed.
+    """
+    return _Compiler(shard, weights, dtype, device, sums).compile()
+
+
+class _Compiler:
+    def __init__(
+        self, shard: Shard, weights: Weights, dtype: torch.dtype, device: torch.device, sums: bool
+    ) -> None:
+        self._shard, self._config, self._weights = shard, shard.config, weights
+        self._dtype, self._sums = dtype, sums
+        self._frequencies = exact_frequencies(shard.config, device)
+        self._specs = _specs(shard, self._frequencies, device)
+        self._rows = Rows.TOKENS
+        """Rows of the buffers that are made from here on."""
+        self._rotations: dict[RopeConfig, tuple[Buffer, Buffer]] = {}
+        self._ops: list[Op] = []
+
+    def compile(self) -> Program:
+        config, weights = self._config, self._weights
+        self._rotate()
+        residual = self._embed()
+        delta: Buffer | None = None
+        for index, layer in enumerate(weights.layers):
+            x = self._norm(layer.attention_norm, delta, residual)
+            attended = self._attention(index, layer, x)
+            if index == config.layers - 1:
+                self._rows = Rows.STATES
+                attended, residual = self._select(attended, "attended"), self._select(residual, "residual")
+                if config.architecture.residual is Residual.PARALLEL and not config.architecture.names.mlp_norm:
+                    x = self._select(x, "x")
+            residual, delta = self._finish(layer, x, attended, residual)
+        states = self._norm(weights.final_norm, delta, residual)
+        if weights.embedding_out is not None:
+            states = self._linear(states, weights.embedding_out, "projected")
+        logits = Buffer("logits", Rows.LOGITS, weights.head.out_features, torch.float32)
+        self._ops.append(Linear(x=states, layer=weights.head, gated=False, out=logits))
+        if config.logit_soft_cap:
+            self._ops.append(SoftCap(cap=config.logit_soft_cap, into=logits))
+        present = self._shard.vocab_rows.stop - self._shard.vocab_rows.start
+        if present < logits.width:
+            self._ops.append(Forbid(first=present, into=logits))
+        return Program(tuple(self._ops), config.layers, states, logits)
+
+    def _buffer(self, name: str, width: int) -> Buffer:
+        prefix = "" if self._rows is Rows.TOKENS else "last_"
+        return Buffer(prefix + name, self._rows, width, self._dtype)
+
+    def _rotate(self) -> None:
+        for number, (rope, frequencies) in enumerate(self._frequencies.items()):
+            cos, sin = (self._buffer(f"{name}_{number}", rope.rotary_dim) for name in ("cos", "sin"))
+            self._rotations[rope] = (cos, sin)
+            self._ops.append(Rotations(frequencies=frequencies, factor=rope.attention_factor, cos=cos, sin=sin))
+
+    def _embed(self) -> Buffer:
+        """Look up the ids that this rank holds; the sum over the ranks has them all."""
+        config, weights = self._config, self._weights
+        residual = self._buffer("residual", config.hidden_size)
+        out = residual if weights.embedding_in is None else self._buffer("embedded", weights.embedding.shape[1])
+        self._ops.append(Embed(table=weights.embedding, first=self._shard.vocab_start, out=out))
+        if weights.embedding_in is not None:
+            self._linear(out, weights.embedding_in, "residual")
+        if weights.positions is not None:
+            self._ops.append(AddPositions(table=weights.positions, into=residual))
+        self._sum(residual)
+        # Rounded like the embeddings that it multiplies.
+        scale = float(torch.tensor(config.embedding_scale, dtype=self._dtype))
+        if scale != 1.0:
+            self._ops.append(Scale(factor=scale, into=residual))
+        return residual
+
+    def _attention(self, index: int, layer: LayerWeights, x: Buffer) -> Buffer:
+        """Return attention's output, before its projection."""
+        own = self._config.attention[index]
+        spec = self._specs[own]
+        qkv = self._linear(x, layer.qkv, "qkv")
+        if self._config.qkv_clip:
+            self._ops.append(Clamp(limit=self._config.qkv_clip, into=qkv))
+        cos, sin = self._rotations[own.rope] if own.rope else (None, None)
+        self._ops.append(StoreKv(qkv=qkv, layer=index, spec=spec, cos=cos, sin=sin, norm=layer.qk_norm))
+        attended = self._buffer("attended", spec.heads * spec.head_dim)
+        self._ops.append(Attend(qkv=qkv, layer=index, spec=spec, out=attended))
+        return attended
+
+    def _finish(
+        self, layer: LayerWeights, x: Buffer, attended: Buffer, residual: Buffer
+    ) -> tuple[Buffer, Buffer | None]:
+        """Compile the rest of a layer, behind its attention.
+
+        Args:
+            x: attention's input.
+            residual: sum of the layers' outputs so far.
+
+        Returns:
+            The residual, and what is still to be added to it.
+        """
+        kind = self._config.architecture.residual
+        delta = self._linear(attended, layer.attention_out, "delta")
+        if kind is Residual.PARALLEL:  # the MLP does not wait for attention
+            if self._config.architecture.names.mlp_norm:
+                x = self._norm(layer.mlp_norm, None, residual)
+            self._ops.append(Add(x=self._mlp(layer, x, "beside"), into=delta))
+            return residual, self._sum(delta)
+        self._sum(delta)
+        if kind is Residual.POST_NORM:  # norms follow the sums
+            x = self._norm(layer.attention_post_norm, delta, residual)
+            delta = self._sum(self._mlp(layer, x, "delta"))
+            return self._norm(layer.mlp_post_norm, delta, x, residual), None
+        if layer.attention_post_norm is not None:
+            delta = self._norm(layer.attention_post_norm, None, delta, self._buffer("normed", delta.width))
+        x = self._norm(layer.mlp_norm, delta, residual)
+        delta = self._sum(self._mlp(layer, x, "delta"))
+        if layer.mlp_post_norm is not None:
+            delta = self._norm(layer.mlp_post_norm, None, delta, self._buffer("normed", delta.width))
+        return residual, delta
+
+    def _mlp(self, layer: LayerWeights, x: Buffer, name: str) -> Buffer:
+        """Return this rank's part of the MLP's output."""
+        weights, config = layer.mlp, self._config
+        if isinstance(weights, ExpertWeights):
+            out = self._buffer(name, x.width)
+            experts = tuple((expert.up, expert.down) for expert in weights.experts)
+            shared = Experts(
+                x=x,
+                router=weights.router,
+                first=weights.first,
+                experts=experts,
+                per_token=config.experts_per_token,
+                out=out,
+            )
+            self._ops.append(shared)
+            return out
+        is_plain = config.architecture.mlp is Mlp.PLAIN
+        inner = self._linear(x, weights.up, "inner", gated=not is_plain)
+        if is_plain:
+            self._ops.append(Activate(activation=config.activation, into=inner))
+        return self._linear(inner, weights.down, name)
+
+    def _linear(self, x: Buffer, layer: PackedLinear, name: str, *, gated: bool = False) -> Buffer:
+        out = self._buffer(name, layer.out_features)
+        self._ops.append(Linear(x=x, layer=layer, gated=gated, out=out))
+        return out
+
+    def _norm(
+        self, weights: NormWeights | None, delta: Buffer | None, residual: Buffer, out: Buffer | None = None
+    ) -> Buffer:
+        """Add `delta` into `residual`; return the norm of the sum, or the sum itself where a family has no norm.
+        `checkpoint` has added 1 to weights that are stored minus one."""
+        if weights is None:
+            if delta is not None:
+                self._ops.append(Add(x=delta, into=residual))
+            return residual
+        out = out or self._buffer("x", residual.width)
+        x, into = (residual, None) if delta is None else (delta, residual)
+        eps = self._config.norm_eps
+        if self._config.architecture.norm in (NormKind.RMS, NormKind.RMS_OFFSET):
+            self._ops.append(RmsNorm(x=x, residual=into, weight=weights.weight, eps=eps, out=out))
+        else:
+            norm = LayerNorm(x=x, residual=into, weight=weights.weight, bias=weights.bias, eps=eps, out=out)
+            self._ops.append(norm)
+        return out
+
+    def _select(self, x: Buffer, name: str) -> Buffer:
+        out = self._buffer(name, x.width)
+        self._ops.append(Select(x=x, out=out))
+        return out
+
+    def _sum(self, part: Buffer) -> Buffer:
+        if self._sums:
+            self._ops.append(AllReduce(into=part))
+        return part
+
+
+def _specs(
+    shard: Shard, frequencies: dict[RopeConfig, torch.Tensor], device: torch.device
+) -> dict[LayerAttention, AttentionSpec]:
+    config = shard.config
+    slopes = torch.tensor(shard.alibi_slopes, dtype=torch.float32, device=device)
+    return {
+        own: AttentionSpec(
+            heads=shard.heads,
+            kv_heads=shard.kv_heads,
+            head_dim=config.head_dim,
+            scale=own.scale,
+            inverse_frequencies=frequencies[own.rope] if own.rope else None,
+            alibi_slopes=slopes if shard.alibi_slopes else None,
+            window=own.window,
+            soft_cap=own.soft_cap,
+        )
+        for own in set(config.attention)
+    }
