@@ -16,6 +16,7 @@ from simulation.worker import SimulatedWorkers
 
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.messages import (
+    ENDED_CHARACTERS_MAX,
     Abort,
     BeamSearch,
     DescribeTree,
@@ -29,6 +30,7 @@ from trunkline.controller.messages import (
     Prefetch,
     PromptLayout,
     Submit,
+    Told,
     WorkerHello,
     WorkerReady,
 )
@@ -74,6 +76,7 @@ def requests(chosen: random.Random) -> list[msgspec.Struct]:
         submit(sampling=Sampling(pooling=chosen.choice((1, 2)))),
         Submit(number, pack_int32([1, 2, 3, 4]), 4, 3, Sampling(), layout=LAYOUT),
         Abort(number, chosen.choice((-1, 0, 1))),
+        Told(number, chosen.choice(("calls add", "\0" * ENDED_CHARACTERS_MAX, "x" * 1000))),
         Ping(number),
         FlushCache(number),
         Prefetch(number, prompt, b"", pack_int32([0, 2])),

@@ -28,6 +28,7 @@ from trunkline.controller.messages import (
     PromptLogprobs,
     RouterRequest,
     Submit,
+    Told,
     TopLogprobs,
 )
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
@@ -125,6 +126,7 @@ class Behaviour:
     forgets: list[Forget] = field(default_factory=list)
     modules: FakeModules = field(default_factory=lambda: FakeModules())
     submits: list[Submit] = field(default_factory=list)
+    ends: list[Told] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
     dropped: list[tuple[int, int]] = field(default_factory=list)
     """Single samples that were aborted: request and index."""
@@ -267,6 +269,8 @@ class FakeController:
                 behaviour.prefetches.append(message)
             known = len(message.tokens) // 4
             self._send(socket, router, lambda seq: Prefetched(seq, message.ticket, known, known // 2))
+        elif isinstance(message, Told):
+            behaviour.ends.append(message)
         elif isinstance(message, Forget):
             behaviour.forgets.append(message)
         elif isinstance(message, ModulesCall):

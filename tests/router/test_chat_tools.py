@@ -82,6 +82,32 @@ def test_calls_in_a_stream(http: httpx.Client, fake: FakeController, tokenizer: 
         assert sum(len(choice.get("token_ids", [])) for choice in mine) == count
 
 
+PATHS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": BODY,
+    "/v1/messages": {
+        "messages": MESSAGES,
+        "max_tokens": 100,
+        "tools": [{"name": "add", "input_schema": TOOLS[0]["function"]["parameters"]}],
+    },
+    "/v1/responses": {"input": "Hello", "tools": [{"type": "function", **TOOLS[0]["function"]}]},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_the_engine_is_told_which_tools_an_answer_calls(
+    http: httpx.Client, fake: FakeController, tokenizer: Tokenizer, path: str, stream: bool
+) -> None:
+    for text in (
+        f"{CALL}\n{CALL}",
+        "Nothing.",
+    ):  # messages arrive in order, so the first is told by the second's end
+        say(fake, tokenizer, text)
+        assert http.post(path, json=PATHS[path] | {"stream": stream}).status_code == 200
+    called = fake.behaviour.submits[0].request
+    assert [(told.request, told.ended) for told in fake.behaviour.ends] == [(called, "calls add")]
+
+
 def test_a_demanded_call_is_held_to_its_grammar(http: httpx.Client, fake: FakeController) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "add"}}):
         assert http.post("/v1/chat/completions", json=BODY | {"tool_choice": choice}).status_code == 200

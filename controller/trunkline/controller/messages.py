@@ -5,9 +5,14 @@ All are MessagePack arrays, tagged; integer arrays travel as little-endian int32
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from trunkline.worker.messages import Sampling
+
+ENDED_CHARACTERS_MAX: Final = 128
+"""Largest length of what a router tells of how an answer ended (`Told.ended`)."""
 
 
 class Grammar(msgspec.Struct, array_like=True, frozen=True):
@@ -159,6 +164,16 @@ class Abort(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
     """The one sample to end, because of a stop string; the router hears no more of it. -1: all samples."""
 
 
+class Told(msgspec.Struct, array_like=True, frozen=True, tag="told"):
+    """How a request's answer ended, as its router reads the text: by which tools the client is to call. Sent after
+    the end, without an answer. It says how soon the conversation may go on; for an unknown request it changes
+    nothing."""
+
+    request: int
+    ended: str
+    """The same text whenever answers end alike; at most `ENDED_CHARACTERS_MAX` characters."""
+
+
 class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
     """Sent by each router once a second, and when streams end while the group drains. Answered by `State`. The
     requests of a silent router are aborted."""
@@ -280,6 +295,7 @@ class Handed(msgspec.Struct, array_like=True, frozen=True, tag="handed"):
 RouterRequest = (
     Submit
     | Abort
+    | Told
     | Ping
     | FlushCache
     | Prefetch

@@ -57,6 +57,8 @@ class TurnEnd:
     """Seconds until the next request, as the client says; 0: it says nothing."""
     is_last: bool = False
     """Whether the client says that no request follows."""
+    request: int = 0
+    """Number by which the turn is found later (`NextUse.turn_of`); 0: none."""
 
 
 class Turn:
@@ -70,6 +72,7 @@ class Turn:
         "leaf",
         "mean_gap",
         "name",
+        "request",
         "tokens",
         "wait",
     )
@@ -79,6 +82,8 @@ class Turn:
         """The deepest chunk of the turn's path that is left; None: no chunk is."""
         self.tokens = 0
         """Number of tokens of prompt and answer."""
+        self.request = 0
+        """`TurnEnd.request`."""
         self.name: ChunkName | None = None
         """Name of the last full chunk of the prompt; None: it has none."""
         self.ended_at = 0.0
@@ -113,6 +118,8 @@ class NextUse(Generic[ChunkT]):
         """The turns that are waited for, oldest first."""
         self._by_name: dict[ChunkName, Turn] = {}
         """The same turns by their name."""
+        self._by_request: dict[int, Turn] = {}
+        """The same turns by the number of their request, those that have one."""
         self._due: list[tuple[float, int, Turn]] = []
         """A heap of the times at which turns reach their next interval. Other turns are dropped at the top."""
         self._serial = count()
@@ -133,7 +140,7 @@ class NextUse(Generic[ChunkT]):
         full = min(end.prompt_chunks, len(path))
         turn.name = path[full - 1].name if full else None
         turn.tokens = end.prompt_tokens + end.output_tokens
-        turn.ended_at, turn.expected_s = now, end.expected_s
+        turn.ended_at, turn.expected_s, turn.request = now, end.expected_s, end.request
         before = self._returned(path, end)
         turn.mean_gap = max((old.mean_gap for old in before), default=0.0)
         turn.kind = end.tenant, end.ended, end.output_tokens.bit_length(), int(turn.mean_gap)
@@ -143,6 +150,10 @@ class NextUse(Generic[ChunkT]):
         for other in (turn, *before):
             self._may_go(other)
         return None if end.is_last else turn
+
+    def turn_of(self, request: int) -> Turn | None:
+        """Return the turn of a request that has ended; None: it is not waited for any more."""
+        return self._by_request.get(request)
 
     def told(self, turn: Turn, ended: str) -> None:
         """Learn how a turn's answer ended (`TurnEnd.ended`), if that was not known at its end."""
@@ -217,6 +228,8 @@ class NextUse(Generic[ChunkT]):
             self._by_name[turn.name] = (
                 turn  # another one with this name is no longer recognised, and only grows old
             )
+        if turn.request:
+            self._by_request[turn.request] = turn
         self._away[turn] = None
         if len(self._away) > TURNS_MAX:
             oldest = next(iter(self._away))
@@ -244,6 +257,8 @@ class NextUse(Generic[ChunkT]):
         self._away.pop(turn, None)
         if turn.name is not None and self._by_name.get(turn.name) is turn:
             del self._by_name[turn.name]
+        if self._by_request.get(turn.request) is turn:
+            del self._by_request[turn.request]
 
     def _may_go(self, turn: Turn) -> None:
         """Offer the deepest chunk that the turn has in each place. Those above follow when it is evicted."""

@@ -25,4 +25,5 @@ def turn_end(sequence: Sequence, chunk_size: int, now: float) -> TurnEnd:
         ended=" ".join(map(str, tokens.view(max(sequence.prompt_len, tokens.count - LAST_TOKENS)).tolist())),
         expected_s=submit.next_s,
         is_last=submit.is_last,
+        request=group.id,
     )

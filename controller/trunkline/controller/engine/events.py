@@ -53,6 +53,14 @@ class AbortRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerTold:
+    """How the answer of a request that has ended did end (`Told`)."""
+
+    request: int
+    ended: str
+
+
+@dataclass(frozen=True, slots=True)
 class EndWaiting:
     """End the requests that have not begun, and therefore hold nothing."""
 
@@ -129,6 +137,7 @@ Event = (
     WorkerEvent
     | Request
     | AbortRequest
+    | AnswerTold
     | EndWaiting
     | EndAll
     | DropCache

@@ -21,7 +21,17 @@ from msgspec import structs
 
 from trunkline.controller.cache.radix_tree import TOKEN_BYTES
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import Forget, Holder, ModulesCall, ModuleText, Prefetch, PromptLayout, Submit
+from trunkline.controller.messages import (
+    ENDED_CHARACTERS_MAX,
+    Forget,
+    Holder,
+    ModulesCall,
+    ModuleText,
+    Prefetch,
+    PromptLayout,
+    Submit,
+    Told,
+)
 from trunkline.controller.sequences.beam_search import WIDTH_MAX
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.beams import candidate_count
@@ -102,6 +112,15 @@ def problem_of_prefetch(message: Prefetch | Forget, vocab_size: int) -> str:
     if problem or not message.drops:
         return problem
     return _drops_problem(message.drops, len(message.tokens) // 4)
+
+
+def problem_of_told(message: Told) -> str:
+    """Return why a message must be passed over; "" if it may be given to the engine."""
+    if not is_request_number(message.request):
+        return f"request number {message.request} does not fit {NUMBER_BITS} bits"
+    if len(message.ended) > ENDED_CHARACTERS_MAX:
+        return f"ended has {len(message.ended)} characters; at most {ENDED_CHARACTERS_MAX} are read"
+    return ""
 
 
 def _drops_problem(packed: bytes, count: int) -> str:

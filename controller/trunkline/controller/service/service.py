@@ -25,6 +25,7 @@ from trunkline.controller.config import ControllerConfig
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import (
     AbortRequest,
+    AnswerTold,
     CallTexts,
     DropCache,
     EndAll,
@@ -42,6 +43,7 @@ from trunkline.controller.engine.validation import (
     problem_of_call,
     problem_of_prefetch,
     problem_of_submit,
+    problem_of_told,
     request_of_prefetch,
 )
 from trunkline.controller.engine_config import ConfigError
@@ -58,6 +60,7 @@ from trunkline.controller.messages import (
     Prefetch,
     RouterRequest,
     Submit,
+    Told,
 )
 from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.service.membership import GroupLostError
@@ -371,6 +374,11 @@ class ControllerService:
                 if self.engine is not None and is_request_number(message.request):
                     self._pending.events.append(
                         AbortRequest(router << ROUTER_SHIFT | message.request, message.sample)
+                    )
+            case Told():
+                if self.engine is not None and not problem_of_told(message):
+                    self._pending.events.append(
+                        AnswerTold(router << ROUTER_SHIFT | message.request, message.ended)
                     )
             case Ping():
                 self.routers.note_read(router, message.read)

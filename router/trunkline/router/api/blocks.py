@@ -167,7 +167,9 @@ class AnswerBlocks:
     def _pieces(self, text: str, finish: FinishName | None) -> list[Piece]:
         if self._parser is None:
             return [TextPiece(text)] if text else []
-        return self._parser.feed(text) + (self._parser.finish(cut=finish == "length") if finish else [])
+        pieces = self._parser.feed(text) + (self._parser.finish(cut=finish == "length") if finish else [])
+        self.generation.heard(pieces, is_end=finish is not None)
+        return pieces
 
     async def whole(self) -> list[Block]:
         """Return all blocks of the finished answer.

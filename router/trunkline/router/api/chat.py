@@ -170,6 +170,7 @@ class _ChatAnswer:
             if parser is None
             else [*parser.feed(answer.text), *parser.finish(cut=answer.finish == "length")]
         )
+        self._generation.heard(pieces, is_end=True)
         pieces = self._shown(pieces, answer.tokens)
         if self._body.echoed:
             pieces.insert(0, TextPiece(self._body.echoed))
@@ -234,6 +235,8 @@ class _ChatAnswer:
                 yield texts.event(delta.index, delta.text)
                 continue
             pieces = _pieces(delta, parser)
+            if parser is not None:
+                self._generation.heard(pieces, is_end=delta.finish is not None)
             if self._thinks:
                 answers[delta.index][0].extend(pieces)
                 answers[delta.index][1].extend(delta.tokens)

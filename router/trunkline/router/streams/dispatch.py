@@ -464,6 +464,7 @@ class Dispatcher:
         """Forget an attempt. Called exactly once for each: until then it is in its request's `attempts`."""
         attempt.over("released")
         del attempt.routed.attempts[attempt.ticket]
+        attempt.routed.stream.served = attempt.link, attempt.request
         attempt.link.release(attempt.request, abort=abort)
         self.core.ended(attempt.ticket, self.now(), failed=failed)
 

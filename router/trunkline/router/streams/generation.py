@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Final, Literal
 
 import msgspec
 import numpy as np
 
-from trunkline.controller.messages import PromptLogprobs, TopLogprobs
+from trunkline.controller.messages import ENDED_CHARACTERS_MAX, PromptLogprobs, TopLogprobs
 from trunkline.router.errors import ApiError, unavailable
 from trunkline.router.jobs.job import Job
 from trunkline.router.messages import FinishReason, Hypothesis, Started
 from trunkline.router.streams.streams import TIMED_OUT, Batch, End, Stream
 from trunkline.router.telemetry.metrics import Metrics
 from trunkline.router.text.detokenizer import StopMatcher, TokenVocabulary, make_detokenizer
+from trunkline.router.tools.pieces import CallStart, Piece
 
 FinishName = Literal["stop", "length"]
 _FIRST_EVENT_SECONDS_MAX: Final = 10.0
@@ -237,6 +238,8 @@ class Generation:
         """How the generation ended. While the generation runs: the outcome that it would have if its reader left
         now."""
         self._timer: asyncio.TimerHandle | None = None
+        self._called: set[str] = set()
+        """Names of the tools that its answers call, as far as they were read."""
         self._written: dict[int, list[int]] = {}
         """Tokens of the answers so far, of a prompt that is remembered."""
 
@@ -337,6 +340,13 @@ class Generation:
             written += delta.tokens
             if delta.finish is not None and delta.stop is None:
                 self.job.remembered.answered(written, self.job.eos_ids)
+
+    def heard(self, pieces: Iterable[Piece], *, is_end: bool) -> None:
+        """Note which tools an answer calls, piece by piece, and with its end tell the engine: it depends on them
+        when the conversation goes on."""
+        self._called.update(piece.name for piece in pieces if isinstance(piece, CallStart))
+        if is_end and self._called:
+            self._stream.tell(" ".join(["calls", *sorted(self._called)])[:ENDED_CHARACTERS_MAX])
 
     def limit(self, seconds: float) -> None:
         """End the generation with an error if it is not over after `seconds`."""

@@ -36,6 +36,7 @@ from trunkline.controller.messages import (
     Prefetch,
     RouterRequest,
     Submit,
+    Told,
 )
 from trunkline.router.errors import unavailable
 from trunkline.router.membership.member import Member
@@ -287,7 +288,7 @@ class ControllerLink:
             await asyncio.sleep(_RECONNECT_POLL_SECONDS)
         return self.state is not None and self._loop.time() < deadline
 
-    def tell(self, make: Callable[[int], Call | Forget | Handed]) -> None:
+    def tell(self, make: Callable[[int], Call | Forget | Handed | Told]) -> None:
         """Send a call without waiting for its answer, or a message that has none. Without a connection nothing is
         sent."""
         self._send(make(next(self._ids) & 0xFFFF_FFFF))

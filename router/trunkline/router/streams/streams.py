@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from trunkline.controller.messages import PromptLogprobs, Submit, TopLogprobs
+from trunkline.controller.messages import PromptLogprobs, Submit, Told, TopLogprobs
 from trunkline.controller.sequences.beam_search import sample_seed
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.errors import ApiError, overloaded, unavailable
@@ -123,6 +123,8 @@ class Stream:
         self.samples = samples
         """Number of samples that the request began with."""
         self._running = set(range(samples))
+        self.served: tuple[ControllerLink, int] | None = None
+        """The controller whose attempt has ended last, and the request's number there."""
         self._drop = drop
         self._batch = self._fresh()
         self._waiter: asyncio.Future[None] | None = None
@@ -210,6 +212,12 @@ class Stream:
     def close(self) -> None:
         """Abort the request if it still runs: its reader leaves. May be called at any time, and again."""
         self._let_go(abort=True)
+
+    def tell(self, ended: str) -> None:
+        """Tell the controller that had the request how the answer ended (`Told`), if the request is over."""
+        if self.served is not None and self.ended:
+            link, number = self.served
+            link.tell(lambda _: Told(number, ended))
 
     async def wait_first(self) -> None:
         """Wait until the request was admitted, has a token or has ended."""
