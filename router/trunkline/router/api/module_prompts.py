@@ -34,7 +34,7 @@ from trunkline.router.tenancy.auth import cache_salt
 from trunkline.router.text.chat_template import has_calls
 from trunkline.router.text.reasoning_styles import ThoughtState
 from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
-from trunkline.router.text.tool_turns import for_plain_template, for_tool_template
+from trunkline.router.text.tool_turns import PlainTurns, ToolTurns
 from trunkline.router.text.truncation import (
     PromptCut,
     RetentionPolicy,
@@ -303,8 +303,8 @@ def as_roles(tokenizer: Tokenizer, messages: list[Message], plan: ToolPlan | Non
     tools = None if plan is None else plan.template_tools
     if tools or has_calls(turns):
         with prompt_errors("messages"):
-            called = for_tool_template(turns, tokenizer.tool_style)
-        turns = for_plain_template(called, tools, tokenizer.tool_style, system=False)
+            called = ToolTurns(tokenizer.tool_style).extended(turns).turns
+        turns = PlainTurns(tokenizer.tool_style).extended(called).described(tools, system=False)
     return [{"role": turn["role"], "content": turn["content"]} for turn in turns]
 
 

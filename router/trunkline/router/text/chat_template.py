@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
 from types import MethodType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jinja2
 from jinja2 import nodes
@@ -33,8 +34,10 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trunkline.router.errors import PromptError, RouterError
+from trunkline.router.text.loop_compiler import environment_call, with_known_loops
+from trunkline.router.text.message_loops import LoopCalls, Rendered, rendering
 from trunkline.router.text.tool_styles import ToolStyle
-from trunkline.router.text.tool_turns import for_plain_template, for_tool_template
+from trunkline.router.text.tool_turns import PlainTurns, ToolTurns
 
 
 class ChatTemplateError(PromptError):
@@ -101,26 +104,35 @@ class ChatTemplate:
             """Whether the template uses the variable `tools`."""
             self.uses_documents = "documents" in names
             """Whether the template uses the variable `documents`."""
+            self.goes_on = with_known_loops(syntax) > 0
+            """Whether a rendering can begin with another one's text (`message_loops.py`)."""
             self._template = environment.from_string(with_counting(syntax))
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the model's chat template is broken: {error}") from error
         self._special_tokens = dict(special_tokens)
 
-    def render(
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Return the text of what `rendered` returns. `options`: those of `rendered`."""
+        return self.rendered(messages, **options).text
+
+    def rendered(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str:
-        """Return the text of a prompt.
+        before: Rendered | None = None,
+    ) -> Rendered:
+        """Return a prompt.
 
         Args:
             messages: Messages in the form that the template expects.
             add_generation_prompt: Whether the text ends where an answer begins.
             extra: Extra variables of the template (`chat_template_kwargs`, `documents`).
             tools: Functions that may be called, in OpenAI's form.
+            before: A rendering of this template, with which this one may begin. Messages that both have in common
+                must be the same objects, and must not have changed.
 
         Raises:
             ChatTemplateError: The template refused the messages; the error's text is meant for the client.
@@ -133,8 +145,10 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            with counted():
-                return self._template.render(variables)
+            with counted(), rendering(before) as made:
+                context = self._template.new_context(variables)
+                made.made.text = _join(made.counted(self._template.root_render_func(context)))
+                return made.made
         except ChatTemplateError:
             raise
         except TemplateLimitError as error:
@@ -148,6 +162,29 @@ class ChatTemplate:
 def has_calls(turns: Iterable[Mapping[str, Any]]) -> bool:
     """Return whether a conversation has calls or their results."""
     return any(turn["role"] == "tool" or turn.get("tool_calls") for turn in turns)
+
+
+class RenderedChat(NamedTuple):
+    """The text of a conversation, and what another one that begins with the same messages can use of it."""
+
+    messages: Sequence[Mapping[str, Any]]
+    has_calls: bool
+    """Whether the messages have calls or their results."""
+    template: ChatTemplate
+    rendered: Rendered
+    turns: ToolTurns | None = None
+    """The messages in the form for tools; None: they are shown as they are."""
+    plain: PlainTurns | None = None
+    """`turns` in the form for templates without tools; None: the template supports them."""
+
+    @property
+    def text(self) -> str:
+        """The text."""
+        return self.rendered.text
+
+    def begins(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether a conversation begins with all of these messages."""
+        return len(self.messages) <= len(messages) and all(map(operator.is_, self.messages, messages))
 
 
 class ChatRenderer:
@@ -168,39 +205,67 @@ class ChatRenderer:
         self._plain = ChatTemplate(source, special_tokens)
         self._with_tools = self._plain if tool_source is None else ChatTemplate(tool_source, special_tokens)
         self._style = style
+        self.goes_on = self._plain.goes_on and self._with_tools.goes_on
+        """As of a `ChatTemplate`."""
         self.uses_documents = self._plain.uses_documents and self._with_tools.uses_documents
         """Whether documents are shown, with tools and without."""
 
-    def render(
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Return the text of what `rendered` returns. `options`: those of `rendered`."""
+        return self.rendered(messages, **options).text
+
+    def rendered(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str:
-        """Return the text of a conversation. `messages`, `tools`: in OpenAI's form.
+        before: RenderedChat | None = None,
+    ) -> RenderedChat:
+        """Return the text of a conversation.
+
+        Args:
+            messages: In OpenAI's form.
+            tools: In OpenAI's form.
+            before: A conversation that this one may begin with. Messages that both have in common must be the same
+                objects, and must not have changed.
 
         Raises:
             ChatTemplateError: The template refused the messages.
             TurnError: The result of a tool answers no call.
         """
 
-        def run(template: ChatTemplate, turns: Sequence[Mapping[str, Any]], shown: Any = None) -> str:
-            return template.render(turns, add_generation_prompt=add_generation_prompt, extra=extra, tools=shown)
+        def run(template: ChatTemplate, turns: Sequence[Mapping[str, Any]], shown: Any = None) -> Rendered:
+            known = before.rendered if before is not None and before.template is template else None
+            return template.rendered(
+                turns, add_generation_prompt=add_generation_prompt, extra=extra, tools=shown, before=known
+            )
 
-        if not tools and not has_calls(messages):
-            return run(self._plain, messages)
-        turns = for_tool_template(messages, self._style)
+        longer = before if before is not None and before.begins(messages) else None
+        new = messages if longer is None else messages[len(longer.messages) :]
+        calls = (longer is not None and longer.has_calls) or has_calls(new)
+        if not tools and not calls:
+            return RenderedChat(messages, calls, self._plain, run(self._plain, messages))
+        if longer is None or longer.turns is None:
+            turns = ToolTurns(self._style).extended(messages)
+        else:
+            turns = longer.turns.extended(new)
         if self._with_tools.uses_tools:
-            return run(self._with_tools, turns, tools or None)
+            made = run(self._with_tools, turns.turns, tools or None)
+            return RenderedChat(messages, calls, self._with_tools, made, turns)
+        if longer is None or longer.turns is None or longer.plain is None:
+            plain = PlainTurns(self._style).extended(turns.turns)
+        else:
+            plain = longer.plain.extended(turns.turns[len(longer.turns.turns) :])
         try:
-            return run(self._plain, for_plain_template(turns, tools, self._style, system=True))
+            made = run(self._plain, plain.described(tools, system=True))
         except ChatTemplateError:
-            if not tools or any(turn["role"] == "system" for turn in turns):
+            if not tools or any(turn["role"] == "system" for turn in turns.turns):
                 raise
             # Some templates refuse a system message. Here the router added it, not the client.
-            return run(self._plain, for_plain_template(turns, tools, self._style, system=False))
+            made = run(self._plain, plain.described(tools, system=False))
+        return RenderedChat(messages, calls, self._plain, made, turns, plain)
 
 
 STEPS_MAX: Final = 1_000_000
@@ -247,7 +312,7 @@ def counted() -> Iterator[None]:
         _spent.reset(token)
 
 
-class CountingEnvironment(ImmutableSandboxedEnvironment):
+class CountingEnvironment(LoopCalls, ImmutableSandboxedEnvironment):
     """Jinja's immutable sandbox, whose templates count their steps."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
@@ -348,13 +413,7 @@ def with_counting(syntax: nodes.Template) -> nodes.Template:
 
 
 def _spend(near: nodes.Node, steps: int = 1) -> nodes.Call:
-    return _call("spend", [nodes.Const(steps, lineno=near.lineno)], near)
-
-
-def _call(method: str, arguments: list[nodes.Expr], near: nodes.Node) -> nodes.Call:
-    attribute = nodes.EnvironmentAttribute(method, lineno=near.lineno)
-    made = nodes.Call(attribute, arguments, [], None, None, lineno=near.lineno)
-    return made.set_environment(near.environment) if near.environment is not None else made  # type: ignore[return-value]
+    return environment_call("spend", [nodes.Const(steps, lineno=near.lineno)], near)
 
 
 def _replace_joins(node: nodes.Node) -> None:
@@ -362,14 +421,14 @@ def _replace_joins(node: nodes.Node) -> None:
     for name in node.fields:
         value = getattr(node, name)
         if isinstance(value, nodes.Concat):
-            value = _call("joined", value.nodes, value)
+            value = environment_call("joined", value.nodes, value)
             setattr(node, name, value)
         if isinstance(value, nodes.Node):
             _replace_joins(value)
         elif isinstance(value, list):
             for i, item in enumerate(value):
                 if isinstance(item, nodes.Concat):
-                    value[i] = item = _call("joined", item.nodes, item)
+                    value[i] = item = environment_call("joined", item.nodes, item)
                 if isinstance(item, nodes.Node):
                     _replace_joins(item)
 

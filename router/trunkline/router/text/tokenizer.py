@@ -24,7 +24,7 @@ from trunkline.kvstore.fingerprint import tokenizer_digest
 from trunkline.router.errors import ApiError
 from trunkline.router.request_context import current
 from trunkline.router.text.borders import BorderTokens
-from trunkline.router.text.chat_template import ChatRenderer, ChatTemplateError
+from trunkline.router.text.chat_template import ChatRenderer, ChatTemplateError, RenderedChat
 from trunkline.router.text.detokenizer import TokenVocabulary
 from trunkline.router.text.embedding_files import Embedder, read_embedder
 from trunkline.router.text.reasoning_styles import ReasoningStyle, detect_reasoning
@@ -369,9 +369,23 @@ class Tokenizer:
         Raises:
             PromptError: There is no template, it refused the messages, or the result of a tool answers no call.
         """
+        made = self.rendered_chat(messages, add_generation_prompt=add_generation_prompt, extra=extra, tools=tools)
+        return made.text
+
+    def rendered_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> RenderedChat:
+        """Return the text of a conversation, as `render_chat`, for those that begin with the same messages.
+
+        Args:
+            options: Those of `ChatRenderer.rendered`.
+        """
         if self._chat is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
-        return self._chat.render(messages, add_generation_prompt=add_generation_prompt, extra=extra, tools=tools)
+        return self._chat.rendered(messages, **options)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a conversation's text can be made from that of its beginning."""
+        return self._chat is not None and self._chat.goes_on
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decode a whole list of ids; unknown ids are skipped."""

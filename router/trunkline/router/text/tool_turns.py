@@ -46,36 +46,51 @@ class Arguments(dict[str, Any]):
         return other + self._text
 
 
-def for_tool_template(turns: Iterable[Mapping[str, Any]], style: ToolStyle) -> list[Turn]:
-    """Return a conversation for a template that supports tools: arguments as objects, results with their function.
+class ToolTurns:
+    """A conversation for a template that supports tools: arguments as objects, results with their function.
 
-    Raises:
-        TurnError: A result answers no call that was made before it.
-    """
-    names: dict[str, str] = {}
-    ids: dict[str, str] = {}
-    count = 0
-    result: list[Turn] = []
-    for turn in turns:
+    It never changes, and neither do its turns."""
+
+    def __init__(self, style: ToolStyle) -> None:
+        """Begin without a turn."""
+        self.turns: list[Turn] = []
+        self._style = style
+        self._names: dict[str, str] = {}
+        self._ids: dict[str, str] = {}
+        self._calls = 0
+
+    def extended(self, turns: Iterable[Mapping[str, Any]]) -> ToolTurns:
+        """Return the conversation, followed by `turns`.
+
+        Raises:
+            TurnError: A result answers no call that was made before it.
+        """
+        longer = ToolTurns(self._style)
+        longer.turns, longer._calls = list(self.turns), self._calls
+        longer._names, longer._ids = dict(self._names), dict(self._ids)
+        for turn in turns:
+            longer._add(turn)
+        return longer
+
+    def _add(self, turn: Mapping[str, Any]) -> None:
         ready = dict(turn)
         if turn.get("tool_calls"):
             for call in turn["tool_calls"]:
                 name, given = call["function"]["name"], call["id"]
-                names[given], ids[given] = name, _id(given, style, name, count)
-                count += 1
-            ready["tool_calls"] = [_call(call, ids[call["id"]]) for call in turn["tool_calls"]]
-            if style.name == "hermes" and isinstance(turn.get("content"), str):
+                self._names[given], self._ids[given] = name, _id(given, self._style, name, self._calls)
+                self._calls += 1
+            ready["tool_calls"] = [_call(call, self._ids[call["id"]]) for call in turn["tool_calls"]]
+            if self._style.name == "hermes" and isinstance(turn.get("content"), str):
                 # The text of an answer ends with the line end before its first call. Templates write it, too, and
                 # with two of them the prompt would be another one than the model has seen.
                 ready["content"] = turn["content"].removesuffix("\n")
         if turn["role"] == "tool":
             call_id = turn.get("tool_call_id", "")
-            if call_id not in names:
+            if call_id not in self._names:
                 raise TurnError(f"the tool result with id {call_id[:80]!r} answers no call made before it")
-            ready["tool_call_id"] = ids[call_id]
-            ready.setdefault("name", names[call_id])
-        result.append(ready)
-    return result
+            ready["tool_call_id"] = self._ids[call_id]
+            ready.setdefault("name", self._names[call_id])
+        self.turns.append(ready)
 
 
 def _call(call: Mapping[str, Any], call_id: str) -> dict[str, Any]:
@@ -107,48 +122,65 @@ def _id(call_id: str, style: ToolStyle, name: str, number: int) -> str:
     return hashlib.blake2b(call_id.encode("utf-8", "replace"), digest_size=5).hexdigest()[:9]
 
 
-def for_plain_template(
-    turns: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    style: ToolStyle,
-    *,
-    system: bool,
-) -> list[Turn]:
-    """Return a conversation for a template that does not support tools.
+class PlainTurns:
+    """A conversation for a template that does not support tools. It never changes, and neither do its turns."""
 
-    Args:
-        turns: Messages as `for_tool_template` returns them.
-        tools: Functions to describe.
-        style: The format in which the model is asked to write calls.
-        system: Whether the description goes into the system message; else into the user's first message.
-    """
-    result: list[Turn] = []
-    after_result = False
-    for turn in turns:
+    def __init__(self, style: ToolStyle) -> None:
+        """Begin without a turn. `style`: the format in which the model is asked to write calls."""
+        self._style = style
+        self._turns: list[Turn] = []
+        self._after_result = False
+        self._described: dict[bool, tuple[Turn | None, str, Turn]] = {}
+        """By `system` of `described`: a turn, the description that was added to it, and the turn with it."""
+
+    def extended(self, turns: Iterable[Mapping[str, Any]]) -> PlainTurns:
+        """Return the conversation, followed by `turns`, which are as those of `ToolTurns`."""
+        longer = PlainTurns(self._style)
+        longer._turns, longer._after_result = list(self._turns), self._after_result
+        longer._described = self._described
+        for turn in turns:
+            longer._add(turn)
+        return longer
+
+    def _add(self, turn: Mapping[str, Any]) -> None:
         content = turn["content"] or ""
         if turn["role"] == "tool":
             content = f"<tool_response>\n{content}\n</tool_response>"
         elif turn.get("tool_calls"):
             calls = [call["function"] for call in turn["tool_calls"]]
-            text = calls_text(style, [(call["name"], str(call["arguments"])) for call in calls])
+            text = calls_text(self._style, [(call["name"], str(call["arguments"])) for call in calls])
             content = f"{content}\n{text}" if content else text
         role = "user" if turn["role"] == "tool" else turn["role"]
-        if after_result and role == "user":  # many templates insist on alternating roles
-            result[-1]["content"] += "\n" + content
+        if self._after_result and role == "user":  # many templates insist on alternating roles
+            last = self._turns[-1]
+            self._turns[-1] = {**last, "content": f"{last['content']}\n{content}"}
         else:
-            result.append({"role": role, "content": content})
-        after_result = role == "user" and (turn["role"] == "tool" or after_result)
-    if tools:
-        _describe(result, preamble(tools, style), "system" if system else "user")
-    return result
+            self._turns.append({"role": role, "content": content})
+        self._after_result = role == "user" and (turn["role"] == "tool" or self._after_result)
 
+    def described(self, tools: Sequence[Mapping[str, Any]] | None, *, system: bool) -> list[Turn]:
+        """Return the conversation with a description of its tools.
 
-def _describe(turns: list[Turn], text: str, role: str) -> None:
-    place = next((turn for turn in turns if turn["role"] == role), None)
-    if place is not None:
-        place["content"] = f"{place['content']}\n\n{text}" if role == "system" else f"{text}\n\n{place['content']}"
-    else:
-        turns.insert(0, {"role": role, "content": text})
+        Args:
+            tools: Functions to describe.
+            system: Whether the description goes into the system message; else into the user's first message.
+        """
+        if not tools:
+            return self._turns
+        text, role = preamble(tools, self._style), "system" if system else "user"
+        at = next((at for at, turn in enumerate(self._turns) if turn["role"] == role), None)
+        plain = None if at is None else self._turns[at]
+        known = self._described.get(system)
+        if known is None or known[0] is not plain or known[1] != text:
+            if plain is None:
+                turn = {"role": role, "content": text}
+            else:
+                parts = (plain["content"], text) if system else (text, plain["content"])
+                turn = {**plain, "content": "\n\n".join(parts)}
+            known = self._described[system] = (plain, text, turn)
+        if at is None:
+            return [known[2], *self._turns]
+        return [*self._turns[:at], known[2], *self._turns[at + 1 :]]
 
 
 def preamble(tools: Sequence[Mapping[str, Any]], style: ToolStyle) -> str:
