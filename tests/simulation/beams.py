@@ -36,6 +36,8 @@ class Resident:
     """As `SimulatedWorkers.execute` was told."""
     pooled: bytes = b""
     """Hash of all hidden states that were computed of a prompt that is pooled over all of its tokens."""
+    drafts: list[int] = field(default_factory=list)
+    """Guesses that the present step tries behind the last token."""
 
     @property
     def total(self) -> int:

@@ -49,6 +49,7 @@ from trunkline.controller.messages import (
     Submit,
 )
 from trunkline.controller.scheduling.scheduler import Scheduler
+from trunkline.controller.sequences.draft_source import DraftSource
 from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.storage.persistence import Persistence
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
@@ -95,6 +96,9 @@ class Simulation:
     """The texts of a prompt or call, of a salt, that may be relocated, with what a router says of peers; None:
     nothing."""
 
+    make_drafts: Callable[[Simulation], DraftSource] | None = None
+    """Makes the source of drafts of a new scheduler (`simulation.drafts.draft_from`); None: there is none."""
+
     def __init__(self, config: EngineConfig, *, check: bool = True, seed: int = 0) -> None:
         self.engine = Engine(config)
         self.seed = seed
@@ -117,6 +121,11 @@ class Simulation:
         self.listener = Listener() if check else None
         """A router that hears where chunks are; None: nothing is checked."""
         self.next_id = 1
+
+    def begin_drafts(self) -> None:
+        """Give a new scheduler its source of drafts."""
+        if self.make_drafts is not None:
+            self.engine.scheduler.drafting.source = self.make_drafts(self)
 
     def submit(self, prompt: list[int], max_tokens: int = 8, **options: Unpack[Options]) -> int:
         request_id = self.next_id
@@ -284,6 +293,7 @@ class Simulation:
         """They are gone, with all that was in their memory. What they had said comes late, and counts nothing."""
         engine = self.engine
         self.receive(WorkersLost(engine.epoch + 1))
+        self.begin_drafts()
         self._verify()
         late = [GrammarReady(grammar, "nobody waits for this") for grammar in self.grammars]
         for event in (*self.results, *self.tiers.work(1.0), *late):
@@ -310,6 +320,7 @@ class Simulation:
         self.tiers.network = tiers.network
         stored = self.persistence.load(config.disk_slots, self.now) if self.persistence is not None else None
         self.receive(WorkersBack(config, stored))
+        self.begin_drafts()
         self._verify()
 
     @property
@@ -416,7 +427,7 @@ class Simulation:
             outputs.requests, outputs.samples, outputs.tokens, outputs.logprobs, strict=True
         ):
             rows = list(zip(requests.tolist(), samples.tolist(), strict=True))
-            assert len(set(rows)) == len(rows), "a sample has two tokens in one result"
+            assert self.make_drafts or len(set(rows)) == len(rows), "a sample has two tokens in one result"
             for index, ((request, sample), token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
                 stream = self.streams[request]
                 if stream.pooling:

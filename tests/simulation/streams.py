@@ -76,6 +76,8 @@ class Stream:
     """What came of the prompt's hidden states, with the first token."""
     cached_tokens: int | None = None
     started: Started | None = None
+    foreseen: dict[int, list[int]] = field(default_factory=dict)
+    """What samples will be (`expected_stream`)."""
     ended: Finished | None = None
     """The message that ended the whole request."""
 
@@ -113,9 +115,7 @@ def verify(stream: Stream, longest: int) -> None:
             counts.
     """
     assert stream.ended is not None
-    limit = min(stream.max_tokens, longest - len(stream.prompt))
-    if stream.layout is not None:
-        limit = min(stream.max_tokens, stream.positions - stream.end)
+    limit = _limit(stream, longest)
     if stream.reason in (FinishReason.INVALID, FinishReason.QUEUE_FULL):
         assert not any(stream.outputs)
         return
@@ -136,6 +136,19 @@ def verify(stream: Stream, longest: int) -> None:
         _verify_scores(stream)
     whole = pooled_prompt(stream.prompt, over_all=stream.pooling == POOL_MEAN)
     assert stream.pooled == (whole if stream.pooling and stream.output else None)
+
+
+def _limit(stream: Stream, longest: int) -> int:
+    if stream.layout is not None:
+        return min(stream.max_tokens, stream.positions - stream.end)
+    return min(stream.max_tokens, longest - len(stream.prompt))
+
+
+def expected_stream(stream: Stream, sample: int, longest: int) -> list[int]:
+    """What a sample of a stream must be when it has ended by itself; worked out once."""
+    if sample not in stream.foreseen:
+        stream.foreseen[sample] = _expected(stream, sample_seed(stream.seed, sample), _limit(stream, longest))
+    return stream.foreseen[sample]
 
 
 def _expected(stream: Stream, seed: int, limit: int) -> list[int]:

@@ -65,6 +65,8 @@ class SimulatedWorkers:
         """By block, the entries of residents' tables that name it while the step computes."""
         self.computed_tokens: int = like.computed_tokens if like else 0
         self.written_tokens: int = like.written_tokens if like else 0
+        self.refused_tokens: int = like.refused_tokens if like else 0
+        """Drafts that were computed in vain; not in `computed_tokens`."""
         self.max_rows = 0
         self.observer: Callable[[StepPlan], None] | None = like.observer if like else None
         """Called after each step."""
@@ -72,6 +74,11 @@ class SimulatedWorkers:
     @property
     def copied_tokens(self) -> int:
         return self.pool.copied_tokens
+
+    @property
+    def _drafted(self) -> int:
+        """Drafts of the present step."""
+        return sum(len(self.residents[batch_seq_id].drafts) for batch_seq_id in self.rows)
 
     @property
     def blocks_held(self) -> tuple[int, int]:
@@ -117,6 +124,10 @@ class SimulatedWorkers:
             self.rows = unpack_int32(plan.rows).tolist()
             self.runs = unpack_int32(plan.runs, 4)
         assert self.rows or plan.prefill or plan.joins or saves, "a step does nothing"
+        assert len(plan.drafts) in (0, len(self.rows)), "drafts do not go with the rows"
+        assert not plan.drafts or any(plan.drafts), "a plan names drafts and has none"
+        for batch_seq_id, drafts in zip(self.rows, plan.drafts or [b""] * len(self.rows), strict=True):
+            self.residents[batch_seq_id].drafts = unpack_int32(drafts).tolist()
         self._check_batch()
         result = self._compute(plan, len(saves) + len(late_saves) + len(loads))
         self.pool.computed(plan.step, late_saves)
@@ -160,7 +171,7 @@ class SimulatedWorkers:
 
     def _check_batch(self) -> None:
         """What must hold before anything is computed."""
-        self.max_rows = max(self.max_rows, len(self.rows))
+        self.max_rows = max(self.max_rows, len(self.rows) + self._drafted)
         assert len(set(self.rows)) == len(self.rows), "a sequence has two rows"
         followed = {resident.sampling.grammar for resident in self.residents.values()} - {0}
         assert followed <= set(self.grammars), "a grammar is forgotten that somebody follows"
@@ -216,6 +227,7 @@ class SimulatedWorkers:
             assert not self.residents[batch_seq_id].sampling.pooling, "a prompt that is pooled goes on"
             position = self.residents[batch_seq_id].total - 1
             hashes[batch_seq_id] = self._run(batch_seq_id, position, 1, position)
+        behind = {batch_seq_id: self._run_drafts(batch_seq_id) for batch_seq_id in self.rows}
         scored: dict[int, PromptLogprobs] = {}
         for batch_seq_id, start, count, write_from, sample in prefill:
             resident = self.residents[batch_seq_id]
@@ -229,12 +241,12 @@ class SimulatedWorkers:
             if sample:
                 hashes[batch_seq_id] = last
         reports = self._pooled(hashes)
-        tokens, beams = self._sample(plan, hashes)
+        tokens, beams = self._sample(plan, hashes, behind)
         return StepResult(
             step=plan.step,
             epoch=plan.epoch,
             tokens=pack_int32(tokens),
-            elapsed_us=1 + TOKEN_US * (len(self.rows) + sum(item[2] for item in prefill)),
+            elapsed_us=1 + TOKEN_US * (len(tokens) + sum(item[2] for item in prefill)),
             logprobs=reports or None,
             beams=beams or None,
             prompt_logprobs=scored or None,
@@ -253,6 +265,16 @@ class SimulatedWorkers:
         for position in range(start, start + count):
             last = self._position(batch_seq_id, position, last, write=position >= write_from)
         return last
+
+    def _run_drafts(self, batch_seq_id: int) -> list[bytes]:
+        """Compute what a row guesses behind its last token; the hash behind each guess."""
+        resident = self.residents[batch_seq_id]
+        assert not resident.drafts or resident.beam_position is None, "a beam has drafts"
+        first, known = resident.total, len(resident.tokens)
+        resident.tokens += resident.drafts
+        hashes = [self._run(batch_seq_id, at, 1, at) for at in range(first, first + len(resident.drafts))]
+        del resident.tokens[known:]
+        return hashes
 
     def _run_modules(self, batch_seq_id: int, start: int, count: int, write_from: int) -> bytes:
         """Likewise with modules: each new token sees what acts at smaller positions, in that order."""
@@ -331,9 +353,9 @@ class SimulatedWorkers:
         return current
 
     def _pooled(self, hashes: dict[int, bytes]) -> dict[int, TopLogprobs]:
-        """The reports of prompts that end and are pooled, by index of the sample."""
+        """The reports of prompts that end and are pooled, by place; rows and their drafts come before them."""
         reports = {}
-        for index, (batch_seq_id, last) in enumerate(hashes.items()):
+        for index, (batch_seq_id, last) in enumerate(hashes.items(), self._drafted):
             resident = self.residents[batch_seq_id]
             if resident.sampling.pooling:
                 pooled = resident.pooled if resident.sampling.pools_all else last
@@ -363,8 +385,14 @@ class SimulatedWorkers:
 
     # Sampling
 
-    def _sample(self, plan: StepPlan, hashes: dict[int, bytes]) -> tuple[list[int], dict[int, BeamStep]]:
-        """Tokens in the order of the result: rows, prompts that end, forks."""
+    def _sample(
+        self, plan: StepPlan, hashes: dict[int, bytes], behind: dict[int, list[bytes]]
+    ) -> tuple[list[int], dict[int, BeamStep]]:
+        """Tokens in the order of the result: rows with their drafts, prompts that end, forks.
+
+        Args:
+            behind: of rows, the hashes behind their drafts.
+        """
         order = list(hashes)
         for fork in plan.forks:
             self._fork(fork, hashes)
@@ -387,7 +415,28 @@ class SimulatedWorkers:
         for group in groups:
             beams[group], chosen = self.searches.advance(group, hashes, self.residents)
             sampled.update(chosen)
-        return [sampled[batch_seq_id] for batch_seq_id in order], beams
+        places = [
+            [sampled[batch_seq_id], *self._verify(batch_seq_id, behind.get(batch_seq_id, []))]
+            for batch_seq_id in order
+        ]
+        return [token for row in places for token in row], beams
+
+    def _verify(self, batch_seq_id: int, hashes: list[bytes]) -> list[int]:
+        """Draw behind the drafts that are accepted; -1 behind the others."""
+        resident = self.residents[batch_seq_id]
+        drawn: list[int] = []
+        for draft, past in zip(resident.drafts if hashes else (), hashes, strict=True):
+            if draft != resident.tokens[-1]:
+                break
+            drawn.append(next_token(past, resident.sampling.seed))
+            resident.tokens.append(drawn[-1])
+        refused = len(hashes) - len(drawn)
+        if hashes:
+            resident.computed = resident.total - 1
+        self.refused_tokens += refused
+        self.computed_tokens -= refused
+        self.written_tokens -= refused
+        return drawn + [-1] * refused
 
     def _fork(self, fork: Fork, hashes: dict[int, bytes]) -> None:
         parent = self.residents[fork.parent]

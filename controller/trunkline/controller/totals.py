@@ -25,6 +25,10 @@ class Totals:
     """Number of `cached_tokens` that were in each tier."""
     misses: dict[str, int] = field(default_factory=dict)
     """Number of requests that missed a part of their prompt in the cache, by reason."""
+    drafted_tokens: int = 0
+    """Number of drafts that were computed."""
+    accepted_drafts: int = 0
+    """Number of drafts that were what the model drew, and saved a step each."""
     preemptions: int = 0
     """Number of preemptions of groups."""
     swapped: int = 0

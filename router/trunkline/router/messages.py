@@ -132,7 +132,8 @@ class Outputs(msgspec.Struct, array_like=True, frozen=True, tag="outputs"):
 
     seq: int
     requests: bytes = b""
-    """uint32 little-endian: for each token the request that it belongs to (each sample at most once)."""
+    """uint32 little-endian: for each token the request that it belongs to. A sample has several tokens, in their
+    order, if drafts were accepted (`StepPlan.drafts`)."""
     tokens: bytes = b""
     """int32: the tokens that were sampled, in the order of `requests`."""
     started: list[Started] = []

@@ -1,7 +1,7 @@
 """The messages that workers receive from their controller (XPUB → SUB, MessagePack, one message per frame pair).
 
 A step plan is a delta: it carries what changed since the step before. A decode step in which nothing
-joins, leaves or fills a block is 33 to 45 bytes, whatever the batch. Integer arrays travel as
+joins, leaves or fills a block is 34 to 46 bytes, whatever the batch. Integer arrays travel as
 little-endian int32 bytes (`trunkline.kvstore.chunks.pack_int32`). See docs/protocol.md.
 """
 
@@ -216,6 +216,12 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     save_names: bytes = b""
     """Names of the chunks of `saves`, then of `late_saves`, `NAME_BYTES` each: peers ask for chunks by name.
     Empty: there are no peers."""
+    drafts: list[bytes] = []
+    """For each decode row, int32 guesses of the tokens behind the one that this step draws for it; empty: no row
+    has any.
+
+    They are computed with the row, one position each, and the row's block table has room for them. The token
+    behind a guess is drawn only if the guess is what was drawn at its place, so guesses change no text."""
 
 
 class TierMove(msgspec.Struct, array_like=True, frozen=True):

@@ -9,7 +9,8 @@ the service has to do, and in which order. The engine has no sockets, clocks, th
 seconds of any origin, so tests drive thousands of steps from a seed.
 
 Up to two steps are in flight. Step k + 1 is planned as if every row of step k went on. What it computes for rows
-that end in step k is discarded when its result arrives.
+that end in step k is discarded when its result arrives. Behind a step with drafts (`scheduling/drafting.py`) none
+is planned before its result is there.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from trunkline.controller.engine.announced import expect_prompt, forget_prompt
 from trunkline.controller.engine.disk_chunks import DiskChange, StoredChunks, restore_chunks, take_disk_changes
 from trunkline.controller.engine.events import (
     AbortRequest,
+    AnswerTold,
     CallTexts,
     DropCache,
     EndAll,
@@ -45,7 +47,7 @@ from trunkline.controller.engine.requests import (
     apply_step_result,
     from_its_start,
     group_of,
-    result_rows,
+    inflight_step,
 )
 from trunkline.controller.engine.validation import problem_of_request, problem_of_texts
 from trunkline.controller.engine_config import EngineConfig
@@ -53,7 +55,7 @@ from trunkline.controller.messages import GrammarReady, ModulesCall, MovesDone, 
 from trunkline.controller.scheduling.admission import DEADLY
 from trunkline.controller.scheduling.module_calls import TextsCall
 from trunkline.controller.scheduling.scheduler import Scheduler
-from trunkline.controller.sequences.plan_builder import InflightStep
+from trunkline.controller.sequences.plan_builder import InflightStep, is_full
 from trunkline.controller.sequences.sequence import Request, SequenceGroup
 from trunkline.controller.tiers.holders import Holders
 from trunkline.controller.tiers.prefetch import Prefetcher
@@ -141,7 +143,7 @@ class Engine:
             outputs=self.take_outputs(),
             ended=self._requests.timelines.take_done(),
             problem=problem,
-            again=plan is not None and len(self._inflight) < self.config.max_inflight_steps,
+            again=plan is not None and not self._is_full,
             wake_at=self._wake_at(now),
         )
 
@@ -158,6 +160,8 @@ class Engine:
                 self._submit(event, now)
             case AbortRequest(request, sample):
                 self._abort(request, sample, now)
+            case AnswerTold(request, ended):
+                self.scheduler.kv.tree.told(request, ended)
             case MovesDone() | Probed():
                 self._tier_report(event, now)
             case GrammarReady():
@@ -237,10 +241,16 @@ class Engine:
         """Return the ids of the calls about texts that have not been answered."""
         return self.scheduler.encoding.calls.ids()
 
+    @property
+    def _is_full(self) -> bool:
+        """Whether the steps in flight must be answered before the next one is planned."""
+        full = is_full(self._inflight, self.config.max_inflight_steps)
+        return full or (bool(self._inflight) and self.scheduler.drafting.waits())
+
     def _wake_at(self, now: float) -> float:
         if self.is_away:
             return inf
-        if self.scheduler.encoding.calls.is_busy and len(self._inflight) < self.config.max_inflight_steps:
+        if self.scheduler.encoding.calls.is_busy and not self._is_full:
             return now
         return self.scheduler.fetching.next_deadline(now)
 
@@ -451,9 +461,9 @@ class Engine:
     # Steps
 
     def _next_plan(self, now: float) -> StepPlan | None:
-        """Return the next plan; None if there is nothing to compute, or two steps are unanswered."""
+        """Return the next plan; None if there is nothing to compute, or steps must be answered first."""
         scheduler = self.scheduler
-        if len(self._inflight) >= self.config.max_inflight_steps:
+        if self._is_full:
             return None
         if self.is_idle and not scheduler.kv.tree.has_unsaved:
             return None
@@ -466,16 +476,7 @@ class Engine:
         if plan is None:
             return None
         self._step += 1
-        self._inflight.append(
-            InflightStep(
-                step=plan.step,
-                rows=result_rows(plan, scheduler.rows),
-                decode_rows=len(plan.rows),
-                prefill_tokens=plan.prefill_tokens,
-                scored=plan.scored,
-                traced_first=self._requests.timelines.planned(plan) if plan.traced else (),
-            )
-        )
+        self._inflight.append(inflight_step(self._requests, plan, scheduler.rows))
         for sequence in plan.sampling:
             self._requests.started(sequence.group, now)
         self.counters.steps += 1

@@ -17,6 +17,7 @@ import numpy as np
 from trunkline.controller.allocation.modules import lay_out, prompt_of
 from trunkline.controller.allocation.prefix_match import cut_group, known_tokens, shorten_history
 from trunkline.controller.cache.radix_cache import RadixCache
+from trunkline.controller.engine.drafted import join_results, positions_of
 from trunkline.controller.engine.events import EngineOutputs, Timelines
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamStep, Grammar, GrammarReady, PromptLogprobs, StepResult, TopLogprobs
@@ -309,6 +310,19 @@ def result_rows(plan: PlanBuilder, rows: DecodeRows) -> RowSet:
     )
 
 
+def inflight_step(requests: RequestTable, plan: PlanBuilder, rows: DecodeRows) -> InflightStep:
+    """Return what is needed of a plan to understand its result."""
+    return InflightStep(
+        step=plan.step,
+        rows=result_rows(plan, rows),
+        decode_rows=len(plan.rows) + plan.drafted,
+        prefill_tokens=plan.prefill_tokens,
+        scored=plan.scored,
+        traced_first=requests.timelines.planned(plan) if plan.traced else (),
+        drafts=tuple(plan.drafts),
+    )
+
+
 def apply_step_result(
     requests: RequestTable, scheduler: Scheduler, step: InflightStep, result: StepResult, now: float
 ) -> None:
@@ -321,19 +335,23 @@ def apply_step_result(
     requests.counters.plan_copies += result.plan_copies
     requests.counters.kv_bytes_read += result.kv_bytes_read
     costs = scheduler.costs
-    if step.prefill_tokens or result.waited_us or step.step % PLAIN_STEPS_PER_OBSERVATION == 0:
+    scheduler.drafting.answered(step, result, now)
+    rare = step.prefill_tokens or step.drafts or result.waited_us
+    if rare or step.step % PLAIN_STEPS_PER_OBSERVATION == 0:
         elapsed_us = result.elapsed_us - result.waited_us
         costs.observe(rows=step.decode_rows, prefill_tokens=step.prefill_tokens, elapsed_us=elapsed_us)
     if result.moved_blocks:
         costs.observe_moves(result.moved_blocks, result.moved_us)
-    if len(result.tokens) != 4 * len(rows):
+    if len(result.tokens) != 4 * step.places:
         raise ProtocolError(
-            f"step {result.step} samples {len(rows)} int32 tokens; {len(result.tokens)} bytes came back"
+            f"step {result.step} samples {step.places} int32 tokens; {len(result.tokens)} bytes came back"
         )
-    if result.logprobs and not all(0 <= index < len(rows) for index in result.logprobs):
-        raise ProtocolError(f"step {result.step} has log-probabilities beyond its {len(rows)} tokens")
+    if result.logprobs and not all(0 <= index < step.places for index in result.logprobs):
+        raise ProtocolError(f"step {result.step} has log-probabilities beyond its {step.places} tokens")
     _score(requests, step, result.prompt_logprobs or {})
-    if len(rows):
+    if step.drafts:
+        _accept_drafted(requests, scheduler, step, result, now)
+    elif len(rows):
         _accept(requests, scheduler, rows, unpack_int32(result.tokens), result.logprobs, now)
     if result.beams:
         _advance_searches(requests, scheduler, result.beams, now)
@@ -352,6 +370,21 @@ def _score(requests: RequestTable, step: InflightStep, scores: dict[int, PromptL
             requests.pending_outputs.prompt_logprobs.append(PromptScored(request, news))
 
 
+def _accept_drafted(
+    requests: RequestTable, scheduler: Scheduler, step: InflightStep, result: StepResult, now: float
+) -> None:
+    """Accept what a step with drafts drew, position by position: a row that ends at one of them leaves, and has
+    nothing at the next."""
+    first = len(requests.pending_outputs.tokens)
+    try:
+        positions = positions_of(step, unpack_int32(result.tokens), result.logprobs)
+    except ValueError as error:
+        raise ProtocolError(f"step {result.step}: {error}") from error
+    for depth, (rows, tokens, logprobs) in enumerate(positions):
+        _accept(requests, scheduler, rows, tokens, logprobs, now, drafted=depth > 0)
+    join_results(requests.pending_outputs, first)
+
+
 def _accept(
     requests: RequestTable,
     scheduler: Scheduler,
@@ -359,9 +392,16 @@ def _accept(
     tokens: Int32Array,
     logprobs: dict[int, TopLogprobs] | None,
     now: float,
+    *,
+    drafted: bool = False,
 ) -> None:
+    """Store one token of each row, and end the rows that are done.
+
+    Args:
+        drafted: whether the tokens were drawn behind drafts that are accepted.
+    """
     state = scheduler.rows
-    valid, slots, stopped = state.accept(rows, tokens)
+    valid, slots, stopped = state.accept(rows, tokens, drafted=drafted)
     counts = valid
     if (rows.samples == BEAM).any():
         counts = valid & (rows.samples != BEAM)
@@ -381,6 +421,7 @@ def _accept(
     requests.pending_outputs.tokens.append(tokens)
     requests.pending_outputs.logprobs.append(logprobs)
     requests.counters.output_tokens += len(slots)
+    scheduler.drafting.extend(slots, tokens, drafted=drafted)
     known = state.known[slots]
     ended = stopped | (known >= state.limit[slots])
     for index in np.flatnonzero(((known - 1) % scheduler.config.chunk_size == 0) & ~ended).tolist():

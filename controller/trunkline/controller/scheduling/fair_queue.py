@@ -267,6 +267,12 @@ class FairQueue:
             level = self._level(priority)
             level.charge(level.line(tenant), tokens)
 
+    def charge(self, group: SequenceGroup, tokens: int) -> None:
+        """Charge a group's tenant for output tokens beyond those of `charge_rows`."""
+        submit = group.request.submit
+        level = self._level(submit.priority)
+        level.charge(level.line(submit.tenant), tokens)
+
     def call(self, group: SequenceGroup | None) -> None:
         """Let a group, and those of its tenant before it, keep their turn whatever the tenant is charged for.
 

@@ -1,7 +1,7 @@
 """Fork the samples and beams of a request from its prompt, and move beams from step to step. Pure.
 
 Parallel sampling, beam search and prefix sharing need three operations on memory (PagedAttention §4.4, §5.2):
-`fork` (here), `append` (`Scheduler._append_block`) and `free` (`KVCacheManager.leave`).
+`fork` (here), `append` (`PlanBuilder.append_block`) and `free` (`KVCacheManager.leave`).
 
       prompt   [c0][c1][tail]          fork: c0, c1 shared; each child owns a tail, copied before it is written
                  └──┴──[tail'] …       beams: after each step, new tables are made of the old ones

@@ -4,6 +4,7 @@
                                there are too few blocks
            ─► _unpark          let a preempted group decode again once all of its sequences are back in the batch
            ─► _prefill         spend the rest of the token budget on admitted prompts, then admit waiting groups
+           ─► drafting.plan    let rows try drafts with what is still left
            ─► _close           add fences, and the changes that the workers do not know yet
 
 This is PagedAttention §4.5 with iteration-level batching: every running row decodes one token, and what is left of
@@ -30,6 +31,7 @@ from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.scheduling.admission import AdmissionOrder, Quarantine, explain
+from trunkline.controller.scheduling.drafting import Drafting
 from trunkline.controller.scheduling.fair_queue import FairQueue
 from trunkline.controller.scheduling.forks import Forks, move_beams, restore_output
 from trunkline.controller.scheduling.module_calls import ModuleEncoding
@@ -82,9 +84,14 @@ class Scheduler:
         """Sequences that are back in the batch after a preemption, and compute nothing until their whole group is
         back."""
         self.forks = Forks()
-        self.counters = tree.totals
+        self.drafting = Drafting(config, self.kv, self.rows, self.queue)
         self.row_set = NO_ROWS
         self._pending = PendingChanges()
+
+    @property
+    def counters(self) -> Totals:
+        """Totals since the start."""
+        return self.kv.tree.totals
 
     @property
     def running_count(self) -> int:
@@ -112,6 +119,7 @@ class Scheduler:
                 self.queue.decode(self.rows.sequences[slot] for slot in self.row_set.slots.tolist())
         plan.rows = self.row_set
         self._prefill(plan)
+        self.drafting.plan(plan)
         self.kv.tree.save_waiting(plan)
         for source in plan.copy_sources:
             self.kv.tree.release(source, now)
@@ -130,6 +138,7 @@ class Scheduler:
         slots = plan.rows.slots
         self.rows.planned[slots] += 1
         self.queue.charge_rows()
+        self.drafting.planned(plan)
         sampled_last = (self.rows.planned[slots] + 1 >= self.rows.limit[slots]).any()
         self._pending.rows_changed = bool(plan.sampling) or bool(sampled_last)
         plan.leaves, self._pending.left = self._pending.left, []
@@ -170,7 +179,7 @@ class Scheduler:
             if members[0].slot < 0:
                 continue  # this group was the newest, so it is preempted itself
             for sequence in members:
-                self._append_block(sequence, plan)
+                plan.append_block(self.rows, sequence, self.kv.pool.allocate())
             if members[0].group.search is not None:
                 self.rows.read_alike(members[0], members[1:], int(self.rows.block_counts[members[0].slot]) - 1)
                 self._pending.rows_changed = True
@@ -182,13 +191,6 @@ class Scheduler:
             going = any(sequence.group is not newest for sequence in self.running())
             if not self.encoding.make_way(newest, plan.now, going=going):
                 self.preempt(newest, plan.now)
-
-    def _append_block(self, sequence: Sequence, plan: PlanBuilder) -> None:
-        block = self.kv.pool.allocate()
-        index = int(self.rows.block_counts[sequence.slot])
-        sequence.private.append(block)
-        self.rows.set_block(sequence.slot, index, block)
-        plan.blocks.append((sequence.batch_seq_id, index, block))
 
     def running(self) -> list[Sequence]:
         """Return all sequences that hold blocks."""
@@ -375,8 +377,7 @@ class Scheduler:
             return True  # the whole group was checked when its first sequence entered
         if self.rows.free_count - self._rows_promised() < group.rows_needed:
             return False
-        spare = self._spare_blocks(group)
-        return len(group.members) == 1 or self.kv.fits_group(group.members, spare, step)
+        return len(group.members) == 1 or self.kv.fits_group(group.members, self._spare_blocks(group), step)
 
     def _rows_promised(self) -> int:
         """Return how many more rows the groups that hold blocks will need."""

@@ -15,6 +15,7 @@ shared block.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 
 from trunkline.controller.cache.radix_cache import TierCopyPlan
 from trunkline.controller.cache.radix_tree import Node
+from trunkline.controller.sequences.draft_source import DraftSource
 from trunkline.controller.sequences.sequence import Sequence, SequenceGroup
 from trunkline.kvstore.chunks import NO_BLOCK, BlockId, Int32Array, pack_int32
 from trunkline.runtime.spans import StepTrace, pack_steps
@@ -61,11 +63,13 @@ class DecodeRows:
     """The decoding sequences as arrays, with room for `capacity` of them. Lengths count tokens.
 
     Of each sequence, `known` tokens have arrived, and KV of `planned` tokens exists or is planned: the next step
-    computes position `planned`. `known` lags behind by the steps in flight.
+    computes position `planned`. `known` lags behind by the steps in flight. KV of drafts is not counted; that of
+    accepted ones is when the result arrives.
     """
 
     def __init__(self, capacity: int, chunk_size: int, max_blocks: int) -> None:
-        self.chunk_size = chunk_size
+        self.drafts: DraftSource | None = None
+        """The source of drafts, which is told of every sequence that is no beam; None: there are no drafts."""
         self.sequences: list[Sequence | None] = [None] * capacity
         self.batch_seq_ids: Int64Array = np.zeros(capacity, np.int64)
         self.requests: Int64Array = np.zeros(capacity, np.int64)
@@ -83,6 +87,10 @@ class DecodeRows:
         self._recent: Int32Array = np.zeros((capacity, 2 * chunk_size), np.int32)
         """Ring buffers of the latest tokens by position. Their tokens move to the sequence when a chunk fills."""
         self._free = list(range(capacity - 1, -1, -1))
+
+    @property
+    def chunk_size(self) -> int:
+        return self._recent.shape[1] // 2
 
     @property
     def free_count(self) -> int:
@@ -110,6 +118,8 @@ class DecodeRows:
             self._stop_ids[slot, : len(stop_ids)] = stop_ids
         else:
             self._many_stops[slot] = frozenset(stop_ids)
+        if self.drafts is not None and sequence.beam_position is None:
+            self.drafts.add(sequence)
         return slot
 
     def read_alike(self, leader: Sequence, others: list[Sequence], blocks: int) -> None:
@@ -122,6 +132,8 @@ class DecodeRows:
         """Move the known tokens of a sequence from the arrays to the sequence, and free its index."""
         slot = sequence.slot
         self.flush(slot)
+        if self.drafts is not None and sequence.beam_position is None:
+            self.drafts.remove(sequence)
         self.sequences[slot] = None
         self.batch_seq_ids[slot] = 0
         self.tables[slot, : self.block_counts[slot]] = NO_BLOCK
@@ -165,8 +177,13 @@ class DecodeRows:
         """Return a row set of these indices, in this order, with their present state."""
         return RowSet(slots, self.batch_seq_ids[slots], self.requests[slots], self.samples[slots])
 
-    def accept(self, rows: RowSet, tokens: Int32Array) -> tuple[BoolArray, NDArray[np.intp], BoolArray]:
+    def accept(
+        self, rows: RowSet, tokens: Int32Array, *, drafted: bool = False
+    ) -> tuple[BoolArray, NDArray[np.intp], BoolArray]:
         """Store the tokens sampled for a row set.
+
+        Args:
+            drafted: whether the tokens were drawn behind drafts that are accepted, whose KV counts from now on.
 
         Returns:
             valid `[rows]`: whether the row is still the same sequence, so that its token counts;
@@ -176,6 +193,7 @@ class DecodeRows:
         slots = rows.slots
         if not valid.all():
             slots, tokens = slots[valid], tokens[valid]
+        self.planned[slots] += drafted
         self._recent[slots, self.known[slots] % self._recent.shape[1]] = tokens
         self.known[slots] += 1
         stopped = (self._stop_ids[slots] == tokens[:, None]).any(axis=1)
@@ -278,6 +296,8 @@ class PlanBuilder(TierCopyPlan):
     """(group, id in the batch, tokens) of each part of a traced prompt that this step computes."""
     copy_sources: list[Node] = field(default_factory=list)
     """Chunks held until the plan is complete, so that it does not reuse blocks that it copies from."""
+    drafts: list[Int32Array] = field(default_factory=list)
+    """Drafts of each of `rows`; empty: no row has any."""
 
     @property
     def is_empty(self) -> bool:
@@ -305,6 +325,7 @@ class PlanBuilder(TierCopyPlan):
             load_fence=self.load_fence,
             save_names=b"".join(self.save_names + self.late_names),
             traces=pack_steps(self._step_traces()) if self.traced else None,
+            drafts=[pack_int32(tokens) for tokens in self.drafts],
         )
 
     def compute(self, sequence: Sequence, tokens: int, *, samples: bool, scored: bool) -> None:
@@ -317,6 +338,13 @@ class PlanBuilder(TierCopyPlan):
         if group.request.trace is not None:
             self.traced.append((group, sequence.batch_seq_id, tokens))
 
+    def append_block(self, rows: DecodeRows, sequence: Sequence, block: BlockId) -> None:
+        """Give a row one more block."""
+        index = int(rows.block_counts[sequence.slot])
+        sequence.private.append(block)
+        rows.set_block(sequence.slot, index, block)
+        self.blocks.append((sequence.batch_seq_id, index, block))
+
     def _step_traces(self) -> Iterator[StepTrace]:
         for group, batch_seq_id, tokens in self.traced:
             if (ids := group.request.trace) is not None:
@@ -326,6 +354,11 @@ class PlanBuilder(TierCopyPlan):
     def prefill_tokens(self) -> int:
         """Prompt tokens that the step computes."""
         return sum(count for _, _, count, _, _ in self.prefill)
+
+    @property
+    def drafted(self) -> int:
+        """Number of drafts that the step computes."""
+        return sum(map(len, self.drafts))
 
 
 @dataclass(slots=True)
@@ -347,8 +380,22 @@ class InflightStep:
     rows: RowSet
     """The decode rows, then completed prompts, then forks: the order of `StepResult.tokens`."""
     decode_rows: int
+    """Tokens that the step computes for rows that decode, drafts included."""
     prefill_tokens: int
     scored: dict[int, int]
     """Prompts whose tokens the step scores: id in the batch → request."""
     traced_first: tuple[int, ...] = ()
     """Traced requests whose first token the step brings."""
+    drafts: tuple[Int32Array, ...] = ()
+    """Drafts of each decode row; empty: no row has any."""
+
+    @property
+    def places(self) -> int:
+        """Number of places for tokens in the step's result."""
+        return len(self.rows) + sum(map(len, self.drafts))
+
+
+def is_full(inflight: deque[InflightStep], steps_max: int) -> bool:
+    """Return whether no step may be planned behind those in flight: there are too many, or the last one has
+    drafts, so that it is not known how far its rows will come."""
+    return len(inflight) >= steps_max or bool(inflight and inflight[-1].drafts)
