@@ -36,12 +36,12 @@ from typing import Any, Final
 import msgspec
 import structlog
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from trunkline.router.app import create_app
 from trunkline.router.config import RouterConfig
-from trunkline.router.http.answers import BODY_SEND
+from trunkline.router.http.answers import BODY_OUTLET, BODY_SEND
 from trunkline.router.http.body import bound_heap
 from trunkline.router.service import RouterService
 from trunkline.router.stores.file_store import PART_BYTES
@@ -90,6 +90,27 @@ class ConnectionState(ServerState):
     limits: ConnectionLimits
     hands_over = False
     """Whether connections are closed after their next answer."""
+
+
+class _BodyOutlet:
+    """Writes parts of an answer as `RequestResponseCycle.send` does, but at once or not at all."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def is_open(self) -> bool:
+        """Whether parts can be written: the headers are out, the client is there and reads fast enough."""
+        cycle = self._cycle
+        return bool(cycle.chunked_encoding) and not (
+            cycle.flow.write_paused or cycle.disconnected or cycle.response_complete
+        )
+
+    def write(self, part: bytes) -> None:
+        """Write a part; call it only while `is_open`."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -147,7 +168,10 @@ class BoundedProtocol(HttpToolsProtocol):
         is_file = self.url.partition(b"?")[0] == _UPLOADS
         self._wait((limits.file_s if is_file else limits.body_s) * _BODY_MARGIN)
         super().on_headers_complete()
-        if self.server_state.hands_over and self.cycle is not None:
+        if self.cycle is None:
+            return
+        self.scope[BODY_OUTLET] = _BodyOutlet(self.cycle)  # type: ignore[typeddict-unknown-key]
+        if self.server_state.hands_over:
             self.cycle.keep_alive = False
 
     def _take_authority(self) -> None:

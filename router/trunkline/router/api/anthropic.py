@@ -44,7 +44,13 @@ from trunkline.router.api.left_out import dropped_messages
 from trunkline.router.api.prompting import chat_job, start
 from trunkline.router.api.requests import check_length, check_model, read_parameters, service_of
 from trunkline.router.errors import bad_value
-from trunkline.router.http.answers import EventStream, JsonResponse, anthropic_error, while_connected
+from trunkline.router.http.answers import (
+    BODY_OUTLET,
+    EventStream,
+    JsonResponse,
+    anthropic_error,
+    while_connected,
+)
 from trunkline.router.http.body import beside_loop
 from trunkline.router.jobs.generation_parameters import DialogParameters
 from trunkline.router.jobs.known_parameters import KNOWN
@@ -53,7 +59,7 @@ from trunkline.router.jobs.parameters import Count, Stops
 from trunkline.router.jobs.request_models import ChatRequest, Message
 from trunkline.router.request_context import draw_hex
 from trunkline.router.service import RouterService
-from trunkline.router.streams.generation import Generation
+from trunkline.router.streams.generation import Generation, Outlet
 from trunkline.router.text.document_marks import DocumentMarks
 from trunkline.router.text.edits import AppliedEdit, Edit
 from trunkline.router.text.truncation import span_tokens
@@ -234,7 +240,8 @@ async def messages(request: Request) -> Response:
     writer = _MessageWriter(service, body, generation, plan, warnings)
     writer.applied = () if edited is None else edited.applied
     if body.stream:
-        return EventStream(generation, writer.events(), lambda error: named_event("error", anthropic_error(error)))
+        events = writer.events(request.scope.get(BODY_OUTLET))
+        return EventStream(generation, events, lambda error: named_event("error", anthropic_error(error)))
     try:
         return JsonResponse(await while_connected(request, writer.whole()))
     finally:
@@ -338,12 +345,12 @@ class _MessageWriter:
         content = [self._block(block, whole=True) for block in await self._answer.whole()]
         return {**self._message(content), **self._end(), "usage": self._usage(), **self._report()}
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """Yield the message as server-sent events."""
+    async def events(self, outlet: Outlet | None) -> AsyncIterator[bytes]:
+        """Yield the message as server-sent events, but for those that go straight to `outlet`."""
         begun = {**self._message([]), "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         yield _event("message_start", message=begun) + _event("ping")
-        async for changes in self._answer.changes():
-            yield b"".join(map(self._change_event, changes))
+        async for part in self._answer.encoded(self._change_events, outlet):
+            yield part
         end = _event("message_delta", delta=self._end(), usage=self._usage(), **self._report())
         yield end + _event("message_stop")
 
@@ -410,6 +417,9 @@ class _MessageWriter:
 
     def _signature(self, block: Block) -> str:
         return signature_of(block.text, hidden=self._hides)
+
+    def _change_events(self, changes: list[BlockChange]) -> bytes:
+        return b"".join(map(self._change_event, changes))
 
     def _change_event(self, change: BlockChange) -> bytes:
         block = change.block

@@ -6,7 +6,7 @@ a block opens, grows or closes. Each endpoint writes the changes in its own form
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, Literal, TypeVar
 
@@ -19,7 +19,7 @@ from trunkline.router.http.body import SESSION_HEADER, session_header, validate
 from trunkline.router.jobs.generation_parameters import DialogParameters, SharedParameters
 from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.stores.session_store import is_stored
-from trunkline.router.streams.generation import FinishName, Generation, TokenLogprob
+from trunkline.router.streams.generation import Delta, FinishName, Generation, Outlet, TokenLogprob
 from trunkline.router.tools.pieces import CallArguments, CallStart, Piece, TextPiece, ThoughtPiece
 from trunkline.router.tools.plan import ToolPlan
 
@@ -138,13 +138,36 @@ class AnswerBlocks:
             ApiError: The generation failed.
         """
         async for delta in self.generation.deltas():
-            self.tokens += delta.tokens
-            changes = self._scored(list(self.blocks.feed(self._pieces(delta.text, delta.finish))), delta.logprobs)
-            if delta.finish is not None:
-                self.finish, self.stop = delta.finish, delta.stop
-                changes += self.blocks.finish(at_least_one=self._at_least_one)
-            if changes:
+            if changes := self._of(delta):
                 yield changes
+
+    async def encoded(
+        self, encode: Callable[[list[BlockChange]], bytes], outlet: Outlet | None
+    ) -> AsyncIterator[bytes]:
+        """Yield the changes of the blocks as `encode` writes them, but for those that go straight to `outlet`.
+
+        Raises:
+            ApiError: The generation failed.
+        """
+
+        def part(delta: Delta) -> bytes:
+            changes = self._of(delta)
+            return encode(changes) if changes else b""
+
+        if outlet is not None:
+            self.generation.write_to(outlet, part)
+        async for delta in self.generation.deltas():
+            if written := part(delta):
+                yield written
+
+    def _of(self, delta: Delta) -> list[BlockChange]:
+        """Return the changes that a delta makes."""
+        self.tokens += delta.tokens
+        changes = self._scored(list(self.blocks.feed(self._pieces(delta.text, delta.finish))), delta.logprobs)
+        if delta.finish is not None:
+            self.finish, self.stop = delta.finish, delta.stop
+            changes += self.blocks.finish(at_least_one=self._at_least_one)
+        return changes
 
     def _scored(self, changes: list[BlockChange], logprobs: list[TokenLogprob]) -> list[BlockChange]:
         """Return the changes with the log-probabilities of texts. Those of thoughts and calls are left out."""

@@ -52,6 +52,7 @@ from trunkline.router.api.responses import (
 from trunkline.router.api.turn import SessionTurn, open_turn
 from trunkline.router.errors import bad_value
 from trunkline.router.http.answers import (
+    BODY_OUTLET,
     DONE_EVENT,
     EventStream,
     JsonResponse,
@@ -63,7 +64,7 @@ from trunkline.router.http.answers import (
 from trunkline.router.jobs.request_models import CHAT, ChatRequest
 from trunkline.router.service import RouterService
 from trunkline.router.stores.session_store import is_stored
-from trunkline.router.streams.generation import Delta, FinishName, Generation
+from trunkline.router.streams.generation import Delta, FinishName, Generation, Outlet
 from trunkline.router.tools.pieces import AnswerParser, CallArguments, CallStart, Piece, TextPiece, ThoughtPiece
 from trunkline.router.tools.plan import ToolPlan, prepare_tools
 
@@ -100,7 +101,7 @@ async def chat_completions(request: Request) -> Response:
         answer = _ChatAnswer(service, body, plan, generation, turn)
         if not body.stream:
             return await while_connected(request, answer.whole())
-        return EventStream(work.pop_all(), answer.events())
+        return EventStream(work.pop_all(), answer.events(request.scope.get(BODY_OUTLET)))
 
 
 def _plan(service: RouterService, body: ChatRequest) -> ToolPlan:
@@ -215,8 +216,8 @@ class _ChatAnswer:
 
     # -- streamed
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """Yield the answer as server-sent events."""
+    async def events(self, outlet: Outlet | None) -> AsyncIterator[bytes]:
+        """Yield the answer as server-sent events, but for those that go straight to `outlet`."""
         samples = self._generation.job.decoding.samples
         parsers = [self._make_parser() for _ in range(samples)]
         answers: list[tuple[list[Piece], list[int]]] = [([], []) for _ in range(samples)]
@@ -229,11 +230,9 @@ class _ChatAnswer:
         texts = TextEvents(
             lambda index, text: self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(content=text)))
         )
-        async for delta in self._generation.deltas():
+
+        def read(delta: Delta) -> list[ChatChunkChoice]:
             parser = parsers[delta.index]
-            if plain and parser is None and delta.finish is None and delta.text and delta.index not in unopened:
-                yield texts.event(delta.index, delta.text)
-                continue
             pieces = _pieces(delta, parser)
             if parser is not None:
                 self._generation.heard(pieces, is_end=delta.finish is not None)
@@ -241,11 +240,27 @@ class _ChatAnswer:
                 answers[delta.index][0].extend(pieces)
                 answers[delta.index][1].extend(delta.tokens)
                 pieces = self._without_thoughts(pieces)
-            choices = self._parts(delta, pieces, parser)
-            running -= delta.finish is not None
             if self._turn is not None:
-                written += pieces
-                tokens += delta.tokens
+                written.extend(pieces)
+                tokens.extend(delta.tokens)
+            return self._parts(delta, pieces, parser)
+
+        def middle(delta: Delta) -> bytes:
+            """Return the events of a delta that neither opens nor ends its choice."""
+            if plain and parsers[delta.index] is None:
+                return texts.of(delta)
+            return b"".join([self._chunk(choice) for choice in read(delta)])
+
+        async for delta in self._generation.deltas():
+            if delta.finish is None and delta.index not in unopened:
+                if outlet is not None:
+                    self._generation.write_to(outlet, middle)
+                    outlet = None
+                if part := middle(delta):
+                    yield part
+                continue
+            choices = read(delta)
+            running -= delta.finish is not None
             parts = b""
             if choices and delta.index in unopened:
                 # The role goes out with the first text, not before: clients time their first chunk.

@@ -47,6 +47,7 @@ from trunkline.router.api.responses import (
 from trunkline.router.api.turn import SessionTurn, open_turn
 from trunkline.router.errors import ApiError, bad_value
 from trunkline.router.http.answers import (
+    BODY_OUTLET,
     DONE_EVENT,
     EventStream,
     JsonResponse,
@@ -61,7 +62,7 @@ from trunkline.router.jobs.request_models import COMPLETIONS, CompletionRequest
 from trunkline.router.request_context import draw_seed
 from trunkline.router.service import RouterService
 from trunkline.router.stores.session_store import is_stored
-from trunkline.router.streams.generation import Delta, FinishName, Generation
+from trunkline.router.streams.generation import Delta, FinishName, Generation, Outlet
 from trunkline.router.text.detokenizer import make_detokenizer
 
 routes = APIRouter()
@@ -95,7 +96,7 @@ async def completions(request: Request) -> Response:
         if not body.stream:
             return await while_connected(request, answer.whole())
         await while_connected(request, batch.begin())
-        return EventStream(work.pop_all(), answer.events())
+        return EventStream(work.pop_all(), answer.events(request.scope.get(BODY_OUTLET)))
 
 
 def _check_one_prompt(body: CompletionRequest) -> None:
@@ -225,8 +226,8 @@ class _CompletionAnswer:
 
     # -- streamed
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """Yield the answer as server-sent events."""
+    async def events(self, outlet: Outlet | None) -> AsyncIterator[bytes]:
+        """Yield the answer as server-sent events, but for those that go straight to `outlet`."""
         echoes: dict[int, _Echo] = {}
         opened: set[int] = set()
         running = sum(generation.job.decoding.choices for generation in self._batch.generations)
@@ -239,6 +240,9 @@ class _CompletionAnswer:
             if plain and delta.finish is None and delta.text:
                 index = prompt * self._batch.generations[prompt].job.decoding.choices + delta.index
                 if index in opened:
+                    if outlet is not None and len(self._batch.generations) == 1:  # else they share the connection
+                        self._batch.generations[0].write_to(outlet, texts.of)
+                        outlet = None
                     yield texts.event(index, delta.text)
                     continue
             if prompt not in echoes and self._is_large(prompt):

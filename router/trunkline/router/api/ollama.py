@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trunkline.router.api.answer_fields import cache_use, truncation_result
-from trunkline.router.api.blocks import AnswerBlocks, Block, as_chat, as_request, session_label
+from trunkline.router.api.blocks import AnswerBlocks, Block, BlockChange, as_chat, as_request, session_label
 from trunkline.router.api.edited_prompts import edited_prompt
 from trunkline.router.api.embeddings import pooled
 from trunkline.router.api.model_routes import listed_names
@@ -30,7 +30,7 @@ from trunkline.router.api.ollama_content import Message, to_messages
 from trunkline.router.api.prompt_reports import vector_of
 from trunkline.router.api.prompting import chat_job, completion_job, encode_text, start
 from trunkline.router.api.requests import check_length, check_model, read_parameters, service_of
-from trunkline.router.http.answers import JsonResponse, LineStream, line, while_connected
+from trunkline.router.http.answers import BODY_OUTLET, JsonResponse, LineStream, line, while_connected
 from trunkline.router.http.body import beside_loop, validate
 from trunkline.router.jobs.job import Job
 from trunkline.router.jobs.ollama_models import (
@@ -48,7 +48,7 @@ from trunkline.router.jobs.pooling_models import EmbeddingRequest
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest
 from trunkline.router.request_context import created_at
 from trunkline.router.service import RouterService
-from trunkline.router.streams.generation import Generation
+from trunkline.router.streams.generation import Generation, Outlet
 from trunkline.router.text.tool_styles import ToolStyle
 from trunkline.router.tools.plan import ToolPlan, prepare_tools
 
@@ -247,7 +247,7 @@ async def _answer(request: Request, service: RouterService, writer: _Answer, job
         job = replace(job, max_tokens=min(job.max_tokens, writer.body.limit))
     generation = await while_connected(request, start(service, job, writer.arrived_at))
     if writer.body.stream is not False:
-        return LineStream(generation, writer.lines(generation))
+        return LineStream(generation, writer.lines(generation, request.scope.get(BODY_OUTLET)))
     try:
         return JsonResponse(await while_connected(request, writer.whole(generation)))
     finally:
@@ -277,10 +277,12 @@ class _Answer:
         calls = [call for index, block in enumerate(answer.blocks.calls) for call in _calls(block, index)]
         return self._end(answer, self.shape(text, answer.thought, calls))
 
-    async def lines(self, generation: Generation) -> AsyncIterator[bytes]:
-        """Yield the answer as lines. A call is a line once it is complete."""
+    async def lines(self, generation: Generation, outlet: Outlet | None) -> AsyncIterator[bytes]:
+        """Yield the answer as lines, but for those that go straight to `outlet`. A call is a line once it is
+        complete."""
         answer = self._blocks(generation)
-        async for changes in answer.changes():
+
+        def encode(changes: list[BlockChange]) -> bytes:
             parts = []
             for change in changes:
                 block = change.block
@@ -290,8 +292,10 @@ class _Answer:
                 elif not block.is_call and change.text:
                     is_thought = block.is_thought
                     parts.append(self.shape("" if is_thought else change.text, change.text * is_thought, []))
-            if parts:
-                yield b"".join([line({**self._head(), **part, "done": False}) for part in parts])
+            return b"".join([line({**self._head(), **part, "done": False}) for part in parts])
+
+        async for written in answer.encoded(encode, outlet):
+            yield written
         yield line(self._end(answer, self.shape("", "", [])))
 
     def _blocks(self, generation: Generation) -> AnswerBlocks:

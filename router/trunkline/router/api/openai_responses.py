@@ -40,7 +40,7 @@ from trunkline.router.api.response_turn import ResponseTurn, open_reading_turn, 
 from trunkline.router.api.response_writer import Asked, ResponseWriter
 from trunkline.router.api.turn import MESSAGES_OFF_LOOP
 from trunkline.router.errors import ApiError, unsupported
-from trunkline.router.http.answers import EventStream, JsonResponse, while_connected
+from trunkline.router.http.answers import BODY_OUTLET, EventStream, JsonResponse, while_connected
 from trunkline.router.http.body import beside_loop
 from trunkline.router.jobs.job import Job
 from trunkline.router.jobs.request_models import ChatRequest
@@ -81,7 +81,7 @@ async def responses(request: Request) -> Response:
             writer = ResponseWriter(asked, service, turn, begun, conversation.go_on)
         if not body.stream:
             return JsonResponse(await while_connected(request, writer.whole()))
-        return EventStream(work.pop_all(), writer.events(), writer.failed)
+        return EventStream(work.pop_all(), writer.events(request.scope.get(BODY_OUTLET)), writer.failed)
 
 
 @routes.post("/v1/responses/input_tokens")

@@ -30,7 +30,7 @@ from trunkline.router.errors import ApiError
 from trunkline.router.request_context import created_at, draw_hex
 from trunkline.router.service import RouterService
 from trunkline.router.stores.seals import Seal
-from trunkline.router.streams.generation import TokenLogprob
+from trunkline.router.streams.generation import Outlet, TokenLogprob
 from trunkline.router.tools.plan import ToolPlan
 from trunkline.router.tools.response_tools import ResponseTools, custom_input
 
@@ -106,8 +106,8 @@ class ResponseWriter:
             await self._answer.whole()
         return await self._finished()
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """Yield the response as server-sent events."""
+    async def events(self, outlet: Outlet | None) -> AsyncIterator[bytes]:
+        """Yield the response as server-sent events, but for those that go straight to `outlet`."""
         begun = self._response("in_progress")
         yield self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
         if self._compaction is not None:
@@ -115,8 +115,8 @@ class ResponseWriter:
                 yield event
             await self._go_on_behind(self._compaction)
         if not self._is_summary:
-            async for changes in self._answer.changes():
-                yield b"".join(event for change in changes for event in self._change_events(change))
+            async for part in self._answer.encoded(self._encoded, outlet):
+                yield part
         response = await self._finished()
         yield self._event(f"response.{response['status']}", response=response)
 
@@ -143,6 +143,9 @@ class ResponseWriter:
         async for _ in compaction.sampled():
             yield self._event("response.compaction.compacting", output_index=0, item_id=item["id"])
         yield self._event("response.output_item.done", output_index=0, item=item)
+
+    def _encoded(self, changes: list[BlockChange]) -> bytes:
+        return b"".join([event for change in changes for event in self._change_events(change)])
 
     def _change_events(self, change: BlockChange) -> list[bytes]:
         block = change.block

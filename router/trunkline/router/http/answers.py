@@ -22,12 +22,17 @@ from starlette.types import Receive, Scope, Send
 
 from trunkline.router.errors import ApiError, RouterError
 from trunkline.router.request_context import current
+from trunkline.router.streams.generation import Delta
 
 CLIENT_LEFT_STATUS: Final = 499
 """Status of a request whose client has left, as in nginx. It appears in metrics and logs only."""
 BODY_SEND: Final = "trunkline.body_send"
 """Key in a request's scope: the `send` for the parts of the answer's body. Most middleware looks only at the
 beginning of an answer; passing each token through it would cost a few calls."""
+
+BODY_OUTLET: Final = "trunkline.body_outlet"
+"""Key in a request's scope: the `Outlet` for parts of the answer's body, if there is one. Parts may go there while
+nothing is on its way through `send`."""
 
 SPELT: Final = "trunkline.spelt"
 """Key in a request's scope: the client's spelling of parameters, by the names that errors have for them."""
@@ -241,6 +246,10 @@ class TextEvents:
         """`encode`: returns the whole event of a choice, given by its index, with a text."""
         self._encode = encode
         self._around: dict[int, tuple[bytes, bytes]] = {}
+
+    def of(self, delta: Delta) -> bytes:
+        """Return the event of a piece of a choice; b"": the piece has no text."""
+        return self.event(delta.index, delta.text) if delta.text else b""
 
     def event(self, index: int, text: str) -> bytes:
         """Return the event of a choice with a text."""

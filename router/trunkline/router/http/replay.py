@@ -17,7 +17,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trunkline.kvstore.records import RecordError
 from trunkline.router.errors import ApiError
-from trunkline.router.http.answers import BODY_SEND, EVENT_STREAM_HEADERS, error_response, while_connected
+from trunkline.router.http.answers import (
+    BODY_OUTLET,
+    BODY_SEND,
+    EVENT_STREAM_HEADERS,
+    error_response,
+    while_connected,
+)
 from trunkline.router.http.body import SESSION_HEADER, read_body
 from trunkline.router.http.idempotency import Claim, IdempotencyStore, RequestName, Result, name_request
 from trunkline.router.request_context import RequestRandom, created_at, known
@@ -147,6 +153,7 @@ class ReplayMiddleware:
     ) -> None:
         copy = _Copy(scope, claim, send, self._room)
         scope[BODY_SEND] = copy.send
+        scope.pop(BODY_OUTLET, None)  # the copy has to get all parts
         try:
             with known(random=RequestRandom(name.bytes, created_at() if claim is None else claim.created)):
                 await self._app(scope, receive, copy.send)

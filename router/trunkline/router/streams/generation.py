@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -66,6 +66,17 @@ class Delta(msgspec.Struct):
     """The sum of the log-probabilities of a beam search result's tokens; None for other choices."""
 
 
+class Outlet(Protocol):
+    """Where the parts of an answer's body go without a coroutine."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether parts can be written now; not while the client reads too slowly, and once it has left."""
+
+    def write(self, part: bytes) -> None:
+        """Write a part, if the outlet is open."""
+
+
 class TextAssembler:
     """Turns the tokens of one sample into its text."""
 
@@ -77,11 +88,24 @@ class TextAssembler:
             vocabulary, skip_special_tokens=job.skip_special_tokens, at_start=job.at_start
         )
         self._matcher = StopMatcher(job.stops, job.stop_expressions, include=job.include_stop)
-        self._may_stop = bool(job.stops or job.stop_expressions)
+        self._is_plain = not (job.stops or job.stop_expressions or job.sampling.reports)
+        """Whether nothing but an end token is looked for in what comes."""
         self._min_tokens = job.sampling.min_tokens
         self._characters = 0
         self.output_tokens = 0
         """Output tokens, including those of a stop string and the end token."""
+
+    def plain(self, tokens: Sequence[int]) -> Delta | None:
+        """Return the text of tokens that end nothing and need no further look, as nearly all; None: `feed` has to
+        have them."""
+        if not self._is_plain or not self._job.eos_ids.isdisjoint(tokens):
+            return None
+        text = self._detokenizer.feed(tokens[0]) if tokens else ""
+        for token in tokens[1:]:
+            text += self._detokenizer.feed(token)
+        self.output_tokens += len(tokens)
+        self._characters += len(text)
+        return Delta(text, tokens=tokens, index=self.index)
 
     def feed(
         self,
@@ -97,17 +121,9 @@ class TextAssembler:
             logprobs: one per token, if the request asks for them.
             reason: with the last tokens, why the sample ended ("stop" or "length").
         """
+        if reason is None and (plain := self.plain(tokens)) is not None:
+            return plain  # for speed; the general code below gives the same
         wanted = self._job.sampling.reports
-        if (
-            len(tokens) == 1
-            and reason is None
-            and not (wanted or self._may_stop or tokens[0] in self._job.eos_ids)
-        ):
-            # The usual case, for speed; the general code below gives the same.
-            self.output_tokens += 1
-            text = self._detokenizer.feed(tokens[0])
-            self._characters += len(text)
-            return Delta(text, tokens=tokens, index=self.index)
         delta = Delta(logprobs=[], tokens=tokens, index=self.index)
         for index, token in enumerate(tokens):
             self.output_tokens += 1
@@ -183,6 +199,13 @@ class Choices:
                 self._open.discard(delta.index)
         self.all_over = not self._open
         return deltas
+
+    def plain(self, tokens: list[int]) -> Delta | None:
+        """Return what tokens add to the only choice, as `TextAssembler.plain`; None: `feed` has to have them."""
+        delta = None if self._only is None else self._only.plain(tokens)
+        if delta is not None:
+            self.output_tokens += len(tokens)
+        return delta
 
     def _samples(self, batch: Batch, reason: str | None) -> list[Delta]:
         tokens: dict[int, list[int]] = {}
@@ -299,7 +322,8 @@ class Generation:
             raise error
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """Yield the answer piece by piece. The last piece of each choice has `finish`.
+        """Yield the answer piece by piece, but for what `write_to` writes. The last piece of each choice has
+        `finish`.
 
         Raises:
             ApiError: the generation failed after it had begun.
@@ -330,6 +354,29 @@ class Generation:
                     raise error or unavailable("the engine ended a search without results", code="engine_failed")
         finally:
             self.close()
+
+    def write_to(self, outlet: Outlet, encode: Callable[[Delta], bytes]) -> None:
+        """From now on, while the reader of `deltas` waits, write plain tokens of the only choice to `outlet`. The
+        reader must have passed on what it got, and gets what is left: what may end the answer, and what an outlet
+        that is closed does not take.
+
+        Args:
+            encode: returns the bytes for a delta; b"": there is nothing to write.
+        """
+
+        def take(tokens: list[int]) -> bool:
+            delta = self._choices.plain(tokens) if outlet.is_open else None
+            if delta is None:
+                return False
+            self._note(len(tokens))
+            self._metrics.per_token.tokens += len(tokens)
+            if self.job.remembered is not None:
+                self._remember([delta])
+            if part := encode(delta):
+                outlet.write(part)
+            return True
+
+        self._stream.take_with(take)
 
     def _remember(self, deltas: Sequence[Delta]) -> None:
         """Keep the tokens of answers, and remember each that is complete as the model wrote it."""
@@ -375,10 +422,13 @@ class Generation:
     def _measure(self, batch: Batch) -> None:
         # The samples of a request run side by side; the longest one tells how many steps they took.
         count = max(Counter(batch.samples).values()) if batch.samples else len(batch.tokens)
-        if not count and batch.hypotheses is None:
-            return
+        if count or batch.hypotheses is not None:
+            self._note(count)
+
+    def _note(self, count: int) -> None:
+        """Note the arrival of tokens, or of the results of a search. `count`: their steps, if known."""
         now = self._loop.time()
-        self.steps += max(count, batch.hypotheses is not None)
+        self.steps += count or 1
         if self._last_token_at is None:
             self.first_token_at = now
             if self.started is not None:

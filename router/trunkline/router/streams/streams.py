@@ -4,9 +4,11 @@
                                          └─ lost, drained, full ──► Dispatcher begins another attempt
 
 A `Stream` is read by the coroutine that answers the client. A step's tokens for many requests arrive in one
-message; each stream only appends its token and wakes its reader once. The samples of a request share a stream:
-their tokens arrive mixed, and each sample ends separately. A stream ends exactly once, with its last sample or as
-a whole. Leaving it early (`close`) tells the controller.
+message; each stream only appends its token and wakes its reader once. Most tokens need no coroutine: while the
+reader waits, a *taker*, a plain function, may have them in its place (`take_with`).
+
+The samples of a request share a stream: their tokens arrive mixed, and each sample ends separately. A stream ends
+exactly once, with its last sample or as a whole. Leaving it early (`close`) tells the controller.
 
 An `Attempt` is one sending of a request, or of one of its samples, to one controller. The stream keeps all tokens
 that have arrived, so when a controller is lost another one goes on from there with the prompt and these tokens.
@@ -128,6 +130,9 @@ class Stream:
         self._drop = drop
         self._batch = self._fresh()
         self._waiter: asyncio.Future[None] | None = None
+        self._taker: Callable[[list[int]], bool] | None = None
+        self._is_offered = False
+        """Whether `_offer` is about to be called."""
 
     @property
     def running(self) -> frozenset[int]:
@@ -176,9 +181,14 @@ class Stream:
             batch.logprobs.append(logprobs)
         if batch.samples is not None:
             batch.samples.append(sample)
-        waiter = self._waiter  # as `_wake`, without the call: this runs for every token
-        if waiter is not None and not waiter.done():
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            return
+        if self._taker is None:
             waiter.set_result(None)
+        elif not self._is_offered:  # once all messages that are there have been read
+            self._is_offered = True
+            waiter.get_loop().call_soon(self._offer)
 
     def finish_sample(self, sample: int, reason: str) -> None:
         """End one sample regularly; the request ends with its last one.
@@ -232,6 +242,30 @@ class Stream:
             await self._wait()
         self._batch = self._fresh()
         return batch
+
+    def take_with(self, taker: Callable[[list[int]], bool]) -> None:
+        """From now on offer tokens to a function while the reader waits in `next`.
+
+        Args:
+            taker: gets all tokens that have arrived since the last ones; returns whether it takes them. If it does
+                not, and with all that is more than tokens, the reader is woken. What it raises, `next` raises.
+        """
+        self._taker = taker
+
+    def _offer(self) -> None:
+        self._is_offered = False
+        batch, waiter, taker = self._batch, self._waiter, self._taker
+        if taker is None or waiter is None or waiter.done():
+            return  # the reader has been woken: it gets all
+        try:
+            is_taken = taker(batch.tokens)
+        except Exception as error:  # noqa: BLE001 (raised by the reader)
+            waiter.set_exception(error)
+            return
+        if is_taken:
+            batch.tokens = []
+        else:
+            waiter.set_result(None)
 
     @property
     def failure(self) -> End | None:
