@@ -33,8 +33,8 @@ PACKAGES: Final[dict[str, set[str]]] = {
 
 FLOORS: Final[dict[str, tuple[str, ...]]] = {
     "controller": (
-        *("root", "cache", "sequences", "allocation", "tiers", "scheduling", "engine", "storage", "service"),
-        "__main__",
+        *("root", "cache", "sequences", "allocation", "tiers", "drafts", "scheduling", "engine"),
+        *("storage", "service", "__main__"),
     ),
     "router": (
         *(
@@ -66,6 +66,7 @@ PURE: Final = (
     "controller.sequences",
     "controller.allocation",
     "controller.tiers",
+    "controller.drafts",
     "controller.scheduling",
     "controller.engine",
     "kvstore.directory",

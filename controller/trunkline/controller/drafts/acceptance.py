@@ -1,0 +1,101 @@
+"""How often drafts are right, by source and by how many tokens agree before them; learnt token by token. Pure.
+
+A follower compares every token that arrives with the one that it would have drafted, whether it was drafted or
+not. So no step is spent on finding out how often drafts are right, and a text that cannot be drafted costs
+nothing.
+
+    chance = of all sequences, for this source and length of match  ×  how this sequence does compared with that
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+from trunkline.controller.drafts.text_index import MATCH_MAX
+
+
+class Source(IntEnum):
+    """Where a draft comes from. Of equally long matches the first counts."""
+
+    TREE = 0
+    """The radix tree: another sequence went on behind the same path."""
+    PREDICTION = 1
+    """What the client said that the answer will be like."""
+    CONTEXT = 2
+    """The sequence's own tokens."""
+    RECENT = 3
+    """Recent outputs of the same tenant."""
+
+
+CLASSES: Final = (0, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Lengths of match at which a class of its own begins."""
+_CLASS: Final = [sum(m >= first for first in CLASSES) - 1 for m in range(MATCH_MAX + 1)]
+PRIOR: Final = {
+    Source.TREE: (0.4, 0.4, 0.5, 0.5, 0.6, 0.6, 0.7, 0.7, 0.8, 0.8),
+    Source.PREDICTION: (0.6, 0.6, 0.7, 0.7, 0.8, 0.8, 0.9, 0.9, 0.9, 0.95),
+    Source.CONTEXT: (0.1, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.8, 0.9, 0.9),
+    Source.RECENT: (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.8, 0.9),
+}
+"""Chances that are assumed before anything is measured, by class; each counts as `PRIOR_TRIALS` tokens."""
+PRIOR_TRIALS: Final = 8.0
+TRIALS_MAX: Final = 512.0
+"""Number of tokens over which a class remembers."""
+FIT_TRIALS: Final = 4.0
+"""Number of tokens as which the other sequences count beside this sequence's own."""
+FIT_KEPT: Final = 0.96
+"""Part of a sequence's own count that each new token leaves: it remembers about 25 of them."""
+CHANCE_MAX: Final = 0.98
+"""No draft is surer than this."""
+
+
+class Acceptance:
+    """How often drafts have been right, over all sequences."""
+
+    def __init__(self) -> None:
+        self._trials = [[PRIOR_TRIALS] * len(CLASSES) for _ in Source]
+        self._rates = [list(PRIOR[source]) for source in Source]
+
+    def chance(self, source: Source, match: int) -> float:
+        """Return how likely the next token is right behind `match` tokens that agree, at most `MATCH_MAX`."""
+        return self._rates[source][_CLASS[match]]
+
+    def chances(self, source: Source, match: int, count: int, fit: float, least: float) -> list[float]:
+        """Return for each of the next `count` tokens how likely it and all before it are right, as far as that is
+        `least` or more.
+
+        Args:
+            fit: how the sequence does compared with others (`Fit.ratio`).
+        """
+        rates, found, product = self._rates[source], [], 1.0
+        for ahead in range(count):
+            product *= min(rates[_CLASS[min(match + ahead, MATCH_MAX)]] * fit, CHANCE_MAX)
+            if product < least:
+                break
+            found.append(product)
+        return found
+
+    def learn(self, source: Source, match: int, *, is_right: bool) -> None:
+        """Take in whether the token behind `match` tokens that agree was right."""
+        rates, trials, class_ = self._rates[source], self._trials[source], _CLASS[match]
+        trials[class_] = count = min(trials[class_] + 1.0, TRIALS_MAX)
+        rates[class_] += (is_right - rates[class_]) / count
+
+
+class Fit:
+    """How often the drafts for one sequence from one source have been right, compared with others."""
+
+    __slots__ = ("_expected", "_right")
+
+    def __init__(self) -> None:
+        self._right = self._expected = 0.0
+
+    def learn(self, chance: float, *, is_right: bool) -> None:
+        """Take in whether a token was right of which others have this chance."""
+        self._right = self._right * FIT_KEPT + is_right
+        self._expected = self._expected * FIT_KEPT + chance
+
+    @property
+    def ratio(self) -> float:
+        """The sequence's chance, divided by that of others."""
+        return (self._right + FIT_TRIALS) / (self._expected + FIT_TRIALS)

@@ -1,0 +1,195 @@
+"""The source of drafts of one scheduler: follows its decoding sequences, and says what each should draft. Pure.
+
+    add ─► extend … ─► remove     each token moves its sequence's follower, and teaches how often drafts are right
+    waits, propose                would drafts pay now? which, and how long (`length.py`)
+
+A token that a follower foresaw counts as right whether it was drafted or not, so nothing is spent on trying.
+Drafts never cross tenants, whose answers would tell by their speed what others have been told: each salt has an
+index of recent outputs of its own, and the tree is looked at only behind a sequence's own path. Memory is bounded:
+without room for an index, a sequence does without it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trunkline.controller.drafts.acceptance import Acceptance
+from trunkline.controller.drafts.follower import Follower
+from trunkline.controller.drafts.length import Lengths
+from trunkline.controller.drafts.text_index import NO_TOKEN, TextIndex
+from trunkline.controller.engine_config import EngineConfig
+from trunkline.controller.sequences.sequence import Sequence
+from trunkline.controller.tiers.costs import StepCosts
+from trunkline.kvstore.chunks import Int32Array
+
+Slots = NDArray[np.intp]
+DRAFT_MAX: Final = 24
+"""Largest number of tokens that are drafted for a row."""
+FOLLOWED_MAX: Final = 64
+"""Largest number of sequences that are followed at once: a larger batch gains little from drafts, and following
+takes some µs per token."""
+INDEX_TOKENS_PER_STEP: Final = 8192
+"""Tokens of prompts that are indexed behind one result (about 0.1 ms)."""
+INDEX_BYTES_MAX: Final = 64 << 20
+"""Memory of all indexes of sequences together."""
+GROWTH_TOKENS: Final = 4096
+"""Room for output in the index of a sequence; a longer output overwrites the prompt's oldest tokens."""
+RECENT_TOKENS: Final = 1 << 15
+"""Tokens of recent outputs that are kept of a tenant."""
+TENANTS_MAX: Final = 32
+"""Largest number of tenants of which recent outputs are kept."""
+
+
+class Drafter:
+    """Implements `DraftSource` for one scheduler."""
+
+    def __init__(self, config: EngineConfig, costs: StepCosts) -> None:
+        self._chunk_size = config.chunk_size if config.prefix_cache else 0
+        self._followers: dict[int, Follower] = {}
+        """The sequences that are followed, by slot."""
+        self._unindexed: deque[Follower] = deque()
+        """Followers whose prompts are not wholly indexed, in order of arrival."""
+        self._index_bytes = 0
+        self._recent: OrderedDict[bytes, TextIndex] = OrderedDict()
+        """Recent outputs by salt; the tenant that was active least recently comes first."""
+        self._acceptance = Acceptance()
+        self._lengths = Lengths(costs)
+        self._serial: _SerialStep | None = None
+        """The last step before which the workers had to wait, for the sake of drafts."""
+        self._waits: bool | None = None
+        """Whether the next step is planned only behind the result of the one in flight; None: not known yet."""
+        self._next = 0, 0.0
+        """Rows of the next step, and its time without drafts in µs."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory of all indexes."""
+        return self._index_bytes + sum(index.nbytes for index in self._recent.values())
+
+    # Sequences
+
+    def add(self, sequence: Sequence) -> None:
+        """Follow a sequence that begins to decode, if there is room for one more."""
+        if len(self._followers) >= FOLLOWED_MAX:
+            return
+        follower = Follower(sequence, self._chunk_size)
+        self._followers[sequence.slot] = follower
+        self._unindexed.append(follower)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Stop following a sequence; its output is a source of drafts for others of its tenant."""
+        follower = self._followers.pop(sequence.slot, None)
+        if follower is None:
+            return
+        self._index_bytes -= follower.nbytes
+        if follower in self._unindexed:
+            self._unindexed.remove(follower)
+        if follower.came:
+            self._recent_of(sequence.salt).extend(np.array([*follower.came, NO_TOKEN], np.int32))
+
+    def _recent_of(self, salt: bytes) -> TextIndex:
+        index = self._recent.get(salt)
+        if index is None:
+            index = self._recent[salt] = TextIndex(RECENT_TOKENS)
+            if len(self._recent) > TENANTS_MAX:
+                self._recent.popitem(last=False)
+        self._recent.move_to_end(salt)
+        return index
+
+    def extend(self, slots: Slots, tokens: Int32Array) -> None:
+        """Take in the next token of some sequences."""
+        if self._serial is not None:
+            self._serial.tokens += len(slots)
+        if not self._followers:
+            return
+        for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
+            if (follower := self._followers.get(slot)) is not None:
+                follower.advance(token, self._acceptance, self._recent.get(follower.sequence.salt))
+        if self._unindexed:
+            self._index_prompts()
+
+    def _index_prompts(self) -> None:
+        budget = INDEX_TOKENS_PER_STEP
+        while self._unindexed and budget > 0:
+            follower = self._unindexed[0]
+            if follower.context is None:
+                capacity = follower.count + GROWTH_TOKENS
+                if self._index_bytes + TextIndex.bytes_for(capacity) > INDEX_BYTES_MAX:
+                    self._unindexed.popleft()
+                    continue
+                follower.context = TextIndex(capacity)
+                self._index_bytes += follower.context.nbytes
+            budget -= follower.index_some(budget)
+            if follower.is_indexed:
+                self._unindexed.popleft()
+
+    # Steps
+
+    def waits(self, slots: Slots) -> bool:
+        """Return whether drafts behind the step in flight are worth waiting for its result."""
+        if self._waits is not None:
+            return self._waits
+        self._waits = False
+        if not any(follower.place is not None for follower in self._followers.values()):
+            return False
+        least = self._lengths.least_chance(len(slots), 0)
+        rows = [self._followers[slot] for slot in slots.tolist() if slot in self._followers]
+        chances = [row.draft(self._acceptance, DRAFT_MAX + 1, least)[1][1:] for row in rows]
+        self._waits = self._lengths.choose(len(slots), 0, chances) is not None
+        return self._waits
+
+    def propose(self, slots: Slots, room: NDArray[np.int64], prefill_tokens: int) -> list[Int32Array] | None:
+        """Return what each row should draft; None: no row should."""
+        self._next = len(slots), self._lengths.plain_us(len(slots), prefill_tokens)
+        if not self._followers:
+            return None
+        least = self._lengths.least_chance(len(slots), prefill_tokens)
+        rows = [self._followers.get(slot) for slot in slots.tolist()]
+        drafts = [
+            row.draft(self._acceptance, min(DRAFT_MAX, most), least) if row is not None else (_NOTHING, [])
+            for row, most in zip(rows, room.tolist(), strict=True)
+        ]
+        lengths = self._lengths.choose(len(slots), prefill_tokens, [chances for _, chances in drafts])
+        if lengths is None:
+            return None
+        return [tokens[:length] for (tokens, _), length in zip(drafts, lengths, strict=True)]
+
+    def planned(self, step: int, now: float, drafted: int) -> None:
+        """Note a step that was planned."""
+        alone = self._lengths.bubble.planned(step, now)
+        serial, self._serial = self._serial, None
+        if serial is not None and serial.whole_us:
+            self._lengths.worth.step(serial.tokens, serial.rows, serial.plain_us, serial.whole_us)
+        if alone and self._next[0] and (drafted or self._waits or (serial is not None and serial.drafted)):
+            self._serial = _SerialStep(*self._next, drafted=drafted > 0)
+        elif not alone:
+            self._lengths.worth.rest()
+        self._waits, self._next = None, (0, 0.0)
+
+    def answered(self, step: int, now: float, elapsed_us: int) -> None:
+        """Note the answer to a step."""
+        whole_us = self._lengths.bubble.answered(step, now, elapsed_us)
+        if self._serial is not None:
+            self._serial.whole_us = whole_us
+
+
+@dataclass(slots=True)
+class _SerialStep:
+    """A step that was planned only when the one before it was answered."""
+
+    rows: int
+    plain_us: float
+    """Its time without drafts, as estimated."""
+    drafted: bool
+    tokens: int = 0
+    """Tokens that it has brought so far."""
+    whole_us: float = 0.0
+    """Its time, with the time that the workers waited for its plan; 0: it is in flight."""
+
+
+_NOTHING: Final = np.empty(0, np.int32)

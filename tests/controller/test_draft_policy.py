@@ -1,0 +1,277 @@
+"""How much is drafted: what is likely and cheap, nothing where it would cost more, nothing across tenants."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Items
+from math import log
+
+import numpy as np
+import pytest
+from seeds import seeds
+
+from trunkline.controller.drafts import drafter as drafter_module
+from trunkline.controller.drafts.acceptance import Acceptance, Fit, Source
+from trunkline.controller.drafts.drafter import Drafter
+from trunkline.controller.drafts.length import MARGIN, WORTH_GOAL, Bubble, Lengths
+from trunkline.controller.drafts.text_index import MATCH_MAX, TextIndex
+from trunkline.controller.engine_config import EngineConfig
+from trunkline.controller.messages import Submit
+from trunkline.controller.sequences.sequence import Request, Sequence, SequenceGroup
+from trunkline.controller.tiers.costs import StepCosts
+from trunkline.kvstore.chunks import pack_int32
+from trunkline.worker.messages import Sampling
+
+CONFIG = EngineConfig(num_blocks=100, prefix_cache=False)
+Machine = tuple[float, float, float]
+"""Microseconds of a step, of each row of it, and of the pause behind a step that is waited for."""
+
+
+def sequence_of(prompt: Items[int], slot: int, salt: bytes = b"") -> Sequence:
+    submit = Submit(slot, pack_int32(list(prompt)), len(prompt), 10_000, Sampling(), salt=salt)
+    sequence = SequenceGroup(Request.of(slot, submit), slot, 100_000, submit.sampling).members[0]
+    sequence.slot = slot
+    return sequence
+
+
+def known_costs(base: float, row: float) -> StepCosts:
+    costs = StepCosts(0.0)
+    rng = random.Random(0)
+    for _ in range(200):
+        rows = rng.randint(1, 64)
+        costs.observe(rows=rows, prefill_tokens=0, elapsed_us=base + rows * row)
+    return costs
+
+
+# Lengths
+
+
+@pytest.mark.parametrize("seed", seeds(30))
+def test_no_other_lengths_bring_more_tokens_per_time(seed: int) -> None:
+    rng = random.Random(seed)
+    base, row = rng.uniform(500, 20_000), rng.uniform(5, 1500)
+    costs = known_costs(base, row)
+    lengths = Lengths(costs)
+    rows = rng.randint(1, 6)
+    chances = [
+        [rate**ahead for ahead in range(1, rng.randint(1, 6))]
+        for rate in (rng.uniform(0.05, 0.98) for _ in range(rng.randint(0, min(rows, 3))))
+    ]
+
+    def value(counts: Items[int]) -> float:
+        """Return the logarithm of the product of all sequences' speeds, compared with those without drafts."""
+        if not sum(counts):
+            return 0.0
+        gains = [sum(chain[:count]) for chain, count in zip(chances, counts, strict=True)]
+        longer = (costs.step_us(rows + sum(counts), 0) + lengths.bubble.us) / costs.step_us(rows, 0)
+        return sum(log(1 + gain) for gain in gains) - rows * log(longer)
+
+    choices: list[list[int]] = [[]]
+    for chain in chances:
+        choices = [[*counts, count] for counts in choices for count in range(len(chain) + 1)]
+    best = max(map(value, choices))
+    chosen = lengths.choose(rows, 0, chances)
+    if chosen is None:
+        assert best <= len(chances) * log(MARGIN * WORTH_GOAL) + 1e-3
+    else:
+        assert value(chosen) == pytest.approx(best, abs=1e-3)
+        least = lengths.least_chance(rows, 0)
+        assert all(chain[count - 1] > least for chain, count in zip(chances, chosen, strict=True) if count)
+
+
+def test_a_busier_batch_drafts_less() -> None:
+    costs = known_costs(4000.0, 200.0)
+    lengths = Lengths(costs)
+    chances = [0.8**ahead for ahead in range(1, 25)]
+    drafted = [(lengths.choose(rows, 0, [chances] * rows) or [0])[0] for rows in (1, 4, 16, 64)]
+    assert drafted == sorted(drafted, reverse=True)
+    assert drafted[0] > 5
+    assert drafted[-1] < 3
+
+
+def test_the_pause_of_waiting_is_learnt() -> None:
+    bubble, now = Bubble(), 0.0
+    for step in range(1, 200):
+        bubble.planned(step, now)
+        now += 0.0123
+        bubble.answered(step, now, 10_000)
+    assert bubble.us == pytest.approx(2300, rel=0.01)
+    for step in range(200, 400):  # two in flight: the next one begins when this one ends
+        bubble.planned(step, now)
+        if step > 200:
+            now += 0.0101
+            bubble.answered(step - 1, now, 10_000)
+    assert bubble.us == pytest.approx(1980, rel=0.01), "what steps lose in any case is no part of it"
+    bubble.answered(399, now + 100.0, 10_000)
+    assert bubble.us > 1700, "a stall is not the usual pause"
+
+
+# Acceptance
+
+
+def test_chances_follow_what_happened() -> None:
+    acceptance, fit, rng = Acceptance(), Fit(), random.Random(5)
+    for _ in range(3000):
+        match = rng.randint(2, MATCH_MAX)
+        acceptance.learn(Source.CONTEXT, match, is_right=rng.random() < (0.3 if match < 8 else 0.9))
+    assert acceptance.chance(Source.CONTEXT, 4) == pytest.approx(0.3, abs=0.1)
+    assert acceptance.chance(Source.CONTEXT, 20) == pytest.approx(0.9, abs=0.1)
+    chances = acceptance.chances(Source.CONTEXT, 20, 10, 1.0, 0.0)
+    assert len(chances) == 10
+    assert chances[4] == pytest.approx(0.9**5, abs=0.15)
+    for _ in range(50):
+        fit.learn(0.9, is_right=False)
+    assert fit.ratio < 0.2, "this sequence is not like the others"
+
+
+# Streams
+
+
+class Replay:
+    """Streams whose tokens are known, decoded on a modelled machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.costs = StepCosts(0.0)
+        self.drafter = Drafter(CONFIG, self.costs)
+        self.now_us = 0.0
+        self.plain_us = 0.0
+        """Time that the same tokens would have taken without drafts, with as many rows at once."""
+        self.tokens = self.drafted = self.accepted = self.steps = 0
+
+    def run(self, streams: list[tuple[list[int], list[int]]], rows: int, salts: Items[bytes] = (b"",)) -> None:
+        """Decode streams of (prompt, answer), so many at once."""
+        waiting = [(number, *stream) for number, stream in enumerate(streams)]
+        running: dict[int, tuple[Sequence, list[int]]] = {}
+        free, waits = list(range(rows)), False
+        while waiting or running:
+            while waiting and free:
+                number, prompt, answer = waiting.pop(0)
+                sequence = sequence_of(prompt, free.pop(), salts[number % len(salts)])
+                running[sequence.slot] = sequence, list(answer)
+                self.drafter.add(sequence)
+            slots = np.array(sorted(running), np.intp)
+            waits = self.step(slots, running, waits=waits)
+            for slot in [slot for slot, (_, left) in running.items() if not left]:
+                sequence, _ = running.pop(slot)
+                self.drafter.remove(sequence)
+                free.append(slot)
+
+    def step(self, slots: np.ndarray, running: dict[int, tuple[Sequence, list[int]]], *, waits: bool) -> bool:
+        """Compute a step; return whether the next one waits for its result."""
+        base, row, pause = self.machine
+        before = self.tokens
+        drafts: Items[np.ndarray] = [np.empty(0, np.int32)] * len(slots)
+        if waits:
+            room = np.array([len(running[slot][1]) - 1 for slot in slots])
+            found = self.drafter.propose(slots, room, 0)
+            assert found is None or all(len(chain) <= most for chain, most in zip(found, room, strict=True))
+            drafts = found or drafts
+        drafted = sum(map(len, drafts))
+        elapsed = base + row * (len(slots) + drafted)
+        self.steps += 1
+        self.drafted += drafted
+        self.drafter.planned(self.steps, self.now_us / 1e6, drafted)
+        self.now_us += elapsed + pause * waits
+        self.costs.observe(rows=len(slots) + drafted, prefill_tokens=0, elapsed_us=elapsed)
+        self.drafter.answered(self.steps, self.now_us / 1e6, int(elapsed))
+        waits = drafted > 0 or self.drafter.waits(slots)
+        went_on = {slot: chain.tolist() for slot, chain in zip(slots.tolist(), drafts, strict=True)}
+        while went_on:
+            drawn = {slot: running[slot][1].pop(0) for slot in went_on}
+            self.tokens += len(drawn)
+            self.drafter.extend(np.array(list(drawn), np.intp), np.array(list(drawn.values()), np.int32))
+            went_on = {
+                slot: went_on[slot][1:]
+                for slot, token in drawn.items()
+                if went_on[slot] and went_on[slot][0] == token and running[slot][1]
+            }
+            self.accepted += len(went_on)
+        self.plain_us += (self.tokens - before) * (base + row * len(slots)) / len(slots)
+        return waits
+
+
+def stream_of(rng: random.Random, copies: float, length: int) -> tuple[list[int], list[int]]:
+    """Return a prompt and an answer that copies a part of it, with faults; the rest is of few words."""
+    words = [[rng.randrange(2000) for _ in range(rng.randint(1, 6))] for _ in range(100)]
+    prompt = [token for _ in range(length) for token in rng.choice(words)]
+    answer: list[int] = []
+    fault = rng.choice([0.01, 0.1, 0.4])
+    while len(answer) < length:
+        if rng.random() < copies:
+            start = rng.randrange(len(prompt))
+            for token in prompt[start : start + rng.randint(5, 80)]:
+                answer.append(rng.randrange(2000) if rng.random() < fault else token)
+        else:
+            answer += [rng.randrange(2000), *rng.choice(words)]
+    return prompt, answer
+
+
+@pytest.mark.parametrize("seed", seeds(12))
+def test_drafts_never_cost_more_than_a_fiftieth(seed: int) -> None:
+    rng = random.Random(seed)
+    machine = rng.uniform(300, 20_000), rng.uniform(5, 1000), rng.uniform(50, 2000)
+    rows = rng.choice([1, 2, 8, 24])
+    copies = rng.choice([0.0, 0.05, 0.3, 1.0])
+    streams = [stream_of(rng, copies, rng.randint(100, 500)) for _ in range(max(3, rows))]
+    replay = Replay(machine)
+    replay.run(streams, rows)
+    assert replay.tokens == sum(len(answer) for _, answer in streams)
+    learning = 40 * machine[2]
+    assert replay.now_us <= 1.02 * replay.plain_us + learning, (machine, rows, copies)
+    assert replay.accepted <= replay.drafted
+
+
+def test_an_answer_like_its_prompt_takes_few_steps() -> None:
+    rng = random.Random(3)
+    text = [rng.randrange(2000) for _ in range(600)]
+    replay = Replay((10_000.0, 100.0, 500.0))
+    replay.run([(text, text[20:])], 1)
+    assert replay.steps < 80
+    assert replay.accepted > 500
+
+
+def test_a_text_that_cannot_be_foreseen_is_not_drafted() -> None:
+    rng = random.Random(4)
+    replay = Replay((10_000.0, 100.0, 500.0))
+    replay.run([([rng.randrange(50) for _ in range(500)], [rng.randrange(50) for _ in range(2000)])], 1)
+    assert replay.drafted < 0.05 * replay.tokens
+
+
+# Tenants, memory
+
+
+def test_tenants_have_no_drafts_of_each_other() -> None:
+    rng = random.Random(6)
+    answers = [[rng.randrange(100_000) for _ in range(200)] for _ in range(4)]
+    streams = [([number], answer) for number, answer in enumerate(answers * 2)]
+    alone = Replay((10_000.0, 100.0, 500.0))
+    alone.run(streams, 1)
+    assert alone.accepted > 600, "of a tenant's own outputs"
+    apart = Replay((10_000.0, 100.0, 500.0))
+    apart.run(streams, 1, [b"a", b"a", b"a", b"a", b"b", b"b", b"b", b"b"])
+    assert apart.drafted == 0
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafter_module, "TENANTS_MAX", 3)
+    monkeypatch.setattr(drafter_module, "INDEX_BYTES_MAX", 5 * TextIndex.bytes_for(5000))
+    monkeypatch.setattr(drafter_module, "FOLLOWED_MAX", 20)
+    drafter = Drafter(CONFIG, StepCosts(0.0))
+    most = 5 * TextIndex.bytes_for(5000) + 3 * TextIndex.bytes_for(drafter_module.RECENT_TOKENS)
+    rng = random.Random(7)
+    running: dict[int, Sequence] = {}
+    for _ in range(800):
+        slot = rng.randrange(40)
+        if slot in running and rng.random() < 0.3:
+            drafter.remove(running.pop(slot))
+        elif slot not in running:
+            running[slot] = sequence_of([1, 2, 3] * rng.randint(1, 300), slot, bytes([rng.randrange(10)]))
+            drafter.add(running[slot])
+        slots = np.array(sorted(running), np.intp)
+        drafter.extend(slots, np.array([rng.randrange(5) for _ in slots], np.int32))
+        assert drafter.nbytes <= most
+    assert drafter.nbytes > 0
+    for sequence in running.values():
+        drafter.remove(sequence)
+    assert drafter.nbytes == 3 * TextIndex.bytes_for(drafter_module.RECENT_TOKENS)

@@ -1,0 +1,240 @@
+"""Where drafts are found: indexes of texts, the radix tree, and the place that a follower holds."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from seeds import seeds
+
+from trunkline.controller.cache.block_pool import BlockPool
+from trunkline.controller.cache.radix_cache import RadixCache
+from trunkline.controller.drafts.acceptance import Acceptance, Source
+from trunkline.controller.drafts.follower import Follower
+from trunkline.controller.drafts.text_index import MATCH_MAX, NO_TOKEN, RUNS, RunHashes, TextIndex
+from trunkline.controller.drafts.tree_texts import text_behind
+from trunkline.controller.messages import Submit
+from trunkline.controller.sequences.sequence import Request, Sequence, SequenceGroup, Stem
+from trunkline.kvstore.chunks import Int32Array, pack_int32
+from trunkline.kvstore.tier_policy import DirectoryConfig
+from trunkline.worker.messages import Sampling
+
+CHUNK = 8
+
+
+def sequence_of(prompt: list[int], number: int = 1, salt: bytes = b"") -> Sequence:
+    submit = Submit(number, pack_int32(prompt), len(prompt), 10_000, Sampling(), salt=salt)
+    return SequenceGroup(Request.of(number, submit), number, 100_000, submit.sampling).members[0]
+
+
+def text_of(rng: random.Random, length: int, words: int = 20) -> list[int]:
+    """Return tokens that repeat themselves, as texts do."""
+    dictionary = [[rng.randrange(30) for _ in range(rng.randint(1, 9))] for _ in range(words)]
+    text: list[int] = []
+    while len(text) < length:
+        text += rng.choice(dictionary)
+    return text[:length]
+
+
+def agreeing(text: list[int], place: int, tail: list[int], kept: int) -> int:
+    most, agreed = min(MATCH_MAX, place, len(tail), place - len(text) + kept), 0
+    while agreed < most and text[place - 1 - agreed] == tail[-1 - agreed]:
+        agreed += 1
+    return agreed
+
+
+@pytest.mark.parametrize("seed", seeds(8))
+def test_what_is_found_agrees_as_far_as_it_says(seed: int) -> None:
+    rng = random.Random(seed)
+    capacity = rng.choice([256, 1024])
+    index, hashes, text = TextIndex(capacity), RunHashes(), text_of(rng, 3 * capacity)
+    found = missed = 0
+    for at, token in enumerate(text):
+        hashes.push(token)
+        mixed = hashes.mixed()
+        place, agreed = index.find(hashes, mixed)
+        past, tail = text[:at], text[: at + 1]
+        if place >= 0:
+            found += 1
+            assert RUNS[-1] <= agreed == agreeing(past, place, tail, capacity)
+            assert place <= at
+            assert index.token(place) == (past[place] if place < at else NO_TOKEN)
+        elif any(past[i - RUNS[-1] : i] == tail[-RUNS[-1] :] for i in range(max(2, at - 100), at + 1)):
+            missed += 1
+        index.push(token, mixed)
+    assert found > 0.4 * len(text)
+    assert missed < 0.15 * len(text), "only what has the same hash hides a run"
+
+
+@pytest.mark.parametrize("seed", seeds(8))
+def test_many_tokens_at_once_are_as_many_one_by_one(seed: int) -> None:
+    rng = random.Random(seed)
+    text = text_of(rng, rng.randint(1, 1500))
+    one, many, hashes = TextIndex(500), TextIndex(500), RunHashes()
+    rest = text
+    while rest:
+        size = rng.choice([1, 2, 7, 300])
+        many.extend(np.array(rest[:size], np.int32))
+        rest = rest[size:]
+    for token in text:
+        hashes.push(token)
+        one.push(token, hashes.mixed())
+    assert one.count == many.count == len(text)
+    for _ in range(50):
+        cut = rng.randrange(len(text))
+        tail = RunHashes(text[:cut] if rng.random() < 0.8 else text_of(rng, 10))
+        assert one.find(tail, tail.mixed()) == many.find(tail, tail.mixed())
+    assert one.nbytes == TextIndex.bytes_for(500)
+
+
+def test_hashes_go_on_from_any_beginning() -> None:
+    text = text_of(random.Random(1), 900)
+    rolled = RunHashes()
+    for at, token in enumerate(text):
+        assert rolled.mixed() == RunHashes(text[max(0, at - 200) : at]).mixed()
+        rolled.push(token)
+
+
+def test_what_repeats_at_the_end_goes_on_repeating() -> None:
+    index = TextIndex(100)
+    index.extend(np.array([9, 1, 2, 3], np.int32))
+    assert index.tokens(1, 8).tolist() == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert index.tokens(4, 8).tolist() == []
+    index.extend(np.array([NO_TOKEN, 5], np.int32))
+    assert index.tokens(1, 8).tolist() == [1, 2, 3], "another text is no continuation"
+
+
+def test_overwritten_tokens_are_not_found() -> None:
+    index, hashes = TextIndex(256), RunHashes()
+    index.extend(np.arange(1000, dtype=np.int32))
+    for token in (100, 101, 102, 103, 104):
+        hashes.push(token)
+    assert index.find(hashes, hashes.mixed()) == (-1, 0)
+    assert index.token(100) == NO_TOKEN
+    assert index.tokens(100, 4).tolist() == []
+    assert index.tokens(990, 4).tolist() == [990, 991, 992, 993]
+
+
+# The tree
+
+
+def tree_with(*paths: list[int], salt: bytes = b"") -> RadixCache:
+    """Return a tree with these paths, cut into chunks."""
+    pool = BlockPool(200)
+    tree = RadixCache(pool, CHUNK, b"", "float32", DirectoryConfig())
+    for path in paths:
+        node = tree.root(salt)
+        for start in range(0, len(path), CHUNK):
+            key = np.array(path[start : start + CHUNK], "<i4").tobytes()
+            child = node.children.get(key)
+            node = child or tree.insert(node, key, pool.allocate(), 1, 0.0)
+    return tree
+
+
+def test_the_tree_knows_how_others_went_on() -> None:
+    first, second = list(range(100, 130)), [*range(100, 112), *range(200, 210)]
+    root = tree_with(first, second).root(b"")
+    chunk = root.children[np.arange(100, 108, dtype="<i4").tobytes()]
+    text = text_behind(chunk, [108, 109, 110, 111, 112])
+    assert text is not None
+    assert text.tokens(0, 100).tolist() == list(range(113, 124)), "the rest of this chunk, and the next one"
+    other = text_behind(chunk, [108, 109, 110, 111, 200])
+    assert other is not None
+    assert [other.token(i) for i in range(3)] == [201, 202, 203]
+    assert text_behind(chunk, [108, 109, 7]) is None
+    assert text_behind(chunk, list(range(108, 117))) is None, "longer than a chunk"
+
+
+def test_of_several_texts_behind_a_path_the_one_used_most_counts() -> None:
+    root = tree_with([1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 7, 8]).root(b"")
+    root.children[np.array([1, 2, 5, 6], "<i4").tobytes()].uses = 3
+    text = text_behind(root, [1, 2])
+    assert text is not None
+    assert text.tokens(0, 9).tolist() == [5, 6]
+
+
+def test_a_follower_goes_along_a_path_of_the_tree() -> None:
+    answer = list(range(300, 340))
+    tree = tree_with([*range(16), *answer])
+    sequence = sequence_of(list(range(16)))
+    root = tree.root(b"")
+    sequence.stem = Stem(root)
+    node = root
+    for start in (0, CHUNK):
+        node = node.children[np.arange(start, start + CHUNK, dtype="<i4").tobytes()]
+        sequence.path.append(node)
+    follower, acceptance = Follower(sequence, CHUNK), Acceptance()
+    foreseen = 0
+    for token in answer:
+        tokens, _ = follower.draft(acceptance, 1, 0.0)
+        foreseen += tokens.tolist() == [token]
+        follower.advance(token, acceptance, None)
+        if follower.count % CHUNK == 0:  # as sealing does
+            node = node.children[
+                np.array(answer[follower.count - 16 - CHUNK : follower.count - 16], "<i4").tobytes()
+            ]
+            sequence.path.append(node)
+    assert foreseen == len(answer) - 1 - 2, "all but the first, and the first ones behind what a text held"
+
+
+# Followers
+
+
+def indexed(prompt: list[int], prediction: Int32Array | None = None) -> Follower:
+    follower = Follower(sequence_of(prompt), 0, b"" if prediction is None else pack_int32(prediction))
+    follower.context = TextIndex(len(prompt) + 500)
+    while not follower.is_indexed:
+        follower.index_some(50)
+    return follower
+
+
+def test_an_answer_that_repeats_its_prompt_is_foreseen() -> None:
+    text = list(range(50, 250))
+    follower, acceptance = indexed([1, 2, *text, 3, 4]), Acceptance()
+    right = 0
+    for at, token in enumerate(text):
+        tokens, chances = follower.draft(acceptance, 8, 0.001)
+        assert len(tokens) == len(chances)
+        assert tokens.tolist() == [*text, 3, 4, *text][at : at + len(tokens)] or at < RUNS[-1]
+        assert chances == sorted(chances, reverse=True)
+        right += bool(len(tokens))
+        follower.advance(token, acceptance, None)
+    assert right == len(text) - RUNS[-1]
+    assert acceptance.chance(Source.CONTEXT, MATCH_MAX) > 0.95
+
+
+def test_a_prediction_is_followed_from_its_first_token_and_found_again() -> None:
+    predicted = list(range(50, 150))
+    follower = indexed([1, 2, 3], np.array(predicted, np.int32))
+    acceptance = Acceptance()
+    answer = [*predicted[:30], 7, 8, 9, *predicted[40:]]
+    wrong = []
+    for at, token in enumerate(answer):
+        if follower.draft(acceptance, 1, 0.0)[0].tolist() != [token]:
+            wrong.append(at)
+        follower.advance(token, acceptance, None)
+    assert wrong == [30, 31, 32, 33, 34], "the part that is new, and one run behind it"
+    assert follower.place is None, "the prediction has ended"
+
+
+def test_a_single_token_that_repeats_is_foreseen() -> None:
+    follower, acceptance = indexed([1, 2, 3]), Acceptance()
+    for token in [5] * 6:
+        follower.advance(token, acceptance, None)
+    assert follower.draft(acceptance, 4, 0.0)[0].tolist() == [5, 5, 5, 5]
+
+
+def test_a_long_prompt_is_indexed_part_by_part_while_tokens_come() -> None:
+    prompt = list(range(10_000))
+    follower, acceptance = Follower(sequence_of(prompt), 0), Acceptance()
+    follower.context = TextIndex(12_000)
+    for token in range(500, 520):
+        assert follower.index_some(100) == 100
+        follower.advance(token, acceptance, None)
+    assert not follower.is_indexed
+    assert follower.draft(acceptance, 3, 0.0)[0].tolist() == [520, 521, 522], "from the part that is indexed"
+    while not follower.is_indexed:
+        follower.index_some(3000)
+    assert follower.context.count == 10_020
+    assert follower.context.tokens(9_998, 5).tolist() == [9998, 9999, 500, 501, 502]
