@@ -73,6 +73,12 @@ CASES: list[tuple[str, dict[str, Any], set[int]]] = [
     ("llm-d", {"matched_tokens": [0, 10, 0], "inflight": [4, 0, 2], "running": [4, 0, 2]}, {1}),
     ("prefix", {"costs": [3.0, 1.0, 2.0]}, {1}),
     ("prefix", {"costs": [1.0, 1.0, 2.0]}, {0, 1}),
+    # The one that has most, and more than half, is left only if it costs more than 1.5 times as much.
+    ("prefix", {"costs": [1.5, 1.0, 2.0], "matched_tokens": [501, 500, 0]}, {0}),
+    ("prefix", {"costs": [1.6, 1.0, 2.0], "matched_tokens": [501, 500, 0]}, {1}),
+    ("prefix", {"costs": [1.5, 1.0, 2.0], "matched_tokens": [500, 400, 0]}, {1}),
+    ("prefix", {"costs": [1.5, 1.0, 2.0], "matched_tokens": [600, 0, 600]}, {1}),
+    ("prefix", {"costs": [1.5, 1.0, 2.0], "matched_tokens": [900, 0, 0], "candidates": [1, 2]}, {1}),
     ("prefix", {"costs": [1.5, 1.0, 2.0], "session": "s", "place": 0}, {0}),
     ("prefix", {"costs": [1.51, 1.0, 2.0], "session": "s", "place": 0}, {1}),
     ("prefix", {"costs": [1.5, 1.0, 2.0], "session": "s", "place": 0, "candidates": [1, 2]}, {1}),

@@ -172,7 +172,8 @@ class PrefixAware(_Rule):
 
     A session's controller is the one that has more of its prompt than any other; if there is none, the one to
     which this router sent its last request. So routers agree about sessions whose turns reach different routers.
-    A request without a session that goes on with an open tail is the next turn of a conversation. It stays, too.
+    A request without a session is taken for the next turn of a conversation if it goes on with an open tail, or if
+    one controller has more of the prompt than any other, and more than half. It stays, too.
     """
 
     def choose(self, view: View) -> tuple[int, str]:
@@ -196,14 +197,24 @@ class PrefixAware(_Rule):
             return view.home, "home"  # the home of its schema, where the modules' KV was computed
         if view.tail in candidates and costs[view.tail] <= self.settings.stay_ratio * best:
             return view.tail, "tail"
+        most = self._holder(view)
+        goes_on = most >= 0 and 2 * view.matched_tokens[most] > view.prompt_tokens
+        if goes_on and best * _EQUAL < costs[most] <= self.settings.stay_ratio * best:
+            return most, "most"
         chosen = self.turns.pick(candidates[among <= best * _EQUAL])
         return chosen, "prefix" if view.matched_tokens[chosen] else "load"
 
     def _place(self, view: View) -> int:
         """Return the session's controller; -1: not known."""
+        holder = self._holder(view)
+        return holder if holder >= 0 else view.place
+
+    @staticmethod
+    def _holder(view: View) -> int:
+        """Return the controller that has more of the prompt than any other; -1: there is none."""
         matched = view.matched_tokens[view.candidates]
         deepest = np.flatnonzero(matched == matched.max())
-        return int(view.candidates[deepest[0]]) if len(deepest) == 1 else view.place
+        return int(view.candidates[deepest[0]]) if len(deepest) == 1 else -1
 
 
 class RoundRobin(_Rule):

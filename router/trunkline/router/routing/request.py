@@ -94,6 +94,7 @@ class Decision(msgspec.Struct, frozen=True):
     reason: str
     """"prefix": lowest cost, and part of the prompt is cached there; "load": lowest cost; "session": the session's
     last request went there; "tail": the controller has computed the open tail with which the prompt goes on;
+    "most": not at lowest cost, but the controller has more of the prompt than any other, and more than half;
     "home": it is the home of the request's schema; "only": no other controller can take the request; "pinned";
     "prefill": it computes the prompt, and the stream goes on elsewhere; "planned": the stream goes on there, as
     was planned; or the name of a policy other than "prefix"."""
