@@ -7,6 +7,8 @@ from controller.tier_harness import CHUNK, TIERED, Session, simulate
 from msgspec.structs import replace
 from simulation.driver import Simulation
 
+from trunkline.controller.engine.events import AnswerTold
+
 PREDICTED = replace(
     TIERED, tier_policy="predicted", disk_slots=0, remote=False, host_slots=0, preemption="recompute"
 )
@@ -39,6 +41,25 @@ def test_a_session_that_comes_back_is_recognised() -> None:
     assert 4.0 < 2.0**second.mean_gap - 1.0 < 6.0
     path = simulation.tree.root(b"").children
     assert {node.turns for node in path.values()} == {(second,), tuple(t for t in uses._away if t is not second)}
+
+
+def test_the_tools_that_an_answer_calls_are_learnt_in_place_of_its_last_tokens() -> None:
+    simulation = simulate(PREDICTED)
+    uses = simulation.tree.tiers.next_use
+    requests = [simulation.submit(list(range(100 * at, 100 * at + 20)), 2) for at in range(1, 4)]
+    simulation.run()
+    turns = [uses.turn_of(request) for request in requests]
+    for request, told in zip(requests, ("calls read", "", "calls read"), strict=True):
+        if told:
+            simulation.receive(AnswerTold(request, told))
+    simulation.receive(AnswerTold(10_000, "calls read"))  # not known
+    kinds = [turn.kind[1] for turn in turns if turn is not None]
+    assert kinds[0] == kinds[2] == "calls read"
+    assert kinds[1] not in kinds[::2]
+    simulation.submit(list(range(100, 140)), 1)
+    simulation.run()
+    assert uses.turn_of(requests[0]) is None, "its session is back"
+    assert uses.turn_of(requests[1]) is turns[1]
 
 
 @pytest.mark.parametrize("policy", ["predicted", "look-ahead"])

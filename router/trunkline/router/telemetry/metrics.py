@@ -247,7 +247,7 @@ class RoutingMetrics:
             "trunkline_routing_decisions",
             "Requests sent to a controller, by it and by the reason for choosing it: prefix (cheapest, some of "
             "the prompt is cached there), load (cheapest), session (its session's last request went there), tail "
-            "(the last, open chunk that it goes on with is there), most (most of the prompt is cached there), home "
+            "(the last, open chunk that it goes on with is there), most (most of it is cached there), home "
             "(the home of its schema), only (no other takes it), prefill (it computes the prompt, and the stream "
             "goes on elsewhere), planned (the stream goes on there), or the name of a --policy other than prefix.",
             ["controller", "reason"],
