@@ -9,6 +9,8 @@ Logits are asked for in this order: decode rows, prefill entries that sample, pr
       samples      row 0 … row n-1 │ entry, entry, … │ fork, fork, …
       logits rows  0     … n-1     │ n, n + 1, …     │ (a fork reads its parent's) │ scored prompt positions
 
+A decode row with drafts is followed by a row for each of them (`draft_rows`), a sample and logits row like it.
+
 Behind these rows stand the tokens whose final hidden states are needed, but no logits: those of prompts that are
 pooled over all of their tokens.
 """
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan, build_decode_plan
 from trunkline.kvstore.chunks import NO_BLOCK, Int32Array, unpack_int32
+from trunkline.worker.batch.draft_rows import DraftRows
 from trunkline.worker.batch.sequences import BatchSequence, SequenceTable, segments_of
 from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import StepPlan
@@ -65,7 +68,7 @@ class ForwardBatch:
     positions: Tensor
     """Positions of the tokens for rotation (see `sequences`), int64 `[tokens]`."""
     num_rows: int
-    """Number of decode rows."""
+    """Number of decode rows, drafts included."""
     write: WritePlan
     decode: DecodePlan | None
     prefill: PrefillPlan | None
@@ -82,6 +85,8 @@ class ForwardBatch:
     scored: tuple[ScoredPrompt, ...] = ()
     """The scored prompts. Their logits rows follow those of the samples, entry by entry."""
     pooled: tuple[PooledPiece, ...] = ()
+    guesses: Int32Array | None = None
+    """The draft that stands at each decode row (`DraftRows.guesses`); None: no row has drafts."""
 
     @property
     def needs_states(self) -> bool:
@@ -117,6 +122,7 @@ class BatchBuilder:
         self._positions = np.zeros(0, dtype=np.int32)
         self._slots = np.zeros(0, dtype=np.int32)
         self._had_prefill_samples = False
+        self._had_drafts = False
 
     def build(self, plan: StepPlan) -> ForwardBatch:
         """Return the batch of a plan whose leaves, joins and blocks have been applied.
@@ -125,12 +131,18 @@ class BatchBuilder:
             PlanError: rows, runs or prefill entries that do not fit the sequences.
         """
         rebuilt = self._update_rows(plan)
-        num_rows = len(self._rows)
+        drafted = DraftRows.of(self._rows, plan.drafts) if plan.drafts else None
+        rows = self._rows if drafted is None else drafted.sequences
+        self._plan_rows(drafted)
+        num_rows = len(rows)
         entries = unpack_int32(plan.prefill, columns=5)
         prefill = _Prefill(entries, self._sequences, self._chunk_size) if len(entries) else None
-        ids = np.fromiter((row.tokens[-1] for row in self._rows), dtype=np.int32, count=num_rows)
+        if drafted is not None:
+            ids = drafted.ids
+        else:
+            ids = np.fromiter((row.tokens[-1] for row in rows), dtype=np.int32, count=num_rows)
         positions, slots = self._positions, self._slots
-        samples, state_rows = self._rows, None
+        samples, state_rows = rows, None
         fork_rows: tuple[int, ...] = ()
         scored: tuple[ScoredPrompt, ...] = ()
         pooled: tuple[PooledPiece, ...] = ()
@@ -144,13 +156,15 @@ class BatchBuilder:
             pooled, further = prefill.pooled(num_rows, num_rows + sum(map(len, needed)))
             state_rows = np.concatenate([np.arange(num_rows), np.concatenate([*needed, *further]) + num_rows])
             children, parents = self._fork(plan, prefill)
-            samples = self._rows + prefill.samples + children
+            samples = rows + prefill.samples + children
             fork_rows = tuple(num_rows + parent for parent in parents)
             scored = tuple(prefill.scored)
         elif plan.forks:
             raise PlanError(f"sequence {plan.forks[0].parent} forks in a step without prefill")
-        changed = rebuilt or prefill_samples or self._had_prefill_samples
-        self._had_prefill_samples = prefill_samples
+        changed = (
+            rebuilt or prefill_samples or self._had_prefill_samples or drafted is not None or self._had_drafts
+        )
+        self._had_prefill_samples, self._had_drafts = prefill_samples, drafted is not None
         return ForwardBatch(
             ids=self._tensor(ids),
             positions=self._tensor(positions),
@@ -164,6 +178,7 @@ class BatchBuilder:
             fork_rows=fork_rows,
             scored=scored,
             pooled=pooled,
+            guesses=None if drafted is None else drafted.guesses,
         )
 
     def forget_plan(self) -> None:
@@ -189,7 +204,7 @@ class BatchBuilder:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
 
     def _update_rows(self, plan: StepPlan) -> bool:
-        """Move the decode rows on by one token; return whether they are other rows than before."""
+        """Take over the plan's rows and runs; return whether the rows are others than before."""
         if plan.rows is not None:
             self._rows = [self._sequences[sequence] for sequence in unpack_int32(plan.rows).tolist()]
             self._runs = _NO_RUNS
@@ -200,33 +215,44 @@ class BatchBuilder:
                 raise PlanError(f"sequences {stale} leave, but the plan keeps their rows")
         if plan.runs is not None:
             self._runs = unpack_int32(plan.runs, columns=4)
-        changed = plan.rows is not None
-        stale_plan = changed or plan.runs is not None
+        if plan.rows is not None or plan.runs is not None:
+            self._plan = None
         if plan.blocks:  # only then can an entry of a table have been replaced
             for row in self._rows:
-                stale_plan |= row.rewritten
+                if row.rewritten:
+                    self._plan = None
                 row.rewritten = False
+        return plan.rows is not None
+
+    def _plan_rows(self, drafted: DraftRows | None) -> None:
+        """Move the decode rows on by one token, or plan them anew: always with drafts, and in the step after, when
+        the rows have come further by different numbers of tokens."""
         if not self._rows:
             self._plan = None
             self._positions = self._slots = np.zeros(0, dtype=np.int32)
-        elif stale_plan or self._plan is None or self._plan.steps == self._plan.steps_left:
-            self._rebuild()
+        elif drafted is not None:
+            blocks = max(len(row.blocks) for row in self._rows)
+            self._rebuild(drafted.sequences, drafted.lengths, drafted.runs(self._runs, blocks))
+        elif self._had_drafts or self._plan is None or self._plan.steps == self._plan.steps_left:
+            known = np.array([row.known for row in self._rows], dtype=np.int32)
+            self._rebuild(self._rows, known, self._runs)
         else:
             self._plan.advance()
             self._positions = self._positions + np.int32(1)
             self._slots = self._slots + np.int32(1)
-        return changed
 
-    def _rebuild(self) -> None:
-        rows, chunk_size = self._rows, self._chunk_size
-        known = np.array([row.known for row in rows], dtype=np.int32)
-        segments = segments_of(rows, known, chunk_size)
+    def _rebuild(self, rows: list[BatchSequence], lengths: Int32Array, runs: Int32Array) -> None:
+        """Plan rows that see the first `lengths` tokens of their sequences; the last of these is computed."""
+        chunk_size = self._chunk_size
+        segments = segments_of(rows, lengths, chunk_size)
         if all(row.layout.is_plain for row in rows):
-            frame = known - np.int32(1)
+            frame = lengths - np.int32(1)
         else:
-            frame = np.concatenate([row.layout.frame_positions(row.known - 1, row.known) for row in rows])
+            frame = np.concatenate(
+                [row.layout.frame_positions(n - 1, n) for row, n in zip(rows, lengths.tolist(), strict=True)]
+            )
         try:
-            self._plan = build_decode_plan(segments, frame, self._runs, chunk_size)
+            self._plan = build_decode_plan(segments, frame, runs, chunk_size)
         except ValueError as error:
             raise PlanError(str(error)) from error
         self._positions = frame

@@ -2,6 +2,10 @@
 
 Rank 0 decides and tells the others with one broadcast: the samples' tokens, then for each beam which one it goes
 on from. Steps in which every sample just takes its largest logit need not even bring the logits together.
+
+Drafts are verified position by position: first each sequence's next token is drawn, then, of those whose first
+draft is that token, the one behind it, and so on. So each token is drawn in the state that its sequence would have
+been in without drafts, nothing has to be taken back, and nothing is drawn behind a draft that is refused.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from torch import Tensor
 from trunkline.controller.messages import BeamStep, PromptLogprobs, TopLogprobs
 from trunkline.kvstore.chunks import Int32Array
 from trunkline.worker.batch.batch import ForwardBatch
+from trunkline.worker.batch.draft_rows import NO_GUESS, accepted
 from trunkline.worker.model.model_config import Shard
 from trunkline.worker.sampling.beams import BeamPositions, BeamSearches, report
 from trunkline.worker.sampling.sampler import LOGPROB_MIN, Sampler, first_argmax, is_plain_greedy
@@ -27,7 +32,7 @@ class Selection:
     """The tokens that a step chose, and what rank 0 reports of them."""
 
     tokens: Int32Array
-    """The chosen tokens in the order of `StepResult.tokens`; the same on every rank."""
+    """The chosen tokens in the order of `StepResult.tokens`, -1 where none is drawn; the same on every rank."""
     tables_changed: bool = False
     """Whether block tables moved between beams; the same on every rank."""
     logprobs: dict[int, TopLogprobs] | None = None
@@ -36,6 +41,8 @@ class Selection:
     """What the controller is told of each beam search, by the search's id; on rank 0 only."""
     prompt_logprobs: dict[int, PromptLogprobs] | None = None
     """Log-probabilities of scored prompts, by id of the sequence; on rank 0 only."""
+    appended: bool = False
+    """Whether the tokens of samples that are no beams have been appended to them on this rank."""
 
 
 class Selector:
@@ -74,15 +81,17 @@ class Selector:
         if self._plain_greedy and not batch.scored:
             self._sampler_is_current = False
             selection = Selection(_numbers(self._agree_on_largest(logits, batch)))
+            if batch.guesses is not None:
+                selection.tokens = accepted(selection.tokens, batch.guesses)
         else:
             selection = self._select_on_rank_0(batch, positions, logits)
-        tokens = selection.tokens.tolist()
-        if positions is None:
-            for sequence, token in zip(batch.samples, tokens, strict=True):
-                sequence.append(token)
-        else:
-            for index, sequence in zip(positions.others.tolist(), positions.other_samples, strict=True):
-                sequence.append(tokens[index])
+        if not selection.appended:
+            tokens, samples = selection.tokens.tolist(), batch.samples
+            if positions is not None:
+                tokens, samples = [tokens[index] for index in positions.others.tolist()], positions.other_samples
+            for sequence, token in zip(samples, tokens, strict=True):
+                if token != NO_GUESS:
+                    sequence.append(token)
         return selection
 
     def _select_on_rank_0(self, batch: ForwardBatch, positions: BeamPositions | None, logits: Tensor) -> Selection:
@@ -122,7 +131,9 @@ class Selector:
     def _sample(
         self, logits: Tensor, batch: ForwardBatch, positions: BeamPositions | None, selection: Selection
     ) -> Tensor:
-        """Draw a token for each sample that is no beam; return int64 ids."""
+        """Draw a token for each sample that is no beam; return int64 ids, -1 behind drafts that are refused."""
+        if batch.guesses is not None:
+            return self._sample_drafted(logits, batch, positions, selection)
         samples = batch.samples if positions is None else positions.other_samples
         if not samples:
             self._sampler_is_current = False
@@ -137,6 +148,31 @@ class Selector:
             reports = {int(positions.others[index]): found for index, found in reports.items()}
         selection.logprobs = reports
         return ids
+
+    def _sample_drafted(
+        self, logits: Tensor, batch: ForwardBatch, positions: BeamPositions | None, selection: Selection
+    ) -> Tensor:
+        """Draw what `_sample` does, position by position, and append it."""
+        assert batch.guesses is not None
+        guesses = np.full(len(batch.samples) + 1, NO_GUESS, dtype=np.int32)
+        guesses[: len(batch.guesses)] = batch.guesses
+        tokens = np.full(len(batch.samples), NO_GUESS, dtype=np.int64)
+        rows = np.array([*range(batch.sampled_rows), *batch.fork_rows])
+        others = np.arange(len(tokens)) if positions is None else positions.others
+        reports: dict[int, TopLogprobs] = {}
+        drawn = others[guesses[others] == NO_GUESS]
+        while len(drawn):
+            samples = [batch.samples[index] for index in drawn.tolist()]
+            chosen = logits[torch.from_numpy(rows[drawn]).to(logits.device)]
+            ids, found = self._sampler.sample(chosen, samples, changed=True)
+            tokens[drawn] = _numbers(ids)
+            for sequence, token in zip(samples, tokens[drawn].tolist(), strict=True):
+                sequence.append(token)
+            reports |= {int(drawn[index]): report for index, report in (found or {}).items()}
+            drawn = drawn[(guesses[drawn + 1] != NO_GUESS) & (guesses[drawn + 1] == tokens[drawn])] + 1
+        self._sampler_is_current = False
+        selection.logprobs, selection.appended = reports or None, True
+        return torch.from_numpy(tokens[others]).to(logits.device)
 
     def _advance_beams(self, decision: Int32Array, positions: BeamPositions, count: int) -> bool:
         changed = False
