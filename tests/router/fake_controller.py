@@ -103,6 +103,8 @@ class Behaviour:
     mute: bool = False
     """Answer nothing at all, pings included."""
     refuse: FinishReason | None = None
+    burst: int = 1
+    """Tokens of each sample in one message, as if drafts had been accepted."""
     fail_after: int | None = None
     """Tokens after which a request ends with ENGINE_FAILED."""
     gap_after: int | None = None
@@ -362,9 +364,9 @@ class FakeController:
             if live.submit.beam is not None:
                 self._search(live, step)
             else:
-                for index, sample in enumerate(live.samples):
+                for index, sample in enumerate(live.samples * behaviour.burst):
                     if not sample.over:
-                        self._advance(live, index, sample, step)
+                        self._advance(live, index % len(live.samples), sample, step)
             if all(sample.over for sample in live.samples):
                 self._live.pop((router, live.submit.request), None)
             if behaviour.gap_after is not None and live.samples[0].sent >= behaviour.gap_after:

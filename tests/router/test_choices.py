@@ -66,6 +66,31 @@ def test_samples_in_a_stream(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_answers_do_not_depend_on_how_many_tokens_come_at_once(
+    http: httpx.Client, fake: FakeController, texts: list[list[int]], stream: bool, n: int
+) -> None:
+    """Texts, stop strings and log-probabilities: with accepted drafts a message has several tokens of a sample."""
+    body = {"prompt": "x", "n": n, "stop": ["STOP"], "logprobs": 2, "stream": stream, "max_tokens": 50}
+    found = []
+    for burst in (1, 2, 5, 50):
+        fake.behaviour.burst = burst
+        response = http.post("/v1/completions", json=body)
+        assert response.status_code == 200
+        parts = payloads(response) if stream else [response.json()]
+        pieces: dict[int, list[Any]] = defaultdict(lambda: ["", [], None])
+        for part in parts:
+            for choice in part["choices"]:
+                piece = pieces[choice["index"]]
+                piece[0] += choice["text"]
+                piece[1] += (choice["logprobs"] or {}).get("tokens", [])
+                piece[2] = choice["finish_reason"] or piece[2]
+        found.append(dict(pieces))
+    assert found[0][n - 1][0]
+    assert found[1:] == found[:1] * 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_one_sample_only(
     http: httpx.Client, fake: FakeController, texts: list[list[int]], stream: bool
 ) -> None:
