@@ -311,8 +311,12 @@ class ChunkIndex:
         self._expire(now)
         self._wipe()
         shards = self._shards
-        found = [shards[name[0]].get(name, 0) for name in names]
-        known = found[: found.index(0)] if 0 in found else found
+        known: list[int] = []
+        for name in names:
+            mask = shards[name[0]].get(name)
+            if not mask:
+                break
+            known.append(mask)
         if not known:
             return Match(np.zeros((len(self._columns), TIERS), np.int64), [])
         packed = b"".join([mask.to_bytes(self._row_bytes, "little") for mask in known])

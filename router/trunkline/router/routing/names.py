@@ -19,14 +19,13 @@ It stays at its controller all the same, because its cost is still lowest there,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
 from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 
 from trunkline.controller.messages import PromptLayout
-from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, blocks_for, chain, chunk_name, root_name
+from trunkline.kvstore.chunks import ChunkName, blocks_for, chain, chunk_name, root_name
 from trunkline.kvstore.cuts import PACKED_RANGE_BYTES, ContextCut, KeptTable, cut_name
 from trunkline.kvstore.module_names import Ranges, RelocationRule, modules_root, pairs, prompt_root, text_names
 from trunkline.router.routing.index import Match
@@ -186,9 +185,7 @@ def whole_chunks(
             name = chunk_name(name, marker + tokens[at : at + size])
             names.append(name)
         return names
-    for at in range(size * len(names), len(tokens) - size + 1, size):  # as `chunk_name`, without its call
-        name = blake2b(name + tokens[at : at + size], digest_size=NAME_BYTES).digest()
-        names.append(name)
+    names += chain(name, tokens[size * len(names) : len(tokens) // size * size], chunk_size)
     return names
 
 
