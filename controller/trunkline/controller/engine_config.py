@@ -11,6 +11,7 @@ from trunkline.kvstore.chunks import blocks_for
 from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy
 
 PREEMPTIONS: Final = ("auto", "swap", "recompute")
+SPECULATIONS: Final = ("auto", "off")
 TIER_POLICIES: Final = ("predicted", "look-ahead", "lru", "fifo")
 HOLE_BLOCKS: Final = 256
 """Number of blocks that a sequence may have beyond its length because parts of them are not seen: cut off, or the
@@ -49,6 +50,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     be faster (PagedAttention §4.5)."""
     target_itl_ms: float = 0.0
     """Time between two tokens of a stream that prefill should not exceed (soft); 0: no target."""
+    speculation: str = "off"
+    """Whether steps try drafts of next tokens ("auto": where they gain time; `trunkline.controller.drafts`)."""
     dtype: str = "float32"
     tier_policy: str = "look-ahead"
     """Which chunks leave the device and the tiers, and which are fetched early: "look-ahead" goes by the queue
@@ -122,6 +125,10 @@ class EngineConfig(EngineLimits, frozen=True, kw_only=True):
         require(
             1 <= self.max_inflight_steps <= 2,
             f"max_inflight_steps is {self.max_inflight_steps}; step sockets hold 1 or 2 unanswered steps",
+        )
+        require(
+            self.speculation in SPECULATIONS,
+            f"speculation is {self.speculation!r}; allowed are {', '.join(SPECULATIONS)}",
         )
         self._validate_tiers()
 

@@ -52,7 +52,9 @@ def text_behind(node: Node, tail: Sequence[int]) -> TreeText | None:
     keys = [found.key[len(begin) :]]
     if (following := _best_child(found, b"")) is not None:
         keys.append(following.key)
-    return TreeText(np.frombuffer(b"".join(keys), "<i4"))
+    tokens = np.frombuffer(b"".join(keys), "<i4")
+    gaps = np.flatnonzero(tokens < 0)
+    return TreeText(tokens[: gaps[0]] if len(gaps) else tokens)
 
 
 def _best_child(node: Node, begin: bytes) -> Node | None:

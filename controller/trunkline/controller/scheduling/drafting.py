@@ -26,23 +26,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkline.controller.allocation.kv_manager import KVCacheManager
+from trunkline.controller.drafts.drafter import Drafter
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import StepResult
 from trunkline.controller.scheduling.fair_queue import FairQueue
 from trunkline.controller.sequences.draft_source import DraftSource, Slots
 from trunkline.controller.sequences.plan_builder import BEAM, DecodeRows, InflightStep, PlanBuilder, RowSet
+from trunkline.controller.tiers.costs import StepCosts
 from trunkline.kvstore.chunks import Int32Array
 
 
 class Drafting:
     """Adds drafts to plans. Without a source it does nothing."""
 
-    def __init__(self, config: EngineConfig, kv: KVCacheManager, rows: DecodeRows, queue: FairQueue) -> None:
+    def __init__(
+        self, config: EngineConfig, kv: KVCacheManager, rows: DecodeRows, queue: FairQueue, costs: StepCosts
+    ) -> None:
         self._config = config
         self._kv = kv
         self._rows = rows
         self._queue = queue
         self._totals = kv.tree.totals
+        if config.speculation == "auto":
+            self.source = Drafter(config, costs)
 
     @property
     def source(self) -> DraftSource | None:

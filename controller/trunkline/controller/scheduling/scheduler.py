@@ -84,7 +84,7 @@ class Scheduler:
         """Sequences that are back in the batch after a preemption, and compute nothing until their whole group is
         back."""
         self.forks = Forks()
-        self.drafting = Drafting(config, self.kv, self.rows, self.queue)
+        self.drafting = Drafting(config, self.kv, self.rows, self.queue, self.costs)
         self.row_set = NO_ROWS
         self._pending = PendingChanges()
 

@@ -269,6 +269,12 @@ SERVE_OPTIONS: Final = (
         "auto (the faster one).",
         TUNING,
     ),
+    CliOption(
+        "speculation",
+        "auto: steps try drafts of next tokens, taken from prompts, predictions and the tenant's earlier answers, "
+        "where that gains time; answers stay the same. off: they do not.",
+        TUNING,
+    ),
     CliOption("chunk_size", "Tokens in a block of the KV cache.", TUNING),
     CliOption(
         "peers",
@@ -463,7 +469,7 @@ _ROUTER_ONLY: Final = frozenset(
 _ENGINE_ONLY: Final = frozenset(
     """tp dtype device threads kernels quantization chunk_size kv_memory_bytes gpu_memory_fraction host_tier_bytes
     disk_tier remote_tier peers role tier_policy session_ttl preemption target_itl_ms max_batch token_budget
-    max_waiting prefix_cache""".split()
+    max_waiting prefix_cache speculation""".split()
 )
 OF_A_MODEL: Final = _ENGINE_ONLY | {
     "groups",
@@ -474,7 +480,7 @@ OF_A_MODEL: Final = _ENGINE_ONLY | {
 }
 """Fields that further models of a cluster can have values of their own for."""
 _CONTROLLER_ONLY: Final = frozenset(
-    {"tier_policy", "role", "preemption", "target_itl_ms", "max_batch", "token_budget", "max_waiting"}
+    "tier_policy role preemption target_itl_ms max_batch token_budget max_waiting speculation".split()
 )
 _KEYS: Final = ("wire_keys", "plain_tcp", "health_host", "health_port")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from trunkline.controller.config import ROLES
-from trunkline.controller.engine_config import TIER_POLICIES
+from trunkline.controller.engine_config import SPECULATIONS, TIER_POLICIES
 from trunkline.deploy.config.machine import available_cores
 from trunkline.deploy.config.option_values import (
     DiskOption,
@@ -130,6 +130,7 @@ class ServeSettings:
     session_ttl: float = 86400.0
     """Seconds after which unused KV is forgotten: a conversation is seldom continued after a day. 0: no limit."""
     preemption: str = "auto"
+    speculation: str = "off"
     target_itl_ms: float = 0.0
     """Target for the time between two tokens of a stream: prompts are computed in smaller parts to keep it. 0:
     none."""
@@ -317,6 +318,7 @@ _CHOICES: Final = {
     "tool_call_parser": TOOL_CALL_PARSERS,
     "reasoning_parser": REASONING_PARSERS,
     "tier_policy": TIER_POLICIES,
+    "speculation": SPECULATIONS,
     "peers": SWITCHES,
 }
 """The values that a field may have."""

@@ -26,7 +26,7 @@ _OF_ROUTERS: Final = """policy routers host resume_seconds drain_seconds tool_ca
     tenant_limits tenant_header allow_anonymous trace_sample records_tenant_bytes file_bytes_max
     prompt_memory_bytes"""
 _OF_CONTROLLERS: Final = """chunk_size token_budget max_waiting prefix_cache preemption target_itl_ms tier_policy
-    drain_seconds"""
+    speculation drain_seconds"""
 _OF_WORKERS: Final = "kernels chunk_size"
 
 

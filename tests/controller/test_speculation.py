@@ -1,0 +1,93 @@
+"""Drafts from what is there (`--speculation auto`) in the engine: texts are what they are without."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from msgspec.structs import replace
+from seeds import seeds
+from simulation.drafts import draft_from, found_drafts
+from simulation.driver import Simulation
+from simulation.engines import ENGINES, TINY
+from simulation.streams import verify
+
+from trunkline.controller.engine_config import ConfigError, EngineConfig
+
+ROOMY = replace(TINY, num_blocks=400, max_context=400, token_budget=128, max_rows=64, speculation="auto")
+FAST_S = 1e-6
+"""Pause between two steps of a simulation, so that waiting for a result costs little."""
+
+
+@pytest.mark.parametrize("name", ["tiny, swapping", "one token a chunk", "without a cache", "many waiting"])
+@pytest.mark.parametrize("seed", seeds(1))
+def test_requests_that_come_again_and_again_have_the_same_texts(name: str, seed: int) -> None:
+    """The same requests in any order and company, aborted, preempted, and with workers lost."""
+    rng = random.Random(seed)
+    simulation = simulate(replace(ENGINES[name], speculation="auto"))
+    kinds = [
+        (
+            [rng.randrange(50) for _ in range(rng.randint(1, 12))],
+            rng.randint(8, 40),
+            rng.randrange(3),
+            rng.choice([1, 1, 3]),
+        )
+        for _ in range(5)
+    ]
+    for number in range(60):
+        prompt, length, sampling_seed, samples = rng.choice(kinds)
+        stop_ids = tuple(rng.sample(range(50), 2))
+        request = simulation.submit(
+            prompt, length, seed=sampling_seed, n=samples, stop_ids=stop_ids, salt=rng.choice([b"", b"", b"a"])
+        )
+        for _ in range(rng.randrange(12)):
+            simulation.step()
+        if rng.random() < 0.1:
+            simulation.abort(request)
+        if number % 25 == 20:
+            simulation.lose_workers()
+            simulation.replace_workers()
+    simulation.run()
+    assert simulation.engine.counters.accepted_drafts > 50
+    for stream in simulation.streams.values():
+        verify(stream, simulation.engine.config.longest_sequence)
+
+
+def simulate(config: EngineConfig = ROOMY) -> Simulation:
+    simulation = Simulation(config)
+    simulation.pace_s = FAST_S
+    if config.speculation == "auto":
+        draft_from(simulation, found_drafts)
+    return simulation
+
+
+def steps_of(simulation: Simulation, prompt: list[int], **options: object) -> int:
+    """Return how many steps a request takes alone."""
+    before = simulation.engine.counters.steps
+    simulation.submit(prompt, 100, **options)  # type: ignore[arg-type]
+    simulation.run()
+    return simulation.engine.counters.steps - before
+
+
+def test_an_answer_that_is_given_again_comes_from_the_tree() -> None:
+    simulation = simulate()
+    first = steps_of(simulation, [1, 2, 3])
+    again = steps_of(simulation, [1, 2, 3])
+    assert first > 90
+    assert again < first / 2
+    assert simulation.engine.counters.accepted_drafts > 50
+
+
+def test_another_tenant_has_no_drafts_of_it() -> None:
+    simulation = simulate()
+    first = steps_of(simulation, [1, 2, 3], salt=b"a")
+    assert steps_of(simulation, [1, 2, 3], salt=b"b") > first - 10
+    assert steps_of(simulation, [1, 2, 3], salt=b"b") < first / 2
+
+
+def test_off_is_off() -> None:
+    simulation = simulate(replace(ROOMY, speculation="off"))
+    assert steps_of(simulation, [1, 2, 3]) == steps_of(simulation, [1, 2, 3])
+    assert simulation.engine.counters.drafted_tokens == 0
+    with pytest.raises(ConfigError, match="speculation is 'on'; allowed are auto, off"):
+        replace(ROOMY, speculation="on").validate()
