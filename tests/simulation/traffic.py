@@ -309,7 +309,8 @@ class Traffic:
         check_integrity(scheduler)
         tree, config = scheduler.kv.tree, self.config
         chunks = config.num_blocks + config.host_slots + config.disk_slots
-        assert config.remote or tree.node_count <= chunks
+        elsewhere = sum(map(len, tree.tiers.copies.at_peers.values()))  # chunks that only other groups may have
+        assert config.remote or tree.node_count <= chunks + elsewhere
         assert len(tree.idle_leaves) <= 4 * chunks + 65
         assert self.mix.cuts or self.mix.modules or len(list(tree.roots())) <= 2
         jobs = len(scheduler.encoding.jobs)
