@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import jsonschema_rs
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -20,11 +23,17 @@ from worker.grammar_driver import STOP, Grammars, V, allowed
 
 from trunkline.controller.messages import GrammarReady
 from trunkline.deploy.config.models import DEMO_FOLDER
+from trunkline.kernels.plan import WritePlan
 from trunkline.kvstore.chunks import pack_int32
+from trunkline.worker.batch.batch import ForwardBatch
+from trunkline.worker.batch.draft_rows import DraftRows
 from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.errors import PlanError
 from trunkline.worker.grammar.compiler import GrammarStore
+from trunkline.worker.sampling.beams import BeamSearches
 from trunkline.worker.sampling.sampler import Sampler
+from trunkline.worker.sampling.selection import Selector
+from trunkline.worker.tensor_parallel import TensorParallel
 
 pytestmark = pytest.mark.processes
 CPU: Final = torch.device("cpu")
@@ -300,6 +309,68 @@ def test_replay_after_a_preemption_continues_alike(grammars: Grammars) -> None:
             back = grammars.row(grammar, output[:cut], seed=row.sampling.seed)
             generate(grammars.store, [back])
             assert back.tokens == row.tokens
+
+
+@pytest.mark.parametrize("seed", seeds(1))
+def test_drafts_change_no_output(grammars: Grammars, seed: int) -> None:
+    """Right and wrong ones, some of them against the grammar; a plain row beside them."""
+    rng = random.Random(seed)
+    grammar = grammars.add("regex", '([a-z]{1,3}[0-9]){3,9}"')
+    variants: list[dict[str, Any]] = [{}, {"temperature": 0}, {"presence_penalty": 1.0, "min_tokens": 20}]
+
+    def rows() -> list[BatchSequence]:
+        plain = grammars.row(0, seed=seed, min_tokens=5, stop_ids=pack_int32([STOP]))
+        return [plain, *(grammars.row(grammar, seed=seed + i, **more) for i, more in enumerate(variants))]
+
+    expected, found = rows(), rows()
+    generate(grammars.store, expected)
+    shard = SimpleNamespace(config=SimpleNamespace(vocab_size=V), vocab_start=0)
+    sampler = Sampler(V, CPU, grammars.store)
+    selector = Selector(TensorParallel.alone(CPU), sampler, BeamSearches(), shard, 64)  # type: ignore[arg-type]
+    live, steps = list(zip(found, expected, strict=True)), 0
+    while live:
+        steps += 1
+        chains = []
+        for row, whole in live:
+            coming = whole.tokens[row.known : min(row.known + rng.randrange(6), whole.known - 1)].tolist()
+            chains.append([one if rng.random() < 0.8 else rng.randrange(V) for one in coming])
+        drafted = DraftRows.of([row for row, _ in live], [pack_int32(chain) for chain in chains])
+        seen = [
+            grown(row, chain[:n])
+            for (row, _), chain in zip(live, chains, strict=True)
+            for n in range(len(chain) + 1)
+        ]
+        selector.select(batch_of(drafted), logits_for(seen))
+        for row, whole in live:
+            assert row.tokens == whole.tokens[: len(row.tokens)]
+        live = [(row, whole) for row, whole in live if len(row.tokens) < len(whole.tokens)]
+    assert steps < max(len(row.tokens) for row in expected)
+
+
+def grown(row: BatchSequence, tokens: list[int]) -> BatchSequence:
+    """A copy of a row that has gone on."""
+    other = copy.copy(row)
+    other.tokens = row.tokens[:]
+    for token in tokens:
+        other.append(token)
+    return other
+
+
+def batch_of(drafted: DraftRows) -> ForwardBatch:
+    """A batch of these rows, as far as selection looks at it."""
+    count, nothing = len(drafted.ids), np.zeros(0, dtype=np.int32)
+    return ForwardBatch(
+        torch.from_numpy(drafted.ids.astype(np.int64)),
+        torch.from_numpy(drafted.lengths.astype(np.int64)),
+        count,
+        WritePlan(64, nothing),
+        None,
+        None,
+        drafted.sequences,
+        samples_changed=True,
+        state_rows=None,
+        guesses=drafted.guesses,
+    )
 
 
 def test_an_id_that_comes_back_with_another_output_is_not_confused(grammars: Grammars) -> None:
