@@ -34,6 +34,7 @@ from trunkline.router.config import RouterConfig
 from trunkline.router.http.body import parse_json_object, validate
 from trunkline.router.jobs.job import Job
 from trunkline.router.jobs.request_models import CHAT, ChatRequest
+from trunkline.router.request_context import known
 from trunkline.router.routing.core import RoutingCore
 from trunkline.router.routing.names import KvIdentity
 from trunkline.router.routing.request import RouteRequest
@@ -108,6 +109,10 @@ class FrontEnd:
 
     def turn(self, body: bytes, answer: list[int]) -> Job:
         """Take a request and its answer, and return its job."""
+        with known(conversations=self._service.models.conversations):
+            return self._turn(body, answer)
+
+    def _turn(self, body: bytes, answer: list[int]) -> Job:
         with self._timed("json"):
             fields = parse_json_object(body)
         with self._timed("validate"):

@@ -19,7 +19,7 @@ from router.fake_controller import FakeController, prompt_of
 from router.harness import EOS, RunningRouter, running, wait_until
 
 from trunkline.controller.messages import Submit
-from trunkline.router.stores.session_history import common_length
+from trunkline.router.text.conversation_memory import common_length
 from trunkline.router.text.tokenizer import Tokenizer
 
 CONTEXT: Final = 131_072

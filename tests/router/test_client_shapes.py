@@ -18,7 +18,7 @@ from router.fake_controller import FakeController, prompt_of
 from router.harness import EOS, RunningRouter, running, wait_until
 from router.model_folders import write_family
 
-from trunkline.router.stores.session_history import common_length
+from trunkline.router.text.conversation_memory import common_length
 from trunkline.router.text.tokenizer import Tokenizer
 
 Object = dict[str, Any]

@@ -19,11 +19,11 @@ from trunkline.router.stores.session_history import (
     History,
     HistoryMark,
     KnownPrompt,
-    common_length,
     common_mark,
     text_of,
     token_at,
 )
+from trunkline.router.text.conversation_memory import common_length
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.router.text.truncation import TokenSpan
 

@@ -201,14 +201,14 @@ class Seen(NamedTuple):
 def spied(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Jobs and options of the requests from now on."""
     seen = Seen(0, "", [], [])
-    generate, render, encode = RouterService.generate, Tokenizer.render_chat, Tokenizer.encode_async
+    generate, render, encode = RouterService.generate, Tokenizer.rendered_chat, Tokenizer.encode_async
 
     def generated(service: RouterService, job: Job, arrived_at: float) -> Any:
         seen.jobs.append(msgspec.structs.replace(job, remembered=None))  # what was asked before is no parameter
         return generate(service, job, arrived_at)
 
-    def rendered(tokenizer: Tokenizer, *given: Any, **options: Any) -> str:
-        seen.options.append(options)
+    def rendered(tokenizer: Tokenizer, *given: Any, **options: Any) -> Any:
+        seen.options.append({**options, "before": None})  # what was asked before is no parameter
         return render(tokenizer, *given, **options)
 
     def encoded(tokenizer: Tokenizer, *given: Any, **options: Any) -> Any:
@@ -217,7 +217,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
     monkeypatch.setattr(Tokenizer, "encode_async", encoded)
     monkeypatch.setattr(RouterService, "generate", generated)
-    monkeypatch.setattr(Tokenizer, "render_chat", rendered)
+    monkeypatch.setattr(Tokenizer, "rendered_chat", rendered)
     return seen
 
 

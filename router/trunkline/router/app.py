@@ -173,6 +173,7 @@ def create_app(service: RouterService) -> FastAPI:
         metrics=metrics,
         paths=_PATHS | ui.PATHS,
         on_over=service.large_requests.release,
+        conversations=lambda: service.models.conversations,
     )
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     return app

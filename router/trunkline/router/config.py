@@ -259,7 +259,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     (`metrics_page.py`); "": there are none."""
     prompt_memory_bytes: int = 256 << 20
     """Memory for prompts and answers of conversations that clients send again as a whole
-    (`text/prompt_memory.py`), in bytes; 0: nothing is remembered, and each prompt is encoded anew."""
+    (`text/prompt_memory.py`), in bytes; 0: nothing is remembered, and each prompt is encoded anew. The same
+    conversations as messages (`text/conversation_memory.py`) take up to half as much again."""
     idempotency_ttl_seconds: float = 600.0
     """Time for which an answer is kept for a client that repeats its request with the same `Idempotency-Key`; 0:
     these keys are ignored."""

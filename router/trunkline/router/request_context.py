@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from trunkline.router.telemetry.request_record import RequestRecord
     from trunkline.router.tenancy.auth import Identity
     from trunkline.router.tenancy.tenants import Meter
+    from trunkline.router.text.conversation_memory import ConversationMemory
 
 
 class RequestRandom:
@@ -62,6 +63,8 @@ class RequestContext:
     """The tenant's account to which the request's tokens are charged."""
     random: RequestRandom | None = None
     """The source of the request's random bytes; None: the request has no `Idempotency-Key`."""
+    conversations: ConversationMemory | None = None
+    """What the router remembers of conversations; None: nothing."""
     in_task: bool = False
     """Whether the request is made by a task (`tasks/`), not sent by a client."""
     is_behind: bool = False

@@ -256,6 +256,8 @@ def as_chat(body: DialogParameters, fields: dict[str, Any]) -> ChatRequest:
 def as_request(model: type[_Request], body: DialogParameters, fields: dict[str, Any]) -> _Request:
     """Return a request as one of another endpoint; `model` is that of its body. Otherwise as `as_chat`."""
     given = {name: value for name, value in fields.items() if value is not None}
+    if body.cache_salt is not None:
+        given.setdefault("cache_salt", body.cache_salt)
     request = validate(model, given)
     for name in body.model_fields_set:
         if name in _SHARED and name in model.model_fields and name not in given:

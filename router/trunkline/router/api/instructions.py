@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from trunkline.router.errors import ApiError
 from trunkline.router.jobs.request_models import Message
 from trunkline.router.service import RouterService
-from trunkline.router.stores.session_history import common_length
+from trunkline.router.text.conversation_memory import common_length
 
 if TYPE_CHECKING:
     from trunkline.router.api.prompting import Rendering

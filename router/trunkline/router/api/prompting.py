@@ -36,6 +36,8 @@ from trunkline.router.service import RouterService
 from trunkline.router.streams.generation import Generation
 from trunkline.router.tenancy.auth import cache_salt
 from trunkline.router.tenancy.tenants import current_meter
+from trunkline.router.text.chat_template import RenderedChat
+from trunkline.router.text.conversation_memory import LEAST, beginning
 from trunkline.router.text.reasoning_styles import ThoughtState
 from trunkline.router.text.remembered_prompts import RememberedPrompt
 from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
@@ -59,6 +61,11 @@ LOGPROBS_OF_PROMPTS_MAX: Final = 1 << 18
 is written."""
 LAST_PRIORITY: Final = 2**31 - 1
 """Priority of requests that stand behind all others."""
+_GOES_ON_CHARACTERS_MAX: Final = 1 << 20
+"""Largest number of characters of a conversation that is rendered in the event loop, because it continues another
+one. If all of it must be rendered anew, that takes 10 ms."""
+_TURN_BYTES: Final = 500
+"""Memory that a rendered message takes besides its text, about."""
 _END_MARK: Final = "\ue000the answer goes on here\ue000"
 """Marks the end of a message that the answer continues, in what the template writes."""
 
@@ -98,6 +105,8 @@ class Rendering(NamedTuple):
 
     documents: Sequence[dict[str, str]] = ()
     """Documents to show."""
+    salt: str | None = None
+    """The request's `cache_salt`."""
 
     @classmethod
     def of(cls, body: ChatRequest, plan: ToolPlan) -> Rendering:
@@ -105,7 +114,8 @@ class Rendering(NamedTuple):
         continues = bool(body.continue_final_message)
         begins = body.add_generation_prompt and not continues
         extra = body.template_variables
-        return cls(begins, body.add_special_tokens, extra, plan.template_tools, continues, body.documents or [])
+        documents, tools = body.documents or [], plan.template_tools
+        return cls(begins, body.add_special_tokens, extra, tools, continues, documents, body.cache_salt)
 
     async def text(self, service: RouterService, messages: list[Message]) -> str:
         """Return the text of a conversation, in the model's chat template.
@@ -113,20 +123,34 @@ class Rendering(NamedTuple):
         Raises:
             ApiError: 400, the template refuses the messages or they are too long.
         """
+        memory, known = current().conversations, None
+        if len(messages) < LEAST or self.continues or not service.tokenizer.goes_on:
+            memory = None
+        if memory is not None:
+            scope = cache_salt(self.salt)
+            begins = (service.model_name, bool(self.tools), beginning(message.content for message in messages))
+            known = memory.rendered.find(scope, begins, messages)
+        agreed = 0 if known is None else known.agreed
+        before = None if known is None else known.value
 
-        def render() -> str:
-            turns = [message.for_template() for message in messages]
+        def render() -> RenderedChat:
+            turns = [message.for_template() for message in messages[agreed:]]
+            if before is not None:
+                turns[:0] = before.messages[:agreed]
             extra = self.extra
             if self.documents:
                 extra = {**(extra or {}), "documents": self.documents}
             if self.continues:
                 turns[-1]["content"] += _END_MARK
-            text = service.tokenizer.render_chat(
-                turns, add_generation_prompt=self.add_generation_prompt, extra=extra, tools=self.tools
+            return service.tokenizer.rendered_chat(
+                turns,
+                add_generation_prompt=self.add_generation_prompt,
+                extra=extra,
+                tools=self.tools,
+                before=before,
             )
-            return _before_mark(text) if self.continues else text
 
-        size = sum(len(message.content) for message in messages) + 64 * len(messages)
+        size = sum([len(message.content) for message in messages]) + 64 * len(messages)
         size += sum(len(text) + 64 for document in self.documents for text in document.values())
         if size > RENDER_CHARACTERS_MAX:
             raise bad_value(
@@ -134,8 +158,14 @@ class Rendering(NamedTuple):
                 f"`messages` have {size} characters; at most {RENDER_CHARACTERS_MAX} are allowed.",
                 code="string_above_max_length",
             )
+        # What goes on from a conversation is short work, whose length does not follow from the whole text.
+        is_long = size > OFF_LOOP_CHARACTERS and (size > _GOES_ON_CHARACTERS_MAX or len(messages) > 2 * agreed)
         with prompt_errors("messages"):
-            return await service.large_requests.run(render) if size > OFF_LOOP_CHARACTERS else render()
+            made = await service.large_requests.run(render) if is_long else render()
+            if memory is not None:
+                size = len(made.text) + _TURN_BYTES * len(messages)
+                memory.rendered.put(scope, begins, messages, made, size)
+            return _before_mark(made.text) if self.continues else made.text
 
 
 def _before_mark(text: str) -> str:

@@ -59,6 +59,7 @@ async def purge(service: RouterService, seconds: float = CALL_S) -> Purged:
         ApiError: 503, the store of records does not answer; a part may have been deleted.
     """
     service.models.memory.forget(cache_salt(None))
+    service.models.conversations.forget(cache_salt(None))
     done, end = Purged(), asyncio.get_running_loop().time() + seconds
     owner = current_identity().owner
     try:

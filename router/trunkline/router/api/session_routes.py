@@ -42,11 +42,12 @@ from trunkline.router.http.body import beside_loop, parse_json_object, read_body
 from trunkline.router.jobs.request_models import Message
 from trunkline.router.service import RouterService
 from trunkline.router.stores.history_kinds import SESSIONS
-from trunkline.router.stores.session_history import History, HistoryMark, common_length, token_at
+from trunkline.router.stores.session_history import History, HistoryMark, token_at
 from trunkline.router.stores.session_memory import StoredSession
 from trunkline.router.stores.session_state import SessionState
 from trunkline.router.stores.session_store import is_stored
 from trunkline.router.tenancy.auth import current_identity
+from trunkline.router.text.conversation_memory import common_length
 from trunkline.router.text.truncation import (
     RetentionPolicy,
     TokenSpan,

@@ -43,6 +43,7 @@ from trunkline.router.tenancy.auth import (
     is_loopback,
 )
 from trunkline.router.tenancy.tenants import Tenants, metered
+from trunkline.router.text.conversation_memory import ConversationMemory
 from trunkline.runtime.spans import Value
 
 SESSION_VERBS: Final = ("fork", "prefetch", "discard")
@@ -78,6 +79,7 @@ class RequestMiddleware:
         metrics: Metrics,
         paths: frozenset[str],
         on_over: Callable[[Scope], None] = lambda scope: None,
+        conversations: Callable[[], ConversationMemory | None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -85,12 +87,14 @@ class RequestMiddleware:
             paths: paths with a label of their own in metrics. All others count as "other": a scanner must not make
                 series.
             on_over: called with the scope of each request that is over.
+            conversations: returns what the router remembers of conversations.
         """
         self._app = app
         self._metrics = metrics
         self._paths = paths
         self._tracer = metrics.tracer
         self._on_over = on_over
+        self._conversations = conversations
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry point."""
@@ -105,6 +109,7 @@ class RequestMiddleware:
         ids = {"request_id": request_id}
         if record.trace is not None:
             ids["trace_id"] = record.trace.context.trace_id.hex()
+        parts = {"record": record, "conversations": self._conversations()}
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -117,7 +122,7 @@ class RequestMiddleware:
             await send(message)
 
         scope.setdefault(BODY_SEND, send)  # unless an outer layer has set a shorter way
-        with structlog.contextvars.bound_contextvars(**ids), known(record=record):
+        with structlog.contextvars.bound_contextvars(**ids), known(**parts):
             try:
                 await self._app(scope, receive, send_with_id)
                 if scope.get("state", {}).get("client_left"):

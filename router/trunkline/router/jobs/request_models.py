@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
@@ -30,6 +40,9 @@ from trunkline.router.jobs.parameters import (
     ToolChoice,
     Tools,
 )
+from trunkline.router.request_context import current
+from trunkline.router.tenancy.auth import cache_salt
+from trunkline.router.text.conversation_memory import LEAST, MESSAGE_BYTES, beginning_of_fields
 
 
 def _content(value: Any) -> str:
@@ -171,7 +184,31 @@ class Message(BaseModel):
         return fields
 
 
-Messages = Annotated[list[Message], Field(max_length=MESSAGES_MAX, fail_fast=True)]
+def _known_first(value: Any, check: ValidatorFunctionWrapHandler, info: ValidationInfo) -> list[Message]:
+    """Check the messages that do not stand at the beginning of a remembered conversation, too."""
+    memory = current().conversations
+    if memory is None or type(value) is not list or not LEAST <= len(value) <= MESSAGES_MAX:
+        return check(value)  # type: ignore[no-any-return]
+    begins = beginning_of_fields(value)
+    scope = cache_salt(info.data.get("cache_salt"))
+    known = memory.checked.find(scope, begins, value)
+    messages: list[Message]
+    if known is None:
+        messages, size, new = check(value), 0, value
+    else:
+        new = value[known.agreed :]
+        try:
+            messages = [*known.value[: known.agreed], *check(new)]
+        except ValidationError:
+            return check(value)  # type: ignore[no-any-return]  # which names the right message
+        size = known.size if known.agreed == len(known.items) else 0
+    added = messages[-len(new) :] if size else messages
+    size += sum([len(message.content) + MESSAGE_BYTES for message in added])
+    memory.checked.put(scope, begins, value, messages, size)
+    return messages
+
+
+Messages = Annotated[list[Message], Field(max_length=MESSAGES_MAX, fail_fast=True), WrapValidator(_known_first)]
 
 
 DOCUMENTS_MAX: Final = 1024

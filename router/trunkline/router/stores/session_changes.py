@@ -17,7 +17,8 @@ import msgspec
 from msgspec.structs import replace
 
 from trunkline.kvstore.records import SEGMENT_BYTES_MAX
-from trunkline.router.stores.session_history import Form, History, HistoryMark, common_length
+from trunkline.router.stores.session_history import Form, History, HistoryMark
+from trunkline.router.text.conversation_memory import common_length
 from trunkline.router.text.truncation import TokenSpan
 
 MESSAGE_BYTES_MAX: Final = SEGMENT_BYTES_MAX // 2

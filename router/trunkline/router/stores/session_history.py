@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.router.text.borders import agreed_length
+from trunkline.router.text.conversation_memory import common_length
 from trunkline.router.text.detokenizer import TokenVocabulary, make_detokenizer
 from trunkline.router.text.truncation import TokenSpan, clip_spans
 
@@ -152,20 +153,6 @@ def text_of(tokens: Sequence[int], vocabulary: TokenVocabulary) -> str:
     """Return the text of tokens that follow other tokens, special tokens included."""
     detokenizer = make_detokenizer(vocabulary, skip_special_tokens=False, at_start=False)
     return "".join([detokenizer.feed(token) for token in tokens]) + detokenizer.flush()
-
-
-def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the length of the common beginning of two texts, or of two lists."""
-    low, high = 0, min(len(one), len(other))
-    if one[:high] == other[:high]:  # the usual case: one continues the other
-        return high
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def common_mark(history: History, text: str, vocabulary: TokenVocabulary) -> HistoryMark:

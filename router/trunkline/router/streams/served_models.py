@@ -14,6 +14,7 @@ import functools
 import hashlib
 import importlib.metadata
 from collections.abc import Collection, Iterable, Iterator
+from threading import Lock
 
 import structlog
 
@@ -23,6 +24,7 @@ from trunkline.router.membership.member import Member
 from trunkline.router.messages import State
 from trunkline.router.streams.link import ControllerLink, Standing
 from trunkline.router.streams.weights_in_force import Said, WeightsInForce
+from trunkline.router.text.conversation_memory import ConversationMemory
 from trunkline.router.text.prompt_memory import PromptMemory
 from trunkline.router.text.remembered_prompts import RememberedPrompts
 from trunkline.router.text.tokenizer import Tokenizer
@@ -89,6 +91,8 @@ class ServedModels(Collection[ServedModel]):
         first, *others = config.all_models
         self.memory = PromptMemory(config.prompt_memory_bytes)
         """What the router remembers of prompts."""
+        self.conversations = ConversationMemory(config.prompt_memory_bytes // 2, Lock())
+        """What it remembers of the same conversations as messages."""
         loaded = [
             ServedModel(
                 each, Tokenizer(each.model_path, each.tool_call_parser, each.reasoning_parser), self.memory

@@ -167,7 +167,8 @@ def has_calls(turns: Iterable[Mapping[str, Any]]) -> bool:
 class RenderedChat(NamedTuple):
     """The text of a conversation, and what another one that begins with the same messages can use of it."""
 
-    messages: Sequence[Mapping[str, Any]]
+    messages: Sequence[Any]
+    """In OpenAI's form."""
     has_calls: bool
     """Whether the messages have calls or their results."""
     template: ChatTemplate
