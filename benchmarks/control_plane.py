@@ -25,6 +25,7 @@ from trunkline.controller.sequences.plan_builder import tree_order
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.chunks import Int32Array, pack_int32, unpack_int32
 from trunkline.router.messages import Outputs
+from trunkline.runtime.process import spare_the_collector
 from trunkline.worker.messages import Sampling, StepPlan
 
 CHUNK = 64
@@ -106,6 +107,7 @@ def decode_steps(report: Report, quick: bool) -> None:
     batches = (32, 256) if quick else (1, 32, 64, 128, 256)
     loops = {(batch, shared): Loop(batch, 4096, shared) for batch in batches for shared in (0, 1024)}
     times: dict[tuple[int, int], list[float]] = {key: [] for key in loops}
+    spare_the_collector()  # as a controller does
     for _ in range(repeats):  # interleaved, so that a noisy moment hits all cases
         for key, loop in loops.items():
             times[key].append(loop.turn())

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from router.harness import RunningRouter
 
-from trunkline.router.server import spare_the_collector
+from trunkline.runtime.process import spare_the_collector
 
 _BEAT_S: Final = 0.001
 _WITHOUT_LOCK: Final = frozenset({"encode_batch_fast", "cumsum", "accumulate", "acquire", "give_memory_back"})

@@ -13,7 +13,7 @@ from trunkline.controller.config import ControllerConfig
 from trunkline.controller.engine_config import ConfigError
 from trunkline.controller.service.service import ControllerService
 from trunkline.controller.storage.database import DatabaseInUseError
-from trunkline.runtime.process import enter_role
+from trunkline.runtime.process import enter_role, spare_the_collector
 from trunkline.runtime.tracing import TracingError
 from trunkline.runtime.wire_keys import WireKeysError
 
@@ -45,6 +45,7 @@ def main() -> int:
     except (DatabaseInUseError, WireKeysError, TracingError) as error:
         print(f"controller: {error}", file=sys.stderr)
         return 1
+    spare_the_collector()
     return service.run()
 
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import re
 import resource
@@ -46,14 +45,13 @@ from trunkline.router.http.body import bound_heap
 from trunkline.router.service import RouterService
 from trunkline.router.stores.file_store import PART_BYTES
 from trunkline.router.text.tokenizer import Tokenizer
-from trunkline.runtime.process import report_status
+from trunkline.runtime.process import report_status, spare_the_collector
 
 _FILES_FOR_OTHERS: Final = 256
 """Number of file descriptors that are reserved for other uses than clients' connections."""
 _UPLOADS: Final = b"/v1/files"
 _BODY_MARGIN: Final = 1.1
 _AUTHORITY_END: Final = re.compile(rb"[/?#]")
-_ALLOCATIONS_PER_COLLECTION: Final = 20_000
 _BACKLOG: Final = 2048
 _KEEP_ALIVE_SECONDS: Final = 75
 """Time after which an idle connection is closed. Proxies keep idle connections for less, so that they close them
@@ -400,14 +398,6 @@ def make_server(service: RouterService, meet_seconds_max: float = 0.0) -> _Serve
             idle_s=_KEEP_ALIVE_SECONDS,
         ),
     )
-
-
-def spare_the_collector() -> None:
-    """Make the garbage collector work less. Objects of the start are never freed, so it need not visit them again.
-    Streams make many small objects that are freed at once, so it need not run so often."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_ALLOCATIONS_PER_COLLECTION, *gc.get_threshold()[1:])
 
 
 async def _meet(service: RouterService, seconds_max: float) -> None:

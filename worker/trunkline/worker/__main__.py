@@ -8,11 +8,12 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
-from trunkline.runtime.process import enter_role
+from trunkline.runtime.process import enter_role, spare_the_collector
 from trunkline.worker import fork_server
-from trunkline.worker.config import load_config
+from trunkline.worker.config import WorkerConfig, load_config
 from trunkline.worker.errors import WorkerConfigError
 from trunkline.worker.runner import Runner
 from trunkline.worker.service import serve
@@ -57,11 +58,17 @@ def run(path: Path) -> int:
         group=config.group_label,
         rank=config.rank,
     )
-    code = serve(config, Runner.load)
+    code = serve(config, _load)
     sys.stdout.flush()
     sys.stderr.flush()
     # Not `sys.exit`: at interpreter shutdown a collective's threads may wait for peers that are gone.
     os._exit(code)
+
+
+def _load(config: WorkerConfig, progress: Callable[[str, float], None]) -> Runner:
+    runner = Runner.load(config, progress)
+    spare_the_collector()
+    return runner
 
 
 def _leave_on_sigterm() -> None:
