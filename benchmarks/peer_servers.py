@@ -45,6 +45,8 @@ class Setting:
     """A folder for what a run makes: caches, a GGUF file."""
     tp: int = 2
     """Ranks of Trunkline."""
+    key: str = ""
+    """An API key that the server takes, if it asks for one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +74,7 @@ class Kind:
         return shutil.which(given) if given else shutil.which(beside) or shutil.which(self.program)
 
 
-def _trunkline(program: str, setting: Setting, port: int) -> list[str]:
+def trunkline(program: str, setting: Setting, port: int) -> list[str]:
     head = [program, "serve", str(setting.folder), "--port", str(port), "--served-model-name", MODEL]
     return [*head, "--tp", str(setting.tp), "--dtype", setting.dtype]
 
@@ -102,7 +104,7 @@ def _transformers(program: str, setting: Setting, port: int) -> list[str]:
 
 
 TRUNKLINE: Final = Kind(
-    name="trunkline", program="trunkline", install="pip install .", command=_trunkline, remembers=True
+    name="trunkline", program="trunkline", install="pip install .", command=trunkline, remembers=True
 )
 KINDS: Final = (
     TRUNKLINE,
@@ -161,6 +163,7 @@ class Running(Server):
         more = {"XDG_CACHE_HOME": str(setting.scratch / "cache")} if kind.remembers else {}
         begun = time.perf_counter()
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", **more, **kind.environment}
+        self._key = setting.key
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, env=environment)
         try:
             self._wait(patience_s)
@@ -181,7 +184,8 @@ class Running(Server):
         """Until it has answered with a token."""
         body = {"model": self.model, "prompt": self.prompt([2, 3, 4]), "max_tokens": 1}
         end = time.perf_counter() + patience_s
-        with httpx.Client(base_url=self.url, timeout=patience_s) as client:
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        with httpx.Client(base_url=self.url, timeout=patience_s, headers=headers) as client:
             while time.perf_counter() < end:
                 if self._process.poll() is not None:
                     raise SystemExit(f"{self.kind.name} ended with code {self._process.returncode}:\n{self.log()}")
@@ -211,3 +215,8 @@ class Running(Server):
                 process.kill()
         self._process.wait(STOP_S)
         self._log.close()
+
+
+def stop_servers_when_terminated() -> None:
+    """Let SIGTERM end this process as an exception does, so that what it has started is stopped."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

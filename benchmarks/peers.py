@@ -42,7 +42,16 @@ from typing import Any, Final, NamedTuple
 import httpx
 import torch
 from linear import Arm, measure_limits
-from peer_servers import CORES, KINDS, TRUNKLINE, Kind, Running, Server, Setting
+from peer_servers import (
+    CORES,
+    KINDS,
+    TRUNKLINE,
+    Kind,
+    Running,
+    Server,
+    Setting,
+    stop_servers_when_terminated,
+)
 from report import Report, argument_parser
 from serving import OWN_TOKENS, Prompts, StreamTimes, stream
 from small_model import VOCABULARY, small_model
@@ -315,6 +324,7 @@ def run(
 
 
 def main() -> None:
+    stop_servers_when_terminated()
     parser = argument_parser(__doc__)
     names = [kind.name for kind in KINDS]
     parser.add_argument("--servers", default=",".join(names), help="some of %(default)s")

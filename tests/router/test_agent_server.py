@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from agent_apis import APIS, Part, Reply
+from agent_arms import tenants_file
 from agent_server import ANSWER_MIN, Pace, Script, Served, fitting
 from agent_traces import BLOCK, NONE, conversation, synthetic
 from seeds import seeds
+
+from trunkline.router.config import RouterConfig
+from trunkline.router.errors import ApiError
+from trunkline.router.tenancy.auth import Access
+from trunkline.router.tenancy.tenants import Tenants
 
 PACE = Pace(turns=60)
 
@@ -93,6 +101,23 @@ def test_bodies_have_all_words_in_their_order() -> None:
     assert [(m["role"], m["content"]) for m in bodies["responses"]["input"]] == roles
     assert bodies["messages"]["system"] == [{"type": "text", "text": "w2 w3"}]
     assert [(m["role"], m["content"]) for m in bodies["messages"]["messages"]] == roles[1:]
+
+
+def test_each_tenants_key_is_its_own_over_every_api(tmp_path: Path) -> None:
+    keys = ("tl-first", "tl-second")
+    option, path = tenants_file(tmp_path / "tenants.json", keys)
+    assert option == "--tenants"
+    config = RouterConfig(model_path=str(tmp_path), controllers=["ipc://x"], tenants=path)
+    tenants = Tenants(config)
+    assert tenants.needs_keys
+    for api in APIS.values():
+        known = [tenants.identify(httpx.Headers(api.key(key)), Access.USER) for key in keys]
+        assert len({identity.tenant for identity in known}) == 2
+        assert len({identity.salt for identity in known}) == 2, "they share no KV"
+        with pytest.raises(ApiError):
+            tenants.identify(httpx.Headers(api.key("tl-third")), Access.USER)
+    assert tenants_file(tmp_path / "none.json", ()) == []
+    assert not (tmp_path / "none.json").exists()
 
 
 def test_what_was_found_and_lost_is_counted_by_request() -> None:
