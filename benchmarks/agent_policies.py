@@ -20,6 +20,7 @@ from trunkline.kvstore.chunks import ChunkName, TieredChunk
 from trunkline.kvstore.directory import Directory
 from trunkline.kvstore.next_use import TurnEnd
 from trunkline.kvstore.tier_policy import EvictionPolicy
+from trunkline.router.routing.request import Left
 
 
 class Chunk(TieredChunk):
@@ -54,6 +55,8 @@ class Turn:
     group: int = 0
     holders: list[Holder] = field(default_factory=list)
     """Groups that were said to have what its group lacks."""
+    left: Left | None = None
+    """The group that has most of the prompt, if its group pulls it from there."""
     path: list[Chunk] = field(default_factory=list)
 
     @property
@@ -88,6 +91,9 @@ class Foresight(Protocol):
     def started(self, directory: Directory[Chunk], turn: Turn, now: float) -> None:
         """The turn's prompt is about to be computed; `path` is what was found of it."""
 
+    def went_on(self, directory: Directory[Chunk], names: Sequence[bytes], turn: Turn, now: float) -> None:
+        """The turn runs at another group, which has pulled what this one has: these chunks were its last."""
+
     def ended(self, directory: Directory[Chunk], turn: Turn, now: float) -> None:
         """The turn has its answer; `path` is all of it, and is about to be stored."""
 
@@ -103,6 +109,9 @@ class Plain:
         pass
 
     def started(self, directory: Directory[Chunk], turn: Turn, now: float) -> None:
+        pass
+
+    def went_on(self, directory: Directory[Chunk], names: Sequence[bytes], turn: Turn, now: float) -> None:
         pass
 
     def ended(self, directory: Directory[Chunk], turn: Turn, now: float) -> None:
@@ -124,6 +133,9 @@ class Predicted:
 
     def started(self, directory: Directory[Chunk], turn: Turn, now: float) -> None:
         directory.next_use.tick(now)
+
+    def went_on(self, directory: Directory[Chunk], names: Sequence[bytes], turn: Turn, now: float) -> None:
+        directory.next_use.went_on(map(ChunkName, names), turn.request.prompt, now)
 
     def ended(self, directory: Directory[Chunk], turn: Turn, now: float) -> None:
         client = turn.request.client
@@ -171,6 +183,9 @@ class Belady:
         directory.copies.shares.key = self.key
 
     def started(self, directory: Directory[Chunk], turn: Turn, now: float) -> None:
+        pass
+
+    def went_on(self, directory: Directory[Chunk], names: Sequence[bytes], turn: Turn, now: float) -> None:
         pass
 
     def ended(self, directory: Directory[Chunk], turn: Turn, now: float) -> None:

@@ -29,7 +29,7 @@ import numpy as np
 from agent_policies import Chunk, Foresight, Talk, Turn
 from agent_traces import BLOCK, ChunkNames, Conversation, Request
 
-from trunkline.kvstore.chunks import ChunkName, TieredChunk
+from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, TieredChunk
 from trunkline.kvstore.directory import Directory
 from trunkline.kvstore.tier_policy import DirectoryConfig
 from trunkline.router.routing.core import RoutingCore
@@ -243,7 +243,7 @@ class Simulation:
         asked = RouteRequest(b"", session=label, names=names, token_count=request.prompt)
         decision = self.core.route(asked, self._now)
         self.core.sent(turn.ticket, decision, asked, self._now)
-        turn.group, turn.holders = decision.controller, decision.holders
+        turn.group, turn.holders, turn.left = decision.controller, decision.holders, decision.left
         group = self.groups[turn.group]
         group.queue.append(turn)
         if self.foresight.wants and group.is_busy:
@@ -287,6 +287,9 @@ class Simulation:
         group.grow(turn.path, turn.names[len(turn.path) :])
         self._born.update(turn.names)
         self.core.started(turn.ticket, self._now)
+        if turn.left is not None:
+            names = [turn.left.names[at : at + NAME_BYTES] for at in range(0, len(turn.left.names), NAME_BYTES)]
+            self.foresight.went_on(self.groups[int(turn.left.member)].directory, names, turn, self._now)
         self.figures.ttft_s.append(self._now - turn.arrived_s)
         self._publish(turn.group)
         self._at(self._now + self.setting.token_s * turn.request.answer, self._answered, turn)

@@ -17,6 +17,7 @@ from simulation.worker import SimulatedWorkers
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.messages import (
     ENDED_CHARACTERS_MAX,
+    WENT_ON_NAMES,
     Abort,
     BeamSearch,
     DescribeTree,
@@ -31,6 +32,7 @@ from trunkline.controller.messages import (
     PromptLayout,
     Submit,
     Told,
+    WentOn,
     WorkerHello,
     WorkerReady,
 )
@@ -77,6 +79,8 @@ def requests(chosen: random.Random) -> list[msgspec.Struct]:
         Submit(number, pack_int32([1, 2, 3, 4]), 4, 3, Sampling(), layout=LAYOUT),
         Abort(number, chosen.choice((-1, 0, 1))),
         Told(number, chosen.choice(("calls add", "\0" * ENDED_CHARACTERS_MAX, "x" * 1000))),
+        WentOn(bytes(16 * chosen.choice((1, WENT_ON_NAMES, 1000))), chosen.choice((-1, 0, 1 << 60))),
+        WentOn(b"no names", 9),
         Ping(number),
         FlushCache(number),
         Prefetch(number, prompt, b"", pack_int32([0, 2])),

@@ -7,22 +7,28 @@ from controller.tier_harness import CHUNK, TIERED, Session, simulate
 from msgspec.structs import replace
 from simulation.driver import Simulation
 
-from trunkline.controller.engine.events import AnswerTold
+from trunkline.controller.cache.radix_tree import Node
+from trunkline.controller.engine.events import AnswerTold, GoesOnElsewhere
 
 PREDICTED = replace(
     TIERED, tier_policy="predicted", disk_slots=0, remote=False, host_slots=0, preemption="recompute"
 )
 
 
-def cached(simulation: Simulation, prompt: list[int]) -> int:
-    """Number of a prompt's full chunks that are on the device."""
-    node, count = simulation.tree.root(b""), 0
+def path_of(simulation: Simulation, prompt: list[int]) -> list[Node]:
+    """A prompt's full chunks that are on the device."""
+    node, path = simulation.tree.root(b""), list[Node]()
     for at in range(0, len(prompt) - CHUNK + 1, CHUNK):
         key = b"".join(token.to_bytes(4, "little") for token in prompt[at : at + CHUNK])
         if key not in node.children or not node.children[key].on_device:
             break
-        node, count = node.children[key], count + 1
-    return count
+        node = node.children[key]
+        path.append(node)
+    return path
+
+
+def cached(simulation: Simulation, prompt: list[int]) -> int:
+    return len(path_of(simulation, prompt))
 
 
 def test_a_session_that_comes_back_is_recognised() -> None:
@@ -60,6 +66,21 @@ def test_the_tools_that_an_answer_calls_are_learnt_in_place_of_its_last_tokens()
     simulation.run()
     assert uses.turn_of(requests[0]) is None, "its session is back"
     assert uses.turn_of(requests[1]) is turns[1]
+
+
+def test_a_session_that_goes_on_at_another_group_leaves_first() -> None:
+    simulation = simulate(PREDICTED)
+    prompts = [list(range(100 * at, 100 * at + 40)) for at in range(1, 4)]
+    for prompt in prompts:
+        simulation.submit(prompt, 1)
+        simulation.run()
+        simulation.now += 1.0
+    names = b"".join(node.name for node in path_of(simulation, prompts[1])[-3:])
+    simulation.receive(GoesOnElsewhere(names, 60))
+    simulation.submit(list(range(900, 960)), 1)
+    simulation.run()
+    left = [cached(simulation, prompt) for prompt in prompts]
+    assert left[1] < left[0] == left[2] == 10
 
 
 @pytest.mark.parametrize("policy", ["predicted", "look-ahead"])

@@ -137,6 +137,23 @@ def test_what_an_edit_left_behind_and_what_was_closed_is_awaited_no_more() -> No
     assert uses.ended(grow("last", 3), end(7.0, 2, last=True), 8.0) is None
 
 
+def test_a_session_that_went_on_elsewhere_is_awaited_no_more_and_was_learnt_from() -> None:
+    uses = NextUse(nothing)
+    first = grow("session", 5)
+    turn, other = uses.ended(first, end(0.0, 4), 2.0), uses.ended(grow("other", 5, first[:2]), end(0.0, 5), 2.0)
+    assert turn is not None
+    assert other is not None
+    names = [chunk.name for chunk in first[2:]]
+    uses.went_on(names, 40, 9.0)
+    assert len(uses) == 2, "that prompt is no longer than the turn's: another session's"
+    uses.went_on(names[2:], 70, 9.0)
+    assert len(uses) == 2, "the last chunk of its prompt is not named"
+    uses.went_on(names, 70, 9.0)
+    assert turn.wait == math.inf > other.wait
+    assert 6.0 < 2.0**turn.mean_gap < 9.0
+    assert [wait_of(chunk) < math.inf for chunk in first] == [True] * 2 + [False] * 3
+
+
 def test_a_client_that_says_when_it_returns_is_believed_until_then() -> None:
     uses = NextUse(nothing)
     path = grow("session", 3)
@@ -243,6 +260,10 @@ def test_random_sessions(seed: int) -> None:
             uses.close(turns.pop(rng.randrange(len(turns))))
         if turns and rng.random() < 0.1:
             uses.told(turns.pop(rng.randrange(len(turns))), "c")
+        if rng.random() < 0.1:
+            uses.went_on(
+                [chunk.name for chunk in rng.choice(list(paths.values()))[-4:]] if paths else [], 1 << 20, now
+            )
         directory.used(path, now)
         paths[number] = path
         for chunk in path:

@@ -30,6 +30,7 @@ from trunkline.controller.messages import (
     Submit,
     Told,
     TopLogprobs,
+    WentOn,
 )
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.router.messages import (
@@ -129,6 +130,7 @@ class Behaviour:
     modules: FakeModules = field(default_factory=lambda: FakeModules())
     submits: list[Submit] = field(default_factory=list)
     ends: list[Told] = field(default_factory=list)
+    left: list[WentOn] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
     dropped: list[tuple[int, int]] = field(default_factory=list)
     """Single samples that were aborted: request and index."""
@@ -273,6 +275,8 @@ class FakeController:
             self._send(socket, router, lambda seq: Prefetched(seq, message.ticket, known, known // 2))
         elif isinstance(message, Told):
             behaviour.ends.append(message)
+        elif isinstance(message, WentOn):
+            behaviour.left.append(message)
         elif isinstance(message, Forget):
             behaviour.forgets.append(message)
         elif isinstance(message, ModulesCall):

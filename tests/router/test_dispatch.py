@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from router.fake_controller import FakeController, prompt_of
 from router.harness import ANSWER, EOS, MESSAGES, RunningRouter, make_answer, running, wait_until
 from seeds import seeds
 
-from trunkline.controller.messages import Submit
+from trunkline.controller.messages import Submit, WentOn
 from trunkline.controller.sequences.beam_search import sample_seed
 from trunkline.router.messages import Finished, FinishReason
+from trunkline.router.routing.request import Decision, Left, RouteRequest
 from trunkline.router.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.processes
@@ -85,6 +87,26 @@ def test_a_stream_goes_on_at_another_controller(place: Path, tokenizer: Tokenize
         assert (rest.sampling, rest.max_tokens, rest.salt) == (start.sampling, start.max_tokens, start.salt)
         lines = http.get("/metrics").text.splitlines()
         assert 'trunkline_dispatches_total{event="resumed"} 1.0' in lines
+
+
+def test_the_group_that_a_conversation_leaves_is_told_once_it_has_begun_elsewhere(
+    place: Path, tokenizer: Tokenizer
+) -> None:
+    with cluster(place, tokenizer, 2) as (router, fakes, http):
+        core = router.service.dispatcher.core
+        route = core.route
+
+        def leaving(request: RouteRequest, now: float) -> Decision:
+            decision = route(request, now)
+            return msgspec.structs.replace(decision, left=Left(core.names[1 - decision.controller], b"x" * 32, 9))
+
+        core.route = leaving  # type: ignore[method-assign]
+        assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+        core.route = route  # type: ignore[method-assign]
+        wait_until(lambda: any(fake.behaviour.left for fake in fakes))
+        [there] = [fake for fake in fakes if fake.behaviour.left]
+        assert there.behaviour.left == [WentOn(b"x" * 32, 9)]
+        assert not there.behaviour.submits
 
 
 @pytest.mark.parametrize("stream", [False, True])

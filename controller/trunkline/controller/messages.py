@@ -13,6 +13,8 @@ from trunkline.worker.messages import Sampling
 
 ENDED_CHARACTERS_MAX: Final = 128
 """Largest length of what a router tells of how an answer ended (`Told.ended`)."""
+WENT_ON_NAMES: Final = 128
+"""Largest number of names in a `WentOn`: more than most answers have chunks."""
 
 
 class Grammar(msgspec.Struct, array_like=True, frozen=True):
@@ -174,6 +176,15 @@ class Told(msgspec.Struct, array_like=True, frozen=True, tag="told"):
     """The same text whenever answers end alike; at most `ENDED_CHARACTERS_MAX` characters."""
 
 
+class WentOn(msgspec.Struct, array_like=True, frozen=True, tag="went_on"):
+    """A prompt that this group has the beginning of is computed at another group, which has pulled what there is
+    of it: the conversation goes on there. There is no answer."""
+
+    names: bytes
+    """Names of the last chunks of the prompt that this group has, `WENT_ON_NAMES` at most."""
+    prompt_tokens: int
+
+
 class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
     """Sent by each router once a second, and when streams end while the group drains. Answered by `State`. The
     requests of a silent router are aborted."""
@@ -296,6 +307,7 @@ RouterRequest = (
     Submit
     | Abort
     | Told
+    | WentOn
     | Ping
     | FlushCache
     | Prefetch

@@ -7,7 +7,7 @@ wait longest are evicted first. Neighbours in a path share one tuple of turns.
       a turn ends ──► it waits; as time goes by without a return, its wait changes at the edges of intervals
       a request that began with the turn's prompt and went further ends ──► its turn takes the place of the old
                       one, which is over; chunks that only the old one used (an edited branch) are evicted first
-      the client says that no request follows ──► over at once
+      the client says that no request follows, or the session goes on at another group ──► over at once
 
 A session is recognised by its prompt: the last full chunk of a turn's prompt is on the path of the next turn, even
 if what the model answered comes back in other tokens, and even if all of its KV was evicted meanwhile. No label is
@@ -19,7 +19,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Final, Generic, cast
@@ -141,7 +141,7 @@ class NextUse(Generic[ChunkT]):
         turn.name = path[full - 1].name if full else None
         turn.tokens = end.prompt_tokens + end.output_tokens
         turn.ended_at, turn.expected_s, turn.request = now, end.expected_s, end.request
-        before = self._returned(path, end)
+        before = self._returned((chunk.name for chunk in path), end.prompt_tokens, end.arrived)
         turn.mean_gap = max((old.mean_gap for old in before), default=0.0)
         turn.kind = end.tenant, end.ended, end.output_tokens.bit_length(), int(turn.mean_gap)
         _join(path, turn)
@@ -166,6 +166,17 @@ class NextUse(Generic[ChunkT]):
             self.times.reached(turn.kind, interval)
         self._predict(turn)
         self._may_go(turn)
+
+    def went_on(self, names: Iterable[ChunkName], prompt_tokens: int, now: float) -> None:
+        """Note that a session whose last turn ended here goes on at another group, which has its chunks now: those
+        that only it used are evicted first.
+
+        Args:
+            names: The last chunks that its new prompt has here.
+            prompt_tokens: Number of tokens of the new prompt.
+        """
+        for turn in self._returned(names, prompt_tokens, now):
+            self._may_go(turn)
 
     def close(self, turn: Turn) -> None:
         """Note that a turn's session does not come back: chunks that only it used are evicted first."""
@@ -197,14 +208,14 @@ class NextUse(Generic[ChunkT]):
         found, self._on_device = list(self._on_device), {}
         return found
 
-    def _returned(self, path: Sequence[ChunkT], end: TurnEnd) -> list[Turn]:
-        """Return the turns that a request with this path continues; they are over."""
+    def _returned(self, names: Iterable[ChunkName], prompt_tokens: int, arrived: float) -> list[Turn]:
+        """Return the turns that a request with these chunks continues; they are over."""
         back = []
-        for chunk in path:
-            old = self._by_name.get(chunk.name)
+        for name in names:
+            old = self._by_name.get(name)
             # Another session's prompt, that only begins alike, is hardly longer than what the turn had.
-            if old is not None and end.prompt_tokens >= old.tokens:
-                self._learn(old, end.arrived)
+            if old is not None and prompt_tokens >= old.tokens:
+                self._learn(old, arrived)
                 self._forget(old)
                 old.wait = math.inf
                 back.append(old)

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from seeds import seeds
 
-from trunkline.controller.messages import Holder, ModuleText, PromptLayout, Submit
+from trunkline.controller.messages import WENT_ON_NAMES, Holder, ModuleText, PromptLayout, Submit
 from trunkline.router.routing.core import Decision, RouteRequest, RoutingCore, RoutingSettings
 from trunkline.router.routing.index import DEVICE, DISK, HOST
 from trunkline.router.routing.names import KvIdentity, prompt_names
 from trunkline.router.routing.peers import HOLDERS_MAX
+from trunkline.router.routing.request import Left
 from trunkline.worker.messages import Sampling
 
 CHUNK = 4
@@ -183,6 +184,24 @@ class Machine:
                 for stop in range(start + 1, start + self.length(chosen, giver, start) + 1)
             }
         return max(starts)
+
+
+def test_a_conversation_leaves_the_peer_that_has_more_than_half_of_its_prompt() -> None:
+    core, request = ready(3), RouteRequest(packed(40))
+    names = own_names(request)
+    tell(core, 1, names, *[IN_HOST] * 4)
+    tell(core, 2, names, *[IN_HOST] * 6)
+    assert asked(core, request, 2).left is None, "it stays"
+    assert asked(core, request, 0).left == Left("2", b"".join(names[:6]), 40)
+    assert asked(core, request, 1).left == Left("2", b"".join(names[4:6]), 40)
+    tell(core, 2, names, *[IN_HOST] * 5, 0)
+    assert asked(core, request, 0).left is None, "half of it may be what all begin with"
+    long = RouteRequest(packed(CHUNK * (WENT_ON_NAMES + 9)))
+    names = own_names(long)
+    tell(core, 2, names, *[IN_HOST] * len(names))
+    left = asked(core, long, 0).left
+    assert left is not None
+    assert left.names == b"".join(names[-WENT_ON_NAMES:])
 
 
 @pytest.mark.parametrize("seed", seeds(10))

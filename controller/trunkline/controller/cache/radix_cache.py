@@ -270,12 +270,6 @@ class RadixCache(RadixTree):
             for node in path:
                 self._note_idle(node)
 
-    def told(self, request: int, ended: str) -> None:
-        """Note how the answer of a request ended, if its turn is waited for (`TurnEnd.ended`)."""
-        turn = self.tiers.next_use.turn_of(request)
-        if turn is not None:
-            self.tiers.next_use.told(turn, ended)
-
     def _wait_of(self, node: Node) -> float:
         return wait_of(node) if self.tiers.config.policy is EvictionPolicy.PREDICTED else 0.0
 

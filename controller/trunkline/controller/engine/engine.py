@@ -34,6 +34,7 @@ from trunkline.controller.engine.events import (
     Event,
     ExpectRequest,
     ForgetPrompt,
+    GoesOnElsewhere,
     Ready,
     WorkerEvent,
     WorkersBack,
@@ -160,8 +161,8 @@ class Engine:
                 self._submit(event, now)
             case AbortRequest(request, sample):
                 self._abort(request, sample, now)
-            case AnswerTold(request, ended):
-                self.scheduler.kv.tree.told(request, ended)
+            case AnswerTold() | GoesOnElsewhere():
+                event.tell(self.scheduler.kv.tree.tiers.next_use, now)
             case MovesDone() | Probed():
                 self._tier_report(event, now)
             case GrammarReady():

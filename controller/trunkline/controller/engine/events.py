@@ -17,12 +17,14 @@ from typing import Final
 
 import msgspec
 
+from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.engine.disk_chunks import DiskChange, StoredChunks
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import GrammarReady, ModulesCall, MovesDone, Probed, StepResult, TopLogprobs
 from trunkline.controller.sequences.plan_builder import Int64Array, PlanBuilder
 from trunkline.controller.sequences.sequence import Request, SequenceGroup
-from trunkline.kvstore.chunks import Int32Array
+from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, Int32Array
+from trunkline.kvstore.next_use import NextUse
 from trunkline.router.messages import (
     BeamsFound,
     Finished,
@@ -58,6 +60,26 @@ class AnswerTold:
 
     request: int
     ended: str
+
+    def tell(self, uses: NextUse[Node], now: float) -> None:
+        """Tell what predicts the next use of KV."""
+        turn = uses.turn_of(self.request)
+        if turn is not None:
+            uses.told(turn, self.ended)
+
+
+@dataclass(frozen=True, slots=True)
+class GoesOnElsewhere:
+    """Another group computes a prompt of which this one has the beginning (`WentOn`)."""
+
+    names: bytes
+    prompt_tokens: int
+
+    def tell(self, uses: NextUse[Node], now: float) -> None:
+        """Tell what predicts the next use of KV."""
+        starts = range(0, len(self.names), NAME_BYTES)
+        names = [ChunkName(self.names[start : start + NAME_BYTES]) for start in starts]
+        uses.went_on(names, self.prompt_tokens, now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +160,7 @@ Event = (
     | Request
     | AbortRequest
     | AnswerTold
+    | GoesOnElsewhere
     | EndWaiting
     | EndAll
     | DropCache

@@ -23,6 +23,7 @@ from trunkline.controller.cache.radix_tree import TOKEN_BYTES
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import (
     ENDED_CHARACTERS_MAX,
+    WENT_ON_NAMES,
     Forget,
     Holder,
     ModulesCall,
@@ -31,6 +32,7 @@ from trunkline.controller.messages import (
     PromptLayout,
     Submit,
     Told,
+    WentOn,
 )
 from trunkline.controller.sequences.beam_search import WIDTH_MAX
 from trunkline.controller.sequences.sequence import Request
@@ -120,6 +122,14 @@ def problem_of_told(message: Told) -> str:
         return f"request number {message.request} does not fit {NUMBER_BITS} bits"
     if len(message.ended) > ENDED_CHARACTERS_MAX:
         return f"ended has {len(message.ended)} characters; at most {ENDED_CHARACTERS_MAX} are read"
+    return ""
+
+
+def problem_of_went_on(message: WentOn) -> str:
+    """Return why a message must be passed over; "" if it may be given to the engine."""
+    size = len(message.names)
+    if size % NAME_BYTES or size > WENT_ON_NAMES * NAME_BYTES:
+        return f"{size} bytes are no names of at most {WENT_ON_NAMES} chunks"
     return ""
 
 

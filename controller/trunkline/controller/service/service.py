@@ -33,6 +33,7 @@ from trunkline.controller.engine.events import (
     EngineOutputs,
     ExpectRequest,
     ForgetPrompt,
+    GoesOnElsewhere,
     Ready,
     WorkersBack,
     WorkersLost,
@@ -44,6 +45,7 @@ from trunkline.controller.engine.validation import (
     problem_of_prefetch,
     problem_of_submit,
     problem_of_told,
+    problem_of_went_on,
     request_of_prefetch,
 )
 from trunkline.controller.engine_config import ConfigError
@@ -61,6 +63,7 @@ from trunkline.controller.messages import (
     RouterRequest,
     Submit,
     Told,
+    WentOn,
 )
 from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.service.membership import GroupLostError
@@ -380,6 +383,9 @@ class ControllerService:
                     self._pending.events.append(
                         AnswerTold(router << ROUTER_SHIFT | message.request, message.ended)
                     )
+            case WentOn():
+                if self.engine is not None and not problem_of_went_on(message):
+                    self._pending.events.append(GoesOnElsewhere(message.names, message.prompt_tokens))
             case Ping():
                 self.routers.note_read(router, message.read)
                 self._pending.state_for.add(router)

@@ -33,7 +33,7 @@ from trunkline.router.routing.controllers import (
 from trunkline.router.routing.decision_log import DecisionLog
 from trunkline.router.routing.index import TIERS, ChunkIndex, Columns, IntArray
 from trunkline.router.routing.names import KvIdentity, prompt_names, with_kept
-from trunkline.router.routing.overlaps import Found, best_way, known_tails, missing, own_tail
+from trunkline.router.routing.overlaps import Found, best_way, known_tails, left_behind, missing, own_tail
 from trunkline.router.routing.peers import NOTHING, Given, Run, holders, keeps_cut, kept_runs, pullable, sleeping
 from trunkline.router.routing.policies import POLICIES, Policy, RoutingSettings, Turns, View
 from trunkline.router.routing.request import Decision, RouteRequest, Sleeping, Weighed
@@ -300,6 +300,7 @@ class RoutingCore:
             goes_on,
             given.texts,
             given.kept,
+            left_behind(own, given.holders, prompt),
         )
 
     def sent(self, ticket: int, decision: Decision, request: RouteRequest, now: float) -> None:

@@ -7,8 +7,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from trunkline.controller.messages import WENT_ON_NAMES, Holder
 from trunkline.router.routing.index import TIERS, IntArray, Match
 from trunkline.router.routing.names import Chain, Names
+from trunkline.router.routing.request import Left
 from trunkline.router.routing.tails import Tail, Tails
 
 ANSWER_CHUNKS: Final = 8
@@ -33,6 +35,21 @@ class Found(NamedTuple):
     def last(self) -> Match:
         """What controllers have of the last chain."""
         return self.matches[-1]
+
+
+def left_behind(found: Found | None, given: Sequence[Holder], prompt_tokens: int) -> Left | None:
+    """Return which peer a conversation leaves; None: none has more than half of the prompt.
+
+    Args:
+        given: the peers of which the chosen controller pulls.
+    """
+    if found is None or not given:
+        return None
+    chain, last = found.names.chains[-1], given[-1]
+    if 2 * last.stop * chain.tokens <= prompt_tokens:
+        return None
+    names = chain.names[max(last.start, last.stop - WENT_ON_NAMES) : last.stop]
+    return Left(last.member, b"".join(names), prompt_tokens)
 
 
 def own_tail(prompt: bytes, names: Names, chunk_size: int) -> Tail | None:

@@ -87,6 +87,16 @@ class Sleeping(NamedTuple):
     tokens: int
 
 
+class Left(NamedTuple):
+    """A conversation that goes on at another controller than the one that has most of it."""
+
+    member: str
+    """Id of the group that has most of it."""
+    names: bytes
+    """Names of the last chunks of the prompt that the group has (`WentOn.names`)."""
+    prompt_tokens: int
+
+
 class Decision(msgspec.Struct, frozen=True):
     """The controller to which a request goes, and why."""
 
@@ -132,6 +142,8 @@ class Decision(msgspec.Struct, frozen=True):
     the layout."""
     kept: KeptChunks | None = None
     """What peers have kept behind the prompt's cut, if the controller lacks it (`Submit.kept`)."""
+    left: Left | None = None
+    """The peer that is to hear that the conversation goes on here; None: there is none."""
 
     def told(self, texts: Sequence[ModuleText]) -> list[ModuleText]:
         """Return the texts of the request's layout with what is said of peers."""

@@ -239,6 +239,8 @@ class Dispatcher:
     def started(self, attempt: Attempt) -> None:
         """Note that the controller has admitted an attempt, so that its prompt is computed or about to be."""
         self.core.started(attempt.ticket, self.now())
+        if attempt.left is not None:
+            self._links.conversation_left(attempt.left)
         if not attempt.routed.waiting:
             self._stop_timer(attempt.routed)
         if attempt.names:
@@ -393,6 +395,7 @@ class Dispatcher:
         if routed.record is not None:
             routed.record.sent(link.index)
         routed.attempts[attempt.ticket] = attempt
+        attempt.left = decision.left
         if self._learns:
             attempt.names = decision.names
         if is_part:

@@ -37,6 +37,7 @@ from trunkline.controller.messages import (
     RouterRequest,
     Submit,
     Told,
+    WentOn,
 )
 from trunkline.router.errors import unavailable
 from trunkline.router.membership.member import Member
@@ -288,7 +289,7 @@ class ControllerLink:
             await asyncio.sleep(_RECONNECT_POLL_SECONDS)
         return self.state is not None and self._loop.time() < deadline
 
-    def tell(self, make: Callable[[int], Call | Forget | Handed | Told]) -> None:
+    def tell(self, make: Callable[[int], Call | Forget | Handed | Told | WentOn]) -> None:
         """Send a call without waiting for its answer, or a message that has none. Without a connection nothing is
         sent."""
         self._send(make(next(self._ids) & 0xFFFF_FFFF))

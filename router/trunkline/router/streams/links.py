@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
+from trunkline.controller.messages import WentOn
+from trunkline.router.routing.request import Left
 from trunkline.router.streams.link import ControllerLink
 
 
@@ -31,6 +33,12 @@ class Links(Collection[ControllerLink]):
     def get(self, slot: int) -> ControllerLink | None:
         """Return the connection with a slot; None: no controller has it."""
         return self._links.get(slot)
+
+    def conversation_left(self, left: Left) -> None:
+        """Tell a group that a conversation goes on at another one."""
+        for link in self:
+            if link.member.id == left.member:
+                link.tell(lambda _: WentOn(left.names, left.prompt_tokens))
 
     def add(self, link: ControllerLink) -> None:
         """Add a connection."""

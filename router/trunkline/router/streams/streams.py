@@ -32,7 +32,7 @@ from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.errors import ApiError, overloaded, unavailable
 from trunkline.router.jobs.job import Job
 from trunkline.router.messages import BeamsFound, Finished, FinishReason, Hypothesis, PromptScored, Started
-from trunkline.router.routing.request import RouteRequest
+from trunkline.router.routing.request import Left, RouteRequest
 from trunkline.router.telemetry.request_record import AttemptTrace, RequestRecord
 from trunkline.runtime.spans import SpanContext
 
@@ -360,7 +360,7 @@ class Attempt:
 
     __slots__ = (
         *("_dispatcher", "_stream", "_trace"),
-        *("has_started", "link", "names", "request", "routed", "sample", "ticket"),
+        *("has_started", "left", "link", "names", "request", "routed", "sample", "ticket"),
     )
 
     def __init__(
@@ -379,6 +379,8 @@ class Attempt:
         self.names: list[bytes] = []
         """Names of the chunks that the controller has once the attempt has started. Empty if controllers publish
         their chunks themselves."""
+        self.left: Left | None = None
+        """The group that is told that the conversation goes on here once its KV was pulled."""
         self._trace: AttemptTrace | None = None
 
     def marked(self, submit: Submit) -> Submit:
