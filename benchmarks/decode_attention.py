@@ -32,10 +32,11 @@ import torch.nn.functional as F
 from report import Report, argument_parser
 from torch import Tensor
 
-from trunkline.kernels.cpu import CpuDecodeWork, CpuKernels, Planning
+from trunkline.kernels.cpu import CpuKernels
+from trunkline.kernels.cpu_plans import CpuDecodeWork, Planning
 from trunkline.kernels.large_pages import advise_large_pages
 from trunkline.kernels.native import isa_levels, library
-from trunkline.kernels.ops import AttentionSpec, KvPool
+from trunkline.kernels.ops import AttentionSpec, KernelCounters, KvPool
 from trunkline.kernels.plan import DecodePlan, Segments, build_decode_plan
 from trunkline.kvstore.chunks import Int32Array
 
@@ -303,7 +304,7 @@ def plan(report: Report, quick: bool) -> None:
     """What a worker builds when beams have moved: Python and native part together."""
     rounds = 200 if quick else 2000
     inputs = [(*beams(np.random.default_rng(seed), 64), 64) for seed in range(10)]
-    options = Planning(1, 0, True).options(AttentionSpec(8, 8, 128, 128**-0.5), 2)
+    options = Planning(1, 0, True, KernelCounters()).options(AttentionSpec(8, 8, 128, 128**-0.5), 2)
     blocks, times = [], []
     for round_ in range(rounds):
         segments, positions, runs, chunk = inputs[round_ % len(inputs)]

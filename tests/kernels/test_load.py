@@ -163,7 +163,7 @@ def test_threads_that_cannot_be_started() -> None:
 def test_an_op_keeps_what_it_needs_alive() -> None:
     kernels = CpuKernels(threads=2)
     layer, linear = kernels.pack_linear(torch.eye(64), None), kernels.linear
-    context = weakref.ref(kernels._context)
+    context = weakref.ref(kernels.context)
     del kernels
     gc.collect()
     assert context() is not None
@@ -183,7 +183,7 @@ def test_concurrent_use_is_refused() -> None:
     def occupy() -> None:
         while not stop.is_set():
             try:
-                busy(kernels._context.handle, weight, 10_000)
+                busy(kernels.context.handle, weight, 10_000)
             except RuntimeError:  # the other one was first
                 continue
 

@@ -10,14 +10,20 @@ in place when they are full (`csrc/cpu/attention.h`). The native side of linear 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from trunkline.kernels.cpu_plans import (
+    INVARIANT_TOKENS,
+    NONE,
+    Planning,
+    int32_tensor,
+    prefill_state,
+    turns_queries,
+    write_slots,
+)
 from trunkline.kernels.large_pages import advise_large_pages
 from trunkline.kernels.native import ISA_LEVELS, NativeContext, library
 from trunkline.kernels.ops import (
@@ -30,143 +36,9 @@ from trunkline.kernels.ops import (
     QkNorm,
     Quantisation,
 )
-from trunkline.kernels.plan import DecodePlan, PrefillPlan, WorkOptions, WritePlan, plan_decode_work
+from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan
 from trunkline.kernels.quantisation import quantise
 from trunkline.kvstore.chunks import Int32Array
-
-INVARIANT_TOKENS: Final = 512
-VECTORS_PER_READ: Final = 8
-"""Query vectors whose products take about as long as reading their tokens: 40 GB/s against 300 GFLOP/s."""
-TILE_VECTORS: Final = 256
-"""Largest number of query vectors of a piece, so that accumulators stay in the second-level cache."""
-NONE: Final = torch.empty(0)
-"""The tensor that stands for an optional tensor that is not given."""
-
-# Words of the header (csrc/common/work_plan.h, WorkHeader).
-WORK_ENTRIES: Final = 4
-WORK_TOKENS: Final = 7
-WORK_ENTRY_ROW: Final = 16
-WORK_ENTRY_SHIFT: Final = 17
-
-
-class ShiftTable:
-    """The angles by which queries are rotated for shifted items, one per distinct shift and frequency tensor."""
-
-    def __init__(self, shifts: NDArray[np.int32]) -> None:
-        self.distinct, self.index = np.unique(shifts, return_inverse=True)
-        self._made: list[tuple[Tensor, Tensor]] = []
-
-    def angles(self, frequencies: Tensor) -> Tensor:
-        """Return float32 `[shifts, 2, rotary_dim / 2]`: cosines and sines of a rotation back by the shift."""
-        for known, angles in self._made:
-            if known is frequencies:
-                return angles
-        exact = -self.distinct.astype(np.float64)[:, None] * frequencies.double().cpu().numpy()
-        angles = torch.from_numpy(np.stack((np.cos(exact), np.sin(exact)), axis=1).astype(np.float32))
-        self._made.append((frequencies, angles))
-        return angles
-
-
-def turns_queries(spec: AttentionSpec) -> bool:
-    """Return whether shifted items need rotated queries; with ALiBi a shift acts by positions alone.
-
-    Raises:
-        ValueError: Attention of this layer does not depend on distances, so parts cannot be shifted.
-    """
-    if spec.inverse_frequencies is None and spec.alibi_slopes is None:
-        raise ValueError("a shift needs rotary positions or ALiBi; this layer's attention has neither")
-    return spec.inverse_frequencies is not None
-
-
-class CpuDecodeWork:
-    """The pieces of a decode plan for certain head counts."""
-
-    def __init__(self, plan: DecodePlan, options: WorkOptions) -> None:
-        self.words = plan_decode_work(plan, options)
-        words = self.words.numpy()
-        self.tokens = int(words[WORK_TOKENS])
-        self.shifts: ShiftTable | None = None
-        self.entry_query = self.turns = NONE
-        entries = int(words[WORK_ENTRIES])
-        shift = words[words[WORK_ENTRY_SHIFT] :][:entries]
-        moved = np.flatnonzero(shift)
-        if not len(moved):
-            return
-        # Entries of one row with the same shift use the same turned query.
-        row = words[words[WORK_ENTRY_ROW] :][:entries][moved].astype(np.int64)
-        pairs, slot = np.unique((row << 32) + shift[moved], return_inverse=True)
-        pair_row = (pairs + (1 << 31)) >> 32
-        self.shifts = ShiftTable((pairs - (pair_row << 32)).astype(np.int32))
-        self.turns = torch.from_numpy(np.stack((pair_row, self.shifts.index), axis=1).astype(np.int32))
-        entry_query = np.full(entries, -1, dtype=np.int32)
-        entry_query[moved] = slot
-        self.entry_query = torch.from_numpy(entry_query)
-
-
-@dataclass
-class CpuDecodeState:
-    """The data that `CpuKernels` derives from a `DecodePlan`."""
-
-    last_block: int
-    has_shifts: bool
-    works: dict[WorkOptions, CpuDecodeWork] = field(default_factory=dict)
-    """The pieces of work, by options: layers may differ, and so may the kernels that use the plan."""
-
-
-class CpuPrefillState:
-    """The data that `CpuKernels` derives from a `PrefillPlan`: its arrays in one tensor."""
-
-    def __init__(self, plan: PrefillPlan) -> None:
-        _check_items(plan.block, plan.first, plan.count, plan.chunk_size)
-        _check_indptr("query_indptr", plan.query_indptr, len(plan.query_position))
-        _check_indptr("item_indptr", plan.item_indptr, len(plan.block))
-        self.shifts = ShiftTable(plan.shift) if plan.shift.any() else None
-        item_angle = np.full(len(plan.block), -1)
-        if self.shifts is not None:
-            item_angle = np.where(plan.shift != 0, self.shifts.index, -1)
-        arrays = (
-            np.array([plan.num_entries, len(plan.query_position), len(plan.block)]),
-            plan.query_indptr,
-            plan.item_indptr,
-            plan.query_position,
-            plan.block,
-            plan.first,
-            plan.count,
-            plan.base,
-            plan.shift,
-            item_angle,
-        )
-        self.words = torch.from_numpy(np.concatenate([array.astype(np.int32) for array in arrays]))
-        self.tokens_read = int(plan.count.sum())
-        self.last_block = int(plan.block.max(initial=-1))
-
-
-class Planning:
-    """The options by which the kernels of one instance cut decode plans."""
-
-    def __init__(self, threads: int, invariant_tokens: int, share: bool) -> None:
-        self.invariant_tokens = invariant_tokens
-        self._threads = threads
-        self._share = share
-        self._made: dict[tuple[int, int, int, int], WorkOptions] = {}
-
-    def options(self, spec: AttentionSpec, element_bytes: int) -> WorkOptions:
-        """Return the options for a layer: always the same object, because each layer of each step needs it."""
-        key = (spec.kv_heads, spec.heads, spec.head_dim, element_bytes)
-        made = self._made.get(key)
-        if made is None:
-            made = self._made[key] = WorkOptions(
-                kv_heads=spec.kv_heads,
-                group=spec.group,
-                kv_token_bytes=2 * spec.head_dim * element_bytes,
-                partial_bytes=2 * 4 * (spec.head_dim + 2),
-                tile_rows=max(TILE_VECTORS, spec.group),
-                workers=self._threads,
-                invariant_tokens=self.invariant_tokens,
-                share=self._share,
-                vectors_per_read=VECTORS_PER_READ,
-            )
-        return made
 
 
 class CpuKernels:
@@ -194,12 +66,12 @@ class CpuKernels:
         Raises:
             NativeLibraryError: There is no library, the level does not run here, or threads cannot be started.
         """
-        self._context = context = NativeContext(isa, threads)
+        self.context = context = NativeContext(isa, threads)
         module: Any = library()
         self.isa = ISA_LEVELS[context.level]
         self.counters = KernelCounters()
-        self._planning = Planning(threads, INVARIANT_TOKENS if invariant else 0, share)
-        self._buffered = merge == "buffer"
+        self.planning = Planning(threads, INVARIANT_TOKENS if invariant else 0, share, self.counters)
+        self.buffered = merge == "buffer"
         # Looking functions up costs more than calling them.
         self._module = module
         self._write_kv, self._decode = module.write_kv, module.decode_attention
@@ -219,12 +91,10 @@ class CpuKernels:
         norm: QkNorm | None = None,
     ) -> Tensor:
         self.counters.called("write_kv")
-        slots = plan.state
-        if not isinstance(slots, Tensor):
-            plan.state = slots = _int32(plan.slots)
+        slots = write_slots(plan)
         cos, sin = (NONE, NONE) if angles is None else angles
         q_weight, k_weight, eps = (NONE, NONE, 0.0) if norm is None else norm
-        handle, data, packed = self._context.handle, pool.data, pool.packed
+        handle, data, packed = self.context.handle, pool.data, pool.packed
         self._write_kv(handle, slots, qkv, cos, sin, data, packed, layer, q_weight, k_weight, eps)
         return qkv.view(qkv.shape[0], -1, spec.head_dim)[:, : spec.heads]
 
@@ -233,7 +103,7 @@ class CpuKernels:
     ) -> None:
         counters = self.counters
         counters.called("decode_attention")
-        work, steps = self._decode_work(plan, pool, spec), plan.steps
+        work, steps = self.planning.decode_work(plan, pool, spec), plan.steps
         tokens = work.tokens + steps * plan.num_rows
         data, slopes = pool.data, spec.alibi_slopes
         counters.decode_tokens_read += tokens
@@ -244,9 +114,9 @@ class CpuKernels:
             entry_query = work.entry_query
             turned = q.new_empty((len(work.turns), spec.heads, spec.head_dim))
             angles = work.shifts.angles(spec.inverse_frequencies)
-            self._module.turn_queries(self._context.handle, q, work.turns, angles, turned)
+            self._module.turn_queries(self.context.handle, q, work.turns, angles, turned)
         self._decode(
-            self._context.handle,
+            self.context.handle,
             work.words,
             q,
             data,
@@ -260,44 +130,22 @@ class CpuKernels:
             NONE if slopes is None else slopes,
             entry_query,
             turned,
-            self._buffered,
-            self._planning.invariant_tokens > 0,
+            self.buffered,
+            self.planning.invariant_tokens > 0,
         )
-
-    def _decode_work(self, plan: DecodePlan, pool: KvPool, spec: AttentionSpec) -> CpuDecodeWork:
-        state = plan.state
-        if not isinstance(state, CpuDecodeState):
-            _check_items(plan.block, plan.first, plan.count, plan.chunk_size)
-            tails = (plan.first + plan.count)[plan.tail_item]
-            if int(tails.max(initial=0)) + plan.steps_left > plan.chunk_size:
-                raise ValueError(f"a tail does not have room for {plan.steps_left} more tokens")
-            plan.state = state = CpuDecodeState(int(plan.block.max(initial=-1)), bool(plan.shifts.any()))
-            self.counters.decode_plans += 1
-        shape = pool.data.shape
-        _check_pool(shape, plan.chunk_size, state.last_block)
-        if plan.steps > plan.steps_left:
-            raise ValueError(f"decode plan is valid for {plan.steps_left} steps, not for {plan.steps}")
-        options = self._planning.options(spec, pool.data.element_size())
-        work = state.works.get(options)
-        if work is None:
-            state.works[options] = work = CpuDecodeWork(plan, options)
-        return work
 
     def prefill_attention(
         self, plan: PrefillPlan, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor
     ) -> None:
         self.counters.called("prefill_attention")
-        state = plan.state
-        if not isinstance(state, CpuPrefillState):
-            plan.state = state = CpuPrefillState(plan)
-        _check_pool(pool.data.shape, plan.chunk_size, state.last_block)
+        state = prefill_state(plan, pool)
         self.counters.prefill_tokens_read += state.tokens_read
         angles = NONE
         if state.shifts is not None and turns_queries(spec):
             assert spec.inverse_frequencies is not None
             angles = state.shifts.angles(spec.inverse_frequencies)
         self._module.prefill_attention(
-            self._context.handle,
+            self.context.handle,
             state.words,
             q,
             pool.data,
@@ -313,13 +161,13 @@ class CpuKernels:
 
     def copy_blocks(self, pool: KvPool, copies: Int32Array) -> None:
         self.counters.called("copy_blocks")
-        self._module.copy_blocks(self._context.handle, pool.data, pool.packed, _int32(copies))
+        self._module.copy_blocks(self.context.handle, pool.data, pool.packed, int32_tensor(copies))
 
     def gather_blocks(self, pool: KvPool, blocks: Int32Array, layers: range, out: Tensor) -> None:
         self.counters.called("gather_blocks")
         plain = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
         self._module.gather_blocks(
-            self._context.handle, pool.data, pool.packed, _int32(blocks), layers.start, layers.stop, plain
+            self.context.handle, pool.data, pool.packed, int32_tensor(blocks), layers.start, layers.stop, plain
         )
         if plain is not out:
             out.copy_(plain)
@@ -327,10 +175,10 @@ class CpuKernels:
     def scatter_blocks(self, pool: KvPool, blocks: Int32Array, layers: range, data: Tensor) -> None:
         self.counters.called("scatter_blocks")
         self._module.scatter_blocks(
-            self._context.handle,
+            self.context.handle,
             pool.data,
             pool.packed,
-            _int32(blocks),
+            int32_tensor(blocks),
             layers.start,
             layers.stop,
             data.cpu().contiguous(),
@@ -340,42 +188,15 @@ class CpuKernels:
         self, pool: KvPool, blocks: Int32Array, layers: range, host: Tensor, slots: Int32Array
     ) -> None:
         self.counters.called("gather_slots")
-        chosen = (pool.data, pool.packed, _int32(blocks), _int32(slots))
-        self._module.gather_slots(self._context.handle, *chosen, layers.start, layers.stop, host)
+        chosen = (pool.data, pool.packed, int32_tensor(blocks), int32_tensor(slots))
+        self._module.gather_slots(self.context.handle, *chosen, layers.start, layers.stop, host)
 
     def scatter_slots(
         self, pool: KvPool, blocks: Int32Array, layers: range, host: Tensor, slots: Int32Array
     ) -> None:
         self.counters.called("scatter_slots")
-        chosen = (pool.data, pool.packed, _int32(blocks), _int32(slots))
-        self._module.scatter_slots(self._context.handle, *chosen, layers.start, layers.stop, host)
-
-
-def _int32(array: Int32Array) -> Tensor:
-    return torch.from_numpy(np.array(array, dtype=np.int32))
-
-
-def _check_items(block: Int32Array, first: Int32Array, count: Int32Array, chunk_size: int) -> None:
-    """Refuse items outside of their blocks: the native code does not check them again."""
-    if not len(block):
-        return
-    if int(block.min()) < 0 or int(first.min()) < 0 or int(count.min()) < 0:
-        raise ValueError("an item has a negative block, first or count")
-    if int((first.astype(np.int64) + count).max()) > chunk_size:
-        raise ValueError(f"an item reaches beyond its block of {chunk_size} tokens")
-
-
-def _check_indptr(name: str, indptr: Int32Array, length: int) -> None:
-    """Refuse offsets that do not ascend from 0 to `length`: the native code does not check them again."""
-    if not len(indptr) or indptr[0] != 0 or indptr[-1] != length or bool((indptr[1:] < indptr[:-1]).any()):
-        raise ValueError(f"{name} must ascend from 0 to {length}")
-
-
-def _check_pool(shape: torch.Size, chunk_size: int, last_block: int) -> None:
-    if shape[4] != chunk_size:
-        raise ValueError(f"the plan is for blocks of {chunk_size} tokens, the pool has blocks of {shape[4]}")
-    if last_block >= shape[0]:
-        raise ValueError(f"the plan reads block {last_block}: the pool has {shape[0]} blocks")
+        chosen = (pool.data, pool.packed, int32_tensor(blocks), int32_tensor(slots))
+        self._module.scatter_slots(self.context.handle, *chosen, layers.start, layers.stop, host)
 
 
 ACTIVATIONS: Final[dict[Activation, int]] = {"silu": 1, "gelu": 2, "gelu_tanh": 3}

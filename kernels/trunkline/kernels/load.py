@@ -7,6 +7,7 @@ from typing import Final
 import structlog
 
 from trunkline.kernels.cpu import CpuKernels
+from trunkline.kernels.cpu_program import CpuProgram
 from trunkline.kernels.cuda import CudaKernels
 from trunkline.kernels.cuda_build import CudaBuildError
 from trunkline.kernels.native import REINSTALL, NativeLibraryError, library
@@ -64,4 +65,6 @@ def load_kernels(name: str, device: str, threads: int = 1) -> Kernels:
 
 def load_program(program: Program, kernels: Kernels, pool: KvPool, group: Collective) -> StepRunner:
     """Return what runs a program whose weights were packed for these kernels."""
+    if isinstance(kernels, CpuKernels):
+        return CpuProgram(program, kernels, pool, group)
     return OpByOp(program, kernels, pool, group)

@@ -350,8 +350,8 @@ def _described(value: Any) -> str:
     if isinstance(value, tuple):
         return f"{len(value)}×({'+'.join(map(_described, value[0]))})" if value else "none"
     if isinstance(value, AttentionSpec):
-        fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
-        return f"({' '.join(f'{field.name}={_described(own)}' for field, own in fields if own)})"
+        fields = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return f"({' '.join(f'{name}={_described(own)}' for name, own in fields)})"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

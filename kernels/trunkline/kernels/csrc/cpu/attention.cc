@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "attention_checks.h"
+#include "ops.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -82,6 +83,38 @@ int64_t list_decode_units(CpuContext& context, const DecodeCall& call, const Dec
   return list - *units;
 }
 
+}  // namespace
+
+void run_decode(CpuContext& context, DecodeCall& call, bool buffered) {
+  const int64_t heads = call.group * call.pool.kv_heads;
+  prepare_states(context, call, heads, buffered);
+  for (int32_t row = 0; row < call.work.rows; ++row) {
+    if (call.work.row_partials[row] == call.work.row_partials[row + 1]) {
+      std::memset(call.out + row * call.out_stride, 0,
+                  static_cast<size_t>(heads * call.pool.head_dim * call.pool.element_bytes));
+    }
+  }
+  const AttentionTable& table = attention_table_of(context);
+  const int64_t widest = static_cast<int64_t>(call.work.widest) * call.group;
+  const size_t bytes = table.unit_scratch_bytes(std::max<int64_t>(widest, kRowBlock), call.pool.head_dim);
+  const auto unit = table.decode_unit[call.pool.type];
+  const DecodeUnit* units = nullptr;
+  const int64_t count = list_decode_units(context, call, &units);
+  context.reserve_scratch(bytes);
+  context.pool.run(count, [&](int64_t number, int thread) { unit(call, units[number], context.scratch(thread)); });
+  if (buffered) {
+    const auto merge = table.decode_merge[call.pool.type];
+    context.pool.run(call.work.rows, [&](int64_t row, int) { merge(call, row); });
+  }
+}
+
+void run_turns(CpuContext& context, const TurnCall& call, KvType type, int64_t slots) {
+  const auto turn = attention_table_of(context).turn_query[type];
+  context.pool.run(slots, [&](int64_t slot, int) { turn(call, slot); });
+}
+
+namespace {
+
 void decode_attention(int64_t handle, TensorView work, TensorView q, TensorView data, TensorView packed,
                       int64_t layer, int64_t steps, TensorView out, double scale, double soft_cap, int64_t window,
                       TensorView slopes, TensorView entry_query, TensorView turned, bool buffered,
@@ -111,25 +144,7 @@ void decode_attention(int64_t handle, TensorView work, TensorView q, TensorView 
     call.turned = bytes_of(turned);
   }
   call.invariant = invariant;
-  prepare_states(context, call, heads, buffered);
-  for (int32_t row = 0; row < call.work.rows; ++row) {
-    if (call.work.row_partials[row] == call.work.row_partials[row + 1]) {
-      std::memset(call.out + row * call.out_stride, 0,
-                  static_cast<size_t>(heads * call.pool.head_dim * call.pool.element_bytes));
-    }
-  }
-  const AttentionTable& table = attention_table_of(context);
-  const int64_t widest = static_cast<int64_t>(call.work.widest) * call.group;
-  const size_t bytes = table.unit_scratch_bytes(std::max<int64_t>(widest, kRowBlock), call.pool.head_dim);
-  const auto unit = table.decode_unit[call.pool.type];
-  const DecodeUnit* units = nullptr;
-  const int64_t count = list_decode_units(context, call, &units);
-  context.reserve_scratch(bytes);
-  context.pool.run(count, [&](int64_t number, int thread) { unit(call, units[number], context.scratch(thread)); });
-  if (buffered) {
-    const auto merge = table.decode_merge[call.pool.type];
-    context.pool.run(call.work.rows, [&](int64_t row, int) { merge(call, row); });
-  }
+  run_decode(context, call, buffered);
 }
 
 void turn_queries(int64_t handle, TensorView q, TensorView turns, TensorView angles, TensorView turned) {
@@ -157,11 +172,11 @@ void turn_queries(int64_t handle, TensorView q, TensorView turns, TensorView ang
                 call.turns[2 * slot + 1] < angles.size(0),
             "turns must name rows and angles that exist");
   }
-  const auto turn = attention_table_of(context).turn_query[type];
-  context.pool.run(turns.size(0), [&](int64_t slot, int) { turn(call, slot); });
+  run_turns(context, call, type, turns.size(0));
 }
 
-// The arrays of a prefill plan one after another, after three words of lengths.
+}  // namespace
+
 void read_prefill_words(const TensorView& words, PrefillCall& call, int64_t* queries) {
   const int32_t* at = int32_data(words, "words");
   require(words.numel() >= 3 && at[0] >= 0 && at[1] >= 0 && at[2] >= 0, "words must start with three lengths");
@@ -180,6 +195,8 @@ void read_prefill_words(const TensorView& words, PrefillCall& call, int64_t* que
   call.shift = at, at += items;
   call.item_angle = at;
 }
+
+namespace {
 
 // All units, heads of one entry one after another, late queries (which see most) first.
 int64_t list_prefill_units(CpuContext& context, const PrefillCall& call, const PrefillUnit** units) {
@@ -204,6 +221,22 @@ int64_t list_prefill_units(CpuContext& context, const PrefillCall& call, const P
   return count;
 }
 
+}  // namespace
+
+void run_prefill(CpuContext& context, PrefillCall& call) {
+  call.block_tokens = static_cast<int32_t>(std::max<int64_t>(1, kPrefillVectors / call.group));
+  const PrefillUnit* units = nullptr;
+  const int64_t count = list_prefill_units(context, call, &units);
+  const AttentionTable& table = attention_table_of(context);
+  const size_t bytes =
+      table.unit_scratch_bytes(static_cast<int64_t>(call.block_tokens) * call.group, call.pool.head_dim);
+  const auto unit = table.prefill_unit[call.pool.type];
+  context.reserve_scratch(bytes);
+  context.pool.run(count, [&](int64_t number, int thread) { unit(call, units[number], context.scratch(thread)); });
+}
+
+namespace {
+
 void prefill_attention(int64_t handle, TensorView words, TensorView q, TensorView data, TensorView packed,
                        int64_t layer, TensorView out, double scale, double soft_cap, int64_t window,
                        TensorView slopes, TensorView angles) {
@@ -221,7 +254,6 @@ void prefill_attention(int64_t handle, TensorView words, TensorView q, TensorVie
           "q and out must be [queries, heads, head_dim] of the plan's queries");
   call.rule = rule_of(scale, soft_cap, window, slopes, heads);
   call.group = static_cast<int32_t>(heads / call.pool.kv_heads);
-  call.block_tokens = static_cast<int32_t>(std::max<int64_t>(1, kPrefillVectors / call.group));
   call.q = bytes_of(q), call.out = bytes_of(out);
   if (angles.numel() != 0) {
     require(is_float32(angles) && angles.ndim() == 3 && angles.size(1) == 2 && angles.IsContiguous() &&
@@ -230,14 +262,7 @@ void prefill_attention(int64_t handle, TensorView words, TensorView q, TensorVie
     call.angles = reinterpret_cast<const float*>(bytes_of(angles));
     call.half_rotary = static_cast<int32_t>(angles.size(2));
   }
-  const PrefillUnit* units = nullptr;
-  const int64_t count = list_prefill_units(context, call, &units);
-  const AttentionTable& table = attention_table_of(context);
-  const size_t bytes =
-      table.unit_scratch_bytes(static_cast<int64_t>(call.block_tokens) * call.group, call.pool.head_dim);
-  const auto unit = table.prefill_unit[call.pool.type];
-  context.reserve_scratch(bytes);
-  context.pool.run(count, [&](int64_t number, int thread) { unit(call, units[number], context.scratch(thread)); });
+  run_prefill(context, call);
 }
 
 }  // namespace

@@ -12,6 +12,7 @@
 #include <cstring>
 
 #include "attention_checks.h"
+#include "ops.h"
 
 namespace trunkline {
 namespace {
@@ -29,13 +30,11 @@ uint8_t& flag_of(const PoolView& pool, int64_t block, int64_t layer) {
 
 // One op's access to the pool.
 struct Blocks {
-  const ContextUse use;
   CpuContext& context;
   const PoolView pool;
   const BlockTable& table;
 
-  Blocks(int64_t handle, const TensorView& data, const TensorView& packed, int64_t layer)
-      : use(handle), context(use.context()), pool(pool_of(data, packed, layer)), table(block_table_of(context)) {
+  Blocks(CpuContext& shared, const PoolView& view) : context(shared), pool(view), table(block_table_of(context)) {
     // A tile, or the angles of a token.
     context.reserve_scratch(static_cast<size_t>(pool.tile_bytes + 8 * pool.head_dim + 64));
   }
@@ -109,6 +108,28 @@ void seal_written(const Blocks& blocks, const int32_t* slots, int64_t tokens, in
   for (int64_t i = 0; i < count; ++i) flag_of(pool, sealed[i], layer) = 1;
 }
 
+}  // namespace
+
+void check_slots(const PoolView& pool, const int32_t* slots, int64_t tokens) {
+  for (int64_t i = 0; i < tokens; ++i) {
+    if (slots[i] < -1 || slots[i] >= pool.blocks * pool.chunk) {
+      TVM_FFI_THROW(ValueError) << "slot " << slots[i] << ": the pool has " << pool.blocks << " blocks of "
+                                << pool.chunk << " tokens";
+    }
+  }
+}
+
+void run_write(CpuContext& context, const WriteCall& call, int64_t tokens) {
+  const Blocks blocks(context, call.pool);
+  const int64_t width = (call.heads + 2 * call.pool.kv_heads) * call.pool.head_dim;
+  unpack_written(blocks, call.slots, tokens, call.layer);
+  const auto write = blocks.table.write_token[call.pool.type];
+  blocks.run(tokens, width, [&](int64_t token, int thread) { write(call, token, blocks.scratch(thread)); });
+  seal_written(blocks, call.slots, tokens, call.layer);
+}
+
+namespace {
+
 void set_angles(WriteCall& call, const TensorView& qkv, const TensorView& cos, const TensorView& sin) {
   if (cos.numel() == 0) return;
   call.rotary_dim = static_cast<int32_t>(cos.size(cos.ndim() - 1));
@@ -134,8 +155,8 @@ void set_norm(WriteCall& call, const TensorView& q_weight, const TensorView& k_w
 
 void write_kv(int64_t handle, TensorView slots, TensorView qkv, TensorView cos, TensorView sin, TensorView data,
               TensorView packed, int64_t layer, TensorView q_weight, TensorView k_weight, double eps) {
-  const Blocks blocks(handle, data, packed, layer);
-  const PoolView& pool = blocks.pool;
+  const ContextUse use(handle);
+  const PoolView pool = pool_of(data, packed, layer);
   WriteCall call{};
   call.pool = pool;
   call.layer = static_cast<int32_t>(layer);
@@ -149,16 +170,8 @@ void write_kv(int64_t handle, TensorView slots, TensorView qkv, TensorView cos, 
   call.qkv = bytes_of(qkv);
   set_angles(call, qkv, cos, sin);
   set_norm(call, q_weight, k_weight, eps);
-  for (int64_t i = 0; i < tokens; ++i) {
-    if (call.slots[i] < -1 || call.slots[i] >= pool.blocks * pool.chunk) {
-      TVM_FFI_THROW(ValueError) << "slot " << call.slots[i] << ": the pool has " << pool.blocks << " blocks of "
-                                << pool.chunk << " tokens";
-    }
-  }
-  unpack_written(blocks, call.slots, tokens, layer);
-  const auto write = blocks.table.write_token[pool.type];
-  blocks.run(tokens, qkv.size(1), [&](int64_t token, int thread) { write(call, token, blocks.scratch(thread)); });
-  seal_written(blocks, call.slots, tokens, layer);
+  check_slots(pool, call.slots, tokens);
+  run_write(use.context(), call, tokens);
 }
 
 // Tokens [first, first + count) of all tiles, from one block to another in plain order.
@@ -181,7 +194,8 @@ void copy_part(const Blocks& blocks, const int32_t* copy, int64_t layer, int thr
 }
 
 void copy_blocks(int64_t handle, TensorView data, TensorView packed, TensorView copies) {
-  const Blocks blocks(handle, data, packed, 0);
+  const ContextUse use(handle);
+  const Blocks blocks(use.context(), pool_of(data, packed, 0));
   const PoolView& pool = blocks.pool;
   const int32_t* copy = int32_data(copies, "copies");
   require(copies.ndim() == 2 && copies.size(1) == 4, "copies must be int32 [n, 4]");
@@ -269,7 +283,8 @@ Move check_move(const PoolView& pool, const TensorView& blocks, const TensorView
 
 void gather(int64_t handle, const TensorView& data, const TensorView& packed, const TensorView& chosen,
             const TensorView* slots, int64_t start, int64_t stop, const TensorView& out) {
-  const Blocks blocks(handle, data, packed, 0);
+  const ContextUse use(handle);
+  const Blocks blocks(use.context(), pool_of(data, packed, 0));
   const PoolView& pool = blocks.pool;
   const Move move = check_move(pool, chosen, slots, start, stop, out);
   const int64_t tiles = blocks.tiles();
@@ -289,7 +304,8 @@ void gather(int64_t handle, const TensorView& data, const TensorView& packed, co
 
 void scatter(int64_t handle, const TensorView& data, const TensorView& packed, const TensorView& chosen,
              const TensorView* slots, int64_t start, int64_t stop, const TensorView& source) {
-  const Blocks blocks(handle, data, packed, 0);
+  const ContextUse use(handle);
+  const Blocks blocks(use.context(), pool_of(data, packed, 0));
   const PoolView& pool = blocks.pool;
   const Move move = check_move(pool, chosen, slots, start, stop, source);
   blocks.run(move.units(), move.region_bytes, [&](int64_t unit, int thread) {

@@ -7,6 +7,7 @@
 
 #include "context.h"
 #include "dense_checks.h"
+#include "ops.h"
 
 namespace trunkline {
 namespace {
@@ -14,9 +15,9 @@ namespace {
 // Below this a second thread costs more than it takes over.
 constexpr int64_t kUnitElements = 16384;
 
-void run_norm(int64_t context, NormCall call, DenseType type, int64_t rows) {
-  const ContextUse use(context);
-  CpuContext& shared = use.context();
+}  // namespace
+
+void run_norm(CpuContext& shared, const NormCall& call, DenseType type, int64_t rows) {
   const NormRows norm = norm_table(shared.level).rows[static_cast<int>(type)];
   const int64_t rows_per_unit = std::max<int64_t>(1, kUnitElements / std::max<int64_t>(1, call.width));
   if (rows <= rows_per_unit || shared.pool.threads() == 1) return norm(call, 0, rows);
@@ -24,6 +25,8 @@ void run_norm(int64_t context, NormCall call, DenseType type, int64_t rows) {
     norm(call, unit * rows_per_unit, std::min(rows, (unit + 1) * rows_per_unit));
   });
 }
+
+namespace {
 
 NormCall checked(const TensorView& x, const TensorView& weight, const TensorView& out, double eps,
                  DenseType type) {
@@ -52,7 +55,8 @@ NormCall checked(const TensorView& x, const TensorView& weight, const TensorView
 void rms_norm(int64_t context, TensorView x, TensorView weight, double eps, TensorView out) {
   const DenseType type = dense_type(x, "x");
   const NormCall call = checked(x, weight, out, eps, type);
-  if (call.width > 0) run_norm(context, call, type, x.numel() / call.width);
+  const ContextUse use(context);
+  if (call.width > 0) run_norm(use.context(), call, type, x.numel() / call.width);
 }
 
 void add_rms_norm(int64_t context, TensorView x, TensorView residual, TensorView weight, double eps,
@@ -65,7 +69,8 @@ void add_rms_norm(int64_t context, TensorView x, TensorView residual, TensorView
                               << "; they must be alike";
   }
   call.residual = residual.data_ptr();
-  if (call.width > 0) run_norm(context, call, type, x.numel() / call.width);
+  const ContextUse use(context);
+  if (call.width > 0) run_norm(use.context(), call, type, x.numel() / call.width);
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include "context.h"
 #include "dense_checks.h"
 #include "linear_pack.h"
+#include "ops.h"
 
 namespace trunkline {
 namespace {
@@ -38,7 +39,9 @@ bool prepare_conversion(CpuContext& shared, const LinearCall& call, const Linear
   return true;
 }
 
-void multiply(CpuContext& shared, const LinearCall& call) {
+}  // namespace
+
+void run_linear(CpuContext& shared, const LinearCall& call) {
   const LinearLayer& layer = *call.layer;
   const LinearTable& table = linear_table(shared.level);
   const LinearUnit unit = table.unit[static_cast<int>(layer.form)][static_cast<int>(layer.type)];
@@ -65,6 +68,8 @@ void multiply(CpuContext& shared, const LinearCall& call) {
   });
 }
 
+namespace {
+
 void linear(int64_t context, int64_t handle, TensorView x, TensorView out) {
   const LinearLayer& layer = layer_of(handle);
   const DenseType type = dense_type(x, "x"), out_type = dense_type(out, "out");
@@ -87,7 +92,7 @@ void linear(int64_t context, int64_t handle, TensorView x, TensorView out) {
   call.float_out = out_type == DenseType::kFloat32;
   call.rows = x.size(0);
   const ContextUse use(context);
-  multiply(use.context(), call);
+  run_linear(use.context(), call);
 }
 
 }  // namespace

@@ -14,6 +14,7 @@
 #include "common/checks.h"
 #include "cpu/cpu_level.h"
 #include "cpu/shared_group.h"
+#include "cpu/shared_group_handles.h"
 
 namespace trunkline {
 namespace {
@@ -31,34 +32,6 @@ struct Groups {
     return *groups;
   }
 };
-
-// Shared, so that a group which another thread closes outlives the call.
-std::shared_ptr<SharedGroup> group_of(int64_t handle) {
-  Groups& groups = Groups::all();
-  const std::lock_guard lock(groups.mutex);
-  const auto found = groups.by_handle.find(handle);
-  if (found == groups.by_handle.end()) TVM_FFI_THROW(ValueError) << "the group is closed";
-  return found->second;
-}
-
-template <class Body>
-auto translated(Body&& body) {
-  try {
-    return body();
-  } catch (const PeerLost& error) {
-    // Not TVM_FFI_THROW: its first backtrace reads the debug information of all libraries, half a second and more
-    // of the second within which a rank has to leave.
-    throw ffi::Error("PeerGoneError", error.what(), "");
-  } catch (const CallMismatch& error) {
-    throw ffi::Error("CollectiveMismatchError", error.what(), "");
-  } catch (const std::system_error& error) {
-    TVM_FFI_THROW(GroupFileError) << error.what();
-  } catch (const std::invalid_argument& error) {
-    TVM_FFI_THROW(ValueError) << error.what();
-  } catch (const std::logic_error& error) {
-    TVM_FFI_THROW(RuntimeError) << error.what();
-  }
-}
 
 void require_plain(const TensorView& tensor, const char* name) {
   if (tensor.device().device_type != kDLCPU || !tensor.IsContiguous() || tensor.dtype().lanes != 1) {
@@ -79,6 +52,18 @@ ElementType element_type(const TensorView& tensor) {
   if (has_dtype(tensor, kDLFloat, 64)) return ElementType::kFloat64;
   TVM_FFI_THROW(ValueError) << "sums are of float32, bfloat16, float16 or float64";
 }
+
+}  // namespace
+
+std::shared_ptr<SharedGroup> group_of(int64_t handle) {
+  Groups& groups = Groups::all();
+  const std::lock_guard lock(groups.mutex);
+  const auto found = groups.by_handle.find(handle);
+  if (found == groups.by_handle.end()) TVM_FFI_THROW(ValueError) << "the group is closed";
+  return found->second;
+}
+
+namespace {
 
 void shared_group_create(const ffi::String& path, int64_t size, int64_t slot_bytes) {
   translated([&] { SharedGroup::create(path, static_cast<int>(size), slot_bytes); });

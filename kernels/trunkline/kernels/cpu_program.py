@@ -1,0 +1,377 @@
+"""Programs on CPUs: a step is one call of the compiled library, over buffers that stay (`csrc/cpu/program.h`).
+
+Ops that the library does not have (mixtures of experts; sums over ranks that do not share memory) run op by op, in
+the same buffers, between calls for those before and behind them. Gates and comparisons run ranges of ops, each a
+call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from trunkline.kernels.cpu import DENSE_TYPES, CpuKernels
+from trunkline.kernels.cpu_plans import (
+    NONE,
+    CpuDecodeWork,
+    CpuPrefillState,
+    ShiftTable,
+    prefill_state,
+    turns_queries,
+)
+from trunkline.kernels.native import library
+from trunkline.kernels.op_by_op import Collective, OpByOp, StepBatch
+from trunkline.kernels.ops import KvPool
+from trunkline.kernels.program import (
+    Activate,
+    Add,
+    AddPositions,
+    AllReduce,
+    Attend,
+    Buffer,
+    Clamp,
+    Embed,
+    Experts,
+    Forbid,
+    LayerNorm,
+    Linear,
+    Op,
+    Program,
+    RmsNorm,
+    Rotations,
+    Rows,
+    Scale,
+    Select,
+    SoftCap,
+    StoreKv,
+)
+from trunkline.kvstore.chunks import Int32Array
+
+KINDS: Final[dict[type[Op], int]] = {
+    Experts: 0,
+    Embed: 1,
+    AddPositions: 2,
+    Scale: 3,
+    AllReduce: 4,
+    Rotations: 5,
+    RmsNorm: 6,
+    LayerNorm: 7,
+    Linear: 8,
+    Activate: 9,
+    Clamp: 10,
+    Add: 11,
+    StoreKv: 12,
+    Attend: 13,
+    Select: 14,
+    SoftCap: 15,
+    Forbid: 16,
+}
+"""The number of each op in `csrc/cpu/program.h`; 0: it is run op by op."""
+HOST: Final = 0
+ROW_KINDS: Final = {Rows.TOKENS: 0, Rows.STATES: 1, Rows.LOGITS: 2}
+ACTIVATIONS: Final = {"relu": 4, "silu": 5, "gelu": 6, "gelu_tanh": 7}
+"""The number of each plain activation among `ElementOp` (`csrc/cpu/elementwise.h`)."""
+OP_WORDS: Final = 10
+ROWS_MIN: Final = 16
+"""Rows that every buffer has room for; then powers of two."""
+LOGITS_KEPT: Final = 256
+"""Rows of logits whose memory is kept: a step that scores a prompt may need many more, once."""
+NO_IDS: Final = torch.empty(0, dtype=torch.int64)
+NO_WORDS: Final = torch.empty(0, dtype=torch.int32)
+
+
+class _Words:
+    """A program in the form that the library reads."""
+
+    def __init__(self, program: Program, ropes: list[Tensor], *, shares_memory: bool) -> None:
+        self.buffers = program.buffers
+        self.constants: list[Tensor] = []
+        self.ropes = ropes
+        self._index = {buffer: index for index, buffer in enumerate(self.buffers)}
+        self.is_native = [KINDS[type(op)] != HOST for op in program.ops]
+        rows = []
+        for index, op in enumerate(program.ops):
+            if isinstance(op, AllReduce) and not shares_memory:
+                self.is_native[index] = False
+            words = [KINDS[type(op)], *self._words(op)] if self.is_native[index] else [HOST]
+            rows.append(words + [0] * (OP_WORDS - len(words)))
+        self.words = torch.tensor(rows, dtype=torch.int64)
+        self.reals = torch.tensor([_reals(op) for op in program.ops], dtype=torch.float64)
+        described = [(ROW_KINDS[own.rows], own.width, DENSE_TYPES[own.dtype]) for own in self.buffers]
+        self.sizes = torch.tensor(described, dtype=torch.int64)
+
+    def _buffer(self, buffer: Buffer | None) -> int:
+        return -1 if buffer is None else self._index[buffer]
+
+    def _constant(self, tensor: Tensor | None) -> int:
+        if tensor is None:
+            return -1
+        self.constants.append(tensor.contiguous())
+        return len(self.constants) - 1
+
+    def _words(self, op: Op) -> list[int]:
+        buffer, constant = self._buffer, self._constant
+        match op:
+            case Embed():
+                return [buffer(op.out), constant(op.table), op.first]
+            case AddPositions():
+                return [buffer(op.into), constant(op.table)]
+            case Rotations():
+                return [buffer(op.cos), buffer(op.sin), constant(op.frequencies)]
+            case RmsNorm():
+                return [buffer(op.x), buffer(op.residual), constant(op.weight), buffer(op.out)]
+            case LayerNorm():
+                norm = [buffer(op.x), buffer(op.residual), constant(op.weight), buffer(op.out)]
+                return [*norm, constant(op.bias)]
+            case Linear():
+                return [buffer(op.x), op.layer.data.handle, buffer(op.out), int(op.gated)]
+            case StoreKv():
+                weights = (None, None) if op.norm is None else (op.norm.q_weight, op.norm.k_weight)
+                heads = [buffer(op.qkv), op.layer, op.spec.heads, buffer(op.cos), buffer(op.sin)]
+                return [*heads, *map(constant, weights)]
+            case Attend():
+                slopes, spec = constant(op.spec.alibi_slopes), op.spec
+                return [buffer(op.qkv), op.layer, spec.heads, buffer(op.out), self._rope(op), slopes, spec.window]
+            case Activate():
+                return [buffer(op.into), ACTIVATIONS[op.activation]]
+            case Add():
+                return [buffer(op.into), buffer(op.x)]
+            case Select():
+                return [buffer(op.x), buffer(op.out)]
+            case Forbid():
+                return [buffer(op.into), op.first]
+            case Scale() | AllReduce() | Clamp() | SoftCap():
+                return [buffer(op.into)]
+        raise TypeError(f"the library has no op {op.kind!r}")
+
+    def _rope(self, op: Attend) -> int:
+        frequencies = op.spec.inverse_frequencies
+        return next((index for index, known in enumerate(self.ropes) if known is frequencies), -1)
+
+
+def _reals(op: Op) -> tuple[float, float]:
+    match op:
+        case Scale() | Rotations():
+            return op.factor, 0.0
+        case RmsNorm() | LayerNorm():
+            return op.eps, 0.0
+        case Clamp():
+            return op.limit, 0.0
+        case SoftCap():
+            return op.cap, 0.0
+        case StoreKv():
+            return (0.0 if op.norm is None else op.norm.eps), 0.0
+        case Attend():
+            return op.spec.scale, op.spec.soft_cap
+    return 0.0, 0.0
+
+
+class _Counts:
+    """How often a range of ops calls what `KernelCounters` counts."""
+
+    def __init__(self, ops: tuple[Op, ...]) -> None:
+        self.calls: dict[str, int] = {}
+        for op in ops:
+            if name := _counted(op):
+                self.calls[name] = self.calls.get(name, 0) + 1
+        self.attends = sum(isinstance(op, Attend) for op in ops)
+
+
+def _counted(op: Op) -> str:
+    match op:
+        case RmsNorm():
+            return "rms_norm" if op.residual is None else "add_rms_norm"
+        case Linear():
+            return "gated_linear" if op.gated else "linear"
+        case StoreKv():
+            return "write_kv"
+    return ""
+
+
+class CpuProgram:
+    """Implements `StepRunner` for `CpuKernels`."""
+
+    def __init__(self, program: Program, kernels: CpuKernels, pool: KvPool, group: Collective) -> None:
+        """
+        Raises:
+            ValueError: The library refuses the program.
+        """
+        self.program = program
+        self._kernels = kernels
+        self._pool = pool
+        attending = [op.spec for op in program.ops if isinstance(op, Attend)]
+        specs = {id(spec): spec for spec in attending}
+        self._spec = spec = attending[0]
+        self._token_bytes = 2 * spec.kv_heads * spec.head_dim * pool.data.element_size()
+        self._turning = list(specs.values())
+        ropes = {id(op.frequencies): op.frequencies for op in program.ops if isinstance(op, Rotations)}
+        self._words = words = _Words(program, list(ropes.values()), shares_memory=group.shared_handle != 0)
+        module: Any = library()
+        self._bind, self._begin, self._run = module.program_bind, module.program_begin, module.program_run
+        # Sums wait for other ranks; a step takes milliseconds. Other threads of the interpreter go on meanwhile.
+        self._run.release_gil = True
+        self._handle: int = module.program_new(
+            kernels.context.handle,
+            words.words,
+            words.reals,
+            words.sizes,
+            words.constants,
+            len(words.ropes),
+            pool.data,
+            pool.packed,
+            group.shared_handle,
+            int(kernels.buffered) + 2 * int(kernels.planning.invariant_tokens > 0),
+        )
+        weakref.finalize(self, module.program_delete, self._handle)
+        self._memory: dict[Buffer, Tensor] = {}
+        self._capacity = dict.fromkeys(Rows, 0)
+        self._rows = dict.fromkeys(Rows, 0)
+        self._slot_memory = NO_WORDS
+        self._slot_numbers: Int32Array = NO_WORDS.numpy()
+        self._held: tuple[object, ...] = ()
+        self._decode: CpuDecodeWork | None = None
+        self._prefill: CpuPrefillState | None = None
+        self._batch: StepBatch
+        self._counts: dict[tuple[int, int], _Counts] = {}
+        self._segments: dict[tuple[int, int], list[tuple[bool, int, int]]] = {}
+        self._others = OpByOp(program, kernels, pool, group) if not all(words.is_native) else None
+
+    def begin(self, batch: StepBatch) -> None:
+        tokens, state_rows = len(batch.ids), batch.state_rows
+        rows = {
+            Rows.TOKENS: tokens,
+            Rows.STATES: tokens if state_rows is None else len(state_rows),
+            Rows.LOGITS: batch.logits_rows,
+        }
+        self._rows, self._batch = rows, batch
+        for kind, count in rows.items():
+            self._make_room(kind, count)
+        kernels, pool, spec = self._kernels, self._pool, self._spec
+        slots = self._slots(batch.write.slots)
+        work, steps, words = None, 0, NO_WORDS
+        if batch.decode is not None:
+            work, steps = kernels.planning.decode_work(batch.decode, pool, spec), batch.decode.steps
+            words = work.words
+        prefill = None if batch.prefill is None else prefill_state(batch.prefill, pool)
+        decode_angles = [] if work is None else self._angles(work.shifts)
+        prefill_angles = [] if prefill is None else self._angles(prefill.shifts)
+        self._decode, self._prefill = work, prefill
+        # Kept until the next step: the library only points to these.
+        self._held = held = (
+            batch.ids,
+            batch.positions,
+            slots,
+            NO_IDS if state_rows is None else state_rows,
+            words,
+            work.entry_query if work is not None and decode_angles else NONE,
+            work.turns if work is not None and decode_angles else NONE,
+            NO_WORDS if prefill is None else prefill.words,
+            decode_angles,
+            prefill_angles,
+        )
+        self._begin(self._handle, tokens, batch.num_rows, rows[Rows.STATES], rows[Rows.LOGITS], steps, *held)
+        if self._others is not None:
+            self._others.begin(batch)
+
+    def _slots(self, given: Int32Array) -> Tensor:
+        """Return where the tokens' KV goes, in memory that stays."""
+        if len(given) > len(self._slot_memory):
+            self._slot_memory = torch.empty(self._capacity[Rows.TOKENS], dtype=torch.int32)
+            self._slot_numbers = self._slot_memory.numpy()
+        self._slot_numbers[: len(given)] = given
+        return self._slot_memory[: len(given)]
+
+    def run(self, start: int, stop: int) -> None:
+        if start == stop:
+            return
+        key = (start, stop)
+        segments = self._segments.get(key)
+        if segments is None:
+            segments = self._segments[key] = self._split(start, stop)
+        for is_native, first, last in segments:
+            if is_native:
+                self._run(self._handle, first, last)
+                self._count(first, last)
+            else:
+                self._run_others(first, last)
+
+    def value(self, buffer: Buffer) -> Tensor:
+        return self._memory[buffer][: self._rows[buffer.rows]]
+
+    def set_value(self, buffer: Buffer, value: Tensor) -> None:
+        self.value(buffer).copy_(value)
+
+    def addresses(self) -> list[int]:
+        """Return where the buffers are, which steady decoding does not change."""
+        return [self._memory[buffer].data_ptr() for buffer in self._words.buffers]
+
+    def _make_room(self, kind: Rows, count: int) -> None:
+        capacity = self._capacity[kind]
+        is_too_large = kind is Rows.LOGITS and capacity > LOGITS_KEPT >= count
+        if count <= capacity and capacity and not is_too_large:
+            return
+        capacity = self._capacity[kind] = max(ROWS_MIN, 1 << (count - 1).bit_length() if count else 0)
+        for index, buffer in enumerate(self._words.buffers):
+            if buffer.rows is kind:
+                memory = self._memory[buffer] = torch.empty(capacity, buffer.width, dtype=buffer.dtype)
+                self._bind(self._handle, index, memory)
+
+    def _angles(self, shifts: ShiftTable | None) -> list[Tensor]:
+        """Return the angles by which queries turn for shifted items, for each rope.
+
+        Raises:
+            ValueError: A layer's attention does not depend on distances.
+        """
+        if shifts is None:
+            return []
+        turning = [turns_queries(spec) for spec in self._turning]
+        if not any(turning):
+            return []
+        return [shifts.angles(frequencies) for frequencies in self._words.ropes]
+
+    def _split(self, start: int, stop: int) -> list[tuple[bool, int, int]]:
+        """Return the longest ranges that are all native or all not."""
+        is_native, ranges, first = self._words.is_native, [], start
+        for index in range(start + 1, stop + 1):
+            if index == stop or is_native[index] != is_native[first]:
+                ranges.append((is_native[first], first, index))
+                first = index
+        return ranges
+
+    def _run_others(self, start: int, stop: int) -> None:
+        """Run ops that the library does not have, in its buffers."""
+        others = self._others
+        assert others is not None
+        for index in range(start, stop):
+            op = self.program.ops[index]
+            for buffer in op.buffers("reads", "changes"):
+                others.set_value(buffer, self.value(buffer))
+            others.run(index, index + 1)
+            for buffer in op.buffers("writes", "changes"):
+                self.set_value(buffer, others.value(buffer))
+
+    def _count(self, start: int, stop: int) -> None:
+        key = (start, stop)
+        counts = self._counts.get(key)
+        if counts is None:
+            counts = self._counts[key] = _Counts(self.program.ops[start:stop])
+        counters, decode, batch = self._kernels.counters, self._decode, self._batch
+        calls = counters.calls
+        for name, number in counts.calls.items():
+            calls[name] = calls.get(name, 0) + number
+        if not counts.attends:
+            return
+        if decode is not None and batch.decode is not None:
+            calls["decode_attention"] = calls.get("decode_attention", 0) + counts.attends
+            tokens = counts.attends * (decode.tokens + batch.decode.steps * batch.num_rows)
+            counters.decode_tokens_read += tokens
+            spec = self._spec
+            counters.decode_bytes_read += (
+                tokens * 2 * spec.kv_heads * spec.head_dim * self._pool.data.element_size()
+            )
+        if self._prefill is not None:
+            calls["prefill_attention"] = calls.get("prefill_attention", 0) + counts.attends
+            counters.prefill_tokens_read += counts.attends * self._prefill.tokens_read

@@ -1,0 +1,50 @@
+// Elementwise ops: the functions of a level, and the split of the work over the threads.
+
+#include "elementwise.h"
+
+#include <algorithm>
+
+#include "ops.h"
+
+namespace trunkline {
+namespace {
+
+// Below this a second thread costs more than it takes over.
+constexpr int64_t kUnitElements = 16384;
+
+const ElementTable& element_table(CpuLevel level) {
+#if TRUNKLINE_LEVELS > 1
+  switch (level) {
+    case CpuLevel::kAvx2: return avx2::kElementTable;
+    case CpuLevel::kAvx512: return avx512::kElementTable;
+    case CpuLevel::kAvx512Bf16: return avx512bf16::kElementTable;
+    default: break;
+  }
+#else
+  static_cast<void>(level);
+#endif
+  return portable::kElementTable;
+}
+
+// Calls `body(begin, end)` for parts of [0, count) of `each` elements.
+template <class Body>
+void run_parts(CpuContext& context, int64_t count, int64_t each, Body&& body) {
+  const int64_t per_unit = std::max<int64_t>(1, kUnitElements / std::max<int64_t>(1, each));
+  if (count <= per_unit || context.pool.threads() == 1) return body(0, count);
+  context.pool.run((count + per_unit - 1) / per_unit,
+                   [&](int64_t unit, int) { body(unit * per_unit, std::min(count, (unit + 1) * per_unit)); });
+}
+
+}  // namespace
+
+void run_elements(CpuContext& context, ElementOp op, DenseType type, const ElementCall& call, int64_t count) {
+  const auto range = element_table(context.level).range[static_cast<int>(op)][static_cast<int>(type)];
+  run_parts(context, count, 1, [&](int64_t begin, int64_t end) { range(call, begin, end); });
+}
+
+void run_layer_norm(CpuContext& context, const LayerNormCall& call, DenseType type, int64_t rows) {
+  const auto norm = element_table(context.level).layer_norm[static_cast<int>(type)];
+  run_parts(context, rows, call.width, [&](int64_t begin, int64_t end) { norm(call, begin, end); });
+}
+
+}  // namespace trunkline

@@ -1,0 +1,53 @@
+// Ops that look at one element, or one row, at a time: sums, factors, limits, plain activations, layer norms.
+//
+// Plain data only: this header is compiled once per level.
+#pragma once
+
+#include <cstdint>
+
+#include "linear.h"
+
+namespace trunkline {
+
+enum class ElementOp : int {
+  kAdd = 0,      // into += x
+  kScale = 1,    // into *= factor
+  kClamp = 2,    // into between +- factor
+  kSoftCap = 3,  // into = factor * tanh(into / factor)
+  kRelu = 4,
+  kSilu = 5,
+  kGelu = 6,
+  kGeluTanh = 7,
+};
+constexpr int kElementOps = 8;
+
+struct ElementCall {
+  void* into;
+  const void* x;
+  float factor;
+};
+
+struct LayerNormCall : NormCall {
+  const void* bias;  // null: none; weight and bias are of the type of x
+};
+
+struct ElementTable {
+  // Elements [begin, end), computed in float32 and rounded once.
+  void (*range[kElementOps][kDenseTypes])(const ElementCall& call, int64_t begin, int64_t end);
+  void (*layer_norm[kDenseTypes])(const LayerNormCall& call, int64_t row_begin, int64_t row_end);
+};
+
+namespace portable {
+extern const ElementTable kElementTable;
+}
+namespace avx2 {
+extern const ElementTable kElementTable;
+}
+namespace avx512 {
+extern const ElementTable kElementTable;
+}
+namespace avx512bf16 {
+extern const ElementTable kElementTable;
+}
+
+}  // namespace trunkline

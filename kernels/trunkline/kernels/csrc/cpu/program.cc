@@ -1,0 +1,253 @@
+// The interpreter: each op of a program is a call of the function behind the exported op.
+
+#include "program.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "ops.h"
+#include "shared_group_handles.h"
+
+namespace trunkline {
+namespace {
+
+ElementType element_type(DenseType type) {
+  switch (type) {
+    case DenseType::kBFloat16: return ElementType::kBFloat16;
+    case DenseType::kFloat16: return ElementType::kFloat16;
+    default: return ElementType::kFloat32;
+  }
+}
+
+// To nearest, ties to even, from double by way of float, as the reference rounds. Finite numbers only.
+uint16_t bfloat16_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Of a magnitude up to 65504.
+uint16_t float16_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const uint32_t sign = (bits >> 16) & 0x8000u, rest = bits & 0x7fffffffu;
+  if (rest < 0x38800000u) {  // below 2^-14: a multiple of 2^-24
+    float magnitude;
+    std::memcpy(&magnitude, &rest, 4);
+    return static_cast<uint16_t>(sign | static_cast<uint32_t>(std::nearbyint(magnitude * 0x1p24f)));
+  }
+  const uint32_t rounded = rest + 0xfffu + ((rest >> 13) & 1u);
+  return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
+}
+
+void store_number(char* data, DenseType type, int64_t index, double value) {
+  if (type == DenseType::kFloat32) {
+    reinterpret_cast<float*>(data)[index] = static_cast<float>(value);
+    return;
+  }
+  const float narrow = static_cast<float>(value);
+  reinterpret_cast<uint16_t*>(data)[index] =
+      type == DenseType::kBFloat16 ? bfloat16_of(narrow) : float16_of(narrow);
+}
+
+constexpr int64_t kRotatedTokens = 32;  // per unit
+
+}  // namespace
+
+void Program::run(int64_t start, int64_t stop) {
+  std::shared_ptr<SharedGroup> sums;
+  if (group != 0) sums = group_of(group);
+  for (int64_t i = start; i < stop; ++i) run_op(ops[static_cast<size_t>(i)], sums.get());
+}
+
+void Program::run_op(const ProgramOp& op, SharedGroup* sums) {
+  switch (op.kind) {
+    case OpKind::kEmbed: return embed(op);
+    case OpKind::kAddPositions: return add_positions(op);
+    case OpKind::kScale: return elements(op, ElementOp::kScale);
+    case OpKind::kAllReduce: {
+      ProgramBuffer& into = at(op.into);
+      return translated([&] { sums->all_reduce(into.data, rows_of(into) * into.width, element_type(into.type)); });
+    }
+    case OpKind::kRotations: return rotate(op);
+    case OpKind::kRmsNorm:
+    case OpKind::kLayerNorm: return norm(op);
+    case OpKind::kLinear: return linear(op);
+    case OpKind::kActivate: return elements(op, static_cast<ElementOp>(op.number));
+    case OpKind::kClamp: return elements(op, ElementOp::kClamp);
+    case OpKind::kAdd: return elements(op, ElementOp::kAdd);
+    case OpKind::kStoreKv: return store_kv(op);
+    case OpKind::kAttend:
+      if (step.decode_rows > 0) decode(op);
+      if (step.has_prefill) prefill(op);
+      return;
+    case OpKind::kSelect: return select(op);
+    case OpKind::kSoftCap: return elements(op, ElementOp::kSoftCap);
+    case OpKind::kForbid: return forbid(op);
+    case OpKind::kHost: break;
+  }
+  TVM_FFI_THROW(ValueError) << "the interpreter has no such op";
+}
+
+void Program::embed(const ProgramOp& op) {
+  const ProgramBuffer& out = at(op.out);
+  const auto bytes = static_cast<size_t>(out.row_bytes());
+  const auto* table = static_cast<const char*>(op.weight.data);
+  for (int64_t row = 0; row < rows_of(out); ++row) {
+    const int64_t local = step.ids[row] - op.number;
+    char* to = out.data + row * out.row_bytes();
+    if (local >= 0 && local < op.weight.rows) {
+      std::memcpy(to, table + local * out.row_bytes(), bytes);
+    } else {
+      std::memset(to, 0, bytes);
+    }
+  }
+}
+
+void Program::add_positions(const ProgramOp& op) {
+  const ProgramBuffer& into = at(op.into);
+  const auto* table = static_cast<const char*>(op.weight.data);
+  for (int64_t row = 0; row < rows_of(into); ++row) {
+    const int64_t position = step.positions[row];
+    if (position < 0 || position >= op.weight.rows) {
+      TVM_FFI_THROW(ValueError) << "position " << position << ": the table has " << op.weight.rows;
+    }
+    ElementCall call{into.data + row * into.row_bytes(), table + position * into.row_bytes(), 0.0f};
+    run_elements(*context, ElementOp::kAdd, into.type, call, into.width);
+  }
+}
+
+// Laid out so that `x * cos + swap_halves(x) * sin` rotates x: equal halves of cosines, sines of opposite signs.
+void Program::rotate(const ProgramOp& op) {
+  const ProgramBuffer &cosines = at(op.out), &sines = at(op.other);
+  const auto* frequencies = static_cast<const double*>(op.weight.data);
+  const int64_t half = cosines.width / 2, tokens = rows_of(cosines);
+  const auto rotate_token = [&](int64_t token) {
+    const auto position = static_cast<double>(step.positions[token]);
+    for (int64_t i = 0; i < half; ++i) {
+      const double angle = position * frequencies[i];
+      const double cosine = std::cos(angle) * op.factor, sine = std::sin(angle) * op.factor;
+      const int64_t first = token * cosines.width + i;
+      store_number(cosines.data, cosines.type, first, cosine);
+      store_number(cosines.data, cosines.type, first + half, cosine);
+      store_number(sines.data, sines.type, first, -sine);
+      store_number(sines.data, sines.type, first + half, sine);
+    }
+  };
+  context->pool.run((tokens + kRotatedTokens - 1) / kRotatedTokens, [&](int64_t unit, int) {
+    const int64_t stop = std::min(tokens, (unit + 1) * kRotatedTokens);
+    for (int64_t token = unit * kRotatedTokens; token < stop; ++token) rotate_token(token);
+  });
+}
+
+void Program::norm(const ProgramOp& op) {
+  const ProgramBuffer &x = at(op.x), &out = at(op.out);
+  LayerNormCall call{};
+  call.x = x.data, call.out = out.data;
+  call.residual = op.into < 0 ? nullptr : at(op.into).data;
+  call.weight = op.weight.data, call.bias = op.bias.data;
+  call.float_weight = op.weight.is_float32;
+  call.width = x.width;
+  call.eps = static_cast<float>(op.factor);
+  if (op.kind == OpKind::kRmsNorm) return run_norm(*context, call, x.type, rows_of(x));
+  run_layer_norm(*context, call, x.type, rows_of(x));
+}
+
+void Program::linear(const ProgramOp& op) {
+  const ProgramBuffer &x = at(op.x), &out = at(op.out);
+  LinearCall call{};
+  call.layer = op.linear;
+  call.x = x.data, call.out = out.data;
+  call.float_out = out.type == DenseType::kFloat32;
+  call.rows = rows_of(out);
+  if (call.rows > 0) run_linear(*context, call);
+}
+
+void Program::elements(const ProgramOp& op, ElementOp kind) {
+  const ProgramBuffer& into = at(op.into);
+  const ElementCall call{into.data, op.x < 0 ? nullptr : at(op.x).data, static_cast<float>(op.factor)};
+  run_elements(*context, kind, into.type, call, rows_of(into) * into.width);
+}
+
+void Program::store_kv(const ProgramOp& op) {
+  const ProgramBuffer& qkv = at(op.into);
+  WriteCall call{};
+  call.pool = pool;
+  call.layer = static_cast<int32_t>(op.number), call.heads = static_cast<int32_t>(op.heads);
+  call.slots = step.slots;
+  call.qkv = qkv.data;
+  if (op.out >= 0) {
+    call.cos = at(op.out).data, call.sin = at(op.other).data;
+    call.rotary_dim = static_cast<int32_t>(at(op.out).width);
+    call.wide_angles = at(op.out).type == DenseType::kFloat32;
+  }
+  call.q_weight = static_cast<const char*>(op.weight.data), call.k_weight = static_cast<const char*>(op.bias.data);
+  call.eps = static_cast<float>(op.factor);
+  run_write(*context, call, rows_of(qkv));
+}
+
+ScoreRule Program::rule_of(const ProgramOp& op) const {
+  return {static_cast<float>(op.factor), static_cast<float>(op.cap), static_cast<int32_t>(op.window),
+          static_cast<const float*>(op.weight.data)};
+}
+
+void Program::decode(const ProgramOp& op) {
+  const ProgramBuffer &qkv = at(op.x), &out = at(op.out);
+  DecodeCall call{pool, rule_of(op), WorkView(step.decode_words)};
+  call.layer = static_cast<int32_t>(op.number), call.steps = step.decode_steps;
+  call.group = static_cast<int32_t>(op.heads / pool.kv_heads);
+  call.q = qkv.data, call.q_stride = qkv.row_bytes();
+  call.out = out.data, call.out_stride = out.row_bytes();
+  call.invariant = invariant;
+  if (step.entry_query != nullptr && op.rope >= 0) {
+    const Constant& angles = step.decode_angles[static_cast<size_t>(op.rope)];
+    TurnCall turn{};
+    turn.q = call.q, turn.q_stride = call.q_stride;
+    turn.heads = op.heads, turn.head_dim = pool.head_dim, turn.half_rotary = angles.width;
+    turn.turns = step.turns;
+    turn.angles = static_cast<const float*>(angles.data);
+    turn.turned =
+        turned.reserve(static_cast<size_t>(step.turn_count * op.heads * pool.head_dim * pool.element_bytes));
+    run_turns(*context, turn, pool.type, step.turn_count);
+    call.entry_query = step.entry_query, call.turned = turn.turned;
+  }
+  run_decode(*context, call, buffered);
+}
+
+void Program::prefill(const ProgramOp& op) {
+  const ProgramBuffer &qkv = at(op.x), &out = at(op.out);
+  PrefillCall call = step.prefill;
+  call.pool = pool, call.rule = rule_of(op);
+  call.layer = static_cast<int32_t>(op.number);
+  call.group = static_cast<int32_t>(op.heads / pool.kv_heads);
+  call.q_stride = qkv.row_bytes(), call.out_stride = out.row_bytes();
+  call.q = qkv.data + step.decode_rows * call.q_stride;
+  call.out = out.data + step.decode_rows * call.out_stride;
+  if (op.rope >= 0 && !step.prefill_angles.empty()) {
+    const Constant& angles = step.prefill_angles[static_cast<size_t>(op.rope)];
+    call.angles = static_cast<const float*>(angles.data);
+    call.half_rotary = static_cast<int32_t>(angles.width);
+  }
+  run_prefill(*context, call);
+}
+
+void Program::select(const ProgramOp& op) {
+  const ProgramBuffer &x = at(op.x), &out = at(op.out);
+  const int64_t bytes = x.row_bytes();
+  for (int64_t row = 0; row < rows_of(out); ++row) {
+    const int64_t from = step.state_rows == nullptr ? row : step.state_rows[row];
+    std::memcpy(out.data + row * bytes, x.data + from * bytes, static_cast<size_t>(bytes));
+  }
+}
+
+void Program::forbid(const ProgramOp& op) {
+  const ProgramBuffer& into = at(op.into);
+  for (int64_t row = 0; row < rows_of(into); ++row) {
+    auto* numbers = reinterpret_cast<float*>(into.data) + row * into.width;
+    std::fill(numbers + op.number, numbers + into.width, -std::numeric_limits<float>::infinity());
+  }
+}
+
+}  // namespace trunkline
