@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from worker.checkpoints import Models
 from worker.draft_driver import LONGEST, Said, Table, decode, some
 from worker.driver import VOCAB_SIZE, run_config
 from worker.ranks import Rank, run_ranks
@@ -71,6 +72,21 @@ def test_what_is_said_does_not_depend_on_drafts(runner: Runner, name: str, seed:
     runner.pool.data.fill_(float("nan"))  # what was not written must not be read
     steps, fewer = compare(runner, SAMPLINGS[name], seed)
     assert fewer < steps
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_drafts_change_no_bit_of_what_rows_compute(models: Models, dtype: str) -> None:
+    """With compiled kernels on a CPU: reports are equal, not only close."""
+    folder = models(head_dim=16)
+    runner = Runner.load(run_config(folder, kernels="cpu", dtype=dtype, invariant_rows=True), lambda *_: None)
+    samplings = [Sampling(temperature=t, seed=n, logprobs=VOCAB_SIZE) for n, t in enumerate((0.0, 1.0, 2.0))]
+    texts = [text * 4 for text in prompts(3, 5)]
+    plain, steps = decode(runner.execute, texts, samplings, count=40, first_step=1)
+    guessed, fewer = decode(runner.execute, texts, samplings, some(plain, 0), count=40, first_step=steps + 1)
+    assert fewer < steps
+    for one, other in zip(guessed, plain, strict=True):
+        assert one.tokens == other.tokens
+        assert one.logprobs == other.logprobs
 
 
 def test_different_requests_side_by_side(runner: Runner) -> None:

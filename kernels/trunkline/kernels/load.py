@@ -26,7 +26,7 @@ class KernelsUnavailableError(Exception):
     """The kernels asked for do not exist or cannot run here."""
 
 
-def load_kernels(name: str, device: str, threads: int = 1) -> Kernels:
+def load_kernels(name: str, device: str, threads: int = 1, *, invariant: bool = False) -> Kernels:
     """Return the ops for a device.
 
     Args:
@@ -34,6 +34,8 @@ def load_kernels(name: str, device: str, threads: int = 1) -> Kernels:
             compiled kernels were not installed; on a GPU the reference runs only when it is asked for.
         device: "cpu" or "cuda".
         threads: Compute threads, for kernels that have threads of their own.
+        invariant: Whether a row's results are to be the same bits whatever else is in the batch, where kernels can
+            do that: those of the CPU.
 
     Raises:
         KernelsUnavailableError: an unknown name, kernels of another device, kernels that were asked for by name
@@ -49,7 +51,7 @@ def load_kernels(name: str, device: str, threads: int = 1) -> Kernels:
         if device == "cuda":
             return CudaKernels()
         if library() is not None:
-            return CpuKernels(threads=threads)
+            return CpuKernels(threads=threads, invariant=invariant)
         reason, remedy = "the compiled CPU kernels are not installed", REINSTALL
     except NativeLibraryError as error:
         raise KernelsUnavailableError(f"{error}; {error.remedy}, or use --kernels reference") from error

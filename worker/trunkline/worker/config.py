@@ -40,6 +40,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Type of weights, activations and KV. Float32 by default: greedy output then does not depend on caching."""
     kernels: str = "auto"
     """Name of the kernels, one of `trunkline.kernels.load.KERNEL_NAMES`."""
+    invariant_rows: bool = False
+    """Whether a row's logits are to be the same bits whatever else is in its step, its own drafts among it: with
+    compiled kernels on a CPU they then are, in bfloat16, too."""
     quantisation: Literal["", "int8"] = ""
     """How the layers' weights are quantised while they are loaded: "int8" (per output channel), or "" for none."""
     collectives: str = "auto"

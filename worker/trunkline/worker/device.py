@@ -64,7 +64,7 @@ def choose_kernels(config: WorkerConfig, threads: int) -> Kernels:
         WorkerConfigError: They are not installed, or do not run on this machine.
     """
     try:
-        return load_kernels(config.kernels, config.device, threads)
+        return load_kernels(config.kernels, config.device, threads, invariant=config.invariant_rows)
     except KernelsUnavailableError as error:
         raise WorkerConfigError(str(error)) from error
 

@@ -184,6 +184,7 @@ def _worker_configs(
                 gpu=plan.placement.gpu(group - plan.first_group, here),
                 gpu_memory_fraction=plan.placement.fraction,
                 dtype=plan.dtype,
+                invariant_rows=settings.speculation != "off",  # so that drafts change no bit of what rows compute
                 quantisation="int8" if settings.quantization == "int8" else "",
                 kv_memory_bytes=settings.kv_memory_per_worker(plan.device),
                 host_memory_bytes=settings.host_tier_per_worker(plan.device),
