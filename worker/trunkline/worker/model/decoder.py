@@ -5,7 +5,8 @@ batching, PagedAttention §4.5), attention is called for each kind.
 
 What is promised: in float32 a token's logits do not depend on the batch beyond rounding, so greedy output is
 the same unless two tokens are equal to within it. They are not promised to be equal bit by bit: matrix
-multiplications of other sizes and other sharers of the prefix add in another order.
+multiplications of other sizes and other sharers of the prefix add in another order. Compiled kernels on a CPU with
+`WorkerConfig.invariant_rows` do promise it for decode rows: alone, behind each other as drafts, beside others.
 """
 
 from __future__ import annotations
