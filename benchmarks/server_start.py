@@ -9,6 +9,7 @@ of a `trunkline` command, so two versions in two environments can be compared in
 - `ready`: from the command to the first answer of `/health`, which a token was generated for; asked every 10 ms.
 - `cpu`: CPU seconds of all its processes until then.
 - `memory`: what its processes hold then, each shared page counted once (PSS).
+- `first grammar`: how long the first request takes whose answer a grammar binds, one of four words.
 - `worker back`: from SIGKILL of rank 0 until a completion of one token is answered again.
 """
 
@@ -30,11 +31,14 @@ from typing import Final
 import httpx
 import psutil
 from report import Report, argument_parser
+from small_model import small_model
 
 POLL_S: Final = 0.01
 PATIENCE_S: Final = 120.0
 TITLE: Final = "trunkline: worker "
-UNITS: Final = {"ready": "s", "cpu": "s", "memory": "MiB", "worker back": "s"}
+UNITS: Final = {"ready": "s", "cpu": "s", "memory": "MiB", "first grammar": "s", "worker back": "s"}
+WORDS: Final = ["w17", "w18", "w19", "w20"]
+"""Both models can say them: each is a token of small_model.py."""
 
 
 class Server:
@@ -66,6 +70,17 @@ class Server:
         """The process of rank 0."""
         titles = {" ".join(process.cmdline()).strip(): process for process in self.processes()}
         return next(process for title, process in titles.items() if title.startswith(TITLE) and "rank 0" in title)
+
+    def choose(self) -> None:
+        """Ask for an answer that a grammar binds.
+
+        Raises:
+            SystemExit: It is none of the words.
+        """
+        body = {"model": "m", "prompt": [2, 3, 4], "max_tokens": 8, "temperature": 0, "guided_choice": WORDS}
+        answer = self._client.post("/v1/completions", json=body)
+        if answer.status_code != 200 or answer.json()["choices"][0]["text"].strip() not in WORDS:
+            raise SystemExit(f"the grammar did not bind the answer: {answer.text[:500]}")
 
     def wait_for_a_token(self) -> None:
         """Ask for a token; the answer may have to wait for a worker."""
@@ -111,6 +126,9 @@ def measured(program: str, model: str, tp: int) -> dict[str, float]:
         server.wait_until_it_serves()
         found = {"ready": time.perf_counter() - begun, "cpu": server.cpu_s(), "memory": server.memory_mib()}
         server.wait_for_a_token()
+        begun = time.perf_counter()
+        server.choose()
+        found["first grammar"] = time.perf_counter() - begun
         server.worker().kill()
         begun = time.perf_counter()
         server.wait_for_a_token()
@@ -122,16 +140,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="starts of each program (%(default)s)")
     own = str(Path(sys.executable).with_name("trunkline"))
     parser.add_argument("--programs", default=own, help="paths of `trunkline` commands")
-    parser.add_argument("--model", default="demo")
+    parser.add_argument("--model", default="demo", help="what to serve, or small: the model of small_model.py")
     parser.add_argument("--tp", default="1,2,4", help="numbers of ranks (%(default)s)")
     arguments = parser.parse_args()
+    model = str(small_model()) if arguments.model == "small" else arguments.model
     report = Report("server_start")
     rounds = 1 if arguments.quick else arguments.rounds
     for tp in [2] if arguments.quick else [int(word) for word in arguments.tp.split(",")]:
         found: dict[str, list[dict[str, float]]] = {program: [] for program in arguments.programs.split(",")}
         for _ in range(rounds):
             for program, figures in found.items():
-                figures.append(measured(program, arguments.model, tp))
+                figures.append(measured(program, model, tp))
         for program, figures in found.items():
             case = {"model": arguments.model, "tp": tp}
             if len(found) > 1:
