@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from trunkline.controller.messages import ModuleText, PromptLayout
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.api.module_prompts import modules_job
-from trunkline.router.api.prompting import Rendering, encode_text, job_for, policy_of
+from trunkline.router.api.prompting import Rendering, encode_text, job_for, policy_of, remembered_prompt
 from trunkline.router.api.requests import check_length
 from trunkline.router.api.turn import SessionTurn
 from trunkline.router.jobs.generation_parameters import DialogParameters
@@ -75,6 +75,9 @@ async def dialog_tokens(
             return laid_out.tokens
         body = unmarked(body, marks)
     text = await Rendering.of(body, plan).text(service, body.messages)
+    remembered = await remembered_prompt(service, body, text, plan, fits=False)
+    if remembered is not None:
+        return len(remembered.tokens)
     return len(await encode_text(service.tokenizer, text, None, add_special_tokens=False, param="messages"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from trunkline.kvstore.chunks import pack_int32
+from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.router.api.module_prompts import as_roles, place, truncated
 from trunkline.router.api.prompting import Rendering, instruction_tokens
 from trunkline.router.api.turn import stored_messages
@@ -15,6 +15,7 @@ from trunkline.router.service import RouterService, scoped_session
 from trunkline.router.stores.session_state import SessionState
 from trunkline.router.stores.session_store import SessionStore
 from trunkline.router.tenancy.auth import cache_salt
+from trunkline.router.text.token_ids import TokenIds
 from trunkline.router.text.truncation import CutError, TokenSpan, clip_spans, plan_cut, room_for, span_tokens
 
 
@@ -49,7 +50,7 @@ async def next_route(service: RouterService, history_id: str, session: SessionSt
     given = session.modules
     if given is None:
         salt = cache_salt(None)
-        drops = await _drops(service, session, session.history.ids())
+        drops = await _drops(service, session, TokenIds(unpack_int32(session.history.tokens)))
         return RouteRequest(session.history.tokens, salt, scoped_session(history_id, salt), drops=drops), 0
     messages = as_roles(service.tokenizer, await stored_messages(service, session))
     policy = session.truncation
@@ -69,7 +70,7 @@ async def next_route(service: RouterService, history_id: str, session: SessionSt
     return route, placed.prompt.module_tokens
 
 
-async def _drops(service: RouterService, session: SessionState, tokens: list[int]) -> tuple[TokenSpan, ...]:
+async def _drops(service: RouterService, session: SessionState, tokens: TokenIds) -> tuple[TokenSpan, ...]:
     """Return the ranges of the history that the next request will probably not see."""
     context, policy = service.limits.max_context, session.truncation
     room = room_for(None, context)

@@ -21,9 +21,11 @@ from trunkline.router.http.answers import JsonResponse
 from trunkline.router.http.body import read_request
 from trunkline.router.jobs.job import check_ids
 from trunkline.router.jobs.request_models import TOKENIZE, DetokenizeRequest
+from trunkline.router.tenancy.auth import cache_salt
 from trunkline.router.text.detokenizer import make_detokenizer
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.router.tools.plan import prepare_tools
+from trunkline.router.tools.readings import reads_same
 
 routes = APIRouter()
 _SLICE_TOKENS: Final = 2048
@@ -41,22 +43,32 @@ async def tokenize(request: Request) -> Response:
     service = check_model(service, body.model)
     if body.messages is not None:
         check_length(sum(len(message.content) for message in body.messages), "messages")
-        tools = prepare_tools(body.tools, None, None, service.tokenizer.tool_style).template_tools
+        tokenizer = service.tokenizer
+        plan = prepare_tools(body.tools, None, None, tokenizer.tool_style, tokenizer.reasoning)
         continues = bool(body.continue_final_message)
         begins = body.add_generation_prompt and not continues
-        rendering = Rendering(begins, extra=body.chat_template_kwargs, tools=tools, continues=continues)
+        rendering = Rendering(
+            begins, extra=body.chat_template_kwargs, tools=plan.template_tools, continues=continues
+        )
         text, param, add_special_tokens = await rendering.text(service, body.messages), "messages", False
     else:
-        text, param, add_special_tokens = body.prompt or "", "prompt", True
+        text, param, add_special_tokens, plan = body.prompt or "", "prompt", True, None
         check_length(len(text), param)
     if body.add_special_tokens is not None:
         add_special_tokens = body.add_special_tokens
-    tokens = await encode_text(service.tokenizer, text, None, add_special_tokens=add_special_tokens, param=param)
+    tokens: Sequence[int]
+    prompts, salt = service.model.remembered, cache_salt(None)
+    if plan is not None and prompts.is_on and not add_special_tokens:
+        tokens = (await prompts.encoded(text, salt, prompts.known(text, salt, reads_same(plan)))).ids
+    else:
+        tokens = await encode_text(
+            service.tokenizer, text, None, add_special_tokens=add_special_tokens, param=param
+        )
     head = {"count": len(tokens), "max_model_len": service.limits.max_context}
-    tokenizer = service.tokenizer if body.return_token_strs else None
+    strings = service.tokenizer if body.return_token_strs else None
     if len(tokens) > _SLICED_TOKENS:
-        return StreamingResponse(_written_tokens(head, tokens, tokenizer), media_type=JsonResponse.media_type)
-    return JsonResponse({**head, "tokens": tokens, "token_strs": tokenizer and _strings(tokenizer, tokens)})
+        return StreamingResponse(_written_tokens(head, tokens, strings), media_type=JsonResponse.media_type)
+    return JsonResponse({**head, "tokens": list(tokens), "token_strs": strings and _strings(strings, tokens)})
 
 
 @routes.post("/detokenize")

@@ -17,7 +17,7 @@ from trunkline.kvstore.chunks import unpack_int32
 from trunkline.router.api.requests import check_length
 from trunkline.router.api.responses import ChatMessage
 from trunkline.router.errors import bad_value
-from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, Message
+from trunkline.router.jobs.request_models import STORED_MESSAGES, ChatRequest, CompletionRequest, Message
 from trunkline.router.request_context import request_name
 from trunkline.router.service import RouterService
 from trunkline.router.stores.session_changes import MESSAGE_BYTES_MAX
@@ -250,7 +250,7 @@ async def stored_messages(service: RouterService, session: SessionState) -> list
     stored = session.history.messages
 
     def read() -> list[Message]:
-        return [Message.model_validate(message) for message in stored]
+        return STORED_MESSAGES.validate_python(stored)
 
     return await service.large_requests.run(read) if len(stored) > MESSAGES_OFF_LOOP else read()
 

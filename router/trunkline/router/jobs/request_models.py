@@ -13,6 +13,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    TypeAdapter,
     ValidationError,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
@@ -190,7 +191,7 @@ def _known_first(value: Any, check: ValidatorFunctionWrapHandler, info: Validati
     if memory is None or type(value) is not list or not LEAST <= len(value) <= MESSAGES_MAX:
         return check(value)  # type: ignore[no-any-return]
     begins = beginning_of_fields(value)
-    scope = cache_salt(info.data.get("cache_salt"))
+    scope = cache_salt((info.data or {}).get("cache_salt"))
     known = memory.checked.find(scope, begins, value)
     messages: list[Message]
     if known is None:
@@ -211,6 +212,8 @@ def _known_first(value: Any, check: ValidatorFunctionWrapHandler, info: Validati
 Messages = Annotated[list[Message], Field(max_length=MESSAGES_MAX, fail_fast=True), WrapValidator(_known_first)]
 
 
+STORED_MESSAGES: Final = TypeAdapter(Annotated[list[Message], WrapValidator(_known_first)])
+"""Checks the messages of a stored conversation, of which there may be any number."""
 DOCUMENTS_MAX: Final = 1024
 """Largest number of documents beside a conversation."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
