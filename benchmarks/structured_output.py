@@ -2,11 +2,12 @@
 
     python benchmarks/structured_output.py [--quick] [--json PATH] [--rows 8]
 
-Sampling alone, on random logits, without the forward pass: 8 plain rows; the same with 1 and with all 8 of them
-following a grammar. A step with k grammars less a step without is what k grammars add. Besides, what one row's
-mask costs without applying it (`fill`: accept the last token, fill the next mask), what handing that work to
-another thread would cost (`hand_over`), and how long a grammar takes from its text until it is ready (`compile`:
-trial and compilation, the first one with the start of the trial process).
+Sampling alone, on one thread and random logits, without the forward pass: 8 plain rows; the same with 1 and with
+all 8 of them following a grammar; 8 rows with other options (`options`). A step with k grammars less a step
+without is what k grammars add. Besides, what one row's mask costs without applying it (`fill`: accept the last
+token, fill the next mask), what handing that work to another thread would cost (`hand_over`), and how long a
+grammar takes from its text until it is ready (`compile`: trial and compilation, the first one with the start of
+the trial process).
 
 Two vocabularies: the demo model's of 4,096 tokens, and one of 128,000 that is made here by training BPE on made-up
 words.
@@ -30,6 +31,8 @@ from report import Report, argument_parser
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from trunkline.deploy.config.models import DEMO_FOLDER
+from trunkline.kernels.cpu_sampling import CpuSampling
+from trunkline.kernels.native import NativeContext
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.grammar.compiler import GrammarStore
@@ -102,21 +105,25 @@ class Bench:
         self.compile_s[name] = time.perf_counter() - start
         return grammar
 
-    def rows(self, count: int, constrained: int, grammar: int, temperature: float) -> list[BatchSequence]:
+    def rows(
+        self, count: int, constrained: int, grammar: int, temperature: float, **options: Any
+    ) -> list[BatchSequence]:
         """`count` sequences, the first of which follow a grammar."""
         found = []
         for row in range(count):
             self._next += 1
-            followed = {"grammar": grammar, "stop_ids": pack_int32([STOP])} if row < constrained else {}
-            sampling = Sampling(temperature=temperature, seed=row, **followed)  # type: ignore[arg-type]
-            join = Join(self._next, pack_int32([2, 3]), 0, 2, pack_int32([0]), sampling)
+            followed: dict[str, Any] = (
+                {"grammar": grammar, "stop_ids": pack_int32([STOP])} if row < constrained else {}
+            )
+            sampling = Sampling(temperature=temperature, seed=row, **followed, **options)
+            join = Join(self._next, pack_int32([*range(2, 1002)]), 0, 1000, pack_int32([0]), sampling)
             found.append(BatchSequence(join))
         return found
 
 
 def steps(bench: Bench, rows: list[BatchSequence]) -> Callable[[], float]:
     """One step at each call: seconds of `Sampler.sample`."""
-    sampler = Sampler(bench.size, torch.device("cpu"), bench.store)
+    sampler = Sampler(bench.size, torch.device("cpu"), bench.store, CpuSampling(NativeContext(None, 1)))
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(len(rows), bench.size, generator=generator) * 3
     state = {"step": 0}
@@ -192,6 +199,31 @@ def measure(report: Report, bench: Bench, quick: bool, count: int) -> None:
                 report.add(case, "sample", median(found) * 1e3, "ms", runs)
 
 
+OPTIONS: Final[dict[str, dict[str, Any]]] = {
+    "none": {},
+    "top-k 50": {"top_k": 50},
+    "top-p 0.9": {"top_p": 0.9},
+    "min-p 0.05": {"min_p": 0.05},
+    "top-k 50, top-p 0.9": {"top_k": 50, "top_p": 0.9},
+    "three penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.5, "presence_penalty": 0.5},
+    "bias of 300 tokens": {"logit_bias": dict.fromkeys(range(5, 305), 1.0)},
+    "5 log-probabilities": {"logprobs": 5},
+}
+
+
+def measure_options(report: Report, bench: Bench, quick: bool, count: int) -> None:
+    """The sampling of `count` rows at temperature 0.7, all with the same options."""
+    runs = 40 if quick else 150
+    variants = {name: steps(bench, bench.rows(count, 0, 0, 0.7, **chosen)) for name, chosen in OPTIONS.items()}
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(runs):
+        for name, step in variants.items():
+            times[name].append(step())
+    for name, found in times.items():
+        case = {"vocabulary": bench.size, "temperature": 0.7, "rows": count, "options": name}
+        report.add(case, "sample", median(found) * 1e3, "ms", runs)
+
+
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--rows", type=int, default=8)
@@ -202,6 +234,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         for path, size in ((DEMO_FOLDER, 4096), (made_up_tokenizer(Path(folder), 128_000), 128_000)):
             bench = Bench(path, size)
+            measure_options(report, bench, arguments.quick, arguments.rows)
             measure(report, bench, arguments.quick, arguments.rows)
             bench.store.close()
     report.finish(arguments.json, wide=True)

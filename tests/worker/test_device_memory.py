@@ -16,6 +16,7 @@ from trunkline.kernels.cuda_library import AttentionCall
 from trunkline.kvstore.chunks import unpack_int32
 from trunkline.worker import runner as runner_module
 from trunkline.worker.batch.batch import BatchBuilder
+from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.device import (
     OUTSIDE_BYTES_MAX,
@@ -162,12 +163,11 @@ def test_the_largest_steps_run_before_the_pool_is_made(
         seen["scored"] += sum(len(entry.targets) for entry in batch.scored)
         return batch
 
-    def watched_sample(self: Sampler, logits: torch.Tensor, samples: list[object], *, changed: bool) -> object:
-        result = sample(self, logits, samples, changed=changed)  # type: ignore[arg-type]
-        seen["limited"] += int(
-            self._rows is not None and self._rows.limits is not None and self._rows.limits.top_p is not None
-        )
-        return result
+    def watched_sample(
+        self: Sampler, logits: torch.Tensor, samples: list[BatchSequence], *, changed: bool
+    ) -> object:
+        seen["limited"] += sum(s.sampling.top_p < 1 for s in samples)
+        return sample(self, logits, samples, changed=changed)
 
     def watched_init(self: Decoder, *arguments: object) -> None:
         init(self, *arguments)  # type: ignore[arg-type]

@@ -11,17 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from trunkline.kernels.reference_sampling import first_argmax, gumbel, token_keys
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.messages import Join, Sampling
-from trunkline.worker.sampling.sampler import (
-    LOGPROB_MIN,
-    Sampler,
-    first_argmax,
-    gumbel,
-    is_plain_greedy,
-    token_keys,
-)
+from trunkline.worker.sampling.sampler import LOGPROB_MIN, Sampler, is_plain_greedy
 
 V = 50
 

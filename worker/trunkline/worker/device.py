@@ -28,8 +28,12 @@ import numpy as np
 import structlog
 import torch
 
+from trunkline.kernels.cpu import CpuKernels
+from trunkline.kernels.cpu_sampling import CpuSampling
 from trunkline.kernels.load import KernelsUnavailableError, load_kernels
 from trunkline.kernels.ops import Kernels
+from trunkline.kernels.reference_sampling import ReferenceSampling
+from trunkline.kernels.sampling import SamplingOps
 from trunkline.kvstore.chunks import blocks_for, pack_int32
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.errors import WorkerConfigError, WorkerError
@@ -67,6 +71,13 @@ def choose_kernels(config: WorkerConfig, threads: int) -> Kernels:
         return load_kernels(config.kernels, config.device, threads, invariant=config.invariant_rows)
     except KernelsUnavailableError as error:
         raise WorkerConfigError(str(error)) from error
+
+
+def choose_sampling(kernels: Kernels) -> SamplingOps:
+    """Return the ops of sampling that go with these kernels."""
+    if isinstance(kernels, CpuKernels):
+        return CpuSampling(kernels.context)
+    return ReferenceSampling()
 
 
 BLOCKS_MIN: Final = 2

@@ -30,6 +30,7 @@ from trunkline.worker.device import (
     MemoryMeter,
     choose_device,
     choose_kernels,
+    choose_sampling,
     measure_largest_step,
 )
 from trunkline.worker.errors import PlanError, WorkerConfigError
@@ -75,7 +76,7 @@ class Runner:
         vocab_size = shard.config.vocab_size
         # Rank 0 alone samples, so it alone needs grammars.
         self._grammars = GrammarStore(Path(config.model), vocab_size) if group.rank == 0 else None
-        self._sampler = Sampler(vocab_size, device, self._grammars)
+        self._sampler = Sampler(vocab_size, device, self._grammars, choose_sampling(kernels))
         self._selector = Selector(group, self._sampler, self._searches, shard, config.chunk_size)
         # The states are the same on every rank, so one is enough.
         self._pooler = Pooler() if group.rank == 0 else None

@@ -16,21 +16,23 @@ that every row always has a token to draw:
       grammar, allowed ids, minimum length (stop ids forbidden), bad words.
 
 Noise is a pure function of (seed, output index, token id). So a stream that is resumed elsewhere, batched with
-others or split over other ranks draws the same tokens. The generator is a keyed 64-bit mixer (the finaliser known
-from MurmurHash3 and SplitMix64): token ids and (seed, index) are each hashed to 64 bits, combined and hashed
-again.
+others or split over other ranks draws the same tokens. The arithmetic is in `trunkline.kernels.sampling`: there a
+row is a row of logits, a seed, an index and options; here these are put together from sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trunkline.controller.messages import TopLogprobs
+from trunkline.kernels.reference_sampling import ReferenceSampling
+from trunkline.kernels.reference_sampling import first_argmax as first_argmax
+from trunkline.kernels.sampling import Biases, Draws, LogitEdits, Masks, Penalties, SamplingOps
 from trunkline.kvstore.chunks import Int32Array, pack_int32, unpack_int32
 from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.errors import PlanError
@@ -54,19 +56,28 @@ def is_plain_greedy(samples: list[BatchSequence]) -> bool:
 
 
 class Sampler:
-    """Draws tokens; keeps between steps what depends on the set of rows only."""
+    """Draws tokens; keeps between steps what depends on a sequence, or on the set of rows, only."""
 
-    def __init__(self, vocab_size: int, device: torch.device, grammars: GrammarStore | None = None) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        grammars: GrammarStore | None = None,
+        ops: SamplingOps | None = None,
+    ) -> None:
         """Make a sampler.
 
         Args:
             grammars: the grammars of this rank; None: no row may follow a grammar.
+            ops: what computes; None: the reference, which runs on every device.
         """
         self._vocab_size = vocab_size
         self._grammars = grammars
         self._device = device
-        self._keys = token_keys(torch.arange(vocab_size, device=device))
+        self._ops = ops or ReferenceSampling()
         self._rows: _Rows | None = None
+        self._histories: dict[int, History] = {}
+        self._masks: dict[int, RowMask] = {}
 
     def sample(
         self, logits: Tensor, samples: list[BatchSequence], *, changed: bool
@@ -86,102 +97,108 @@ class Sampler:
         """
         rows = self._rows
         if rows is None or changed:
-            self._rows = rows = _Rows(samples, self._vocab_size, self._device, self._grammars)
-        if rows.bias is not None:
-            row, token, value = rows.bias
-            logits.index_put_((row, token), value, accumulate=True)
-        if rows.masks is not None:
-            rows.masks.apply(logits)
-        if rows.penalties is not None:
-            rows.penalties.apply(logits)
-        log_probs = logits[rows.logprob_rows].log_softmax(dim=-1) if rows.logprob_row_list else None
-        ids = self._draw(logits, samples, rows)
-        if rows.penalties is not None:
-            rows.penalties.record(ids)
-        reports = None if log_probs is None else _report(log_probs, ids, rows)
-        return ids, reports
+            self._rows = rows = _Rows(samples, self._vocab_size, self._device)
+        edits = LogitEdits(
+            rows.biases,
+            self._mask(samples, rows.masked) if rows.masked else None,
+            self._penalise(samples, rows.penalised) if rows.penalised else None,
+        )
+        self._ops.edit_logits(logits, edits)
+        ids = self._ops.draw(logits, rows.draws(samples))
+        return ids, self._report(logits, ids, rows) if rows.logprob_rows else None
 
     def forget(self, sequences: Iterable[int]) -> None:
         """Forget sequences that left the batch."""
+        for id_ in sequences:
+            self._histories.pop(id_, None)
+            self._masks.pop(id_, None)
         if self._grammars is not None and self._grammars.outputs:
             self._grammars.forget_sequences(sequences)
 
-    def _draw(self, logits: Tensor, samples: list[BatchSequence], rows: _Rows) -> Tensor:
-        # Not `Tensor.argmax`: which of several equal maxima it returns is not specified.
-        greedy = first_argmax(logits)
-        if rows.all_greedy:
-            return greedy
-        logits = logits / rows.temperature[:, None]
-        output_index = torch.tensor([s.output_index for s in samples], device=self._device)
-        if rows.limits is not None:
-            scores, candidates = _limit(logits, rows.limits)
-            noise = gumbel(rows.seeds, output_index, self._keys[candidates])
-            best = (scores.double() + noise).argmax(dim=-1, keepdim=True)
-            drawn = candidates.gather(1, best).squeeze(1)
-        else:
-            noise = gumbel(rows.seeds, output_index, self._keys)
-            drawn = (logits + noise).argmax(dim=-1)
-        return torch.where(rows.is_greedy, greedy, drawn)
+    def _mask(self, samples: list[BatchSequence], rows: list[int]) -> Masks:
+        """Return the masks of the rows' next tokens."""
+        words = np.empty((len(rows), -(-self._vocab_size // 32)), dtype=np.int32)
+        for row, row_words in zip(rows, words, strict=True):
+            sequence = samples[row]
+            mask = self._masks.get(sequence.id)
+            # Another sequence may have come under the same id.
+            if mask is None or mask.sequence is not sequence:
+                mask = self._masks[sequence.id] = RowMask(sequence, self._vocab_size, self._grammars)
+            mask.fill(row_words)
+        return Masks(torch.tensor(rows, dtype=torch.int32), torch.from_numpy(words))
 
+    def _penalise(self, samples: list[BatchSequence], rows: list[int]) -> Penalties:
+        """Return the penalties of the rows' next tokens."""
+        found = []
+        for row in rows:
+            sequence = samples[row]
+            history = self._histories.get(sequence.id)
+            if history is None or history.sequence is not sequence:
+                history = self._histories[sequence.id] = History(sequence)
+            found.append(history.entries())
+        tokens, counts = zip(*found, strict=True)
+        params = [samples[row].sampling for row in rows]
+        factors = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params]
+        return Penalties(
+            torch.tensor(rows, dtype=torch.int32),
+            torch.from_numpy(np.cumsum([0, *(len(part) for part in tokens)])),
+            torch.from_numpy(np.concatenate(tokens)),
+            torch.from_numpy(np.concatenate(counts)),
+            torch.tensor(factors, dtype=torch.float32),
+        )
 
-class _Limits(NamedTuple):
-    """Limits on how many of the most likely tokens each row may draw, by row."""
-
-    top_k: Tensor
-    top_p: Tensor | None
-    """Limit of top-p for each row; None: no row has a limit below 1."""
-    log_min_p: Tensor
+    def _report(self, logits: Tensor, ids: Tensor, rows: _Rows) -> dict[int, TopLogprobs]:
+        numbers = torch.tensor(rows.logprob_rows, dtype=torch.int32)
+        chosen, top_ids, top = self._ops.report(logits, numbers, ids[rows.logprob_rows], max(rows.logprob_counts))
+        own = chosen.clamp_min(LOGPROB_MIN).tolist()
+        tokens = top_ids.cpu().numpy()
+        values = top.clamp_min(LOGPROB_MIN).cpu().numpy().astype("<f4")
+        return {
+            row: TopLogprobs(own[i], pack_int32(tokens[i, :count]), values[i, :count].tobytes())
+            for i, (row, count) in enumerate(zip(rows.logprob_rows, rows.logprob_counts, strict=True))
+        }
 
 
 class _Rows:
     """Sampling parameters of a fixed set of rows, as tensors."""
 
-    def __init__(
-        self, samples: list[BatchSequence], vocab_size: int, device: torch.device, grammars: GrammarStore | None
-    ) -> None:
+    def __init__(self, samples: list[BatchSequence], vocab_size: int, device: torch.device) -> None:
         params = [s.sampling for s in samples]
-
-        def column(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)
-
-        self.is_greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
-        self.all_greedy = bool(self.is_greedy.all())
-        self.temperature = column([p.temperature or 1.0 for p in params])
         seeds = np.array([p.seed & (1 << 64) - 1 for p in params], dtype=np.uint64)
-        self.seeds = torch.from_numpy(seeds.view(np.int64)).to(device)
-        # A greedy row's candidates do not matter; without limits it does not force a sort on the others.
-        drawn = [p for p in params if p.temperature != 0]
-        limited = any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in drawn)
-        self.limits = (
-            _Limits(
-                top_k=torch.tensor([p.top_k if p.top_k > 0 else vocab_size for p in params], device=device),
-                top_p=column([p.top_p for p in params]) if any(p.top_p < 1 for p in drawn) else None,
-                log_min_p=column([p.min_p for p in params]).log(),
-            )
-            if limited
-            else None
-        )
-        self.bias: tuple[Tensor, Tensor, Tensor] | None = None
+        self._seeds = torch.from_numpy(seeds.view(np.int64)).to(device)
+        # A greedy row's limits do not matter; without them it does not force a sort on the others.
+        limits = [(p.top_k, p.top_p, p.min_p) if p.temperature != 0 else (0, 1.0, 0.0) for p in params]
+        self._top_k = torch.tensor([max(0, k) for k, _, _ in limits], dtype=torch.int32, device=device)
+        factors = [[p.temperature for p in params], [p for _, p, _ in limits], [p for _, _, p in limits]]
+        self._factors = torch.tensor(factors, dtype=torch.float32)
+        self._factors[2].log_()
+        self._factors = self._factors.to(device)
+        self._limited = any(limit[0] > 0 or limit[1] < 1 or limit[2] > 0 for limit in limits)
         bias = [
             (row, token, value)
             for row, p in enumerate(params)
             for token, value in p.logit_bias.items()
             if 0 <= token < vocab_size
         ]
-        if bias:
-            row_list, token_list, value_list = map(list, zip(*bias, strict=True))
-            self.bias = (
-                torch.tensor(row_list, device=device),
-                torch.tensor(token_list, device=device),
-                column(value_list),
-            )
-        self.logprob_row_list = [row for row, p in enumerate(params) if p.logprobs >= 0]
+        self.biases = Biases(*_columns(bias, device)) if bias else None
+        self.logprob_rows = [row for row, p in enumerate(params) if p.logprobs >= 0]
         self.logprob_counts = [min(p.logprobs, vocab_size) for p in params if p.logprobs >= 0]
-        self.logprob_rows = torch.tensor(self.logprob_row_list, dtype=torch.int64, device=device)
-        masked = any(needs_mask(s.sampling, s.output_index) for s in samples)
-        self.masks = TokenMasks(samples, vocab_size, device, grammars) if masked else None
-        needs = [row for row, p in enumerate(params) if _is_penalised(p)]
-        self.penalties = _Penalties(samples, needs, vocab_size, device) if needs else None
+        self.masked = [row for row, s in enumerate(samples) if needs_mask(s.sampling, s.output_index)]
+        self.penalised = [row for row, p in enumerate(params) if _is_penalised(p)]
+
+    def draws(self, samples: list[BatchSequence]) -> Draws:
+        """Return how the rows draw their next tokens."""
+        index = torch.tensor([s.output_index for s in samples], dtype=torch.int64, device=self._seeds.device)
+        return Draws(self._seeds, index, self._top_k, self._factors, self._limited)
+
+
+def _columns(bias: list[tuple[int, int, float]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    rows, tokens, values = map(list, zip(*bias, strict=True))
+    return (
+        torch.tensor(rows, dtype=torch.int32, device=device),
+        torch.tensor(tokens, dtype=torch.int32, device=device),
+        torch.tensor(values, dtype=torch.float32, device=device),
+    )
 
 
 def _is_penalised(sampling: Sampling) -> bool:
@@ -190,89 +207,38 @@ def _is_penalised(sampling: Sampling) -> bool:
     )
 
 
-class _Penalties:
-    """Token counts of the rows that are penalised, kept up to date as they grow."""
+class History:
+    """The tokens of one sequence, each once, and how often its output has them."""
 
-    def __init__(
-        self, samples: list[BatchSequence], rows: list[int], vocab_size: int, device: torch.device
-    ) -> None:
-        chosen = [samples[row] for row in rows]
-        seen = np.zeros((len(rows), vocab_size), dtype=bool)
-        counts = np.zeros((len(rows), vocab_size), dtype=np.float32)
-        for index, sequence in enumerate(chosen):
-            tokens = np.array(sequence.tokens, dtype=np.int64)
-            seen[index, tokens] = True
-            output = tokens[max(0, sequence.prompt_len - sequence.first) :]
-            counts[index] = np.bincount(output, minlength=vocab_size)
-        self._rows = torch.tensor(rows, device=device)
-        self._range = torch.arange(len(rows), device=device)
-        self._seen = torch.from_numpy(seen).to(device)
-        self._counts = torch.from_numpy(counts).to(device)
+    def __init__(self, sequence: BatchSequence) -> None:
+        self.sequence = sequence
+        self._counted = len(sequence.tokens)
+        tokens = np.array(sequence.tokens, dtype=np.int32)
+        output = max(0, sequence.prompt_len - sequence.first)
+        distinct, place = np.unique(tokens, return_inverse=True)
+        self._size = len(distinct)
+        self._tokens = distinct
+        self._counts = np.bincount(place[output:], minlength=self._size).astype(np.int32)
+        self._place = {token: i for i, token in enumerate(distinct.tolist())}
 
-        def column(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+    def entries(self) -> tuple[Int32Array, Int32Array]:
+        """Return the distinct tokens of prompt and output now, and their counts in the output, int32 `[n]`; they
+        are valid until the next call."""
+        for token in self.sequence.tokens[self._counted :]:
+            self._add(token)
+        self._counted = len(self.sequence.tokens)
+        return self._tokens[: self._size], self._counts[: self._size]
 
-        self._repetition = column([s.sampling.repetition_penalty for s in chosen])
-        self._frequency = column([s.sampling.frequency_penalty for s in chosen])
-        self._presence = column([s.sampling.presence_penalty for s in chosen])
-
-    def apply(self, logits: Tensor) -> None:
-        """Change the penalised rows of `logits` in place."""
-        x = logits[self._rows]
-        repeated = torch.where(x > 0, x / self._repetition, x * self._repetition)
-        x = torch.where(self._seen, repeated, x)
-        x -= self._frequency * self._counts + self._presence * (self._counts > 0)
-        logits[self._rows] = x
-
-    def record(self, ids: Tensor) -> None:
-        """Count the tokens just drawn (`[all rows]`)."""
-        drawn = ids[self._rows]
-        self._seen[self._range, drawn] = True
-        self._counts[self._range, drawn] += 1
-
-
-def first_argmax(values: Tensor) -> Tensor:
-    """Return the index of the largest value of each row, int64 `[rows]`; on a tie the lowest one.
-
-    A row with NaN gives some index that exists.
-    """
-    if values.device.type == "cpu":
-        # Some twenty times faster than torch, and which of several maxima it returns is specified.
-        return torch.from_numpy(values.numpy().argmax(axis=-1))
-    best = values.amax(dim=-1, keepdim=True)
-    # NaN equals nothing, so a row of NaN gives index 0: an id that exists.
-    return (values == best).to(torch.uint8).argmax(dim=-1)
-
-
-def _limit(logits: Tensor, limits: _Limits) -> tuple[Tensor, Tensor]:
-    """Apply top-k, top-p, min-p; return the candidates' logits and ids `[rows, n]`, most likely first, -inf beyond
-    each row's last candidate; n is the largest number of candidates of any row."""
-    scores, candidates = logits.sort(dim=-1, descending=True, stable=True)
-    keep = torch.arange(scores.shape[1], device=scores.device) < limits.top_k[:, None]
-    if limits.top_p is not None:
-        probs = scores.masked_fill(~keep, float("-inf")).softmax(dim=-1, dtype=torch.float32)
-        before = probs.cumsum(dim=-1) - probs
-        keep &= (before < limits.top_p[:, None]) | (limits.top_p[:, None] >= 1)
-    keep &= scores >= scores[:, :1] + limits.log_min_p[:, None]
-    keep[:, 0] = True  # the most likely token stays, whatever the parameters
-    most = int(keep.sum(dim=-1).max())
-    return scores.masked_fill_(~keep, float("-inf"))[:, :most], candidates[:, :most]
-
-
-def _report(log_probs: Tensor, ids: Tensor, rows: _Rows) -> dict[int, TopLogprobs]:
-    log_probs.clamp_min_(LOGPROB_MIN)
-    chosen = log_probs.gather(1, ids[rows.logprob_rows, None]).squeeze(1).tolist()
-    top = log_probs.topk(max(rows.logprob_counts), dim=-1)
-    values, tokens = top.values.cpu().numpy().astype("<f4"), top.indices.cpu().numpy().astype(np.int32)
-    return {
-        row: TopLogprobs(chosen[i], pack_int32(tokens[i, :count]), values[i, :count].tobytes())
-        for i, (row, count) in enumerate(zip(rows.logprob_row_list, rows.logprob_counts, strict=True))
-    }
-
-
-_FINITE_MAX: Final = 1e20
-"""Number below which the logits of masked rows are brought: an allowed token then beats every masked one, also
-after penalties and temperature, whatever the model or a bias made of it (NaN and -inf included)."""
+    def _add(self, token: int) -> None:
+        """Count one more output token."""
+        place = self._place.setdefault(token, self._size)
+        if place == len(self._tokens):
+            room = place + max(64, place // 2)
+            self._tokens, self._counts = np.resize(self._tokens, room), np.resize(self._counts, room)
+        if place == self._size:
+            self._tokens[place], self._counts[place] = token, 0
+            self._size += 1
+        self._counts[place] += 1
 
 
 def needs_mask(sampling: Sampling, output_index: int) -> bool:
@@ -285,48 +251,11 @@ def needs_mask(sampling: Sampling, output_index: int) -> bool:
     )
 
 
-class TokenMasks:
-    """The masks of a fixed set of rows."""
-
-    def __init__(
-        self, samples: list[BatchSequence], vocab_size: int, device: torch.device, grammars: GrammarStore | None
-    ) -> None:
-        """Make the masks of the rows whose sequences are `samples`. Rows that ask for no mask are left alone.
-
-        Raises:
-            PlanError: a row follows a grammar, and there are none on this rank.
-        """
-        rows = [row for row, s in enumerate(samples) if needs_mask(s.sampling, s.output_index)]
-        self._masks = [_RowMask(samples[row], vocab_size, grammars) for row in rows]
-        self._all_rows = len(rows) == len(samples)
-        self._rows = torch.tensor(rows, dtype=torch.int64, device=device)
-        self._words = np.zeros((len(rows), -(-vocab_size // 32)), dtype=np.int32)
-        octets = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-        self._penalties = torch.from_numpy(np.where(octets == 1, 0, -np.inf).astype(np.float32)).to(device)
-        """Numbers that 8 bits of a mask add to 8 logits, float32 `[256, 8]`."""
-
-    def apply(self, logits: Tensor) -> None:
-        """Set the logits of forbidden tokens to -inf, in place, for the next token of each row.
-
-        Args:
-            logits: float32 `[all rows, vocabulary]`.
-        """
-        for mask, words in zip(self._masks, self._words, strict=True):
-            mask.fill(words)
-        octets = torch.from_numpy(self._words.view(np.uint8)).to(logits.device, torch.int32)
-        added = torch.nn.functional.embedding(octets, self._penalties).flatten(1)[:, : logits.shape[1]]
-        x = logits if self._all_rows else logits[self._rows]
-        x.clamp_(-_FINITE_MAX, _FINITE_MAX).nan_to_num_(-_FINITE_MAX)
-        x += added
-        if not self._all_rows:
-            logits[self._rows] = x
-
-
-class _RowMask:
+class RowMask:
     """The mask of one row, whose sequence grows from step to step."""
 
     def __init__(self, sequence: BatchSequence, vocab_size: int, grammars: GrammarStore | None) -> None:
-        self._sequence = sequence
+        self.sequence = sequence
         self._size = vocab_size
         self._grammars = grammars
         sampling = sequence.sampling
@@ -352,7 +281,7 @@ class _RowMask:
 
     def fill(self, words: Int32Array) -> None:
         """Write the ids that are allowed as the row's next token."""
-        sequence = self._sequence
+        sequence = self.sequence
         words[:] = self._everything
         if sequence.sampling.grammar:
             assert self._grammars is not None
@@ -370,7 +299,7 @@ class _RowMask:
 
     def _stands_before(self, word: list[int]) -> bool:
         """Return whether all but the last id of a bad word are the newest tokens, be they prompt or output."""
-        return self._sequence.tokens[1 - len(word) :].tolist() == word[:-1]
+        return self.sequence.tokens[1 - len(word) :].tolist() == word[:-1]
 
 
 def _narrow(words: Int32Array, mask: Int32Array) -> None:
@@ -378,39 +307,3 @@ def _narrow(words: Int32Array, mask: Int32Array) -> None:
     narrowed = words & mask
     if narrowed.any():
         words[:] = narrowed
-
-
-_GOLDEN: Final = 0x9E3779B97F4A7C15 - (1 << 64)  # odd fraction of 2^64, as a signed number
-_MULTIPLY_1: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MULTIPLY_2: Final = 0x94D049BB133111EB - (1 << 64)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Mix int64 numbers (wrapping) by a bijection in which every input bit changes half of the output bits."""
-    x = (x ^ _shift_right(x, 30)) * _MULTIPLY_1
-    x = (x ^ _shift_right(x, 27)) * _MULTIPLY_2
-    return x ^ _shift_right(x, 31)
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shift an unsigned number: torch shifts int64 with its sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def token_keys(tokens: Tensor) -> Tensor:
-    """Return the hash of token ids, int64 of the same shape; for a whole vocabulary, computed once."""
-    return _mix((tokens + 1) * _GOLDEN)
-
-
-def gumbel(seeds: Tensor, output_index: Tensor, keys: Tensor) -> Tensor:
-    """Return standard Gumbel noise, float64 `[rows, n]`.
-
-    Args:
-        seeds: int64 `[rows]`; an unsigned seed's bits.
-        output_index: int64 `[rows]`, number of output tokens before this one.
-        keys: int64 `[n]` or `[rows, n]`, `token_keys` of the candidates.
-    """
-    row = _mix(_mix(seeds) + (output_index + 1) * _GOLDEN)
-    bits = _shift_right(_mix(row[:, None] ^ keys), 11)
-    uniform = bits.double().add_(0.5).mul_(2.0**-53)  # in (0, 1), never an end
-    return uniform.log_().neg_().log_().neg_()
