@@ -4,9 +4,10 @@
                                       [--kernels auto] [--collectives auto] [--threads N]
 
 Real ranks (processes with their own kernels and collectives) execute the plans of a real engine in this process,
-sent through pipes. Rank 0 reports the wall time of each step and how much of it each op took; `other` is Python
-and torch between the ops. Decode steps at batch 1, 8 and 32 with a shared prefix of 1,024 tokens, and the prefill
-of 2,048. Timing every op costs about 0.3 us per call; `step_time` is measured without it.
+sent through pipes. Rank 0 reports the wall time of each step and how much of it each op of its program took, run
+one at a time; `other` is what a rank does beside the program: plans, samples, Python. Decode steps at batch 1, 8
+and 32 with a shared prefix of 1,024 tokens, and the prefill of 2,048. A call for every op costs about 2 us;
+`step_time` is measured without. `--op-by-op` runs the program as machines without the compiled interpreter do.
 """
 
 from __future__ import annotations
@@ -30,17 +31,15 @@ from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import StepResult, Submit
 from trunkline.controller.sequences.sequence import Request
+from trunkline.kernels.op_by_op import OpByOp, StepRunner
+from trunkline.kernels.program import Linear
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.messages import Sampling, StepPlan
 from trunkline.worker.runner import Runner
 
 BLOCKS: Final = 512
-KERNEL_OPS: Final = (
-    *("write_kv", "decode_attention", "prefill_attention", "copy_blocks", "rms_norm", "add_rms_norm"),
-    *("linear", "gated_linear"),
-)
-GROUP_OPS: Final = ("all_reduce", "all_gather", "gather_columns", "broadcast")
+GROUP_OPS: Final = ("all_gather", "gather_columns", "broadcast")
 
 
 class Clock:
@@ -53,6 +52,19 @@ class Clock:
         for name in names:
             setattr(owner, name, self._timed(getattr(owner, name), name))
 
+    def wrap_program(self, runner: StepRunner) -> None:
+        """Run a program op by op, each one timed under its kind."""
+        run, ops = runner.run, runner.program.ops
+
+        def timed(start: int, stop: int) -> None:
+            for index in range(start, stop):
+                started, op = time.perf_counter(), ops[index]
+                run(index, index + 1)
+                name = "gated_linear" if isinstance(op, Linear) and op.gated else op.kind
+                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+        runner.run = timed  # type: ignore[method-assign]
+
     def _timed(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
         def timed(*args: Any, **keywords: Any) -> Any:
             start = time.perf_counter()
@@ -63,12 +75,14 @@ class Clock:
         return timed
 
 
-def rank_main(config: WorkerConfig, plans: Connection, timed: bool) -> None:
+def rank_main(config: WorkerConfig, plans: Connection, timed: bool, op_by_op: bool) -> None:
     """One rank: plans in, on rank 0 results and times out."""
     runner = Runner.load(config, lambda *_: None)
-    clock = Clock()
+    clock, decoder_of_step = Clock(), runner._decoder
+    if op_by_op:
+        decoder_of_step.runner = OpByOp(decoder_of_step.program, runner.kernels, runner.pool, runner._group)
     if timed:
-        clock.wrap(runner.kernels, KERNEL_OPS)
+        clock.wrap_program(decoder_of_step.runner)
         clock.wrap(runner._group, GROUP_OPS)
     decoder, encoder = msgspec.msgpack.Decoder(StepPlan), msgspec.msgpack.Encoder()
     plans.send_bytes(b"ready")
@@ -109,7 +123,9 @@ class Ranks:
                 rendezvous=f"file://{Path(self._folder.name, 'rendezvous')}",
             )
             ours, theirs = context.Pipe()
-            process = context.Process(target=rank_main, args=(config, theirs, self._timed), daemon=True)
+            process = context.Process(
+                target=rank_main, args=(config, theirs, self._timed, arguments.op_by_op), daemon=True
+            )
             process.start()
             self.pipes.append(ours)
             self._processes.append(process)
@@ -177,7 +193,7 @@ def cases(engine: Engine, ranks: Ranks, quick: bool) -> dict[str, list[tuple[flo
 
 def run(arguments: argparse.Namespace) -> None:
     report = Report("step_profile")
-    shown = {name: getattr(arguments, name) for name in ("tp", "dtype", "kernels", "collectives")}
+    shown = {name: getattr(arguments, name) for name in ("tp", "dtype", "kernels", "collectives", "op_by_op")}
     config = EngineConfig(num_blocks=BLOCKS, max_context=4096, token_budget=1024)
     with Ranks(arguments, timed=False) as ranks:
         plain = cases(Engine(config), ranks, arguments.quick)
@@ -201,6 +217,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--collectives", default="auto")
+    parser.add_argument("--op-by-op", action="store_true", help="run the program op by op from Python")
     parser.add_argument("--threads", type=int, default=0, help="per rank; default: the share of two cores")
     arguments = parser.parse_args()
     if arguments.model == "small":
