@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from simulation.drafts import RandomDrafts, draft_from
 from simulation.driver import Simulation
 from worker.beam_driver import Case, check, expected_hypotheses, with_likely_stops
 from worker.driver import VOCAB_SIZE
 from worker.engine_driver import make_simulation
 
 from trunkline.controller.messages import BeamSearch
+from trunkline.controller.sequences.sequence import Sequence
 
 
 def simulate(folder: Path, prompts: dict[int, list[int]], blocks: int) -> tuple[list[list[int]], Simulation]:
@@ -64,6 +66,17 @@ def results(simulation: Simulation, request: int) -> tuple[Any, ...]:
     return stream.outputs, found, scored
 
 
+class KnownDrafts(RandomDrafts):
+    """Guesses what a request said before, and other things; every token that comes must be what it said."""
+
+    def __init__(self, simulation: Simulation, outputs: dict[int, list[list[int]]]) -> None:
+        super().__init__(simulation, 0, right=0.8)
+        self._outputs = outputs
+
+    def _expected(self, sequence: Sequence) -> list[int]:
+        return self._outputs[sequence.request][sequence.sample]
+
+
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_mixed_methods_do_not_depend_on_what_the_engine_does(folder: Path, preemption: str) -> None:
     """Alone, together, and together in a pool so small that all are preempted in turn."""
@@ -87,6 +100,14 @@ def test_mixed_methods_do_not_depend_on_what_the_engine_does(folder: Path, preem
     loads = tight.workers.runner.copier.loads.kernels.counters.calls.get("scatter_slots", 0)  # type: ignore[attr-defined]
     # A request that had found chunks of others at first may load those again.
     assert loads > 0 or preemption == "recompute"
+    drafted = make_simulation(folder, 26, preemption=preemption, host_memory_bytes=1 << 20)
+    outputs = {request: tight.streams[request].outputs for request in requests}
+    draft_from(drafted, lambda simulation: KnownDrafts(simulation, outputs))
+    again = [submit(drafted, index, prompt) for index, prompt in enumerate(prompts)]
+    drafted.run()
+    assert [results(drafted, request) for request in again] == expected
+    assert drafted.engine.counters.preemptions > 0
+    assert drafted.engine.counters.drafted_tokens > drafted.engine.counters.accepted_drafts > 10
 
 
 @pytest.mark.parametrize(("width", "early_stopping"), [(2, True), (4, False), (6, None)])
