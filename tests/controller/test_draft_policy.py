@@ -13,7 +13,7 @@ from seeds import seeds
 from trunkline.controller.drafts import drafter as drafter_module
 from trunkline.controller.drafts.acceptance import Acceptance, Fit, Source
 from trunkline.controller.drafts.drafter import Drafter
-from trunkline.controller.drafts.length import MARGIN, WORTH_GOAL, Bubble, Lengths
+from trunkline.controller.drafts.length import MARGIN, ROW_LEAST, WORTH_GOAL, Bubble, Lengths
 from trunkline.controller.drafts.text_index import MATCH_MAX, TextIndex
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import Submit
@@ -49,7 +49,8 @@ def known_costs(base: float, row: float) -> StepCosts:
 @pytest.mark.parametrize("seed", seeds(30))
 def test_no_other_lengths_bring_more_tokens_per_time(seed: int) -> None:
     rng = random.Random(seed)
-    base, row = rng.uniform(500, 20_000), rng.uniform(5, 1500)
+    base = rng.uniform(500, 20_000)
+    row = base * rng.uniform(2 * ROW_LEAST, 0.2)
     costs = known_costs(base, row)
     lengths = Lengths(costs)
     rows = rng.randint(1, 6)
@@ -236,6 +237,26 @@ def test_a_text_that_cannot_be_foreseen_is_not_drafted() -> None:
     replay = Replay((10_000.0, 100.0, 500.0))
     replay.run([([rng.randrange(50) for _ in range(500)], [rng.randrange(50) for _ in range(2000)])], 1)
     assert replay.drafted < 0.05 * replay.tokens
+
+
+@pytest.mark.parametrize(("prediction", "foreseen"), [([5, 6, 7, 8], [5, 6, 7, 8]), ([], []), (None, [])])
+def test_a_request_says_what_it_expects_or_that_it_wants_no_drafts(
+    prediction: list[int] | None, foreseen: list[int]
+) -> None:
+    drafter = Drafter(CONFIG, known_costs(1e6, 1.0))
+    packed = None if prediction is None else pack_int32(prediction)
+    submit = Submit(1, pack_int32([5, 6, 5]), 3, 100, Sampling(), prediction=packed)
+    sequence = SequenceGroup(Request.of(1, submit), 1, 1000, submit.sampling).members[0]
+    sequence.slot = 0
+    drafter.add(sequence)
+    found = drafter.propose(np.array([0]), np.array([10]), 0)
+    assert (found[0].tolist() if found else []) == foreseen
+    for token in (6, 5):  # as in the prompt
+        drafter.extend(np.array([0]), np.array([token], np.int32))
+    found = drafter.propose(np.array([0]), np.array([10]), 0)
+    assert (found is None) == (prediction is None)
+    drafter.remove(sequence)
+    assert drafter.nbytes == (0 if prediction is None else TextIndex.bytes_for(drafter_module.RECENT_TOKENS))
 
 
 # Tenants, memory

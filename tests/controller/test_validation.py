@@ -48,6 +48,7 @@ def test_ordinary_requests_pass() -> None:
         ({"tokens": b"\x01"}, "int32"),
         ({"tokens": pack_int32([0, 100])}, "token ids"),
         ({"tokens": pack_int32([-1, 5])}, "token ids"),
+        ({"prediction": pack_int32([0, 100])}, "prediction"),
         ({"stop_token_ids": [1, 1 << 31]}, "stop token"),
         ({"stop_token_ids": [-1]}, "stop token"),
     ],

@@ -98,6 +98,8 @@ SHARED: Final[dict[str, Probe]] = {
     "early_stopping": Probe("never", BEAMS),
     "response_format": Probe({"type": "json_object"}),
     "prompt_logprobs": Probe(1),
+    "prediction": Probe({"type": "content", "content": "A text."}),
+    "speculation": Probe(False),
     "return_token_ids": Probe(True),
     "return_tokens_as_token_ids": Probe(True, {"logprobs": 1}),
     "return_timings": Probe(True),

@@ -156,6 +156,8 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
     """Seconds from the end of the answer to the conversation's next request, as the client says; 0: not known."""
     is_last: bool = False
     """Whether the client says that no request of the conversation follows: its KV is evicted first."""
+    prediction: bytes | None = b""
+    """int32 token ids that the output may be like, as drafts; None: the request wants no drafts at all."""
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True, tag="abort"):

@@ -75,9 +75,13 @@ class Drafter:
 
     def add(self, sequence: Sequence) -> None:
         """Follow a sequence that begins to decode, if there is room for one more."""
-        if len(self._followers) >= FOLLOWED_MAX:
+        prediction = sequence.group.request.submit.prediction
+        if prediction is None or len(self._followers) >= FOLLOWED_MAX:
             return
-        follower = Follower(sequence, self._chunk_size)
+        if self._index_bytes + TextIndex.bytes_for(len(prediction) // 4 + 1) > INDEX_BYTES_MAX:
+            prediction = b""
+        follower = Follower(sequence, self._chunk_size, prediction)
+        self._index_bytes += follower.nbytes
         self._followers[sequence.slot] = follower
         self._unindexed.append(follower)
 

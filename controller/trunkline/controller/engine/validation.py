@@ -150,6 +150,8 @@ def problem_of_submit(message: Submit, vocab_size: int) -> str:
     problem = tokens_problem(message.tokens, vocab_size)
     if problem:
         return problem
+    if message.prediction and (problem := tokens_problem(message.prediction, vocab_size)):
+        return f"prediction: {problem}"
     if message.drops and (problem := _drops_problem(message.drops, message.prompt_len)):
         return problem
     if message.layout is not None:

@@ -432,15 +432,18 @@ def job_for(
     Raises:
         ApiError: 400, naming the parameter that is wrong.
     """
+
+    def encode(text: str) -> list[int]:
+        return service.tokenizer.encode(text, add_special_tokens=False)
+
     job = make_job(
         body,
         prompt,
         service.limits,
         draw_seed,
-        bad_words=bad_word_ids(
-            body.bad_words, lambda text: service.tokenizer.encode(text, add_special_tokens=False)
-        ),
+        bad_words=bad_word_ids(body.bad_words, encode),
         tools=tools,
+        predicted=encode(body.prediction.text) if body.prediction is not None else (),
     )
     check_scores(job, len(prompt.tokens))
     return of_tenant(job, body.cache_salt, body.priority)

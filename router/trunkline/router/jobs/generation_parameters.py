@@ -43,6 +43,7 @@ from trunkline.router.jobs.parameters import (
     Truncation,
     Whitespace,
 )
+from trunkline.router.jobs.predictions import Prediction
 
 MAX_TOKENS_SPELLINGS: Final = ("max_new_tokens", "max_output_tokens", "n_predict")
 """Other servers' names of the largest number of tokens of an answer."""
@@ -197,6 +198,15 @@ class SharedParameters(RequestBody):
     nvext: Any = row("anything", "none", "hints in its `agent_hints`; see [hints](#hints)")
     agent_hints: Any = row("anything", "none", "see [hints](#hints)")
     agent_hint: Any = row("anything", "none", "see [hints](#hints)")
+    prediction: Prediction | None = row(
+        '`{"type": "content", "content": …}`, a string or text parts',
+        "none",
+        "what the answer will be like, such as a file before an edit: the answer is the same, and may come sooner "
+        "(with `--speculation auto`); the first 32,768 characters count",
+    )
+    speculation: bool | None = row(
+        "boolean", "true", "whether steps may try drafts of next tokens; the answer is the same"
+    )
     stream: bool | None = row("boolean", "false", "server-sent events")
 
     @model_validator(mode="after")

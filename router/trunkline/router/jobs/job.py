@@ -118,6 +118,8 @@ class Job(msgspec.Struct, frozen=True):
     """Whether the answer is either calls or a text that follows the grammar."""
     remembered: RememberedPrompt | None = None
     """The prompt as it is remembered, for the answer to it; None: it is not."""
+    prediction: bytes | None = b""
+    """int32 token ids that the answer may be like, as drafts; None: the request wants no drafts."""
     opening: str = ""
     """Digest of a short conversation's messages up to the user's first one, the same in all of its turns: its
     name for routing, if its client gives none."""
@@ -212,11 +214,13 @@ def make_job(
     *,
     bad_words: list[list[int]] | None = None,
     tools: ToolPlan | None = None,
+    predicted: Sequence[int] = (),
 ) -> Job:
     """Return the job of a checked request.
 
     Args:
         bad_words: Token sequences of the request's `bad_words`.
+        predicted: Tokens of the request's `prediction`.
         tools: Plan for the request's tools.
 
     Raises:
@@ -261,6 +265,7 @@ def make_job(
         thought=prompt.thought,
         remembered=prompt.remembered,
         formed=tools is not None and tools.has_either(wanted),
+        prediction=None if request.speculation is False else pack_int32(predicted[: limits.max_context]),
         session=request.session_id or (request.prompt_cache_key or "")[:SESSION_ID_CHARACTERS_MAX],
         opening=_opening(request, prompt),
     )
@@ -300,7 +305,7 @@ def check_repeated(job: Job, prompts: int) -> None:
         ApiError: 400.
     """
     grammar = 0 if job.grammar is None else len(job.grammar.text)
-    size = grammar + len(job.sampling.allowed_ids) + 14 * len(job.sampling.logit_bias)
+    size = grammar + len(job.sampling.allowed_ids) + 14 * len(job.sampling.logit_bias) + len(job.prediction or b"")
     if size * prompts > REPEATED_BYTES_MAX:
         raise bad_value(
             "prompt",

@@ -33,8 +33,11 @@ HINTS: Final = (
     _hints("user metadata safety_identifier request_id rid", "labels for the client's own records"),
     _hints("store service_tier inference_geo", "where and how a provider runs or keeps the request"),
     _hints(
-        "prompt_cache_retention prompt_cache_options cache_control prediction",
-        "caching and guesses of the answer; everything is cached as long as there is room",
+        "prompt_cache_retention prompt_cache_options cache_control",
+        "caching; everything is cached as long as there is room",
+    ),
+    _hints(
+        "prediction speculation", "about the speed of an answer; they act where text is generated", _NOT_GENERATING
     ),
     _hints(
         "nvext agent_hints agent_hint", "about requests to come; they act where text is generated", _NOT_GENERATING

@@ -458,6 +458,7 @@ def submission(job: Job, request: int) -> Submit:
         kv_ceiling=job.kv_share[1],
         next_s=job.hints.next_s,
         is_last=job.hints.is_last,
+        prediction=job.prediction,
     )
 
 
