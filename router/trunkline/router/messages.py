@@ -267,6 +267,10 @@ class State(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     pulls_given_up: dict[str, int] = {}
     """Chunks that a peer was said to have and that requests had to do without, by reason: "slow" (a request did
     not wait any longer), "lost" (the peer did not have them) or "gone" (the peer did not answer)."""
+    drafted_tokens: int = 0
+    """Drafts of next tokens that steps have tried."""
+    accepted_drafts: int = 0
+    """Drafts that were the tokens drawn, so that each saved a step for its sequence."""
 
 
 class Flushed(msgspec.Struct, array_like=True, frozen=True, tag="flushed"):

@@ -117,6 +117,8 @@ def state_of(
         exports=list(exports) if config.peers and not engine.is_away else [],
         role=role,
         pulls_given_up=dict(counters.pulls_given_up),
+        drafted_tokens=counters.drafted_tokens,
+        accepted_drafts=counters.accepted_drafts,
     )
 
 

@@ -45,6 +45,8 @@ _COUNTERS: Final = (
     ("prompt_tokens", "prompt_tokens", "Prompt tokens admitted, health probes included."),
     ("cached_tokens", "cached_tokens", "Prompt tokens whose KV was found."),
     ("output_tokens", "output_tokens", "Tokens sampled."),
+    ("drafted_tokens", "drafted_tokens", "Drafts of next tokens that steps tried (`--speculation`)."),
+    ("accepted_drafts", "accepted_drafts", "Of these, drafts that were right: each saved a step of its sequence."),
     ("preemptions", "preemptions", "Requests that lost their blocks for a while."),
     ("steps", "steps", "Forward passes."),
     (
