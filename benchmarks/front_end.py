@@ -2,11 +2,12 @@
 
     python benchmarks/front_end.py [--quick] [--json PATH]
 
-The client keeps nothing at the server: each request has the whole conversation, as chat clients and coding agents
-send it. The answers end with white space that the client trims, so that they come back otherwise than they were
-written. All parts are the router's own, called in the order in which a request meets them: JSON, validation, the
-prompt (template and tokenizer, or what is remembered of it), the choice among two controllers by the names of its
-chunks, the message to the controller; behind it the answer is remembered. Sockets are left out.
+A `whole` client keeps nothing at the server: each request has the whole conversation, as chat clients and coding
+agents send it. The answers end with white space that the client trims, so that they come back otherwise than they
+were written. A `stored` one has a session, in memory, and sends what is new. All parts are the router's own, called
+in the order in which a request meets them: JSON, validation, the prompt (template and tokenizer, or what is
+remembered of it), the choice among two controllers by the names of its chunks, the message to the controller; behind
+it the answer is remembered, and the turn of a session stored. Sockets are left out.
 
 `remembers` says whether the router remembers prompts. Times are CPU times of the process, of all its threads, the
 median of some turns in one conversation.
@@ -20,16 +21,18 @@ import json
 import random
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 from report import Report, parse_arguments
 
 from trunkline.router.api.prompting import chat_job
+from trunkline.router.api.responses import ChatMessage
+from trunkline.router.api.turn import open_turn
 from trunkline.router.config import RouterConfig
 from trunkline.router.http.body import parse_json_object, validate
 from trunkline.router.jobs.job import Job
@@ -39,6 +42,8 @@ from trunkline.router.routing.core import RoutingCore
 from trunkline.router.routing.names import KvIdentity
 from trunkline.router.routing.request import RouteRequest
 from trunkline.router.service import RouterService
+from trunkline.router.stores.session_history import History
+from trunkline.router.stores.session_state import SessionState
 from trunkline.router.streams.streams import submission
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.router.tools.plan import prepare_tools
@@ -46,6 +51,7 @@ from trunkline.router.tools.plan import prepare_tools
 DEMO_MODEL: Final = Path(__file__).resolve().parents[1] / "deploy/trunkline/deploy/demo_model"
 IDENTITY: Final = KvIdentity(b"model", "bfloat16", 64)
 STEPS: Final = ("json", "validate", "prompt", "route", "submit", "remember")
+_T = TypeVar("_T")
 WORDS: Final = (
     "the file has a function that reads lines and returns them as a list of strings so we test it with none"
 ).split()
@@ -70,10 +76,11 @@ class Client:
         """Return any text."""
         return " ".join(self._rng.choice(WORDS) for _ in range(words))
 
-    def ask(self) -> bytes:
-        """Return the body of the next turn."""
+    def ask(self, *, whole: bool) -> bytes:
+        """Return the body of the next turn. `whole`: with the whole conversation, not only what is new."""
         self.messages.append({"role": "user", "content": self.text(200)})
-        return json.dumps({"model": "demo", "messages": self.messages, "max_tokens": 200}).encode()
+        messages = self.messages if whole else self.messages[-1:]
+        return json.dumps({"model": "demo", "messages": messages, "max_tokens": 200}).encode()
 
     def answer(self) -> list[int]:
         """Return the tokens of an answer; the client keeps its text, trimmed."""
@@ -85,7 +92,8 @@ class Client:
 class FrontEnd:
     """The parts of a router that a request meets."""
 
-    def __init__(self, tokenizer: Tokenizer, *, remembers: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, remembers: bool, history: list[dict[str, Any]] | None) -> None:
+        """`history`: messages of the stored session that all turns belong to; None: there is none."""
         config = RouterConfig(
             model_path=str(DEMO_MODEL),
             controllers=["ipc:///nowhere"],
@@ -99,6 +107,7 @@ class FrontEnd:
             self._core.set_available(controller, True, 0.0)
         self._loop = asyncio.new_event_loop()
         self._turns = 0
+        self._session = self._run(self._stored(history)) if history else ""
         self.times: dict[str, list[float]] = defaultdict(list)
 
     @contextmanager
@@ -120,8 +129,11 @@ class FrontEnd:
             request = validate(ChatRequest, fields)
             tokenizer = self._service.tokenizer
             plan = prepare_tools(None, None, None, tokenizer.tool_style, tokenizer.reasoning)
+        turn = None
         with self._timed("prompt"):
-            job = self._loop.run_until_complete(chat_job(self._service, request, plan))
+            if self._session:
+                turn = self._run(open_turn(self._service, request, self._session, "chat"))
+            job = self._run(chat_job(self._service, request, plan, turn))
         with self._timed("route"):
             begun = None if job.remembered is None else job.remembered.names
             route = RouteRequest(job.packed_prompt(), session="s", begun=begun)
@@ -132,27 +144,41 @@ class FrontEnd:
         with self._timed("remember"):
             if job.remembered is not None:
                 job.remembered.answered(answer, job.eos_ids)
+            if turn is not None:
+                text = self._service.tokenizer.decode(answer)
+                self._run(turn.store_chat(ChatMessage(content=text), answer))
+                turn.close()
         self._core.started(self._turns, float(self._turns))
         self._core.index.apply(decision.controller, b"".join(decision.names), b"\1" * len(decision.names))
         self._core.ended(self._turns, float(self._turns))
         self._turns += 1
         return job
 
+    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return self._loop.run_until_complete(work)
+
+    async def _stored(self, messages: list[dict[str, Any]]) -> str:
+        """Make a session of a conversation, and return its id."""
+        sessions = self._service.sessions
+        state = SessionState(model=self._service.model_name, history=History(form="chat", messages=messages))
+        return (await sessions.create(sessions.draw_id(), state)).record.key.id
+
     def close(self) -> None:
         """Stop its threads."""
-        self._loop.run_until_complete(self._service.close())
+        self._run(self._service.close())
         self._loop.close()
 
 
-def measure(history: int, turns: int, *, remembers: bool) -> tuple[int, dict[str, float]]:
+def measure(history: int, turns: int, *, remembers: bool, stored: bool) -> tuple[int, dict[str, float]]:
     """Return the tokens of the last prompt, and the median of each step's seconds, by its name."""
     tokenizer = Tokenizer(DEMO_MODEL)
-    client, front = Client(tokenizer, history), FrontEnd(tokenizer, remembers=remembers)
+    client = Client(tokenizer, history)
+    front = FrontEnd(tokenizer, remembers=remembers, history=client.messages[:] if stored else None)
     for number in range(turns + 1):
         gc.collect()
         if number == 1:  # the first turn is the one in which nothing is known
             front.times.clear()
-        job = front.turn(client.ask(), client.answer())
+        job = front.turn(client.ask(whole=not stored), client.answer())
     front.close()
     return len(job.prompt), {step: median(front.times[step]) for step in STEPS}
 
@@ -162,10 +188,10 @@ def main() -> None:
     arguments = parse_arguments(__doc__)
     report = Report("front_end")
     turns = 5 if arguments.quick else 15
-    for remembers in (False, True):
+    for kind, remembers in (("whole", False), ("whole", True), ("stored", True)):
         for history in (10_000, 50_000, 200_000):
-            tokens, seconds = measure(history, turns, remembers=remembers)
-            case = {"remembers": remembers, "history": history}
+            tokens, seconds = measure(history, turns, remembers=remembers, stored=kind == "stored")
+            case = {"client": kind, "remembers": remembers, "history": history}
             report.add(case, "length", tokens, "tokens", turns)
             for step, value in {**seconds, "all": sum(seconds.values())}.items():
                 report.add(case, step, value * 1e6, "us", turns)
