@@ -3,11 +3,11 @@
     python benchmarks/front_end.py [--quick] [--json PATH]
 
 A `whole` client keeps nothing at the server: each request has the whole conversation, as chat clients and coding
-agents send it. The answers end with white space that the client trims, so that they come back otherwise than they
-were written. A `stored` one has a session, in memory, and sends what is new. All parts are the router's own, called
-in the order in which a request meets them: JSON, validation, the prompt (template and tokenizer, or what is
-remembered of it), the choice among two controllers by the names of its chunks, the message to the controller; behind
-it the answer is remembered, and the turn of a session stored. Sockets are left out.
+agents send it. The answers end with white space that the client trims, so that they come back otherwise than
+they were written. A `stored` one has a session, in memory, and sends what is new. All parts are the router's
+own, called in the order in which a request meets them: JSON, validation, the prompt (template and tokenizer, or
+what is remembered of it), the choice among two controllers by the names of its chunks, the message to the
+controller; behind it the answer is remembered, and the turn of a session stored. Sockets are left out.
 
 `remembers` says whether the router remembers prompts. Times are CPU times of the process, of all its threads, the
 median of some turns in one conversation.
