@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,17 +18,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from worker.checkpoints import Models
 from worker.driver import VOCAB_SIZE, Driver, run_config
 
+from trunkline.kernels.cpu import CpuKernels
 from trunkline.kernels.cpu_program import HOST, KINDS, OP_WORDS, CpuProgram
 from trunkline.kernels.native import isa_levels, library
 from trunkline.kernels.op_by_op import OpByOp, compare
 from trunkline.kernels.ops import KvPool
-from trunkline.kernels.program import Experts, Linear, Op, Program, ProgramError, StoreKv, printed
+from trunkline.kernels.program import AllReduce, Experts, Linear, Op, Program, ProgramError, StoreKv, printed
 from trunkline.kernels.reference import ReferenceKernels
+from trunkline.kernels.shared_group import SharedGroup, create_file
 from trunkline.worker.batch.batch import ForwardBatch
 from trunkline.worker.device import TORCH_DTYPES
+from trunkline.worker.errors import PeerLostError
 from trunkline.worker.messages import Sampling
 from trunkline.worker.model.checkpoint import load_weights
-from trunkline.worker.model.decoder import Decoder
+from trunkline.worker.model.decoder import Decoder, make_kv_pool
+from trunkline.worker.model.families import check_model
+from trunkline.worker.model.model_config import Shard
 from trunkline.worker.runner import Runner
 from trunkline.worker.tensor_parallel import TensorParallel
 
@@ -171,6 +177,65 @@ def test_ranges_of_ops_give_the_same_bits(name: str, seed: int, models: Models) 
     assert len(expected) == len(found)
     for one, other in zip(expected, found, strict=True):
         assert one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+class TwoRanks:
+    """Both ranks of a group in this process, over the shared memory of the CPU kernels."""
+
+    def __init__(self, folder: Path) -> None:
+        config = check_model(folder, 2, "float32")
+        path = create_file(2)
+        self.shared = [SharedGroup(path, rank, 2) for rank in range(2)]
+        self.decoders = []
+        for rank in range(2):
+            group = TensorParallel(rank, 2, CPU, backend="shared")
+            group._shared = self.shared[rank]
+            shard, kernels = Shard(config, rank, 2), CpuKernels()
+            weights = load_weights(folder, shard, torch.float32, CPU, kernels, lambda *_: None)
+            pool = make_kv_pool(shard, 64, 8, torch.float32, CPU)
+            self.decoders.append(Decoder(shard, weights, kernels, group, pool))
+        path.unlink()
+
+    def forward(self, batch: ForwardBatch) -> list[Tensor | None]:
+        def on(decoder: Decoder) -> Tensor | None:
+            with torch.inference_mode():
+                return decoder.forward(copied(batch))
+
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(on, self.decoders))
+
+
+def test_ranks_sum_within_the_call(models: Models) -> None:
+    """Logits of two ranks side by side are those of one, the padded column forbidden; a peer that leaves is
+    noticed."""
+    runner, _ = load(models("gqa"))
+    ranks = TwoRanks(models("gqa"))
+    for decoder in ranks.decoders:
+        assert isinstance(decoder.runner, CpuProgram)
+        assert len(decoder.runner._split(0, len(decoder.program.ops))) == 1
+        assert sum(isinstance(op, AllReduce) for op in decoder.program.ops) == 2 * decoder.program.layers + 1
+    forward, batches = runner._decoder.forward, []
+
+    def watched(batch: ForwardBatch, *arguments: Any) -> Tensor | None:
+        batches.append(batch)
+        parts = ranks.forward(batch)
+        logits = forward(batch, *arguments)
+        if logits is None:
+            assert parts == [None, None]
+            return None
+        assert parts[0] is not None
+        assert parts[1] is not None
+        together = torch.cat((parts[0], parts[1]), dim=1)
+        torch.testing.assert_close(together[:, :VOCAB_SIZE], logits, rtol=0, atol=2e-5)
+        assert together[:, VOCAB_SIZE:].eq(float("-inf")).all()
+        return logits
+
+    watch(runner, watched)
+    drive(runner, seed=4)
+    ranks.shared[1].close()
+    with pytest.raises(PeerLostError, match="rank 1 has left"), torch.inference_mode():
+        ranks.decoders[0].forward(copied(batches[-2]))
+    ranks.shared[0].close()
 
 
 def test_a_program_prints_all_of_itself(models: Models) -> None:
