@@ -91,3 +91,16 @@ def test_a_time_to_live_forgets_those_who_think_too_long() -> None:
     short = run(replace(BASE, ttl_s=30.0), rate=0.01).later_hit_rate
     assert kept == 1.0
     assert 0.3 < short < 0.7, "thinking takes a minute in the mean"
+
+
+def test_where_pauses_have_no_pattern_prediction_loses_nothing_to_speak_of() -> None:
+    """People's pauses are drawn, so nothing can be learnt of them but that who is away for long may have gone."""
+    found = dict.fromkeys((EvictionPolicy.LRU, EvictionPolicy.PREDICTED), 0.0)
+    for seed in range(3):
+        chats = conversations(300, 0.3, seed)
+        setting = replace(BASE, slots=24, disk_tokens=0.0)
+        room = 0.3 * CHUNK * Simulation(replace(setting, policy=None)).run(chats).live_chunks_max
+        for policy in found:
+            figures = Simulation(replace(setting, policy=policy, host_tokens=room)).run(chats)
+            found[policy] += figures.found_share / figures.turns / 3
+    assert found[EvictionPolicy.PREDICTED] > found[EvictionPolicy.LRU] - 0.01

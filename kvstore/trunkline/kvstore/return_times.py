@@ -16,6 +16,9 @@ each return that this yields, if it is kept for the best time t and then given u
 
 If T is known, this is the time that is left, so the order is that of the furthest next use (Bélády). Where most
 sessions come back soon or late or never, it is short while a return is near, and long once that time is past.
+
+**Noise.** Where pauses have no pattern, curves differ by chance only, and an order by chance is worse than one by
+last use. So a curve needs many turns to differ from the coarser one if it is finer by a number (a length, a gap).
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ import numpy as np
 EDGES: Final = (0.0, *(2.0 ** (half / 2) for half in range(35)))
 """Ages in seconds at which the intervals of curves begin; the last interval has no end."""
 PRIOR_TURNS: Final = 20.0
-"""Weight of the coarser curve, in turns."""
+"""Weight of the coarser curve, in turns, for a kind whose last feature is a name …"""
+PRIOR_TURNS_NUMBER: Final = 200.0
+"""… and for one whose last feature is a number: what is seen there is a trend, or chance."""
 FIRST_SHARE: Final = 0.02
 """Share of turns that come back in each interval, before anything was learnt."""
 MEMORY_TURNS: Final = 4096.0
@@ -80,11 +85,11 @@ class _Curve:
     def is_outdated(self) -> bool:
         return not self.waits or self.news > max(16.0, self.reached[0])
 
-    def refresh(self, prior: Sequence[float]) -> None:
-        """Compute the waits anew. `prior`: hazards of the coarser curve."""
+    def refresh(self, prior: Sequence[float], turns: float) -> None:
+        """Compute the waits anew. `prior`: hazards of the coarser curve, which count as so many turns."""
         self.news = 0
         self.hazards = [
-            min(_MOST, max(0.0, came + PRIOR_TURNS * share) / (max(reached, came) + PRIOR_TURNS))
+            min(_MOST, max(0.0, came + turns * share) / (max(reached, came) + turns))
             for came, reached, share in zip(self.came, self.reached, prior, strict=True)
         ]
         self.waits = _waits(self.hazards)
@@ -126,9 +131,9 @@ class ReturnTimes:
         does not come back."""
         hazards: Sequence[float] = [FIRST_SHARE] * len(EDGES)
         curves = self._curves_of(kind)
-        for curve in curves:
+        for feature, curve in zip(("", *kind), curves, strict=True):
             if curve.is_outdated:
-                curve.refresh(hazards)
+                curve.refresh(hazards, PRIOR_TURNS if isinstance(feature, str) else PRIOR_TURNS_NUMBER)
             hazards = curve.hazards
         return curves[-1].waits[interval]
 
