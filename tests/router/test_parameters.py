@@ -358,6 +358,21 @@ def test_unknown_parameters_are_named(http: httpx.Client, name: str) -> None:
     assert all(len(warning) < UNKNOWN_CHARACTERS_MAX + 50 for warning in warnings)
 
 
+def test_unknown_fields_of_objects_are_named(http: httpx.Client) -> None:
+    for name, fields, told in (
+        ("chat", {"thinking": {"type": "disabled", "budget": 5}}, "thinking.budget"),
+        ("chat", {"stream_options": {"include_obfuscation": False, "usage": None}, "stream": True}, None),
+        ("completions", {"stream_options": {"include_usge": True}, "stream": True}, "stream_options.include_usge"),
+        ("messages", {"output_config": {"efort": "low"}}, "output_config.efort"),
+        ("responses", {"reasoning": {"effort": "low", "sumary": "auto"}}, "reasoning.sumary"),
+    ):
+        answer = http.post(PATHS[name], json=BODIES[name] | fields)
+        assert answer.status_code == 200, answer.text
+        found = list(_warnings(answer)) if "stream" in fields else [answer.json().get("warnings", [])]
+        sentence = f"`{told}` is not a known parameter and was ignored"
+        assert found == ([] if told is None else [[sentence]]), name
+
+
 def test_what_a_response_says_of_verbosity(http: httpx.Client) -> None:
     for verbosity, told in (("low", ["`text.verbosity` is not applied"]), ("medium", None), (None, None)):
         body = BODIES["responses"] | {"text": {"verbosity": verbosity}}

@@ -12,8 +12,8 @@ An error names a parameter as the client spelt it (`Reading.names`, `ApiError.re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, Generic, NamedTuple, TypeGuard, TypeVar, get_args
 
 from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
@@ -24,6 +24,8 @@ UNKNOWN_MAX: Final = 16
 """Largest number of unknown parameters that an answer names."""
 UNKNOWN_CHARACTERS_MAX: Final = 64
 """Number of characters after which the name of an unknown parameter is cut off."""
+_HINTS: Final = frozenset({"stream_options.include_obfuscation"})
+"""Fields of objects that are known, and that no answer depends on."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -93,8 +95,8 @@ class Reading(NamedTuple):
     names: Mapping[str, str] = {}
     """The client's spelling of parameters, by the names that errors have for them."""
     unknown: tuple[str, ...] = ()
-    """Names of parameters that are not known, at most `UNKNOWN_MAX`, each cut off after
-    `UNKNOWN_CHARACTERS_MAX` characters; those that are not printable are escaped."""
+    """Names of parameters that are not known, and of fields of those that are objects; at most `UNKNOWN_MAX`, each
+    cut off after `UNKNOWN_CHARACTERS_MAX` characters; those that are not printable are escaped."""
 
 
 class Endpoint(Generic[_Model]):
@@ -139,6 +141,12 @@ class Endpoint(Generic[_Model]):
         self._refused = {spelling: entry for spelling, entry in self.known if entry.neutral is not None}
         hints = {spelling for spelling, entry in self.known if entry.neutral is None}
         self._ordinary = frozenset(keys | hints)
+        self._objects = {
+            info.alias or field: objects
+            for field, info in model.model_fields.items()
+            if (objects := _objects(info))
+        }
+        """The models of parameters that are objects, as far as these ignore what they do not know."""
         self._plain = Reading(self.names)
 
     def read(self, fields: dict[str, Any]) -> Reading:
@@ -147,7 +155,8 @@ class Endpoint(Generic[_Model]):
         Raises:
             ApiError: 400, naming the first parameter that asks for something unsupported, or is given twice.
         """
-        if fields.keys() <= self._ordinary:
+        is_plain = fields.keys() <= self._ordinary
+        if is_plain and fields.keys().isdisjoint(self._objects):
             return self._plain
         names: dict[str, str] = {}
         unknown: list[str] = []
@@ -164,6 +173,8 @@ class Endpoint(Generic[_Model]):
                 self._check(name, fields[name])
             else:
                 unknown.append(name)
+        for name in self._objects.keys() & fields.keys():
+            unknown += _unknown_within(name, fields[name], self._objects[name])
         if names:
             return Reading(self._spelt(names), _cut(unknown))
         return Reading(self.names, _cut(unknown))
@@ -180,6 +191,30 @@ class Endpoint(Generic[_Model]):
         """Return `names` with the client's spellings, which are given by the model's keys."""
         spelt = {name: given.get(key, key) for name, key in self.names.items()}
         return {**given, **spelt}
+
+
+def _objects(info: FieldInfo) -> frozenset[type[BaseModel]]:
+    """Return the models that a parameter may be an object of; none of them if one takes any field, or none but its
+    own."""
+    found = {each for each in (info.annotation, *get_args(info.annotation)) if _is_model(each)}
+    return frozenset(found if all(each.model_config.get("extra") == "ignore" for each in found) else ())
+
+
+def _is_model(kind: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _unknown_within(path: str, value: Any, models: frozenset[type[BaseModel]]) -> Iterator[str]:
+    """Yield the names of unknown fields of a parameter, as "parameter.field"."""
+    if not isinstance(value, dict):
+        return
+    fields = {info.alias or name: info for model in models for name, info in model.model_fields.items()}
+    for name, inner in value.items():
+        if name in fields:
+            if further := _objects(fields[name]):
+                yield from _unknown_within(f"{path}.{name}", inner, further)
+        elif inner is not None and f"{path}.{name}" not in _HINTS:
+            yield f"{path}.{name}"
 
 
 def _same(given: Any, neutral: Any) -> bool:
