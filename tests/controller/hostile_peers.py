@@ -162,7 +162,8 @@ class Group:
         if wait_ms:
             self.service.group.plans.poll(wait_ms // 2)
             self.service.group.reports.poll(wait_ms // 2)
-        self.service._turn()
+        service = self.service
+        service._turn({service.group.plans, service.group.reports, service.routers.socket})
         for rank, socket in enumerate(self.ranks):
             while socket.poll(wait_ms):
                 self._obey(rank, msgspec.msgpack.decode(socket.recv_multipart()[-1], type=WorkerMessage | Leave))

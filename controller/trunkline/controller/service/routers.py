@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import zmq
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from trunkline.controller.engine.events import EngineOutputs
 from trunkline.controller.engine.validation import NUMBER_BITS
@@ -189,16 +190,23 @@ class Routers:
         requests, samples, tokens = outputs.requests[at], outputs.samples[at], outputs.tokens[at]
         logprobs = outputs.logprobs[at]
         owners = requests >> ROUTER_SHIFT
-        for index in np.unique(owners).tolist():
-            mine, own = owners == index, None
-            if logprobs:
+        if (owners == owners[:1]).all():  # the usual case, for speed; the general code gives the same
+            shares: list[tuple[int, slice | NDArray[np.bool_]]] = [
+                (index, slice(None)) for index in owners[:1].tolist()
+            ]
+        else:
+            shares = [(index, owners == index) for index in np.unique(owners).tolist()]
+        for index, mine in shares:
+            own = logprobs or None
+            if logprobs and not isinstance(mine, slice):
                 position = np.cumsum(mine) - 1
                 own = {int(position[i]): value for i, value in logprobs.items() if mine[i]} or None
+            drawn_for = samples[mine]
             message = replace(
                 parts.pop(index, Outputs(0)),
                 requests=(requests[mine] & NUMBER_MASK).astype("<u4").tobytes(),
                 tokens=pack_int32(tokens[mine]),
-                samples=samples[mine].astype("<u2").tobytes() if samples[mine].any() else b"",
+                samples=drawn_for.astype("<u2").tobytes() if drawn_for.any() else b"",
                 logprobs=own,
             )
             self.send(index, message)

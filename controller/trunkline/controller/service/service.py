@@ -149,14 +149,12 @@ class ControllerService:
         self._wake_ups.install(ignore_interrupts=bool(self.config.parent_pid))
         report_status(self.config.status_path, self.status, epoch=self.group.epoch)
         poller = zmq.Poller()
-        for readable in (self.group.plans, self.group.reports, self.routers.socket):
+        for readable in (self.group.plans, self.group.reports, self.routers.socket, self._wake_ups.fileno()):
             poller.register(readable, zmq.POLLIN)
-        poller.register(self._wake_ups.fileno(), zmq.POLLIN)
         self.gate.open()
         try:
             while not self._drain():
-                poller.poll(self._poll_ms())
-                self._turn()
+                self._turn({readable for readable, _ in poller.poll(self._poll_ms())})
             self._let_routers_read()
             self.group.shut_down()
             log.info("stopped")
@@ -240,22 +238,24 @@ class ControllerService:
         until = min(until, now + self.group.patience_s, self._deadlines.engine)
         return int(max(0, min(POLL_MS_MAX, math.ceil((until - now) * 1000) if until < math.inf else POLL_MS_MAX)))
 
-    def _turn(self) -> None:
-        """Collect what has arrived, let the engine take a step, and do what follows from it."""
-        for number in self._wake_ups.read():
+    def _turn(self, ready: set[object]) -> None:
+        """Collect what has arrived, let the engine take a step, and do what follows from it. `ready`: what has
+        something to read; to learn that a ZeroMQ socket has nothing takes several system calls."""
+        for number in self._wake_ups.read() if self._wake_ups.fileno() in ready else b"":
             if number in (signal.SIGTERM, signal.SIGINT):
                 self._stop_requested()
         now = time.monotonic()
         try:
-            self.group.membership_events(now)
-            reports = self.group.receive(now)
+            if self.group.plans in ready:
+                self.group.membership_events(now)
+            reports = self.group.receive(now) if self.group.reports in ready else []
             self._pending.events += reports if self.engine is not None else ()
             self.group.check_loss(now)
         except GroupLostError as error:
             self._lose(str(error), now)
         self.group.reform(now)
         self._try_start(now)
-        for router, message in self.routers.receive(now):
+        for router, message in self.routers.receive(now) if self.routers.socket in ready else ():
             self._handle(router, message, now)
         for router in self.routers.silent(now, self.config.router_silence_seconds_max):
             self.routers.forget(router)
