@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from trunkline.deploy.cli.app import ORDER, app
-from trunkline.deploy.cli.option_commands import HINTS
+from trunkline.deploy.cli.option_commands import HINTS, joined
 from trunkline.deploy.config.options import NODE_OPTIONS, SERVE_OPTIONS
 
 
@@ -49,6 +49,23 @@ def test_hints_name_options_that_exist_for_options_that_do_not() -> None:
     assert not known & set(HINTS)
     named = {word for hint in HINTS.values() for word in re.findall(r"--[a-z-]+", hint)}
     assert named <= known
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("serve demo --tp 2", "serve demo --tp 2"),
+        ("--served-model-name a demo", "--served-model-name a demo"),
+        ("--served-model-name a --tp 2 --served-model-name b,c* x", "--served-model-name a,b,c* --tp 2 x"),
+        ("--served-model-name=a x --served-model-name b", "--served-model-name=a,b x"),
+        ("--served-model-name a x --served-model-name=b", "--served-model-name a,b x"),
+        ("--served-model-name", "--served-model-name"),
+        ("--served-model-name a --served-model-name", "--served-model-name a --served-model-name"),
+        ("--served-model-name a -- --served-model-name b", "--served-model-name a -- --served-model-name b"),
+    ],
+)
+def test_names_of_a_model_that_are_given_one_by_one(typed: str, words: str) -> None:
+    assert joined(typed.split()) == words.split()
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,30 @@ HINTS: Final = {
 }
 """Hints for users of vLLM, SGLang and llama.cpp, by the other server's option that they typed."""
 
+LISTS: Final = frozenset({"--served-model-name"})
+"""Options whose values are lists: given several times, their values are joined with commas."""
+
+
+def joined(args: Sequence[str]) -> list[str]:
+    """Return the words of a command line with each option of `LISTS` once, where it was given first."""
+    words: list[str] = []
+    places: dict[str, int] = {}
+    left = iter(args)
+    for word in left:
+        if word == "--":
+            return [*words, word, *left]
+        option, equals, value = word.partition("=")
+        if option not in LISTS:
+            words.append(word)
+            continue
+        given = value if equals else next(left, None)
+        if given is None or option not in places:
+            places[option] = len(words) + (0 if equals else 1)
+            words += [word] if equals or given is None else [word, given]
+        else:
+            words[places[option]] += f",{given}"
+    return words
+
 
 class HintingCommand(TyperCommand):
     """A command that answers options of other servers with the name that they have here."""
@@ -65,7 +89,7 @@ class HintingCommand(TyperCommand):
             option = word.partition("=")[0]
             if option in HINTS:
                 ctx.fail(f"No such option: {option}. {HINTS[option]}")
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, joined(args))
 
 
 def _set_defaults(options: Sequence[CliOption], ctx: typer.Context, path: Path | None) -> None:

@@ -118,7 +118,8 @@ SERVE_OPTIONS: Final = (
     ),
     CliOption(
         "served_model_name",
-        "Name of the model in the API, or several, the main one first; claude-* stands for all that begin so. "
+        "Name of the model in the API, or several, the main one first, with commas or by giving the option again; "
+        "claude-* stands for all that begin so. "
         "Default: its folder's or hub name.",
         MODEL,
         metavar="NAME,…",
