@@ -130,11 +130,15 @@ KINDS: Final = (
     Kind(
         name="transformers",
         program="transformers",
-        install="pip install 'transformers[serving]'; then --transformers ENVIRONMENT/bin/transformers",
+        install="pip install 'transformers[serving]' accelerate; then --transformers ENVIRONMENT/bin/transformers",
         command=_transformers,
         ids=False,
     ),
 )
+
+
+class FailedError(SystemExit):
+    """A server did not start; with the end of what it printed. It ends the program where nothing else is done."""
 
 
 class Server:
@@ -154,6 +158,10 @@ class Running(Server):
     """A server from its start; a context manager that stops it."""
 
     def __init__(self, kind: Kind, program: str, setting: Setting, patience_s: float = 600.0) -> None:
+        """
+        Raises:
+            FailedError: It ended, or has answered nothing in time.
+        """
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         super().__init__(kind, f"http://127.0.0.1:{port}", MODEL if kind.ids else str(setting.folder))
@@ -188,14 +196,16 @@ class Running(Server):
         with httpx.Client(base_url=self.url, timeout=patience_s, headers=headers) as client:
             while time.perf_counter() < end:
                 if self._process.poll() is not None:
-                    raise SystemExit(f"{self.kind.name} ended with code {self._process.returncode}:\n{self.log()}")
+                    raise FailedError(
+                        f"{self.kind.name} ended with code {self._process.returncode}:\n{self.log()}"
+                    )
                 try:
                     if client.post("/v1/completions", json=body).status_code == 200:
                         return
                 except httpx.TransportError:
                     pass
                 time.sleep(POLL_S)
-        raise SystemExit(f"{self.kind.name} answered nothing within {patience_s:.0f} s:\n{self.log()}")
+        raise FailedError(f"{self.kind.name} answered nothing within {patience_s:.0f} s:\n{self.log()}")
 
     def log(self) -> str:
         """Return the end of what it printed."""
