@@ -54,6 +54,7 @@ _NOT_WITH_MODULES: Final[dict[str, str]] = {
     "truncate_prompt_tokens": "is not available for a prompt of modules: they stand at fixed places",
     "drop": "is not available for a prompt of modules: they stand at fixed places",
     "exact": "is not available for a prompt of modules: they do not see each other",
+    "continue_final_message": "is not available for a prompt of modules",
 }
 
 

@@ -254,12 +254,12 @@ async def chat_job(
         ApiError: 400, naming the parameter that is wrong.
     """
     policy = policy_of(body, turn)
-    if turn is not None and body.continue_final_message:
-        raise bad_value("continue_final_message", "`continue_final_message` is not available in a stored session")
     if body.documents and not service.tokenizer.uses_documents:
         raise bad_value("documents", "this model's chat template has no use for `documents`")
-    messages = body.messages if turn is None else await turn.messages(body.messages)
     rendering = Rendering.of(body, plan)
+    messages = body.messages
+    if turn is not None:
+        messages = await turn.messages(messages, continues=rendering.continues)
     text = await rendering.text(service, messages) if edited is None else edited.text
     remembered = None if edited is None else edited.remembered
     if edited is not None:

@@ -73,7 +73,7 @@ class ResponseTurn(SessionTurn):
         """Set the request's own items, which are stored together with the answer."""
         self._new = items
 
-    async def messages(self, new: list[Message]) -> list[Message]:
+    async def messages(self, new: list[Message], *, continues: bool = False) -> list[Message]:
         """Return the whole conversation: of a response, the request has all of it already."""
         return new
 

@@ -71,6 +71,7 @@ class SessionTurn:
         self._lease = lease
         self._form: Form = form
         self._new: list[dict[str, Any]] = []
+        self._continues = False
         self._known = KnownPrompt("", [], 0)
         if session.history.form not in ("", form):
             used = _FORMS[session.history.form]
@@ -92,8 +93,13 @@ class SessionTurn:
         """Ranges of the prompt that the client has discarded."""
         return clip_spans(self._history.discards, min(self.reused_tokens, len(self._known.tokens) - 1))
 
-    async def messages(self, new: list[Message]) -> list[Message]:
-        """Return the whole conversation: the session's messages and the request's."""
+    async def messages(self, new: list[Message], *, continues: bool = False) -> list[Message]:
+        """Return the whole conversation: the session's messages and the request's.
+
+        Args:
+            continues: Whether the answer continues the last message, and is stored as one with it.
+        """
+        self._continues = continues
         self._new = [message.model_dump(exclude_none=True) for message in new]
         return await stored_messages(self._service, self.session) + new
 
@@ -184,7 +190,11 @@ class SessionTurn:
             ApiError: 503 or 409, they could not be stored.
         """
         history = self._history.answered(self._known, tokens, self._tokenizer.vocabulary)
-        await self._put(replace(history, messages=[*history.messages, *self._new, _as_stored(answer)]))
+        new, message = self._new, _as_stored(answer)
+        if self._continues:
+            *new, begun = new
+            message = {**begun, **message, "content": begun["content"] + message["content"]}
+        await self._put(replace(history, messages=[*history.messages, *new, message]))
 
     async def store_text(self, shown: str, tokens: Sequence[int]) -> None:
         """Append the prompt and the answer to the session.

@@ -268,9 +268,10 @@ class ChatRequest(GenerationRequest, DialogParameters):
         "boolean", "true", "whether the prompt ends with the beginning of an answer", value=True
     )
     continue_final_message: bool | None = row(
-        "boolean, not in a stored session",
+        "boolean",
         "false",
-        "the answer continues the last message, which is the assistant's, instead of following it",
+        "the answer continues the last message, which is the assistant's, instead of following it; a session stores "
+        "both as one message",
     )
     add_special_tokens: bool = row(
         "boolean",
