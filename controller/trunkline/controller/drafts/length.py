@@ -8,9 +8,10 @@ takes longer for all of them:
     T' = step_us(R + D, prefill) + bubble_us        with D drafted tokens
 
 While a drafted step runs, the next one cannot be planned: the workers wait for its result and the next plan, which
-is the bubble. Lengths are chosen so that the product of all sequences' speeds is largest (proportional fairness):
+is the bubble. Lengths are chosen so that the product of all sequences' speeds is largest (proportional fairness),
+and the time that the U sequences without drafts lose counts twice:
 
-    Σ log (1 + Gᵢ) - R · log (T' / T)
+    Σ log (1 + Gᵢ) - (R + U) · log (T' / T)
 
 So a single sequence drafts what pays for itself, and in a batch a few sequences with drafts do not slow down all
 others. What makes the product larger makes the sum of the speeds larger, too. Each further token of a draft adds
@@ -29,6 +30,8 @@ from trunkline.controller.tiers.costs import StepCosts
 
 MARGIN: Final = 1.05
 """How much faster drafts must make the sequences that have some: chances are estimates."""
+BYSTANDER: Final = 1.0
+"""How much more the time counts that sequences without drafts lose by those of others."""
 ROW_LEAST: Final = 0.002
 """Least cost of a drafted token, as a part of the step: a row that was never measured does not count as free."""
 WORTH_GOAL: Final = 1.05
@@ -147,11 +150,13 @@ class Lengths:
         if not gains:
             return None
         gain, owner = np.concatenate(gains), np.concatenate(owners)
+        first = np.diff(owner, prepend=-1) > 0
         order = np.argsort(-gain, kind="stable")
         drafted = np.arange(1, len(order) + 1)
         plain_us = self.plain_us(rows, prefill_tokens)
         times = plain_us + self.bubble.us + drafted * self._row_us(rows, prefill_tokens)
-        values = gain[order].cumsum() - rows * np.log(times / plain_us)
+        without = rows - np.cumsum(first[order])
+        values = gain[order].cumsum() - (rows + BYSTANDER * without) * np.log(times / plain_us)
         best = int(values.argmax())
         lengths = np.bincount(owner[order[: best + 1]], minlength=len(chances))
         if values[best] < np.count_nonzero(lengths) * log(self.worth.margin):
