@@ -62,7 +62,7 @@ class Kind:
     """Of a program, a setting and a port."""
     environment: Mapping[str, str] = field(default_factory=dict)
     ids: bool = True
-    """It takes prompts of token ids; else they are sent as words."""
+    """It takes prompts of token ids, and `ignore_eos`; else prompts are sent as words."""
     slow: bool = False
     """It takes a minute to start: once is enough."""
     remembers: bool = False

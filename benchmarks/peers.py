@@ -84,7 +84,8 @@ class Client:
         self.server, self._http, self.prompts = server, http, prompts
 
     async def send(self, ids: list[int], tokens: int) -> StreamTimes:
-        return await stream(self._http, self.server.model, self.server.prompt(ids), tokens)
+        prompt, known = self.server.prompt(ids), self.server.kind.ids
+        return await stream(self._http, self.server.model, prompt, tokens, ignore_eos=known)
 
     async def first_tokens(self, tokens: int) -> tuple[float, float]:
         """Return the times to the first token, in seconds, cold and with all but the last token sent before."""
@@ -213,10 +214,16 @@ def reference(folder: Path, prompt: list[int], tokens: int) -> list[str]:
 
 
 def said(server: Server, prompt: list[int], tokens: int) -> list[str]:
-    """Return what a server says, greedily, as words."""
+    """Return what a server says, greedily, as words.
+
+    Raises:
+        FailedError: It refuses the request.
+    """
     body = {"model": server.model, "prompt": server.prompt(prompt), "max_tokens": tokens, "temperature": 0}
-    answer = httpx.post(f"{server.url}/v1/completions", json={**body, "ignore_eos": True}, timeout=300)
-    answer.raise_for_status()
+    more = {"ignore_eos": True} if server.kind.ids else {}
+    answer = httpx.post(f"{server.url}/v1/completions", json={**body, **more}, timeout=300)
+    if answer.status_code != 200:
+        raise FailedError(f"{server.kind.name} answered {answer.status_code}: {answer.text[:500]}")
     return WORD.findall(answer.json()["choices"][0]["text"])
 
 

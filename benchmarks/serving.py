@@ -50,16 +50,22 @@ class StreamTimes:
     started_at: float
 
 
-async def stream(client: httpx.AsyncClient, model: str, prompt: list[int] | str, max_tokens: int) -> StreamTimes:
-    """Send a completion of exactly `max_tokens` tokens and time its stream."""
+async def stream(
+    client: httpx.AsyncClient, model: str, prompt: list[int] | str, max_tokens: int, *, ignore_eos: bool = True
+) -> StreamTimes:
+    """Send a completion of exactly `max_tokens` tokens and time its stream.
+
+    Args:
+        ignore_eos: An end that the model says is no end; False: the server knows no such parameter.
+    """
     body = {
         "model": model,
         "prompt": prompt,
         "max_tokens": max_tokens,
         "temperature": 0,
-        "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **({"ignore_eos": True} if ignore_eos else {}),
     }
     start, first, usage = time.perf_counter(), 0.0, None
     async with client.stream("POST", "/v1/completions", json=body) as response:
