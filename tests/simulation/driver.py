@@ -427,7 +427,7 @@ class Simulation:
             outputs.requests, outputs.samples, outputs.tokens, outputs.logprobs, strict=True
         ):
             rows = list(zip(requests.tolist(), samples.tolist(), strict=True))
-            assert self.make_drafts or len(set(rows)) == len(rows), "a sample has two tokens in one result"
+            assert self.scheduler.drafting.source or len(set(rows)) == len(rows), "two tokens of a sample at once"
             for index, ((request, sample), token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
                 stream = self.streams[request]
                 if stream.pooling:
