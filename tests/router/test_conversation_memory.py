@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import httpx
 import pytest
+from router.fake_controller import FakeController, prompt_of
+from router.harness import RunningRouter
 from seeds import seeds
 
 from trunkline.router.errors import ApiError
@@ -13,6 +16,7 @@ from trunkline.router.http.body import validate
 from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.request_context import known
 from trunkline.router.text.conversation_memory import LEAST, Beginnings, ConversationMemory
+from trunkline.router.text.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize("seed", seeds(2))
@@ -71,6 +75,9 @@ def random_message(rng: random.Random) -> dict[str, Any]:
     return {"role": rng.choice(["user", "assistant", "system"]), "content": text, "extra": rng.choice([1, True])}
 
 
+NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
+
+
 def checked(fields: dict[str, Any]) -> ChatRequest | tuple[str | None, str]:
     """The request, or what is wrong with it."""
     try:
@@ -108,3 +115,41 @@ def test_messages_are_checked_as_without_memory(seed: int) -> None:
             reused += 1
     assert reused > 0
     assert refused > 0
+
+
+def test_long_conversations_have_the_prompts_of_their_texts(
+    http: httpx.Client, fake: FakeController, tokenizer: Tokenizer, router: RunningRouter
+) -> None:
+    """Chats, sessions and counts of conversations that are remembered as messages."""
+    function = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": NOTHING}}
+    session = http.post("/v1/sessions", json={}).json()["id"]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "Be kind."}]
+    stored: list[dict[str, Any]] = []
+    for turn in range(3 * LEAST):
+        call = {"id": f"c{turn}", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
+        if turn % 3 == 1:
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            messages.append({"role": "tool", "tool_call_id": f"c{turn}", "content": f"seen {turn}"})
+        else:
+            messages.append({"role": ("user", "assistant")[turn % 2], "content": f"text {turn}"})
+        if turn == 2 * LEAST:
+            messages[5] = {**messages[5], "content": "edited"}
+        if turn < LEAST - 3 or turn % 4:
+            continue
+        for tools in ([function], None):
+            body = {"messages": messages, "tools": tools, "max_tokens": 3}
+            assert http.post("/v1/chat/completions", json=body).status_code == 200
+            text = tokenizer.render_chat(messages, tools=tools)
+            assert tokenizer.decode(prompt_of(fake.behaviour.submits[-1]), skip_special_tokens=False) == text
+            told = http.post("/tokenize", json={"messages": messages, "tools": tools}).json()
+            assert told["tokens"] == prompt_of(fake.behaviour.submits[-1])
+        new = [{"role": "user", "content": f"stored {turn}"}, {"role": "user", "content": f"again {turn}"}]
+        stored += new
+        body = {"session_id": session, "messages": new, "max_tokens": 3}
+        [choice] = http.post("/v1/chat/completions", json=body).json()["choices"]
+        text = tokenizer.render_chat(stored)
+        assert tokenizer.decode(prompt_of(fake.behaviour.submits[-1]), skip_special_tokens=False) == text
+        stored.append({"role": "assistant", "content": choice["message"]["content"]})
+    memory = router.service.models.conversations
+    assert memory.rendered.bytes > 0
+    assert memory.checked.bytes > 0
