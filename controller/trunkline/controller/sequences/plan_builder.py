@@ -90,7 +90,7 @@ class DecodeRows:
 
     @property
     def chunk_size(self) -> int:
-        return self._recent.shape[1] // 2
+        return int(self._recent.shape[1]) // 2
 
     @property
     def free_count(self) -> int:
