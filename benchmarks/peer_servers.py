@@ -30,6 +30,9 @@ STOP_S: Final = 30.0
 MODEL: Final = "m"
 CONTEXT: Final = 8192
 STREAMS: Final = 32
+KV_TOKENS: Final = 131_072
+"""Room for KV, where a server must be told."""
+KV_BLOCK: Final = 256
 CORES: Final = len(os.sched_getaffinity(0))
 
 
@@ -93,14 +96,17 @@ def _llama(program: str, setting: Setting, port: int) -> list[str]:
     if not path.exists():
         write_gguf(setting.folder, path, getattr(torch, setting.dtype))
     head = [program, "--model", str(path), "--host", "127.0.0.1", "--port", str(port), "--alias", MODEL]
-    head += ["--threads", str(CORES), "--parallel", str(STREAMS), "--ctx-size", str(STREAMS * CONTEXT)]
+    slots = STREAMS if setting.dtype == "bfloat16" else STREAMS // 4  # float32 takes twice the memory
+    head += ["--threads", str(CORES), "--parallel", str(slots), "--ctx-size", str(slots * CONTEXT)]
     exact = ["--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off"]
     return [*head, "--jinja", *(exact if setting.dtype == "float32" else [])]
 
 
 def _transformers(program: str, setting: Setting, port: int) -> list[str]:
     head = [program, "serve", str(setting.folder), "--host", "127.0.0.1", "--port", str(port)]
-    return [*head, "--continuous-batching", "--dtype", setting.dtype, "--device", "cpu"]
+    head += ["--continuous-batching", "--dtype", setting.dtype, "--device", "cpu"]
+    # By itself it takes most of the machine's memory for KV.
+    return [*head, "--cb-block-size", str(KV_BLOCK), "--cb-num-blocks", str(KV_TOKENS // KV_BLOCK)]
 
 
 TRUNKLINE: Final = Kind(
