@@ -180,7 +180,8 @@ async def serve(
     prompts with those of their tenant only. What is under way at the end is finished.
 
     Args:
-        event: What happens to the server in the middle of the time, beside its requests; it may block.
+        event: What happens to the server in the middle of the time, beside its requests; it may block. Agents go
+            on for half of the time after its end.
 
     Returns:
         What was shown, and the part of it by requests that were sent in the second half.
@@ -189,6 +190,7 @@ async def serve(
     fronts = [set[tuple[int, int]]() for _ in target.keys]
     begun = time.perf_counter()
     rng = Random(salt)
+    ends_s = math.inf if event else seconds
 
     async def agent(number: int, whole: Conversation, wait_s: float) -> None:
         tenant = number % len(target.keys)
@@ -197,7 +199,7 @@ async def serve(
         for request in script.requests():
             await asyncio.sleep(script.pause_s(request))
             sent_s = time.perf_counter() - begun
-            if sent_s > seconds:
+            if sent_s > ends_s:
                 return
             parts, ideal = script.prompt(request)
             shown = [served, later] if sent_s > seconds / 2 else [served]
@@ -212,12 +214,15 @@ async def serve(
             for each in shown:
                 each.count(request, parts, ideal, reply)
 
-    async def happen() -> None:
+    async def happen(event: Callable[[], None]) -> None:
+        nonlocal ends_s
         await asyncio.sleep(seconds / 2)
-        if event:
+        try:
             await asyncio.to_thread(event)
+        finally:
+            ends_s = max(seconds, time.perf_counter() - begun + seconds / 2)
 
     waits = [rng.uniform(0.0, seconds / 5) for _ in conversations]
     agents = [agent(number, *each) for number, each in enumerate(zip(conversations, waits, strict=True))]
-    await asyncio.gather(happen(), *agents)
+    await asyncio.gather(*agents, *([happen(event)] if event else []))
     return served, later

@@ -176,8 +176,8 @@ def add_served(
     report.add(case, "errors", served.errors, "", requests)
     report.add(case, "other lengths", served.miscounted, "", requests)
     shown = " ".join(str(value) for value in case.values() if value != "")
-    share = 100 * served.found / max(1, served.ideal)
-    print(f"# {shown}: {requests} requests, {share:.1f} % of ideal", flush=True)
+    found = 100 * served.found / max(1, served.ideal)
+    print(f"# {shown}: {requests} requests, {found:.1f} % of ideal", flush=True)
     within = 1e3 * served.ttft(0.9) <= arguments.ttft_ms and 1e3 * served.token(0.5) <= arguments.token_ms
     report.add(case, "within limits", within and not served.errors, "", requests)
     return within and not served.errors
