@@ -8,6 +8,8 @@ call.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -16,15 +18,13 @@ from torch import Tensor
 from trunkline.kernels.cpu import DENSE_TYPES, CpuKernels
 from trunkline.kernels.cpu_plans import (
     NONE,
-    CpuDecodeWork,
-    CpuPrefillState,
     ShiftTable,
     prefill_state,
     turns_queries,
 )
 from trunkline.kernels.native import library
 from trunkline.kernels.op_by_op import Collective, OpByOp, StepBatch
-from trunkline.kernels.ops import KvPool
+from trunkline.kernels.ops import KernelCounters, KvPool
 from trunkline.kernels.program import (
     Activate,
     Add,
@@ -169,15 +169,94 @@ def _reals(op: Op) -> tuple[float, float]:
     return 0.0, 0.0
 
 
-class _Counts:
+class _Memory:
+    """Where the buffers are: memory that stays, and grows in powers of two."""
+
+    def __init__(self, buffers: tuple[Buffer, ...], bind: Callable[[int, Tensor], None]) -> None:
+        """
+        Args:
+            bind: tells the library where a buffer is, by its index.
+        """
+        self.rows = dict.fromkeys(Rows, 0)
+        self._buffers, self._bind = buffers, bind
+        self._of: dict[Buffer, Tensor] = {}
+        self._capacity = dict.fromkeys(Rows, 0)
+        self._slots = NO_WORDS
+        self._slot_numbers: Int32Array = NO_WORDS.numpy()
+
+    def take(self, rows: dict[Rows, int]) -> None:
+        """Make room for a step's rows."""
+        self.rows = rows
+        for kind, count in rows.items():
+            capacity = self._capacity[kind]
+            is_too_large = kind is Rows.LOGITS and capacity > LOGITS_KEPT >= count
+            if count <= capacity and capacity and not is_too_large:
+                continue
+            capacity = self._capacity[kind] = max(ROWS_MIN, 1 << (count - 1).bit_length() if count else 0)
+            for index, buffer in enumerate(self._buffers):
+                if buffer.rows is kind:
+                    memory = self._of[buffer] = torch.empty(capacity, buffer.width, dtype=buffer.dtype)
+                    self._bind(index, memory)
+
+    def slots(self, given: Int32Array) -> Tensor:
+        """Return where the tokens' KV goes, in memory that stays."""
+        if len(given) > len(self._slots):
+            self._slots = torch.empty(self._capacity[Rows.TOKENS], dtype=torch.int32)
+            self._slot_numbers = self._slots.numpy()
+        self._slot_numbers[: len(given)] = given
+        return self._slots[: len(given)]
+
+    def value(self, buffer: Buffer) -> Tensor:
+        return self._of[buffer][: self.rows[buffer.rows]]
+
+    def addresses(self) -> list[int]:
+        return [self._of[buffer].data_ptr() for buffer in self._buffers]
+
+
+class _Calls:
     """How often a range of ops calls what `KernelCounters` counts."""
 
     def __init__(self, ops: tuple[Op, ...]) -> None:
-        self.calls: dict[str, int] = {}
+        self.by_name: dict[str, int] = {}
         for op in ops:
             if name := _counted(op):
-                self.calls[name] = self.calls.get(name, 0) + 1
+                self.by_name[name] = self.by_name.get(name, 0) + 1
         self.attends = sum(isinstance(op, Attend) for op in ops)
+
+
+class _Counting:
+    """Counts what native ranges of ops call and read."""
+
+    def __init__(self, ops: tuple[Op, ...], counters: KernelCounters, token_bytes: int) -> None:
+        """
+        Args:
+            token_bytes: bytes of a token's KV in a layer.
+        """
+        self._ops, self._counters, self._token_bytes = ops, counters, token_bytes
+        self._calls: dict[tuple[int, int], _Calls] = {}
+        self._decode_tokens: int | None = None
+        self._prefill_tokens: int | None = None
+
+    def take(self, decode_tokens: int | None, prefill_tokens: int | None) -> None:
+        """Take the tokens that a layer of a step reads; None: nothing is decoded, or prefilled."""
+        self._decode_tokens, self._prefill_tokens = decode_tokens, prefill_tokens
+
+    def ran(self, start: int, stop: int) -> None:
+        """Count ops `[start, stop)`."""
+        found = self._calls.get((start, stop))
+        if found is None:
+            found = self._calls[start, stop] = _Calls(self._ops[start:stop])
+        counters, attends = self._counters, found.attends
+        calls = counters.calls
+        for name, number in found.by_name.items():
+            calls[name] = calls.get(name, 0) + number
+        if attends and self._decode_tokens is not None:
+            calls["decode_attention"] = calls.get("decode_attention", 0) + attends
+            counters.decode_tokens_read += attends * self._decode_tokens
+            counters.decode_bytes_read += attends * self._decode_tokens * self._token_bytes
+        if attends and self._prefill_tokens is not None:
+            calls["prefill_attention"] = calls.get("prefill_attention", 0) + attends
+            counters.prefill_tokens_read += attends * self._prefill_tokens
 
 
 def _counted(op: Op) -> str:
@@ -205,12 +284,12 @@ class CpuProgram:
         attending = [op.spec for op in program.ops if isinstance(op, Attend)]
         specs = {id(spec): spec for spec in attending}
         self._spec = spec = attending[0]
-        self._token_bytes = 2 * spec.kv_heads * spec.head_dim * pool.data.element_size()
+        token_bytes = 2 * spec.kv_heads * spec.head_dim * pool.data.element_size()
         self._turning = list(specs.values())
         ropes = {id(op.frequencies): op.frequencies for op in program.ops if isinstance(op, Rotations)}
         self._words = words = _Words(program, list(ropes.values()), shares_memory=group.shared_handle != 0)
         module: Any = library()
-        self._bind, self._begin, self._run = module.program_bind, module.program_begin, module.program_run
+        self._begin, self._run = module.program_begin, module.program_run
         # Sums wait for other ranks; a step takes milliseconds. Other threads of the interpreter go on meanwhile.
         self._run.release_gil = True
         self._handle: int = module.program_new(
@@ -226,16 +305,9 @@ class CpuProgram:
             int(kernels.buffered) + 2 * int(kernels.planning.invariant_tokens > 0),
         )
         weakref.finalize(self, module.program_delete, self._handle)
-        self._memory: dict[Buffer, Tensor] = {}
-        self._capacity = dict.fromkeys(Rows, 0)
-        self._rows = dict.fromkeys(Rows, 0)
-        self._slot_memory = NO_WORDS
-        self._slot_numbers: Int32Array = NO_WORDS.numpy()
+        self._memory = _Memory(words.buffers, partial(module.program_bind, self._handle))
+        self._counting = _Counting(program.ops, kernels.counters, token_bytes)
         self._held: tuple[object, ...] = ()
-        self._decode: CpuDecodeWork | None = None
-        self._prefill: CpuPrefillState | None = None
-        self._batch: StepBatch
-        self._counts: dict[tuple[int, int], _Counts] = {}
         self._segments: dict[tuple[int, int], list[tuple[bool, int, int]]] = {}
         self._others = OpByOp(program, kernels, pool, group) if not all(words.is_native) else None
 
@@ -246,11 +318,9 @@ class CpuProgram:
             Rows.STATES: tokens if state_rows is None else len(state_rows),
             Rows.LOGITS: batch.logits_rows,
         }
-        self._rows, self._batch = rows, batch
-        for kind, count in rows.items():
-            self._make_room(kind, count)
+        self._memory.take(rows)
         kernels, pool, spec = self._kernels, self._pool, self._spec
-        slots = self._slots(batch.write.slots)
+        slots = self._memory.slots(batch.write.slots)
         work, steps, words = None, 0, NO_WORDS
         if batch.decode is not None:
             work, steps = kernels.planning.decode_work(batch.decode, pool, spec), batch.decode.steps
@@ -258,7 +328,10 @@ class CpuProgram:
         prefill = None if batch.prefill is None else prefill_state(batch.prefill, pool)
         decode_angles = [] if work is None else self._angles(work.shifts)
         prefill_angles = [] if prefill is None else self._angles(prefill.shifts)
-        self._decode, self._prefill = work, prefill
+        self._counting.take(
+            None if work is None else work.tokens + steps * batch.num_rows,
+            None if prefill is None else prefill.tokens_read,
+        )
         # Kept until the next step: the library only points to these.
         self._held = held = (
             batch.ids,
@@ -276,14 +349,6 @@ class CpuProgram:
         if self._others is not None:
             self._others.begin(batch)
 
-    def _slots(self, given: Int32Array) -> Tensor:
-        """Return where the tokens' KV goes, in memory that stays."""
-        if len(given) > len(self._slot_memory):
-            self._slot_memory = torch.empty(self._capacity[Rows.TOKENS], dtype=torch.int32)
-            self._slot_numbers = self._slot_memory.numpy()
-        self._slot_numbers[: len(given)] = given
-        return self._slot_memory[: len(given)]
-
     def run(self, start: int, stop: int) -> None:
         if start == stop:
             return
@@ -294,30 +359,19 @@ class CpuProgram:
         for is_native, first, last in segments:
             if is_native:
                 self._run(self._handle, first, last)
-                self._count(first, last)
+                self._counting.ran(first, last)
             else:
                 self._run_others(first, last)
 
     def value(self, buffer: Buffer) -> Tensor:
-        return self._memory[buffer][: self._rows[buffer.rows]]
+        return self._memory.value(buffer)
 
     def set_value(self, buffer: Buffer, value: Tensor) -> None:
         self.value(buffer).copy_(value)
 
     def addresses(self) -> list[int]:
         """Return where the buffers are, which steady decoding does not change."""
-        return [self._memory[buffer].data_ptr() for buffer in self._words.buffers]
-
-    def _make_room(self, kind: Rows, count: int) -> None:
-        capacity = self._capacity[kind]
-        is_too_large = kind is Rows.LOGITS and capacity > LOGITS_KEPT >= count
-        if count <= capacity and capacity and not is_too_large:
-            return
-        capacity = self._capacity[kind] = max(ROWS_MIN, 1 << (count - 1).bit_length() if count else 0)
-        for index, buffer in enumerate(self._words.buffers):
-            if buffer.rows is kind:
-                memory = self._memory[buffer] = torch.empty(capacity, buffer.width, dtype=buffer.dtype)
-                self._bind(self._handle, index, memory)
+        return self._memory.addresses()
 
     def _angles(self, shifts: ShiftTable | None) -> list[Tensor]:
         """Return the angles by which queries turn for shifted items, for each rope.
@@ -352,26 +406,3 @@ class CpuProgram:
             others.run(index, index + 1)
             for buffer in op.buffers("writes", "changes"):
                 self.set_value(buffer, others.value(buffer))
-
-    def _count(self, start: int, stop: int) -> None:
-        key = (start, stop)
-        counts = self._counts.get(key)
-        if counts is None:
-            counts = self._counts[key] = _Counts(self.program.ops[start:stop])
-        counters, decode, batch = self._kernels.counters, self._decode, self._batch
-        calls = counters.calls
-        for name, number in counts.calls.items():
-            calls[name] = calls.get(name, 0) + number
-        if not counts.attends:
-            return
-        if decode is not None and batch.decode is not None:
-            calls["decode_attention"] = calls.get("decode_attention", 0) + counts.attends
-            tokens = counts.attends * (decode.tokens + batch.decode.steps * batch.num_rows)
-            counters.decode_tokens_read += tokens
-            spec = self._spec
-            counters.decode_bytes_read += (
-                tokens * 2 * spec.kv_heads * spec.head_dim * self._pool.data.element_size()
-            )
-        if self._prefill is not None:
-            calls["prefill_attention"] = calls.get("prefill_attention", 0) + counts.attends
-            counters.prefill_tokens_read += counts.attends * self._prefill.tokens_read
