@@ -242,7 +242,7 @@ class RoutingCore:
         candidates, prefills = self._candidates(request, now)
         found, tiers, effective, pulled, tail = self._look_up(request, now)
         prompt = max((each.names.prompt_tokens for each in found.values()), default=_prompt_tokens(request))
-        new, loads, settings = prompt - effective, self.loads, self.settings
+        new, goes_on, loads, settings = prompt - effective, -1, self.loads, self.settings
         waiting = (loads.inflight * settings.request_tokens + loads.queued) / settings.chunk_tokens
         costs, matched = (new + settings.floor_tokens) * (1.0 + waiting), tiers.dot(_ONES)
         if request.pinned >= 0:
@@ -273,7 +273,6 @@ class RoutingCore:
                 tail,
             )
             chosen, reason = self._policy.choose(view)
-        goes_on = -1
         if request.may_part and len(prefills):
             apart = self._apart(chosen, prompt - int(matched[chosen]), int(pulled[chosen]), prefills, new)
             if apart >= 0:
