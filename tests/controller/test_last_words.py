@@ -55,7 +55,7 @@ async def until_read(service: ControllerService) -> Receiver:
         assert callable(is_so)
         async with asyncio.timeout(20):
             while not is_so():
-                service._turn()
+                service._turn({service.group.plans, service.group.reports, service.routers.socket})
                 await asyncio.sleep(0.002)
 
     await turn_until(lambda: link.state is not None)
