@@ -270,8 +270,8 @@ class ChatRequest(GenerationRequest, DialogParameters):
     continue_final_message: bool | None = row(
         "boolean",
         "false",
-        "the answer continues the last message, which is the assistant's, instead of following it; a session stores "
-        "both as one message",
+        "the answer continues the last message, which is the assistant's, instead of following it; a session "
+        "stores both as one message",
     )
     add_special_tokens: bool = row(
         "boolean",
