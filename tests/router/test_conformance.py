@@ -24,7 +24,6 @@ from router.conformance import (
     check_matrix,
     check_usage_options,
 )
-from router.fake_controller import prompt_of
 from router.harness import ANSWER, EOS, MESSAGES, VOCAB_SIZE
 
 from trunkline.router.text.chat_template import ChatRenderer
@@ -293,19 +292,10 @@ def a_continued_message_may_be_followed_by_a_call(server: Server) -> None:
 def a_continued_message_in_a_session_is_one_message(server: Server) -> None:
     session = server.http.post("/v1/sessions", json={}).json()["id"]
     begun = [*TALK, {"role": "assistant", "content": "So, "}]
-    for stream in (False, True):
-        body = {"messages": begun, "continue_final_message": True, "session_id": session, "stream": stream}
-        answer = server.http.post(CHAT, json=body)
-        assert answer.status_code == 200, answer.text
-        assert last_prompt(server.fake, server.tokenizer).endswith("So, ")
+    server.answer(CHAT, messages=begun, continue_final_message=True, session_id=session)
+    assert last_prompt(server.fake, server.tokenizer).endswith("So, ")
     stored = server.http.get(f"/v1/sessions/{session}?include=messages").json()["messages"]
-    assert len(stored) == 2 * len(begun)
-    for told in (stored[: len(begun)], stored[len(begun) :]):
-        assert [message["role"] for message in told] == [message["role"] for message in begun]
-        assert told[-1]["content"] == "So, " + ANSWER
-    before = prompt_of(server.fake.behaviour.submits[-1])
-    server.answer(CHAT, messages=TALK, session_id=session)
-    assert prompt_of(server.fake.behaviour.submits[-1])[: len(before)] == before
+    assert [message["content"] for message in stored[-2:]] == [TALK[-1]["content"], "So, " + ANSWER]
 
 
 @case
@@ -492,15 +482,6 @@ def tokens_and_back(server: Server) -> None:
             assert server.http.post("/detokenize", json={"tokens": made["tokens"]}).json()["prompt"] == PROMPT
     rendered = server.http.post("/tokenize", json={"messages": MESSAGES}).json()
     assert rendered["count"] == server.answer(CHAT, messages=MESSAGES)["usage"]["prompt_tokens"]
-
-
-@case
-def models_and_unknown_models(server: Server) -> None:
-    assert "demo" in [model.id for model in server.client.models.list()]
-    for path in (CHAT, TEXT):
-        body = {"model": "none", "prompt": PROMPT} if path == TEXT else {"model": "none", "messages": TALK}
-        answer = server.http.post(path, json=body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
 
 
 @pytest.mark.parametrize("check", CASES[__name__])
