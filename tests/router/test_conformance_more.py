@@ -346,6 +346,15 @@ def a_request_that_is_given_up(server: Server) -> None:
     assert server.answer(CHAT, max_tokens=5)["choices"]
 
 
+@case
+def models_and_unknown_models(server: Server) -> None:
+    assert "demo" in [model.id for model in server.client.models.list()]
+    for path in (CHAT, TEXT):
+        body = {"model": "none", "prompt": PROMPT} if path == TEXT else {"model": "none", "messages": TALK}
+        answer = server.http.post(path, json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
+
+
 @pytest.mark.parametrize("check", CASES[__name__])
 def test_as_other_servers_answer(server: Server, check: Case) -> None:
     check(server)

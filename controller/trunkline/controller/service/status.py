@@ -47,6 +47,20 @@ _NO_COUNTS: Final[dict[str, Any]] = {
     if field.required and field.type is int and field.name != "seq"
 }
 """The counts of a `State` before there is an engine."""
+_TOTALS: Final = (
+    "prompt_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "preemptions",
+    "steps",
+    "plan_copies",
+    "kv_bytes_read",
+    "forks",
+    "swapped",
+    "drafted_tokens",
+    "accepted_drafts",
+)
+"""The fields of a `State` that are the engine's totals (`Totals`) of the same names."""
 
 
 def state_of(
@@ -82,18 +96,10 @@ def state_of(
         blocks_total=config.num_blocks,
         blocks_free=kv.pool.free_count,
         blocks_cached=tree.evictable,
-        prompt_tokens=counters.prompt_tokens,
-        cached_tokens=counters.cached_tokens,
-        output_tokens=counters.output_tokens,
-        preemptions=counters.preemptions,
-        steps=counters.steps,
-        plan_copies=counters.plan_copies,
-        kv_bytes_read=counters.kv_bytes_read,
+        **{name: getattr(counters, name) for name in _TOTALS},
         evicted_blocks=counters.tiers[TierKind.DEVICE].evictions,
         max_context=config.longest_sequence,
         blocks_logical=sum(len(s.path) + len(s.private) for s in scheduler.running()),
-        forks=counters.forks,
-        swapped=counters.swapped,
         blocks_saved=counters.tiers[TierKind.DEVICE].reads,
         blocks_loaded=counters.tiers[TierKind.DEVICE].writes,
         host_slots=config.host_slots,
@@ -117,8 +123,6 @@ def state_of(
         exports=list(exports) if config.peers and not engine.is_away else [],
         role=role,
         pulls_given_up=dict(counters.pulls_given_up),
-        drafted_tokens=counters.drafted_tokens,
-        accepted_drafts=counters.accepted_drafts,
     )
 
 
