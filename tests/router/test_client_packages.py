@@ -189,7 +189,14 @@ def test_litellm(script: Script, url: str, model: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("streaming", [False, True])
 def test_ollama(script: Script, url: str, streaming: bool) -> None:
     ollama: Any = pytest.importorskip("ollama", reason="ollama is not installed")
-    client = ollama.Client(host=url)
+    with ollama.Client(host=url) as client:
+        check(script, _ask_ollama(ollama, client, streaming))
+        assert "demo:latest" in [model.model for model in client.list().models]
+        assert client.show("demo").modelinfo
+
+
+def _ask_ollama(ollama: Any, client: Any, streaming: bool) -> list[str]:
+    """Ask all questions, with the tool; return the answers."""
     kept: list[Any] = [{"role": "system", "content": RULES}]
     answers = []
 
@@ -215,9 +222,7 @@ def test_ollama(script: Script, url: str, streaming: bool) -> None:
                 }
             )
         answers.append(ask().content)
-    check(script, answers)
-    assert "demo:latest" in [model.model for model in client.list().models]
-    assert client.show("demo").modelinfo
+    return answers
 
 
 @pytest.mark.parametrize("api", ["responses", "chat"])
