@@ -74,7 +74,7 @@ def chunks_from(answer: dict[str, Any], *tiers: str) -> int:
 
 
 def chunks_found(answer: dict[str, Any]) -> int:
-    """Whole chunks that are in lower tiers, also those for which it did not wait because to compute was quicker."""
+    """Whole chunks in lower tiers, with those for which it did not wait because to compute was quicker."""
     is_slow = answer["cache"]["reason"] == "slow"
     return chunks_of(answer) if is_slow else chunks_from(answer, "host", "disk")
 
