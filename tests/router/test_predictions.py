@@ -39,6 +39,14 @@ def test_what_is_no_prediction_is_refused(prediction: Any) -> None:
         ChatRequest.model_validate({"messages": MESSAGES, "prediction": prediction})
 
 
+def test_the_place_of_what_is_wrong_is_named_as_in_the_body() -> None:
+    for content, place in ((5, ("content",)), ([{"type": "text", "text": 5}], ("content", 0, "text"))):
+        body = {"messages": MESSAGES, "prediction": {"type": "content", "content": content}}
+        with pytest.raises(ValidationError) as found:
+            ChatRequest.model_validate(body)
+        assert found.value.errors()[0]["loc"] == ("prediction", *place)
+
+
 @pytest.mark.parametrize("prediction", [pack_int32([5, 6]), b"", None])
 def test_the_engine_is_told_of_it_also_where_a_stream_goes_on(prediction: bytes | None) -> None:
     job = Job([1, 2], 9, Sampling(), frozenset(), prediction=prediction)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic_core import PydanticCustomError
 
 PREDICTION_CHARACTERS_MAX: Final = 32 << 10
 """Largest number of characters of a prediction that count: they are encoded while other requests wait."""
@@ -19,17 +20,21 @@ class PredictedText(BaseModel):
     text: str
 
 
+def _parts(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise PydanticCustomError("prediction", "must be a string or a list of text parts")
+    return [PredictedText(type="text", text=value)] if isinstance(value, str) else value
+
+
 class Prediction(BaseModel):
     """The field `prediction`: what the answer will be like, in OpenAI's form."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["content"]
-    content: str | list[PredictedText]
+    content: Annotated[list[PredictedText], BeforeValidator(_parts)]
 
     @property
     def text(self) -> str:
         """The expected answer, `PREDICTION_CHARACTERS_MAX` characters of it."""
-        content = self.content
-        whole = content if isinstance(content, str) else "".join(part.text for part in content)
-        return whole[:PREDICTION_CHARACTERS_MAX]
+        return "".join(part.text for part in self.content)[:PREDICTION_CHARACTERS_MAX]
