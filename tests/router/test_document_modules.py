@@ -200,11 +200,6 @@ def test_modules_of_a_schema_in_messages_and_responses(
         ("responses", {"trailing": "compact"}, "trailing"),
         ("messages", {"pml": "<prompt"}, "pml"),
         ("responses", {"pml": '<prompt schema="talk"><none/></prompt>'}, "pml"),
-        (
-            "messages",
-            {"pml": PLAIN, "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
-            "ed",
-        ),
         ("messages", {"pml": PLAIN, "messages": [*HI, {"role": "assistant", "content": "So"}]}, "messages"),
         ("responses", {"pml": PLAIN, "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
     ],

@@ -43,7 +43,6 @@ from trunkline.router.api.edited_prompts import edited_prompt
 from trunkline.router.api.left_out import dropped_messages
 from trunkline.router.api.prompting import chat_job, start
 from trunkline.router.api.requests import check_length, check_model, read_parameters, service_of
-from trunkline.router.errors import bad_value
 from trunkline.router.http.answers import (
     BODY_OUTLET,
     EventStream,
@@ -229,11 +228,11 @@ async def messages(request: Request) -> Response:
         warnings.add(text)
     if body.container is not None:
         warnings.add("`container` has no effect: no code is executed here")
-    edits = _edits(body)
+    edits = body.edits()
     marks = None if edits else marks_of(body)
     chat, plan = await beside_loop(request, lambda: _translated(service, body, fields, warnings, marks))
     edited = await edited_prompt(service, chat, plan, edits)
-    job = await modular_job(service, chat, plan, marks)
+    job = await modular_job(service, chat, plan, marks, edited=edited)
     job = job or await chat_job(service, unmarked(chat, marks), plan, edited=edited)
     job = replace(job, max_tokens=min(job.max_tokens, body.max_tokens))
     generation = await while_connected(request, start(service, job, arrived_at))
@@ -254,33 +253,20 @@ async def count_tokens(request: Request) -> Response:
     service = service_of(request)
     body = await read_parameters(request, _COUNT_TOKENS)
     service = check_model(service, body.model)
-    edits = _edits(body)
+    edits = body.edits()
     marks = None if edits else marks_of(body)
     chat, plan = await beside_loop(request, lambda: _translated(service, body, {}, Warnings(), marks))
     check_length(sum(map(_characters, chat.messages)), "messages")
     edited = await edited_prompt(service, chat, plan, edits)
     if edited is None:
-        original = left = await dialog_tokens(service, chat, plan, marks)
+        original = await dialog_tokens(service, chat, plan, marks)
     else:
-        original = len(edited.tokens)
-        left = original - span_tokens(edited.drops)
+        original = edited.before + len(edited.tokens)
+    left = original - span_tokens(() if edited is None else edited.drops)
     answer: Object = {"input_tokens": left}
     if body.context_management is not None:
         answer["context_management"] = {"original_input_tokens": original}
     return JsonResponse(answer)
-
-
-def _edits(body: CountTokensRequest) -> tuple[Edit, ...]:
-    """Return the edits that a request asks for.
-
-    Raises:
-        ApiError: 400, they are wrong, or the prompt consists of modules.
-    """
-    edits = body.edits()
-    if edits and body.pml is not None:
-        what = "edits are not available for a prompt of modules: they stand at fixed places"
-        raise bad_value("context_management", f"`context_management`: {what}")
-    return edits
 
 
 def _characters(message: Message) -> int:

@@ -89,12 +89,12 @@ async def chat_completions(request: Request) -> Response:
         if plan.active and body.use_beam_search:
             raise bad_value("tools", "`tools` are not available in a beam search (`use_beam_search: true`)")
         marks = marks_of(body)
+        edited = None if turn is not None else await edited_prompt(service, body, plan)
         if has_modules(body, turn):
-            job = await modules_job(service, body, plan, turn)
+            job = await modules_job(service, body, plan, turn, edited)
         elif (made := await modular_job(service, mark_documents(body, marks), plan, marks, turn)) is not None:
             job = made
         else:
-            edited = None if turn is not None else await edited_prompt(service, body, plan)
             job = await chat_job(service, body, plan, turn, edited)
         generation = await while_connected(request, start(service, job, arrived_at))
         work.callback(generation.close)

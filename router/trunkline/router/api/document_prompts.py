@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from trunkline.controller.messages import ModuleText, PromptLayout
 from trunkline.kvstore.chunks import pack_int32
+from trunkline.router.api.left_out import EditedPrompt
 from trunkline.router.api.module_prompts import modules_job
 from trunkline.router.api.prompting import Rendering, encode_text, job_for, policy_of, remembered_prompt
 from trunkline.router.api.requests import check_length
@@ -100,6 +101,7 @@ async def modular_job(
     plan: ToolPlan,
     marks: DocumentMarks | None,
     turn: SessionTurn | None = None,
+    edited: EditedPrompt | None = None,
 ) -> Job | None:
     """Make the job of a conversation behind modules of a schema, or whose documents are modules; None if there are
     none.
@@ -110,12 +112,13 @@ async def modular_job(
     Args:
         marks: The marks in the request's messages and documents; None: documents are not to be modules.
         turn: As in `chat_job`.
+        edited: As in `modules_job`.
 
     Raises:
         ApiError: 400, naming the parameter that is wrong.
     """
     if body.modules is not None:
-        return await modules_job(service, body, plan, turn)
+        return await modules_job(service, body, plan, turn, edited)
     if marks is None:
         return None
     if body.prompt_logprobs is not None or body.truncate_prompt_tokens is not None:

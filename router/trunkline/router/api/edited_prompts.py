@@ -6,18 +6,22 @@
 The prompt keeps the names of the whole conversation, so KV that was computed before the edit is found, and used on
 behind it. What the template writes around a cleared text stays: the model sees an empty result, or a call whose
 texts are empty.
+
+Behind modules of a schema the text is what the template writes of the messages alone, and its tokens are the last
+of the prompt's own (`module_prompts.py`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
 from trunkline.router.api.left_out import EditedPrompt, check_left_out
-from trunkline.router.api.prompting import Rendering, encode_text, remembered_prompt
+from trunkline.router.api.module_prompts import Placed, placed_prompt
+from trunkline.router.api.prompting import Rendering, encode_text, has_modules, remembered_prompt
 from trunkline.router.api.requests import check_length
 from trunkline.router.api.turn import SessionTurn
 from trunkline.router.errors import ApiError, bad_value
@@ -42,6 +46,14 @@ class MarkedConversation(NamedTuple):
     uses: list[ToolUse]
 
 
+_Write = Callable[[list[Message]], Awaitable[str]]
+"""Returns the text that a template makes of a conversation.
+
+Raises:
+    ApiError: 400, the template refuses it.
+"""
+
+
 async def edited_prompt(
     service: RouterService,
     body: ChatRequest,
@@ -50,7 +62,7 @@ async def edited_prompt(
     turn: SessionTurn | None = None,
 ) -> EditedPrompt | None:
     """Return the prompt of a conversation without what `edits` clear and `body.drop` names; None if it has
-    neither.
+    neither. Of a prompt of modules, that is the text of the messages behind them.
 
     Args:
         turn: The stored turn whose whole conversation `body.messages` is; None: it is not stored.
@@ -61,12 +73,18 @@ async def edited_prompt(
     if not edits and not body.drop:
         return None
     check_left_out(body)
+    if has_modules(body, turn):
+        return await _behind_modules(service, body, plan, edits, turn)
     rendering = Rendering.of(body, plan)
+
+    async def write(messages: list[Message]) -> str:
+        return await rendering.text(service, messages)
+
     marked = mark_conversation(body.messages) if edits else None
-    placed = None if marked is None else marked[1].read(await rendering.text(service, marked[0].messages))
-    text = await rendering.text(service, body.messages) if placed is None else placed.text
+    placed = None if marked is None else marked[1].read(await write(marked[0].messages))
+    text = await write(body.messages) if placed is None else placed.text
     check_length(len(text), "messages")
-    rests = await _rests(service, body, rendering)
+    rests = await _rests(body, write)
     special = body.add_special_tokens
     remembered = None if turn is not None else await remembered_prompt(service, body, text, plan, fits=False)
     if turn is not None:
@@ -89,6 +107,40 @@ async def edited_prompt(
     return await service.large_requests.run(choose) if len(text) > OFF_LOOP_CHARACTERS else choose()
 
 
+async def _behind_modules(
+    service: RouterService, body: ChatRequest, plan: ToolPlan, edits: Sequence[Edit], turn: SessionTurn | None
+) -> EditedPrompt:
+    """Return the text of the messages behind modules, without what is left out. Errors: as in `edited_prompt`."""
+    messages = body.messages if turn is None else await turn.messages(body.messages)
+
+    async def compiled(left: list[Message]) -> Placed:
+        return (await placed_prompt(service, body, plan, turn, messages=left, fits=False))[0]
+
+    async def write(left: list[Message]) -> str:
+        return "".join([part.text for part in (await compiled(left)).message_parts()])
+
+    whole = await compiled(messages)
+    parts = whole.message_parts()
+    text = "".join([part.text for part in parts])
+    check_length(len(text), "messages")
+    marked = mark_conversation(messages) if edits else None
+    placed = None if marked is None else marked[1].read(await write(marked[0].messages))
+    rests = await _rests(body, write)
+    tokens = [token for part in parts for token in part.tokens]
+    before = whole.prompt.prompt_tokens - len(tokens)
+    if turn is not None:
+        tokens = await turn.tokens_of_parts(parts)
+
+    def choose() -> EditedPrompt:
+        own, places = service.tokenizer.places(text, tokens, add_special_tokens=False, stays=True)
+        edited = EditedPrompt(text, own, _dropped(RemainingText(text, places), rests), before=before)
+        if marked is None or placed is None or placed.text != text:
+            return edited
+        return cleared(edited, places, marked[0], placed, edits)
+
+    return await service.large_requests.run(choose) if len(text) > OFF_LOOP_CHARACTERS else choose()
+
+
 def cleared(
     whole: EditedPrompt,
     places: TokenPlaces,
@@ -101,7 +153,7 @@ def cleared(
     for place in placed.places:
         spans[place.part].append(places.within(place.start, place.stop))
     tokens = [_seen(own, whole.drops) for own in spans]
-    seen = len(whole.tokens) - span_tokens(whole.drops)
+    seen = whole.before + len(whole.tokens) - span_tokens(whole.drops)
     plan = plan_edits(edits, conversation.parts, conversation.uses, tokens, seen)
     chosen = [span for part in plan.cleared for span in spans[part]]
     return whole._replace(drops=merge_spans([*whole.drops, *chosen]), applied=plan.applied)
@@ -112,7 +164,7 @@ def _seen(spans: Sequence[TokenSpan], dropped: Sequence[TokenSpan]) -> int:
     return span_tokens(merge_spans([*spans, *dropped])) - span_tokens(dropped)
 
 
-async def _rests(service: RouterService, body: ChatRequest, rendering: Rendering) -> list[str]:
+async def _rests(body: ChatRequest, write: _Write) -> list[str]:
     """Return the texts that a conversation has without the last range of `drop`, without the last two, and so on.
 
     Raises:
@@ -127,7 +179,7 @@ async def _rests(service: RouterService, body: ChatRequest, rendering: Rendering
         if not left:
             raise bad_value(param, f"`{param}` leaves no message")
         try:
-            rests.append(await rendering.text(service, left))
+            rests.append(await write(left))
         except ApiError as error:
             raise bad_value(param, f"`{param}`: without these messages, {error.message}") from None
     return rests

@@ -25,6 +25,8 @@ class EditedPrompt(NamedTuple):
     applied: tuple[AppliedEdit, ...] = ()
     remembered: RememberedPrompt | None = None
     """The prompt in the memory of prompts; None: it is not there."""
+    before: int = 0
+    """Number of tokens of modules, and of texts between them, that the model sees before `text`."""
 
 
 def check_left_out(body: ChatRequest | CompletionRequest) -> None:

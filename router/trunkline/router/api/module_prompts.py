@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from trunkline.controller.messages import PromptLayout
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router import pml
+from trunkline.router.api.left_out import EditedPrompt
 from trunkline.router.api.prompting import job_for, policy_of, prompt_errors
 from trunkline.router.api.turn import SessionTurn
 from trunkline.router.errors import bad_value
@@ -52,7 +53,6 @@ _NOT_WITH_MODULES: Final[dict[str, str]] = {
     "prompt_logprobs": "is not available for a prompt of modules: most of its tokens are not computed",
     "echo": "is not available for a prompt of modules: its text does not stand in one piece",
     "truncate_prompt_tokens": "is not available for a prompt of modules: they stand at fixed places",
-    "drop": "is not available for a prompt of modules: they stand at fixed places",
     "exact": "is not available for a prompt of modules: they do not see each other",
     "continue_final_message": "is not available for a prompt of modules",
 }
@@ -103,20 +103,35 @@ async def modules_job(
     body: ChatRequest | CompletionRequest,
     plan: ToolPlan | None = None,
     turn: SessionTurn | None = None,
+    edited: EditedPrompt | None = None,
 ) -> Job:
     """Make the job of a prompt of modules; the messages of a chat follow the modules.
+
+    Args:
+        edited: The text of the messages, if parts of it are left out (`edited_prompts.py`). What is left is
+            computed behind the modules as if it had never been longer.
 
     Raises:
         ApiError: 400, naming the parameter, with the code and place of a PML error; 404, there is no such schema.
     """
-    placed, given, param = await placed_prompt(service, body, plan, turn)
+    if body.drop and edited is None:
+        raise bad_value("drop", "`drop` leaves out messages behind modules; it is not available here")
+    placed, given, param = await placed_prompt(service, body, plan, turn, fits=edited is None)
     own, reused, cut = placed.prompt.own.tolist(), 0, PromptCut()
+    first = placed.prompt.messages_from
+    if edited is not None:
+        left, cut = PromptCut(edited.drops).without_dropped(edited.tokens)
+        own = own[:first] + left
+    elif turn is not None:
+        own = own[:first] + await turn.tokens_of_parts(placed.message_parts())
     if turn is not None:
-        own = own[: placed.prompt.messages_from] + await turn.tokens_of_parts(placed.message_parts())
         turn.check_size("messages")
         reused = turn.reused_tokens
+        if edited is not None:
+            reused -= span_tokens(clip_spans(edited.drops, reused))
     if (policy := policy_of(body, turn)) is not None:
-        own, drops, cut = truncated(service, placed, own, policy, wanted_tokens(body)[1], param)
+        own, drops, more = truncated(service, placed, own, policy, wanted_tokens(body)[1], param)
+        cut = replace(more, removed_tokens=more.removed_tokens + cut.removed_tokens)
         reused -= span_tokens(clip_spans(drops, reused))
     end = "".join(piece.text for piece in placed.prompt.pieces[-4:])
     thought: ThoughtState = "possible" if plan is None else plan.thought_behind(end)
@@ -165,8 +180,15 @@ async def placed_prompt(
     body: ChatRequest | CompletionRequest,
     plan: ToolPlan | None = None,
     turn: SessionTurn | None = None,
+    *,
+    messages: list[Message] | None = None,
+    fits: bool = True,
 ) -> tuple[Placed, SessionModules, str]:
     """Compile a request's prompt of modules; return it, its source, and the parameter that gave the source.
+
+    Args:
+        messages: The messages behind the modules; None: those of the request and of its turn.
+        fits: Whether the whole prompt must fit into the context, if the request has no policy to cut it.
 
     Raises:
         ApiError: As in `modules_job`.
@@ -176,17 +198,18 @@ async def placed_prompt(
         given, param = _given_by_session(body, turn), "session_id"
     else:
         given, param = _given(body), "prompt" if body.pml is None else "pml"
-    messages = None
+    roles = None
     if isinstance(body, ChatRequest):
-        whole = body.messages if turn is None else await turn.messages(body.messages)
-        messages = as_roles(service.tokenizer, whole, plan)
+        if messages is None:
+            messages = body.messages if turn is None else await turn.messages(body.messages)
+        roles = as_roles(service.tokenizer, messages, plan)
     placed = await place(
         service,
         given,
         param,
-        messages,
+        roles,
         add_generation_prompt=isinstance(body, ChatRequest) and body.add_generation_prompt,
-        fits=policy_of(body, turn) is None,
+        fits=fits and policy_of(body, turn) is None,
         switches=getattr(body, "chat_template_kwargs", None),
     )
     return placed, given, param

@@ -218,11 +218,11 @@ class _Conversation:
 
     async def _job_of(self, chat: ChatRequest) -> Job:
         service, plan, marks, turn = self.service, self.asked.plan, self._marks, self._turn
-        job = await modular_job(service, chat, plan, marks, turn)
+        edited = await edited_prompt(service, chat, plan, turn=turn)
+        job = await modular_job(service, chat, plan, marks, turn, edited)
         if job is not None:
             return job
-        chat = unmarked(chat, marks)
-        return await chat_job(service, chat, plan, turn, await edited_prompt(service, chat, plan, turn=turn))
+        return await chat_job(service, unmarked(chat, marks), plan, turn, edited)
 
     async def compacted(self) -> Compaction:
         """Begin a compaction because the client asks for it. Errors are those of `begun`."""
