@@ -11,6 +11,7 @@ import msgspec
 import zmq
 from controller.service_harness import BLOCKS, CHUNK, group_config
 from msgspec.structs import replace
+from simulation.hostile import altered
 from simulation.layout import Layout
 from simulation.worker import SimulatedWorkers
 
@@ -30,9 +31,11 @@ from trunkline.controller.messages import (
     Ping,
     Prefetch,
     PromptLayout,
+    StepResult,
     Submit,
     Told,
     WentOn,
+    WorkerFailed,
     WorkerHello,
     WorkerReady,
 )
@@ -117,6 +120,8 @@ class Group:
         self.ranks: list[zmq.Socket[bytes]] = []
         self.result_of = self.right_result
         """What becomes of a step's result before it is sent."""
+        self.has_lied = False
+        """Whether these workers said other tokens or beams than they drew, in a form that a right worker uses."""
         self.leaves = 0
         self.form()
 
@@ -132,6 +137,7 @@ class Group:
         for left in self.ranks:
             left.close()
         self.workers = SimulatedWorkers(BLOCKS, CHUNK)
+        self.has_lied = False
         self.incarnations = [os.urandom(16) for _ in range(2)]
         self.ranks = [self.context.socket(zmq.SUB) for _ in range(2)]
         self.epoch = 0
@@ -183,7 +189,28 @@ class Group:
             case CompileGrammar() if rank == 0:
                 self.send(self.report, GrammarReady(message.grammar, "not here"))
             case StepPlan() if rank == 0:
-                self.result_of(self.workers.execute(message, _with_modules(message)))
+                self._execute(message)
+
+    def _execute(self, plan: StepPlan) -> None:
+        """Where workers lied, a plan may not go with what they drew; elsewhere all is as it must be."""
+        try:
+            result = self.workers.execute(plan, _with_modules(plan))
+        except AssertionError as error:
+            if not self.has_lied:
+                raise
+            self.send(self.report, WorkerFailed(0, str(error), self.incarnations[0]))
+            return
+        self.result_of(result)
+
+    def altered_result(self, result: StepResult) -> None:
+        """Is sent with something wrong in it."""
+        data = altered(self.chosen, result)
+        try:
+            said = msgspec.msgpack.decode(data, type=StepResult)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            said = result
+        self.has_lied |= (said.tokens, said.beams) != (result.tokens, result.beams)
+        self.report.send(data)
 
     def right_result(self, result: Any) -> None:
         """Is sent as it is."""

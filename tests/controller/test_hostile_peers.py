@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 import structlog
-from controller.hostile_peers import Group, requests
+from controller.hostile_peers import VOCAB, Group, requests
 from simulation.hostile import altered
 
 from trunkline.controller.messages import (
@@ -36,6 +36,7 @@ from trunkline.controller.messages import (
     WorkerReport,
 )
 from trunkline.controller.service.workers import BLOCKS_MAX, problem_of_report
+from trunkline.kvstore.chunks import pack_int32
 
 pytestmark = pytest.mark.processes
 
@@ -115,9 +116,9 @@ def test_workers_that_report_nonsense_end_their_epoch_at_most(group: Group) -> N
 
     def report(result: Any) -> None:
         if chosen.random() < 0.1:
-            group.report.send(altered(chosen, result))
+            group.altered_result(result)
         else:
-            group.send(group.report, result)
+            group.right_result(result)
 
     group.result_of = report
     for number in range(REPORTS):
@@ -152,6 +153,10 @@ SCORES = PromptLogprobs(1, bytes(4), bytes(4), bytes(8), bytes(8))
         (WorkerReady(0, 1, 2, 32, 1, "cpu", swap_us_per_block=float("nan")), "swap_us_per_block is nan"),
         (RESULT, ""),
         (StepResult(1, 1, b"", -1), "elapsed_us is -1"),
+        (StepResult(1, 1, pack_int32([-1, 0, VOCAB - 1]), 5), ""),
+        (StepResult(1, 1, pack_int32([0, VOCAB]), 5), f"draws tokens 0 to {VOCAB} of {VOCAB}"),
+        (StepResult(1, 1, pack_int32([-2]), 5), "draws tokens -2 to -2"),
+        (StepResult(1, 1, b"", 5, beams={1: BeamStep(b"", pack_int32([VOCAB]), b"")}), "draws tokens"),
         (StepResult(1, 1, b"", 5, kv_bytes_read=1 << 63), "kv_bytes_read is"),
         (StepResult(1, 1, b"", 5, {0: TopLogprobs(0.0, bytes(4), bytes(8))}), "do not go with"),
         (StepResult(1, 1, b"", 5, {0: TopLogprobs(0.0, b"", b"", bytes(8))}), ""),
@@ -171,7 +176,7 @@ SCORES = PromptLogprobs(1, bytes(4), bytes(4), bytes(8), bytes(8))
     ],
 )
 def test_reports_that_cannot_be(report: WorkerReport, text: str) -> None:
-    problem = problem_of_report(report, 2)
+    problem = problem_of_report(report, 2, VOCAB)
     assert (text in problem) if text else not problem
 
 

@@ -65,9 +65,12 @@ PACE_S = 0.01
 
 
 def numbers(words: str) -> list[int]:
-    """Return the numbers that "1-4,9" stands for."""
+    """Return the numbers that "1-4,9" stands for; -1 for "none"."""
     found: list[int] = []
     for part in words.split(","):
+        if part == "none":
+            found.append(-1)
+            continue
         first, _, last = part.partition("-")
         found += range(int(first), int(last or first) + 1)
     return found

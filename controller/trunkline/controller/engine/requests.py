@@ -312,14 +312,23 @@ def result_rows(plan: PlanBuilder, rows: DecodeRows) -> RowSet:
 
 def inflight_step(requests: RequestTable, plan: PlanBuilder, rows: DecodeRows) -> InflightStep:
     """Return what is needed of a plan to understand its result."""
+    places = result_rows(plan, rows)
     return InflightStep(
         step=plan.step,
-        rows=result_rows(plan, rows),
+        rows=places,
         decode_rows=len(plan.rows) + plan.drafted,
         prefill_tokens=plan.prefill_tokens,
         scored=plan.scored,
         traced_first=requests.timelines.planned(plan) if plan.traced else (),
         drafts=tuple(plan.drafts),
+        searches=_searches_of(places, rows),
+    )
+
+
+def _searches_of(places: RowSet, rows: DecodeRows) -> frozenset[int]:
+    beams = [rows.sequences[slot] for slot in places.slots[places.samples == BEAM].tolist()]
+    return frozenset(
+        beam.beam_position.group for beam in beams if beam is not None and beam.beam_position is not None
     )
 
 
@@ -348,11 +357,18 @@ def apply_step_result(
         )
     if result.logprobs and not all(0 <= index < step.places for index in result.logprobs):
         raise ProtocolError(f"step {result.step} has log-probabilities beyond its {step.places} tokens")
+    if (result.beams or {}).keys() != step.searches:  # the beams of workers move by each of them
+        raise ProtocolError(
+            f"step {result.step} advances searches {sorted(step.searches)}; {sorted(result.beams or {})} came back"
+        )
     _score(requests, step, result.prompt_logprobs or {})
     if step.drafts:
         _accept_drafted(requests, scheduler, step, result, now)
     elif len(rows):
-        _accept(requests, scheduler, rows, unpack_int32(result.tokens), result.logprobs, now)
+        tokens = unpack_int32(result.tokens)
+        if tokens.min() < 0:
+            raise ProtocolError(f"step {result.step} draws no token for row {tokens.argmin()}")
+        _accept(requests, scheduler, rows, tokens, result.logprobs, now)
     if result.beams:
         _advance_searches(requests, scheduler, result.beams, now)
 

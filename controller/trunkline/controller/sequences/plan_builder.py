@@ -388,6 +388,8 @@ class InflightStep:
     """Traced requests whose first token the step brings."""
     drafts: tuple[Int32Array, ...] = ()
     """Drafts of each decode row; empty: no row has any."""
+    searches: frozenset[int] = frozenset()
+    """Beam searches that the step advances, by their ids in the batch."""
 
     @property
     def places(self) -> int:

@@ -39,6 +39,7 @@ from trunkline.controller.service.membership import (
     WorkerLoss,
     disagreement,
 )
+from trunkline.kvstore.chunks import unpack_int32
 from trunkline.runtime.process import RareLog, is_worker, node_id
 from trunkline.runtime.wire_keys import Role
 from trunkline.runtime.wire_sockets import MESSAGE_BYTES_MAX, SUBSCRIPTION_BYTES_MAX, Gate
@@ -111,6 +112,7 @@ class WorkerGroup:
         self.loss = WorkerLoss(config.step_timeout_s, config.resume_seconds_max)
         self._terms = config.terms
         self._step_limits = (config.token_budget, config.max_rows)
+        self._vocab_size = config.vocab_size
         self._progress: dict[int, LoadProgress] = {}
         self._leave_at = 0.0
         self._encoder = msgspec.msgpack.Encoder()
@@ -275,7 +277,7 @@ class WorkerGroup:
                 return results
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise GroupLostError(f"a worker's report cannot be decoded: {error}") from error
-            if nonsense := problem_of_report(report, self._membership.tp):
+            if nonsense := problem_of_report(report, self._membership.tp, self._vocab_size):
                 if not isinstance(report, WorkerHello | LoadProgress):
                     raise GroupLostError(f"a worker's report makes no sense: {nonsense}")
                 # Such reports also come from processes that are no members: the members go on.
@@ -308,12 +310,17 @@ def _wall_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def problem_of_report(report: WorkerReport, ranks: int) -> str:
+def problem_of_report(report: WorkerReport, ranks: int, vocab_size: int) -> str:
     """Return why no correct worker of a group of this size sends such a report; "": a correct worker may send
-    it."""
+    it.
+
+    Args:
+        vocab_size: 0 if unknown.
+    """
     match report:
         case StepResult():
-            return _out_of_range(report, _RESULT_RANGES) or _problem_of_scores(report)
+            problem = _out_of_range(report, _RESULT_RANGES) or _problem_of_ids(report, vocab_size or _COUNT_MAX)
+            return problem or _problem_of_scores(report)
         case WorkerReady():
             problem = _out_of_range(report, _READY_RANGES) or _too_long(report.exports)
             return _problem_of_rank(report.rank, ranks) or problem
@@ -348,6 +355,16 @@ def _out_of_range(report: StepResult | WorkerReady, ranges: dict[str, int]) -> s
         value = getattr(report, name)
         if not 0 <= value <= most:  # also true of NaN
             return f"{type(report).__name__}.{name} is {value}; allowed are 0 to {most}"
+    return ""
+
+
+def _problem_of_ids(result: StepResult, vocab_size: int) -> str:
+    """The next workers would be given them as tokens of a prompt. -1: behind a refused draft."""
+    for packed in (result.tokens, *(beams.tokens for beams in (result.beams or {}).values())):
+        if packed and len(packed) % 4 == 0:
+            ids = unpack_int32(packed)
+            if ids.min() < -1 or ids.max() >= vocab_size:
+                return f"step {result.step} draws tokens {ids.min()} to {ids.max()} of {vocab_size}"
     return ""
 
 
