@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # What the compiled library is made of: it is rebuilt when one of these changes.
 CSRC = $(shell find kernels/trunkline/kernels/csrc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
-NATIVE := CMakeLists.txt $(wildcard $(addprefix kernels/trunkline/kernels/csrc/,common/* cpu/*.h cpu/*.cc cpu/levels/*))
+NATIVE := CMakeLists.txt $(wildcard $(addprefix kernels/trunkline/kernels/csrc/,common/* cpu/*.h cpu/*.cc cpu/levels/* names/*))
 
 .PHONY: help setup serve chat test test-all check check-native check-cuda wheel gpu-kit format docs demo-model pins clean
 

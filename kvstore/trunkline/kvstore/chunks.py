@@ -25,10 +25,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Final, Generic, NamedTuple, NewType, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, NewType, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
+
+from trunkline.kvstore.native_names import write_names
 
 if TYPE_CHECKING:
     from trunkline.kvstore.next_use import Turn
@@ -107,6 +109,12 @@ NAME_BYTES: Final = 16
 _HASH: Final = blake2b(digest_size=NAME_BYTES)
 """The hash of nothing yet. To copy it costs less than to make one."""
 
+_NAME_DTYPE: Final = np.dtype(f"V{NAME_BYTES}")
+_NATIVE_FROM_CHUNKS: Final = 3
+"""Smallest number of chunks whose names the compiled form makes sooner than Python."""
+_MARKER_BYTES_MAX: Final = 64
+"""Largest marker that the compiled form takes."""
+
 ChunkName = NewType("ChunkName", bytes)
 
 
@@ -126,20 +134,25 @@ def chunk_name(parent: bytes, token_bytes: bytes) -> ChunkName:
     return ChunkName(digest.digest())
 
 
-def chain(start: bytes, token_bytes: bytes, chunk_size: int) -> list[ChunkName]:
+def chain(start: bytes, token_bytes: bytes, chunk_size: int, marker: bytes = b"") -> list[ChunkName]:
     """Return the names of the chunks of these tokens, one below the other; the last chunk may be partial.
 
     Args:
         start: A root's name, or the place of a text.
+        marker: Hashed before the tokens of each chunk.
     """
+    size = 4 * chunk_size
+    count = -(-len(token_bytes) // size)
+    is_known_form = len(start) == NAME_BYTES and len(marker) <= _MARKER_BYTES_MAX
+    if write_names is not None and count >= _NATIVE_FROM_CHUNKS and is_known_form:
+        packed = np.empty(count, _NAME_DTYPE)
+        write_names(start, marker, len(marker), token_bytes, len(token_bytes), size, packed.ctypes.data)
+        return cast(list[ChunkName], packed.tolist())
     names: list[ChunkName] = []
-    size, name, begin = 4 * chunk_size, start, _HASH.copy
-    for at in range(0, len(token_bytes), size):  # as `chunk_name`, without its call
-        digest = begin()
-        digest.update(name)
-        digest.update(token_bytes[at : at + size])
-        name = ChunkName(digest.digest())
-        names.append(name)
+    name = start
+    for at in range(0, len(token_bytes), size):
+        name = chunk_name(name, marker + token_bytes[at : at + size])
+        names.append(ChunkName(name))
     return names
 
 
