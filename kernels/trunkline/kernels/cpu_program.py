@@ -1,8 +1,7 @@
 """Programs on CPUs: a step is one call of the compiled library, over buffers that stay (`csrc/cpu/program.h`).
 
-Ops that the library does not have (mixtures of experts; sums over ranks that do not share memory) run op by op, in
-the same buffers, between calls for those before and behind them. Gates and comparisons run ranges of ops, each a
-call.
+Sums over ranks that do not share memory run op by op, in the same buffers, between calls for the ops before and
+behind them. Gates and comparisons run ranges of ops, each a call.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ from trunkline.kernels.program import (
 from trunkline.kvstore.chunks import Int32Array
 
 KINDS: Final[dict[type[Op], int]] = {
-    Experts: 0,
     Embed: 1,
     AddPositions: 2,
     Scale: 3,
@@ -68,9 +66,11 @@ KINDS: Final[dict[type[Op], int]] = {
     Select: 14,
     SoftCap: 15,
     Forbid: 16,
+    Experts: 17,
 }
-"""The number of each op in `csrc/cpu/program.h`; 0: it is run op by op."""
+"""The number of each op in `csrc/cpu/program.h`."""
 HOST: Final = 0
+"""Instead of an op's number: it is run op by op."""
 ROW_KINDS: Final = {Rows.TOKENS: 0, Rows.STATES: 1, Rows.LOGITS: 2}
 ACTIVATIONS: Final = {"relu": 4, "silu": 5, "gelu": 6, "gelu_tanh": 7}
 """The number of each plain activation among `ElementOp` (`csrc/cpu/elementwise.h`)."""
@@ -91,11 +91,9 @@ class _Words:
         self.constants: list[Tensor] = []
         self.ropes = ropes
         self._index = {buffer: index for index, buffer in enumerate(self.buffers)}
-        self.is_native = [KINDS[type(op)] != HOST for op in program.ops]
+        self.is_native = [shares_memory or not isinstance(op, AllReduce) for op in program.ops]
         rows = []
         for index, op in enumerate(program.ops):
-            if isinstance(op, AllReduce) and not shares_memory:
-                self.is_native[index] = False
             words = [KINDS[type(op)], *self._words(op)] if self.is_native[index] else [HOST]
             rows.append(words + [0] * (OP_WORDS - len(words)))
         self.words = torch.tensor(rows, dtype=torch.int64)
@@ -128,6 +126,10 @@ class _Words:
                 return [*norm, constant(op.bias)]
             case Linear():
                 return [buffer(op.x), op.layer.data.handle, buffer(op.out), int(op.gated)]
+            case Experts():
+                layers = (op.router, *(layer for expert in op.experts for layer in expert))
+                handles = torch.tensor([layer.data.handle for layer in layers], dtype=torch.int64)
+                return [buffer(op.x), constant(handles), buffer(op.out), op.first, op.per_token]
             case StoreKv():
                 weights = (None, None) if op.norm is None else (op.norm.q_weight, op.norm.k_weight)
                 heads = [buffer(op.qkv), op.layer, op.spec.heads, buffer(op.cos), buffer(op.sin)]
@@ -267,6 +269,8 @@ def _counted(op: Op) -> str:
             return "gated_linear" if op.gated else "linear"
         case StoreKv():
             return "write_kv"
+        case Experts():
+            return "experts"
     return ""
 
 

@@ -24,6 +24,8 @@ struct CpuContext {
   Scratch states;                       // partial results of decode attention
   Scratch turns;                        // zero between calls
   Scratch lists;                        // of units
+  Scratch routing;                      // where tokens go
+  Scratch experts;                      // rows sorted by expert
   std::atomic<bool> in_use{false};
 
   // To be called before the pool runs bodies that use `scratch`: they must not throw, so they must not allocate.

@@ -47,4 +47,10 @@ void run_layer_norm(CpuContext& context, const LayerNormCall& call, DenseType ty
   run_parts(context, rows, call.width, [&](int64_t begin, int64_t end) { norm(call, begin, end); });
 }
 
+void run_mix(CpuContext& context, const MixCall& call, DenseType type, int64_t tokens) {
+  const auto mix = element_table(context.level).mix[static_cast<int>(type)];
+  run_parts(context, tokens, call.width * call.per_token,
+            [&](int64_t begin, int64_t end) { mix(call, begin, end); });
+}
+
 }  // namespace trunkline

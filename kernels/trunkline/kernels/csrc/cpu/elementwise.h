@@ -1,10 +1,12 @@
-// Ops that look at one element, or one row, at a time: sums, factors, limits, plain activations, layer norms.
+// Ops that look at one element, or one row, at a time: sums, factors, limits, plain activations, layer norms,
+// sums of experts' results.
 //
 // Plain data only: this header is compiled once per level.
 #pragma once
 
 #include <cstdint>
 
+#include "experts.h"
 #include "linear.h"
 
 namespace trunkline {
@@ -35,6 +37,7 @@ struct ElementTable {
   // Elements [begin, end), computed in float32 and rounded once.
   void (*range[kElementOps][kDenseTypes])(const ElementCall& call, int64_t begin, int64_t end);
   void (*layer_norm[kDenseTypes])(const LayerNormCall& call, int64_t row_begin, int64_t row_end);
+  void (*mix[kDenseTypes])(const MixCall& call, int64_t token_begin, int64_t token_end);
 };
 
 namespace portable {

@@ -4,7 +4,9 @@
 #include <tvm/ffi/tvm_ffi.h>
 
 #include <algorithm>
+#include <cmath>
 #include <new>
+#include <span>
 
 #include "context.h"
 #include "dense_checks.h"
@@ -19,54 +21,101 @@ constexpr int64_t kUnitBytesMin = 64 * 1024;
 constexpr int64_t kUnitMultiplicationsMin = 1 << 18;
 constexpr int64_t kUnitsPerThread = 4;
 
-// `ConvertedRows` at the start of a thread's memory; what follows is aligned like it.
+// Rows whose multiplications take about as long as reading the weights.
+constexpr int64_t kReadingRows = 16;
+
+// At the start of a thread's memory; what follows is aligned like it.
+struct ThreadRows {
+  ConvertedRows rows;
+  const LinearCall* call;  // whose rows they are
+};
 constexpr size_t kHeaderBytes = 64;
-static_assert(sizeof(ConvertedRows) <= kHeaderBytes);
+static_assert(sizeof(ThreadRows) <= kHeaderBytes);
 
 const LinearLayer& layer_of(int64_t handle) { return *reinterpret_cast<PackedLayer*>(handle); }
 
-// Every thread's memory for converted rows, empty; false: none is needed.
-bool prepare_conversion(CpuContext& shared, const LinearCall& call, const LinearTable& table) {
+// A call's units: each a block of rows times a group of panels.
+struct Split {
+  int64_t panels, blocks, groups;
+  int64_t stop;  // units of this call and those before it
+  LinearUnit unit;
+
+  void run(const LinearCall& call, int64_t index, ConvertedRows* converted) const {
+    const int64_t block = index / groups, group = index % groups;
+    unit(call, call.rows * block / blocks, call.rows * (block + 1) / blocks, panels * group / groups,
+         panels * (group + 1) / groups, converted);
+  }
+};
+
+// Multiplications and reads of a call, in multiplications.
+int64_t cost_of(const LinearCall& call) {
+  return call.layer->in_features * call.layer->out_features * (call.rows + kReadingRows);
+}
+
+// `cost`: of all calls whose units are in one list.
+Split split_of(const LinearCall& call, const LinearTable& table, int64_t threads, int64_t cost) {
   const LinearLayer& layer = *call.layer;
-  const auto row_words = table.row_words[static_cast<int>(layer.form)][static_cast<int>(layer.type)];
-  const int64_t words = row_words(layer.in_features);
+  Split split{};
+  split.unit = table.unit[static_cast<int>(layer.form)][static_cast<int>(layer.type)];
+  split.panels = (layer.out_features + kPanelWidth - 1) / kPanelWidth;
+  split.blocks = (call.rows + kRowsMax - 1) / kRowsMax;
+  split.groups = 1;
+  if (threads == 1) return split;
+  const int64_t columns = layer.activation == Activation::kNone ? kPanelWidth : 2 * kPanelWidth;
+  const int64_t per_panel = std::max<int64_t>(1, layer.in_features * columns);
+  const int64_t by_bytes = kUnitBytesMin / (per_panel * weight_bytes(layer));
+  const int64_t by_work = kUnitMultiplicationsMin / (per_panel * std::max<int64_t>(1, call.rows / split.blocks));
+  const int64_t panels_min = std::max<int64_t>(1, std::min(by_bytes, by_work));
+  const double share = static_cast<double>(cost_of(call)) / static_cast<double>(cost * split.blocks);
+  const auto wanted = static_cast<int64_t>(std::ceil(static_cast<double>(threads * kUnitsPerThread) * share));
+  split.groups = std::clamp<int64_t>(split.panels / panels_min, 1, wanted);
+  return split;
+}
+
+// Every thread's memory for converted rows, empty; false: none is needed.
+bool prepare_conversion(CpuContext& shared, const LinearCall* calls, size_t count, const LinearTable& table) {
+  int64_t words = 0;
+  for (const LinearCall& call : std::span(calls, count)) {
+    const LinearLayer& layer = *call.layer;
+    const auto row_words = table.row_words[static_cast<int>(layer.form)][static_cast<int>(layer.type)];
+    words = std::max(words, std::min<int64_t>(call.rows, kRowsMax) * row_words(layer.in_features));
+  }
   if (words == 0) return false;
-  shared.reserve_scratch(kHeaderBytes + static_cast<size_t>(std::min<int64_t>(call.rows, kRowsMax) * words) * 4);
+  shared.reserve_scratch(kHeaderBytes + static_cast<size_t>(words) * 4);
   for (int thread = 0; thread < shared.pool.threads(); ++thread) {
     char* memory = shared.scratch(thread);
-    new (memory) ConvertedRows{-1, memory + kHeaderBytes};
+    new (memory) ThreadRows{{-1, memory + kHeaderBytes}, nullptr};
   }
   return true;
 }
 
 }  // namespace
 
-void run_linear(CpuContext& shared, const LinearCall& call) {
-  const LinearLayer& layer = *call.layer;
+void run_linears(CpuContext& shared, const LinearCall* calls, size_t count) {
   const LinearTable& table = linear_table(shared.level);
-  const LinearUnit unit = table.unit[static_cast<int>(layer.form)][static_cast<int>(layer.type)];
-  const bool converts = prepare_conversion(shared, call, table);
-  const int64_t panels = (layer.out_features + kPanelWidth - 1) / kPanelWidth;
-  const int64_t threads = shared.pool.threads();
-  const int64_t blocks = (call.rows + kRowsMax - 1) / kRowsMax;
-  int64_t groups = 1;  // of panels, per block of rows
-  if (threads > 1) {
-    const int64_t columns = layer.activation == Activation::kNone ? kPanelWidth : 2 * kPanelWidth;
-    const int64_t per_panel = std::max<int64_t>(1, layer.in_features * columns);
-    const int64_t element_bytes = weight_bytes(layer);
-    const int64_t by_bytes = kUnitBytesMin / (per_panel * element_bytes);
-    const int64_t by_work = kUnitMultiplicationsMin / (per_panel * std::max<int64_t>(1, call.rows / blocks));
-    const int64_t panels_min = std::max<int64_t>(1, std::min(by_bytes, by_work));
-    const int64_t wanted = (threads * kUnitsPerThread + blocks - 1) / blocks;
-    groups = std::clamp<int64_t>(panels / panels_min, 1, wanted);
+  const bool converts = prepare_conversion(shared, calls, count, table);
+  int64_t cost = 0, units = 0;
+  for (size_t i = 0; i < count; ++i) cost += cost_of(calls[i]);
+  auto* splits = reinterpret_cast<Split*>(shared.lists.reserve(count * sizeof(Split)));
+  for (size_t i = 0; i < count; ++i) {
+    new (splits + i) Split(split_of(calls[i], table, shared.pool.threads(), cost));
+    splits[i].stop = units += splits[i].blocks * splits[i].groups;
   }
-  shared.pool.run(blocks * groups, [&](int64_t index, int thread) {
-    const int64_t block = index / groups, group = index % groups;
-    unit(call, call.rows * block / blocks, call.rows * (block + 1) / blocks, panels * group / groups,
-         panels * (group + 1) / groups,
-         converts ? reinterpret_cast<ConvertedRows*>(shared.scratch(thread)) : nullptr);
+  shared.pool.run(units, [&](int64_t index, int thread) {
+    const auto is_before = [](int64_t value, const Split& split) { return value < split.stop; };
+    const Split& split = *std::upper_bound(splits, splits + count, index, is_before);
+    const LinearCall& call = calls[&split - splits];
+    ConvertedRows* converted = nullptr;
+    if (converts) {
+      auto* own = reinterpret_cast<ThreadRows*>(shared.scratch(thread));
+      if (own->call != &call) own->call = &call, own->rows.row_begin = -1;
+      converted = &own->rows;
+    }
+    split.run(call, index - (split.stop - split.blocks * split.groups), converted);
   });
 }
+
+void run_linear(CpuContext& shared, const LinearCall& call) { run_linears(shared, &call, 1); }
 
 namespace {
 

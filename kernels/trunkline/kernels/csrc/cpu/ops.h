@@ -10,14 +10,20 @@
 #include "attention.h"
 #include "context.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "linear.h"
 
 namespace trunkline {
 
 void run_linear(CpuContext& context, const LinearCall& call);
+// Layers of which none needs another's result, their units in one list.
+void run_linears(CpuContext& context, const LinearCall* calls, size_t count);
 void run_norm(CpuContext& context, const NormCall& call, DenseType type, int64_t rows);
 void run_elements(CpuContext& context, ElementOp op, DenseType type, const ElementCall& call, int64_t count);
 void run_layer_norm(CpuContext& context, const LayerNormCall& call, DenseType type, int64_t rows);
+
+void run_experts(CpuContext& context, const ExpertsLayer& layer, const void* x, void* out, int64_t tokens);
+void run_mix(CpuContext& context, const MixCall& call, DenseType type, int64_t tokens);
 
 // A ValueError for a slot that the pool does not have.
 void check_slots(const PoolView& pool, const int32_t* slots, int64_t tokens);

@@ -86,6 +86,7 @@ void Program::run_op(const ProgramOp& op, SharedGroup* sums) {
     case OpKind::kSelect: return select(op);
     case OpKind::kSoftCap: return elements(op, ElementOp::kSoftCap);
     case OpKind::kForbid: return forbid(op);
+    case OpKind::kExperts: return experts(op);
     case OpKind::kHost: break;
   }
   TVM_FFI_THROW(ValueError) << "the interpreter has no such op";
@@ -163,6 +164,13 @@ void Program::linear(const ProgramOp& op) {
   call.float_out = out.type == DenseType::kFloat32;
   call.rows = rows_of(out);
   if (call.rows > 0) run_linear(*context, call);
+}
+
+void Program::experts(const ProgramOp& op) {
+  const ProgramBuffer& x = at(op.x);
+  ExpertsLayer layer = op.routed;
+  layer.experts = op.experts.data();
+  if (rows_of(x) > 0) run_experts(*context, layer, x.data, at(op.out).data, rows_of(x));
 }
 
 void Program::elements(const ProgramOp& op, ElementOp kind) {

@@ -42,8 +42,9 @@ enum class OpKind : int64_t {
   kSelect = 14,
   kSoftCap = 15,
   kForbid = 16,
+  kExperts = 17,
 };
-constexpr int64_t kOpKinds = 17;
+constexpr int64_t kOpKinds = 18;
 
 enum class RowKind : int64_t { kTokens = 0, kStates = 1, kLogits = 2 };
 constexpr int64_t kRowKinds = 3;
@@ -72,6 +73,8 @@ struct ProgramOp {
   int out = -1;    // buffer that is written
   int other = -1;  // sines
   const LinearLayer* linear = nullptr;
+  ExpertsLayer routed{};  // but its experts, which are here:
+  std::vector<Expert> experts;
   Constant weight, bias;  // a table, frequencies, a norm's weights, slopes
   int64_t number = 0;     // first id or column, layer, activation
   int64_t heads = 0;
@@ -121,6 +124,7 @@ struct Program {
   void rotate(const ProgramOp& op);
   void norm(const ProgramOp& op);
   void linear(const ProgramOp& op);
+  void experts(const ProgramOp& op);
   void elements(const ProgramOp& op, ElementOp kind);
   void store_kv(const ProgramOp& op);
   void decode(const ProgramOp& op);

@@ -112,6 +112,36 @@ void read_linear(const OpReader& reader, ProgramOp& op) {
   require_apart(op.x, op.out);
 }
 
+// The constant is int64: handles of the router, then of each expert's gated and second layer.
+void read_experts(const OpReader& reader, ProgramOp& op) {
+  op.x = reader.buffer(1), op.out = reader.buffer(3);
+  const ProgramBuffer &x = reader.at(op.x), &out = reader.at(op.out);
+  require_alike(x, out), require_apart(op.x, op.out);
+  reader.constant(2);
+  const TensorView handles(reader.constants[static_cast<size_t>(reader.words[2])]);
+  const int64_t* at = int64_data(handles, "handles");
+  require(handles.numel() % 2 == 1 && std::all_of(at, at + handles.numel(), [](int64_t handle) { return handle; }),
+          "experts are a router and two layers each");
+  const auto layer = [&](int64_t i) { return reinterpret_cast<const PackedLayer*>(at[i]); };
+  const auto fits = [&](const LinearLayer& own, int64_t in, int64_t outputs, bool gated) {
+    return own.type == x.type && own.in_features == in && own.out_features == outputs &&
+           gated == (own.activation != Activation::kNone);
+  };
+  ExpertsLayer& routed = op.routed;
+  routed.router = layer(0), routed.count = handles.numel() / 2;
+  routed.first = reader.words[4], routed.per_token = reader.words[5];
+  const int64_t all = routed.router->out_features;
+  require(fits(*routed.router, x.width, all, false) && routed.per_token >= 1 && routed.per_token <= all &&
+              routed.first >= 0 && routed.first <= all - routed.count,
+          "the router does not fit its experts");
+  for (int64_t i = 1; i < handles.numel(); i += 2) {
+    const LinearLayer &up = *layer(i), &down = *layer(i + 1);
+    require(fits(up, x.width, layer(1)->out_features, true) && fits(down, up.out_features, x.width, false),
+            "an expert does not fit its buffers");
+    op.experts.push_back({&up, &down});
+  }
+}
+
 void read_attention(const OpReader& reader, ProgramOp& op, const PoolView& pool, int64_t ropes) {
   const bool stores = op.kind == OpKind::kStoreKv;
   const int queries = reader.buffer(1);
@@ -199,6 +229,7 @@ ProgramOp read_op(const OpReader& reader, const double* reals, int64_t ropes) {
     case OpKind::kRmsNorm:
     case OpKind::kLayerNorm: read_norm(reader, op); break;
     case OpKind::kLinear: read_linear(reader, op); break;
+    case OpKind::kExperts: read_experts(reader, op); break;
     case OpKind::kStoreKv:
     case OpKind::kAttend: read_attention(reader, op, reader.program.pool, ropes); break;
     case OpKind::kSelect:

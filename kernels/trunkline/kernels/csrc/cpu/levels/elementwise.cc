@@ -102,6 +102,35 @@ void layer_norm_rows(const LayerNormCall& call, int64_t row_begin, int64_t row_e
   }
 }
 
+template <class T>
+void mix_tokens(const MixCall& call, int64_t token_begin, int64_t token_end) {
+  using Storage = typename T::Storage;
+  const int64_t width = call.width, count = call.per_token;
+  for (int64_t token = token_begin; token < token_end; ++token) {
+    const int32_t* place = call.place + token * count;
+    const float* share = call.share + token * count;
+    Storage* out = static_cast<Storage*>(call.out) + token * width;
+    int64_t lane = 0;
+    for (; lane + kLanes <= width; lane += kLanes) {
+      Vec sum = zero();
+      for (int64_t i = 0; i < count; ++i) {
+        if (place[i] < 0) continue;
+        sum = fma(T::load_floats(static_cast<const Storage*>(call.made) + place[i] * width + lane), set1(share[i]),
+                  sum);
+      }
+      T::store_floats(out + lane, sum);
+    }
+    for (; lane < width; ++lane) {
+      float sum = 0.0f;
+      for (int64_t i = 0; i < count; ++i) {
+        if (place[i] >= 0)
+          sum += T::to_float(static_cast<const Storage*>(call.made)[place[i] * width + lane]) * share[i];
+      }
+      out[lane] = T::from_float(sum);
+    }
+  }
+}
+
 }  // namespace
 
 #define TRUNKLINE_ELEMENTS(op) \
@@ -112,7 +141,8 @@ const ElementTable kElementTable = {
      TRUNKLINE_ELEMENTS(ElementOp::kClamp), TRUNKLINE_ELEMENTS(ElementOp::kSoftCap),
      TRUNKLINE_ELEMENTS(ElementOp::kRelu), TRUNKLINE_ELEMENTS(ElementOp::kSilu),
      TRUNKLINE_ELEMENTS(ElementOp::kGelu), TRUNKLINE_ELEMENTS(ElementOp::kGeluTanh)},
-    {layer_norm_rows<Float32>, layer_norm_rows<BFloat16>, layer_norm_rows<Float16>}};
+    {layer_norm_rows<Float32>, layer_norm_rows<BFloat16>, layer_norm_rows<Float16>},
+    {mix_tokens<Float32>, mix_tokens<BFloat16>, mix_tokens<Float16>}};
 
 #undef TRUNKLINE_ELEMENTS
 

@@ -1,0 +1,35 @@
+// Mixtures of experts: a token goes to a few of many gated layers, whose results are summed by its shares of them.
+//
+// Plain data only: this header is compiled once per level.
+#pragma once
+
+#include <cstdint>
+
+#include "linear.h"
+
+namespace trunkline {
+
+struct Expert {
+  const LinearLayer* up;  // gated
+  const LinearLayer* down;
+};
+
+// A layer's experts, as far as they are here.
+struct ExpertsLayer {
+  const LinearLayer* router;  // one output per expert of the layer
+  const Expert* experts;      // [count], of the type and width of the router's x
+  int64_t first;              // among the layer's experts, of `experts[0]`
+  int64_t count;
+  int64_t per_token;  // experts that a token goes to; their shares sum to 1
+};
+
+// Sums results by shares: out[token] = sum over i of share[token, i] * made[place[token, i]], in this order.
+struct MixCall {
+  const void* made;      // [pairs, width]
+  const int32_t* place;  // [tokens, per_token]; -1: that expert is not here
+  const float* share;    // [tokens, per_token]
+  void* out;             // [tokens, width]
+  int64_t per_token, width;
+};
+
+}  // namespace trunkline
