@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -14,7 +15,8 @@ from router.session_turns import acquired, after_turn, content, discard, on, ref
 from seeds import seeds
 
 from trunkline.kvstore.chunks import pack_int32
-from trunkline.kvstore.records import Change, RecordKey, RecordStore, open_records
+from trunkline.kvstore.records import Change, Reading, RecordKey, RecordStore, open_records
+from trunkline.router.errors import ApiError
 from trunkline.router.request_context import RequestRandom, known
 from trunkline.router.stores.session_history import History
 from trunkline.router.stores.session_memory import SessionMemory, StoredSession
@@ -166,6 +168,56 @@ def test_leases() -> None:
         (await acquired(there, session)).close()
         await (await acquired(here, session)).put()
         (await there.acquire(session)).close()  # at once
+
+    on(work)
+
+
+def test_a_fork_waits_for_the_turn_that_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At another router, and also if the next turn begins at once."""
+
+    async def work(records: RecordStore) -> None:
+        here, there, rng = SessionStore(records), SessionStore(records), random.Random(4)
+        session = here.draw_id()
+        await here.create(session, SessionState(model="m"))
+        assert (await there.get_settled(session, 0.0)).session.turns == 0
+        lease = await here.acquire(session)
+        with refused(409, "session_busy"):
+            await there.get_settled(session, 0.0)
+        get, read = records.get, list[str]()
+
+        async def noted(key: RecordKey, known: Sequence[bytes] = (), *, use: bool = True) -> Reading:
+            found = await get(key, known, use=use)
+            read.append(key.id)
+            return found
+
+        monkeypatch.setattr(records, "get", noted)
+        forks = [asyncio.create_task(store.get_settled(session, 30.0)) for store in (here, there)]
+        while len(read) < 6:
+            await asyncio.sleep(0.002)
+        assert not any(fork.done() for fork in forks)
+        lease.session.history = after_turn(lease.session.history, rng)
+        stored = await lease.put(b"")
+        after = await acquired(here, session)
+        found = await asyncio.gather(*forks)
+        assert [content(each.session) for each in found] == [content(stored.session)] * 2
+        after.close()
+
+    on(work)
+
+
+def test_a_turn_that_is_lost_keeps_no_fork_waiting() -> None:
+    """A router takes the lease and dies: what is stored is the history before."""
+
+    async def work(records: RecordStore) -> None:
+        store, rng = SessionStore(records), random.Random(5)
+        session = store.draw_id()
+        await store.create(session, SessionState(model="m"))
+        before = await turn(store, session, rng)
+        await records.acquire(before.record.key, "of a router that dies", 0.1)
+        found = await store.get_settled(session, 30.0)
+        assert content(found.session) == content(before.session)
+        with pytest.raises(ApiError):
+            await store.get_settled(store.draw_id(), 30.0)
 
     on(work)
 

@@ -19,7 +19,7 @@ from router.harness import ANSWER, EOS, MESSAGES, STORES, RunningRouter, running
 from router.session_calls import chat, create, error_of, get, is_free, key_of, reading_of
 
 from trunkline.kvstore.records import Change, StoreAwayError
-from trunkline.router.api import turn
+from trunkline.router.api import session_routes, turn
 from trunkline.router.messages import FinishReason, Started
 from trunkline.router.stores import session_lease, session_store
 from trunkline.router.stores.session_state import SessionState, pack_header
@@ -166,7 +166,7 @@ def test_tool_calls_are_remembered(http: httpx.Client, fake: FakeController, tok
     assert messages[3]["tool_calls"][0]["function"] == made["function"]
 
 
-def test_busy(http: httpx.Client, fake: FakeController) -> None:
+def test_busy(http: httpx.Client, fake: FakeController, monkeypatch: pytest.MonkeyPatch) -> None:
     session = create(http)["id"]
     path = f"/v1/sessions/{session}"
     busy = (409, "session_busy", "session_id")
@@ -177,9 +177,21 @@ def test_busy(http: httpx.Client, fake: FakeController) -> None:
         assert error_of(http.patch(path, json={"ttl": 5})) == busy
         assert error_of(http.post(f"{path}/discard", json={"messages": [0]})) == busy
         assert get(http, session)["turns"] == 0
-        fork = http.post(f"{path}/fork").json()
+        assert error_of(http.post(f"{path}/fork", json={"while_busy": "refuse"})) == busy
+        before = http.post(f"{path}/fork", json={"while_busy": "before"}).json()
+        monkeypatch.setattr(session_routes, "FORK_PATIENCE_S", 0.05)
+        assert error_of(http.post(f"{path}/fork")) == busy, "it has waited"
+        monkeypatch.undo()
+        forks: list[dict[str, Any]] = []
+        waiting = threading.Thread(target=lambda: forks.append(http.post(f"{path}/fork").json()))
+        waiting.start()
+        waiting.join(0.05)
+        assert not forks
+    waiting.join(10)
     assert get(http, session)["turns"] == 1
-    assert get(http, fork["id"])["turns"] == 0, "its history is the one before the turn"
+    assert get(http, before["id"])["turns"] == 0, "its history is the one before the turn"
+    assert forks[0]["turns"] == 1
+    assert error_of(http.post(f"{path}/fork", json={"while_busy": "never"}))[0] == 400
     assert http.delete(path).json() == {"id": session, "object": "session.deleted", "deleted": True}
 
 
@@ -428,7 +440,7 @@ def test_routers_share_sessions(place: Path, tokenizer: Tokenizer, kind: str) ->
         assert get(here, session, include="messages") == get(there, session, include="messages")
         with in_use(here, fake, session):
             assert error_of(chat(there, session)) == (409, "session_busy", "session_id")
-            fork = there.post(f"/v1/sessions/{session}/fork").json()
+            fork = there.post(f"/v1/sessions/{session}/fork", json={"while_busy": "before"}).json()
         assert (fork["turns"], fork["metadata"]) == (4, {"a": "b"})
         assert there.post(f"/v1/sessions/{session}/prefetch").json()["tokens"] == get(there, session)["tokens"]
         assert {each["id"] for each in here.get("/v1/sessions").json()["data"]} == {session, fork["id"]}

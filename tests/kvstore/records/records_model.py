@@ -239,6 +239,8 @@ class Model:
         if doc is not None:
             doc.touched = self.lab.now() if use else doc.touched
             self.check_reading(found, key, known)
+            left = doc.until - self.lab.now() if doc.token else 0.0
+            assert abs(found.leased_s - max(0.0, left)) <= self.lab.slack_s + 0.001
 
     async def acquire(self, store: RecordStore) -> None:
         key, token, seconds = self.draw_key(), self.rng.choice(TOKENS), self.rng.choice(LEASES)

@@ -319,7 +319,8 @@ end
 -- A record whose segments the server has evicted is of no use.
 local function reading(record, key, owner)
   local header = call('GET', P .. 'h:' .. key)
-  local parts = header and walk(owner, record.head, written(record) .. answer(header, whole(bytes_of(owner))))
+  local front = header and written(record) .. answer(whole(record.lease), header, whole(bytes_of(owner)))
+  local parts = front and walk(owner, record.head, front)
   if parts then return parts end
   remove(record, key)
   return answer('missing')

@@ -209,6 +209,7 @@ class RedisRecords:
         for _ in range(_READINGS_MAX):
             fields = await self._call(*args, *known)
             record = _record(key, fields, b"")
+            leased_s = int(next(fields)) / 1e6
             record = record._replace(header=next(fields))
             owner_bytes, after, rest = int(next(fields)), next(fields), next(fields)
             stored = list(fields)
@@ -220,7 +221,7 @@ class RedisRecords:
                 after, rest = next(fields), next(fields)
                 stored += fields
             else:
-                return Reading(record, after, _chain(record.head, stored), owner_bytes)
+                return Reading(record, after, _chain(record.head, stored), owner_bytes, leased_s)
         raise MissingError("there is no such record any more")
 
 

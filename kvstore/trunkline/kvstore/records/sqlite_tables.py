@@ -163,7 +163,9 @@ class RecordTables:
     def get(self, key: RecordKey, known: Sequence[bytes], *, use: bool) -> Reading:
         """See `RecordStore.get`."""
         row = self._present(key)
-        return self._reading(row, self._used(row) if use else row.record, known)
+        found = self._reading(row, self._used(row) if use else row.record, known)
+        _, left = self._lease_of(row.number) or ("", 0.0)
+        return found._replace(leased_s=left)
 
     def acquire(self, key: RecordKey, token: str, seconds: float, known: Sequence[bytes]) -> Reading:
         """See `RecordStore.acquire`."""
@@ -349,10 +351,8 @@ class RecordTables:
             raise BusyError(lease[1])
 
     def _lease(self, number: int, token: str, seconds: float) -> None:
-        until = self._clocks.steady() + min(seconds, LEASE_S_MAX)
-        self.connection.execute(
-            "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?)", (number, token, self._clocks.boot, until)
-        )
+        lease = (number, token, self._clocks.boot, self._clocks.steady() + min(seconds, LEASE_S_MAX))
+        self.connection.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?)", lease)
 
     def _segment(self, owner: str, name: bytes) -> int | None:
         query = "SELECT number FROM segments WHERE name = ? AND owner = ?"

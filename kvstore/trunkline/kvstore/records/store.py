@@ -132,6 +132,9 @@ class Reading(NamedTuple):
     """The end of the chain, the oldest first."""
     owner_bytes: int
     """Bytes of all of the owner's records."""
+    leased_s: float = 0.0
+    """Time in seconds after which the record's lease ends if it is not renewed; 0: none was held. It
+    has no meaning in what `acquire` returns."""
 
 
 class Change(NamedTuple):

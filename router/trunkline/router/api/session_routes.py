@@ -37,7 +37,7 @@ from trunkline.router.api.session_types import (
 )
 from trunkline.router.api.turn import check_messages, stored_messages
 from trunkline.router.errors import bad_value, not_found
-from trunkline.router.http.answers import JsonResponse
+from trunkline.router.http.answers import JsonResponse, while_connected
 from trunkline.router.http.body import beside_loop, parse_json_object, read_body, read_request, validate
 from trunkline.router.jobs.request_models import Message
 from trunkline.router.service import RouterService
@@ -56,6 +56,8 @@ from trunkline.router.text.truncation import (
 
 routes = APIRouter()
 
+FORK_PATIENCE_S: Final = 60.0
+"""Longest time in seconds for which a fork waits for the turn that is being made."""
 SCHEMAS: Final[dict[str, Any]] = components_of(SessionObject, SessionList, SessionDeleted, SessionPrefetch)
 """JSON schemas of the answers, for the OpenAPI document."""
 
@@ -82,7 +84,7 @@ async def _bind(service: RouterService, session: SessionState, body: SessionRequ
     messages = as_roles(service.tokenizer, body.messages or [])
     placed = await place(service, given, body.modules_param, messages, add_generation_prompt=True)
     session.truncation, session.history = None, History(form="chat")
-    session.modules = replace(given, schema=placed.schema.name)
+    session.modules = replace(given, schema=placed.prompt.schema)
 
 
 async def _begin(service: RouterService, session: SessionState, messages: list[Message]) -> None:
@@ -148,7 +150,7 @@ async def delete_session(request: Request, session_id: str) -> JsonResponse:
 
 @routes.post("/v1/sessions/{session_id}/fork", responses=answer_of(SessionObject))
 async def fork_session(request: Request, session_id: str) -> JsonResponse:
-    """Copy a session. Both share the stored history and its KV."""
+    """Copy a session, with the turn that is being made of it. Both share the stored history and its KV."""
     service = service_of(request)
     content = await read_body(request, service.config.max_body_bytes)
 
@@ -156,7 +158,12 @@ async def fork_session(request: Request, session_id: str) -> JsonResponse:
         return validate(ForkRequest, parse_json_object(content) if content.strip() else {})
 
     body = await beside_loop(request, parse)
-    source = await service.sessions.get(_stored_id(session_id))
+    if body.while_busy == "before":
+        source = await service.sessions.get(_stored_id(session_id))
+    else:
+        patience_s = 0.0 if body.while_busy == "refuse" else FORK_PATIENCE_S
+        found = service.sessions.get_settled(_stored_id(session_id), patience_s)
+        source = await while_connected(request, found)
     fork = replace(source.session, parent=session_id, last_turn=None)
     body.apply(fork)
     return _answer(await service.sessions.create(service.sessions.draw_id(), fork, source.base))

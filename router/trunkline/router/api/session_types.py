@@ -59,6 +59,10 @@ class SessionUpdate(BaseModel):
 class ForkRequest(SessionUpdate):
     """The request `POST /v1/sessions/{id}/fork`: changes in the copy."""
 
+    while_busy: Literal["wait", "refuse", "before"] | None = None
+    """What happens while a turn is being made: the fork waits for it (None, too), is refused, or has the history
+    before it."""
+
 
 class SessionRequest(SessionUpdate):
     """The request `POST /v1/sessions`."""

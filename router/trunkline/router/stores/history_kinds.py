@@ -108,7 +108,8 @@ SESSIONS: Final = HistoryKind(
     "sess_",
     24 * 3600.0,
     "session_busy",
-    "Wait for that, or fork the session. If its router has died, it is free after 10 seconds at most.",
+    'Wait for that, or fork the session with `"while_busy": "before"`. If its router has died, it is free after '
+    "10 seconds at most.",
 )
 RESPONSES: Final = HistoryKind("response", "resp_", 30 * 24 * 3600.0, "response_busy", "Wait for that.")
 CONVERSATIONS: Final = HistoryKind(

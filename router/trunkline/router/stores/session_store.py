@@ -44,6 +44,8 @@ from trunkline.router.tenancy.auth import current_identity
 
 MEMORY_BYTES: Final = 256 << 20
 """Largest approximate size in bytes of the sessions, responses and conversations that a router remembers."""
+_PAUSES: Final = (0.02, 0.5)
+"""The first and the longest pause, in seconds, between two looks whether a lease has ended."""
 _log = structlog.get_logger("trunkline.router.stores.sessions")
 
 
@@ -145,6 +147,10 @@ class SessionStore:
         Raises:
             ApiError: 404, there is no such session; 429, the tenant's records have reached their quota.
         """
+        return (await self._get(session_id, extends=extends))[0]
+
+    async def _get(self, session_id: str, *, extends: bool = False) -> tuple[StoredSession, float]:
+        """Return a session and the seconds for which its lease lasts, as `get`."""
         key = self._kind.key_of(session_id)
         remembered = self._memory.find(key)
         with self._kind.errors(session_id):
@@ -153,6 +159,31 @@ class SessionStore:
                 self._check_quota(reading.owner_bytes)
             stored = _read(reading, remembered)
         self._memory.keep(stored)
+        return stored, reading.leased_s
+
+    async def get_settled(self, session_id: str, patience_s: float) -> StoredSession:
+        """Return a session as soon as the request is over that holds its lease now, at whatever router. If that
+        router dies, the lease ends by itself, and the session is as before the request.
+
+        Args:
+            patience_s: longest time in seconds to wait.
+
+        Raises:
+            ApiError: 404, there is no such session; 409, the request still runs.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + patience_s
+        pause, longest = _PAUSES
+        stored, leased_s = await self._get(session_id)
+        version = stored.record.version
+        # Only the lease's holder makes a new version: another one means that it has ended, if not the next ones.
+        while leased_s > 0 and stored.record.version == version:
+            if loop.time() >= deadline:
+                with self._kind.errors(session_id):
+                    raise BusyError(leased_s)
+            await asyncio.sleep(min(pause, leased_s, deadline - loop.time()))
+            pause = min(1.5 * pause, longest)
+            stored, leased_s = await self._get(session_id)
         return stored
 
     async def peek(self, session_id: str) -> StoredSession:
