@@ -287,7 +287,7 @@ class _LineCompiler:
             return "grammars cannot be compiled on this server", False
 
     def _load(self) -> Vocabulary:
-        # Here and not above: importing xgrammar takes over a second, which only this thread has.
+        # Here and not above: importing xgrammar takes tenths of a second, which only this thread has.
         from trunkline.worker.grammar.automaton import Vocabulary  # noqa: PLC0415
 
         if self._vocabulary is None:

@@ -86,7 +86,7 @@ class TrialProcess:
         if self._cancelled:
             raise OSError("cancelled")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "trunkline.worker.grammar.trial", *self._arguments, str(os.getpid())],
+            [sys.executable, "-P", "-m", "trunkline.worker.grammar.trial", *self._arguments, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
