@@ -34,9 +34,9 @@ class Maker:
         self._texts = texts
         self._roles = roles
 
-    def schema(self, *, scaffolds: bool = True) -> SchemaDocument:
-        """A schema with modules within modules."""
-        items = self._items(3, "", [0], [0])
+    def schema(self, *, scaffolds: bool = True, first: int = 0) -> SchemaDocument:
+        """A schema with modules within modules. `first`: number of its first module."""
+        items = self._items(3, "", [first], [0])
         document = SchemaDocument(SCHEMA, items)
         if not scaffolds:
             return document

@@ -11,7 +11,7 @@ cache.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 from msgspec.structs import replace
@@ -63,16 +63,23 @@ _ANY_LENGTH: Final = 1 << 30
 
 
 class Placed(NamedTuple):
-    """A compiled prompt of modules, with its schema."""
+    """A compiled prompt of modules, with its schemas."""
 
-    schema: StoredSchema
+    schemas: Sequence[StoredSchema]
+    """In the order in which they lie behind each other."""
     prompt: pml.CompiledPrompt
+
+    @property
+    def key(self) -> str:
+        """Key of the schema's record (`StoredSchema.key`); "": the modules are of several schemas."""
+        return self.schemas[0].key if len(self.schemas) == 1 else ""
 
     def layout(self, own_tokens: int | None = None) -> PromptLayout:
         """Return the layout for the engine. `own_tokens`: number of own tokens, if a session's history changed
         it."""
-        definition = self.schema.definition
-        layout: PromptLayout = replace(pml.to_layout(self.prompt, definition.ttl), relocate=definition.relocate)
+        definitions = [schema.definition for schema in self.schemas]
+        ttl, relocate = max(each.ttl for each in definitions), all(each.relocate for each in definitions)
+        layout: PromptLayout = replace(pml.to_layout(self.prompt, ttl), relocate=relocate)
         if own_tokens is None or own_tokens == len(self.prompt.own):
             return layout
         *runs, (position, count) = self.prompt.runs
@@ -240,14 +247,15 @@ async def place(
         is_long = is_heavier(given.source, OFF_LOOP_CHARACTERS)
         document = await _beside_loop(is_long, lambda: _parse(given.source))
         context = service.limits.max_context if fits else _ANY_LENGTH
-        schema = await service.schemas.get(document.schema, cache_salt(given.salt))
-        _check_model(service, schema, param)
+        schemas = [await service.schemas.get(name, cache_salt(given.salt)) for name in document.schemas]
+        for schema in schemas:
+            _check_model(service, schema, param)
         text = ModelText(service.tokenizer, switches)
         size = sum(len(message["content"]) for message in messages or ())
         compiled = await _beside_loop(
-            is_long or schema.is_large or size > OFF_LOOP_CHARACTERS,
+            is_long or any(schema.is_large for schema in schemas) or size > OFF_LOOP_CHARACTERS,
             lambda: pml.compile_prompt(
-                schema.compiled,
+                pml.join_schemas([schema.compiled for schema in schemas]),
                 document,
                 text,
                 context=context,
@@ -256,8 +264,9 @@ async def place(
                 add_generation_prompt=add_generation_prompt,
             ),
         )
-    service.schemas.keep_pinned(schema)
-    return Placed(schema, compiled)
+    for schema in schemas:
+        service.schemas.keep_pinned(schema)
+    return Placed(schemas, compiled)
 
 
 def _check_model(service: RouterService, schema: StoredSchema, param: str) -> None:
@@ -333,12 +342,16 @@ def as_roles(tokenizer: Tokenizer, messages: list[Message], plan: ToolPlan | Non
 
 
 def _modules(placed: Placed, own_tokens: int) -> Modules:
-    schema, prompt = placed
-    schema.used(schema.compiled.modules[index].path for index in prompt.modules)
+    schemas, prompt = placed
+    hint = None
+    if placed.key:  # what comes next is foreseen for each schema alone
+        [schema] = schemas
+        schema.used(schema.compiled.modules[index].path for index in prompt.modules)
+        hint = schema.hint(prompt, asyncio.get_running_loop().time())
     return Modules(
         placed.layout(own_tokens),
         prompt.module_tokens,
         prompt.end + own_tokens - len(prompt.own),
-        schema.key,
-        schema.hint(prompt, asyncio.get_running_loop().time()),
+        placed.key,
+        hint,
     )

@@ -64,7 +64,7 @@ async def next_route(service: RouterService, history_id: str, session: SessionSt
         pack_int32(own),
         salt,
         scoped_session(history_id, salt),
-        home=service.schemas.home_of(placed.schema.key, service.model_name).index,
+        home=service.schemas.home_of(key, service.model_name).index if (key := placed.key) else -1,
         layout=placed.layout(len(own)),
     )
     return route, placed.prompt.module_tokens

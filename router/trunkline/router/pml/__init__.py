@@ -16,6 +16,7 @@ from trunkline.router.pml.compiled import (
 )
 from trunkline.router.pml.compiler import compile_prompt
 from trunkline.router.pml.hints import likely_texts, lint
+from trunkline.router.pml.joined import join_schemas
 from trunkline.router.pml.json_form import prompt_from_json, prompt_to_json, schema_from_json, schema_to_json
 from trunkline.router.pml.layout import compile_schema
 from trunkline.router.pml.pml_error import ErrorCode, Mark, PmlError
@@ -42,6 +43,7 @@ __all__ = [
     "compile_prompt",
     "compile_schema",
     "hint_layout",
+    "join_schemas",
     "likely_texts",
     "lint",
     "parse_prompt",

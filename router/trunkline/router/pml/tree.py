@@ -137,11 +137,17 @@ PromptItem: TypeAlias = Text | Ref | Turn
 
 @dataclass(frozen=True, slots=True)
 class PromptDocument:
-    """A prompt derived from a schema."""
+    """A prompt derived from a schema, or from several."""
 
     schema: str
+    """Names of the schemas, with a blank between two."""
     items: tuple[PromptItem, ...] = ()
     mark: Mark | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def schemas(self) -> list[str]:
+        """Names of the schemas, in the order in which they lie behind each other."""
+        return self.schema.split()
 
 
 def join_path(parent: str, name: str) -> str:

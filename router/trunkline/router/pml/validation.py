@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from itertools import islice
 from typing import Final, NamedTuple, NoReturn
@@ -30,6 +31,8 @@ from trunkline.router.pml.tree import (
 
 LENGTH_MAX: Final = 2**31 - 1
 """Largest length of a parameter: positions have 32 bits."""
+SCHEMAS_MAX: Final = 16
+"""Largest number of schemas of a prompt."""
 _SHOWN_MAX: Final = 60
 """Largest number of characters of a wrong name that a message shows."""
 _LISTED_MAX: Final = 10
@@ -223,12 +226,21 @@ def _check_scaffold(scaffold: Scaffold, places: dict[str, _Place]) -> None:
 
 
 def check_prompt(document: PromptDocument) -> PromptDocument:
-    """Return a prompt after checking what can be checked without its schema.
+    """Return a prompt after checking what can be checked without its schemas.
 
     Raises:
-        PmlError: E_NAME, E_ROLE_ORDER.
+        PmlError: E_NAME, E_DUP_IMPORT, E_ROLE_ORDER.
     """
-    check_name(document.schema, "the prompt's schema", document.mark, "")
+    names = document.schemas
+    for name in names or [""]:
+        check_name(name, "the prompt's schema", document.mark, "")
+    if len(names) > SCHEMAS_MAX:
+        message = f"the prompt is for {len(names)} schemas; allowed are {SCHEMAS_MAX}"
+        raise PmlError(ErrorCode.NAME, message, document.mark)
+    if len(set(names)) < len(names):
+        message = f'the prompt names a schema twice: "{document.schema}"; name it once'
+        raise PmlError(ErrorCode.DUP_IMPORT, message, document.mark)
+    document = replace(document, schema=" ".join(names))
     _check_prompt_items(document.items, "", None)
     for turn in document.items[:-1]:
         if isinstance(turn, Turn) and turn.open:
