@@ -106,6 +106,8 @@ class Editors:
             for index in range(begin, stop):
                 place = table[index // CHUNK], index % CHUNK
                 token, frame = tokens[index], extent.base_position + index - begin
+                may_compute = cut is None or index >= cut.cut.first_open
+                assert may_compute or index < sequence.resident, "new tokens stand behind the last edit only"
                 if index >= sequence.resident:
                     self._cells[place] = Cell(token, frame, saw)
                 cell = self._cells[place]

@@ -204,7 +204,7 @@ TURNS: Any = [
 
 
 def chat(http: httpx.Client, **fields: Any) -> Any:
-    answer = http.post("/v1/chat/completions", json={"messages": TURNS, "max_tokens": 60, **fields})
+    answer = http.post("/v1/chat/completions", json={"messages": TURNS, "max_tokens": 60} | fields)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -235,6 +235,30 @@ def test_dropped_messages_leave_what_the_template_writes_without_them(
         prompt_of(fake.behaviour.submits[-1]), skip_special_tokens=False
     ) == tokenizer.render_chat(rest)
     assert exact["truncation"]["kept"] == "recomputed"
+
+
+def test_what_was_written_without_ranges_is_remembered_as_it_is(
+    http: httpx.Client, fake: FakeController, tokenizer: Tokenizer
+) -> None:
+    """A long conversation is found again; so are those without its last range, its last two, and so on."""
+    turns: list[Any] = [{"role": "user", "content": "Begin."}]
+    for number in range(40):
+        turns += [
+            {"role": "assistant", "content": f"Answer {number}."},
+            {"role": "user", "content": f"And {number}?"},
+        ]
+    ranges = [(1, 3), (9, 11), (21, 25), (40, 60)]
+    chat(http, messages=turns)
+    chat(http, messages=turns, drop=[{"from": start, "to": stop} for start, stop in ranges])
+    rest = turns
+    for start, stop in reversed(ranges):
+        rest = [*rest[:start], *rest[stop:]]
+    assert left_of(fake, tokenizer) == tokenizer.render_chat(rest)
+    rest = turns
+    for start, stop in reversed(ranges):
+        rest = [*rest[:start], *rest[stop:]]
+        chat(http, messages=rest)
+        assert left_of(fake, tokenizer) == tokenizer.render_chat(rest)
 
 
 def test_messages_of_anthropic_are_dropped_by_their_own_indices(

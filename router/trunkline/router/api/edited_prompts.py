@@ -170,12 +170,12 @@ async def _rests(body: ChatRequest, write: _Write) -> list[str]:
     Raises:
         ApiError: 400, naming the range.
     """
-    left, rests = list(body.messages), list[str]()
+    left, rests = body.messages, list[str]()
     for index in reversed(range(len(body.drop))):
         given, param = body.drop[index], f"drop[{index}]"
         if given.stop > len(body.messages):
             raise bad_value(param, f"`{param}` ends at {given.stop}; there are {len(body.messages)} messages")
-        del left[given.start : given.stop]
+        left = [*left[: given.start], *left[given.stop :]]  # another list: what was written is remembered with it
         if not left:
             raise bad_value(param, f"`{param}` leaves no message")
         try:
