@@ -1,13 +1,16 @@
-"""`/v1/responses` with `background: true`: asked for later, cancelled, and finished by another router."""
+"""`/v1/responses` with `background: true`: asked for later, streamed, cancelled, finished by another router."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from openai.types.responses import ResponseCompletedEvent
 from router.fake_controller import FakeController
 from router.harness import ANSWER, STORES, RunningRouter, make_answer, running, shared_records, wait_until
 from router.process_calls import router_process
@@ -43,6 +46,30 @@ def get(http: httpx.Client, response: str) -> dict[str, Any]:
 def finished(http: httpx.Client, response: str, seconds: float = 8.0) -> dict[str, Any]:
     wait_until(lambda: get(http, response)["status"] not in ("queued", "in_progress"), seconds)
     return get(http, response)
+
+
+def streamed(http: httpx.Client, path: str = "", **fields: Any) -> Iterator[dict[str, Any]]:
+    """The events of a new response in the background or, with a path, of one that there is."""
+    begun = (
+        http.stream("GET", f"/v1/responses/{path}")
+        if path
+        else http.stream("POST", "/v1/responses", json={**LATER, "stream": True, **fields})
+    )
+    with begun as answer:
+        assert answer.status_code == 200, answer.read()
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                yield json.loads(line.removeprefix("data: "))
+
+
+def check_whole(events: list[dict[str, Any]]) -> None:
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds[:4] == ["created", "queued", "in_progress", "output_item.added"]
+    assert (kinds[-1], kinds.count("output_text.done")) == ("completed", 1)
+    assert "".join(event.get("delta", "") for event in events) == ANSWER
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == ANSWER
 
 
 def nothing_left(router: RunningRouter) -> bool:
@@ -109,7 +136,7 @@ def test_what_never_finds_room_fails_after_its_time(
 
 @pytest.mark.parametrize(
     ("fields", "param"),
-    [({"store": False}, "background"), ({"stream": True}, "stream"), ({"input": 5}, "input")],
+    [({"store": False}, "background"), ({"input": 5}, "input")],
 )
 def test_what_cannot_be_made_in_the_background(fields: dict[str, Any], param: str, http: httpx.Client) -> None:
     answer = http.post("/v1/responses", json={**LATER, **fields})
@@ -147,6 +174,56 @@ def test_a_repeated_request_is_made_once(http: httpx.Client, fake: FakeControlle
     assert len(fake.behaviour.submits) == 1
 
 
+def test_a_stream_through_the_client(client: openai.OpenAI, router: RunningRouter) -> None:
+    events = list(client.responses.create(model="demo", input="Hi", background=True, stream=True))
+    check_whole([event.model_dump() for event in events])
+    assert isinstance(events[-1], ResponseCompletedEvent)
+    response = events[-1].response.id
+    assert client.responses.retrieve(response).output_text == ANSWER
+    for number in range(len(events)):
+        rest = list(client.responses.retrieve(response, stream=True, starting_after=number))
+        assert rest == events[number + 1 :]
+    client.responses.delete(response)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(response, stream=True)
+    wait_until(lambda: nothing_left(router))
+
+
+def test_streams_that_end_otherwise(http: httpx.Client, fake: FakeController) -> None:
+    *_, last = streamed(http, input="long " * 4000)
+    assert (last["type"], last["response"]["error"]["code"]) == ("response.failed", "context_length_exceeded")
+    fake.behaviour.refuse = FinishReason.QUEUE_FULL
+    before = len(fake.behaviour.submits)
+    events = streamed(http)
+    begun = [next(events) for _ in range(2)]
+    wait_until(lambda: len(fake.behaviour.submits) > before)
+    fake.behaviour.refuse = None
+    check_whole([*begun, *events])
+    fake.behaviour.hold = True
+    events = streamed(http)
+    response = next(events)["response"]["id"]
+    wait_until(lambda: fake.live == 1)
+    assert http.post(f"/v1/responses/{response}/cancel").json()["status"] == "cancelled"
+    *_, last = events
+    assert (last["type"], last["response"]["status"]) == ("response.failed", "cancelled")
+
+
+def test_streams_that_there_are_not(http: httpx.Client) -> None:
+    response = begin(http)
+    finished(http, response)
+    plain = http.post("/v1/responses", json={"model": "demo", "input": "Hi"}).json()["id"]
+    for asked, status, param in (
+        (f"{response}?stream=true", 400, "stream"),
+        (f"{plain}?stream=true&starting_after=1", 400, "stream"),
+        (f"{plain}?starting_after=1", 400, "starting_after"),
+        (f"{plain}?stream=maybe", 400, "stream"),
+        (f"{plain}?stream=true&starting_after=-1", 400, "starting_after"),
+        ("resp_none?stream=true", 404, "response_id"),
+    ):
+        answer = http.get(f"/v1/responses/{asked}")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), asked
+
+
 @pytest.mark.parametrize("kind", STORES)
 def test_two_routers(kind: str, place: Path, tokenizer: Tokenizer) -> None:
     """Any router tells how far a response is, and cancels it."""
@@ -161,6 +238,14 @@ def test_two_routers(kind: str, place: Path, tokenizer: Tokenizer) -> None:
     ):
         response = begin(here)
         assert finished(there, response)["output"] == finished(here, response)["output"]
+        one.behaviour.hold = two.behaviour.hold = True
+        events = streamed(here)
+        begun = [next(events) for _ in range(3)]
+        events.close()
+        rest = streamed(there, f"{begun[0]['response']['id']}?stream=true&starting_after=2")
+        wait_until(lambda: one.live + two.live == 1)
+        one.behaviour.hold = two.behaviour.hold = False
+        check_whole([*begun, *rest])
         one.behaviour.hold = two.behaviour.hold = True
         response = begin(here)
         wait_until(lambda: one.live + two.live == 1)
@@ -183,8 +268,12 @@ def test_another_router_goes_on_when_one_is_killed(place: Path, tokenizer: Token
                 controller.behaviour.hold = True
                 response = begin(http)
                 wait_until(lambda: controller.live == 1, 20)
+                events = streamed(http)
+                begun = [next(events) for _ in range(3)]
                 process.kill()
             with running(other, tokenizer, records=url) as (second, _), second.client() as http:
                 assert finished(http, response, 30)["output"][0]["content"][0]["text"] == ANSWER
+                streaming = begun[0]["response"]["id"]
+                check_whole([*begun, *streamed(http, f"{streaming}?stream=true&starting_after=2")])
     finally:
         controller.stop()

@@ -18,10 +18,13 @@ from trunkline.router.request_context import RequestRandom, created_at, draw_byt
 from trunkline.router.service import RouterService
 from trunkline.router.stores.background_store import BackgroundState
 from trunkline.router.stores.owned_records import store_errors
+from trunkline.router.stores.response_events import EventLog
 from trunkline.router.tenancy.auth import current_identity
 
 _CANCEL_PATIENCE_S: Final = 10.0
 """Longest time in seconds for which a request to cancel a response waits until that is done."""
+_DELETE_PATIENCE_S: Final = 2.0
+"""Longest time in seconds for which the deletion of a complete response waits for the router that finishes it."""
 _POLL_S: Final = 0.1
 
 
@@ -34,18 +37,22 @@ async def begin_background(service: RouterService, body: ResponsesRequest) -> Ob
     """
     if body.store is False:
         raise bad_value("background", "`background` needs `store`: the response is asked for by its id")
-    if body.stream:
-        raise bad_value("stream", "`stream` is not available with `background`; ask for the response by its id")
     identity = current_identity()
     name, created = draw_bytes("background", 16), created_at()
     response_id = f"resp_{RequestRandom(name, created).draw('id', 24).hex()}"
     given = body.model_dump(mode="json", by_alias=True, exclude_unset=True)
     answer = _queued(body, given, response_id, created, body.model or service.model_name)
-    state = BackgroundState(tenant=identity.tenant, name=name, created=created, answer=answer)
-    content = msgspec.json.encode({**given, "store": True})
+    state = BackgroundState(
+        tenant=identity.tenant, name=name, created=created, answer=answer, streams=bool(body.stream)
+    )
+    log = EventLog()
+    if state.streams:
+        log.add("response.created", response=answer)
+        log.add("response.queued", response=answer)
+    segments = [msgspec.json.encode({**given, "store": True}), *log.flush()]
     with store_errors("response", response_id):
         try:
-            await service.background.create(identity.owner, state, content)
+            await service.background.create(identity.owner, state, segments)
         except ValueError as error:
             message = f"the request is too large to be kept: {error}"
             raise ApiError(400, message, code="response_too_long") from None
@@ -90,19 +97,34 @@ async def cancel_response(service: RouterService, response_id: str) -> msgspec.R
     return found
 
 
-async def delete_background(service: RouterService, response_id: str) -> None:
-    """Delete a response that was made in the background, and has failed or was cancelled.
+async def delete_background(service: RouterService, response_id: str, *, is_stored: bool) -> None:
+    """Delete what is kept of a response because it was made in the background: its events, or that it has failed
+    or was cancelled.
+
+    Args:
+        is_stored: whether it was complete, and stored like others. Then nothing may be kept any more, or a router
+            is just finishing it.
 
     Raises:
-        ApiError: 404, there is none; 409, a router makes it.
+        ApiError: 404, there is nothing; 409, a router makes it.
     """
+    loop = asyncio.get_running_loop()
+    end = loop.time() + (_DELETE_PATIENCE_S if is_stored else 0.0)
     with store_errors("response", response_id):
-        try:
-            await service.background.delete(current_identity().owner, response_id)
-        except BusyError:
-            raise in_conflict(
-                "response_id", "the response is being made; cancel it first", code="response_busy"
-            ) from None
+        while True:
+            try:
+                await service.background.delete(current_identity().owner, response_id)
+            except MissingError:
+                if not is_stored:
+                    raise
+            except BusyError:
+                if loop.time() >= end:
+                    raise in_conflict(
+                        "response_id", "the response is being made; cancel it first", code="response_busy"
+                    ) from None
+                await asyncio.sleep(_POLL_S)
+                continue
+            return
 
 
 def _is_background(found: msgspec.Raw | Object) -> bool:

@@ -36,6 +36,7 @@ from trunkline.router.api.response_input import (
     to_messages,
     without_trigger,
 )
+from trunkline.router.api.response_streams import stream_response
 from trunkline.router.api.response_turn import ResponseTurn, open_reading_turn, open_response_turn
 from trunkline.router.api.response_writer import Asked, ResponseWriter
 from trunkline.router.api.turn import MESSAGES_OFF_LOOP
@@ -65,7 +66,8 @@ async def responses(request: Request) -> Response:
     _, is_compaction = without_trigger(body.input)
     if body.background and not current().in_task:
         read_response_choice(body.tool_choice, read_response_tools(body.tools))
-        return JsonResponse(await begin_background(service, body))
+        queued = await begin_background(service, body)
+        return await stream_response(service, queued["id"]) if body.stream else JsonResponse(queued)
     with ExitStack() as work:
         turn = await while_connected(request, open_response_turn(service, body))
         if turn is not None:

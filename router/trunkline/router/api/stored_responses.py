@@ -7,13 +7,15 @@ from typing import Any, Final, Literal
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
+from starlette.responses import Response
 
 from trunkline.router.api.background_responses import cancel_response, delete_background, find_response
 from trunkline.router.api.item_lists import ITEM_PARAMETERS, ItemList, page_of_items
 from trunkline.router.api.next_route import delete_history
 from trunkline.router.api.paging import answer_of, components_of
 from trunkline.router.api.requests import service_of
-from trunkline.router.errors import ApiError, bad_value
+from trunkline.router.api.response_streams import asked_number, stream_response
+from trunkline.router.errors import ApiError
 from trunkline.router.http.answers import JsonResponse
 
 routes = APIRouter()
@@ -38,10 +40,11 @@ SCHEMAS: Final[dict[str, Any]] = components_of(ResponseDeleted, ItemList)
 
 
 @routes.get("/v1/responses/{response_id}")
-async def get_response(request: Request, response_id: str) -> JsonResponse:
-    """Return a response: as it was answered, or how far it is in the background."""
-    if request.query_params.get("stream", "").lower() == "true":
-        raise bad_value("stream", "a stored response is whole; it is not streamed again")
+async def get_response(request: Request, response_id: str) -> Response:
+    """Return a response: as it was answered, or how far it is in the background; or its stream."""
+    after = asked_number(request)
+    if after is not None:
+        return await stream_response(service_of(request), response_id, after)
     return JsonResponse(await find_response(service_of(request), response_id))
 
 
@@ -57,10 +60,12 @@ async def delete_response(request: Request, response_id: str) -> JsonResponse:
     service = service_of(request)
     try:
         await delete_history(service, service.histories.responses, response_id)
+        is_stored = True
     except ApiError as error:
         if error.status != 404:
             raise
-        await delete_background(service, response_id)
+        is_stored = False
+    await delete_background(service, response_id, is_stored=is_stored)
     return JsonResponse(ResponseDeleted(id=response_id))
 
 

@@ -188,6 +188,14 @@ class EventStream(Response):
         finally:
             self._work.close()
 
+    async def parts(self) -> AsyncIterator[bytes]:
+        """Yield the events to a reader in the router, not to a client. Errors are raised, as `ApiError`."""
+        try:
+            async for part in self._events:
+                yield part
+        finally:
+            self._work.close()
+
     async def _send(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         send = scope.get(BODY_SEND, send)

@@ -1,20 +1,25 @@
 """Responses that are made in the background, as records: until they are done, and if they fail.
 
-queued ─► in_progress ─► stored like every other response; this record is deleted
+queued ─► in_progress ─► stored like every other response; this record is deleted, or has its events for an hour
                └─► failed, cancelled: this record stays
+
+The first segment is the request. If it asked for a stream, the others are its events (`response_events.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
 
-from trunkline.kvstore.records import Change, ExistsError, Record, RecordKey, RecordStore
+from trunkline.kvstore.records import Change, ExistsError, MissingError, Reading, Record, RecordKey, RecordStore
 from trunkline.router.stores.owned_records import KEPT_S, QuotaOf, no_quota
 from trunkline.router.stores.task_store import TaskStore
 
+EVENTS_S: Final = 3600.0
+"""Time in seconds for which the events of a complete response are kept after they were last read."""
 KIND: Final = "background"
 PREFIX: Final = "resp_"
 
@@ -29,12 +34,19 @@ class BackgroundState(msgspec.Struct, kw_only=True, omit_defaults=True):
     created: int
     """Unix time in seconds."""
     answer: dict[str, Any]
-    """The response object, as clients see it now."""
+    """The response object, as clients see it now; once it is stored elsewhere, only its status counts."""
+    streams: bool = False
+    """Whether its events are kept."""
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the response is complete and stored like every other one."""
+        return self.answer["status"] in ("completed", "incomplete")
 
     @property
     def is_over(self) -> bool:
         """Whether the response stays as it is."""
-        return self.answer["status"] in ("failed", "cancelled")
+        return self.is_stored or self.answer["status"] in ("failed", "cancelled")
 
 
 class BackgroundStore:
@@ -46,14 +58,17 @@ class BackgroundStore:
         self._tasks = tasks
         self._quota_of = quota_of
 
-    async def create(self, owner: str, state: BackgroundState, body: bytes) -> None:
+    async def create(self, owner: str, state: BackgroundState, segments: Sequence[bytes]) -> None:
         """Store a request, and have it answered. A request that is stored already changes nothing.
+
+        Args:
+            segments: the request's body, and the first of its events if they are kept.
 
         Raises:
             QuotaError: the owner's records have reached their quota.
         """
         task_id = state.answer["id"]
-        change = Change(msgspec.msgpack.encode(state), KEPT_S, segments=[body])
+        change = Change(msgspec.msgpack.encode(state), KEPT_S, segments=segments)
         with suppress(ExistsError):
             await self._tasks.add(owner, task_id)
         try:
@@ -72,7 +87,18 @@ class BackgroundStore:
         Raises:
             MissingError: the owner has no such response in the background.
         """
-        return state_of((await self._records.get(RecordKey(KIND, owner, response_id), use=False)).record)
+        state = state_of((await self._records.get(RecordKey(KIND, owner, response_id), use=False)).record)
+        if state.is_stored:
+            raise MissingError("it is stored as one that is complete")
+        return state
+
+    async def follow(self, owner: str, response_id: str, known: bytes = b"") -> Reading:
+        """Return a response's record, with the segments behind the one that is `known`.
+
+        Raises:
+            MissingError: the owner has no such response in the background.
+        """
+        return await self._records.get(RecordKey(KIND, owner, response_id), [known] if known else [])
 
     async def delete(self, owner: str, response_id: str) -> None:
         """Delete a response that was made in the background, and has failed or was cancelled.
@@ -85,9 +111,9 @@ class BackgroundStore:
         await self._tasks.remove(response_id)
 
 
-def change_of(state: BackgroundState, base: bytes) -> Change:
-    """Return a change that stores a state. `base`: the segment with the request."""
-    return Change(msgspec.msgpack.encode(state), KEPT_S, base)
+def change_of(state: BackgroundState, base: bytes, events: Sequence[bytes] = ()) -> Change:
+    """Return a change that stores a state. `base`: the record's last segment, which `events` follow."""
+    return Change(msgspec.msgpack.encode(state), EVENTS_S if state.is_stored else KEPT_S, base, events)
 
 
 def state_of(record: Record) -> BackgroundState:

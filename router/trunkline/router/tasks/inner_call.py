@@ -18,9 +18,10 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from trunkline.router.errors import RETRY_AFTER_SECONDS, ApiError
-from trunkline.router.http.answers import SPELT, error_response
+from trunkline.router.http.answers import SPELT, EventStream, error_response
 from trunkline.router.request_context import RequestRandom, known
 from trunkline.router.service import RouterService
+from trunkline.router.stores.response_events import EventLog
 from trunkline.router.telemetry.request_record import RequestRecord
 from trunkline.router.tenancy.auth import Identity
 from trunkline.router.tenancy.tenants import OverLimitError, metered
@@ -46,6 +47,8 @@ class InnerRequest(NamedTuple):
     """Whether the request stands behind all requests that clients wait for."""
     until: float = math.inf
     """Unix time in seconds from which on "try again later" is an answer, too."""
+    events: EventLog | None = None
+    """Takes the events of a request that is streamed."""
 
 
 class InnerAnswer(NamedTuple):
@@ -68,6 +71,8 @@ async def make_request(app: Any, endpoint: Endpoint, request: InnerRequest) -> I
     pause_s = float(RETRY_AFTER_SECONDS)
     while True:
         try:
+            if request.events is not None:
+                request.events.begin()
             async with _admitted(service, request, request_id):
                 answer = await _answer(app, endpoint, request)
         except OverLimitError as error:
@@ -118,7 +123,11 @@ async def _answer(app: Any, endpoint: Endpoint, request: InnerRequest) -> Respon
         "state": {},
     }
     try:
-        return await endpoint(Request(scope, receive))
+        answer = await endpoint(Request(scope, receive))
+        if request.events is not None and isinstance(answer, EventStream):
+            async for part in answer.parts():
+                request.events.take(part)
+        return answer
     except ApiError as error:
         return error_response(request.path, error.renamed(scope.get(SPELT, {})))
     finally:
