@@ -329,6 +329,10 @@ def test_tokens_of_a_completion(http: httpx.Client, fake: FakeController) -> Non
     assert answer.json()["truncation"]["dropped_tokens"] == 16
     http.post("/v1/completions", json={**body, "exact": True})
     assert prompt_of(fake.behaviour.submits[-1]) == [*tokens[:3], *tokens[9:20], *tokens[30:]]
+    many = [(at, at + 1) for at in range(1, 400, 2)]
+    body |= {"prompt": tokens * 30, "drop": [{"from": start, "to": stop} for start, stop in many]}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    assert drops_of(fake.behaviour.submits[-1]) == many, "single tokens, several within a chunk"
     cut = {"prompt": "word " * 3000, "max_tokens": 5, "truncation": "auto"}
     kept = http.post("/v1/completions", json=cut).json()["truncation"]
     exact = http.post("/v1/completions", json={**cut, "exact": True}).json()["truncation"]
@@ -351,7 +355,8 @@ def test_a_session_goes_on_after_an_exact_turn(http: httpx.Client, fake: FakeCon
 
 
 BAD: dict[str, list[dict[str, Any]]] = {
-    "drop": [{"drop": 5}, {"drop": [{"from": at, "to": at + 1} for at in range(17)]}],
+    "drop": [{"drop": 5}, {"drop": [{"from": at, "to": at + 1} for at in range(1025)]}],
+    "drop[64]": [{"drop": [{"from": at, "to": at + 1} for at in range(65)]}],
     "drop[0]": [
         *({"drop": [bad]} for bad in ({"from": 2, "to": 2}, {"from": 3, "to": 2}, {"from": 0, "to": 8}, 5)),
         {"drop": [{"from": 5, "to": 9}]},

@@ -13,6 +13,7 @@ of the prompt's own (`module_prompts.py`).
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from trunkline.router.api.prompting import Rendering, encode_text, has_modules, 
 from trunkline.router.api.requests import check_length
 from trunkline.router.api.turn import SessionTurn
 from trunkline.router.errors import ApiError, bad_value
+from trunkline.router.jobs.drop_ranges import DROP_OF_MESSAGES_MAX
 from trunkline.router.jobs.request_models import ChatRequest, Message, ToolCall
 from trunkline.router.service import RouterService
 from trunkline.router.tenancy.auth import cache_salt
@@ -170,8 +172,14 @@ async def _rests(body: ChatRequest, write: _Write) -> list[str]:
     Raises:
         ApiError: 400, naming the range.
     """
+    if len(body.drop) > DROP_OF_MESSAGES_MAX:
+        param = f"drop[{DROP_OF_MESSAGES_MAX}]"
+        raise bad_value(
+            param, f"`drop` has {len(body.drop)} ranges of messages; at most {DROP_OF_MESSAGES_MAX} are allowed"
+        )
     left, rests = body.messages, list[str]()
     for index in reversed(range(len(body.drop))):
+        await asyncio.sleep(0)  # others come in between
         given, param = body.drop[index], f"drop[{index}]"
         if given.stop > len(body.messages):
             raise bad_value(param, f"`{param}` ends at {given.stop}; there are {len(body.messages)} messages")

@@ -7,8 +7,10 @@ from typing import Annotated, Final
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt
 from pydantic_core import PydanticCustomError
 
-DROP_RANGES_MAX: Final = 16
-"""Largest number of ranges in `drop`. To find that of messages, the chat template runs once more for each."""
+from trunkline.kvstore.cuts import DROPS_MAX
+
+DROP_OF_MESSAGES_MAX: Final = 64
+"""Largest number of ranges of messages. To find them, the chat template runs once more for each."""
 
 
 class DropRange(BaseModel):
@@ -34,4 +36,4 @@ def _apart(ranges: list[DropRange]) -> list[DropRange]:
     return ranges
 
 
-Drops = Annotated[list[DropRange], Field(max_length=DROP_RANGES_MAX), AfterValidator(_apart)]
+Drops = Annotated[list[DropRange], Field(max_length=DROPS_MAX), AfterValidator(_apart)]
