@@ -15,23 +15,33 @@ import trunkline
 
 WriteNames = Callable[[bytes, bytes, int, bytes, int, int, int], None]
 """`trunkline_write_names` in `csrc/names/names.cc`. Its last argument is the address of the names to write."""
+_NEWEST: Final = "trunkline_table_new"
+"""What a library that was built from other sources lacks."""
 
 
-def _load() -> WriteNames | None:
+def _load() -> ctypes.PyDLL | None:
     for folder in trunkline.__path__:  # an editable install has the library elsewhere than the sources
         try:
             # It holds the interpreter's lock: to give it away and take it back costs more than most chains.
-            library = ctypes.PyDLL(f"{folder}/kvstore/_names.so")
-            runs_here, write = library.trunkline_names_run_here, library.trunkline_write_names
-        except (OSError, AttributeError):
+            found = ctypes.PyDLL(f"{folder}/kvstore/_names.so")
+        except OSError:
             continue
-        if runs_here():
-            data, size = ctypes.c_char_p, ctypes.c_int64
-            write.argtypes = (data, data, size, data, size, size, ctypes.c_void_p)
-            write.restype = None
-            return write
+        if hasattr(found, _NEWEST) and found.trunkline_names_run_here():
+            return found
     return None
 
 
-write_names: Final = _load()
-"""None: there is no library that runs here."""
+def _name_writer() -> WriteNames | None:
+    if library is None:
+        return None
+    data, size = ctypes.c_char_p, ctypes.c_int64
+    write: WriteNames = library.trunkline_write_names
+    library.trunkline_write_names.argtypes = (data, data, size, data, size, size, ctypes.c_void_p)
+    library.trunkline_write_names.restype = None
+    return write
+
+
+library: Final = _load()
+"""The library; None: there is none that runs here. It has the table of `router.routing.native_table`, too."""
+write_names: Final = _name_writer()
+"""None: there is no library."""

@@ -9,9 +9,22 @@ import numpy as np
 import pytest
 from seeds import seeds
 
-from trunkline.router.routing.index import DEVICE, DISK, EXPECT_SECONDS, EXPECTED, SHARDS, TIERS, ChunkIndex
+from trunkline.kvstore.native_names import library
+from trunkline.router.routing import index as index_module
+from trunkline.router.routing.index import DEVICE, DISK, EXPECT_SECONDS, EXPECTED, TIERS, ChunkIndex
+from trunkline.router.routing.name_table import SHARDS, DictTable, NameTable, row_bytes
+from trunkline.router.routing.native_table import NativeTable
 
 TOLD = 0b111
+TABLES: list[type[NameTable]] = [DictTable] if library is None else [DictTable, NativeTable]
+
+
+@pytest.fixture(params=TABLES)
+def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[NameTable]:
+    """The kind of table that indices have during a test."""
+    monkeypatch.setattr(index_module, "new_table", request.param)
+    kind: type[NameTable] = request.param
+    return kind
 
 
 @dataclass
@@ -145,6 +158,7 @@ class Machine:
         self.oracle.tickets = {n: t for n, t in self.oracle.tickets.items() if self.now < t.end}
 
 
+@pytest.mark.usefixtures("table")
 @pytest.mark.parametrize("seed", seeds(2))
 def test_it_knows_exactly_what_was_told(seed: int) -> None:
     machine = Machine(seed, controllers=random.Random(seed).choice((1, 3, 9, 64)), bytes_max=1 << 20)
@@ -164,8 +178,9 @@ def test_it_knows_exactly_what_was_told(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_full_index_misses_things_but_tells_nothing_wrong(seed: int) -> None:
-    machine = Machine(seed, controllers=4, bytes_max=20 * 200)
+def test_a_full_index_misses_things_but_tells_nothing_wrong(seed: int, table: type[NameTable]) -> None:
+    bytes_max = 20 * table(row_bytes(5)).bytes_each()  # type: ignore[call-arg]
+    machine = Machine(seed, controllers=4, bytes_max=bytes_max)
     names = list({name for chain in machine.chains for name in chain})
     hits = 0
     for step in range(800):
@@ -175,15 +190,15 @@ def test_a_full_index_misses_things_but_tells_nothing_wrong(seed: int) -> None:
             bits = machine.oracle.bits(controller, name, machine.now)
             assert not any(count and not bits >> tier & 1 for tier, count in enumerate(tiers)), (seed, step)
             hits += sum(tiers)
-        assert machine.index.estimated_bytes <= 20 * 200, (seed, step)
+        assert machine.index.estimated_bytes <= bytes_max, (seed, step)
     assert machine.index.evicted > 0
     assert hits > 50
-    assert machine.index.size == sum(len(shard) for shard in machine.index._shards)
+    assert machine.index.size == sum(machine.index._table.shard_size(shard) for shard in range(SHARDS))
 
 
-def test_what_is_looked_for_stays() -> None:
+def test_what_is_looked_for_stays(table: type[NameTable]) -> None:
     rng = random.Random(1)
-    index = ChunkIndex(2, 1000 * 200)
+    index = ChunkIndex(2, 1000 * table(row_bytes(3)).bytes_each())  # type: ignore[call-arg]
     used = [rng.randbytes(16) for _ in range(100)]
     index.apply(0, b"".join(used), b"\1" * 100)
     for _ in range(100):
@@ -195,6 +210,7 @@ def test_what_is_looked_for_stays() -> None:
     assert index.match(used, 0.0)[:, DEVICE].tolist() == [100, 0]
 
 
+@pytest.mark.usefixtures("table")
 def test_an_overlap_counts_each_chunk_in_its_fastest_tier() -> None:
     index = ChunkIndex(3)
     names = [bytes([i]) * 16 for i in range(6)]
@@ -210,6 +226,7 @@ def test_an_overlap_counts_each_chunk_in_its_fastest_tier() -> None:
     assert index.match(names, 1.0 + EXPECT_SECONDS)[0, EXPECTED] == 0
 
 
+@pytest.mark.usefixtures("table")
 def test_long_prompts_are_counted_right() -> None:
     """More chunks than a byte counts."""
     index = ChunkIndex(65)
@@ -222,6 +239,7 @@ def test_long_prompts_are_counted_right() -> None:
     assert overlap[3, DISK] == 700
 
 
+@pytest.mark.usefixtures("table")
 def test_memory_is_what_is_estimated() -> None:
     """The estimate is no less than what objects take by their own account."""
     index = ChunkIndex(64)
@@ -229,10 +247,7 @@ def test_memory_is_what_is_estimated() -> None:
     for _ in range(40):
         names = rng.randbytes(16 * 256)
         index.apply(rng.randrange(64), names, b"\3" * 256)
-    held = sum(
-        shard.__sizeof__() + sum(name.__sizeof__() + mask.__sizeof__() for name, mask in shard.items())
-        for shard in index._shards
-    )
+    held = index._table.held_bytes()
     assert 0.5 * index.estimated_bytes < held < 1.1 * index.estimated_bytes
 
 
@@ -246,3 +261,46 @@ def test_wrong_calls_are_refused() -> None:
         index.end_snapshot(1)
     with pytest.raises(ValueError, match="holds nothing"):
         ChunkIndex(2, 10)
+
+
+@pytest.mark.skipif(library is None, reason="the library of names is not installed or does not run here")
+@pytest.mark.parametrize("seed", seeds(2))
+def test_the_compiled_table_is_the_same(seed: int) -> None:
+    """After each of many random calls both tables have the same names with the same bits, in the same order."""
+    rng = random.Random(seed)
+    columns = 3
+    tables: list[NameTable] = [DictTable(row_bytes(columns)), NativeTable(row_bytes(columns))]
+    pool = [bytes([rng.randrange(4)]) + rng.randbytes(15) for _ in range(150)]  # in four shards, so these grow
+
+    def both(call: str, *arguments: object, **named: object) -> None:
+        first, second = (getattr(each, call)(*arguments, **named) for each in tables)
+        assert first == second, (call, arguments)
+
+    for _ in range(4000):
+        column, shard = rng.randrange(1, columns), rng.randrange(4)
+        some = rng.choices(pool, k=rng.randrange(30))
+        packed, draw = b"".join(some), rng.random()
+        if draw < 0.3:
+            both("write", column, packed, bytes(rng.choice((0, 0, 1, 2, 5, 7, 15)) for _ in some))
+        elif draw < 0.5:
+            founds = [bytearray(len(some)) for _ in tables]
+            told = rng.random() < 0.2
+            added = [t.expect(column, packed, f, though_told=told) for t, f in zip(tables, founds, strict=True)]
+            assert added[0] == added[1]
+            assert founds[0] == founds[1]
+        elif draw < 0.65:
+            both("unexpect", column, packed)
+        elif draw < 0.7:
+            both("wipe", shard, 0xF << TIERS * column)
+        elif draw < 0.85:
+            both("evict", shard, rng.randrange(tables[0].shard_size(shard) + 1))
+        elif draw < 0.87 and columns < 150:
+            columns += rng.randrange(20)
+            for each in tables:
+                each.set_width(row_bytes(columns))
+        else:
+            some.sort(key=lambda name: not tables[0].look_up(name).rows.any())  # the known ones first
+            first, second = (each.look_up(b"".join(some)) for each in tables)
+            assert (first.rows == second.rows).all()
+            assert (first.counts == second.counts).all()
+        both("shard_size", shard)

@@ -442,7 +442,7 @@ class RoutingCore:
             tiers[members] = cached
             device, host, disk, expected = (cached * self._traits.worth.take(members, axis=0)).T
             saved = device + host + disk + expected
-            if len(peers) and matches[-1].masks:
+            if len(peers) and matches[-1].known:
                 whole = cached.dot(_ONES) if tail >= 0 else whole
                 columns = self.index.columns(peers)
                 reach = pulled[members] = pullable(own_found, members, whole, columns, has_tail=tail >= 0)
@@ -455,7 +455,7 @@ class RoutingCore:
         have kept behind the prompt's cut; and chunks of texts."""
         *told, expected = found.last.counts[chosen].tolist()
         has = 0 if expected else sum(told)
-        if not len(found.peers) or (has == len(found.last.masks) and len(found.matches) == 1):
+        if not len(found.peers) or (has == found.last.known and len(found.matches) == 1):
             return NOTHING
         columns, shift, chain = self.index.columns(found.peers), self.index.shift(chosen), found.names.chains[-1]
         leaves, inflight = self._traits.leaves, self.loads.inflight
@@ -469,7 +469,7 @@ class RoutingCore:
             if keeps_cut(found, np.array([chosen])).any():
                 return NOTHING
         given, asleep = self._as_holders(runs), None
-        if at < len(found.last.masks) and (disk := sleeping(found.last, at, columns)) is not None:
+        if at < found.last.known and (disk := sleeping(found.last, at, columns)) is not None:
             asleep = Sleeping(disk.controller, chain.names[at], (disk.stop - disk.start) * chain.tokens)
         return Given(given, asleep, texts, None)
 
@@ -477,7 +477,7 @@ class RoutingCore:
         """Return which peers have chunks in host memory of texts that a controller lacks, by the text."""
         given: dict[int, list[Holder]] = {}
         for chain, match in zip(found.names.chains, found.matches, strict=True):
-            if chain.text >= 0 and match.masks:
+            if chain.text >= 0 and match.known:
                 runs, _ = holders(match, shift, columns, self._traits.leaves, self.loads.inflight)
                 if runs:
                     given[chain.text] = self._as_holders(runs)

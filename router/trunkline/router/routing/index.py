@@ -1,26 +1,21 @@
 """The index of the chunks that each controller has, by tier. It is an exact copy of what controllers publish
 (`KvEvents`), and has besides what requests that were just sent are expected to compute. Pure.
 
-One dictionary entry per name, however many controllers have it: an integer with four bits per *column*.
-
-      name ─► … |column 2: expected disk host device|column 1: expected disk host device|column 0: used|
-
-A lookup of a whole prompt packs its integers into a matrix and goes on in numpy, so its cost does not depend on
-which controllers have the chunks. Each controller owns a column. A snapshot is written to a free column while the
-old one serves. Forgetting a controller only takes its column away: columns without an owner are wiped little by
-little, all of them in a shard of the dictionary at each call, before other controllers get them. So no call takes
-long, however large the index is.
+One entry per name, however many controllers have it, with four bits per *column* (`name_table.py`). A lookup of a
+whole prompt goes through its names once, so its cost does not depend on which controllers have the chunks. Each
+controller owns a column. A snapshot is written to a free column while the old one serves. Forgetting a controller
+only takes its column away: columns without an owner are wiped little by little, all of them in a shard at each
+call, before other controllers get them. So no call takes long, however large the index is.
 
 The index is bounded by bytes. A name that was removed is missing until its controller publishes it again: a match
-may find too little, never too much. Names are removed by second chance: bit 0 of column 0 notes that a name was
-looked for.
+may find too little, never too much. Names are removed by second chance.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import islice
+from itertools import compress
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -28,34 +23,17 @@ from numpy.typing import NDArray
 
 from trunkline.kvstore.chunks import NAME_BYTES
 from trunkline.router.routing.controllers import resized
+from trunkline.router.routing.name_table import EXPECTED, SHARDS, TIERS, TOLD, ByteArray, IntArray, row_bytes
+from trunkline.router.routing.native_table import new_table
 
-IntArray = NDArray[np.int64]
+__all__ = ["DEVICE", "DISK", "EXPECTED", "HOST", "TIERS", "TOLD", "ChunkIndex", "Columns", "IntArray", "Match"]
 
 EXPECT_SECONDS: Final = 2.0
 """Time for which expected chunks count after their request has started. By its end the controller has published
 them."""
-DEVICE, HOST, DISK, EXPECTED = range(4)
-TIERS: Final = 4
-"""Number of bits of a column. The first three are what controllers publish (`1 << TierKind`)."""
-TOLD: Final = 0b0111
-"""The tiers of what a controller has told that it has."""
-_EXPECTED_BIT: Final = 1 << EXPECTED
-_USED: Final = 1
-"""Mark of a name that was looked for: bit 0 of column 0, which no controller owns."""
-SHARDS: Final = 256
-"""Number of dictionaries among which the names are divided by their first byte, so that each is quick to grow and
-to wipe."""
-_NAME_OVERHEAD_BYTES: Final = 64 + 56
-"""Memory that a name takes: the object, and its place in a dictionary that is half full."""
+DEVICE, HOST, DISK = range(3)
 _EVICTED_AT_ONCE: Final = 64
 _GROUPS_MAX: Final = 64
-
-_HAS: Final = np.array([(0xF if x & 0xF else 0) | (0xF0 if x & 0xF0 else 0) for x in range(256)], np.uint8)
-"""For each byte, which has the bits of two columns: all bits of each column in which any bit is set."""
-_FASTEST: Final = np.array([(x & 0xF & -(x & 0xF)) | ((x >> 4) & -(x >> 4)) << 4 for x in range(256)], np.uint8)
-"""For each byte, which has the bits of two columns: the lowest set bit of each column."""
-_COUNTED_AT_ONCE: Final = 255
-"""Largest number of rows whose bits can be added up in a byte."""
 
 
 class _Ticket(NamedTuple):
@@ -69,8 +47,24 @@ class Match(NamedTuple):
     counts: IntArray
     """`[controllers, 4]`: chunks without a gap from the chain's beginning, by the fastest tier in which they are:
     device, host memory, disk, and chunks that are only expected."""
-    masks: list[int]
-    """The bits of the chain's first chunks, up to the first one that no controller has."""
+    rows: ByteArray
+    """`[chunks, bytes]`: the bits of the chain's first chunks, up to the first one that no controller has."""
+
+    @property
+    def known(self) -> int:
+        """Number of the chain's first chunks that some controller has."""
+        return len(self.rows)
+
+    def mask(self, at: int) -> int:
+        """Return the bits of a chunk."""
+        return int.from_bytes(self.rows[at].tobytes(), "little")
+
+    def ends(self, row: NDArray[np.uint64]) -> IntArray:
+        """Return which of the known chunks have none of some bits (`Columns.host`), and behind them the number of
+        known chunks: where runs of chunks with one of the bits end."""
+        lacks = np.ones(len(self.rows) + 1, bool)
+        np.equal(np.bitwise_or.reduce(self.rows.view(np.uint64) & row, axis=1), 0, out=lacks[:-1])
+        return lacks.nonzero()[0]
 
 
 class Columns(NamedTuple):
@@ -80,6 +74,8 @@ class Columns(NamedTuple):
     """The lowest bit of each column."""
     owners: dict[int, int]
     """The controllers, by the place of their columns' lowest bits."""
+    host: NDArray[np.uint64]
+    """The bit of host memory of each column, as `Match.ends` takes it."""
 
 
 class ChunkIndex:
@@ -95,9 +91,9 @@ class ChunkIndex:
         Raises:
             ValueError: `bytes_max` is less than one name takes.
         """
-        self._row_bytes = _row_bytes(1 + controllers)
-        self._shards: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
-        self._names = _Bound(self._row_bytes, bytes_max)
+        self._width = row_bytes(1 + controllers)
+        self._table = new_table(self._width)
+        self._names = _Bound(self._table.bytes_each(), bytes_max)
         self._columns = np.arange(1, controllers + 1)
         """Number of the column of each controller; 0: the index does not know the controller."""
         self._shadows: dict[int, int] = {}
@@ -203,12 +199,10 @@ class ChunkIndex:
         self._columns[controller] = new
         self._groups.clear()
         self._shared[old], self._shared[new] = {}, self._shared[old]
-        bit = _EXPECTED_BIT << TIERS * new
         for ticket, entry in self._tickets.items():
             if entry.column == old:
                 self._tickets[ticket] = entry._replace(column=new)
-                for name in entry.names:
-                    self._set(name, bit)
+                self._expect(new, entry.names, though_told=True)
         self._dirty[old] = SHARDS
         self._make_room()
 
@@ -245,22 +239,13 @@ class ChunkIndex:
         column = int(self._columns[controller])
         if not column:
             return
-        told, bit = TOLD << TIERS * column, _EXPECTED_BIT << TIERS * column
-        shards, shared = self._shards, self._shared[column]
-        noted: list[bytes] = []
-        for name in names:
-            shard = shards[name[0]]
-            mask = shard.get(name)
-            if mask is None:
-                shard[name] = bit
-                self._names.count += 1
-            elif mask & told:
-                continue
-            elif mask & bit:
-                shared[name] = shared.get(name, 1) + 1
-            else:
-                shard[name] = mask | bit
-            noted.append(name)
+        found = self._expect(column, names)
+        if 2 in found:
+            shared = self._shared[column]
+            for at, state in enumerate(found):
+                if state == 2:
+                    shared[names[at]] = shared.get(names[at], 1) + 1
+        noted = list(names) if 0 not in found else list(compress(names, found))
         if noted:
             self._tickets[ticket] = _Ticket(column, noted)
         self._make_room()
@@ -276,24 +261,15 @@ class ChunkIndex:
         entry = self._tickets.pop(ticket, None)
         if entry is None:
             return
-        shards, shared = self._shards, self._shared[entry.column]
-        keep = ~(_EXPECTED_BIT << TIERS * entry.column)
-        for name in entry.names:
-            if name in shared:
-                others = shared.pop(name) - 1
-                if others > 1:
+        shared, names = self._shared[entry.column], entry.names
+        if shared:
+            names = []
+            for name in entry.names:
+                if name not in shared:
+                    names.append(name)
+                elif (others := shared.pop(name) - 1) > 1:
                     shared[name] = others
-                continue
-            shard = shards[name[0]]
-            mask = shard.get(name)
-            if mask is None:
-                continue  # it was evicted
-            mask &= keep
-            if mask > _USED:
-                shard[name] = mask
-            else:
-                del shard[name]
-                self._names.count -= 1
+        self._names.count -= self._table.unexpect(entry.column, b"".join(names))
 
     @property
     def expecting(self) -> int:
@@ -310,26 +286,8 @@ class ChunkIndex:
         """Return what controllers have of a chain. Other methods take the answer until the index changes."""
         self._expire(now)
         self._wipe()
-        shards = self._shards
-        known: list[int] = []
-        for name in names:
-            mask = shards[name[0]].get(name)
-            if not mask:
-                break
-            known.append(mask)
-        if not known:
-            return Match(np.zeros((len(self._columns), TIERS), np.int64), [])
-        packed = b"".join([mask.to_bytes(self._row_bytes, "little") for mask in known])
-        masks = np.frombuffer(packed, np.uint8).reshape(len(known), -1)
-        for at in ((masks[:, 0] & _USED) == 0).nonzero()[0].tolist():
-            shards[names[at][0]][names[at]] |= _USED
-        prefix = np.bitwise_and.accumulate(_HAS.take(masks), axis=0)
-        bits = np.unpackbits(_FASTEST.take(masks & prefix), axis=1, bitorder="little")
-        counts = np.zeros(bits.shape[1], np.int64)
-        for start in range(0, len(bits), _COUNTED_AT_ONCE):
-            counts += np.add.reduce(bits[start : start + _COUNTED_AT_ONCE], axis=0, dtype=np.uint8)
-        counts[:TIERS] = 0  # column 0 stands for controllers that the index does not know
-        return Match(counts.reshape(-1, TIERS).take(self._columns, axis=0), known)
+        counts, rows = self._table.look_up(b"".join(names))
+        return Match(counts.take(self._columns, axis=0), rows)
 
     def columns(self, controllers: IntArray) -> Columns:
         """Return the columns of some controllers, until one of the columns changes."""
@@ -338,14 +296,16 @@ class ChunkIndex:
         if known is None:
             places = zip(self._columns[controllers].tolist(), controllers.tolist(), strict=True)
             owners = {TIERS * column: controller for column, controller in places if column}
-            known = Columns(sum(1 << shift for shift in owners), owners)
+            bits = sum(1 << shift for shift in owners)
+            host = np.frombuffer((bits << HOST).to_bytes(self._width, "little"), np.uint64)
+            known = Columns(bits, owners, host)
             if len(self._groups) >= _GROUPS_MAX:
                 self._groups.clear()
             self._groups[key] = known
         return known
 
     def shift(self, controller: int) -> int:
-        """Return the place of a controller's lowest bit in the masks of a `Match`."""
+        """Return the place of a controller's lowest bit in the bits of a `Match`."""
         return TIERS * int(self._columns[controller])
 
     # Inside
@@ -353,32 +313,18 @@ class ChunkIndex:
     def _write(self, column: int, names: bytes, tiers: bytes) -> None:
         if len(names) != NAME_BYTES * len(tiers):
             raise ValueError(f"{len(tiers)} tiers for {len(names)} bytes of names; names have {NAME_BYTES} each")
-        shift = TIERS * column
-        keep = ~(TOLD << shift)
-        shards, added = self._shards, 0
-        for at, where in enumerate(tiers):
-            name = names[at * NAME_BYTES : (at + 1) * NAME_BYTES]
-            shard = shards[name[0]]
-            before = shard.get(name, 0)
-            mask = before & keep | (where & TOLD) << shift
-            if mask > _USED:
-                shard[name] = mask
-                added += not before
-            elif before:
-                del shard[name]
-                added -= 1
-            if added >= _EVICTED_AT_ONCE:
-                self._names.count += added
-                added = 0
-                self._make_room()
-        self._names.count += added
-        self._make_room()
+        room = self._names.names_max - self._names.count
+        at_once = len(tiers) if len(tiers) <= room else _EVICTED_AT_ONCE
+        for at in range(0, len(tiers), max(1, at_once)):
+            some = names[at * NAME_BYTES : (at + at_once) * NAME_BYTES]
+            self._names.count += self._table.write(column, some, tiers[at : at + at_once])
+            self._make_room()
 
-    def _set(self, name: bytes, bit: int) -> None:
-        shard = self._shards[name[0]]
-        before = shard.get(name, 0)
-        shard[name] = before | bit
-        self._names.count += not before
+    def _expect(self, column: int, names: Sequence[bytes], *, though_told: bool = False) -> bytearray:
+        """Expect names in a column. Return what `NameTable.expect` has found."""
+        found = bytearray(len(names))
+        self._names.count += self._table.expect(column, b"".join(names), found, though_told=though_told)
+        return found
 
     def _expire(self, now: float) -> None:
         settled = self._settled
@@ -406,15 +352,8 @@ class ChunkIndex:
         if not self._dirty:
             return
         bits = sum(0xF << TIERS * column for column in self._dirty)
-        shard = self._shards[self._wiping]
+        self._names.count -= self._table.wipe(self._wiping, bits)
         self._wiping = (self._wiping + 1) % SHARDS
-        for name, mask in [(name, mask) for name, mask in shard.items() if mask & bits]:
-            rest = mask & ~bits
-            if rest > _USED:
-                shard[name] = rest
-            else:
-                del shard[name]
-                self._names.count -= 1
         for column, left in list(self._dirty.items()):
             if left > 1:
                 self._dirty[column] = left - 1
@@ -427,24 +366,22 @@ class ChunkIndex:
         self._set_width()
 
     def _set_width(self) -> None:
-        self._row_bytes = _row_bytes(len(self._shared))
-        self._groups.clear()
-        self._names.set_width(self._row_bytes)
+        width = row_bytes(len(self._shared))
+        if width != self._width:
+            self._width = width
+            self._groups.clear()
+            self._table.set_width(width)
+            self._names.set_bytes_each(self._table.bytes_each())
 
     def _make_room(self) -> None:
         """Remove names by second chance, shard by shard, the oldest first."""
         bound = self._names
         while bound.count > bound.names_max:
-            shard = self._shards[bound.hand]
+            size = self._table.shard_size(bound.hand)
+            removed = self._table.evict(bound.hand, max(1, size // 16)) if size else 0
             bound.hand = (bound.hand + 1) % SHARDS
-            share = max(1, len(shard) // 16)
-            for name, mask in list(islice(shard.items(), share)):
-                del shard[name]
-                if mask & _USED:
-                    shard[name] = mask & ~_USED
-                else:
-                    bound.count -= 1
-                    bound.evicted += 1
+            bound.count -= removed
+            bound.evicted += removed
 
 
 class _Bound:
@@ -452,9 +389,9 @@ class _Bound:
 
     __slots__ = ("bytes_each", "bytes_max", "count", "evicted", "hand", "names_max")
 
-    def __init__(self, row_bytes: int, bytes_max: int) -> None:
+    def __init__(self, bytes_each: int, bytes_max: int) -> None:
         self.bytes_max = bytes_max
-        self.set_width(row_bytes)
+        self.set_bytes_each(bytes_each)
         if not self.names_max:
             raise ValueError(f"an index of {bytes_max} bytes holds nothing: a name takes {self.bytes_each}")
         self.count = 0
@@ -462,12 +399,7 @@ class _Bound:
         self.hand = 0
         """The shard from which names are evicted next."""
 
-    def set_width(self, row_bytes: int) -> None:
+    def set_bytes_each(self, bytes_each: int) -> None:
         """Set the number of bytes that a name takes from now on."""
-        digits = -(-8 * row_bytes // 30)
-        self.bytes_each = _NAME_OVERHEAD_BYTES + -(-(24 + 4 * digits) // 16) * 16
-        self.names_max = self.bytes_max // self.bytes_each
-
-
-def _row_bytes(columns: int) -> int:
-    return -(-columns * TIERS // 8)
+        self.bytes_each = bytes_each
+        self.names_max = self.bytes_max // bytes_each

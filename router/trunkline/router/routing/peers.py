@@ -66,9 +66,8 @@ def pullable(found: Found, members: IntArray, whole: IntArray, peers: Columns, *
         peers: the controllers that export chunks.
         has_tail: whether one of them has an open tail, too, so that `whole` is not of whole chunks only.
     """
-    masks, host, size = found.last.masks, peers.bits << HOST, found.names.chains[-1].tokens
-    gaps = [at * size for at, mask in enumerate(masks) if not mask & host]
-    ends = np.array([*gaps, len(masks) * size])
+    host, size = peers.host, found.names.chains[-1].tokens
+    ends = found.last.ends(host) * size
     if found.names.root:
         own = whole // size * size if has_tail else whole
         reach: IntArray = ends.take(ends.searchsorted(own)) - whole
@@ -79,9 +78,7 @@ def pullable(found: Found, members: IntArray, whole: IntArray, peers: Columns, *
         return reach
     reach[keeps_cut(found, members)] = 0
     for chain, match in _kept(found):
-        count = len(match.masks)
-        gaps = [at for at, mask in enumerate(match.masks) if not mask & host] if count else []
-        stops = np.array([*gaps, count])
+        stops = match.ends(host)
         have = match.counts[members].sum(axis=1)
         tokens = stops[stops.searchsorted(have)] * size - chain.unseen_tokens
         reach = np.maximum(reach, np.where(tokens + chain.unseen_tokens >= chain.least * size, tokens - whole, 0))
@@ -146,17 +143,16 @@ def holders(
         inflight: requests that each controller has.
         start: how many of the first chunks the controller has, if that is known.
     """
-    masks, own = match.masks, TOLD << shift
-    host = peers.bits << HOST
-    at, count = start, len(masks)
+    own, host = TOLD << shift, peers.bits << HOST
+    at, count = start, match.known
     runs: list[Run] = []
     while True:
-        while at < count and masks[at] & own:
+        while at < count and match.mask(at) & own:
             at += 1
         if at == count or len(runs) == HOLDERS_MAX:
             return runs, at
         best, stop = host, at
-        while stop < count and (both := best & masks[stop]):
+        while stop < count and (both := best & match.mask(stop)):
             best, stop = both, stop + 1
         if stop == at:
             return runs, at
@@ -169,13 +165,16 @@ def holders(
 def sleeping(match: Match, at: int, peers: Columns) -> Run | None:
     """Return the longest run from a chunk on that a peer has on disk or in host memory, the first chunk of it on
     disk only; None: there is none."""
-    masks = match.masks
-    if at >= len(masks):
+    if at >= match.known:
         return None
-    first = masks[at]
+    first = match.mask(at)
     best = peers.bits & (first >> DISK) & ~(first >> HOST) & ~(first >> DEVICE)
     stop = at
-    while stop < len(masks) and (both := best & (masks[stop] >> HOST | masks[stop] >> DISK)):
+    while stop < match.known:
+        mask = match.mask(stop)
+        both = best & (mask >> HOST | mask >> DISK)
+        if not both:
+            break
         best, stop = both, stop + 1
     return Run(peers.owners[next(_places(best))], at, stop) if stop > at else None
 

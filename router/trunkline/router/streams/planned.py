@@ -123,9 +123,9 @@ class PlannedContinuations:
         """Note that a controller has published chunks. Tell groups what they can pull of the prompts that it
         computes."""
         for plan in self._plans.get(controller, {}).values():
-            known = self._core.index.look_up(plan.names[plan.told :], _now()).masks
+            match = self._core.index.look_up(plan.names[plan.told :], _now())
             in_host = 1 << self._core.index.shift(controller) + HOST
-            more = next((at for at, mask in enumerate(known) if not mask & in_host), len(known))
+            more = next((at for at in range(match.known) if not match.mask(at) & in_host), match.known)
             if more >= plan.piece:
                 self._tell(plan, plan.told + more)
 
