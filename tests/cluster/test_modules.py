@@ -74,6 +74,37 @@ def test_a_schema_is_computed_once_and_serves_all_prompts(cluster: Cluster) -> N
     assert more["usage"]["computed_tokens"] == next(m["tokens"] for m in more["modules"] if m["path"] == "d")
 
 
+def test_schemas_side_by_side_and_edits_behind_them(cluster: Cluster) -> None:
+    """What was computed of each schema alone serves prompts of both, in any order; and messages behind them can be
+    left out."""
+    for name in ("left", "right"):
+        source = (
+            f'<schema name="{name}">{module_text(name, 3)}<module name="in-{name}">{module_text(name, 4)}</module>'
+        )
+        assert post(cluster, source + "</schema>")["status"] == "ready"
+    messages = [
+        {"role": role, "content": f"Word {n}. " * 30} for n, role in enumerate(("user", "assistant", "user"))
+    ]
+
+    def answer(names: str, **fields: Any) -> dict[str, Any]:
+        source = f'<prompt schema="{names}"><in-right/><in-left/></prompt>'
+        body = {"model": MODEL, "max_tokens": 8, "temperature": 0, "pml": source, "messages": messages}
+        return cluster.post("/v1/chat/completions", body | fields)
+
+    whole = answer("left right")
+    cached, modules = details_of(whole)
+    assert cached == modules > 200, "the question is all that is new"
+    assert details_of(answer("right left"))[0] >= modules
+    edited = answer("left right", drop=[{"from": 1, "to": 2}])
+    told = edited["truncation"]
+    assert told["kept"] == "recomputed"
+    assert edited["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"] - told["dropped_tokens"]
+    assert details_of(edited)[0] > modules, "up to what is left out it was there"
+    left = answer("left right", messages=[messages[0], messages[2]])
+    assert left["usage"]["prompt_tokens"] == edited["usage"]["prompt_tokens"]
+    assert details_of(left)[0] >= details_of(edited)[0], "it is the same prompt"
+
+
 def test_documents_are_computed_once_and_serve_in_any_order(cluster: Cluster) -> None:
     """Without a schema, another prompt computes only what it has for itself."""
     texts = [module_text(f"document {number}", 6) for number in range(3)]
