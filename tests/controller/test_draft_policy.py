@@ -11,7 +11,7 @@ import pytest
 from seeds import seeds
 
 from trunkline.controller.drafts import drafter as drafter_module
-from trunkline.controller.drafts.acceptance import Acceptance, Fit, Source
+from trunkline.controller.drafts.acceptance import Acceptance, Fit, Others, Source
 from trunkline.controller.drafts.drafter import Drafter
 from trunkline.controller.drafts.length import BYSTANDER, MARGIN, ROW_LEAST, WORTH_GOAL, Bubble, Lengths
 from trunkline.controller.drafts.text_index import MATCH_MAX, TextIndex
@@ -114,9 +114,9 @@ def test_chances_follow_what_happened() -> None:
     acceptance, fit, rng = Acceptance(), Fit(), random.Random(5)
     for _ in range(3000):
         match = rng.randint(2, MATCH_MAX)
-        acceptance.learn(Source.CONTEXT, match, is_right=rng.random() < (0.3 if match < 8 else 0.9))
-    assert acceptance.chance(Source.CONTEXT, 4) == pytest.approx(0.3, abs=0.1)
-    assert acceptance.chance(Source.CONTEXT, 20) == pytest.approx(0.9, abs=0.1)
+        acceptance.learn(Source.CONTEXT, match, Others.NONE, is_right=rng.random() < (0.3 if match < 8 else 0.9))
+    assert acceptance.chance(Source.CONTEXT, 4, Others.NONE) == pytest.approx(0.3, abs=0.1)
+    assert acceptance.chance(Source.CONTEXT, 20, Others.NONE) == pytest.approx(0.9, abs=0.1)
     chances = acceptance.chances(Source.CONTEXT, 20, 10, 1.0, 0.0)
     assert len(chances) == 10
     assert chances[4] == pytest.approx(0.9**5, abs=0.15)

@@ -10,8 +10,8 @@ from seeds import seeds
 
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.radix_cache import RadixCache
-from trunkline.controller.drafts.acceptance import Acceptance, Source
-from trunkline.controller.drafts.follower import Follower
+from trunkline.controller.drafts.acceptance import Acceptance, Others, Source
+from trunkline.controller.drafts.follower import LATE_MAX, Follower
 from trunkline.controller.drafts.text_index import MATCH_MAX, NO_TOKEN, RUNS, RunHashes, TextIndex
 from trunkline.controller.drafts.tree_texts import text_behind
 from trunkline.controller.messages import Submit
@@ -53,15 +53,19 @@ def test_what_is_found_agrees_as_far_as_it_says(seed: int) -> None:
     for at, token in enumerate(text):
         hashes.push(token)
         mixed = hashes.mixed()
-        place, agreed = index.find(hashes, mixed)
+        places, agreed = index.find(hashes, mixed)
         past, tail = text[:at], text[: at + 1]
-        if place >= 0:
-            found += 1
-            assert RUNS[-1] <= agreed == agreeing(past, place, tail, capacity)
+        assert len(set(places)) == len(places)
+        for nth, place in enumerate(places):
+            assert RUNS[-1] <= (agreement := agreeing(past, place, tail, capacity))
+            assert nth or agreement == agreed
             assert place <= at
             assert index.token(place) == (past[place] if place < at else NO_TOKEN)
-        elif any(past[i - RUNS[-1] : i] == tail[-RUNS[-1] :] for i in range(max(2, at - 100), at + 1)):
+        found += agreed >= 2
+        if agreed < 2 and any(past[i - 2 : i] == tail[-2:] for i in range(max(2, at - 100), at + 1)):
             missed += 1
+        long, agreed = index.find(hashes, mixed, 1)
+        assert long == (places[:1] if agreed >= RUNS[0] else [])
         index.push(token, mixed)
     assert found > 0.4 * len(text)
     assert missed < 0.15 * len(text), "only what has the same hash hides a run"
@@ -110,7 +114,7 @@ def test_overwritten_tokens_are_not_found() -> None:
     index.extend(np.arange(1000, dtype=np.int32))
     for token in (100, 101, 102, 103, 104):
         hashes.push(token)
-    assert index.find(hashes, hashes.mixed()) == (-1, 0)
+    assert index.find(hashes, hashes.mixed()) == ([], 0)
     assert index.token(100) == NO_TOKEN
     assert index.tokens(100, 4).tolist() == []
     assert index.tokens(990, 4).tolist() == [990, 991, 992, 993]
@@ -167,9 +171,9 @@ def test_a_follower_goes_along_a_path_of_the_tree() -> None:
     follower, acceptance = Follower(sequence, CHUNK), Acceptance()
     foreseen = 0
     for token in answer:
-        tokens, _ = follower.draft(acceptance, 1, 0.0)
+        tokens, _ = follower.draft(acceptance, 1, 0.0, None)
         foreseen += tokens.tolist() == [token]
-        follower.advance(token, acceptance, None)
+        follower.advance(token, acceptance, None, 0.0)
         if follower.count % CHUNK == 0:  # as sealing does
             node = node.children[
                 np.array(answer[follower.count - 16 - CHUNK : follower.count - 16], "<i4").tobytes()
@@ -194,14 +198,14 @@ def test_an_answer_that_repeats_its_prompt_is_foreseen() -> None:
     follower, acceptance = indexed([1, 2, *text, 3, 4]), Acceptance()
     right = 0
     for at, token in enumerate(text):
-        tokens, chances = follower.draft(acceptance, 8, 0.001)
+        tokens, chances = follower.draft(acceptance, 8, 0.001, None)
         assert len(tokens) == len(chances)
         assert tokens.tolist() == [*text, 3, 4, *text][at : at + len(tokens)] or at < RUNS[-1]
         assert chances == sorted(chances, reverse=True)
         right += bool(len(tokens))
-        follower.advance(token, acceptance, None)
+        follower.advance(token, acceptance, None, 0.0)
     assert right == len(text) - RUNS[-1]
-    assert acceptance.chance(Source.CONTEXT, MATCH_MAX) > 0.95
+    assert acceptance.chance(Source.CONTEXT, MATCH_MAX, Others.NONE) > 0.95
 
 
 def test_a_prediction_is_followed_from_its_first_token_and_found_again() -> None:
@@ -211,18 +215,81 @@ def test_a_prediction_is_followed_from_its_first_token_and_found_again() -> None
     answer = [*predicted[:30], 7, 8, 9, *predicted[40:]]
     wrong = []
     for at, token in enumerate(answer):
-        if follower.draft(acceptance, 1, 0.0)[0].tolist() != [token]:
+        if follower.draft(acceptance, 1, 0.0, None)[0].tolist() != [token]:
             wrong.append(at)
-        follower.advance(token, acceptance, None)
-    assert wrong == [30, 31, 32, 33, 34], "the part that is new, and one run behind it"
+        follower.advance(token, acceptance, None, 0.0)
+    assert wrong == [30, 31, 32, 33], "the part that is new, and one run behind it"
     assert follower.place is None, "the prediction has ended"
 
 
 def test_a_single_token_that_repeats_is_foreseen() -> None:
     follower, acceptance = indexed([1, 2, 3]), Acceptance()
     for token in [5] * 6:
-        follower.advance(token, acceptance, None)
-    assert follower.draft(acceptance, 4, 0.0)[0].tolist() == [5, 5, 5, 5]
+        follower.advance(token, acceptance, None, 0.0)
+    assert follower.draft(acceptance, 4, 0.0, None)[0].tolist() == [5, 5, 5, 5]
+
+
+def test_a_draft_goes_from_one_text_to_another_that_agrees_longer() -> None:
+    """The last text that has 3, 4 goes on with 5, 70; but one that has 1, 2, 3, 4, 5 goes on with 60."""
+    follower, acceptance = indexed([1, 2, 3, 4, 5, 60, 61, 62, 0, 3, 4, 5, 70, 71, 1, 2, 3]), Acceptance()
+    follower.advance(4, acceptance, None, 0.0)
+    assert follower.place is not None
+    assert follower.place.match == 2
+    tokens, chances = follower.draft(acceptance, 4, 0.0, None)
+    assert tokens.tolist() == [5, 60, 61, 62]
+    assert chances == sorted(chances, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "others"),
+    [
+        ([1, 2, 3, 8], Others.NONE),
+        ([1, 2, 3, 8, 5, 3, 9], Others.DIFFER),
+        ([1, 2, 3, 8, 5, 3, 8], Others.ALL_AGREE),
+        ([0, 6, 1, 2, 3, 8, 0, 2, 3, 8, 5, 3, 9], Others.SOME_AGREE),
+    ],
+)
+def test_what_other_places_say(prompt: list[int], others: Others) -> None:
+    """Behind 0, 6, 1, 2, 3 comes 8; other places are those behind 2, 3 and behind 3."""
+    follower, acceptance = indexed(prompt), Acceptance()
+    for token in (0, 6, 1, 2, 3):
+        follower.advance(token, acceptance, None, 0.0)
+    assert follower.place is not None
+    assert follower.draft(acceptance, 1, 0.0, None)[0].tolist() == [8]
+    assert follower.place.others == others
+
+
+@pytest.mark.parametrize("seed", seeds(8))
+def test_what_is_looked_at_rarely_is_indexed_all_the_same(seed: int) -> None:
+    rng = random.Random(seed)
+    text = text_of(rng, 400)
+    (rarely, always), acceptance = [indexed(text[:100]) for _ in range(2)], Acceptance()
+    for token in text[100:]:
+        rarely.advance(token, acceptance, None, rng.choice([0.0, 1.0, 1.0, 1.0]))
+        rarely.draft(acceptance, 3, rng.choice([0.0, 1.0]), None)
+        always.advance(token, acceptance, None, 0.0)
+    rarely.advance(7, acceptance, None, 0.0)
+    always.advance(7, acceptance, None, 0.0)
+    assert rarely.context is not None
+    assert always.context is not None
+    assert rarely.context.tokens(0, 401).tolist() == always.context.tokens(0, 401).tolist() == [*text, 7]
+    followed = rarely.place
+    assert (
+        followed is None
+        or followed.text is not rarely.context
+        or followed.match == agreeing(text, followed.at, [*text, 7], 512)
+    )
+
+
+def test_a_copy_is_found_soon_where_it_is_looked_for_rarely() -> None:
+    text = list(range(50, 150))
+    follower, acceptance = indexed(text), Acceptance()
+    for token in range(1000, 1030):  # so that nothing is foreseen
+        follower.advance(token, acceptance, None, 1.0)
+    for token in text[: LATE_MAX + RUNS[0]]:
+        follower.advance(token, acceptance, None, 1.0)
+    assert follower.place is not None
+    assert follower.draft(acceptance, 1, 0.0, None)[0].tolist() == [text[LATE_MAX + RUNS[0]]]
 
 
 def test_a_long_prompt_is_indexed_part_by_part_while_tokens_come() -> None:
@@ -231,9 +298,9 @@ def test_a_long_prompt_is_indexed_part_by_part_while_tokens_come() -> None:
     follower.context = TextIndex(12_000)
     for token in range(500, 520):
         assert follower.index_some(100) == 100
-        follower.advance(token, acceptance, None)
+        follower.advance(token, acceptance, None, 0.0)
     assert not follower.is_indexed
-    assert follower.draft(acceptance, 3, 0.0)[0].tolist() == [520, 521, 522], "from the part that is indexed"
+    assert follower.draft(acceptance, 3, 0.0, None)[0].tolist() == [520, 521, 522], "from the part that is indexed"
     while not follower.is_indexed:
         follower.index_some(3000)
     assert follower.context.count == 10_020

@@ -1,10 +1,11 @@
-"""How often drafts are right, by source and by how many tokens agree before them; learnt token by token. Pure.
+"""How often drafts are right, by where they come from; learnt token by token. Pure.
 
 A follower compares every token that arrives with the one that it would have drafted, whether it was drafted or
 not. So no step is spent on finding out how often drafts are right, and a text that cannot be drafted costs
 nothing.
 
-    chance = of all sequences, for this source and length of match  ×  how this sequence does compared with that
+    chance = of all sequences, for this source, length of match, and what other places say
+             ×  how this sequence does compared with that
 """
 
 from __future__ import annotations
@@ -28,16 +29,29 @@ class Source(IntEnum):
     """Recent outputs of the same tenant."""
 
 
-CLASSES: Final = (0, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+class Others(IntEnum):
+    """What stands at the other places where the sequence's last tokens were found, behind fewer of them."""
+
+    NONE = 0
+    """There is no other place, or none was looked for."""
+    DIFFER = 1
+    """Other tokens than at the place."""
+    SOME_AGREE = 2
+    ALL_AGREE = 3
+
+
+CLASSES: Final = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Lengths of match at which a class of its own begins."""
 _CLASS: Final = [sum(m >= first for first in CLASSES) - 1 for m in range(MATCH_MAX + 1)]
 PRIOR: Final = {
-    Source.TREE: (0.4, 0.4, 0.5, 0.5, 0.6, 0.6, 0.7, 0.7, 0.8, 0.8),
-    Source.PREDICTION: (0.6, 0.6, 0.7, 0.7, 0.8, 0.8, 0.9, 0.9, 0.9, 0.95),
-    Source.CONTEXT: (0.1, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.8, 0.9, 0.9),
-    Source.RECENT: (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.8, 0.9),
+    Source.TREE: (0.4, 0.4, 0.4, 0.5, 0.5, 0.6, 0.6, 0.7, 0.7, 0.8, 0.8),
+    Source.PREDICTION: (0.6, 0.2, 0.6, 0.7, 0.7, 0.8, 0.8, 0.9, 0.9, 0.9, 0.95),
+    Source.CONTEXT: (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.8, 0.9, 0.9),
+    Source.RECENT: (0.1, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.8, 0.9),
 }
 """Chances that are assumed before anything is measured, by class; each counts as `PRIOR_TRIALS` tokens."""
+PRIOR_PARTS: Final = (1.0, 0.6, 1.0, 1.2)
+"""By which these chances are multiplied, by `Others`."""
 PRIOR_TRIALS: Final = 8.0
 TRIALS_MAX: Final = 512.0
 """Number of tokens over which a class remembers."""
@@ -53,21 +67,27 @@ class Acceptance:
     """How often drafts have been right, over all sequences."""
 
     def __init__(self) -> None:
-        self._trials = [[PRIOR_TRIALS] * len(CLASSES) for _ in Source]
-        self._rates = [list(PRIOR[source]) for source in Source]
+        self._trials = [[[PRIOR_TRIALS] * len(CLASSES) for _ in Others] for _ in Source]
+        self._rates = [
+            [[min(rate * part, 0.95) for rate in PRIOR[source]] for part in PRIOR_PARTS] for source in Source
+        ]
 
-    def chance(self, source: Source, match: int) -> float:
-        """Return how likely the next token is right behind `match` tokens that agree, at most `MATCH_MAX`."""
-        return self._rates[source][_CLASS[match]]
+    def chance(self, source: Source, match: int, others: Others) -> float:
+        """Return how likely the next token is right behind `match` tokens that agree, at most `MATCH_MAX`.
+
+        Args:
+            others: what the text says at the other places that were found.
+        """
+        return self._rates[source][others][_CLASS[match]]
 
     def chances(self, source: Source, match: int, count: int, fit: float, least: float) -> list[float]:
-        """Return for each of the next `count` tokens how likely it and all before it are right, as far as that is
-        `least` or more.
+        """Return for each of the next `count` tokens of one text how likely it and all before it are right, as far
+        as that is `least` or more. Other places are not looked at.
 
         Args:
             fit: how the sequence does compared with others (`Fit.ratio`).
         """
-        rates, found, product = self._rates[source], [], 1.0
+        rates, found, product = self._rates[source][Others.NONE], [], 1.0
         for ahead in range(count):
             product *= min(rates[_CLASS[min(match + ahead, MATCH_MAX)]] * fit, CHANCE_MAX)
             if product < least:
@@ -75,9 +95,9 @@ class Acceptance:
             found.append(product)
         return found
 
-    def learn(self, source: Source, match: int, *, is_right: bool) -> None:
+    def learn(self, source: Source, match: int, others: Others, *, is_right: bool) -> None:
         """Take in whether the token behind `match` tokens that agree was right."""
-        rates, trials, class_ = self._rates[source], self._trials[source], _CLASS[match]
+        rates, trials, class_ = self._rates[source][others], self._trials[source][others], _CLASS[match]
         trials[class_] = count = min(trials[class_] + 1.0, TRIALS_MAX)
         rates[class_] += (is_right - rates[class_]) / count
 

@@ -61,6 +61,8 @@ class Drafter:
         self._lengths = Lengths(costs)
         self._serial: _SerialStep | None = None
         """The last step before which the workers had to wait, for the sake of drafts."""
+        self._least = 0.0
+        """Chance from which on a drafted token was worth its row in the last step that was considered."""
         self._waits: bool | None = None
         """Whether the next step is planned only behind the result of the one in flight; None: not known yet."""
         self._next = 0, 0.0
@@ -113,7 +115,8 @@ class Drafter:
             return
         for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
             if (follower := self._followers.get(slot)) is not None:
-                follower.advance(token, self._acceptance, self._recent.get(follower.sequence.salt))
+                recent = self._recent.get(follower.sequence.salt)
+                follower.advance(token, self._acceptance, recent, self._least)
         if self._unindexed:
             self._index_prompts()
 
@@ -134,6 +137,10 @@ class Drafter:
 
     # Steps
 
+    def _least_chance(self, rows: int, prefill_tokens: int) -> float:
+        self._least = self._lengths.least_chance(rows, prefill_tokens)
+        return self._least
+
     def waits(self, slots: Slots) -> bool:
         """Return whether drafts behind the step in flight are worth waiting for its result."""
         if self._waits is not None:
@@ -141,9 +148,9 @@ class Drafter:
         self._waits = False
         if not any(follower.place is not None for follower in self._followers.values()):
             return False
-        least = self._lengths.least_chance(len(slots), 0)
+        least = self._least_chance(len(slots), 0)
         rows = [self._followers[slot] for slot in slots.tolist() if slot in self._followers]
-        chances = [row.draft(self._acceptance, DRAFT_MAX + 1, least)[1][1:] for row in rows]
+        chances = [self._draft(row, DRAFT_MAX + 1, least)[1][1:] for row in rows]
         self._waits = self._lengths.choose(len(slots), 0, chances) is not None
         return self._waits
 
@@ -152,16 +159,20 @@ class Drafter:
         self._next = len(slots), self._lengths.plain_us(len(slots), prefill_tokens)
         if not self._followers:
             return None
-        least = self._lengths.least_chance(len(slots), prefill_tokens)
+        least = self._least_chance(len(slots), prefill_tokens)
         rows = [self._followers.get(slot) for slot in slots.tolist()]
         drafts = [
-            row.draft(self._acceptance, min(DRAFT_MAX, most), least) if row is not None else (_NOTHING, [])
+            self._draft(row, min(DRAFT_MAX, most), least) if row is not None else (_NOTHING, [])
             for row, most in zip(rows, room.tolist(), strict=True)
         ]
         lengths = self._lengths.choose(len(slots), prefill_tokens, [chances for _, chances in drafts])
         if lengths is None:
             return None
         return [tokens[:length] for (tokens, _), length in zip(drafts, lengths, strict=True)]
+
+    def _draft(self, follower: Follower, count: int, least: float) -> tuple[Int32Array, list[float]]:
+        recent = self._recent.get(follower.sequence.salt)
+        return follower.draft(self._acceptance, count, least, recent)
 
     def planned(self, step: int, now: float, drafted: int) -> None:
         """Note a step that was planned."""

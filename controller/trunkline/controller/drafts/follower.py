@@ -10,16 +10,27 @@ When the next token is another one, the place is lost, and the longest match is 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence as Items
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from trunkline.controller.drafts.acceptance import Acceptance, Fit, Source
-from trunkline.controller.drafts.text_index import MATCH_MAX, NO_TOKEN, TAIL_MAX, RunHashes, TextIndex
+from trunkline.controller.drafts.acceptance import CHANCE_MAX, Acceptance, Fit, Others, Source
+from trunkline.controller.drafts.text_index import MATCH_MAX, NO_TOKEN, RUNS, TAIL_MAX, RunHashes, TextIndex
 from trunkline.controller.drafts.tree_texts import text_behind
 from trunkline.controller.sequences.sequence import Sequence
 from trunkline.kvstore.chunks import Int32Array, unpack_int32
 
+LATE_MAX: Final = 8
+"""Number of tokens behind which a match is looked for, if that is rarely done."""
+LONG_RUNS: Final = 1
+"""Number of lengths of `RUNS` that are looked for then."""
+CHEAP: Final = 0.1
+"""Chance that makes a drafted token worth its row, below which short matches are always looked for."""
+LIKELY: Final = 2.0
+"""How much more often tokens must be foreseen than is worth a row, so that short matches are looked for."""
+FORESEEN_NEW: Final = 0.1
+"""Weight of a new token in how often tokens are foreseen."""
 SURE: Final = 16
 """Number of tokens that agree from which on no longer match is looked for."""
 
@@ -44,6 +55,7 @@ class Place(NamedTuple):
     at: int
     match: int
     """Number of tokens that agree before the place, at most `MATCH_MAX`."""
+    others: Others = Others.NONE
 
 
 class Follower:
@@ -51,7 +63,9 @@ class Follower:
 
     __slots__ = (
         "_chunk_size",
+        "_foreseen",
         "_hashes",
+        "_late",
         "_to_index",
         "_tree_looked",
         "came",
@@ -85,6 +99,10 @@ class Follower:
         self._hashes = RunHashes(tokens.view(max(0, tokens.count - TAIL_MAX // 2)).tolist())
         self.came = array("i")
         """The tokens that came since the follower began."""
+        self._foreseen = 0.5
+        """Part of the latest tokens that stood at a place."""
+        self._late = 0
+        """Number of the latest of these that are in neither `_hashes` nor `context`."""
         self._to_index = tokens.count
         """Number of the sequence's tokens when the follower began, which are indexed before those that came."""
         self.is_indexed = False
@@ -111,33 +129,78 @@ class Follower:
         if stop > start:
             context.extend(self.sequence.tokens.view(start, stop))
         if stop == self._to_index:
-            context.extend(np.array(self.came, np.int32))
+            context.extend(np.array(self.came[: len(self.came) - self._late], np.int32))
             self.is_indexed = True
         return stop - start
 
-    def advance(self, token: int, acceptance: Acceptance, recent: TextIndex | None) -> None:
+    def advance(self, token: int, acceptance: Acceptance, recent: TextIndex | None, least: float) -> None:
         """Take in the sequence's next token.
 
         Args:
             recent: index of the tenant's recent outputs; None: there is none.
+            least: the chance from which on a drafted token is worth its row.
         """
+        if not self._is_likely(least):
+            self._advance_rarely(token, acceptance, recent)
+            return
+        if self._late:
+            self._catch_up()
         place = self.place
         if place is not None:
             place = self._compare(place, token, acceptance)
+        self._note(place)
         self._hashes.push(token)
         mixed = self._hashes.mixed()
         if place is None or place.match < SURE:
-            place = self._look(place, mixed, recent)
+            place = self._look(place, mixed, recent, (token,))
         self.place = place
         self.count += 1
         self.came.append(token)
         if self.is_indexed and self.context is not None:
             self.context.push(token, mixed)
 
+    def _is_likely(self, least: float) -> bool:
+        """Return whether rows are so cheap, or so many tokens foreseen, that short matches are worth being looked
+        for. Else only long ones are, and only now and then, which costs little."""
+        return least < CHEAP or self._foreseen >= LIKELY * least
+
+    def _note(self, place: Place | None) -> None:
+        self._foreseen += FORESEEN_NEW * ((place is not None) - self._foreseen)
+
+    def _advance_rarely(self, token: int, acceptance: Acceptance, recent: TextIndex | None) -> None:
+        place = self.place
+        if place is not None:
+            if self._late and self._nears_end(place, 1):
+                self._catch_up()
+            self.place = self._compare(place, token, acceptance)
+        self._note(self.place)
+        self.came.append(token)
+        self._late += 1
+        if self._late >= LATE_MAX:
+            late = self.came[-self._late :].tolist()
+            self._hashes.extend(late)
+            if self.place is None:
+                self.place = self._look(None, self._hashes.mixed(), recent, late, LONG_RUNS)
+            self._index_late()
+        self.count += 1
+
+    def _nears_end(self, place: Place, count: int) -> bool:
+        """Return whether some of `count` tokens at a place may be among those that are not indexed."""
+        return self.context is not None and place.text is self.context and place.at + count > self.context.count
+
+    def _catch_up(self) -> None:
+        self._hashes.extend(self.came[-self._late :].tolist())
+        self._index_late()
+
+    def _index_late(self) -> None:
+        if self.is_indexed and self.context is not None:
+            self.context.extend(np.array(self.came[-self._late :], np.int32))
+        self._late = 0
+
     def _compare(self, place: Place, token: int, acceptance: Acceptance) -> Place | None:
         """Return the place behind `token`, and learn whether it was the expected one; None: it was not, or the
         text has ended."""
-        text, source, at, match = place
+        text, source, at, match, others = place
         expected = text.token(at)
         if expected == NO_TOKEN:  # the prompt is not indexed so far
             return None
@@ -145,15 +208,45 @@ class Follower:
         fit = self.fits.get(source)
         if fit is None:
             fit = self.fits[source] = Fit()
-        fit.learn(acceptance.chance(source, match), is_right=is_right)
-        acceptance.learn(source, match, is_right=is_right)
+        fit.learn(acceptance.chance(source, match, others), is_right=is_right)
+        acceptance.learn(source, match, others, is_right=is_right)
         if not is_right or text.token(at + 1) == NO_TOKEN:
             return None
         return Place(text, source, at + 1, min(match + 1, MATCH_MAX))
 
-    def _look(self, place: Place | None, mixed: list[int], recent: TextIndex | None) -> Place | None:
-        """Return the place with the longest match, `place` included."""
+    def _look(
+        self,
+        place: Place | None,
+        mixed: list[int],
+        recent: TextIndex | None,
+        behind: Items[int],
+        runs: int = len(RUNS),
+    ) -> Place | None:
+        """Return the place with the longest match, `place` included, or else one in the tree."""
+        place = self._longest(place, self._hashes, mixed, recent, behind, runs)
+        if place is None or place.source is not Source.TREE:
+            return self._in_tree() or place
+        return place
+
+    def _longest(
+        self,
+        place: Place | None,
+        hashes: RunHashes,
+        mixed: list[int],
+        recent: TextIndex | None,
+        behind: Items[int],
+        runs: int = len(RUNS),
+    ) -> Place | None:
+        """Return the place with the longest match to the tokens of `hashes` in all indexes, `place` included.
+
+        Args:
+            behind: tokens that stand behind those of `context`.
+            runs: as in `TextIndex.find`.
+        """
         match = place.match if place is not None else 0
+        said: list[int] = []
+        if place is not None:
+            said.append(self._token(place.text, place.at, behind))
         for source, index in (
             (Source.PREDICTION, self.prediction),
             (Source.CONTEXT, self.context),
@@ -161,13 +254,21 @@ class Follower:
         ):
             if index is None:
                 continue
-            at, agreed = index.find(self._hashes, mixed)
-            # Behind the end of `context` stands `token`, as soon as it is pushed.
-            if agreed > match and (index.token(at) != NO_TOKEN or (source is Source.CONTEXT and place is None)):
-                place, match = Place(index, source, at, agreed), agreed
-        if place is None or place.source is not Source.TREE:
-            return self._in_tree() or place
-        return place
+            found, agreed = index.find(hashes, mixed, runs)
+            for nth, at in enumerate(found):
+                if place is not None and at == place.at and index is place.text:
+                    continue
+                token = self._token(index, at, behind)
+                if token == NO_TOKEN:
+                    continue
+                if nth == 0 and agreed > match:
+                    place, match = Place(index, source, at, agreed), agreed
+                    said.insert(0, token)
+                else:
+                    said.append(token)
+        if place is None or not said:
+            return place
+        return place._replace(others=_others(said)) if len(said) > 1 or place.others else place
 
     def _in_tree(self) -> Place | None:
         """Return the place behind the sequence's path in the tree, if another sequence went on from there."""
@@ -181,19 +282,69 @@ class Follower:
             return None
         return Place(text, Source.TREE, 0, MATCH_MAX)
 
-    def draft(self, acceptance: Acceptance, count: int, least: float) -> tuple[Int32Array, list[float]]:
-        """Return the sequence's next tokens as they stand at its place, `count` or fewer, and for each how likely
-        it and all before it are right: those that are at least `least`."""
-        place = self.place
-        if place is None or count <= 0:
-            return _NOTHING, []
-        fit = self.fits.get(place.source)
-        ratio = fit.ratio if fit is not None else 1.0
-        chances = acceptance.chances(place.source, place.match, count, ratio, least)
-        if not chances:
-            return _NOTHING, []
-        tokens = place.text.tokens(place.at, len(chances))
+    def draft(
+        self, acceptance: Acceptance, count: int, least: float, recent: TextIndex | None
+    ) -> tuple[Int32Array, list[float]]:
+        """Return the sequence's likely next tokens, `count` or fewer, and for each how likely it and all before it
+        are right: those that are at least `least`.
+
+        The longest match is looked for anew behind each drafted token, as `advance` would, so a draft may go from
+        one text to another.
+
+        Args:
+            recent: as in `advance`.
+        """
+        place, likely, thorough = self.place, 1.0, self._is_likely(least)
+        if place is not None and self._late and (thorough or self._nears_end(place, count)):
+            self._catch_up()
+        tokens: list[int] = []
+        chances: list[float] = []
+        hashes: RunHashes | None = None
+        while place is not None and len(tokens) < count:
+            if (place.match >= SURE or not thorough) and place.text.token(place.at) != NO_TOKEN:
+                rest = self._along(place, acceptance, count - len(tokens), least / likely)
+                tokens += rest[0]
+                chances += [likely * chance for chance in rest[1]]
+                break
+            token = self._token(place.text, place.at, tokens)
+            chance = acceptance.chance(place.source, place.match, place.others)
+            likely *= min(chance * self._fit(place.source), CHANCE_MAX)
+            if token == NO_TOKEN or likely < least:
+                break
+            tokens.append(token)
+            chances.append(likely)
+            if hashes is None:
+                hashes = self._hashes.copy()
+            hashes.push(token)
+            place = Place(place.text, place.source, place.at + 1, min(place.match + 1, MATCH_MAX))
+            if thorough and place.match < SURE:
+                place = self._longest(place, hashes, hashes.mixed(), recent, tokens)
+        return np.array(tokens, np.int32), chances
+
+    def _token(self, text: Text, at: int, behind: Items[int]) -> int:
+        """Return the token at a place, if the tokens `behind` stand behind those of `context`."""
+        token = text.token(at)
+        if token == NO_TOKEN and text is self.context and self.is_indexed:
+            beyond = at - self.context.count
+            return behind[beyond] if 0 <= beyond < len(behind) else NO_TOKEN
+        return token
+
+    def _along(
+        self, place: Place, acceptance: Acceptance, count: int, least: float
+    ) -> tuple[list[int], list[float]]:
+        """Return what stands at a place, `count` tokens or fewer, with the chances that are `least` or more."""
+        chances = acceptance.chances(place.source, place.match, count, self._fit(place.source), least)
+        tokens = place.text.tokens(place.at, len(chances)).tolist() if chances else []
         return tokens, chances[: len(tokens)]
 
+    def _fit(self, source: Source) -> float:
+        fit = self.fits.get(source)
+        return fit.ratio if fit is not None else 1.0
 
-_NOTHING: Final = np.empty(0, np.int32)
+
+def _others(said: Items[int]) -> Others:
+    """Return how the tokens at other places go with that at the first."""
+    agreeing, count = said.count(said[0]) - 1, len(said) - 1
+    if not count:
+        return Others.NONE
+    return Others.ALL_AGREE if agreeing == count else Others.SOME_AGREE if agreeing else Others.DIFFER

@@ -142,15 +142,20 @@ class Lengths:
             rows: sequences that decode in the step, also those without a chain.
             chances: for each chain, how likely each token and all before it are right: falling.
         """
-        gains, owners = [], []
+        gains, owners, starts, count = [], [], [], 0
         for index, chain in enumerate(chances):
             if chain:
-                gains.append(np.diff(np.log1p(np.cumsum(chain)), prepend=0.0))
+                speeds = np.log1p(np.cumsum(chain))
+                speeds[1:] -= speeds[:-1].copy()
+                gains.append(speeds)
                 owners.append(np.full(len(chain), index))
+                starts.append(count)
+                count += len(chain)
         if not gains:
             return None
         gain, owner = np.concatenate(gains), np.concatenate(owners)
-        first = np.diff(owner, prepend=-1) > 0
+        first = np.zeros(count, np.bool_)
+        first[starts] = True
         order = np.argsort(-gain, kind="stable")
         drafted = np.arange(1, len(order) + 1)
         plain_us = self.plain_us(rows, prefill_tokens)

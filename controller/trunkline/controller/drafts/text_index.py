@@ -1,6 +1,7 @@
 """Find where a text went on after the tokens that a sequence ends with: an index of runs of tokens. Pure.
 
     tokens   … a b c d e│f g h …     ring of the text's latest tokens
+                       └e┘ ──► table[hash] = place of f
                      └d e┘ ──► table[hash] = place of f
                └a b c d e┘ ──► table[hash] = place of f
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from trunkline.kvstore.chunks import Int32Array
 
-RUNS: Final = (5, 2)
+RUNS: Final = (5, 2, 1)
 """Lengths of the runs that are indexed, in tokens, the longest first."""
 MATCH_MAX: Final = 32
 """Number of tokens after which a match counts as long enough: it is not measured further back."""
@@ -46,6 +47,12 @@ class RunHashes:
         """The latest tokens: half of `TAIL_MAX` at least, if there are so many."""
         self._sums = [_sum(self.tail[-run:]) for run in RUNS]
 
+    def copy(self) -> RunHashes:
+        """Return a copy, with as many latest tokens as matches are measured back."""
+        copied = RunHashes.__new__(RunHashes)
+        copied.tail, copied._sums = self.tail[-MATCH_MAX:], self._sums.copy()
+        return copied
+
     def push(self, token: int) -> None:
         """Append a token."""
         tail = self.tail
@@ -54,6 +61,13 @@ class RunHashes:
         if len(tail) >= TAIL_MAX:
             del tail[: TAIL_MAX // 2]
         tail.append(token)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append some tokens."""
+        self.tail += tokens
+        if len(self.tail) > TAIL_MAX:
+            del self.tail[: -TAIL_MAX // 2]
+        self._sums = [_sum(self.tail[-run:]) for run in RUNS]
 
     def mixed(self) -> list[int]:
         """Return a hash of 64 bits per length of `RUNS`."""
@@ -114,22 +128,28 @@ class TextIndex:
             if self.count >= run:
                 self._views[i + 1][mixed[i] >> self._shift] = self.count
 
-    def find(self, hashes: RunHashes, mixed: Sequence[int]) -> tuple[int, int]:
-        """Return where the text went on after the longest run with which `hashes` ends, and how many tokens agree
-        before that place, at most `MATCH_MAX`; (-1, 0): nowhere. The place may be `count`: there the next token
-        will stand."""
-        for i, run in enumerate(RUNS):
+    def find(self, hashes: RunHashes, mixed: Sequence[int], runs: int = len(RUNS)) -> tuple[list[int], int]:
+        """Return where the text went on after the runs with which `hashes` ends, behind the longest first, each
+        place once; and how many tokens agree before the first place, at most `MATCH_MAX`. A place may be `count`:
+        there the next token will stand. Only the first `runs` lengths of `RUNS` are looked for."""
+        found: list[int] = []
+        longest = 0
+        view, mask, tail = self._views[0], self._mask, hashes.tail
+        for i, run in enumerate(RUNS[:runs]):
             place = self._views[i + 1][mixed[i] >> self._shift]
-            if 0 < place <= self.count:
-                agreed = self.agreed(place, hashes.tail)
-                if agreed >= run:
-                    return place, agreed
-        return -1, 0
+            if not 0 < place <= self.count or view[(place - 1) & mask] != tail[-1] or place in found:
+                continue
+            agreed = self.agreed(place, tail, MATCH_MAX if not found else run)
+            if agreed < run:
+                continue
+            longest = longest or agreed
+            found.append(place)
+        return found, longest
 
-    def agreed(self, place: int, tail: Sequence[int]) -> int:
-        """Return how many tokens before `place` are the last ones of `tail`, at most `MATCH_MAX`."""
+    def agreed(self, place: int, tail: Sequence[int], most: int = MATCH_MAX) -> int:
+        """Return how many tokens before `place` are the last ones of `tail`, at most `most`."""
         view, mask = self._views[0], self._mask
-        most = min(MATCH_MAX, len(tail), place, place + mask + 1 - self.count)
+        most = min(most, len(tail), place, place + mask + 1 - self.count)
         for back in range(1, most + 1):
             token = view[(place - back) & mask]
             if token != tail[-back] or token == NO_TOKEN:
