@@ -1,7 +1,7 @@
 // The names of a prompt's chunks: a chain of BLAKE2b hashes (RFC 7693), as `trunkline.kvstore.chunks.chain` makes it.
 //
 // Each hash begins with the name before it, so nothing runs side by side but the four columns of BLAKE2b's state:
-// they are the words of one vector. A library of its own, with a C interface: routers load neither torch nor the
+// they are the lanes of one vector. A library of its own, with a C interface: routers load neither torch nor the
 // kernels.
 
 #include <cstddef>
@@ -15,6 +15,7 @@ constexpr int64_t kNameBytes = 16;
 constexpr int64_t kBlockBytes = 128;
 
 using Row = uint64_t __attribute__((vector_size(32)));
+using Bytes = uint8_t __attribute__((vector_size(32)));
 
 constexpr Row kLow = {0x6a09e667f3bcc908, 0xbb67ae8584caa73b, 0x3c6ef372fe94f82b, 0xa54ff53a5f1d36f1};
 constexpr Row kHigh = {0x510e527fade682d1, 0x9b05688c2b3e6c1f, 0x1f83d9abfb41bd6b, 0x5be0cd19137e2179};
@@ -34,24 +35,42 @@ struct State {
   Row a, b, c, d;
 };
 
-// The words of the block that the four columns take.
-template <int kRound, int kFirst>
+// The words of the block that the four lanes take in one half of a mixing of a round's `kOrder`.
+template <int kRound, int kFirst, int kSecond, int kThird, int kFourth>
 inline Row words(const uint64_t* m) {
-  constexpr const uint8_t* o = kOrder[kRound % 10] + kFirst;
-  return Row{m[o[0]], m[o[2]], m[o[4]], m[o[6]]};
+  constexpr const uint8_t* o = kOrder[kRound % 10];
+  return Row{m[o[kFirst]], m[o[kSecond]], m[o[kThird]], m[o[kFourth]]};
 }
 
-// G, for all columns at once (RFC 7693, 3.1).
+template <int... kBytes>
+inline Row shuffled(Row x) {
+  auto bytes = reinterpret_cast<Bytes>(x);
+  return reinterpret_cast<Row>(__builtin_shufflevector(bytes, bytes, kBytes...));
+}
+
+inline Row right_by_24(Row x) {
+  return shuffled<3, 4, 5, 6, 7, 0, 1, 2, 11, 12, 13, 14, 15, 8, 9, 10, 19, 20, 21, 22, 23, 16, 17, 18, 27, 28, 29,
+                  30, 31, 24, 25, 26>(x);
+}
+
+inline Row right_by_16(Row x) {
+  return shuffled<2, 3, 4, 5, 6, 7, 0, 1, 10, 11, 12, 13, 14, 15, 8, 9, 18, 19, 20, 21, 22, 23, 16, 17, 26, 27, 28,
+                  29, 30, 31, 24, 25>(x);
+}
+
+inline Row right_by_32(Row x) {
+  return shuffled<4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11, 20, 21, 22, 23, 16, 17, 18, 19, 28, 29, 30,
+                  31, 24, 25, 26, 27>(x);
+}
+
+// G, for all lanes at once (RFC 7693, 3.1). `b` is what comes last, so it is added last.
 inline void mix(State& s, Row x, Row y) {
-  s.a += s.b + x;
-  s.d ^= s.a;
-  s.d = s.d >> 32 | s.d << 32;
+  s.a = s.a + x + s.b;
+  s.d = right_by_32(s.d ^ s.a);
   s.c += s.d;
-  s.b ^= s.c;
-  s.b = s.b >> 24 | s.b << 40;
-  s.a += s.b + y;
-  s.d ^= s.a;
-  s.d = s.d >> 16 | s.d << 48;
+  s.b = right_by_24(s.b ^ s.c);
+  s.a = s.a + y + s.b;
+  s.d = right_by_16(s.d ^ s.a);
   s.c += s.d;
   s.b ^= s.c;
   s.b = s.b >> 63 | s.b << 1;
@@ -59,14 +78,15 @@ inline void mix(State& s, Row x, Row y) {
 
 template <int kRound>
 inline void round(State& s, const uint64_t* m) {
-  mix(s, words<kRound, 0>(m), words<kRound, 1>(m));
-  s.b = __builtin_shufflevector(s.b, s.b, 1, 2, 3, 0);  // now the diagonals stand in columns
-  s.c = __builtin_shufflevector(s.c, s.c, 2, 3, 0, 1);
-  s.d = __builtin_shufflevector(s.d, s.d, 3, 0, 1, 2);
-  mix(s, words<kRound, 8>(m), words<kRound, 9>(m));
-  s.b = __builtin_shufflevector(s.b, s.b, 3, 0, 1, 2);
-  s.c = __builtin_shufflevector(s.c, s.c, 2, 3, 0, 1);
-  s.d = __builtin_shufflevector(s.d, s.d, 1, 2, 3, 0);
+  mix(s, words<kRound, 0, 2, 4, 6>(m), words<kRound, 1, 3, 5, 7>(m));
+  // The diagonals, in the lanes in which their `b` is: what waits for `b` need not wait for its move.
+  s.a = __builtin_shufflevector(s.a, s.a, 3, 0, 1, 2);
+  s.c = __builtin_shufflevector(s.c, s.c, 1, 2, 3, 0);
+  s.d = __builtin_shufflevector(s.d, s.d, 2, 3, 0, 1);
+  mix(s, words<kRound, 14, 8, 10, 12>(m), words<kRound, 15, 9, 11, 13>(m));
+  s.a = __builtin_shufflevector(s.a, s.a, 1, 2, 3, 0);
+  s.c = __builtin_shufflevector(s.c, s.c, 3, 0, 1, 2);
+  s.d = __builtin_shufflevector(s.d, s.d, 2, 3, 0, 1);
 }
 
 struct Hash {
