@@ -14,6 +14,7 @@ import pytest
 from router.api_calls import CITY, last_prompt, named_events, say, without_repeats
 from router.fake_controller import FakeController, prompt_of
 from router.harness import EOS, RunningRouter, free_port, running, wait_until
+from router.schema_calls import post, texts_of
 from router.session_calls import error_of
 from seeds import seeds
 
@@ -226,6 +227,33 @@ def test_what_does_not_fit_is_compacted(
     told = respond(http, "Hi", context_management=[{"type": "compaction", "compact_threshold": 1}])
     assert [item["type"] for item in told["output"]] == ["message"]
     assert len(fake.behaviour.submits) == 4
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_a_conversation_behind_modules_is_compacted(
+    http: httpx.Client, fake: FakeController, tokenizer: Tokenizer, sums_up: Ask, long: bool
+) -> None:
+    """The modules stay before the summary, and its prompt goes on from that of the conversation."""
+    source = '<schema name="s"><system>You know <module name="places">all places</module>.</system></schema>'
+    post(http, source)
+    talk = [*TALK, {"role": "user", "content": "And?"}]
+    fields = {"pml": '<prompt schema="s"><places/></prompt>', "tools": [TOOL]}
+    respond(http, talk, **fields)
+    if long:
+        talk[3] = {"role": "assistant", "content": "a1 b2 " * 1000}
+        assert http.post(PATH, json={"input": talk, **fields}).status_code == 400
+    threshold = {} if long else {"compact_threshold": 20}
+    made = respond(http, talk, **fields, context_management=[{"type": "compaction", **threshold}])
+    assert [item["type"] for item in made["output"]] == ["compaction", "message"]
+    plain, summary, answer = fake.behaviour.submits
+    assert texts_of(plain) == texts_of(summary) == texts_of(answer)
+    assert [sums_up(submit) for submit in (summary, answer)] == [True, False]
+    own = [tokenizer.decode(prompt_of(submit)) for submit in (plain, summary, answer)]
+    if not long:
+        assert own[1].startswith(own[0][: own[0].index("And?")])
+    assert SUMMARY + SUM in own[2]
+    assert "It rains." not in own[2]
+    assert "a1 b2" not in own[2]
 
 
 def test_bad_requests_for_compactions(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:

@@ -318,6 +318,17 @@ def test_what_goes_without_modules(
     assert fake.behaviour.submits[0].layout is None
 
 
+def test_documents_stay_modules_when_a_conversation_is_summed_up(http: httpx.Client, fake: FakeController) -> None:
+    first = {"role": "user", "content": [file_of(FACTS[0]), {"type": "input_text", "text": "Which?"}]}
+    body = {"input": [first, {"role": "assistant", "content": "This."}], "document_modules": True}
+    for path in ("responses", "responses/compact"):
+        assert http.post(f"/v1/{path}", json=body).status_code == 200
+    plain, summary = fake.behaviour.submits
+    assert documents_of(plain) == documents_of(summary) != []
+    agreed = len(prompt_of(plain)) - 10
+    assert prompt_of(summary)[:agreed] == prompt_of(plain)[:agreed]
+
+
 @pytest.mark.parametrize("seed", seeds(2))
 def test_marks(seed: int) -> None:
     """Documents are found wherever they are shown once; whatever else happens to a text, marks leave no trace."""

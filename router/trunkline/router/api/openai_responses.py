@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Final
 
 from fastapi import APIRouter
 from msgspec import UNSET
@@ -45,6 +45,7 @@ from trunkline.router.http.answers import BODY_OUTLET, EventStream, JsonResponse
 from trunkline.router.http.body import beside_loop
 from trunkline.router.jobs.job import Job
 from trunkline.router.jobs.request_models import ChatRequest
+from trunkline.router.pml import ErrorCode
 from trunkline.router.request_context import created_at, current, draw_hex
 from trunkline.router.service import RouterService
 from trunkline.router.streams.generation import Generation
@@ -53,6 +54,9 @@ from trunkline.router.tools.plan import plan_tools
 from trunkline.router.tools.response_tools import read_response_choice, read_response_tools
 
 routes = APIRouter()
+
+_TOO_LONG: Final = ("context_length_exceeded", ErrorCode.CONTEXT_LENGTH.value)
+"""Codes of the errors that say that a prompt, or one of modules, does not fit."""
 
 
 @routes.post("/v1/responses")
@@ -196,7 +200,7 @@ class _Conversation:
         try:
             job = await self._job_of(chat)
         except ApiError as error:
-            if above is None or error.code != "context_length_exceeded" or not self._is_compactable():
+            if above is None or error.code not in _TOO_LONG or not self._is_compactable():
                 raise
         if job is not None:
             length = len(job.prompt) + job.module_tokens
@@ -256,11 +260,12 @@ class _Conversation:
         asked = self.asked
         begun = await begin_compaction(
             self.service,
-            unmarked(chat, self._marks),
+            chat,
             asked.plan,
             self._turn,
             seal=asked.seal,
             arrived_at=self._arrived_at,
+            marks=self._marks,
             tokens_max=tokens_max,
         )
         self._generations.append(begun.answer.generation)

@@ -2,8 +2,8 @@
 
     conversation ─► the same prompt, and at its end: "write a summary" ─► summary ─► sealed: a compaction item
 
-The prompt of the summary is the conversation as it was, with its tools, so all of it is found in the cache. What
-the model sees of a conversation with such an item says `response_input.py`.
+The prompt of the summary is the conversation as it was, with its tools and behind its modules, so all of it is
+found in the cache. What the model sees of a conversation with such an item says `response_input.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from trunkline.router.api.blocks import AnswerBlocks
+from trunkline.router.api.document_prompts import modular_job, unmarked
 from trunkline.router.api.openai_items import Object, usage_object
 from trunkline.router.api.prompting import chat_job, start
 from trunkline.router.api.response_turn import ResponseTurn
@@ -23,6 +24,7 @@ from trunkline.router.jobs.request_models import ChatRequest, Message
 from trunkline.router.request_context import draw_hex
 from trunkline.router.service import RouterService
 from trunkline.router.stores.seals import Seal
+from trunkline.router.text.document_marks import DocumentMarks
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.router.text.truncation import ROOM_SHARE
 from trunkline.router.tools.plan import Choice, ToolPlan
@@ -81,6 +83,7 @@ async def begin_compaction(
     *,
     seal: Seal,
     arrived_at: float,
+    marks: DocumentMarks | None = None,
     tokens_max: int | None = None,
 ) -> Compaction:
     """Begin to have the model sum a conversation up. The caller closes the generation.
@@ -91,6 +94,7 @@ async def begin_compaction(
         turn: As in `chat_job`.
         seal: Seals the summary; has a key.
         arrived_at: Loop time of the request in seconds.
+        marks: The marks in its messages, as in `modular_job`.
         tokens_max: Largest number of the summary's tokens; None: an eighth of the context.
 
     Raises:
@@ -99,7 +103,10 @@ async def begin_compaction(
     context = service.limits.max_context
     most = max(1, min(context // ROOM_SHARE, tokens_max or context))
     shown = replace(plan, functions=(), choice=Choice("auto", allowed=()))
-    job = await chat_job(service, _summing_up(chat, most), shown, turn)
+    asked = _summing_up(chat, most)
+    job = await modular_job(service, asked, shown, marks, turn)
+    if job is None:
+        job = await chat_job(service, unmarked(asked, marks), shown, turn)
     generation = await start(service, job, arrived_at)
     return Compaction(AnswerBlocks(generation, shown, at_least_one=False, id_prefix="call_"), seal)
 
