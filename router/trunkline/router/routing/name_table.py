@@ -49,7 +49,7 @@ class Known(NamedTuple):
 
     counts: IntArray
     """`[columns, 4]`: names without a gap from the chain's beginning, by the lowest bit of each. Column 0 and
-    columns that do not exist have none."""
+    columns that do not exist have none. Valid until the next lookup."""
     rows: ByteArray
     """`[names, width]`: the bits of the first names, up to the first one that is not here, little-endian, without
     those of column 0."""

@@ -39,7 +39,7 @@ class NativeTable:
 
     def __init__(self, width: int) -> None:
         assert library is not None, "the library of names does not run here"
-        self._width = width
+        self._set_width(width)
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(library, f"trunkline_table_{name}")
             function.restype, function.argtypes = result, arguments
@@ -52,11 +52,16 @@ class NativeTable:
         self._expect = library.trunkline_table_expect
         self._unexpect = library.trunkline_table_unexpect
 
+    def _set_width(self, width: int) -> None:
+        self._width = width
+        self._counts = np.zeros((8 * width // TIERS, TIERS), np.int64)
+        self._counts_at: int = self._counts.ctypes.data  # to ask for it takes a microsecond
+
     def bytes_each(self) -> int:
         return (NAME_BYTES + self._width) * 3 // 2 + _PLACE_BYTES  # a third of a shard may be free
 
     def set_width(self, width: int) -> None:
-        self._width = width
+        self._set_width(width)
         self._library.trunkline_table_set_width(self._table, width)
 
     def shard_size(self, shard: int) -> int:
@@ -68,9 +73,8 @@ class NativeTable:
     def look_up(self, names: bytes) -> Known:
         count = len(names) // NAME_BYTES
         rows = np.empty((count, self._width), np.uint8)
-        counts = np.zeros((8 * self._width // TIERS, TIERS), np.int64)
-        known = self._look_up(self._table, names, count, rows.ctypes.data, counts.ctypes.data)
-        return Known(counts, rows[:known])
+        known = self._look_up(self._table, names, count, rows.ctypes.data, self._counts_at)
+        return Known(self._counts, rows[:known])
 
     def write(self, column: int, names: bytes, tiers: bytes) -> int:
         return int(self._write(self._table, column, names, tiers, len(tiers)))

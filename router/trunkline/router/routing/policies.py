@@ -212,9 +212,10 @@ class PrefixAware(_Rule):
     @staticmethod
     def _holder(view: View) -> int:
         """Return the controller that has more of the prompt than any other; -1: there is none."""
-        matched = view.matched_tokens[view.candidates]
-        deepest = np.flatnonzero(matched == matched.max())
-        return int(view.candidates[deepest[0]]) if len(deepest) == 1 else -1
+        matched = view.matched_tokens.take(view.candidates)
+        deepest = matched.argmax()
+        is_only = np.count_nonzero(matched == matched[deepest]) == 1
+        return int(view.candidates[deepest]) if is_only else -1
 
 
 class RoundRobin(_Rule):

@@ -191,6 +191,7 @@ struct Table {
 
 // Counts of a chain of chunks by column and by the fastest tier in which each is, without gaps from the first one on.
 void count_tiers(const uint8_t* rows, int64_t known, int64_t width, uint8_t* prefix, int64_t* counts) {
+  std::memset(counts, 0, static_cast<size_t>(2 * width * kTierBits) * sizeof *counts);
   std::memset(prefix, 0xFF, static_cast<size_t>(width));
   prefix[0] = 0xF0;  // column 0 stands for controllers that the index does not know
   for (int64_t row = 0; row < known; ++row, rows += width) {
@@ -227,7 +228,7 @@ EXPORTED int64_t trunkline_table_held_bytes(Table* table) {
 
 EXPORTED int64_t trunkline_table_shard_size(Table* table, int64_t shard) { return table->shards[shard].live; }
 
-// `rows`: [count, width], of which as many are written as are returned; `counts`: zeros, [2 * width, 4].
+// `rows`: [count, width], of which as many are written as are returned; `counts`: [2 * width, 4].
 EXPORTED int64_t trunkline_table_look_up(Table* table, const uint8_t* names, int64_t count, uint8_t* rows,
                                          int64_t* counts) {
   uint64_t hashes[kAhead];
