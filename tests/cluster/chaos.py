@@ -84,7 +84,7 @@ class View:
         }
         return {what: count for what, count in held.items() if count}
 
-    def wait_for_no_leaks(self, seconds: float = 20.0) -> None:
+    def wait_for_no_leaks(self, seconds: float = 60.0) -> None:
         """Fail, and say what is left, if something is."""
         deadline = time.monotonic() + seconds
         while leaks := self.leaks():

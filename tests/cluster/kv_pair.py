@@ -94,7 +94,7 @@ class Pair:
         self.view.wait_for_no_leaks()
         wait_for(lambda: self.cluster.metric("tier_slots_used", tier="peer") == 0, 20)
         flush(self.cluster)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while held := self._held():
             assert time.monotonic() < deadline, held
             time.sleep(0.2)

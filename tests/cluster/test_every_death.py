@@ -83,7 +83,7 @@ def check(
         sessions = sessions_of(cluster)
         assert len(sessions) == (1 + len(crowds)) * sum(script.is_session for script in played)
         assert {len(messages_of(cluster, session)) for session in sessions} == {1 + 2 * 3}, "a turn counts once"
-        view.wait_for_no_leaks(30)
+        view.wait_for_no_leaks()
 
 
 @pytest.mark.timeout(400)

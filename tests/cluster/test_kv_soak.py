@@ -105,7 +105,7 @@ def test_kv_travels_while_groups_come_and_go(tmp_path: Path, seed: int, count: i
         wrong = [line for got in crowds for line in compare(played, expected, got)]
         assert not wrong, f"seed {seed}: {len(wrong)} are wrong:\n" + "\n".join(wrong)
         assert pulled > 0
-        view.wait_for_no_leaks(30)
+        view.wait_for_no_leaks()
         wait_for(lambda: cluster.metric("tier_slots_used", tier="peer") == 0, 20)
         flush(cluster)
         wait_for(lambda: cluster.metric("tier_slots_used", tier="host") == 0, 20)

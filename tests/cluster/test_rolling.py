@@ -165,4 +165,4 @@ def test_a_routers_death_breaks_its_own_connections_only(served: Served) -> None
     wait_for(lambda: served.view.pid("router-0") != 0, 20)
     wait_for(served.view.is_healthy, 30)
     # The first try's request has been given up by the controller, who has not heard of that router since.
-    served.view.wait_for_no_leaks(30)
+    served.view.wait_for_no_leaks()

@@ -179,13 +179,13 @@ class Router:
     def call(self, message: Any) -> Any:
         """Send a call; return its answer, which is the next message."""
         self.send(message)
-        assert self.socket.poll(20_000), "the controller said nothing"
+        assert self.socket.poll(60_000), "the controller said nothing"
         reply = msgspec.msgpack.decode(self.socket.recv(), type=RouterMessage)
         self.seq += 1
         assert (reply.seq, reply.ticket) == (self.seq, message.ticket)
         return reply
 
-    def receive(self, seconds: float = 10.0) -> None:
+    def receive(self, seconds: float = 60.0) -> None:
         if not self.socket.poll(int(seconds * 1000)):
             raise TimeoutError("the controller said nothing")
         message = msgspec.msgpack.decode(self.socket.recv(), type=RouterMessage)
@@ -209,7 +209,7 @@ class Router:
         for finished in outputs.finished:
             self.finished[finished.request] = (finished.reason, finished.detail)
 
-    def wait_state(self, status: str, seconds: float = 10.0) -> State:
+    def wait_state(self, status: str, seconds: float = 60.0) -> State:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self.send(Ping(0))

@@ -69,7 +69,7 @@ def compute(router: Router, request: int, prompt: list[int]) -> list[int]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    deadline = asyncio.get_running_loop().time() + 20
+    deadline = asyncio.get_running_loop().time() + 60
     while not condition():
         assert asyncio.get_running_loop().time() < deadline
         await asyncio.sleep(0.02)

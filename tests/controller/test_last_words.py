@@ -53,7 +53,7 @@ async def until_read(service: ControllerService) -> Receiver:
 
     async def turn_until(is_so: object) -> None:
         assert callable(is_so)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not is_so():
                 service._turn({service.group.plans, service.group.reports, service.routers.socket})
                 await asyncio.sleep(0.002)

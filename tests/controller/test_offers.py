@@ -284,5 +284,5 @@ def test_a_group_that_drains_waits_until_its_chunks_are_handed_over(tmp_path: Pa
             time.sleep(0.05)
         assert process.poll() is None
         router.send(Handed())
-        assert process.wait(timeout=10) == 0
+        assert process.wait(timeout=60) == 0
         ranks.end()

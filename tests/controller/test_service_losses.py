@@ -121,7 +121,7 @@ def test_a_drain_without_ranks_hands_all_requests_over(
     controller.send_signal(signal.SIGTERM)
     router.wait_finished(1)
     assert router.finished[1][0] == "draining"
-    assert controller.wait(timeout=5) == 0
+    assert controller.wait(timeout=60) == 0
 
 
 def test_a_test_that_fails_leaves_nothing_behind(config: ControllerConfig, tmp_path: Path) -> None:

@@ -129,12 +129,23 @@ class RunningRouter:
             runner.run(self._server.serve(sockets=[self._listener]))
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 8.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Poll until it holds."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not become true in time"
         time.sleep(0.005)
+
+
+@contextmanager
+def asking(router: RunningRouter, path: str, body: Any) -> Iterator[None]:
+    """A client that has sent a request, and leaves at the end of the context without having read an answer."""
+    url, text = httpx.URL(router.url), json.dumps(body)
+    head = [f"POST {path} HTTP/1.1", f"Host: {url.netloc.decode()}", "Content-Type: application/json"]
+    request = "\r\n".join([*head, f"Content-Length: {len(text)}", "", text])
+    with socket.create_connection((url.host, url.port or 80)) as connection:
+        connection.sendall(request.encode())
+        yield
 
 
 def free_port() -> int:

@@ -362,7 +362,7 @@ class Controller:
 
 
 async def until(condition: Callable[[], bool], *controllers: Controller) -> None:
-    deadline = asyncio.get_running_loop().time() + 20
+    deadline = asyncio.get_running_loop().time() + 60
     while not condition():
         assert asyncio.get_running_loop().time() < deadline
         for controller in controllers:

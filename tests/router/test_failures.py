@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from router.fake_controller import FakeController
-from router.harness import ADMIN, MESSAGES, RunningRouter, running, wait_until
+from router.harness import ADMIN, MESSAGES, RunningRouter, asking, running, wait_until
 
 from trunkline.router.messages import FinishReason
 from trunkline.router.streams import health
@@ -85,13 +85,13 @@ def test_a_client_that_leaves_aborts_its_request(
     fake.behaviour.hold = hold
     with httpx.Client(base_url=router.url, trust_env=False) as leaving:
         if stream:
-            with leaving.stream("POST", "/v1/completions", json=LONG | {"stream": True}, timeout=5) as response:
+            with leaving.stream("POST", "/v1/completions", json=LONG | {"stream": True}, timeout=60) as response:
                 if not hold:
                     next(response.iter_bytes())
                 wait_until(lambda: fake.live == 1)
         else:
-            with pytest.raises(httpx.ReadTimeout):
-                leaving.post("/v1/completions", json=LONG, timeout=0.3)
+            with asking(router, "/v1/completions", LONG):
+                wait_until(lambda: fake.live == 1)
     wait_until(lambda: len(fake.behaviour.aborts) == 1 and fake.live == 0 and router.inflight == 0)
     wait_until(lambda: 'status="499"' in http.get("/metrics").text)
 
@@ -160,10 +160,10 @@ def test_a_router_that_stood_still_does_not_take_its_controller_for_dead(
             stood.set()
 
         router.spawn(stand_still())
-        assert stood.wait(8)
+        assert stood.wait(60)
         wait_until(lambda: router.ready == 1)
         fake.behaviour.hold = False
-        thread.join(10)
+        thread.join(60)
         assert answers[0].status_code == 200
         assert router.service.links[0].connections == 1
 

@@ -52,7 +52,7 @@ def told(group: FakeGroup) -> list[list[str]]:
 
 
 async def until_told(groups: dict[str, FakeGroup], count: int) -> None:
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(60.0):
         while any(len(told(group)) < count for group in groups.values()):
             await asyncio.sleep(0.01)
 
@@ -100,11 +100,11 @@ def test_in_a_large_cluster_each_group_is_known_to_as_many_as_any_other(place: P
         try:
             for name in names:
                 router.meet(FakeGroup(name, place, groups).start())
-            async with asyncio.timeout(20.0):
+            async with asyncio.timeout(60.0):
                 while len(router.core.peers(0)) < len(names):
                     await asyncio.sleep(0.01)
             router.hear()
-            async with asyncio.timeout(20.0):
+            async with asyncio.timeout(60.0):
                 while any(len((told(each) or [[]])[-1]) < INTRODUCED_MAX for each in groups.values()):
                     await asyncio.sleep(0.01)
             last = [name for group in groups.values() for name in told(group)[-1]]

@@ -182,7 +182,7 @@ def test_late_controller_steps_and_shutdown(setup: Setup) -> None:
     assert [result.step for result in results] == [1, 2, 3, 4]
     assert [len(unpack_int32(result.tokens)) for result in results] == [1, 1, 1, 0]
     controller.send(Shutdown())
-    assert process.wait(timeout=10) == 0
+    assert process.wait(timeout=60) == 0
 
 
 def test_host_pool_is_announced_and_used(setup: Setup) -> None:
@@ -238,7 +238,7 @@ def test_every_rank_answers_every_move(setup: Setup) -> None:
     controller.send(StepPlan(3, 1, loads=pack_int32([5, 5, 2]), load_fence=3))
     assert controller.wait_for(StepResult)[0].step == 3
     controller.send(Shutdown())
-    assert [process.wait(timeout=10) for process in processes] == [0, 0]
+    assert [process.wait(timeout=60) for process in processes] == [0, 0]
 
 
 def test_a_rank_leaves_with_moves_under_way(setup: Setup) -> None:
@@ -252,7 +252,7 @@ def test_a_rank_leaves_with_moves_under_way(setup: Setup) -> None:
     controller.send(TierMoves(2, moves))
     controller.wait_for(MovesDone)
     controller.close()
-    assert process.wait(timeout=10) == EXIT_LEFT
+    assert process.wait(timeout=60) == EXIT_LEFT
 
 
 def test_a_rank_with_tiers_sleeps_while_nothing_comes(setup: Setup) -> None:
@@ -299,14 +299,17 @@ def test_grammars_are_reported_by_rank_0_at_once(setup: Setup) -> None:
 
 
 def test_a_missing_tokenizer_ends_the_request_not_the_rank(setup: Setup) -> None:
-    """Compiling happens beside the steps, whatever comes of it."""
+    """Compiling happens beside the steps, whatever comes of it; which of both is ready first is open."""
     controller = setup.controller()
     setup.start()
     controller.wait_for_ranks(1)
     controller.send(CompileGrammar(3, "regex", "[a-z]+"))
     controller.send(first_plan())
-    kinds = [type(controller.receive(60)) for _ in range(2)]
-    assert kinds == [StepResult, GrammarReady], "the step did not wait for the grammar"
+    reports = {type(report): report for report in (controller.receive(60), controller.receive(60))}
+    assert reports.keys() == {StepResult, GrammarReady}
+    ready = reports[GrammarReady]
+    assert isinstance(ready, GrammarReady)
+    assert "on this server" in ready.problem
 
 
 @pytest.mark.parametrize(("plan", "reason"), [(StepPlan(3, 1), "lost"), (b"\xc1 not msgpack", "undecodable")])

@@ -22,7 +22,7 @@ from trunkline.worker.tiers.copier import Copier
 from trunkline.worker.tiers.copy_lane import CopyLane, CopyOptions
 
 LAYERS = 4
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = DEADLINE_S) -> None:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from trunkline.router.membership.member import MemberSource, Present
 
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 60.0
 
 
 class Follower:
