@@ -205,7 +205,16 @@ def _exists(pid: int) -> bool:
 def wait_for(condition: Callable[[], bool], seconds: float) -> None:
     """Return as soon as `condition` holds; fail if it does not within `seconds`, or `PATIENCE_SECONDS` if that is
     longer."""
-    deadline = time.monotonic() + max(seconds, PATIENCE_SECONDS)
+    seconds = max(seconds, PATIENCE_SECONDS)
+    assert soon(condition, seconds), f"still not so after {seconds:g} s"
+
+
+def soon(condition: Callable[[], bool], seconds: float) -> bool:
+    """Return whether `condition` holds within `seconds`, as soon as that is known: for what need not come at the
+    first try."""
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"still not so after {seconds:g} s"
+        if time.monotonic() >= deadline:
+            return False
         time.sleep(0.02)
+    return True

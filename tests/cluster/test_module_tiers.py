@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster.harness import Cluster, wait_for
+from cluster.harness import Cluster, soon, wait_for
 from cluster.module_calls import (
     ask,
     ask_plain,
@@ -91,14 +91,14 @@ class Killed:
             assert all(map(same, ask_all(cluster), expected))
             # So small a host pool may lose what the disk does not have yet.
             chunks = sum(look(cluster, name)["usage"]["bytes"] for name in NAMES) // CHUNK_BYTES
-            wait_for(lambda: cluster.metric("tier_slots_used", tier="disk") >= chunks, 20)
+            soon(lambda: cluster.metric("tier_slots_used", tier="disk") >= chunks, 10)
             for _ in range(TRIES):
                 push_out(cluster)
-                wait_for(lambda: tiers_of(cluster, pinned) | tiers_of(cluster, other) == {"disk"}, 20)
+                is_sunk = soon(lambda: tiers_of(cluster, pinned) | tiers_of(cluster, other) == {"disk"}, 10)
                 before = cluster.gauge("texts_encoded_total")
                 self.sunk = ask_all(cluster)
                 self.encoded = cluster.gauge("texts_encoded_total") - before
-                if not self.encoded:
+                if is_sunk and not self.encoded:
                     break
             wait_for(lambda: cluster.gauge("chunks_pinned") > 0, 5)
             self.pinned = cluster.gauge("chunks_pinned")
