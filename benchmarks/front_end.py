@@ -34,7 +34,8 @@ from trunkline.router.api.prompting import chat_job
 from trunkline.router.api.responses import ChatMessage
 from trunkline.router.api.turn import open_turn
 from trunkline.router.config import RouterConfig
-from trunkline.router.http.body import parse_json_object, validate
+from trunkline.router.http.body import validate
+from trunkline.router.http.continued_bodies import parse_body
 from trunkline.router.jobs.job import Job
 from trunkline.router.jobs.request_models import CHAT, ChatRequest
 from trunkline.router.request_context import known
@@ -123,7 +124,7 @@ class FrontEnd:
 
     def _turn(self, body: bytes, answer: list[int]) -> Job:
         with self._timed("json"):
-            fields = parse_json_object(body)
+            fields = parse_body(body)
         with self._timed("validate"):
             CHAT.read(fields)
             request = validate(ChatRequest, fields)

@@ -81,7 +81,7 @@ def test_a_turn_and_its_forks_read_what_they_share_once(seed: int) -> None:
     assert not any(run[2] < shared for run in reads.runs if run not in whole)
     once, apart = reads.held
     assert apart - once == forks * shared
-    assert all(simulation.streams[each].cached_tokens >= known * CHUNK for each in requests)
+    assert all((simulation.streams[each].cached_tokens or 0) >= known * CHUNK for each in requests)
     new = sum(len(prompt) - known * CHUNK for prompt in asked)
     assert simulation.workers.computed_tokens - before <= new + (1 + forks) * 11
 

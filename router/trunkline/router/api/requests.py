@@ -10,6 +10,7 @@ from starlette.requests import Request
 from trunkline.router.errors import ApiError, bad_value, unsupported
 from trunkline.router.http.answers import SPELT
 from trunkline.router.http.body import read_request
+from trunkline.router.http.continued_bodies import parse_body
 from trunkline.router.jobs.generation_parameters import RequestBody
 from trunkline.router.jobs.parameter_table import Endpoint, Reading
 from trunkline.router.service import RouterService
@@ -94,7 +95,7 @@ async def read_parameters(request: Request, endpoint: Endpoint[_Body]) -> _Body:
         request.scope[SPELT] = reading.names
 
     service = service_of(request)
-    body = await read_request(request, endpoint.model, service.config.max_body_bytes, check)
+    body = await read_request(request, endpoint.model, service.config.max_body_bytes, check, parse_body)
     if reading.unknown:
         body.name_unknown(reading.unknown)
         for name in reading.unknown:

@@ -241,12 +241,14 @@ async def read_request(
     model: type[_Model],
     bytes_max: int,
     check: Callable[[dict[str, Any]], None] | None = None,
+    to_object: Callable[[bytes], dict[str, Any]] = parse_json_object,
 ) -> _Model:
     """Return the body as a request model. Large bodies are parsed and checked in a thread.
 
     Args:
         bytes_max: largest size of the body.
         check: called with the raw fields before the model is made; may raise `ApiError`.
+        to_object: parses the body.
 
     Raises:
         ApiError: 4xx, saying what is wrong.
@@ -254,7 +256,7 @@ async def read_request(
     body = await read_body(request, bytes_max)
 
     def parse() -> _Model:
-        fields = parse_json_object(body)
+        fields = to_object(body)
         if "session_id" in model.model_fields and fields.get("session_id") is None:
             label = session_header(request)
             if label is not None:

@@ -69,7 +69,12 @@ class _Marks(NamedTuple):
 
 def is_light(body: bytes) -> bool:
     """Return whether a document can be parsed in one call: those of conversations are mostly long texts."""
-    return len(body) <= LIGHT_BYTES and len(body) - len(body.translate(None, b"{[:,")) <= LIGHT_MARKS
+    return len(body) <= LIGHT_BYTES and marks_at_most(body) <= LIGHT_MARKS
+
+
+def marks_at_most(body: bytes) -> int:
+    """Return the number of characters of a document that may be marks: those within strings count, too."""
+    return len(body) - len(body.translate(None, b"{[:,"))
 
 
 def parse_slices(body: bytes, piece_bytes: int = PIECE_BYTES) -> Any:

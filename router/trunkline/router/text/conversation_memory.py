@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
+from trunkline.router.text.body_memory import BodyMemory
 from trunkline.router.text.chat_template import RenderedChat
 
 LEAST: Final = 16
@@ -124,13 +125,16 @@ class ConversationMemory:
 
     def __init__(self, bytes_max: int, lock: AbstractContextManager[Any] | None = None) -> None:
         """`bytes_max`, `lock`: as those of `Beginnings`."""
-        self.checked: Beginnings[list[Any]] = Beginnings(bytes_max // 2, lock)
+        self.bodies = BodyMemory(bytes_max // 3, lock)
+        """Messages as clients have sent them, by the bytes of bodies."""
+        self.checked: Beginnings[list[Any]] = Beginnings(bytes_max // 3, lock)
         """Checked messages, by what clients have sent."""
-        self.rendered: Beginnings[RenderedChat] = Beginnings(bytes_max // 2, lock)
+        self.rendered: Beginnings[RenderedChat] = Beginnings(bytes_max // 3, lock)
         """Texts, by checked messages."""
 
     def forget(self, scope: bytes) -> None:
         """Forget all conversations whose scope begins with `scope`."""
+        self.bodies.forget(scope)
         self.checked.forget(scope)
         self.rendered.forget(scope)
 
