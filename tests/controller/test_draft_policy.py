@@ -251,6 +251,7 @@ def test_a_request_says_what_it_expects_or_that_it_wants_no_drafts(
     drafter.add(sequence)
     found = drafter.propose(np.array([0]), np.array([10]), 0)
     assert (found[0].tolist() if found else []) == foreseen
+    assert drafter.is_prediction(0) == bool(foreseen)
     for token in (6, 5):  # as in the prompt
         drafter.extend(np.array([0]), np.array([token], np.int32))
     found = drafter.propose(np.array([0]), np.array([10]), 0)

@@ -72,6 +72,10 @@ def test_texts_do_not_depend_on_drafts(name: str, seed: int) -> None:
     counters = traffic.simulation.engine.counters
     assert 0 < counters.accepted_drafts < counters.drafted_tokens
     assert counters.drafted_tokens - counters.accepted_drafts >= traffic.simulation.workers.refused_tokens > 0
+    told = traffic.simulation.wanted.drafts
+    assert sum(drafts.accepted for drafts in told) == counters.accepted_drafts
+    assert sum(drafts.tried for drafts in told) <= counters.drafted_tokens, "some requests ended meanwhile"
+    assert {drafts.is_prediction for drafts in told} == {False, True}
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 64])
@@ -83,6 +87,7 @@ def test_right_drafts_save_their_steps(chunk_size: int) -> None:
     counters = simulation.engine.counters
     assert counters.steps == 1 + 30 // 5
     assert counters.drafted_tokens == counters.accepted_drafts == 24
+    assert [(drafts.tried, drafts.accepted) for drafts in simulation.wanted.drafts] == [(4, 4)] * 6
     assert simulation.workers.refused_tokens == 0
 
 
@@ -94,6 +99,8 @@ def test_wrong_drafts_cost_no_step() -> None:
     assert counters.accepted_drafts == 0
     assert counters.steps == 31
     assert counters.drafted_tokens == simulation.workers.refused_tokens > 100
+    assert sum(drafts.tried for drafts in simulation.wanted.drafts) == counters.drafted_tokens
+    assert not any(drafts.accepted for drafts in simulation.wanted.drafts)
 
 
 @pytest.mark.parametrize("at", range(12))

@@ -36,6 +36,7 @@ from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.router.messages import (
     PROTOCOL,
     BeamsFound,
+    DraftsTried,
     Finished,
     FinishReason,
     Flushed,
@@ -106,6 +107,8 @@ class Behaviour:
     refuse: FinishReason | None = None
     burst: int = 1
     """Tokens of each sample in one message, as if drafts had been accepted."""
+    drafts: tuple[int, int, bool] | None = None
+    """What each message says of a request's drafts, behind its number (`DraftsTried`)."""
     fail_after: int | None = None
     """Tokens after which a request ends with ENGINE_FAILED."""
     gap_after: int | None = None
@@ -388,6 +391,9 @@ class FakeController:
                 step.logprobs or None,
                 np.array(step.samples, "<u2").tobytes() if any(step.samples) else b"",
                 step.beams,
+                drafts=[DraftsTried(live.submit.request, *behaviour.drafts) for live in rows]
+                if behaviour.drafts
+                else [],
             ),
         )
 

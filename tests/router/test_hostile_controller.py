@@ -24,6 +24,7 @@ from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.messages import (
     PROTOCOL,
     BeamsFound,
+    DraftsTried,
     EventsReply,
     Finished,
     Flushed,
@@ -57,7 +58,7 @@ def replies(chosen: random.Random, live: list[int], state: State) -> list[msgspe
     scores = PromptLogprobs(1, b"\0" * 4, pack_int32([1]), pack_int32([5, 6]), b"\0" * 8)
     tiers = [TierState("device", 10, 5, 1, 2, 3, 4, 0), TierState("disk", 10, 5, 1, 2, 3, 4, 0, "full")]
     return [
-        Outputs(1, one, pack_int32([51])),
+        Outputs(1, one, pack_int32([51]), drafts=[DraftsTried(number, 3, 2, True)]),
         Outputs(1, one, pack_int32([51]), logprobs={0: top}, samples=b"\0\0"),
         Outputs(1, started=[Started(number, 3, [3, 0, 0, 0], "new", 3)]),
         Outputs(1, finished=[Finished(number, "length"), Finished(number, "stop", sample=0)]),

@@ -1,11 +1,14 @@
-"""What a client expects of its answer reaches the engine as tokens."""
+"""What a client expects of its answer reaches the engine as tokens; what came of drafts is in `usage`."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import ValidationError
+from router.api_calls import payloads
+from router.fake_controller import FakeController
 
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.jobs.job import Job
@@ -52,3 +55,57 @@ def test_the_engine_is_told_of_it_also_where_a_stream_goes_on(prediction: bytes 
     job = Job([1, 2], 9, Sampling(), frozenset(), prediction=prediction)
     assert submission(job, 1).prediction == prediction
     assert continuation(job, 1, 0, [5]).prediction == prediction
+
+
+# Usage
+
+PREDICTED = {"prediction": {"type": "content", "content": "as before"}}
+COUNTED = {
+    "accepted_prediction_tokens": 10,
+    "rejected_prediction_tokens": 4,
+    "drafted_tokens": 14,
+    "accepted_drafts": 10,
+}
+PLACES = [
+    ("/v1/chat/completions", {"messages": MESSAGES}, "completion_tokens_details"),
+    ("/v1/completions", {"prompt": "x"}, "completion_tokens_details"),
+    ("/v1/responses", {"input": "x"}, "output_tokens_details"),
+    ("/v1/messages", {"messages": MESSAGES, "max_tokens": 50}, "output_tokens_details"),
+]
+
+
+def details_of(http: httpx.Client, path: str, body: dict[str, Any], field: str) -> dict[str, int]:
+    """Return what `usage` says of the output, but for thoughts."""
+    answer = http.post(path, json={"model": "demo"} | body)
+    assert answer.status_code == 200, answer.text
+    details = dict(answer.json()["usage"].get(field, {}))
+    details.pop("reasoning_tokens", None)
+    return details
+
+
+@pytest.mark.parametrize(("path", "body", "field"), PLACES)
+def test_drafts_are_counted_in_usage(
+    http: httpx.Client, fake: FakeController, path: str, body: dict[str, Any], field: str
+) -> None:
+    fake.behaviour.script = lambda _: [5] * 12
+    fake.behaviour.burst = 6  # two messages
+    limit = {"max_output_tokens": 12} if "responses" in path else {"max_tokens": 12}
+    body = body | limit
+    assert details_of(http, path, body, field) == {}, "no drafts, and none were expected"
+    fake.behaviour.drafts = (7, 5, True)
+    assert details_of(http, path, body, field) == COUNTED
+    fake.behaviour.drafts = (7, 5, False)
+    others = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    assert details_of(http, path, body, field) == COUNTED | others
+    fake.behaviour.drafts = None
+    if not path.endswith("messages"):
+        assert details_of(http, path, body | PREDICTED, field) == dict.fromkeys(COUNTED, 0)
+
+
+def test_drafts_of_all_samples_are_counted_in_a_stream(http: httpx.Client, fake: FakeController) -> None:
+    fake.behaviour.script = lambda _: [5] * 12
+    fake.behaviour.burst = 12
+    fake.behaviour.drafts = (7, 5, True)
+    body = {"model": "demo", "prompt": ["x", "y"], "max_tokens": 12, "stream": True}
+    answer = http.post("/v1/completions", json=body | {"stream_options": {"include_usage": True}})
+    assert payloads(answer)[-1]["usage"]["completion_tokens_details"] == COUNTED

@@ -82,6 +82,9 @@ class RandomDrafts(DraftSource):
         assert room.min() >= 0
         return [self._guess(slot) for slot in slots.tolist()]
 
+    def is_prediction(self, slot: int) -> bool:
+        return slot % 2 == 0
+
     def planned(self, step: int, now: float, drafted: int) -> None:
         self.steps += drafted > 0
         self._waits = self._random.random() < 0.7

@@ -53,7 +53,7 @@ from trunkline.controller.sequences.draft_source import DraftSource
 from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.storage.persistence import Persistence
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
-from trunkline.router.messages import Finished, FinishReason, ModulesReply, Prefetched
+from trunkline.router.messages import DraftsTried, Finished, FinishReason, ModulesReply, Prefetched
 from trunkline.worker.messages import CompileGrammar, Sampling, StepPlan, TierOrder
 
 
@@ -83,6 +83,8 @@ class Wanted:
     """The answer to the last announcement."""
     ended: list[int] = field(default_factory=list)
     """Requests, since the last `take_ended`."""
+    drafts: list[DraftsTried] = field(default_factory=list)
+    """What came of drafts, in the order of the steps."""
 
 
 class Simulation:
@@ -407,6 +409,7 @@ class Simulation:
             assert started.module_tokens == (len(stream.prompt) - len(stream.own) if stream.layout else 0)
             assert started.exact == (stream.layout is None and started.cut != "kept")
         self._collect_tokens(outputs)
+        self.wanted.drafts += outputs.drafts
         for scored in outputs.prompt_logprobs:
             self._collect_scores(self.streams[scored.request], scored.logprobs)
         for found in outputs.beams:

@@ -127,8 +127,20 @@ class PromptScored(msgspec.Struct, array_like=True, frozen=True):
     logprobs: PromptLogprobs
 
 
+class DraftsTried(msgspec.Struct, array_like=True, frozen=True):
+    """A step has tried drafts for a sample of a request. Comes with the tokens that it brought."""
+
+    request: int
+    tried: int
+    accepted: int
+    """Of these, drafts that were the tokens drawn."""
+    is_prediction: bool = False
+    """Whether they are from the request's `prediction` (its first one, if they are from several texts)."""
+
+
 class Outputs(msgspec.Struct, array_like=True, frozen=True, tag="outputs"):
-    """All that a step has produced for one router. Apply `started` first, then the tokens, then `finished`."""
+    """All that a step has produced for one router. Apply `started` and `drafts` first, then the tokens, then
+    `finished`."""
 
     seq: int
     requests: bytes = b""
@@ -144,6 +156,7 @@ class Outputs(msgspec.Struct, array_like=True, frozen=True, tag="outputs"):
     """uint16 little-endian: for each token the sample of its request; empty: sample 0 for all."""
     beams: list[BeamsFound] = []
     prompt_logprobs: list[PromptScored] = []
+    drafts: list[DraftsTried] = []
 
 
 class TierState(msgspec.Struct, array_like=True, frozen=True):

@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkline.controller.drafts.acceptance import Acceptance
+from trunkline.controller.drafts.acceptance import Acceptance, Source
 from trunkline.controller.drafts.follower import Follower
 from trunkline.controller.drafts.length import Lengths
 from trunkline.controller.drafts.text_index import NO_TOKEN, TextIndex
@@ -173,6 +173,12 @@ class Drafter:
     def _draft(self, follower: Follower, count: int, least: float) -> tuple[Int32Array, list[float]]:
         recent = self._recent.get(follower.sequence.salt)
         return follower.draft(self._acceptance, count, least, recent)
+
+    def is_prediction(self, slot: int) -> bool:
+        """Return whether the place from which a sequence would draft is in its prediction."""
+        follower = self._followers.get(slot)
+        place = follower.place if follower is not None else None
+        return place is not None and place.source is Source.PREDICTION
 
     def planned(self, step: int, now: float, drafted: int) -> None:
         """Note a step that was planned."""

@@ -10,14 +10,19 @@ Whether a place has a token follows from the drafts and the tokens before it, so
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Container
+from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trunkline.controller.engine.events import EngineOutputs
 from trunkline.controller.messages import TopLogprobs
 from trunkline.controller.sequences.plan_builder import InflightStep, RowSet
 from trunkline.kvstore.chunks import Int32Array
+from trunkline.router.messages import DraftsTried
 
 Reports = dict[int, TopLogprobs]
 """Log-probabilities by index of the token."""
@@ -71,6 +76,24 @@ def _at(logprobs: Reports | None, places: np.ndarray[tuple[int], np.dtype[np.int
         return None
     found = {index: logprobs[place] for index, place in enumerate(places.tolist()) if place in logprobs}
     return found or None
+
+
+def drafts_tried(
+    step: InflightStep, accepted: Items[NDArray[np.intp]], predicted: Container[int]
+) -> list[DraftsTried]:
+    """Return what came of the drafts of each row that still had its place when the result came.
+
+    Args:
+        accepted: for each position, the slots whose tokens there were taken.
+        predicted: slots whose drafts are from their client's prediction.
+    """
+    times = Counter(np.concatenate(accepted).tolist())
+    slots, requests = step.rows.slots.tolist(), step.rows.requests.tolist()
+    return [
+        DraftsTried(request, len(draft), times[slot] - 1, slot in predicted)
+        for slot, request, draft in zip(slots, requests, step.drafts, strict=False)  # prompts that end have none
+        if len(draft) and times[slot]
+    ]
 
 
 def join_results(outputs: EngineOutputs, first: int) -> None:

@@ -27,6 +27,7 @@ from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, Int32Array
 from trunkline.kvstore.next_use import NextUse
 from trunkline.router.messages import (
     BeamsFound,
+    DraftsTried,
     Finished,
     FinishReason,
     Flushed,
@@ -189,6 +190,8 @@ class EngineOutputs:
     logprobs: list[dict[int, TopLogprobs] | None] = field(default_factory=list)
     """For each result of a step: the log-probabilities, by index into the result's tokens."""
     prompt_logprobs: list[PromptScored] = field(default_factory=list)
+    drafts: list[DraftsTried] = field(default_factory=list)
+    """Come with the tokens of their steps."""
     beams: list[BeamsFound] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     modules: list[ModulesReply] = field(default_factory=list)

@@ -13,11 +13,12 @@ from typing import Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from trunkline.controller.allocation.modules import lay_out, prompt_of
 from trunkline.controller.allocation.prefix_match import cut_group, known_tokens, shorten_history
 from trunkline.controller.cache.radix_cache import RadixCache
-from trunkline.controller.engine.drafted import join_results, positions_of
+from trunkline.controller.engine.drafted import drafts_tried, join_results, positions_of
 from trunkline.controller.engine.events import EngineOutputs, Timelines
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamStep, Grammar, GrammarReady, PromptLogprobs, StepResult, TopLogprobs
@@ -396,8 +397,12 @@ def _accept_drafted(
         positions = positions_of(step, unpack_int32(result.tokens), result.logprobs)
     except ValueError as error:
         raise ProtocolError(f"step {result.step}: {error}") from error
-    for depth, (rows, tokens, logprobs) in enumerate(positions):
+    predicted = scheduler.drafting.predicted(step)
+    accepted = [
         _accept(requests, scheduler, rows, tokens, logprobs, now, drafted=depth > 0)
+        for depth, (rows, tokens, logprobs) in enumerate(positions)
+    ]
+    requests.pending_outputs.drafts += drafts_tried(step, accepted, predicted)
     join_results(requests.pending_outputs, first)
 
 
@@ -410,8 +415,9 @@ def _accept(
     now: float,
     *,
     drafted: bool = False,
-) -> None:
-    """Store one token of each row, and end the rows that are done.
+) -> NDArray[np.intp]:
+    """Store one token of each row, and end the rows that are done. Returns the slots of the rows that took
+    theirs, without beams.
 
     Args:
         drafted: whether the tokens were drawn behind drafts that are accepted.
@@ -430,7 +436,7 @@ def _accept(
             logprobs = {int(position[i]): value for i, value in logprobs.items() if counts[i]}
         owners, samples, tokens = owners[counts], samples[counts], tokens[counts]
     if not len(slots):
-        return
+        return slots
     requests.quarantine.got_tokens(owners)
     requests.pending_outputs.requests.append(owners)
     requests.pending_outputs.samples.append(samples)
@@ -448,6 +454,7 @@ def _accept(
         requests.end_sequence(
             scheduler, sequence, FinishReason.STOP if stopped[index] else FinishReason.LENGTH, now
         )
+    return slots
 
 
 def _advance_searches(

@@ -100,6 +100,15 @@ class Drafting:
         if self.source is not None:
             self.source.answered(step.step, now, result.elapsed_us - result.waited_us)
 
+    def predicted(self, step: InflightStep) -> frozenset[int]:
+        """Return the slots whose drafts in a step are from their client's prediction. To be called before the
+        tokens of the step are taken in."""
+        source = self.source
+        if source is None:
+            return frozenset()
+        drafted = zip(step.rows.slots.tolist(), step.drafts, strict=False)  # prompts that end have none
+        return frozenset(slot for slot, draft in drafted if len(draft) and source.is_prediction(slot))
+
     def extend(self, slots: Slots, tokens: Int32Array, *, drafted: bool) -> None:
         """Take note of tokens that rows have drawn: one each.
 

@@ -56,6 +56,11 @@ class DraftSource(Protocol):
         """
         ...
 
+    def is_prediction(self, slot: int) -> bool:
+        """Return whether what was proposed last for a sequence, which has drawn nothing since, is what its client
+        expects (`Submit.prediction`)."""
+        ...
+
     def planned(self, step: int, now: float, drafted: int) -> None:
         """Note a step that was planned, with `drafted` guesses."""
         ...

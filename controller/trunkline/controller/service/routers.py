@@ -62,6 +62,8 @@ def _split(outputs: EngineOutputs) -> dict[int, Outputs]:
         part(finished.request).finished.append(replace(finished, request=finished.request & NUMBER_MASK))
     for beams in outputs.beams:
         part(beams.request).beams.append(replace(beams, request=beams.request & NUMBER_MASK))
+    for drafts in outputs.drafts:
+        part(drafts.request).drafts.append(replace(drafts, request=drafts.request & NUMBER_MASK))
     for scored in outputs.prompt_logprobs:
         part(scored.request).prompt_logprobs.append(replace(scored, request=scored.request & NUMBER_MASK))
     return parts

@@ -21,9 +21,9 @@ from trunkline.router.api.responses import (
     CacheUse,
     ChatLogprobs,
     CompletionLogprobs,
+    CompletionTokens,
     PromptLogprob,
     PromptLogprobList,
-    ReasoningTokens,
     Timings,
     TokenLogprobContent,
     TopLogprob,
@@ -123,8 +123,27 @@ def usage_of(*generations: Generation, thoughts: int | None = None) -> Usage:
         sum(job.session_tokens - span_tokens(clip_spans(job.cut.drops, job.session_tokens)) for job in jobs),
         sum(job.module_tokens for job in jobs),
     )
-    reasoning = UNSET if thoughts is None else ReasoningTokens(thoughts)
-    return Usage(prompt_tokens, output_tokens, prompt_tokens + output_tokens, details, reasoning)
+    counts = draft_details(*generations)
+    if thoughts is not None:
+        counts["reasoning_tokens"] = thoughts
+    output_details = CompletionTokens(**counts) if counts else UNSET
+    return Usage(prompt_tokens, output_tokens, prompt_tokens + output_tokens, details, output_details)
+
+
+def draft_details(*generations: Generation) -> dict[str, int]:
+    """Return what came of drafts, by the names of `CompletionTokens`; empty if none was tried and no job has a
+    prediction."""
+    counts = [generation.drafts for generation in generations]
+    tried = sum(each.tried for each in counts)
+    if not tried and not any(generation.job.prediction for generation in generations):
+        return {}
+    accepted = sum(each.predicted_accepted for each in counts)
+    return {
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": sum(each.predicted for each in counts) - accepted,
+        "drafted_tokens": tried,
+        "accepted_drafts": sum(each.accepted for each in counts),
+    }
 
 
 def prompt_scores_of(generation: Generation) -> PromptScores | None:

@@ -19,7 +19,7 @@ from pydantic.json_schema import WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trunkline.router.api.answer_fields import cache_use, truncation_result
+from trunkline.router.api.answer_fields import cache_use, draft_details, truncation_result
 from trunkline.router.api.anthropic_content import (
     Warnings,
     cache_lifetime,
@@ -386,9 +386,12 @@ class _MessageWriter:
                 f"ephemeral_{life}_input_tokens": computed if life == self._lifetime else 0
                 for life in ("5m", "1h")
             }
+        details = draft_details(generation)
         if self._thinks:
             thoughts = self._service.tokenizer.count_thoughts(self._answer.thought, self._answer.tokens)
-            usage["output_tokens_details"] = {"thinking_tokens": thoughts}
+            details["thinking_tokens"] = thoughts
+        if details:
+            usage["output_tokens_details"] = details
         return usage
 
     def _block(self, block: Block, *, whole: bool) -> Object:

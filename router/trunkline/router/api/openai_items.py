@@ -316,8 +316,14 @@ def _call_item(block: Block, item_id: str, status: str, tool: OwnTool) -> Object
     return {"type": "function_call", **item, "arguments": block.text}
 
 
-def usage_object(prompt_tokens: int, cached_tokens: int, output_tokens: int, thoughts: int) -> Object:
-    """Return token counts as the field `usage`."""
+def usage_object(
+    prompt_tokens: int, cached_tokens: int, output_tokens: int, thoughts: int, drafts: dict[str, int]
+) -> Object:
+    """Return token counts as the field `usage`.
+
+    Args:
+        drafts: what came of drafts (`answer_fields.draft_details`).
+    """
     return {
         "input_tokens": prompt_tokens,
         "input_tokens_details": {
@@ -325,7 +331,7 @@ def usage_object(prompt_tokens: int, cached_tokens: int, output_tokens: int, tho
             "cache_write_tokens": prompt_tokens - cached_tokens,
         },
         "output_tokens": output_tokens,
-        "output_tokens_details": {"reasoning_tokens": thoughts},
+        "output_tokens_details": {"reasoning_tokens": thoughts, **drafts},
         "total_tokens": prompt_tokens + output_tokens,
     }
 

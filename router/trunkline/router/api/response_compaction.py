@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
+from trunkline.router.api.answer_fields import draft_details
 from trunkline.router.api.blocks import AnswerBlocks
 from trunkline.router.api.document_prompts import modular_job, unmarked
 from trunkline.router.api.openai_items import Object, usage_object
@@ -130,4 +131,5 @@ def usage_of(answer: AnswerBlocks, tokenizer: Tokenizer) -> Object:
     """Return the field `usage` of what was generated so far."""
     generation = answer.generation
     thoughts = tokenizer.count_thoughts(answer.thought, answer.tokens)
-    return usage_object(generation.job.seen_tokens, generation.cached_tokens, generation.output_tokens, thoughts)
+    counts = generation.job.seen_tokens, generation.cached_tokens, generation.output_tokens
+    return usage_object(*counts, thoughts, draft_details(generation))

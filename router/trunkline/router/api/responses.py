@@ -26,10 +26,19 @@ class CachedTokens(msgspec.Struct):
     """Tokens of a schema's modules."""
 
 
-class ReasoningTokens(msgspec.Struct):
+class CompletionTokens(msgspec.Struct):
     """`usage.completion_tokens_details`."""
 
-    reasoning_tokens: int
+    reasoning_tokens: int | UnsetType = UNSET
+    """Left out for models that do not think."""
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    """Drafts from the request's `prediction` that were the tokens drawn …"""
+    rejected_prediction_tokens: int | UnsetType = UNSET
+    """… and those that were tried and were not. They are no output tokens."""
+    drafted_tokens: int | UnsetType = UNSET
+    """Drafts that were tried, from whatever text."""
+    accepted_drafts: int | UnsetType = UNSET
+    """Of these, drafts that were the tokens drawn."""
 
 
 class Usage(msgspec.Struct):
@@ -39,8 +48,8 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: ReasoningTokens | UnsetType = UNSET
-    """Left out for models that do not think."""
+    completion_tokens_details: CompletionTokens | UnsetType = UNSET
+    """Left out if it would say nothing."""
 
 
 class CacheUse(msgspec.Struct, kw_only=True):

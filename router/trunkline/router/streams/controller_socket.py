@@ -231,6 +231,9 @@ def _problem_of_outputs(outputs: Outputs) -> str:
             return f"request {started.request} starts with counts that cannot be"
         if len(started.tier_tokens) > _TIERS_MAX or len(started.miss) > _NAME_MAX:
             return f"request {started.request} found its tokens in too many tiers, or not for a long reason"
+    for drafts in outputs.drafts:
+        if not 0 <= drafts.accepted <= drafts.tried <= _INT32_MAX:
+            return f"request {drafts.request} has {drafts.accepted} of {drafts.tried} drafts accepted"
     for top in (outputs.logprobs or {}).values():
         if len(top.top_ids) != len(top.top_logprobs) or len(top.top_ids) % 4:
             return "log-probabilities do not go with their tokens"

@@ -23,6 +23,7 @@ from trunkline.controller.messages import ENDED_CHARACTERS_MAX, PromptLogprobs, 
 from trunkline.router.errors import ApiError, unavailable
 from trunkline.router.jobs.job import Job
 from trunkline.router.messages import FinishReason, Hypothesis, Started
+from trunkline.router.streams.draft_counts import DraftCounts
 from trunkline.router.streams.streams import TIMED_OUT, Batch, End, Stream
 from trunkline.router.telemetry.metrics import Metrics
 from trunkline.router.text.detokenizer import StopMatcher, TokenVocabulary, make_detokenizer
@@ -270,6 +271,11 @@ class Generation:
     def cached_tokens(self) -> int:
         """Prompt tokens whose KV was found."""
         return self._stream.cached_tokens
+
+    @property
+    def drafts(self) -> DraftCounts:
+        """The drafts that steps have tried for the request so far."""
+        return self._stream.drafts
 
     @property
     def started(self) -> Started | None:

@@ -380,6 +380,9 @@ class ControllerLink:
     def _pass_on(self, outputs: Outputs) -> None:
         self._tell_each(outputs.started)
         self._tell_each(outputs.prompt_logprobs)
+        for drafts in outputs.drafts:
+            if (receiver := self._receivers.get(drafts.request)) is not None:
+                receiver.drafts.add(drafts)
         if outputs.tokens:
             self.last_token_at = self._loop.time()
             requests = np.frombuffer(outputs.requests, dtype="<u4").tolist()

@@ -33,6 +33,7 @@ from trunkline.router.errors import ApiError, overloaded, unavailable
 from trunkline.router.jobs.job import Job
 from trunkline.router.messages import BeamsFound, Finished, FinishReason, Hypothesis, PromptScored, Started
 from trunkline.router.routing.request import Left, RouteRequest
+from trunkline.router.streams.draft_counts import DraftCounts
 from trunkline.router.telemetry.request_record import AttemptTrace, RequestRecord
 from trunkline.runtime.spans import SpanContext
 
@@ -118,6 +119,7 @@ class Stream:
         request."""
         self.prompt_logprobs: list[PromptLogprobs] = []
         """Log-probabilities of the prompt, in the order of arrival. They are complete before the first token."""
+        self.drafts = DraftCounts()
         self.outputs: list[list[int]] = [[] for _ in range(samples)]
         """All tokens that have arrived, by sample."""
         self._release: Callable[[int, bool], None] | None = release
@@ -360,7 +362,7 @@ class Attempt:
 
     __slots__ = (
         *("_dispatcher", "_stream", "_trace"),
-        *("has_started", "left", "link", "names", "request", "routed", "sample", "ticket"),
+        *("drafts", "has_started", "left", "link", "names", "request", "routed", "sample", "ticket"),
     )
 
     def __init__(
@@ -369,6 +371,7 @@ class Attempt:
         """`sample`: index of the one sample that the controller computes, or `ALL`."""
         self._dispatcher = dispatcher
         self._stream = routed.stream
+        self.drafts = self._stream.drafts
         self.routed = routed
         self.link = link
         self.ticket = ticket
