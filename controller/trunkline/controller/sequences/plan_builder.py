@@ -82,7 +82,8 @@ class DecodeRows:
         self.text_blocks: Int32Array = np.zeros(capacity, np.int32)
         """Number of entries at the beginning of each table that belong to texts of modules. Other rows may have
         the same texts at other entries."""
-        self._stop_ids: Int32Array = np.full((capacity, STOP_IDS_INLINE), -1, np.int32)
+        self._stop_ids: Int32Array = np.full((STOP_IDS_INLINE, capacity), -1, np.int32)
+        """`[8, capacity]`: one array for each of the first stop tokens."""
         self._many_stops: dict[int, frozenset[int]] = {}
         self._recent: Int32Array = np.zeros((capacity, 2 * chunk_size), np.int32)
         """Ring buffers of the latest tokens by position. Their tokens move to the sequence when a chunk fills."""
@@ -115,7 +116,7 @@ class DecodeRows:
         # A beam search handles stop tokens itself.
         stop_ids = sequence.group.request.submit.stop_token_ids if sequence.beam_position is None else ()
         if len(stop_ids) <= STOP_IDS_INLINE:
-            self._stop_ids[slot, : len(stop_ids)] = stop_ids
+            self._stop_ids[: len(stop_ids), slot] = stop_ids
         else:
             self._many_stops[slot] = frozenset(stop_ids)
         if self.drafts is not None and sequence.beam_position is None:
@@ -138,7 +139,7 @@ class DecodeRows:
         self.batch_seq_ids[slot] = 0
         self.tables[slot, : self.block_counts[slot]] = NO_BLOCK
         self.block_counts[slot] = self.text_blocks[slot] = 0
-        self._stop_ids[slot] = -1
+        self._stop_ids[:, slot] = -1
         self._many_stops.pop(slot, None)
         sequence.slot = -1
         self._free.append(slot)
@@ -153,9 +154,12 @@ class DecodeRows:
         sequence = self.sequences[slot]
         assert sequence is not None
         first, stop = sequence.tokens.count, int(self.known[slot])
-        if first < stop:
-            columns = np.arange(first, stop) % self._recent.shape[1]
-            sequence.tokens.extend(self._recent[slot, columns])
+        recent = self._recent[slot]
+        while first < stop:  # once, or twice if the ring's end is between them
+            at = first % len(recent)
+            run = recent[at : at + stop - first]
+            sequence.tokens.extend(run)
+            first += len(run)
 
     def active_slots(self) -> NDArray[np.intp]:
         """Return the indices of the sequences that have a token to compute after the steps planned so far."""
@@ -196,7 +200,7 @@ class DecodeRows:
         self.planned[slots] += drafted
         self._recent[slots, self.known[slots] % self._recent.shape[1]] = tokens
         self.known[slots] += 1
-        stopped = (self._stop_ids[slots] == tokens[:, None]).any(axis=1)
+        stopped = (self._stop_ids.take(slots, axis=1) == tokens).any(axis=0)
         for slot in self._many_stops:
             for index in np.flatnonzero(slots == slot):
                 stopped[index] = int(tokens[index]) in self._many_stops[slot]
@@ -240,7 +244,9 @@ def shared_runs(tables: Int32Array, block_counts: Int32Array) -> Int32Array:
     agreed = np.minimum(agreed, np.minimum(block_counts[1:], block_counts[:-1]))
     runs: list[tuple[int, int, int, int]] = []
     open_runs: list[tuple[int, int]] = []  # (first row, depth in blocks), depths strictly growing
-    for row, depth in enumerate([*agreed.tolist(), 0]):
+    depths = np.append(agreed, 0)
+    changes = [0, *(np.flatnonzero(depths[1:] != depths[:-1]) + 1).tolist()]
+    for row, depth in zip(changes, depths[changes].tolist(), strict=True):  # at equal depths nothing opens or ends
         first = row
         while open_runs and open_runs[-1][1] > depth:
             first, stop = open_runs.pop()
