@@ -120,6 +120,7 @@ def test_nothing_is_lost_or_read_twice(seed: int) -> None:
         piece_tokens_min=int(rng.choice([1, 64, 256])),
         invariant_tokens=int(rng.choice([0, 0, 64])),
         share=bool(rng.random() < 0.8),
+        unit_vectors=int(rng.choice([0, 48])),
     )
     work = work_of(plan, options)
     check(work, forest)
@@ -191,6 +192,20 @@ def test_long_runs_are_cut_to_equal_cost() -> None:
     assert len(shared) > 8
     assert max(piece.tokens for piece in shared) <= 2 * min(piece.tokens for piece in shared)
     assert min(piece.tokens for piece in shared) >= 256
+
+
+def test_a_row_is_cut_along_its_tokens_where_a_worker_takes_several_heads() -> None:
+    """Units stay as many: the more heads are taken at once, the more pieces."""
+    row = Row(position=1026)
+    row.ranges = [Range(index, index, 0, 64 if index < 16 else 3, index * 64, 0) for index in range(17)]
+    forest = Forest(64, [row], np.empty((0, 4), dtype=np.int32), 17)
+    options, pieces = replace(OPTIONS, kv_heads=4, workers=2), []
+    for vectors in (0, 4, 48):
+        work = work_of(forest.decode_plan(), replace(options, unit_vectors=vectors))
+        check(work, forest)
+        pieces.append(len(work.pieces))
+    assert all(more >= units for more, units in zip(pieces, (2, 4, 8), strict=True))
+    assert pieces[0] < pieces[1] < pieces[2] <= 9
 
 
 def partition(work: Work, row: int) -> list[list[tuple[int, ...]]]:
@@ -281,6 +296,7 @@ def test_contradictions_are_named(change: dict[str, list[int]], sentence: str) -
         (replace(OPTIONS, kv_heads=0), "kv_heads and group"),
         (replace(OPTIONS, workers=0), "workers"),
         (replace(OPTIONS, tile_rows=1), "tile_rows"),
+        (replace(OPTIONS, unit_vectors=-1), "unit_vectors"),
     ],
 )
 def test_options_are_checked(options: WorkOptions, sentence: str) -> None:

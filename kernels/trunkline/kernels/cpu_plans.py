@@ -22,6 +22,8 @@ VECTORS_PER_READ: Final = 8
 """Query vectors whose products take about as long as reading their tokens: 40 GB/s against 300 GFLOP/s."""
 TILE_VECTORS: Final = 256
 """Largest number of query vectors of a piece, so that accumulators stay in the second-level cache."""
+UNIT_VECTORS: Final = 48
+"""Query vectors up to which several heads' attention is one unit (`kRowBlock` in `csrc/cpu/attention.h`)."""
 NONE: Final = torch.empty(0)
 """The tensor that stands for an optional tensor that is not given."""
 
@@ -149,6 +151,7 @@ class Planning:
                 invariant_tokens=self.invariant_tokens,
                 share=self._share,
                 vectors_per_read=VECTORS_PER_READ,
+                unit_vectors=UNIT_VECTORS,
             )
         return made
 

@@ -255,6 +255,7 @@ class WorkOptions:
     invariant_tokens: int = 0
     share: bool = True
     vectors_per_read: int = 16
+    unit_vectors: int = 0
 
 
 _option_values = operator.attrgetter(*WorkOptions.__dataclass_fields__)

@@ -49,6 +49,7 @@ class Planner {
     if (options_.kv_heads < 1 || options_.group < 1) fail("kv_heads and group must be positive");
     if (options_.workers < 1 || options_.pieces_per_worker < 1)
       fail("workers and pieces_per_worker must be positive");
+    if (options_.unit_vectors < 0) fail("unit_vectors must not be negative");
     if (options_.tile_rows != 0 && options_.tile_rows < options_.group) {
       fail("tile_rows must hold at least the group of one row");
     }
@@ -269,6 +270,12 @@ class Planner {
     return int64_t{run.tokens} * (options_.vectors_per_read + vectors) + 1;
   }
 
+  // KV heads that a worker takes at once.
+  int64_t heads_of(const Run& run) const {
+    const int64_t vectors = static_cast<int64_t>(run.rows.size()) * options_.group;
+    return std::clamp<int64_t>(options_.unit_vectors / vectors, 1, options_.kv_heads);
+  }
+
   // Cuts pieces so that every worker has several of about equal cost to take.
   void balance() {
     if (options_.workers == 1) return;
@@ -279,7 +286,7 @@ class Planner {
     std::vector<Run> cut;
     for (Run& run : pieces_) {
       const int64_t most = std::max<int64_t>(1, run.tokens / std::max(1, options_.piece_tokens_min));
-      const int64_t parts = std::clamp<int64_t>((cost(run) + aim - 1) / aim, 1, most);
+      const int64_t parts = std::clamp<int64_t>((cost(run) * heads_of(run) + aim - 1) / aim, 1, most);
       if (parts == 1) {
         cut.push_back(std::move(run));
         continue;

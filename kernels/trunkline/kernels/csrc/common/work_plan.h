@@ -14,7 +14,8 @@
 //    exceed the bytes of the partial results that it adds; else its items are pushed down into the runs that
 //    follow it for its rows, and at last into each row's private piece, which exists anyway.
 // 3. Balance: pieces are cut to about equal cost, with a minimum length.
-// Each piece is done once per KV head.
+// Each piece is done once per KV head, or for several at once (`unit_vectors`): then it is cut along its tokens rather
+// than by heads, whose tiles adjoin in memory.
 //
 // Partials: a row has one partial (O, m, n) per piece that it appears in. `entry_ordinal` numbers a row's partials
 // in the order of pieces; a row with a single one needs no merge.
@@ -59,6 +60,7 @@ struct WorkOptions {
   int32_t invariant_tokens = 0;   // 0: off
   bool share = true;              // false: every row reads all its items alone (sequence-first, the baseline)
   int32_t vectors_per_read = 16;  // query vectors whose arithmetic takes as long as reading their tokens
+  int32_t unit_vectors = 0;       // most query vectors of which a worker takes several KV heads at once; 0: none
 };
 
 // Little-endian int32 words, position-independent: the same buffer is read on the host and on a device.

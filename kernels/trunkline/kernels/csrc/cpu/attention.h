@@ -26,7 +26,7 @@ constexpr int kTokenStep = 16;  // packed tiles are read in so many tokens, at e
 constexpr int kGroupTokens = 128, kShortGroupTokens = 64;
 constexpr int kManyVectors = 16;
 constexpr int kScoreStride = kGroupTokens + kTokenStep;
-constexpr int kRowBlock = 48;    // query vectors whose scores are held at a time
+constexpr int kRowBlock = 48;    // query vectors whose scores are held at a time (UNIT_VECTORS of cpu_plans.py)
 constexpr int kTotalLanes = 16;  // a row's sum of weights is kept per lane
 
 struct PoolView {

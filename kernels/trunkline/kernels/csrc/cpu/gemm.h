@@ -109,7 +109,7 @@ TRUNKLINE_INLINE void gemm_tile(const typename T::A* const* rows, const typename
   }
   for (int k = 0; k < steps; ++k) {
     for (int v = 0; v < NV; ++v) {
-      if constexpr (kAhead) prefetch(reinterpret_cast<const char*>(b + v * kLanes) + ahead);
+      if constexpr (kAhead) prefetch_second(reinterpret_cast<const char*>(b + v * kLanes) + ahead);
       T::template step<MR>(acc[v], a, k, b + v * kLanes);
     }
     b += ldb;

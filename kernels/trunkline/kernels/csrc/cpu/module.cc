@@ -19,7 +19,7 @@ namespace ffi = tvm::ffi;
 
 // To be raised, here and in native.py, with every change to the functions that Python calls: a library that was
 // not rebuilt after an update must be refused, not called with other arguments than it takes.
-constexpr int64_t kInterfaceVersion = 5;
+constexpr int64_t kInterfaceVersion = 6;
 
 int64_t interface_version() { return kInterfaceVersion; }
 
@@ -50,7 +50,7 @@ struct HostAllocator {
 // `arrays`, one after the other: block, first, count, base, row_indptr, rows, shifts, tail_item, query_position.
 // `numbers`: items, entries, rows, shared items, then the options.
 ffi::Tensor plan_work(TensorView arrays, ffi::Array<int64_t> numbers) {
-  require(numbers.size() == 15, "four sizes and eleven options are expected");
+  require(numbers.size() == 16, "four sizes and twelve options are expected");
   const int64_t item_count = numbers[0], entries = numbers[1], rows = numbers[2], shared_items = numbers[3];
   const int32_t* next = int32_data(arrays, "arrays");
   require(item_count >= 0 && entries >= 0 && rows >= 0 && shared_items >= 0 && shared_items <= item_count &&
@@ -88,6 +88,7 @@ ffi::Tensor plan_work(TensorView arrays, ffi::Array<int64_t> numbers) {
   chosen.invariant_tokens = option(8);
   chosen.share = option(9) != 0;
   chosen.vectors_per_read = option(10);
+  chosen.unit_vectors = option(11);
   std::vector<int32_t> words;
   try {
     words = plan_decode_work(items, chosen);

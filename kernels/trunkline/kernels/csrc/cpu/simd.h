@@ -387,6 +387,8 @@ TRUNKLINE_INLINE void transpose_words(const uint32_t* from, long from_stride, ui
 #endif
 
 TRUNKLINE_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+// To the second-level cache.
+TRUNKLINE_INLINE void prefetch_second(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // Below this, 2^x is zero: where `scale_by_power` gives zero.
 #if TRUNKLINE_LEVEL >= 2
