@@ -42,25 +42,34 @@ inline Row words(const uint64_t* m) {
   return Row{m[o[kFirst]], m[o[kSecond]], m[o[kThird]], m[o[kFourth]]};
 }
 
-template <int... kBytes>
-inline Row shuffled(Row x) {
-  auto bytes = reinterpret_cast<Bytes>(x);
-  return reinterpret_cast<Row>(__builtin_shufflevector(bytes, bytes, kBytes...));
+// The words of a vector in another order.
+template <int... kFrom, typename Vector>
+inline Vector shuffled(Vector x) {
+#if defined(__clang__)
+  return __builtin_shufflevector(x, x, kFrom...);
+#else
+  return __builtin_shuffle(x, Vector{kFrom...});
+#endif
+}
+
+template <int... kFrom>
+inline Row shuffled_bytes(Row x) {
+  return reinterpret_cast<Row>(shuffled<kFrom...>(reinterpret_cast<Bytes>(x)));
 }
 
 inline Row right_by_24(Row x) {
-  return shuffled<3, 4, 5, 6, 7, 0, 1, 2, 11, 12, 13, 14, 15, 8, 9, 10, 19, 20, 21, 22, 23, 16, 17, 18, 27, 28, 29,
-                  30, 31, 24, 25, 26>(x);
+  return shuffled_bytes<3, 4, 5, 6, 7, 0, 1, 2, 11, 12, 13, 14, 15, 8, 9, 10, 19, 20, 21, 22, 23, 16, 17, 18, 27,
+                        28, 29, 30, 31, 24, 25, 26>(x);
 }
 
 inline Row right_by_16(Row x) {
-  return shuffled<2, 3, 4, 5, 6, 7, 0, 1, 10, 11, 12, 13, 14, 15, 8, 9, 18, 19, 20, 21, 22, 23, 16, 17, 26, 27, 28,
-                  29, 30, 31, 24, 25>(x);
+  return shuffled_bytes<2, 3, 4, 5, 6, 7, 0, 1, 10, 11, 12, 13, 14, 15, 8, 9, 18, 19, 20, 21, 22, 23, 16, 17, 26,
+                        27, 28, 29, 30, 31, 24, 25>(x);
 }
 
 inline Row right_by_32(Row x) {
-  return shuffled<4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11, 20, 21, 22, 23, 16, 17, 18, 19, 28, 29, 30,
-                  31, 24, 25, 26, 27>(x);
+  return shuffled_bytes<4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11, 20, 21, 22, 23, 16, 17, 18, 19, 28,
+                        29, 30, 31, 24, 25, 26, 27>(x);
 }
 
 // G, for all lanes at once (RFC 7693, 3.1). `b` is what comes last, so it is added last.
@@ -80,13 +89,13 @@ template <int kRound>
 inline void round(State& s, const uint64_t* m) {
   mix(s, words<kRound, 0, 2, 4, 6>(m), words<kRound, 1, 3, 5, 7>(m));
   // The diagonals, in the lanes in which their `b` is: what waits for `b` need not wait for its move.
-  s.a = __builtin_shufflevector(s.a, s.a, 3, 0, 1, 2);
-  s.c = __builtin_shufflevector(s.c, s.c, 1, 2, 3, 0);
-  s.d = __builtin_shufflevector(s.d, s.d, 2, 3, 0, 1);
+  s.a = shuffled<3, 0, 1, 2>(s.a);
+  s.c = shuffled<1, 2, 3, 0>(s.c);
+  s.d = shuffled<2, 3, 0, 1>(s.d);
   mix(s, words<kRound, 14, 8, 10, 12>(m), words<kRound, 15, 9, 11, 13>(m));
-  s.a = __builtin_shufflevector(s.a, s.a, 1, 2, 3, 0);
-  s.c = __builtin_shufflevector(s.c, s.c, 3, 0, 1, 2);
-  s.d = __builtin_shufflevector(s.d, s.d, 2, 3, 0, 1);
+  s.a = shuffled<1, 2, 3, 0>(s.a);
+  s.c = shuffled<3, 0, 1, 2>(s.c);
+  s.d = shuffled<2, 3, 0, 1>(s.d);
 }
 
 struct Hash {
