@@ -150,7 +150,10 @@ class Rendering(NamedTuple):
                 before=before,
             )
 
-        size = sum([len(message.content) for message in messages]) + 64 * len(messages)
+        goes_on = known is not None and agreed == len(known.items)
+        characters = before.characters if before is not None and goes_on else 0
+        characters += sum([len(message.content) for message in (messages[agreed:] if goes_on else messages)])
+        size = characters + 64 * len(messages)
         size += sum(len(text) + 64 for document in self.documents for text in document.values())
         if size > RENDER_CHARACTERS_MAX:
             raise bad_value(
@@ -164,7 +167,7 @@ class Rendering(NamedTuple):
             made = await service.large_requests.run(render) if is_long else render()
             if memory is not None:
                 size = len(made.text) + _TURN_BYTES * len(messages)
-                memory.rendered.put(scope, begins, messages, made, size)
+                memory.rendered.put(scope, begins, messages, made._replace(characters=characters), size)
             return _before_mark(made.text) if self.continues else made.text
 
 

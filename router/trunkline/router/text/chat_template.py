@@ -177,6 +177,8 @@ class RenderedChat(NamedTuple):
     """The messages in the form for tools; None: they are shown as they are."""
     plain: PlainTurns | None = None
     """`turns` in the form for templates without tools; None: the template supports them."""
+    characters: int = 0
+    """Characters of the messages' contents, if the one that keeps it has counted them."""
 
     @property
     def text(self) -> str:
