@@ -31,7 +31,7 @@ LIKELY: Final = 2.0
 """How much more often tokens must be foreseen than is worth a row, so that short matches are looked for."""
 FORESEEN_NEW: Final = 0.1
 """Weight of a new token in how often tokens are foreseen."""
-SURE: Final = 16
+SURE: Final = 8
 """Number of tokens that agree from which on no longer match is looked for."""
 
 
