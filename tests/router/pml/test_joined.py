@@ -104,6 +104,21 @@ def test_two_schemas_in_a_conversation(template: str) -> None:
     assert "".join(piece.text for piece in both.pieces) == expected
 
 
+def test_messages_are_in_the_order_of_the_schemas() -> None:
+    early = "m.role == 'assistant' and messages[loop.index0 - 1].role != 'user'"
+    late = "not loop.first and m.role == 'system'"
+    strict = f"{{% if {early} or {late} %}}{{{{ raise_exception('not now') }}}}{{% endif %}}"
+    words = Words(CHATML.replace("{% for m in messages %}", "{% for m in messages %}" + strict))
+    modules = '<module name="a">a</module><module name="b">b</module>'
+    first = f'<schema name="first">{modules}<system>Be brief.</system></schema>'
+    second = '<schema name="second"><user>Hello.</user></schema>'
+    told = [{"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "Why?"}]
+    prompt = prompt_of([first, second], '<prompt schema="first second"/>', words, messages=told)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello."}, *told]
+    expected = words.render_chat(messages, add_generation_prompt=True)
+    assert "".join(piece.text for piece in prompt.pieces) == expected
+
+
 def test_only_the_first_has_a_bos() -> None:
     words = Words(bos=True)
     both = prompt_of([BARE, TOOLS.replace("<system>", "").replace("</system>", "")],
@@ -175,7 +190,12 @@ def test_random_schemas_side_by_side(seed: int) -> None:
             known |= set(contents(texts_message(schema)))
             position += schema.extent
         assert tokens_at(prompt) == expected
-        assert set(kv_of(prompt)) <= known, "no KV of its own"
+        kv = set(kv_of(prompt))
+        assert kv <= known, "no KV of its own"
+        for _, _, own in alone:
+            texts = zip(kv_of(own), own.texts, strict=True)
+            # Of a shorter text a BOS and the last token, which is computed, may be all.
+            assert kv >= {name for name, text in texts if len(text.tokens) > 2}, "scaffolds are used all the same"
     assert joined > 20
 
 
