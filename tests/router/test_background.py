@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from router.fake_controller import FakeController
 from router.harness import ANSWER, STORES, RunningRouter, make_answer, running, shared_records, wait_until
 from router.process_calls import router_process
 
+from trunkline.router.api import response_turn
 from trunkline.router.messages import FinishReason
 from trunkline.router.tasks import background_run, runner, task_lease
 from trunkline.router.text.tokenizer import Tokenizer
@@ -48,7 +50,7 @@ def finished(http: httpx.Client, response: str, seconds: float = 8.0) -> dict[st
     return get(http, response)
 
 
-def streamed(http: httpx.Client, path: str = "", **fields: Any) -> Iterator[dict[str, Any]]:
+def streamed(http: httpx.Client, path: str = "", **fields: Any) -> Generator[dict[str, Any], None, None]:
     """The events of a new response in the background or, with a path, of one that there is."""
     begun = (
         http.stream("GET", f"/v1/responses/{path}")
@@ -206,6 +208,31 @@ def test_streams_that_end_otherwise(http: httpx.Client, fake: FakeController) ->
     assert http.post(f"/v1/responses/{response}/cancel").json()["status"] == "cancelled"
     *_, last = events
     assert (last["type"], last["response"]["status"]) == ("response.failed", "cancelled")
+
+
+def test_what_continues_a_response_waits_for_it(
+    http: httpx.Client, fake: FakeController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.behaviour.hold = True
+    response = begin(http)
+    wait_until(lambda: fake.live == 1)
+    body = {"model": "demo", "input": "And?", "previous_response_id": response}
+    with monkeypatch.context() as patched:
+        patched.setattr(response_turn, "BACKGROUND_PATIENCE_S", 0.0)
+        refused = http.post("/v1/responses", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "response_busy")
+    answers: list[httpx.Response] = []
+    waiting = threading.Thread(target=lambda: answers.append(http.post("/v1/responses", json=body)))
+    waiting.start()
+    waiting.join(0.05)
+    assert not answers
+    fake.behaviour.hold = False
+    waiting.join(20)
+    assert (answers[0].status_code, answers[0].json()["previous_response_id"]) == (200, response)
+    failed = begin(http, input="long " * 4000)
+    finished(http, failed)
+    lost = http.post("/v1/responses", json={**body, "previous_response_id": failed})
+    assert (lost.status_code, lost.json()["error"]["code"]) == (404, "previous_response_not_found")
 
 
 def test_streams_that_there_are_not(http: httpx.Client) -> None:

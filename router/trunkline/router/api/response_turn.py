@@ -19,16 +19,22 @@ from msgspec.structs import replace
 from trunkline.router.api.blocks import renamed
 from trunkline.router.api.openai_items import Object, ResponsesRequest
 from trunkline.router.api.turn import SessionTurn
-from trunkline.router.errors import ApiError, not_found
+from trunkline.router.errors import ApiError, in_conflict, not_found
 from trunkline.router.http.answers import encoded
 from trunkline.router.jobs.request_models import Message
 from trunkline.router.request_context import request_name
 from trunkline.router.service import RouterService
+from trunkline.router.stores.owned_records import store_errors
 from trunkline.router.stores.session_history import History
 from trunkline.router.stores.session_lease import Lease
-from trunkline.router.stores.session_memory import Base
+from trunkline.router.stores.session_memory import Base, StoredSession
 from trunkline.router.stores.session_state import SessionState
+from trunkline.router.tenancy.auth import current_identity
 
+BACKGROUND_PATIENCE_S: Final = 60.0
+"""Longest time in seconds for which a request waits for the response that it continues to be made in the
+background."""
+_POLL_S: Final = 0.2
 _PATIENCE_S: Final = 1.0
 """Time in seconds for which an answer waits to be stored if its client did not ask for that."""
 
@@ -172,14 +178,46 @@ async def _continue_response(service: RouterService, body: ResponsesRequest, pre
     except ApiError as error:
         if error.status != 404:
             raise
-        raise not_found(
-            "previous_response_id",
-            f"previous response with id {previous[:80]!r} not found",
-            code="previous_response_not_found",
-        ) from None
+        found = await _once_made(service, previous, extends=body.store is not False)
+        if found is None:
+            raise not_found(
+                "previous_response_id",
+                f"previous response with id {previous[:80]!r} not found",
+                code="previous_response_not_found",
+            ) from None
+        stored = found
     service = _service_for(service, body, stored.session)
     session = replace(stored.session, model=service.model_name)
     return ResponseTurn(service, body, session, stored.base)
+
+
+async def _once_made(service: RouterService, previous: str, *, extends: bool) -> StoredSession | None:
+    """Return a response that is made in the background, once it is stored; None: there is none, or it has failed.
+
+    Raises:
+        ApiError: 409, it is still being made after `BACKGROUND_PATIENCE_S`.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + BACKGROUND_PATIENCE_S
+    try:
+        while True:
+            with store_errors("response", previous):
+                state = await service.background.get(current_identity().owner, previous)
+            if state.is_over:
+                return None
+            if loop.time() >= deadline:
+                message = f"previous response {previous[:80]!r} is still being made in the background; wait for it"
+                raise in_conflict("previous_response_id", message, code="response_busy")
+            await asyncio.sleep(_POLL_S)
+    except ApiError as error:
+        if error.status != 404:
+            raise
+    try:  # it is not in the background any more, because it is stored
+        return await service.histories.responses.get(previous, extends=extends)
+    except ApiError as error:
+        if error.status != 404:
+            raise
+        return None
 
 
 def _service_for(service: RouterService, body: ResponsesRequest, session: SessionState) -> RouterService:
