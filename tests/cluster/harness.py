@@ -24,7 +24,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 START_SECONDS_MAX = 90.0
-STOP_SECONDS_MAX = 30.0
+STOP_SECONDS_MAX = 60.0
 COMMAND_SECONDS_MAX = 150.0
 PATIENCE_SECONDS = 60.0
 """What is waited for at least: how long a thing takes that comes for certain is the machine's business."""
