@@ -343,6 +343,7 @@ class Simulation:
             queued_tokens=sum(turn.request.prompt for turn in turns),
             kv_used=0.0,
             running=0,
+            room=self.setting.tokens * self.groups[group].directory.copies.host.free_count,
         )
 
 

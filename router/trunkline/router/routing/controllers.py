@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Final
 
 import numpy as np
@@ -75,6 +76,9 @@ class Loads:
         """Part of each controller's blocks that running requests hold, 0 to 1, as of its last report."""
         self.running = np.zeros(controllers)
         """Number of each controller's running requests, as of its last report."""
+        self.room = np.full(controllers, inf)
+        """Tokens that each controller can keep besides those that it has, as of its last report; infinity: not
+        known, or as many as there are."""
 
     @property
     def inflight(self) -> FloatArray:
@@ -88,11 +92,22 @@ class Loads:
 
     def grow(self, controllers: int) -> None:
         """Make room for so many controllers."""
+        known = len(self.room)
         for name, values in vars(self).items():
             if isinstance(values, np.ndarray):
                 setattr(self, name, resized(values, controllers))
+        self.room[known:] = inf
 
-    def report(self, controller: int, *, requests: int, queued_tokens: int, kv_used: float, running: int) -> None:
+    def report(
+        self,
+        controller: int,
+        *,
+        requests: int,
+        queued_tokens: int,
+        kv_used: float,
+        running: int,
+        room: float = inf,
+    ) -> None:
         """Note a controller's report about the requests of all routers.
 
         Args:
@@ -100,16 +115,25 @@ class Loads:
             queued_tokens: prompt tokens of these requests that have still to be computed.
             kv_used: part of the controller's blocks that running requests hold, 0 to 1.
             running: requests that run.
+            room: tokens that the controller can keep without giving up any that it has.
         """
         self.other_inflight[controller] = max(0.0, requests - self.own_inflight[controller])
         self.other_queued[controller] = max(0.0, queued_tokens - self.own_queued[controller])
         self.kv_used[controller] = kv_used
         self.running[controller] = running
+        self.room[controller] = room
+
+    def displaced(self, lacking: NDArray[np.int64]) -> FloatArray:
+        """Return how many tokens would leave each controller's tiers to make room for those of a prompt that it
+        lacks, and for those of the prompts before it."""
+        gone: FloatArray = (lacking - np.maximum(self.room - self.queued, 0.0)).clip(0.0)
+        return gone
 
     def lost(self, controller: int) -> None:
         """Forget a controller's report. Requests that were sent there end ticket by ticket."""
         for reported in (self.other_inflight, self.other_queued, self.kv_used, self.running):
             reported[controller] = 0.0
+        self.room[controller] = inf
 
     def sent(self, ticket: int, live: SentRequest) -> None:
         """Add a request that was sent.

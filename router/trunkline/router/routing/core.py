@@ -244,7 +244,9 @@ class RoutingCore:
         prompt = max((each.names.prompt_tokens for each in found.values()), default=_prompt_tokens(request))
         new, goes_on, loads, settings = prompt - effective, -1, self.loads, self.settings
         waiting = (loads.inflight * settings.request_tokens + loads.queued) / settings.chunk_tokens
-        costs, matched = (new + settings.floor_tokens) * (1.0 + waiting), tiers.dot(_ONES)
+        matched = tiers.dot(_ONES)
+        work = new + settings.displaced_weight * loads.displaced(prompt - matched)
+        costs = (work + settings.floor_tokens) * (1.0 + waiting)
         if request.pinned >= 0:
             chosen, reason = request.pinned, "pinned"
         elif request.planned >= 0 and request.planned in candidates:

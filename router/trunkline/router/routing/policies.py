@@ -46,6 +46,9 @@ class RoutingSettings(msgspec.Struct, frozen=True):
     floor_tokens: int = 512
     """Number of tokens that is added to those that a request has to compute, so that load counts even where its
     whole prompt is cached."""
+    displaced_weight: float = 0.3
+    """What it costs, in tokens to compute, that a token of the prompt takes the place of another one which the
+    controller has: that one may have to be computed again."""
     stay_ratio: float = 1.5
     """Ratio of costs up to which a session stays at its controller: it moves if the cost there is more than the
     lowest cost times this ratio."""
@@ -85,7 +88,7 @@ class RoutingSettings(msgspec.Struct, frozen=True):
         for name in ("chunk_tokens", "floor_tokens", "sessions_max"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("request_tokens", "long_tokens", "apart_tokens", "stream_weight"):
+        for name in ("request_tokens", "displaced_weight", "long_tokens", "apart_tokens", "stream_weight"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
         for name in ("stay_ratio", "near_ratio"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from math import inf
 from typing import Final
 
 import msgspec
@@ -28,6 +29,17 @@ TICK_SECONDS: Final = 0.1
 CALL_SECONDS: Final = 10.0
 """Longest time in seconds to wait for a controller's answer."""
 _TOKEN_BYTES: Final = 4
+
+
+def room_of(state: State) -> float:
+    """Return for how many tokens a controller's largest tier has room; infinity: it has a remote tier."""
+    free = state.blocks_free
+    for tier in state.tiers:
+        if not tier.problem:
+            free = max(free, tier.slots - tier.used)
+            if tier.name == "remote":
+                return inf
+    return float(free * state.chunk_size)
 
 
 def identity_of(state: State) -> KvIdentity:

@@ -33,7 +33,7 @@ from trunkline.router.messages import FinishReason
 from trunkline.router.routing.core import NoControllerError, RoutingCore
 from trunkline.router.routing.request import Decision, RouteRequest
 from trunkline.router.routing.text_holders import told_texts
-from trunkline.router.streams.courier import identity_of
+from trunkline.router.streams.courier import identity_of, room_of
 from trunkline.router.streams.health import describe
 from trunkline.router.streams.link import ControllerLink, Standing
 from trunkline.router.streams.links import Links
@@ -219,6 +219,7 @@ class Dispatcher:
             queued_tokens=queued_tokens,
             kv_used=1.0 - (state.blocks_free + state.blocks_cached) / max(1, state.blocks_total),
             running=state.running,
+            room=room_of(state),
         )
 
     def _move_from(self, link: ControllerLink, now: float) -> None:
