@@ -75,7 +75,7 @@ class TrialProcess:
         self._cancelled = False
 
     def start(self) -> None:
-        """Start the process if there is none; it takes seconds until it is ready.
+        """Start the process if there is none; it takes tenths of a second until it is ready.
 
         Raises:
             OSError: it cannot be started.
