@@ -2,8 +2,8 @@
 
 A grammar is compiled here first, where it can do no harm: each in a child of this process, which has a memory
 limit and is killed when a compilation takes too long. A child is there at once, while this process takes some
-time to start. What passes is compiled again in rank 0, for a compiled grammar is far slower to hand over than to make
-(some become hundreds of megabytes).
+time to start. What passes is compiled again in rank 0, for a compiled grammar is far slower to hand over than to
+make (some become hundreds of megabytes).
 
 Lines of JSON: `TrialRequest` on stdin, `TrialVerdict` on stdout; an empty line says "ready".
 """
