@@ -59,8 +59,8 @@ struct Factors<BFloat16> {
 };
 
 // MR rows times NV vectors, C in rows of a panel's width. Each step asks for `kLines` lines of memory at `ahead`,
-// which moves on by as much as the panel does.
-template <class T, int MR, int NV, int kLines>
+// which moves on by as much as the panel does, for the cache of level `kCache`.
+template <class T, int MR, int NV, int kLines, int kCache>
 [[gnu::noinline]] void linear_tile(const typename T::A* a, long lda, const typename T::B* b, long ldb, int steps,
                                    float* c, bool accumulate, const char* ahead) {
   const typename T::A* rows[MR];
@@ -70,7 +70,7 @@ template <class T, int MR, int NV, int kLines>
     for (int v = 0; v < NV; ++v) acc[m][v] = accumulate ? load(c + m * kPanelWidth + v * kLanes) : zero();
   }
   for (int k = 0; k < steps; ++k) {
-    for (int line = 0; line < kLines; ++line) __builtin_prefetch(ahead + line * 64);
+    for (int line = 0; line < kLines; ++line) __builtin_prefetch(ahead + line * 64, 0, 4 - kCache);
     for (int part = 0; part < T::kWords; ++part) {
       typename Factors<T>::Lanes lanes[NV];
       for (int v = 0; v < NV; ++v) lanes[v] = Factors<T>::lanes(b + v * kLanes, ldb, part);
@@ -88,39 +88,67 @@ template <class T, int MR, int NV, int kLines>
 }
 
 // One tile of rows over all lanes of a panel.
-template <class T, int MR, int kLines>
+template <class T, int MR, int kLines, int kCache>
 TRUNKLINE_INLINE void linear_rows(const typename T::A* a, long lda, const typename T::B* b, int width, int steps,
                                   float* c, bool accumulate, const char* ahead) {
   constexpr int kVectors = tile_vectors(MR);
   int left = width / kLanes;
   for (; left >= kVectors; left -= kVectors, b += kVectors * kLanes, c += kVectors * kLanes) {
-    linear_tile<T, MR, kVectors, kLines>(a, lda, b, width, steps, c, accumulate, ahead);
+    linear_tile<T, MR, kVectors, kLines, kCache>(a, lda, b, width, steps, c, accumulate, ahead);
   }
   if constexpr (kVectors >= 8) {
     if (left >= 4) {
-      linear_tile<T, MR, 4, 0>(a, lda, b, width, steps, c, accumulate, ahead);
+      linear_tile<T, MR, 4, 0, 1>(a, lda, b, width, steps, c, accumulate, ahead);
       left -= 4, b += 4 * kLanes, c += 4 * kLanes;
     }
   }
   if constexpr (kVectors >= 4) {
     if (left >= 2) {
-      linear_tile<T, MR, 2, 0>(a, lda, b, width, steps, c, accumulate, ahead);
+      linear_tile<T, MR, 2, 0, 1>(a, lda, b, width, steps, c, accumulate, ahead);
       left -= 2, b += 2 * kLanes, c += 2 * kLanes;
     }
   }
-  if (left == 1) linear_tile<T, MR, 1, 0>(a, lda, b, width, steps, c, accumulate, ahead);
+  if (left == 1) linear_tile<T, MR, 1, 0, 1>(a, lda, b, width, steps, c, accumulate, ahead);
 }
 
-template <class T, int kLines>
+template <class T, int kLines, int kCache = 1>
 void linear_rows(int rows, const typename T::A* a, long lda, const typename T::B* b, int width, int steps,
                  float* c, bool accumulate, const char* ahead) {
   switch (rows) {
-    case 1: return linear_rows<T, 1, kLines>(a, lda, b, width, steps, c, accumulate, ahead);
-    case 2: return linear_rows<T, 2, kLines>(a, lda, b, width, steps, c, accumulate, ahead);
-    case 3: return linear_rows<T, 3, kLines>(a, lda, b, width, steps, c, accumulate, ahead);
-    case 4: return linear_rows<T, 4, kLines>(a, lda, b, width, steps, c, accumulate, ahead);
-    case 5: return linear_rows<T, 5, kLines>(a, lda, b, width, steps, c, accumulate, ahead);
-    default: return linear_rows<T, 6, kLines>(a, lda, b, width, steps, c, accumulate, ahead);
+    case 1: return linear_rows<T, 1, kLines, kCache>(a, lda, b, width, steps, c, accumulate, ahead);
+    case 2: return linear_rows<T, 2, kLines, kCache>(a, lda, b, width, steps, c, accumulate, ahead);
+    case 3: return linear_rows<T, 3, kLines, kCache>(a, lda, b, width, steps, c, accumulate, ahead);
+    case 4: return linear_rows<T, 4, kLines, kCache>(a, lda, b, width, steps, c, accumulate, ahead);
+    case 5: return linear_rows<T, 5, kLines, kCache>(a, lda, b, width, steps, c, accumulate, ahead);
+    default: return linear_rows<T, 6, kLines, kCache>(a, lda, b, width, steps, c, accumulate, ahead);
+  }
+}
+
+// One tile of rows over all lanes of a block of a panel, in sweeps of a few lanes that share the lines of memory at
+// `ahead` among themselves.
+template <class T, int MR>
+TRUNKLINE_INLINE void linear_sweeps(const typename T::A* a, long lda, const typename T::B* b, int width, int steps,
+                                    float* c, bool accumulate, const char* ahead) {
+  constexpr int kVectors = tile_vectors(MR);
+  constexpr int kBytes = kVectors * kLanes * static_cast<int>(sizeof(typename T::B));
+  int left = width / kLanes;
+  for (; left >= kVectors; left -= kVectors, b += kVectors * kLanes, c += kVectors * kLanes, ahead += kBytes) {
+    linear_tile<T, MR, kVectors, (kBytes + 63) / 64, 2>(a, lda, b, width, steps, c, accumulate, ahead);
+  }
+  if constexpr (kVectors == 4) {  // panels are multiples of kPanelQuantum wide
+    if (left > 0) linear_tile<T, MR, 2, 0, 1>(a, lda, b, width, steps, c, accumulate, ahead);
+  }
+}
+
+template <class T>
+void linear_sweeps(int rows, const typename T::A* a, long lda, const typename T::B* b, int width, int steps,
+                   float* c, bool accumulate, const char* ahead) {
+  switch (rows) {
+    case 2: return linear_sweeps<T, 2>(a, lda, b, width, steps, c, accumulate, ahead);
+    case 3: return linear_sweeps<T, 3>(a, lda, b, width, steps, c, accumulate, ahead);
+    case 4: return linear_sweeps<T, 4>(a, lda, b, width, steps, c, accumulate, ahead);
+    case 5: return linear_sweeps<T, 5>(a, lda, b, width, steps, c, accumulate, ahead);
+    default: return linear_sweeps<T, 6>(a, lda, b, width, steps, c, accumulate, ahead);
   }
 }
 

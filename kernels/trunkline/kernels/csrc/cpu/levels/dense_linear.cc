@@ -63,12 +63,29 @@ const typename T::A* prepare_rows(const LinearCall& call, int64_t row_begin, int
   return rows;
 }
 
+// One tile of rows that cannot take all lanes of a panel at a time: block by block, so that the sweeps over a block
+// after the first find it in a cache.
+template <class T>
+void multiply_few_rows(int rows, const typename T::A* a, long lda, const typename T::B* b, int width,
+                       int64_t steps, float* sums) {
+  for (int64_t start = 0; start < steps; start += kBlockSteps) {
+    const auto* block = b + start * width;
+    const char* next = reinterpret_cast<const char*>(block + kBlockSteps * width);
+    linear_sweeps<T>(rows, a + start * T::kWords, lda, block, width, smaller(kBlockSteps, steps - start), sums,
+                     start > 0, next);
+  }
+}
+
 // While the rows of a batch pass over a block, its tiles share the lines of the next block among themselves and
 // ask for them: reading memory and multiplying overlap, which neither the processor's prefetching (it sees no
-// stream while a block is reused) nor its window (it is shorter than a tile) does. A step has four lines.
+// stream while a block is reused) nor its window (it is shorter than a tile) does. A step has four lines. They go to
+// the second-level cache: two blocks and the sums do not fit a first-level one of 32 KB.
 template <class T>
 void multiply_plain_panel(int rows, const typename T::A* a, long lda, const typename T::B* b, int width,
                           int64_t steps, float* sums) {
+  if constexpr (tile_vectors(kTileRows) * kLanes < kPanelWidth) {
+    if (rows > 1 && rows <= kTileRows) return multiply_few_rows<T>(rows, a, lda, b, width, steps, sums);
+  }
   if (rows <= kTileRows) {
     const char* ahead = reinterpret_cast<const char*>(b) + kAheadBytes;
     return linear_rows<T, 4>(rows, a, lda, b, width, static_cast<int>(steps), sums, false, ahead);
@@ -84,10 +101,10 @@ void multiply_plain_panel(int rows, const typename T::A* a, long lda, const type
       float* tile_sums = sums + first * kPanelWidth;
       if (tiles < 4) {
         const char* ahead = next + (tile & 1) * 128;
-        linear_rows<T, 2>(last - first, tile_a, lda, block, width, count, tile_sums, start > 0, ahead);
+        linear_rows<T, 2, 2>(last - first, tile_a, lda, block, width, count, tile_sums, start > 0, ahead);
       } else {
         const char* ahead = next + (tile & 3) * 64;
-        linear_rows<T, 1>(last - first, tile_a, lda, block, width, count, tile_sums, start > 0, ahead);
+        linear_rows<T, 1, 2>(last - first, tile_a, lda, block, width, count, tile_sums, start > 0, ahead);
       }
     }
   }
