@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from tests.seeds import seeds
+from seeds import seeds
 
 from trunkline.kvstore import chunks
 from trunkline.kvstore.chunks import NAME_BYTES, chain, chunk_name
