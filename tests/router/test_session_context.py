@@ -99,7 +99,7 @@ def test_another_tokenizer(router: RunningRouter, http: httpx.Client, fake: Fake
     session = create(http)["id"]
     assert chat(http, session).status_code == 200
     assert http.post(f"/v1/sessions/{session}/discard", json={"tokens": [[3, 5]]}).status_code == 200
-    record, _, segments, _ = reading_of(router, session)
+    record, _, segments, *_ = reading_of(router, session)
     history = read_segments(History(), [segment.content for segment in segments])
     added = segments_of(change_between(history, replace(history, vocabulary="another")))
     change = Change(record.header, record.ttl, record.head, added)

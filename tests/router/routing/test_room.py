@@ -84,7 +84,9 @@ def test_room_is_what_was_told_last_by_whom_is_there(seed: int) -> None:
 
 
 def test_the_room_of_a_group_is_that_of_its_largest_tier() -> None:
-    state = msgspec.structs.replace(State(0, "ready", "", *[0] * 14), blocks_free=3, chunk_size=64)
+    state = msgspec.structs.replace(
+        State(0, "ready", "", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), blocks_free=3, chunk_size=64
+    )
     assert room_of(state) == 3 * 64
 
     def tier(name: str, slots: int, used: int, problem: str = "") -> TierState:

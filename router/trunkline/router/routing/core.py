@@ -242,11 +242,8 @@ class RoutingCore:
         candidates, prefills = self._candidates(request, now)
         found, tiers, effective, pulled, tail = self._look_up(request, now)
         prompt = max((each.names.prompt_tokens for each in found.values()), default=_prompt_tokens(request))
-        new, goes_on, loads, settings = prompt - effective, -1, self.loads, self.settings
-        waiting = (loads.inflight * settings.request_tokens + loads.queued) / settings.chunk_tokens
-        matched = tiers.dot(_ONES)
-        work = new + settings.displaced_weight * loads.displaced(prompt - matched)
-        costs = (work + settings.floor_tokens) * (1.0 + waiting)
+        new, goes_on, loads, matched = prompt - effective, -1, self.loads, tiers.dot(_ONES)
+        costs = self._costs(new, prompt - matched)
         if request.pinned >= 0:
             chosen, reason = request.pinned, "pinned"
         elif request.planned >= 0 and request.planned in candidates:
@@ -303,6 +300,13 @@ class RoutingCore:
             given.kept,
             left_behind(own, given.holders, prompt),
         )
+
+    def _costs(self, new: FloatArray, lacking: IntArray) -> FloatArray:
+        """Return controllers' costs, float64 `[controllers]`, by the tokens that are new and that no tier has."""
+        loads, settings = self.loads, self.settings
+        waiting = (loads.inflight * settings.request_tokens + loads.queued) / settings.chunk_tokens
+        work = new + settings.displaced_weight * loads.displaced(lacking)
+        return (work + settings.floor_tokens) * (1.0 + waiting)
 
     def sent(self, ticket: int, decision: Decision, request: RouteRequest, now: float) -> None:
         """Note that a request was sent as decided.
