@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from typing import Any
 import httpx
 import pytest
 from cluster.harness import wait_for
+from deploy.waiting import free_ports
 from router.harness import free_port
 from router.model_folders import VOCAB_SIZE, write_tokenizer
 from worker.checkpoints import make_checkpoint
@@ -39,24 +39,13 @@ _COMMAND = (sys.executable, "-P", "-m", "trunkline.deploy.cli.app")
 _QUIET = ("--log-level", "warning", "--plain-tcp")
 
 
-def free_ports() -> int:
-    """A port that is free, like the one behind it, as a group needs them."""
-    while True:
-        port = free_port()
-        try:
-            with socket.create_server(("127.0.0.1", port + 1)):
-                return port
-        except OSError:
-            continue
-
-
 class Models:
     """A group for each model, and a router of both."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.ports = {name: free_ports() for name in TRAINED}
+        self.ports = {name: free_ports(2) for name in TRAINED}
         self.checkpoints: dict[str, Path] = {}
         for seed, (name, text) in enumerate(TRAINED.items()):
             path = make_checkpoint(folder / f"{name}-checkpoint", vocab_size=VOCAB_SIZE, seed=seed)

@@ -14,7 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 from cluster.harness import wait_for
-from cluster.test_models import _COMMAND, START_S, TRAINED, Models, free_ports, text_of
+from cluster.test_models import _COMMAND, START_S, TRAINED, Models, text_of
+from deploy.waiting import free_ports
 from router.harness import free_port
 from router.model_folders import VOCAB_SIZE, write_tokenizer
 from worker.checkpoints import make_checkpoint
@@ -61,7 +62,7 @@ class Upgrade(Models):
 
     def join(self, name: str, checkpoint: str, *options: str) -> None:
         """Start a group."""
-        self.ports[name] = free_ports()
+        self.ports[name] = free_ports(2)
         self.start(
             name,
             *("group", str(self.checkpoints[checkpoint]), "--served-model-name", "m", "--plain-tcp"),

@@ -13,6 +13,7 @@ import zmq
 from cluster.faults import launcher
 from cluster.harness import Cluster, wait_for
 from controller.hostile_peers import requests
+from deploy.waiting import free_ports
 from simulation.hostile import altered
 
 from trunkline.runtime.wire_keys import PARTS, Role, generate, write
@@ -23,14 +24,6 @@ pytestmark = pytest.mark.processes
 SMALL = ("--dtype", "float32", "--threads", "1", "--kv-memory", "16MiB", "--disk-tier", "0", "--tp", "2")
 ASKED = {"model": "trunkline-demo", "prompt": "def join(", "max_tokens": 24, "temperature": 0}
 MESSAGES = 3000
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports: list[int] = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def text_of(cluster: Cluster) -> str:
@@ -58,7 +51,7 @@ def test_strangers_and_nonsense_change_nothing(tmp_path: Path) -> None:
         write(whole.part(roles), tmp_path / part)
     write(generate(), tmp_path / "other")
     names = ("plan_endpoint", "report_endpoint", "router_endpoint", "events_endpoint")
-    places = {name: f"tcp://127.0.0.1:{port}" for name, port in zip(names, free_ports(4), strict=True)}
+    places = {name: f"tcp://127.0.0.1:{port}" for port, name in enumerate(names, free_ports(len(names)))}
     to_workers = {name: places[name] for name in names[:2]}
     to_routers = {
         "members": "",

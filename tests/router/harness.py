@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 import uvloop
+from deploy.waiting import free_ports
 from router.fake_controller import FakeController, prompt_of
 from router.in_process import InProcess
 from worker.redis_server import RedisServer
@@ -149,10 +150,8 @@ def asking(router: RunningRouter, path: str, body: Any) -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that was free a moment ago, and that no connection is given."""
+    return free_ports()
 
 
 @contextmanager

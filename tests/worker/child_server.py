@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
+
+from deploy.waiting import free_ports
 
 
 class ChildServer:
     """Subclasses start the process."""
 
     def __init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self.port = free_ports()
         self._process: subprocess.Popen[bytes] | None = None
 
     def pause(self) -> None:
