@@ -277,7 +277,8 @@ class Speed:
         """
         rates: list[tuple[float, float]] = []
         tasks = tasks_of(self._lengths)
-        limits = httpx.Limits(max_connections=None)
+        # llama.cpp's server closes connections that are idle while the others are asked.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with AsyncExitStack() as stack:
             clients = []
             for server in self._servers:

@@ -16,7 +16,6 @@ import contextlib
 import gc
 import random
 import time
-import tracemalloc
 from collections import deque
 from typing import NamedTuple
 
@@ -67,14 +66,12 @@ class Cluster:
             if case.peers:
                 self.core.set_exports(controller, [f"tcp://10.0.0.{controller}:7000"])
             self.core.set_available(controller, True, 0.0)
-        tracemalloc.start()
         for prompt in self.prompts:
             names = b"".join(whole_chunks(root, prompt, CHUNK))
             for controller in self.rng.sample(range(case.controllers), min(2, case.controllers)):
                 tiers = bytes(self.rng.choice((1, 1, 3, 2, 6, 4)) for _ in range(self.chunks))
                 self.core.index.apply(controller, names, tiers)
-        self.index_bytes = tracemalloc.get_traced_memory()[0]
-        tracemalloc.stop()
+        self.index_bytes = self.core.index.held_bytes
         self.live: deque[int] = deque()
         self.waiting: deque[int] = deque()
         self.ticket = 0

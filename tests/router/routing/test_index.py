@@ -247,7 +247,7 @@ def test_memory_is_what_is_estimated() -> None:
     for _ in range(40):
         names = rng.randbytes(16 * 256)
         index.apply(rng.randrange(64), names, b"\3" * 256)
-    held = index._table.held_bytes()
+    held = index.held_bytes
     assert 0.5 * index.estimated_bytes < held < 1.1 * index.estimated_bytes
 
 

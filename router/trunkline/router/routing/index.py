@@ -124,6 +124,11 @@ class ChunkIndex:
         return self._names.count * self._names.bytes_each
 
     @property
+    def held_bytes(self) -> int:
+        """Memory that the names take by the table's own account."""
+        return self._table.held_bytes()
+
+    @property
     def evicted(self) -> int:
         """Number of names that were removed for lack of room since the start."""
         return self._names.evicted
