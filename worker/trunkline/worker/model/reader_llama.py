@@ -1,0 +1,90 @@
+"""Readers of LLaMA's config.json and those of its followers without experts. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from trunkline.worker.model import architecture as records
+from trunkline.worker.model.architecture import Architecture
+from trunkline.worker.model.config_fields import Fields, make_rope
+from trunkline.worker.model.model_config import ModelConfig
+from trunkline.worker.model.reader_base import Reader, llama_like, windowed, with_attention, with_attention_bias
+
+
+def _llama(raw: Mapping[str, Any]) -> ModelConfig:
+    fields = Fields(raw)
+    config = llama_like(fields, records.LLAMA)
+    return replace(with_attention_bias(config, fields), mlp_bias=fields.flag("mlp_bias", False))
+
+
+def _mistral(raw: Mapping[str, Any]) -> ModelConfig:
+    fields = Fields(raw)
+    window = int(fields.nullable("sliding_window", 4096))
+    return with_attention(llama_like(fields, records.MISTRAL), lambda _, own: replace(own, window=window))
+
+
+def _qwen2(raw: Mapping[str, Any]) -> ModelConfig:
+    fields = Fields(raw)
+    return replace(_qwen_windowed(llama_like(fields, records.QWEN2), fields), attention_bias=True)
+
+
+def _qwen3(raw: Mapping[str, Any]) -> ModelConfig:
+    fields = Fields(raw)
+    config = with_attention_bias(llama_like(fields, records.QWEN3, head_dim=128), fields)
+    return _qwen_windowed(config, fields)
+
+
+def _qwen_windowed(config: ModelConfig, fields: Fields) -> ModelConfig:
+    if not fields.flag("use_sliding_window", False):
+        return config
+    first = fields.whole("max_window_layers", 28)
+    return windowed(config, fields, lambda layer: layer >= first)
+
+
+def _gemma2(raw: Mapping[str, Any]) -> ModelConfig:
+    fields = Fields(raw, hidden_act="hidden_activation")
+    config = _gemma(fields, records.GEMMA2, period=2)
+    soft_cap = fields.nullable("attn_logit_softcapping", 50.0)
+    return replace(
+        with_attention(config, lambda _, own: replace(own, soft_cap=soft_cap)),
+        logit_soft_cap=fields.nullable("final_logit_softcapping", 30.0),
+    )
+
+
+def _gemma3(raw: Mapping[str, Any]) -> ModelConfig:
+    fields = Fields(raw, hidden_act="hidden_activation")
+    fields.refuse("attn_logit_softcapping")
+    config = _gemma(fields, records.GEMMA3, period=fields.whole("sliding_window_pattern", 6))
+    given = fields.get("rope_parameters") or {}
+    everywhere = given.get("full_attention") or fields.get("rope_scaling") or {}
+    nearby = given.get("sliding_attention") or {}
+    theta = float(everywhere.get("rope_theta") or fields.number("rope_theta", 1e6))
+    near_theta = float(nearby.get("rope_theta") or fields.number("rope_local_base_freq", 1e4))
+    rope = make_rope(everywhere, config.head_dim, theta, config.max_positions)
+    near_rope = make_rope(nearby, config.head_dim, near_theta, config.max_positions)
+    return replace(
+        with_attention(config, lambda _, own: replace(own, rope=near_rope if own.window else rope)),
+        logit_soft_cap=fields.nullable("final_logit_softcapping", 0.0),
+    )
+
+
+def _gemma(fields: Fields, architecture: Architecture, period: int) -> ModelConfig:
+    """Read what Gemmas have in common: every `period`-th layer sees all before it, the others a window."""
+    fields.refuse("use_bidirectional_attention", False)
+    config = llama_like(fields, architecture, activation="gelu_pytorch_tanh", tied=True, head_dim=256)
+    scale = fields.number("query_pre_attn_scalar", 256) ** -0.5
+    config = with_attention(config, lambda _, own: replace(own, scale=scale))
+    config = windowed(config, fields, lambda layer: (layer + 1) % period > 0)
+    return replace(with_attention_bias(config, fields), embedding_scale=config.hidden_size**0.5)
+
+
+LLAMA_READERS: Final[Mapping[str, Reader]] = {
+    "Gemma2ForCausalLM": _gemma2,
+    "Gemma3ForCausalLM": _gemma3,
+    "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+}
