@@ -108,7 +108,7 @@ def read(config: dict[str, Any]) -> ModelConfig:
 
 def token_bytes(model: ModelConfig) -> int:
     """KV of one token, all layers, in a 16-bit type."""
-    return model.kv_block_bytes(1, 1, "bfloat16")
+    return model.chunk_format(1, "bfloat16").chunk_bytes
 
 
 def add_models(report: Report) -> None:

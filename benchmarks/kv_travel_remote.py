@@ -23,8 +23,8 @@ from typing import Final
 import redis
 from report import Report
 
+from trunkline.kvstore.chunk_format import ChunkFormat, kv_format
 from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, SlotId
-from trunkline.kvstore.fingerprint import KvShape
 from trunkline.kvstore.remote_stores import Place
 from trunkline.kvstore.shards import HeadShard
 from trunkline.kvstore.tier import SlotKey
@@ -32,8 +32,10 @@ from trunkline.worker.tiers.remote_tier import Part, RemoteTier, open_remote_tie
 from trunkline.worker.tiers.tier_queue import BATCH_MAX
 
 THREADS: Final = 4
-SHAPES: Final = {"demo": KvShape(8, 2, 64, 64), "110 M": KvShape(12, 4, 64, 64)}
-"""Of a chunk, float32."""
+SHAPES: Final = {
+    "demo": kv_format((8, 2, 64, 64), "float32"),
+    "110 M": kv_format((12, 4, 64, 64), "float32"),
+}
 STARTED_S: Final = 30.0
 
 
@@ -50,9 +52,9 @@ def measure_remote(report: Report, *, quick: bool) -> None:
                 _measure(report, store, url, model, shape, rounds)
 
 
-def _measure(report: Report, store: str, url: str, model: str, shape: KvShape, rounds: int) -> None:
-    size = 4 * shape.layers * 2 * shape.kv_heads * shape.chunk_size * shape.head_dim
-    part = Part(b"benchmark" + model.encode(), HeadShard(shape.kv_heads), shape, size)
+def _measure(report: Report, store: str, url: str, model: str, shape: ChunkFormat, rounds: int) -> None:
+    size = shape.chunk_bytes
+    part = Part(b"benchmark" + model.encode(), HeadShard(shape.heads), shape)
     tier = open_remote_tier(url, part, 600.0)
     assert isinstance(tier, RemoteTier)
     names = [ChunkName(index.to_bytes(NAME_BYTES, "little")) for index in range(96)]

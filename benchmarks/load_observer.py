@@ -55,7 +55,7 @@ def find_cluster(supervisor_pid: int) -> Cluster:
         raise SystemExit(f"process {supervisor_pid} has {len(configs['controller'])} controllers; 1 is needed")
     worker, tp = configs["worker"][0], len(configs["worker"])
     model = read_model_config(Path(worker["model"]))
-    block_bytes = tp * model.kv_block_bytes(worker["chunk_size"], tp, worker["dtype"])
+    block_bytes = tp * model.chunk_format(worker["chunk_size"], worker["dtype"]).of_rank(tp).chunk_bytes
     return Cluster(configs["controller"][0]["router_endpoint"], worker["chunk_size"], block_bytes)
 
 

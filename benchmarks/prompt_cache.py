@@ -121,7 +121,7 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, grid: Grid) -> None:
         self._grid = grid
         self._rng = np.random.default_rng(0)
-        self._block_bytes = read_model_config(small_model()).kv_block_bytes(CHUNK, 1, arguments.dtype)
+        self._block_bytes = read_model_config(small_model()).chunk_format(CHUNK, arguments.dtype).chunk_bytes
         # Texts end within a chunk. A run leaves the blocks of three prompts that are not found again and of one
         # that is, for each u: nothing that a case shall find may be evicted before.
         longest = blocks_for(max(grid.lengths) + max(grid.owns), CHUNK) + DOCUMENTS + 2

@@ -61,7 +61,7 @@ class Model:
         shard, kind = Shard(config, 0, 1), DTYPES[dtype]
         self.kernels = kernels
         self.weights = load_weights(folder, shard, kind, CPU, kernels, lambda *_: None, quantisation)
-        pool = make_kv_pool(shard, blocks, CHUNK, kind, CPU)
+        pool = make_kv_pool(blocks, config.chunk_format(CHUNK, dtype), CPU)
         self.decoder = Decoder(shard, self.weights, kernels, TensorParallel.alone(CPU), pool)
         self._dtype = kind
 

@@ -114,7 +114,7 @@ def _to_gpu(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.cuda()
     if isinstance(x, KvPool):
-        return KvPool(x.data.cuda(), x.packed.cuda())
+        return KvPool(x.data.cuda(), x.packed.cuda(), x.format)
     if isinstance(x, tuple) and hasattr(x, "_fields"):
         return type(x)(*(_to_gpu(part) for part in x))
     return x

@@ -2,66 +2,70 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from trunkline.kvstore import fingerprint
+from trunkline.kvstore.chunk_format import ChunkFormat, Numbers, kv_format
 from trunkline.kvstore.fingerprint import (
     FINGERPRINT_BYTES,
-    KvShape,
     exchange_fingerprint,
     model_fingerprint,
     tier_fingerprint,
 )
 
-SHAPE = KvShape(layers=4, kv_heads=2, chunk_size=64, head_dim=32)
-ARGUMENTS: dict[str, Any] = {
-    "model": b"m" * 16,
-    "dtype": "float32",
-    "tp": 2,
-    "shape": SHAPE,
-    "positions": "rope 1e4",
-}
+SIZES = (4, 2, 64, 32)
+CHUNK = kv_format(SIZES, "float32", positions="rope 1e4")
+MODEL = b"m" * 16
 
 
 def test_equal_configurations_agree() -> None:
-    first = tier_fingerprint(**ARGUMENTS)
-    assert first == tier_fingerprint(**ARGUMENTS)
+    first = tier_fingerprint(MODEL, CHUNK, 2)
+    assert first == tier_fingerprint(MODEL, kv_format(SIZES, "float32", positions="rope 1e4"), 2)
     assert len(first) == FINGERPRINT_BYTES
 
 
-CHANGES: list[dict[str, Any]] = [
-    {"model": b"n" * 16},
-    {"model": b""},
-    {"dtype": "bfloat16"},
-    {"shape": SHAPE._replace(chunk_size=32)},
-    {"shape": SHAPE._replace(layers=5)},
-    {"shape": SHAPE._replace(layers=2, kv_heads=4)},  # as many bytes
-    {"positions": "rope 1e5"},
+OTHERS: list[ChunkFormat] = [
+    kv_format(SIZES, "bfloat16", positions="rope 1e4"),
+    kv_format(SIZES, "float32", "int8", positions="rope 1e4"),
+    kv_format(SIZES, "bfloat16", "int8", positions="rope 1e4"),  # computed in another precision
+    replace(CHUNK, chunk_size=32),
+    replace(CHUNK, layers=5),
+    replace(CHUNK, layers=2, heads=4),  # as many bytes
+    replace(CHUNK, positions="rope 1e5"),
+    replace(CHUNK, bands=("latents",)),
+    replace(CHUNK, row=(Numbers("latent", "float32", 28), Numbers("rotary", "float32", 4))),
 ]
 
 
-@pytest.mark.parametrize("change", [{"tp": 1}, *CHANGES])
-def test_every_difference_counts(change: dict[str, Any]) -> None:
-    assert tier_fingerprint(**ARGUMENTS | change) != tier_fingerprint(**ARGUMENTS)
+@pytest.mark.parametrize("other", OTHERS)
+def test_every_difference_counts(other: ChunkFormat) -> None:
+    found = [
+        (tier_fingerprint(MODEL, chunk, 2), exchange_fingerprint(MODEL, chunk))
+        for chunk in (CHUNK, other, *OTHERS)
+    ]
+    assert len(set(found)) == len(OTHERS) + 1
+    assert {len(one) for pair in found for one in pair} == {FINGERPRINT_BYTES}
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_every_difference_but_ranks_counts_between_groups(change: dict[str, Any]) -> None:
-    arguments = {name: value for name, value in ARGUMENTS.items() if name != "tp"}
-    first = exchange_fingerprint(**arguments)
-    assert first == exchange_fingerprint(**arguments) != exchange_fingerprint(**arguments | change)
-    assert len(first) == FINGERPRINT_BYTES
-    assert first != tier_fingerprint(**ARGUMENTS)
+@pytest.mark.parametrize("model", [b"n" * 16, b""])
+def test_the_model_counts(model: bytes) -> None:
+    assert tier_fingerprint(model, CHUNK, 2) != tier_fingerprint(MODEL, CHUNK, 2)
+    assert exchange_fingerprint(model, CHUNK) != exchange_fingerprint(MODEL, CHUNK)
 
 
-def test_a_new_format_makes_old_data_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = tier_fingerprint(**ARGUMENTS)
-    exchanged = exchange_fingerprint(b"m", "float32", SHAPE, "")
+def test_the_number_of_ranks_counts_within_a_group_only() -> None:
+    assert len({tier_fingerprint(MODEL, CHUNK, tp) for tp in (1, 2, 4)}) == 3  # at 4 ranks the part is that of 2
+    assert exchange_fingerprint(MODEL, CHUNK) != tier_fingerprint(MODEL, CHUNK, 1)
+
+
+def test_new_bytes_make_old_data_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
+    before: list[Any] = [tier_fingerprint(MODEL, CHUNK, 2), exchange_fingerprint(MODEL, CHUNK)]
     monkeypatch.setattr(fingerprint, "FORMAT", fingerprint.FORMAT + 1)
-    assert tier_fingerprint(**ARGUMENTS) != before
-    assert exchange_fingerprint(b"m", "float32", SHAPE, "") != exchanged
+    assert tier_fingerprint(MODEL, CHUNK, 2) != before[0]
+    assert exchange_fingerprint(MODEL, CHUNK) != before[1]
 
 
 def test_parts_do_not_run_into_each_other() -> None:

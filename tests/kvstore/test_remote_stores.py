@@ -12,8 +12,8 @@ import pytest
 from trunkline.deploy.config.option_values import check_records_url, check_remote_url
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
+from trunkline.kvstore.chunk_format import kv_format
 from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, SlotId
-from trunkline.kvstore.fingerprint import KvShape
 from trunkline.kvstore.remote_stores import REMOTE_STORES, RemoteStore
 from trunkline.kvstore.shards import HeadShard
 from trunkline.kvstore.tier import SlotKey
@@ -91,15 +91,15 @@ def test_a_store_of_another_package_serves_kv(package: Path) -> None:
     url = f"folder://{package}"
     ServeSettings(remote_tier=url).validate()
     halves = [HeadShard(4, rank, 2) for rank in range(2)]
-    shape = KvShape(3, 2, 16, 8)
-    size = 3 * 2 * 2 * 16 * 8
+    part = kv_format((3, 2, 16, 8), "int8")
+    size = part.chunk_bytes
     key = SlotKey(SlotId(-1), ChunkName(b"n" * NAME_BYTES), 0)
     for rank, half in enumerate(halves):
-        tier = open_remote_tier(url, Part(b"model", half, shape, size), 60.0)
+        tier = open_remote_tier(url, Part(b"model", half, part), 60.0)
         assert tier.present([key.name]) == 0
         tier.write(key, memoryview(bytes([rank]) * size))
         assert tier.present([key.name]) == 1
-    whole = open_remote_tier(url, Part(b"model", HeadShard(4), shape._replace(kv_heads=4), 2 * size), 60.0)
+    whole = open_remote_tier(url, Part(b"model", HeadShard(4), part.with_heads(4)), 60.0)
     into = memoryview(bytearray(2 * size))
     assert whole.read(key, into)
     rows = 2 * 16 * 8
@@ -119,7 +119,7 @@ def test_a_store_of_another_package_serves_kv(package: Path) -> None:
     ],
 )
 def test_wrong_urls_of_other_packages_are_told(package: Path, url: str, message: str) -> None:
-    part = Part(b"model", HeadShard(4), KvShape(3, 4, 16, 8), 1)
+    part = Part(b"model", HeadShard(4), kv_format((3, 4, 16, 8), "float32"))
     with pytest.raises(UserError, match=message):
         check_remote_url(url)
     with pytest.raises(WorkerConfigError, match=message):
@@ -142,4 +142,4 @@ def test_a_client_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UserError, match=message):
         check_remote_url("away://host")
     with pytest.raises(WorkerConfigError, match=message):
-        open_remote_tier("away://host", Part(b"model", HeadShard(4), KvShape(3, 4, 16, 8), 1), 60.0)
+        open_remote_tier("away://host", Part(b"model", HeadShard(4), kv_format((3, 4, 16, 8), "float32")), 60.0)

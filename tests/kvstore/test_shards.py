@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from seeds import seeds
 
-from trunkline.kvstore.fingerprint import KvShape
+from trunkline.kvstore.chunk_format import kv_format
 from trunkline.kvstore.shards import HeadShard, Piece, ShardError, rows_of
 
-SHAPE = KvShape(layers=3, kv_heads=1, chunk_size=4, head_dim=2)
+FORMAT = kv_format((3, 1, 4, 2), "float32")
 
 
 def divisors(kv_heads: int) -> list[int]:
@@ -45,17 +45,16 @@ def test_pieces_make_the_same_part(seed: int) -> None:
     chance = random.Random(seed)
     kv_heads = chance.choice([1, 2, 3, 4, 6, 8, 12])
     tp, peer_tp = chance.choice(divisors(kv_heads)), chance.choice(divisors(kv_heads))
-    shape = SHAPE._replace(kv_heads=kv_heads)
-    size = (shape.layers, 2, kv_heads, shape.chunk_size, shape.head_dim)
+    size = FORMAT.with_heads(kv_heads).shape
     whole = np.arange(np.prod(size), dtype=np.float32).reshape(size)
     theirs = parts(whole, kv_heads, peer_tp)
-    their_shape = shape._replace(kv_heads=len(HeadShard(kv_heads, 0, peer_tp).heads))
+    their_part = FORMAT.with_heads(len(HeadShard(kv_heads, 0, peer_tp).heads))
     for rank, expected in enumerate(parts(whole, kv_heads, tp)):
         shard = HeadShard(kv_heads, rank, tp)
         made = bytearray(len(expected))
-        rows = rows_of(memoryview(made), shape._replace(kv_heads=len(shard.heads)))
+        rows = rows_of(memoryview(made), FORMAT.with_heads(len(shard.heads)))
         for piece in shard.pieces(peer_tp):
-            source = rows_of(memoryview(theirs[piece.rank]), their_shape)
+            source = rows_of(memoryview(theirs[piece.rank]), their_part)
             rows[:, piece.target.start : piece.target.stop] = source[:, piece.source.start : piece.source.stop]
         assert bytes(made) == expected
 
@@ -70,4 +69,4 @@ def test_a_peer_that_cannot_be_is_refused() -> None:
     with pytest.raises(ShardError, match="8 KV heads cannot be divided among 3 ranks"):
         HeadShard(8, 0, 2).pieces(3)
     with pytest.raises(ShardError):
-        rows_of(memoryview(bytes(100)), SHAPE)
+        rows_of(memoryview(bytes(100)), FORMAT)

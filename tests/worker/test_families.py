@@ -42,7 +42,7 @@ def test_a_good_model(folder: Path) -> None:
     config = check_model(folder, 2, "bfloat16")
     assert (config.heads, config.kv_heads, config.head_dim, config.vocab_size) == (4, 2, 8, 101)
     assert (config.max_positions, config.tied_embeddings, config.architecture.family) == (512, False, "llama")
-    assert config.kv_block_bytes(64, 2, "bfloat16") == 2 * 2 * 1 * 64 * 8 * 2
+    assert config.chunk_format(64, "bfloat16").of_rank(2).chunk_bytes == 2 * 2 * 1 * 64 * 8 * 2
     check_model(folder, 4, "float32")  # fewer KV heads than ranks: replicated
 
 

@@ -63,7 +63,7 @@ def test_gpt2(tmp_path: Path) -> None:
     assert (config.activation, config.tied_embeddings, config.max_positions) == ("gelu_tanh", True, 1024)
     assert config.attention == (LayerAttention(0.125),) * 12
     assert not config.positions_shift
-    assert config.kv_block_bytes(64, 3, "float16") == 12 * 2 * 4 * 64 * 64 * 2
+    assert config.chunk_format(64, "float16").of_rank(3).chunk_bytes == 12 * 2 * 4 * 64 * 64 * 2
     assert read(tmp_path, "gpt2", n_inner=10).intermediate_size == 10
 
 

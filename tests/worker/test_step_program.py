@@ -236,7 +236,7 @@ class TwoRanks:
             group._shared = self.shared[rank]
             shard, kernels = Shard(config, rank, 2), CpuKernels()
             weights = load_weights(folder, shard, torch.float32, CPU, kernels, lambda *_: None)
-            pool = make_kv_pool(shard, 64, 8, torch.float32, CPU)
+            pool = make_kv_pool(64, config.chunk_format(8, "float32").of_rank(2), CPU)
             self.decoders.append(Decoder(shard, weights, kernels, group, pool))
         path.unlink()
 

@@ -18,8 +18,8 @@ from worker.tier_driver import wait_until
 
 from trunkline.deploy.config.option_values import check_remote_url
 from trunkline.deploy.errors import UserError
+from trunkline.kvstore.chunk_format import kv_format
 from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, SlotId
-from trunkline.kvstore.fingerprint import KvShape
 from trunkline.kvstore.remote_stores import Place
 from trunkline.kvstore.shards import HeadShard
 from trunkline.kvstore.tier import SlotKey
@@ -36,8 +36,7 @@ ONE_RANK = HeadShard(KV_HEADS)
 def open_tier(
     url: str, shard: HeadShard = ONE_RANK, ttl_s: float = 60.0, fingerprint: bytes = b"model A"
 ) -> RemoteTier:
-    shape = KvShape(LAYERS, len(shard.heads), CHUNK, HEAD_DIM)
-    part = Part(fingerprint, shard, shape, LAYERS * 2 * len(shard.heads) * HEAD_BYTES)
+    part = Part(fingerprint, shard, kv_format((LAYERS, len(shard.heads), CHUNK, HEAD_DIM), "int8"))
     tier = open_remote_tier(url, part, ttl_s)
     assert isinstance(tier, RemoteTier)
     return tier

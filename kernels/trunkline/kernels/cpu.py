@@ -107,7 +107,7 @@ class CpuKernels:
         tokens = work.tokens + steps * plan.num_rows
         data, slopes = pool.data, spec.alibi_slopes
         counters.decode_tokens_read += tokens
-        counters.decode_bytes_read += tokens * 2 * spec.kv_heads * spec.head_dim * data.element_size()
+        counters.decode_bytes_read += tokens * pool.format.layer_token_bytes
         turned = entry_query = NONE
         if work.shifts is not None and turns_queries(spec):
             assert spec.inverse_frequencies is not None

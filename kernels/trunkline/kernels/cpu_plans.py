@@ -136,15 +136,15 @@ class Planning:
         self._share = share
         self._made: dict[tuple[int, int, int, int], WorkOptions] = {}
 
-    def options(self, spec: AttentionSpec, element_bytes: int) -> WorkOptions:
+    def options(self, spec: AttentionSpec, row_bytes: int) -> WorkOptions:
         """Return the options for a layer: always the same object, because each layer of each step needs it."""
-        key = (spec.kv_heads, spec.heads, spec.head_dim, element_bytes)
+        key = (spec.kv_heads, spec.heads, spec.head_dim, row_bytes)
         made = self._made.get(key)
         if made is None:
             made = self._made[key] = WorkOptions(
                 kv_heads=spec.kv_heads,
                 group=spec.group,
-                kv_token_bytes=2 * spec.head_dim * element_bytes,
+                kv_token_bytes=2 * row_bytes,
                 partial_bytes=2 * 4 * (spec.head_dim + 2),
                 tile_rows=max(TILE_VECTORS, spec.group),
                 workers=self._threads,
@@ -173,7 +173,7 @@ class Planning:
         _check_pool(shape, plan.chunk_size, state.last_block)
         if plan.steps > plan.steps_left:
             raise ValueError(f"decode plan is valid for {plan.steps_left} steps, not for {plan.steps}")
-        options = self.options(spec, pool.data.element_size())
+        options = self.options(spec, pool.format.row_bytes)
         work = state.works.get(options)
         if work is None:
             state.works[options] = work = CpuDecodeWork(plan, options)

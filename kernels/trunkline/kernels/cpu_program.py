@@ -287,8 +287,7 @@ class CpuProgram:
         self._pool = pool
         attending = [op.spec for op in program.ops if isinstance(op, Attend)]
         specs = {id(spec): spec for spec in attending}
-        self._spec = spec = attending[0]
-        token_bytes = 2 * spec.kv_heads * spec.head_dim * pool.data.element_size()
+        self._spec = attending[0]
         self._turning = list(specs.values())
         ropes = {id(op.frequencies): op.frequencies for op in program.ops if isinstance(op, Rotations)}
         self._words = words = _Words(program, list(ropes.values()), shares_memory=group.shared_handle != 0)
@@ -310,7 +309,7 @@ class CpuProgram:
         )
         weakref.finalize(self, module.program_delete, self._handle)
         self._memory = _Memory(words.buffers, partial(module.program_bind, self._handle))
-        self._counting = _Counting(program.ops, kernels.counters, token_bytes)
+        self._counting = _Counting(program.ops, kernels.counters, pool.format.layer_token_bytes)
         self._held: tuple[object, ...] = ()
         self._segments: dict[tuple[int, int], list[tuple[bool, int, int]]] = {}
         self._others = OpByOp(program, kernels, pool, group) if not all(words.is_native) else None

@@ -135,7 +135,7 @@ class CudaKernels:
         device_work = self._place(plan, state, pool, spec)
         tokens = state.tokens + plan.steps * plan.num_rows
         counters.decode_tokens_read += tokens
-        counters.decode_bytes_read += tokens * 2 * spec.kv_heads * spec.head_dim * pool.data.element_size()
+        counters.decode_bytes_read += tokens * pool.format.layer_token_bytes
         call.work, call.steps = device_work.words_address, device_work.steps_address
         # While a graph is captured the merge always comes along: a later plan may need it.
         if state.needs_merge or self._is_capturing():
@@ -202,7 +202,7 @@ class CudaKernels:
             options = WorkOptions(
                 kv_heads=spec.kv_heads,
                 group=spec.group,
-                kv_token_bytes=2 * spec.head_dim * pool.data.element_size(),
+                kv_token_bytes=2 * pool.format.row_bytes,
                 partial_bytes=2 * 4 * (spec.head_dim + 2),
                 tile_rows=max(key.tile_rows, spec.group),
                 workers=key.grid,
@@ -371,13 +371,13 @@ class CudaKernels:
 
     def copy_blocks(self, pool: KvPool, copies: Int32Array) -> None:
         self.counters.called("copy_blocks")
-        _, layers, _, kv_heads, chunk_size, head_dim = pool.data.shape
+        _, layers, _, kv_heads, chunk_size, _ = pool.data.shape
         check_pool(pool, chunk_size)
         check_copies(pool, copies)
         if not len(copies):
             return
         on_device = self._indices(copies, pool.data.device)
-        token_bytes = head_dim * pool.data.element_size()
+        token_bytes = pool.format.row_bytes
         tiles = layers * 2 * kv_heads
         pointers = (pool.data.data_ptr(), on_device.data_ptr())
         self._library.call("copy_blocks", *pointers, len(copies), tiles, chunk_size, token_bytes, self._stream())

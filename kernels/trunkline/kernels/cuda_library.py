@@ -13,7 +13,6 @@ from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -254,12 +253,12 @@ STAGING_BYTES: Final = 64 << 20
 
 def layer_bytes(pool: KvPool) -> int:
     """Return the bytes of one layer of one block."""
-    return int(np.prod(pool.data.shape[2:])) * pool.data.element_size()
+    return pool.format.layer_bytes
 
 
 def block_bytes(pool: KvPool) -> int:
     """Return the bytes of all layers of one block."""
-    return int(pool.data.shape[1]) * layer_bytes(pool)
+    return pool.format.chunk_bytes
 
 
 def staged(pool: KvPool, count: int, layers: range) -> Iterator[tuple[int, int]]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan
 from trunkline.kvstore.chunks import Int32Array
+from trunkline.kvstore.chunk_format import ChunkFormat, kv_format
 
 
 class Angles(NamedTuple):
@@ -33,18 +34,31 @@ class KvPool:
     """The device tier of the KV cache on one rank."""
 
     data: Tensor
-    """KV of all blocks, `[blocks, layers, 2, kv_heads, chunk_size, head_dim]` (0 keys, 1 values), contiguous,
-    heads being those of this rank: one chunk is one contiguous region for tier moves, and a strided view per
-    layer."""
+    """KV of all blocks, `[blocks, *format.shape]`: layers, keys and values, heads of this rank, tokens, a row;
+    contiguous: one chunk is one region for tier moves, and a strided view per layer."""
     packed: Tensor
     """uint8 `[blocks, layers]`. 1: the block's tiles of that layer are permuted in place, into an order private to
     the kernels that wrote them. Other code reads such a block through `gather_blocks`, which always gives the
     plain order."""
 
+    format: ChunkFormat
+    """What a chunk is in this pool, the rank's part of it."""
     @classmethod
-    def wrap(cls, data: Tensor) -> KvPool:
-        """Return a pool around a tensor in plain order."""
-        return cls(data, torch.zeros(data.shape[:2], dtype=torch.uint8, device=data.device))
+    def wrap(cls, data: Tensor, chunk: ChunkFormat | None = None) -> KvPool:
+        """Return a pool around a tensor in plain order.
+
+        Args:
+            chunk: What a chunk is; None: keys and values as they are computed, in the tensor's type.
+
+        Raises:
+            ValueError: The tensor is not of this format.
+        """
+        if chunk is None:
+            _, layers, _, heads, chunk_size, head_dim = data.shape
+            chunk = kv_format((layers, heads, chunk_size, head_dim), str(data.dtype).removeprefix("torch."))
+        if data.shape[1:] != chunk.shape or str(data.dtype) != f"torch.{chunk.element}":
+            raise ValueError(f"{data.dtype} {list(data.shape)} does not hold chunks of {chunk.text}")
+        return cls(data, torch.zeros(data.shape[:2], dtype=torch.uint8, device=data.device), chunk)
 
     @property
     def blocks(self) -> int:
@@ -52,7 +66,7 @@ class KvPool:
 
     @property
     def chunk_size(self) -> int:
-        return self.data.shape[4]
+        return self.format.chunk_size
 
 
 class QkNorm(NamedTuple):

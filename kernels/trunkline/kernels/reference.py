@@ -97,7 +97,7 @@ class ReferenceKernels:
             counters.decode_plans += 1
         tokens = state.advance_to(plan.steps)
         counters.decode_tokens_read += tokens
-        counters.decode_bytes_read += tokens * 2 * spec.kv_heads * spec.head_dim * pool.data.element_size()
+        counters.decode_bytes_read += tokens * pool.format.layer_token_bytes
         state.attend(q, pool, layer, spec, out)
 
     def prefill_attention(

@@ -15,25 +15,16 @@ from __future__ import annotations
 
 from hashlib import blake2b
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
+
+from trunkline.kvstore.chunk_format import ChunkFormat
 
 FINGERPRINT_BYTES: Final = 16
 
-FORMAT: Final = 1
-"""Version of the bytes that a tier keeps of a chunk: a rank's `[layers, 2, KV heads, chunk_size, head_dim]` in
-plain order. Kernels may pack blocks of the device pool, but unpack them on the way out. Raise the version when the
-bytes change."""
-
-
-class KvShape(NamedTuple):
-    """The shape of a chunk's KV, or of one rank's part of it."""
-
-    layers: int
-    kv_heads: int
-    """Number of KV heads: the rank's, or the model's for the whole chunk."""
-    chunk_size: int
-    """Number of tokens of a chunk."""
-    head_dim: int
+FORMAT: Final = 2
+"""Version of the bytes that a tier keeps of a chunk: what `ChunkFormat` says, in plain order. Kernels may pack
+blocks of the device pool, but unpack them on the way out. Raise the version when the bytes change while their
+description stays as it is."""
 
 
 def model_fingerprint(checkpoint: bytes, quantisation: str) -> bytes:
@@ -47,33 +38,26 @@ def model_fingerprint(checkpoint: bytes, quantisation: str) -> bytes:
     return _digest(b"trunkline-model", checkpoint, quantisation.encode())
 
 
-def tier_fingerprint(model: bytes, dtype: str, tp: int, shape: KvShape, positions: str) -> bytes:
+def tier_fingerprint(model: bytes, chunk: ChunkFormat, tp: int) -> bytes:
     """Return the digest of all that must agree for a tier's bytes to be read back, 16 bytes.
 
     Args:
         model: The result of `model_fingerprint`.
-        dtype: The type of the KV.
+        chunk: The format of a whole chunk, with `positions`.
         tp: Ranks that a chunk is divided among; each has its part under the same name.
-        shape: The shape of such a part.
-        positions: How positions enter the keys, with all parameters, in any unambiguous form. The model's
-            configuration says this as well, but here the program's reading of it counts.
     """
-    numbers = ",".join(map(str, (FORMAT, tp, *shape)))
-    return _digest(b"trunkline-tier", model, dtype.encode(), numbers.encode(), positions.encode())
+    return _digest(b"trunkline-tier", model, f"{FORMAT},{tp}".encode(), chunk.of_rank(tp).text.encode())
 
 
-def exchange_fingerprint(model: bytes, dtype: str, shape: KvShape, positions: str) -> bytes:
+def exchange_fingerprint(model: bytes, chunk: ChunkFormat) -> bytes:
     """Return the digest of all that must agree for groups to use each other's KV, 16 bytes: everything that the
     bytes depend on except rank and number of ranks.
 
     Args:
         model: The result of `model_fingerprint`.
-        dtype: The type of the KV.
-        shape: The shape of a whole chunk, with all KV heads of the model.
-        positions: As in `tier_fingerprint`.
+        chunk: The format of a whole chunk, with `positions`.
     """
-    numbers = ",".join(map(str, (FORMAT, *shape)))
-    return _digest(b"trunkline-kv", model, dtype.encode(), numbers.encode(), positions.encode())
+    return _digest(b"trunkline-kv", model, str(FORMAT).encode(), chunk.text.encode())
 
 
 def tokenizer_digest(folder: str | Path) -> str:

@@ -1,7 +1,8 @@
 """Which part of a chunk's KV each rank of a group holds, and how parts of one group become those of another one.
 
-A chunk's bytes in plain order are `[layers, 2, KV heads, chunk_size, head_dim]`. The ranks of a group divide the
-KV heads among them and nothing else, so parts of groups with other numbers of ranks differ in their heads only:
+In a chunk's bytes all heads of a layer's band lie side by side (`trunkline.kvstore.chunk_format`). The ranks of a
+group divide the KV heads among them and nothing else, so parts of groups with other numbers of ranks differ in
+their heads only:
 
       heads           0   1   2   3   4   5   6   7
       2 ranks        ├───── 0 ─────┼───── 1 ─────┤
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkline.kvstore.fingerprint import KvShape
+from trunkline.kvstore.chunk_format import ChunkFormat
 
 
 class ShardError(ValueError):
@@ -92,16 +93,15 @@ class HeadShard(NamedTuple):
         return tuple(found)
 
 
-def rows_of(data: memoryview, shape: KvShape) -> NDArray[np.uint8]:
-    """Return a part's bytes as `[layers * 2, KV heads, bytes of a head]`, a view: `rows[:, first:last]` are heads.
+def rows_of(data: memoryview, part: ChunkFormat) -> NDArray[np.uint8]:
+    """Return a part's bytes as `[stretches, KV heads, bytes of a head]`, a view: `rows[:, first:last]` are heads.
 
     Args:
-        shape: Shape of the part, with the number of its KV heads.
+        part: Format of the part, with the number of its KV heads.
 
     Raises:
-        ShardError: The number of bytes does not fit the shape.
+        ShardError: The number of bytes is not that of the format.
     """
-    rows = shape.layers * 2 * shape.kv_heads
-    if len(data) % (rows * shape.chunk_size * shape.head_dim) or not len(data):
-        raise ShardError(f"{len(data)} bytes are no part of the shape {tuple(shape)}")
-    return np.frombuffer(data, dtype=np.uint8).reshape(shape.layers * 2, shape.kv_heads, -1)
+    if len(data) != part.chunk_bytes:
+        raise ShardError(f"{len(data)} bytes are no part of {part.chunk_bytes} bytes ({part.text})")
+    return np.frombuffer(data, dtype=np.uint8).reshape(part.stretches, part.heads, part.head_bytes)

@@ -138,12 +138,14 @@ class Runner:
         dtype = TORCH_DTYPES[config.dtype]
         weights = load_weights(Path(config.model), shard, dtype, device, kernels, progress, config.quantisation)
 
+        part = model.chunk_format(config.chunk_size, config.dtype).of_rank(config.tp)
+
         def make(blocks: int, host_memory_bytes: int) -> Runner:
-            pool = make_kv_pool(shard, blocks, config.chunk_size, dtype, device)
+            pool = make_kv_pool(blocks, part, device)
             copier = _copier(config, pool, host_memory_bytes, copying)
             return cls(config, Decoder(shard, weights, kernels, group, pool), kernels, group, copier)
 
-        block_bytes = model.kv_block_bytes(config.chunk_size, config.tp, config.dtype)
+        block_bytes = part.chunk_bytes
         if meter is None:
             fitting = config.pool_blocks or config.kv_memory_bytes // block_bytes
         else:
@@ -164,8 +166,7 @@ class Runner:
 
     @property
     def block_bytes(self) -> int:
-        data = self._decoder.pool.data
-        return data[0].numel() * data.element_size()
+        return self._decoder.pool.format.chunk_bytes
 
     @property
     def host_slots(self) -> int:
@@ -378,7 +379,7 @@ def _copier(config: WorkerConfig, pool: KvPool, memory_bytes: int, options: Copy
     """Return the copier between the device pool and a new host pool of this size; None for 0 bytes."""
     if not memory_bytes:
         return None
-    slots = memory_bytes // (pool.data[0].numel() * pool.data.element_size())
+    slots = memory_bytes // pool.format.chunk_bytes
     if slots < 1:
         raise WorkerConfigError("the host pool has no room for a single block; give it more memory, or none")
     return Copier(HostPool(slots, pool), pool.data.device, pool.blocks, lambda: choose_kernels(config, 1), options)

@@ -160,7 +160,7 @@ def memory_for(model: ModelConfig, demand: Demand, *, dtype: str, chunk_size: in
     demand.validate()
     if demand.context > model.max_positions:
         raise UserError(f"--context is {demand.context}; the model allows at most {model.max_positions} tokens")
-    block_bytes = model.kv_block_bytes(chunk_size, tp, dtype) * tp
+    block_bytes = model.chunk_format(chunk_size, dtype).of_rank(tp).chunk_bytes * tp
     session_bytes = blocks_for(demand.context, chunk_size) * block_bytes
     sessions = demand.sessions_per_hour * demand.ttl_s / _HOUR_S
     return Sizing(

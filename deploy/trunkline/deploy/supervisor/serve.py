@@ -46,13 +46,13 @@ from trunkline.deploy.supervisor.run_folder import (
     run_folder,
 )
 from trunkline.deploy.supervisor.supervisor import Supervisor
-from trunkline.kvstore.fingerprint import KvShape, exchange_fingerprint, tier_fingerprint
+from trunkline.kvstore.chunk_format import ChunkFormat
+from trunkline.kvstore.fingerprint import exchange_fingerprint, tier_fingerprint
 from trunkline.router.membership.member import Member as GroupMember
 from trunkline.router.membership.static_source import write_members
 from trunkline.runtime.process import enter_role
 from trunkline.worker.errors import WorkerError
 from trunkline.worker.model.families import check_model
-from trunkline.worker.model.model_config import ModelConfig
 
 __all__ = ["ClusterPlan", "children", "plan_cluster", "plan_models", "serve"]
 
@@ -99,11 +99,12 @@ def plan_cluster(
             f"--max-context is {max_context}; {settings.model} allows at most {model.max_positions} tokens, or "
             "more with --rope-scaling yarn"
         )
-    _check_kv_memory(settings, model, dtype, device)
+    chunk = model.chunk_format(settings.chunk_size, dtype)
+    chunk_bytes = chunk.of_rank(settings.ranks).chunk_bytes
+    _check_kv_memory(settings, chunk_bytes, device)
     weights = models.weights_digest(folder, _reading(tell))
     fingerprint = models.fingerprint(weights, settings.quantization)
-    tier, exchange = _tier_fingerprints(settings, model, dtype, fingerprint)
-    chunk_bytes = model.kv_block_bytes(settings.chunk_size, settings.ranks, dtype)
+    tier, exchange = _tier_fingerprints(settings, chunk, fingerprint)
     plan = ClusterPlan(
         settings=settings,
         folder=folder,
@@ -116,7 +117,7 @@ def plan_cluster(
         weights=weights.hex(),
         tier_fingerprint=tier,
         exchange_fingerprint=exchange,
-        positions_shift=model.positions_shift,
+        positions_shift=chunk.shifts,
         disk=plan_disk(
             settings.disk_tier, tier, settings.groups, settings.ranks_here or settings.ranks, chunk_bytes
         )
@@ -379,26 +380,21 @@ def _has_room_on_host(settings: ServeSettings, device: str, chunk_bytes: int) ->
     return False
 
 
-def _tier_fingerprints(
-    settings: ServeSettings, model: ModelConfig, dtype: str, fingerprint: str
-) -> tuple[str, str]:
+def _tier_fingerprints(settings: ServeSettings, chunk: ChunkFormat, fingerprint: str) -> tuple[str, str]:
     """Return the fingerprints of the tiers' bytes: of each rank's, and of those that groups exchange."""
-    kv_heads = max(1, model.kv_heads // settings.ranks)
-    shape = KvShape(model.layers, kv_heads, settings.chunk_size, model.head_dim)
-    # Their text names all fields: a field that is added changes it, and KV is computed again.
-    positions = repr((model.architecture.positions, model.attention, model.alibi_slopes, model.max_positions))
     digest = bytes.fromhex(fingerprint)
-    own = tier_fingerprint(digest, dtype, settings.ranks, shape, positions)
-    return own.hex(), exchange_fingerprint(digest, dtype, shape._replace(kv_heads=model.kv_heads), positions).hex()
+    return tier_fingerprint(digest, chunk, settings.ranks).hex(), exchange_fingerprint(digest, chunk).hex()
 
 
-def _check_kv_memory(settings: ServeSettings, model: ModelConfig, dtype: str, device: str) -> None:
+def _check_kv_memory(settings: ServeSettings, chunk: int, device: str) -> None:
     """Check that each worker has room for two chunks, and that the machine has the memory that was asked for.
 
     Longer requests are refused one by one. The default is not checked: memory that is not used is never touched.
+
+    Args:
+        chunk: Bytes of a chunk on one rank.
     """
     memory = settings.kv_memory_per_worker(device)
-    chunk = model.kv_block_bytes(settings.chunk_size, settings.ranks, dtype)
     if memory and memory < 2 * chunk:
         raise UserError(
             f"--kv-memory is {format_bytes(memory)}; a chunk of {settings.chunk_size} tokens takes "

@@ -19,6 +19,7 @@ from torch import Tensor
 from trunkline.kernels.large_pages import advise_large_pages
 from trunkline.kernels.load import load_program
 from trunkline.kernels.ops import Kernels, KvPool
+from trunkline.kvstore.chunk_format import ChunkFormat
 from trunkline.worker.batch.batch import ForwardBatch
 from trunkline.worker.model.checkpoint import Weights
 from trunkline.worker.model.model_config import Shard
@@ -35,13 +36,14 @@ class Decoder:
     ) -> None:
         """
         Args:
-            pool: KV pool with the rank's KV heads, in the weights' dtype.
+            pool: KV pool with the rank's KV heads, of what is computed in the weights' dtype.
         """
         self.weights = weights
         self.shard = shard
         self.pool = pool
         device = pool.data.device
-        self.program = compile_step(shard, weights, pool.data.dtype, device, sums=group.backend != "none")
+        dtype = getattr(torch, pool.format.computed)
+        self.program = compile_step(shard, weights, dtype, device, sums=group.backend != "none")
         self.runner = load_program(self.program, kernels, pool, group)
         self._group = group
         self._stores = self.program.stores
@@ -90,10 +92,8 @@ class Decoder:
         return start
 
 
-def make_kv_pool(shard: Shard, blocks: int, chunk_size: int, dtype: torch.dtype, device: torch.device) -> KvPool:
+def make_kv_pool(blocks: int, part: ChunkFormat, device: torch.device) -> KvPool:
     """Return the KV pool of a rank, uninitialised: ops ignore slots that nothing was written to."""
-    config = shard.config
-    shape = (blocks, config.layers, 2, shard.kv_heads, chunk_size, config.head_dim)
-    data = torch.empty(shape, dtype=dtype, device=device)
+    data = torch.empty((blocks, *part.shape), dtype=getattr(torch, part.element), device=device)
     advise_large_pages(data)
-    return KvPool.wrap(data)
+    return KvPool.wrap(data, part)

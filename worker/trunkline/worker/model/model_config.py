@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from trunkline.kvstore.chunk_format import ChunkFormat, kv_format
 from trunkline.worker.errors import ParallelismError
 from trunkline.worker.model.architecture import Architecture, Mlp, Positions, Qkv
 
@@ -91,10 +92,17 @@ class ModelConfig:
         """Whether KV computed at one position can act at another."""
         return self.architecture.positions is not Positions.LEARNED
 
-    def kv_block_bytes(self, chunk_size: int, tp: int, dtype: str) -> int:
-        """Return the bytes of one block on one rank."""
-        width = 4 if dtype == "float32" else 2
-        return self.layers * 2 * max(1, self.kv_heads // tp) * chunk_size * self.head_dim * width
+    def chunk_format(self, chunk_size: int, dtype: str, kv_dtype: str = "auto") -> ChunkFormat:
+        """Return what a chunk of this model's KV is, with all its heads.
+
+        Args:
+            dtype: The type of the computation.
+            kv_dtype: One of `chunk_format.KV_DTYPES`.
+        """
+        # Their text names all fields: a field that is added changes it, and KV is computed again.
+        positions = repr((self.architecture.positions, self.attention, self.alibi_slopes, self.max_positions))
+        sizes = (self.layers, self.kv_heads, chunk_size, self.head_dim)
+        return kv_format(sizes, dtype, kv_dtype, positions=positions, shifts=self.positions_shift)
 
 
 class Piece(NamedTuple):

@@ -81,7 +81,7 @@ def checksum(fingerprint: bytes, name: bytes, first: int, rows: NDArray[np.uint8
     Args:
         fingerprint: The `exchange_fingerprint`.
         first: Index of the first of the heads, among the heads of the model.
-        rows: uint8 `[layers * 2, heads, bytes of a head]`, as in `trunkline.kvstore.shards.rows_of`.
+        rows: uint8 `[stretches, heads, bytes of a head]`, as in `trunkline.kvstore.shards.rows_of`.
     """
     state = xxhash.xxh3_128(fingerprint)
     state.update(name + _HEADS.pack(first, rows.shape[1]))

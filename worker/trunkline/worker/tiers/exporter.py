@@ -173,7 +173,7 @@ class Exporter:
         count, rest = divmod(len(ask.names), NAME_BYTES)
         if rest or not 1 <= count <= CHUNKS_MAX:
             return f"a question is for 1 to {CHUNKS_MAX} chunks"
-        size = self._copier.host.slot_bytes // len(self._heads) * (ask.stop - ask.first)
+        size = self._copier.host.format.with_heads(ask.stop - ask.first).chunk_bytes
         if not self._is_near(ask) and count > 1 and count * size > CREDIT_BYTES:
             return f"a question is for {CREDIT_BYTES} bytes at most"
         return ""
@@ -185,7 +185,7 @@ class Exporter:
         """Answer what can be answered, part by part; return whether nothing more will be."""
         ask, host = question.ask, self._copier.host
         pid = os.getpid() if self._is_near(ask) else 0
-        size = host.slot_bytes * (ask.stop - ask.first) // len(self._heads)
+        size = host.format.with_heads(ask.stop - ask.first).chunk_bytes
         count = max(_PART_BYTES // size, -(-len(question.names) // _PARTS_MAX), 1)
         unsaved, part, payloads = list[int](), list[Found](), list[memoryview]()
         for place, index in enumerate(question.left):

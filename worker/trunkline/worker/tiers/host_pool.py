@@ -20,7 +20,6 @@ from torch import Tensor
 from trunkline.kernels.large_pages import advise_large_pages
 from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kvstore.chunks import Int32Array, SlotId
-from trunkline.kvstore.fingerprint import KvShape
 from trunkline.worker.errors import PlanError, WorkerConfigError
 from trunkline.worker.tiers.slot_names import SlotNames
 
@@ -45,19 +44,17 @@ class HostPool:
         """
         data = pool.data
         self.capacity_slots = capacity_slots
-        self.slot_bytes = data[0].numel() * data.element_size()
-        self.layers = int(data.shape[1])
+        self.format = pool.format
+        """What a slot's bytes are, which are in plain order."""
+        self.slot_bytes = pool.format.chunk_bytes
+        self.layers = pool.format.layers
         self.names = SlotNames()
         self._pool = pool
         self._bytes = _reserve(capacity_slots * self.slot_bytes).view(capacity_slots, -1)
         self._generations = np.full(capacity_slots, _EMPTY, dtype=np.int64)
         self._slots = self._bytes.view(data.dtype).view(capacity_slots, *data.shape[1:])
-        _, layers, halves, kv_heads, chunk_size, head_dim = data.shape
-        self.shape = KvShape(layers, kv_heads, chunk_size, head_dim)
-        """Shape of a slot's bytes, which are in plain order."""
-        head_bytes = chunk_size * head_dim * data.element_size()
         self._rows: NDArray[np.uint8] = self._bytes.numpy().reshape(
-            capacity_slots, layers * halves, kv_heads, head_bytes
+            capacity_slots, pool.format.stretches, pool.format.heads, pool.format.head_bytes
         )
         self.is_pinned = data.is_cuda
         if self.is_pinned:
@@ -154,7 +151,7 @@ class HostPool:
         return self.rows(slot).reshape(-1).data
 
     def rows(self, slot: int) -> NDArray[np.uint8]:
-        """Return a slot's bytes as `[layers * 2, KV heads, bytes of a head]`, with the same validity as `view`."""
+        """Return a slot's bytes as `[stretches, KV heads, bytes of a head]`, with the same validity as `view`."""
         rows: NDArray[np.uint8] = self._rows[slot]
         return rows
 

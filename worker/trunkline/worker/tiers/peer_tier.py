@@ -296,15 +296,15 @@ class _Source:
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], puller: _Puller, piece: Piece, endpoint: str, tp: int
     ) -> None:
-        host = puller.copier.host
+        part = puller.copier.host.format
         self._puller = puller
         self._piece = piece
         self._endpoint = endpoint
-        head_bytes = host.slot_bytes // (host.shape.layers * 2 * host.shape.kv_heads)
-        length, count = len(piece.source) * head_bytes, host.shape.layers * 2
+        head_bytes = part.head_bytes
+        length, count = len(piece.source) * head_bytes, part.stretches
         their_heads = len(HeadShard(puller.shard.kv_heads, piece.rank, tp).heads)
         self._there = Ranges(piece.source.start * head_bytes, their_heads * head_bytes, length, count)
-        self._here = Ranges(piece.target.start * head_bytes, host.shape.kv_heads * head_bytes, length, count)
+        self._here = Ranges(piece.target.start * head_bytes, part.heads * head_bytes, length, count)
         if self._there.is_whole and self._here.is_whole:
             self._there = self._here = Ranges(0, 0, length * count, 1)
         self._first_head = puller.shard.heads.start + piece.target.start

@@ -29,8 +29,8 @@ from urllib.parse import urlsplit
 
 import structlog
 
+from trunkline.kvstore.chunk_format import ChunkFormat
 from trunkline.kvstore.chunks import ChunkName
-from trunkline.kvstore.fingerprint import KvShape
 from trunkline.kvstore.remote_stores import ChunkStore, Place, RemoteUrlError, find_store, try_out
 from trunkline.kvstore.shards import HeadShard, rows_of
 from trunkline.kvstore.tier import SlotKey, TierKind
@@ -51,10 +51,8 @@ class Part(NamedTuple):
     fingerprint: bytes
     """The `exchange_fingerprint`."""
     shard: HeadShard
-    shape: KvShape
-    """Shape of the rank's part."""
-    slot_bytes: int
-    """Bytes of the rank's part."""
+    format: ChunkFormat
+    """What the rank's part is."""
 
 
 class RemoteTier:
@@ -72,7 +70,7 @@ class RemoteTier:
         Raises:
             ShardError: The ranks cannot divide the heads.
         """
-        self.slot_bytes = part.slot_bytes
+        self.slot_bytes = part.format.chunk_bytes
         self._store = store
         self._outages = Outages(at)
         self._part = part
@@ -192,20 +190,21 @@ class RemoteTier:
 
     def _take(self, division: int, values: list[memoryview], name: ChunkName, into: memoryview) -> bool:
         """Verify the parts of a chunk and put this rank's heads into its buffer; return whether they are whole."""
-        shape = self._part.shape
+        own = self._part.format
         pieces = self._part.shard.pieces(division)
         for piece, shard, value in zip(pieces, self._shards(division), values, strict=True):
             payload = value[RECORD_BYTES:]
-            if len(payload) * shape.kv_heads != self.slot_bytes * len(shard.heads):
+            theirs = own.with_heads(len(shard.heads))
+            if len(payload) != theirs.chunk_bytes:
                 return False
             if not self._keeper(shard.heads).holds(bytes(value[:RECORD_BYTES]), name, 0, payload):
                 return False
             if division == self._own:
                 into[:] = payload
             else:
-                rows = rows_of(payload, shape._replace(kv_heads=len(shard.heads)))
+                rows = rows_of(payload, theirs)
                 source = rows[:, piece.source.start : piece.source.stop]
-                rows_of(into, shape)[:, piece.target.start : piece.target.stop] = source
+                rows_of(into, own)[:, piece.target.start : piece.target.stop] = source
         return True
 
     def _shards(self, division: int) -> list[HeadShard]:

@@ -256,10 +256,10 @@ def _part(config: WorkerConfig, copier: Copier, shard: HeadShard | None) -> Part
     """Return which part of each chunk the rank has, in a tier that groups share."""
     host = copier.host
     if shard is not None and config.exchange_fingerprint:
-        return Part(bytes.fromhex(config.exchange_fingerprint), shard, host.shape, host.slot_bytes)
+        return Part(bytes.fromhex(config.exchange_fingerprint), shard, host.format)
     # Not known what other groups have in common with this one: only ranks of equal groups meet.
-    alone = HeadShard(host.shape.kv_heads * config.tp, config.rank, config.tp)
-    return Part(bytes.fromhex(config.tier_fingerprint), alone, host.shape, host.slot_bytes)
+    alone = HeadShard(host.format.heads * config.tp, config.rank, config.tp)
+    return Part(bytes.fromhex(config.tier_fingerprint), alone, host.format)
 
 
 def _key(move: TierMove) -> SlotKey:
