@@ -24,6 +24,7 @@ from trunkline.kernels.cpu_plans import (
     turns_queries,
     write_slots,
 )
+from trunkline.kernels.grouped import GroupedWeight
 from trunkline.kernels.large_pages import advise_large_pages
 from trunkline.kernels.native import ISA_LEVELS, NativeContext, library
 from trunkline.kernels.ops import (
@@ -35,6 +36,7 @@ from trunkline.kernels.ops import (
     PackedLinear,
     QkNorm,
     Quantisation,
+    Weight,
 )
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan
 from trunkline.kernels.quantisation import quantise
@@ -280,7 +282,7 @@ class DenseOps:
         self._add_rms_norm(self._handle, x, residual, weight, eps, out)
         return out
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, quantisation: Quantisation = "") -> PackedLinear:
+    def pack_linear(self, weight: Weight, bias: Tensor | None, quantisation: Quantisation = "") -> PackedLinear:
         return self._packed(weight, bias, 0, quantisation)
 
     def linear(self, x: Tensor, layer: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -291,7 +293,7 @@ class DenseOps:
         return out
 
     def pack_gated_linear(
-        self, weight: Tensor, bias: Tensor | None, activation: Activation, quantisation: Quantisation = ""
+        self, weight: Weight, bias: Tensor | None, activation: Activation, quantisation: Quantisation = ""
     ) -> PackedLinear:
         return self._packed(weight, bias, ACTIVATIONS[activation], quantisation)
 
@@ -303,8 +305,12 @@ class DenseOps:
         return out
 
     def _packed(
-        self, weight: Tensor, bias: Tensor | None, activation: int, quantisation: Quantisation
+        self, weight: Weight, bias: Tensor | None, activation: int, quantisation: Quantisation
     ) -> PackedLinear:
+        if isinstance(weight, GroupedWeight):
+            if quantisation:
+                raise ValueError(f"the weight has {weight.bits} bits already; it is not quantised once more")
+            weight = weight.dequantise(weight.dtype)
         type_of_x = DENSE_TYPES.get(weight.dtype, -1)  # of others the library says what it takes
         weight, scale = quantise(weight) if quantisation else (weight.detach(), NONE)
         if weight.dim() == 2 and weight.stride(1) != 1:

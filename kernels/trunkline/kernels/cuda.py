@@ -64,10 +64,11 @@ from trunkline.kernels.ops import (
     PackedLinear,
     QkNorm,
     Quantisation,
+    Weight,
     check_copies,
 )
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, WorkOptions, WritePlan, plan_decode_work
-from trunkline.kernels.quantisation import QuantisedWeight, linear_int8, quantise, stored_bytes
+from trunkline.kernels.quantisation import linear_quantised, stored_bytes, stored_weight
 from trunkline.kvstore.chunks import Int32Array
 
 PIECE_TOKENS_MIN: Final = 256
@@ -459,15 +460,15 @@ class CudaKernels:
         self._library.call("rms_norm", byref(call), self._stream())
         return out
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, quantisation: Quantisation = "") -> PackedLinear:
-        stored = quantise(weight) if quantisation else weight
+    def pack_linear(self, weight: Weight, bias: Tensor | None, quantisation: Quantisation = "") -> PackedLinear:
+        stored = stored_weight(weight, quantisation)
         return PackedLinear(weight.shape[0], weight.shape[1], (stored, bias), stored_bytes(stored, bias))
 
     def linear(self, x: Tensor, layer: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
         self.counters.called("linear")
         weight, bias = layer.data
-        if isinstance(weight, QuantisedWeight):
-            return linear_int8(x, weight, bias).to(out_dtype or x.dtype)
+        if not isinstance(weight, Tensor):
+            return linear_quantised(x, weight, bias).to(out_dtype or x.dtype)
         if out_dtype is None or out_dtype == x.dtype:
             return F.linear(x, weight, bias)
         if not x.is_cuda:
@@ -477,17 +478,17 @@ class CudaKernels:
         return out if bias is None else out.add_(bias)
 
     def pack_gated_linear(
-        self, weight: Tensor, bias: Tensor | None, activation: Activation, quantisation: Quantisation = ""
+        self, weight: Weight, bias: Tensor | None, activation: Activation, quantisation: Quantisation = ""
     ) -> PackedLinear:
-        stored = quantise(weight) if quantisation else weight
+        stored = stored_weight(weight, quantisation)
         data = (stored, bias, activation)
         return PackedLinear(weight.shape[0] // 2, weight.shape[1], data, stored_bytes(stored, bias))
 
     def gated_linear(self, x: Tensor, layer: PackedLinear) -> Tensor:
         self.counters.called("gated_linear")
         weight, bias, activation = layer.data
-        is_int8 = isinstance(weight, QuantisedWeight)
-        gate_up = linear_int8(x, weight, bias) if is_int8 else F.linear(x, weight, bias)
+        is_plain = isinstance(weight, Tensor)
+        gate_up = F.linear(x, weight, bias) if is_plain else linear_quantised(x, weight, bias)
         rows, width = x.shape[0], layer.out_features
         out = torch.empty(rows, width, dtype=gate_up.dtype, device=x.device)
         numbers = (DTYPE_NUMBERS[out.dtype], ACTIVATION_NUMBERS[activation], rows, width)

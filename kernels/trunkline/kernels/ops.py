@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from trunkline.kernels.grouped import GroupedWeight
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan
 from trunkline.kvstore.chunks import Int32Array
 from trunkline.kvstore.chunk_format import ChunkFormat, kv_format
@@ -84,6 +85,10 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 Quantisation = Literal["", "int8"]
 """The form in which a linear layer's weight is stored: its own type (""), or as `trunkline.kernels.quantisation`
 says."""
+
+
+Weight = Tensor | GroupedWeight
+"""A weight `[out, in]` as layers take it: floating point, or codes in groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,12 +258,13 @@ class Kernels(Protocol):
         """Add `x` into `residual` (in place) and return its `rms_norm`."""
         ...
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, quantisation: Quantisation = "") -> PackedLinear:
+    def pack_linear(self, weight: Weight, bias: Tensor | None, quantisation: Quantisation = "") -> PackedLinear:
         """Prepare the layer `y = x @ weight.T + bias`; `weight` is `[out, in]`, and is not kept if it was copied.
 
         Args:
-            quantisation: "int8" stores one byte per weight and a scale per output. As without it, `x` has the type
-                that `weight` has here.
+            weight: floating point, or codes in groups, which are stored and multiplied as that class says.
+            quantisation: "int8" stores one byte per weight and a scale per output, of a floating-point weight. As
+                without it, `x` has the type that `weight` has here.
         """
         ...
 
@@ -272,7 +278,7 @@ class Kernels(Protocol):
         ...
 
     def pack_gated_linear(
-        self, weight: Tensor, bias: Tensor | None, activation: Activation, quantisation: Quantisation = ""
+        self, weight: Weight, bias: Tensor | None, activation: Activation, quantisation: Quantisation = ""
     ) -> PackedLinear:
         """Prepare `activation(gate) * up` of `x @ weight.T + bias`; `weight` is `[2 * n, in]`: gate, then up."""
         ...

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trunkline.kernels.grouped import GroupedWeight, linear_grouped
+
 LARGEST: Final = 127
 """Largest magnitude of a quantised weight: -128 is not used, so that the scheme is symmetric."""
 ROWS: Final = 4096
@@ -77,6 +79,26 @@ def linear_int8(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tens
     return out if bias is None else out.add_(bias)
 
 
-def stored_bytes(weight: Tensor | QuantisedWeight, bias: Tensor | None) -> int:
+def stored_weight(weight: Tensor | GroupedWeight, quantisation: str) -> Tensor | QuantisedWeight | GroupedWeight:
+    """Return a weight as plain layers and those of GPUs keep it.
+
+    Raises:
+        ValueError: The weight cannot be quantised, or is already.
+    """
+    if not quantisation:
+        return weight
+    if isinstance(weight, GroupedWeight):
+        raise ValueError(f"the weight has {weight.bits} bits already; it is not quantised once more")
+    return quantise(weight)
+
+
+def linear_quantised(x: Tensor, weight: QuantisedWeight | GroupedWeight, bias: Tensor | None) -> Tensor:
+    """Return the layer of `x` `[tokens, in]`, in float64 if `x` is, else in float32."""
+    if isinstance(weight, GroupedWeight):
+        return linear_grouped(x, weight, bias)
+    return linear_int8(x, weight, bias)
+
+
+def stored_bytes(weight: Tensor | QuantisedWeight | GroupedWeight, bias: Tensor | None) -> int:
     """Return how many bytes this weight and bias take in memory, as they are stored."""
     return weight.nbytes + (0 if bias is None else bias.nbytes)

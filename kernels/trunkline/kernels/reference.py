@@ -24,11 +24,12 @@ from trunkline.kernels.ops import (
     PackedLinear,
     QkNorm,
     Quantisation,
+    Weight,
     check_copies,
     swap_halves,
 )
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan
-from trunkline.kernels.quantisation import QuantisedWeight, linear_int8, quantise, stored_bytes
+from trunkline.kernels.quantisation import linear_quantised, stored_bytes, stored_weight
 from trunkline.kernels.reference_attention import ReferencePrefillState, check_plain
 from trunkline.kernels.reference_decode import ReferenceDecodeState
 from trunkline.kvstore.chunks import Int32Array
@@ -155,15 +156,15 @@ class ReferenceKernels:
         residual += x
         return _rms_norm(residual, weight, eps)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, quantisation: Quantisation = "") -> PackedLinear:
-        stored = quantise(weight) if quantisation else weight
+    def pack_linear(self, weight: Weight, bias: Tensor | None, quantisation: Quantisation = "") -> PackedLinear:
+        stored = stored_weight(weight, quantisation)
         return PackedLinear(weight.shape[0], weight.shape[1], (stored, bias), stored_bytes(stored, bias))
 
     def linear(self, x: Tensor, layer: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
         self.counters.called("linear")
         weight, bias = layer.data
-        if isinstance(weight, QuantisedWeight):
-            return linear_int8(x, weight, bias).to(out_dtype or x.dtype)
+        if not isinstance(weight, Tensor):
+            return linear_quantised(x, weight, bias).to(out_dtype or x.dtype)
         if out_dtype is None or out_dtype == x.dtype:
             return F.linear(x, weight, bias)
         # F.linear would round to the type of x first. Converted in parts: the output layer of a model is large.
@@ -176,17 +177,17 @@ class ReferenceKernels:
         return out
 
     def pack_gated_linear(
-        self, weight: Tensor, bias: Tensor | None, activation: Activation, quantisation: Quantisation = ""
+        self, weight: Weight, bias: Tensor | None, activation: Activation, quantisation: Quantisation = ""
     ) -> PackedLinear:
-        stored = quantise(weight) if quantisation else weight
+        stored = stored_weight(weight, quantisation)
         data = (stored, bias, activation)
         return PackedLinear(weight.shape[0] // 2, weight.shape[1], data, stored_bytes(stored, bias))
 
     def gated_linear(self, x: Tensor, layer: PackedLinear) -> Tensor:
         self.counters.called("gated_linear")
         weight, bias, activation = layer.data
-        if isinstance(weight, QuantisedWeight):
-            gate_up = linear_int8(x, weight, bias)
+        if not isinstance(weight, Tensor):
+            gate_up = linear_quantised(x, weight, bias)
         else:
             gate_up = F.linear(x, weight, bias)
         gate, up = gate_up[:, : layer.out_features], gate_up[:, layer.out_features :]

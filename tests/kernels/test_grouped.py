@@ -1,0 +1,169 @@
+"""Weights in groups: their form, what files' blocks become, and layers over them."""
+
+from __future__ import annotations
+
+import random
+import struct
+from dataclasses import replace
+
+import pytest
+import torch
+from kernels.grouped_cases import KINDS, random_weight
+from seeds import seeds
+from torch import Tensor
+
+from trunkline.kernels.gguf_blocks import BLOCKS, from_blocks
+from trunkline.kernels.grouped import GroupedWeight, linear_grouped, rounded_inputs, stack
+
+
+def half(block: bytes, at: int) -> float:
+    return float(struct.unpack_from("<e", block, at)[0])
+
+
+def six_bits(block: bytes, group: int) -> tuple[int, int]:
+    """Scale and offset of a group of Q4_K and Q5_K, bit by bit."""
+    packed = block[4:16]
+    if group < 4:
+        return packed[group] & 63, packed[group + 4] & 63
+    low, high = packed[group + 4], (packed[group - 4] >> 6, packed[group] >> 6)
+    return (low & 15) | (high[0] << 4), (low >> 4) | (high[1] << 4)
+
+
+def weights_of(kind: str, block: bytes) -> list[float]:
+    """The weights of a block, one after the other, as the format's description has them."""
+    if kind == "Q8_0":
+        return [half(block, 0) * value for value in struct.unpack_from("<32b", block, 2)]
+    if kind in ("Q4_0", "Q4_1"):
+        start = 2 if kind == "Q4_0" else 4
+        codes = [byte & 15 for byte in block[start:]] + [byte >> 4 for byte in block[start:]]
+        if kind == "Q4_0":
+            return [half(block, 0) * (code - 8) for code in codes]
+        return [half(block, 0) * code + half(block, 2) for code in codes]
+    found = []
+    for i in range(256):
+        if kind == "Q6_K":
+            part, place = divmod(i, 128)
+            quarter, column = divmod(place, 32)
+            low = block[64 * part + column + 32 * (quarter % 2)] >> (4 * (quarter // 2)) & 15
+            high = block[128 + 32 * part + column] >> (2 * quarter) & 3
+            scale = struct.unpack_from("<b", block, 192 + i // 16)[0]
+            found.append(half(block, 208) * scale * ((low | high << 4) - 32))
+            continue
+        group, column = divmod(i, 32)
+        scale, offset = six_bits(block, group)
+        codes_at = 16 if kind == "Q4_K" else 48
+        code = block[codes_at + 32 * (group // 2) + column] >> (4 * (group % 2)) & 15
+        if kind == "Q5_K":
+            code |= (block[16 + column] >> group & 1) << 4
+        found.append(half(block, 0) * scale * code - half(block, 2) * offset)
+    return found
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("seed", seeds(1))
+def test_blocks_of_files(kind: str, seed: int) -> None:
+    """Every number that a block can hold is read to the rounding of float32; bytes are random, scales finite."""
+    chance = random.Random(seed)
+    rows, blocks = 3, 2
+    raw = [[bytearray(chance.randbytes(BLOCKS[kind].bytes)) for _ in range(blocks)] for _ in range(rows)]
+    for block in (block for row in raw for block in row):
+        for at in {"Q6_K": (208,), "Q8_0": (0,), "Q4_0": (0,)}.get(kind, (0, 2)):
+            struct.pack_into("<e", block, at, chance.uniform(-2, 2))
+    joined = torch.tensor([list(b"".join(row)) for row in raw], dtype=torch.uint8)
+    weight = from_blocks(kind, joined, torch.bfloat16)
+    assert weight.shape == (rows, blocks * BLOCKS[kind].values)
+    assert weight.dtype == torch.bfloat16
+    expected = torch.tensor([[w for block in row for w in weights_of(kind, bytes(block))] for row in raw])
+    torch.testing.assert_close(weight.dequantise(), expected, rtol=1e-6, atol=1e-5)
+
+
+def test_blocks_that_are_none_are_refused() -> None:
+    raw = torch.zeros(2, 34, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"IQ2_XS; there are Q8_0, .*Q6_K"):
+        from_blocks("IQ2_XS", raw, torch.float32)
+    for broken in (raw[:, :33], raw.float(), raw[0], raw[:, :0]):
+        with pytest.raises(ValueError, match="whole blocks of 34 bytes"):
+            from_blocks("Q8_0", broken, torch.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_slices_and_stacks_are_of_the_same_numbers(kind: str) -> None:
+    weight = random_weight(kind, 20, 512)
+    whole = weight.dequantise()
+    assert torch.equal(weight.rows(slice(3, 9)).dequantise(), whole[3:9])
+    order = torch.tensor([4, 0, 19])
+    assert torch.equal(weight.rows(order).dequantise(), whole[order])
+    step = weight.group
+    for first, stop in ((0, step), (512 - step, 512), (0, 512), (256, 512)):
+        if first % step == 0:
+            assert torch.equal(weight.columns(slice(first, stop)).dequantise(), whole[:, first:stop])
+    with pytest.raises(ValueError, match="whole groups"):
+        weight.columns(slice(0, step - 1))
+    for other in KINDS:
+        beside = random_weight(other, 7, 512)
+        if beside.group <= 32 and weight.group <= 32:
+            joined = stack([weight, beside, weight])
+            expected = torch.cat([whole, beside.dequantise(), whole])
+            torch.testing.assert_close(joined.dequantise(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    good = random_weight("Q4_K", 4, 512)
+    assert good.sub_scale is not None
+    assert good.offset is not None
+    broken: list[dict[str, object]] = [
+        {"codes": good.codes.int()},
+        {"bits": 5},
+        {"group": 24},
+        {"group": 0},
+        {"group": 384},
+        {"scale": good.scale.double()},
+        {"scale": good.scale[:2]},
+        {"sub_scale": None},
+        {"sub_scale": good.sub_scale[:, 1:]},
+        {"sub_offset": None},
+        {"offset": good.offset.float()},
+        {"zero": 256},
+        {"zero": -1},
+        {"table": (1, 2, 3)},
+        {"table": (300,) * 16},
+        {"table": (1,) * 16, "bits": 8},
+    ]
+    for change in broken:
+        with pytest.raises(ValueError, match=r".+"):
+            replace(good, **change)  # type: ignore[arg-type]
+
+
+def test_inputs_are_rounded_to_the_nearest_integers() -> None:
+    x = torch.randn(5, 80) * 10.0 ** torch.randint(-8, 8, (5, 1))
+    x[3] = 0.0
+    x[4, 40] = float("inf")
+    integers, factor = rounded_inputs(x)
+    assert factor.shape == (5, 3)
+    assert factor[4].isnan().tolist() == [False, True, False]
+    near = integers * factor.repeat_interleave(32, dim=1)[:, :80]
+    error, bound = (near - x).abs(), 0.501 * factor.repeat_interleave(32, dim=1)[:, :80]
+    assert bool((error[:4] <= bound[:4]).all())
+    assert int(integers[:3].abs().max()) == 127
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounding_of_inputs_costs_little(kind: str) -> None:
+    """Of sums of 512 products it is below a hundredth of their size."""
+    weight = random_weight(kind, 64, 512)
+    x = torch.randn(16, 512)
+    exact = linear_grouped(x, weight, None)
+    torch.testing.assert_close(exact, x @ weight.dequantise().T, rtol=1e-5, atol=1e-4)
+    near = linear_grouped(x, replace(weight, int8_inputs=True), None)
+    assert 0 < float((near - exact).norm() / exact.norm()) < 0.01
+
+
+def test_a_quantised_weight_is_not_quantised_again(kernels: object) -> None:
+    weight = random_weight("Q8_0", 16, 64)
+    with pytest.raises(ValueError, match="8 bits already"):
+        kernels.pack_linear(weight, None, "int8")  # type: ignore[attr-defined]
+
+
+def exact_product(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
+    y = x.double() @ weight.dequantise(torch.float64).T
+    return y if bias is None else y + bias.double()
