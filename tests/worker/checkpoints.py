@@ -138,6 +138,55 @@ FAMILIES: Final[dict[str, Variant]] = {
     "mixtral-five-experts": _variant(
         "Mixtral", LLAMA_LIKE, num_local_experts=5, num_experts_per_tok=3, sliding_window=8
     ),
+    "qwen3-moe": _variant(
+        "Qwen3Moe",
+        LLAMA_LIKE,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+    ),
+    "qwen3-moe-some-dense": _variant(
+        "Qwen3Moe",
+        LLAMA_LIKE,
+        num_hidden_layers=3,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=False,
+        mlp_only_layers=[1],
+    ),
+    "glm4-moe": _variant(
+        "Glm4Moe",
+        LLAMA_LIKE,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        use_qk_norm=True,
+        attention_bias=True,
+    ),
+    "granite": _variant(
+        "Granite",
+        LLAMA_LIKE,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.2,
+        logits_scaling=1.7,
+    ),
+    "ministral": _variant(
+        "Ministral",
+        LLAMA_LIKE,
+        num_hidden_layers=3,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "phi3": _variant("Phi3", LLAMA_LIKE, partial_rotary_factor=0.5, sliding_window=8),
+    "glm4": _variant("Glm4", LLAMA_LIKE, head_dim=16, attention_bias=True),
+    "glm": _variant("Glm", LLAMA_LIKE, num_key_value_heads=1),
     "gemma2": _variant("Gemma2", GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
     "gemma3": _variant(
         "Gemma3",
@@ -158,7 +207,7 @@ RELATIVE: Final = tuple(name for name in MODELS if not name.startswith(("gpt2", 
 """Those whose positions are not learned, so that their KV may stand elsewhere."""
 ALIKE: Final = set(MODELS) - {
     *("gpt2", "opt", "gqa", "linear-rope", "llama3-rope", "yarn-rope", "mistral", "qwen3", "pythia"),
-    *("falcon-rw", "mpt", "mpt-six-heads", "gemma3"),
+    *("falcon-rw", "mpt", "mpt-six-heads", "gemma3", "glm4"),
 }
 """Models whose positions and windows work in the way of another one's."""
 KINDS: Final = ("gqa", "gpt2", "opt-350m", "pythia", "falcon-rw", "mpt", "gemma3")

@@ -33,10 +33,10 @@ from trunkline.worker.model.tensor_index import read_tensor_index
 from trunkline.worker.runner import Runner
 
 CPU = torch.device("cpu")
-REPLICATED = ("norm", "ln_", "gate.weight", "project_")
+REPLICATED = ("norm", "ln_", "gate.weight", "score_correction", "project_")
 """Parts of the names of tensors that every rank needs whole."""
 KV_NAMES = ("k_proj", "v_proj")
-FUSED_NAMES = ("query_key_value",)
+FUSED_NAMES = ("query_key_value", "qkv_proj")
 
 
 def load_slices(folder: Path, shard: Shard, quantisation: Literal["", "int8"] = "") -> Weights:
@@ -128,17 +128,17 @@ def test_a_rank_reads_only_its_slices(name: str, models: Models) -> None:
             size = math.prod(entry.shape)
             if any(part in tensor for part in REPLICATED):
                 expected += tp * size
-            elif any(part in tensor for part in KV_NAMES):
-                expected += copies * size
             elif any(part in tensor for part in FUSED_NAMES):
                 row = 1 if tensor.endswith("bias") else config.hidden_size
                 expected += size + (copies - 1) * 2 * keys * row
+            elif any(part in tensor for part in KV_NAMES):
+                expected += copies * size
             else:
                 expected += size
         skipped = config.architecture.position_rows_skipped * config.hidden_size
         sizes = [weights.bytes_read for weights in loaded]
         assert sum(sizes) == 4 * (expected - skipped)
-        if not config.experts % tp and not config.architecture.names.positions:
+        if not (config.mixture and config.mixture.experts % tp) and not config.architecture.names.positions:
             # Rank 0 has the biases of what is summed, the last rank less of the vocabulary.
             slack = 8 * config.layers * config.hidden_size + 16 * tp * config.hidden_size
             assert max(sizes) - min(sizes) <= slack

@@ -47,6 +47,7 @@ from trunkline.kernels.program import (
     SoftCap,
     StoreKv,
 )
+from trunkline.kernels.routing import Routing
 from trunkline.kvstore.chunks import Int32Array
 
 KINDS: Final[dict[type[Op], int]] = {
@@ -91,7 +92,7 @@ class _Words:
         self.constants: list[Tensor] = []
         self.ropes = ropes
         self._index = {buffer: index for index, buffer in enumerate(self.buffers)}
-        self.is_native = [shares_memory or not isinstance(op, AllReduce) for op in program.ops]
+        self.is_native = [_is_native(op, shares_memory) for op in program.ops]
         rows = []
         for index, op in enumerate(program.ops):
             words = [KINDS[type(op)], *self._words(op)] if self.is_native[index] else [HOST]
@@ -129,7 +130,7 @@ class _Words:
             case Experts():
                 layers = (op.router, *(layer for expert in op.experts for layer in expert))
                 handles = torch.tensor([layer.data.handle for layer in layers], dtype=torch.int64)
-                return [buffer(op.x), constant(handles), buffer(op.out), op.first, op.per_token]
+                return [buffer(op.x), constant(handles), buffer(op.out), op.first, op.routing.per_token]
             case StoreKv():
                 weights = (None, None) if op.norm is None else (op.norm.q_weight, op.norm.k_weight)
                 heads = [buffer(op.qkv), op.layer, op.spec.heads, buffer(op.cos), buffer(op.sin)]
@@ -152,6 +153,17 @@ class _Words:
     def _rope(self, op: Attend) -> int:
         frequencies = op.spec.inverse_frequencies
         return next((index for index, known in enumerate(self.ropes) if known is frequencies), -1)
+
+
+def _is_native(op: Op, shares_memory: bool) -> bool:
+    """Return whether the library runs an op.
+
+    Args:
+        shares_memory: whether the ranks do, if there are several.
+    """
+    if isinstance(op, Experts):
+        return op.choice_bias is None and op.routing == Routing(op.routing.per_token)
+    return shares_memory or not isinstance(op, AllReduce)
 
 
 def _reals(op: Op) -> tuple[float, float]:

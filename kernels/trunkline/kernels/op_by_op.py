@@ -38,6 +38,7 @@ from trunkline.kernels.program import (
     SoftCap,
     StoreKv,
 )
+from trunkline.kernels.routing import Routing
 
 
 class StepBatch(Protocol):
@@ -225,10 +226,9 @@ class OpByOp:
 
     def _experts(self, op: Experts) -> None:
         kernels, x = self._kernels, self._values[op.x.name]
-        shares, chosen = kernels.linear(x, op.router, torch.float32).softmax(dim=-1).topk(op.per_token)
-        shares /= shares.sum(dim=-1, keepdim=True)
+        shares, chosen = route(kernels.linear(x, op.router, torch.float32), op.routing, op.choice_bias)
         order = chosen.view(-1).argsort(stable=True)
-        tokens, share = order // op.per_token, shares.view(-1)[order, None]
+        tokens, share = order // op.routing.per_token, shares.view(-1)[order, None]
         # One transfer to the host per layer: up to where in `order` each expert's tokens reach.
         stops = chosen.view(-1).bincount(minlength=op.router.out_features).cumsum(0).tolist()
         out = torch.zeros_like(x, dtype=torch.float32)
@@ -251,6 +251,28 @@ class OpByOp:
 
     def _forbid(self, op: Forbid) -> None:
         self._values[op.into.name][:, op.first :] = float("-inf")
+
+
+def route(outputs: Tensor, routing: Routing, choice_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the shares and the indices of each token's experts, `[tokens, per_token]`.
+
+    Args:
+        outputs: the router's, float32 `[tokens, experts]`.
+        choice_bias: float32 `[experts]`, added to the scores for the choice alone.
+    """
+    scores = outputs.sigmoid() if routing.scores == "sigmoid" else outputs.softmax(dim=-1)
+    choice = scores if choice_bias is None else scores + choice_bias
+    if routing.groups_per_token < routing.groups:
+        grouped = choice.view(len(choice), routing.groups, -1)
+        sums = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(dim=-1)
+        kept = torch.zeros_like(sums, dtype=torch.bool)
+        kept.scatter_(-1, sums.topk(routing.groups_per_token, dim=-1).indices, True)
+        choice = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
+    chosen = choice.topk(routing.per_token, dim=-1).indices
+    shares = scores.gather(-1, chosen)
+    if routing.normalised:
+        shares = shares / (shares.sum(dim=-1, keepdim=True) + 1e-20)  # sigmoids may all be zero
+    return shares * routing.factor, chosen
 
 
 class OpDifference(NamedTuple):

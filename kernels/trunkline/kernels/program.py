@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from trunkline.kernels.ops import AttentionSpec, PackedLinear, QkNorm
+from trunkline.kernels.routing import Routing
 
 PLAIN_ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh", "relu")
 """The names that `Activate` takes."""
@@ -238,8 +239,9 @@ class Experts(Op):
     """Index, among the layer's experts, of the first one here."""
     experts: tuple[tuple[PackedLinear, PackedLinear], ...]
     """Gated matrix and second matrix of each expert here."""
-    per_token: int
-    """Experts that a token goes to; their shares are normalised to 1."""
+    routing: Routing
+    choice_bias: Tensor | None
+    """float32 `[experts of the layer]`, added to scores for the choice alone."""
     out: Buffer
 
 
@@ -451,7 +453,15 @@ def _experts_facts(op: Experts) -> Facts:
             ("the width within an expert", up.out_features, down.in_features),
             ("the outputs of an expert", op.x.width, down.out_features),
         ]
-    return [*facts, ("the inputs of the router", op.x.width, op.router.in_features)]
+    count, routing = op.router.out_features, op.routing
+    if op.choice_bias is not None:
+        facts.append(("the shape of the choice's bias", [count], list(op.choice_bias.shape)))
+    return [
+        *facts,
+        ("the inputs of the router", op.x.width, op.router.in_features),
+        ("the experts without a group", 0, count % routing.groups),
+        ("whether there are as many experts", True, routing.per_token <= count),
+    ]
 
 
 def _select_facts(op: Select) -> Facts:

@@ -39,9 +39,10 @@ class Qkv(StrEnum):
 
 
 class Mlp(StrEnum):
+    """The kind of an MLP, or of a mixture's experts."""
+
     PLAIN = "down(activation(up(x)))"
     GATED = "down(activation(gate(x)) * up(x))"
-    EXPERTS = "a weighted sum of a few of many gated ones"
 
 
 class Residual(StrEnum):
@@ -81,12 +82,20 @@ class WeightNames:
     """RMS norm of each query head before rotation."""
     key_norm: str = ""
     gate: str = ""
+    """The same as `up` if one matrix has both: first the gate's rows."""
     attention_post_norm: str = ""
     """Norm of attention's output before it is added; under `POST_NORM`, of the sum."""
     mlp_post_norm: str = ""
     router: str = ""
-    """Router of a mixture of experts. The names of the experts' tensors (`gate`, `up`, `down`) have `{}` for the
-    expert's index."""
+    """Router of a mixture of experts; empty if the family has none."""
+    expert: str = ""
+    """Prefix of the names of an expert's tensors (`gate`, `up`, `down`), with `{}` for its index."""
+    shared_experts: str = ""
+    """Prefix of the same names of the experts that every token goes to."""
+    dense: str = ""
+    """Prefix of the same names in layers without a mixture."""
+    choice_bias: str = ""
+    """What is added to an expert's score for the choice alone; the whole name."""
     positions: str = ""
     embedding_in: str = ""
     """Projection from the embeddings' width to the hidden size."""
@@ -107,6 +116,9 @@ class Architecture:
     names: WeightNames
     prefixes: tuple[str, ...]
     """Prefixes of tensor names; a checkpoint uses one of them."""
+    interleaved: bool = False
+    """Whether the pairs of dimensions that rotary positions turn are neighbours in the checkpoint; here they are
+    half of the rotated part apart."""
     transposed: bool = False
     """Whether the layers' matrices are stored as `[in, out]`."""
     position_rows_skipped: int = 0
@@ -147,14 +159,64 @@ QWEN3: Final = replace(
 MIXTRAL: Final = replace(
     LLAMA,
     family="mixtral",
-    mlp=Mlp.EXPERTS,
     names=replace(
         LLAMA.names,
         router="block_sparse_moe.gate",
-        gate="block_sparse_moe.experts.{}.w1",
-        up="block_sparse_moe.experts.{}.w3",
-        down="block_sparse_moe.experts.{}.w2",
+        expert="block_sparse_moe.experts.{}.",
+        gate="w1",
+        up="w3",
+        down="w2",
     ),
+)
+QWEN3_MOE: Final = replace(
+    QWEN3,
+    family="qwen3_moe",
+    names=replace(
+        QWEN3.names,
+        router="mlp.gate",
+        expert="mlp.experts.{}.",
+        dense="mlp.",
+        gate="gate_proj",
+        up="up_proj",
+        down="down_proj",
+    ),
+)
+GLM4_MOE: Final = replace(
+    LLAMA,
+    family="glm4_moe",
+    names=replace(
+        QWEN3_MOE.names,
+        query_norm="",
+        key_norm="",
+        shared_experts="mlp.shared_experts.",
+        choice_bias="mlp.gate.e_score_correction_bias",
+    ),
+)
+PHI3: Final = replace(
+    LLAMA,
+    family="phi3",
+    qkv=Qkv.STACKED,
+    names=replace(
+        LLAMA.names,
+        query="",
+        key="",
+        value="",
+        qkv="self_attn.qkv_proj",
+        gate="mlp.gate_up_proj",
+        up="mlp.gate_up_proj",
+    ),
+)
+GRANITE: Final = replace(LLAMA, family="granite")
+GLM: Final = replace(
+    LLAMA,
+    family="glm",
+    interleaved=True,
+    names=replace(LLAMA.names, gate="mlp.gate_up_proj", up="mlp.gate_up_proj"),
+)
+GLM4: Final = replace(
+    GLM,
+    family="glm4",
+    names=replace(GLM.names, attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm"),
 )
 GEMMA2: Final = replace(
     LLAMA,

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from trunkline.kernels.ops import Activation, Kernels, PackedLinear, QkNorm, Quantisation
 from trunkline.worker.errors import CheckpointError
-from trunkline.worker.model.architecture import Mlp, NormKind
-from trunkline.worker.model.model_config import Piece, Shard
+from trunkline.worker.model.architecture import NormKind
+from trunkline.worker.model.model_config import Mixture, Piece, Shard
 from trunkline.worker.model.tensor_index import find_prefix, read_tensor_index
 
 Progress = Callable[[str, float], None]
@@ -52,6 +52,10 @@ class ExpertWeights(NamedTuple):
     first: int
     """Index, among the layer's experts, of the first one that this rank has."""
     experts: list[MlpWeights]
+    choice_bias: Tensor | None
+    """float32 `[experts]`, added to an expert's score for the choice alone."""
+    shared: MlpWeights | None
+    """This rank's part of the experts that every token goes to."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,13 @@ class _Files:
         self._stack = stack
         self._dtype, self._device = dtype, device
 
-    def slice(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+    def slice(
+        self,
+        name: str,
+        rows: slice | None = None,
+        columns: slice | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         """Return a part of a tensor, contiguous; `columns` are of a matrix, without `rows`."""
         file = self.index[name].file
         if file not in self._opened:
@@ -135,7 +145,7 @@ class _Files:
         part: Tensor = stored[:, columns] if columns is not None else stored[rows or slice(None)]
         self.bytes_read += part.numel() * part.element_size()
         # A copy of its own: the file's mapping can then be closed, and slices become contiguous.
-        return part.to(device=self._device, dtype=self._dtype, copy=True).contiguous()
+        return part.to(device=self._device, dtype=dtype or self._dtype, copy=True).contiguous()
 
 
 class _ShardReader:
@@ -156,7 +166,7 @@ class _ShardReader:
         embedding = self._vocabulary(f"{prefix}{names.embedding}.weight")
         layers = []
         for layer in range(config.layers):
-            layers.append(self._layer(prefix + names.layer.format(layer)))
+            layers.append(self._layer(prefix + names.layer.format(layer), config.mixture_of(layer)))
             progress("loading weights", (layer + 1) / config.layers)
         head = embedding if config.tied_embeddings else self._vocabulary(f"{names.head}.weight")
         return Weights(
@@ -170,42 +180,65 @@ class _ShardReader:
             bytes_read=self._files.bytes_read,
         )
 
-    def _layer(self, prefix: str) -> LayerWeights:
+    def _layer(self, prefix: str, mixture: Mixture | None) -> LayerWeights:
         config, names, shard = self._config, self._names, self._shard
+        if mixture is None:
+            mlp: MlpWeights | ExpertWeights = self._mlp(prefix + names.dense, config.intermediate_size)
+        else:
+            mlp = self._experts(prefix, mixture)
         return LayerWeights(
             attention_norm=self._norm(prefix, names.attention_norm),
-            qkv=self._pack(*self._column_parallel(prefix, shard.qkv_pieces(), config.attention_bias)),
+            qkv=self._qkv(prefix),
             qk_norm=self._qk_norm(prefix),
             attention_out=self._row_parallel(
                 prefix + names.attention_out, shard.query_rows, config.attention_out_bias and shard.rank == 0
             ),
             attention_post_norm=self._norm(prefix, names.attention_post_norm),
             mlp_norm=self._norm(prefix, names.mlp_norm),
-            mlp=self._experts(prefix) if self._architecture.mlp is Mlp.EXPERTS else self._mlp(prefix),
+            mlp=mlp,
             mlp_post_norm=self._norm(prefix, names.mlp_post_norm),
         )
 
-    def _mlp(self, prefix: str) -> MlpWeights:
-        has_bias, names, rows = self._config.mlp_bias, self._names, self._shard.mlp_rows
+    def _qkv(self, prefix: str) -> PackedLinear:
+        shard = self._shard
+        weight, bias = self._column_parallel(prefix, shard.qkv_pieces(), self._config.attention_bias)
+        if self._architecture.interleaved:
+            rows = torch.tensor(shard.parted_rows(), device=weight.device)
+            weight, bias = weight[rows], None if bias is None else bias[rows]
+        return self._pack(weight, bias)
+
+    def _mlp(self, prefix: str, width: int) -> MlpWeights:
+        """Return this rank's part of an MLP."""
+        has_bias, rows = self._config.mlp_bias, self._shard.mlp_rows(width)
         return MlpWeights(
-            self._up(prefix, names.gate, names.up, rows),
-            self._row_parallel(prefix + names.down, rows, has_bias and self._shard.rank == 0),
+            self._up(prefix, rows, width),
+            self._row_parallel(prefix + self._names.down, rows, has_bias and self._shard.rank == 0),
         )
 
-    def _experts(self, prefix: str) -> ExpertWeights:
-        names, here, all_rows = self._names, self._shard.experts, slice(0, self._config.intermediate_size)
-        experts = [
-            MlpWeights(
-                self._up(prefix, names.gate.format(expert), names.up.format(expert), all_rows),
-                self._row_parallel(prefix + names.down.format(expert), all_rows, self._config.mlp_bias),
-            )
-            for expert in here
-        ]
-        router = self._kernels.pack_linear(self._matrix(f"{prefix}{names.router}.weight"), None)
-        return ExpertWeights(router, here.start, experts)
+    def _experts(self, prefix: str, mixture: Mixture) -> ExpertWeights:
+        names, here, width = self._names, self._shard.experts, mixture.width
+        experts = []
+        for start in (prefix + names.expert.format(expert) for expert in here):
+            down = self._row_parallel(start + names.down, slice(0, width), self._config.mlp_bias)
+            experts.append(MlpWeights(self._up(start, slice(0, width), width), down))
+        return ExpertWeights(
+            self._kernels.pack_linear(self._matrix(f"{prefix}{names.router}.weight"), None),
+            here.start,
+            experts,
+            self._choice_bias(prefix),
+            self._mlp(prefix + names.shared_experts, mixture.shared_width) if mixture.shared_width else None,
+        )
 
-    def _up(self, prefix: str, gate: str, up: str, rows: slice) -> PackedLinear:
+    def _choice_bias(self, prefix: str) -> Tensor | None:
+        name = self._names.choice_bias
+        return self._files.slice(prefix + name, dtype=torch.float32) if name else None
+
+    def _up(self, prefix: str, rows: slice, width: int) -> PackedLinear:
+        """Return rows of an MLP's first matrix, and of its gate if there is one, of an MLP of that width."""
+        gate, up = self._names.gate, self._names.up
         pieces = [Piece(name, rows) for name in (gate, up) if name]
+        if gate == up:
+            pieces[1] = Piece(up, slice(width + rows.start, width + rows.stop))
         weight, bias = self._column_parallel(prefix, pieces, self._config.mlp_bias)
         if not gate:
             return self._pack(weight, bias)

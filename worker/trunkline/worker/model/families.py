@@ -1,8 +1,9 @@
 """Read a model folder into a `ModelConfig`, or say what is wrong with it. No torch.
 
 One function per family reads its config.json (`reader_llama`, `reader_experts`, `reader_others`): it chooses the
-record of `architecture` and takes the numbers. Defaults are those of the family's configuration class in `transformers`, since files leave them out. A field whose
-value would change the computation in a way that is not implemented is refused by name.
+record of `architecture` and takes the numbers. Defaults are those of the family's configuration class in
+`transformers`, since files leave them out. A field whose value would change the computation in a way that is not
+implemented is refused by name.
 
 The launcher calls `check_model` before it starts any process; workers call it again to build their shard.
 """

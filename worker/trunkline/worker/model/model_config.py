@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from trunkline.kernels.routing import Routing
 from trunkline.kvstore.chunk_format import ChunkFormat, kv_format
 from trunkline.worker.errors import ParallelismError
-from trunkline.worker.model.architecture import Architecture, Mlp, Positions, Qkv
+from trunkline.worker.model.architecture import Architecture, Positions, Qkv
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,21 @@ class LayerAttention:
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """A model's mixtures of experts."""
+
+    experts: int
+    """Number of experts of a layer."""
+    width: int
+    """Width within one expert."""
+    routing: Routing
+    shared_width: int = 0
+    """Width of the experts that every token goes to, taken as one; 0: there are none."""
+    dense_layers: frozenset[int] = frozenset()
+    """Layers that have a plain MLP instead."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A model: its family's architecture, and what its config.json adds."""
 
@@ -59,7 +75,7 @@ class ModelConfig:
     kv_heads: int
     head_dim: int
     intermediate_size: int
-    """Width of the MLP, or of one expert if there are several."""
+    """Width of the MLP where a layer has one."""
     vocab_size: int
     max_positions: int
     """Longest context the model was made for, in tokens."""
@@ -84,8 +100,14 @@ class ModelConfig:
     """Largest magnitude of queries, keys and values, which are clamped to ± this; 0: they are not."""
     alibi_slopes: tuple[float, ...] = ()
     """Slope of each head for ALiBi: `slope * (key position - query position)` is added to scaled scores."""
-    experts: int = 0
-    experts_per_token: int = 0
+    residual_scale: float = 1.0
+    """Factor of what attention and MLP add to the residual."""
+    logit_scale: float = 1.0
+    mixture: Mixture | None = None
+
+    def mixture_of(self, layer: int) -> Mixture | None:
+        """Return the mixture of experts of a layer; None if it has a plain MLP."""
+        return None if self.mixture is None or layer in self.mixture.dense_layers else self.mixture
 
     @property
     def positions_shift(self) -> bool:
@@ -149,15 +171,14 @@ class Shard:
         width = self.config.head_dim
         return slice(self.first_kv_head * width, (self.first_kv_head + self.kv_heads) * width)
 
-    @property
-    def mlp_rows(self) -> slice:
-        width = self.config.intermediate_size // self.tp
-        return slice(self.rank * width, (self.rank + 1) * width)
+    def mlp_rows(self, width: int) -> slice:
+        """This rank's rows in the first matrix of an MLP of that width."""
+        return slice(self.rank * width // self.tp, (self.rank + 1) * width // self.tp)
 
     @property
     def experts(self) -> range:
         """The experts of this rank; they are spread as evenly as their number allows."""
-        count = self.config.experts
+        count = self.config.mixture.experts if self.config.mixture else 0
         return range(self.rank * count // self.tp, (self.rank + 1) * count // self.tp)
 
     @property
@@ -195,6 +216,18 @@ class Shard:
         else:
             found = self._grouped_rows()
         return [Piece(names.qkv, rows) for rows in _joined(found)]
+
+    def parted_rows(self) -> list[int]:
+        """Return the rows of queries, keys and values in the order in which the pairs that rotary positions turn
+        are half of the rotated part apart, where the checkpoint has them side by side. Scores do not change:
+        queries and keys are reordered alike."""
+        config = self.config
+        rope = config.attention[0].rope
+        turned, width = rope.rotary_dim if rope else 0, config.head_dim
+        head = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, width)]
+        turning = self.heads + self.kv_heads
+        values = range(turning * width, (turning + self.kv_heads) * width)
+        return [*(start * width + row for start in range(turning) for row in head), *values]
 
     def _grouped_rows(self) -> list[slice]:
         """Return this rank's rows in a matrix that has, for each KV head, its queries, its key and its value."""
@@ -246,9 +279,10 @@ def _obstacles(config: ModelConfig, tp: int) -> list[str]:
         reasons.append(f"{config.heads} attention heads")
     if config.kv_heads % tp and tp % config.kv_heads:  # fewer KV heads than ranks: replicated
         reasons.append(f"{config.kv_heads} KV heads")
-    if config.architecture.mlp is Mlp.EXPERTS:
-        if config.experts < tp:
-            reasons.append(f"{config.experts} experts")
-    elif config.intermediate_size % tp:
+    if (mixture := config.mixture) is not None and mixture.experts < tp:
+        reasons.append(f"{mixture.experts} experts")
+    if mixture is not None and mixture.shared_width % tp:
+        reasons.append(f"shared experts of {mixture.shared_width}")
+    if (mixture is None or mixture.dense_layers) and config.intermediate_size % tp:
         reasons.append(f"an MLP of {config.intermediate_size}")
     return reasons

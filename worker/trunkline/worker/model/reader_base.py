@@ -27,8 +27,14 @@ def llama_like(
     activation: str = "silu",
     tied: bool = False,
     head_dim: int = 0,
+    fraction: float = 0.0,
 ) -> ModelConfig:
-    """Read what LLaMA and its followers have in common; the keywords are defaults."""
+    """Read what LLaMA and its followers have in common; the keywords are defaults.
+
+    Args:
+        fraction: share of a head that is rotated, where the file does not say; 0: a family whose heads are rotated
+            whole, so that the file may not say otherwise.
+    """
     config = base(
         fields,
         architecture,
@@ -37,8 +43,8 @@ def llama_like(
         tied=tied,
         head_dim=fields.whole("head_dim", head_dim),
     )
-    rope = read_rope(fields, config.head_dim, theta)
-    if rope.rotary_dim != config.head_dim:
+    rope = read_rope(fields, config.head_dim, theta, fraction or 1.0)
+    if not fraction and rope.rotary_dim != config.head_dim:
         raise UnsupportedModelError("partial_rotary_factor is not supported for this architecture")
     return with_attention(config, lambda _, own: replace(own, rope=rope))
 

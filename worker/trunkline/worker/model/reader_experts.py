@@ -6,23 +6,92 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from trunkline.kernels.routing import Routing
 from trunkline.worker.model import architecture as records
 from trunkline.worker.model.config_fields import Fields
-from trunkline.worker.model.model_config import ModelConfig
-from trunkline.worker.model.reader_base import Reader, llama_like, with_attention
+from trunkline.worker.model.model_config import Mixture, ModelConfig
+from trunkline.worker.model.reader_base import Reader, llama_like, with_attention, with_attention_bias
 
 
 def _mixtral(raw: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(raw)
     config = llama_like(fields, records.MIXTRAL, theta=1e6, norm_eps=1e-5)
     window = int(fields.nullable("sliding_window", 0))
-    experts, chosen = fields.whole("num_local_experts", 8), fields.whole("num_experts_per_tok", 2)
+    config = with_attention(config, lambda _, own: replace(own, window=window))
+    experts = fields.whole("num_local_experts", 8)
+    return replace(config, mixture=Mixture(experts, config.intermediate_size, _routing(fields, experts, 2)))
+
+
+def _qwen3_moe(raw: Mapping[str, Any]) -> ModelConfig:
+    fields = Fields(raw, num_local_experts="num_experts")
+    config = with_attention_bias(llama_like(fields, records.QWEN3_MOE), fields)
+    window = int(fields.nullable("sliding_window", 4096)) if fields.flag("use_sliding_window", False) else 0
+    config = with_attention(config, lambda _, own: replace(own, window=window))
+    experts = fields.whole("num_local_experts", 128)
+    routing = _routing(fields, experts, 8, normalised=fields.flag("norm_topk_prob", False))
+    plain, period = set(fields.get("mlp_only_layers", ())), fields.whole("decoder_sparse_step", 1)
+    dense = frozenset(i for i in range(config.layers) if i in plain or (i + 1) % period)
+    width = fields.whole("moe_intermediate_size", 768)
+    return replace(config, mixture=Mixture(experts, width, routing, dense_layers=dense))
+
+
+def _glm4_moe(raw: Mapping[str, Any]) -> ModelConfig:
+    fields = Fields(raw, num_local_experts="n_routed_experts")
+    architecture = records.GLM4_MOE
+    if fields.flag("use_qk_norm", False):
+        names = replace(
+            architecture.names, query_norm=records.QWEN3.names.query_norm, key_norm=records.QWEN3.names.key_norm
+        )
+        architecture = replace(architecture, names=names)
+    config = llama_like(fields, architecture, norm_eps=1e-5, fraction=0.5)
+    experts, width = fields.whole("num_local_experts", 128), fields.whole("moe_intermediate_size", 1408)
+    routing = Routing(
+        _chosen(fields, experts, 8),
+        "sigmoid",
+        normalised=fields.flag("norm_topk_prob", True),
+        factor=fields.number("routed_scaling_factor", 1.0),
+        groups=fields.whole("n_group", 1),
+        groups_per_token=fields.whole("topk_group", 1),
+    )
+    mixture = Mixture(
+        experts,
+        width,
+        _checked(routing, experts),
+        shared_width=width * fields.whole("n_shared_experts", 1),
+        dense_layers=frozenset(range(fields.whole("first_k_dense_replace", 1))),
+    )
+    return replace(config, attention_bias=fields.flag("attention_bias", False), mixture=mixture)
+
+
+def _routing(fields: Fields, experts: int, chosen: int, *, normalised: bool = True) -> Routing:
+    """Return routing by softmax.
+
+    Args:
+        chosen: experts per token, where the file does not say.
+    """
+    return Routing(_chosen(fields, experts, chosen), normalised=normalised)
+
+
+def _chosen(fields: Fields, experts: int, default: int) -> int:
+    chosen = fields.whole("num_experts_per_tok", default)
     if not 1 <= chosen <= experts:
         raise ValueError(f"num_experts_per_tok is {chosen}; there are {experts} experts")
-    config = with_attention(config, lambda _, own: replace(own, window=window))
-    return replace(config, experts=experts, experts_per_token=chosen)
+    return chosen
+
+
+def _checked(routing: Routing, experts: int) -> Routing:
+    """Return the routing if its groups are possible."""
+    if routing.groups < 1 or experts % routing.groups:
+        raise ValueError(f"n_group is {routing.groups}; there are {experts} experts")
+    if not 1 <= routing.groups_per_token <= routing.groups:
+        raise ValueError(f"topk_group is {routing.groups_per_token}; there are {routing.groups} groups")
+    if routing.per_token > routing.groups_per_token * (experts // routing.groups):
+        raise ValueError(f"{routing.groups_per_token} groups have fewer than {routing.per_token} experts")
+    return routing
 
 
 EXPERTS_READERS: Final[Mapping[str, Reader]] = {
+    "Glm4MoeForCausalLM": _glm4_moe,
     "MixtralForCausalLM": _mixtral,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
 }

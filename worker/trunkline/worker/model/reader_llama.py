@@ -43,6 +43,45 @@ def _qwen_windowed(config: ModelConfig, fields: Fields) -> ModelConfig:
     return windowed(config, fields, lambda layer: layer >= first)
 
 
+def _ministral(raw: Mapping[str, Any]) -> ModelConfig:
+    fields = Fields(raw)
+    return windowed(llama_like(fields, records.MISTRAL), fields, lambda _: True)
+
+
+def _phi3(raw: Mapping[str, Any]) -> ModelConfig:
+    fields = Fields(raw)
+    window = int(fields.nullable("sliding_window", 0))
+    config = llama_like(fields, records.PHI3, norm_eps=1e-5, fraction=1.0)
+    return with_attention(config, lambda _, own: replace(own, window=window))
+
+
+def _granite(raw: Mapping[str, Any]) -> ModelConfig:
+    fields = Fields(raw)
+    scale = fields.number("attention_multiplier", 1.0)
+    config = with_attention_bias(llama_like(fields, records.GRANITE), fields)
+    return replace(
+        with_attention(config, lambda _, own: replace(own, scale=scale)),
+        mlp_bias=fields.flag("mlp_bias", False),
+        embedding_scale=fields.number("embedding_multiplier", 1.0),
+        residual_scale=fields.number("residual_multiplier", 1.0),
+        logit_scale=1.0 / fields.number("logits_scaling", 1.0),
+    )
+
+
+def _glm(raw: Mapping[str, Any]) -> ModelConfig:
+    return _glm_like(raw, records.GLM)
+
+
+def _glm4(raw: Mapping[str, Any]) -> ModelConfig:
+    return _glm_like(raw, records.GLM4)
+
+
+def _glm_like(raw: Mapping[str, Any], architecture: Architecture) -> ModelConfig:
+    fields = Fields(raw)
+    config = llama_like(fields, architecture, norm_eps=1.5625e-7, head_dim=128, fraction=0.5)
+    return replace(config, attention_bias=fields.flag("attention_bias", True))
+
+
 def _gemma2(raw: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(raw, hidden_act="hidden_activation")
     config = _gemma(fields, records.GEMMA2, period=2)
@@ -83,8 +122,13 @@ def _gemma(fields: Fields, architecture: Architecture, period: int) -> ModelConf
 LLAMA_READERS: Final[Mapping[str, Reader]] = {
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
+    "Glm4ForCausalLM": _glm4,
+    "GlmForCausalLM": _glm,
+    "GraniteForCausalLM": _granite,
     "LlamaForCausalLM": _llama,
+    "MinistralForCausalLM": _ministral,
     "MistralForCausalLM": _mistral,
+    "Phi3ForCausalLM": _phi3,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
 }

@@ -85,6 +85,8 @@ class _Compiler:
             states = self._linear(states, weights.embedding_out, "projected")
         logits = Buffer("logits", Rows.LOGITS, weights.head.out_features, torch.float32)
         self._ops.append(Linear(x=states, layer=weights.head, gated=False, out=logits))
+        if config.logit_scale != 1.0:
+            self._ops.append(Scale(factor=config.logit_scale, into=logits))
         if config.logit_soft_cap:
             self._ops.append(SoftCap(cap=config.logit_soft_cap, into=logits))
         present = self._shard.vocab_rows.stop - self._shard.vocab_rows.start
@@ -151,15 +153,15 @@ class _Compiler:
                 x = self._norm(layer.mlp_norm, None, residual)
             self._ops.append(Add(x=self._mlp(layer, x, "beside"), into=delta))
             return residual, self._sum(delta)
-        self._sum(delta)
+        self._scaled_sum(delta)
         if kind is Residual.POST_NORM:  # norms follow the sums
             x = self._norm(layer.attention_post_norm, delta, residual)
-            delta = self._sum(self._mlp(layer, x, "delta"))
+            delta = self._scaled_sum(self._mlp(layer, x, "delta"))
             return self._norm(layer.mlp_post_norm, delta, x, residual), None
         if layer.attention_post_norm is not None:
             delta = self._norm(layer.attention_post_norm, None, delta, self._buffer("normed", delta.width))
         x = self._norm(layer.mlp_norm, delta, residual)
-        delta = self._sum(self._mlp(layer, x, "delta"))
+        delta = self._scaled_sum(self._mlp(layer, x, "delta"))
         if layer.mlp_post_norm is not None:
             delta = self._norm(layer.mlp_post_norm, None, delta, self._buffer("normed", delta.width))
         return residual, delta
@@ -168,23 +170,32 @@ class _Compiler:
         """Return this rank's part of the MLP's output."""
         weights, config = layer.mlp, self._config
         if isinstance(weights, ExpertWeights):
-            out = self._buffer(name, x.width)
-            experts = tuple((expert.up, expert.down) for expert in weights.experts)
-            shared = Experts(
-                x=x,
-                router=weights.router,
-                first=weights.first,
-                experts=experts,
-                per_token=config.experts_per_token,
-                out=out,
-            )
-            self._ops.append(shared)
-            return out
+            return self._experts(weights, x, name)
         is_plain = config.architecture.mlp is Mlp.PLAIN
         inner = self._linear(x, weights.up, "inner", gated=not is_plain)
         if is_plain:
             self._ops.append(Activate(activation=config.activation, into=inner))
         return self._linear(inner, weights.down, name)
+
+    def _experts(self, weights: ExpertWeights, x: Buffer, name: str) -> Buffer:
+        """Return the sum over the chosen experts that are here, and this rank's part of those all tokens go to."""
+        mixture = self._config.mixture
+        assert mixture is not None
+        out = self._buffer(name, x.width)
+        chosen = Experts(
+            x=x,
+            router=weights.router,
+            first=weights.first,
+            experts=tuple((expert.up, expert.down) for expert in weights.experts),
+            routing=mixture.routing,
+            choice_bias=weights.choice_bias,
+            out=out,
+        )
+        self._ops.append(chosen)
+        if weights.shared is not None:
+            inner = self._linear(x, weights.shared.up, "shared_inner", gated=True)
+            self._ops.append(Add(x=self._linear(inner, weights.shared.down, "shared"), into=out))
+        return out
 
     def _linear(self, x: Buffer, layer: PackedLinear, name: str, *, gated: bool = False) -> Buffer:
         out = self._buffer(name, layer.out_features)
@@ -214,6 +225,12 @@ class _Compiler:
         out = self._buffer(name, x.width)
         self._ops.append(Select(x=x, out=out))
         return out
+
+    def _scaled_sum(self, part: Buffer) -> Buffer:
+        """Sum what attention or an MLP adds to the residual over the ranks."""
+        if self._config.residual_scale != 1.0:
+            self._ops.append(Scale(factor=self._config.residual_scale, into=part))
+        return self._sum(part)
 
     def _sum(self, part: Buffer) -> Buffer:
         if self._sums:

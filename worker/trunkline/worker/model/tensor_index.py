@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple, TypeGuard
 
 from trunkline.worker.errors import CheckpointError
-from trunkline.worker.model.architecture import Architecture, Mlp, NormKind, Qkv
+from trunkline.worker.model.architecture import Architecture, NormKind, Qkv
 from trunkline.worker.model.model_config import ModelConfig
 
 SINGLE_FILE: Final = "model.safetensors"
@@ -195,12 +195,12 @@ def expected_shapes(config: ModelConfig, prefix: str) -> dict[str, tuple[int, ..
     shapes.update((prefix + name, shape) for name, shape in _norm(config, names.final_norm))
     for layer in range(config.layers):
         start = prefix + names.layer.format(layer)
-        shapes.update((start + name, shape) for name, shape in _layer_shapes(config))
+        shapes.update((start + name, shape) for name, shape in _layer_shapes(config, layer))
     return shapes
 
 
-def _layer_shapes(config: ModelConfig) -> Shapes:
-    """Yield the tensors of a layer; names are without the layer's prefix."""
+def _layer_shapes(config: ModelConfig, layer: int) -> Shapes:
+    """Yield the tensors of a layer; names are without its prefix."""
     names, hidden = config.architecture.names, config.hidden_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     for norm in (names.attention_norm, names.attention_post_norm, names.mlp_norm, names.mlp_post_norm):
@@ -213,12 +213,27 @@ def _layer_shapes(config: ModelConfig) -> Shapes:
     else:
         yield from _linear(config, names.qkv, queries + 2 * keys, hidden, config.attention_bias)
     yield from _linear(config, names.attention_out, hidden, queries, config.attention_out_bias)
-    if config.architecture.mlp is Mlp.EXPERTS:
-        yield from _linear(config, names.router, config.experts, hidden, False)
-    for expert in range(max(1, config.experts)):
+    mixture = config.mixture_of(layer)
+    if mixture is None:
+        yield from _mlp(config, names.dense, config.intermediate_size)
+        return
+    yield from _linear(config, names.router, mixture.experts, hidden, False)
+    if names.choice_bias:
+        yield names.choice_bias, (mixture.experts,)
+    for expert in range(mixture.experts):
+        yield from _mlp(config, names.expert.format(expert), mixture.width)
+    if mixture.shared_width:
+        yield from _mlp(config, names.shared_experts, mixture.shared_width)
+
+
+def _mlp(config: ModelConfig, prefix: str, width: int) -> Shapes:
+    names, hidden, bias = config.architecture.names, config.hidden_size, config.mlp_bias
+    if names.gate == names.up:
+        yield from _linear(config, prefix + names.up, 2 * width, hidden, bias)
+    else:
         for name in filter(None, (names.gate, names.up)):
-            yield from _linear(config, name.format(expert), config.intermediate_size, hidden, config.mlp_bias)
-        yield from _linear(config, names.down.format(expert), hidden, config.intermediate_size, config.mlp_bias)
+            yield from _linear(config, prefix + name, width, hidden, bias)
+    yield from _linear(config, prefix + names.down, hidden, width, bias)
 
 
 def _norm(config: ModelConfig, name: str) -> Shapes:
