@@ -47,6 +47,8 @@ class Arm:
     """Of its tenants; an empty one: it asks for none."""
     happen: Callable[[str], None] | None = None
     """Lets one of `EVENTS` happen to it and returns when it is over; None: it cannot."""
+    server: Running | None = None
+    """None: it runs elsewhere."""
 
 
 def chat_model(folder: Path) -> Path:
@@ -92,7 +94,7 @@ def own(name: str, options: Sequence[str], setting: Setting, tenants: int) -> It
     apart = replace(setting, scratch=folder, key=keys[0] if keys else "")
     with Running(kind, program, apart) as server:
         happen = functools.partial(_happen, program, server.url.rpartition(":")[2], folder / "cache")
-        yield Arm(name, server.url, server.model, keys or ("",), happen)
+        yield Arm(name, server.url, server.model, keys or ("",), happen, server)
 
 
 def _happen(program: str, port: str, cache: Path, event: str) -> None:
@@ -121,7 +123,7 @@ def peer(kind: Kind, given: str, setting: Setting) -> Iterator[Arm | None]:
         yield None
         return
     with Running(kind, program, setting) as server:
-        yield Arm(kind.name, server.url, server.model)
+        yield Arm(kind.name, server.url, server.model, server=server)
 
 
 PEERS: Final = {kind.name: kind for kind in KINDS if kind is not TRUNKLINE}

@@ -18,11 +18,15 @@ about the same statistics are drawn from a seed.
 - server: real servers on loopback with the random model of small_model.py, all lengths divided by 32 and pauses
   shortened (agent_server.py), through the APIs of `--api`: ours in the forms of `--arms`, the `--peers` that are
   installed (agent_arms.py), and those of `--against`, which run already and serve the model of `--save-model`.
-  They take turns. So many agents work at once for `--seconds`; then more, until a limit is broken: `--ttft-ms` for
-  nine of ten requests that are not the first of their agent, `--token-ms` for the median of the time per later
-  token. `of_ideal` is the share of those tokens of prompts that were sent or answered before and that the server
-  says it had cached. `--tenants` gives agents API keys of so many tenants. `--during` lets a group be drained, or
-  all be restarted one after the other, in the middle of each time; `later` figures are of the requests after it.
+  They take turns. So many agents work at once for `--seconds`; then more, until all limits are broken: `--ttft-ms`
+  for nine of ten requests that are not the first of their agent, `--token-ms` for the median of the time per later
+  token; several of both are pairs. `of_ideal` is the share of those tokens of prompts that were sent or answered
+  before and that the server says it had cached. What servers compute while nobody asks them is said first.
+  `--tenants` gives agents API keys of so many tenants. `--during` lets a group be drained, or all be restarted one
+  after the other, in the middle of each time; `later` figures are of the requests after it.
+
+Beside other servers `--api completions` is the fairest: all get the same token ids. (llama.cpp's server puts
+tokens of its own around texts.)
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import httpx
 from agent_apis import APIS, Target
@@ -45,7 +49,7 @@ from agent_policies import Belady, Foresight, Plain, Predicted, Talk
 from agent_server import Pace, Served, fitting, serve
 from agent_sim import CAUSES, Figures, Setting, Simulation, footprint, talks_of
 from agent_traces import BLOCK, Conversation, read_traces, synthetic
-from peer_servers import stop_servers_when_terminated
+from peer_servers import idle, stop_servers_when_terminated
 from report import Report, argument_parser
 
 from trunkline.kvstore.tier_policy import EvictionPolicy
@@ -59,6 +63,22 @@ POLICIES: Final[dict[str, Callable[[Sequence[Talk]], Foresight]]] = {
     "predicted": lambda _: Predicted(),
     "predicted-closed": lambda _: Predicted(closes=True),
 }
+
+
+class Limits(NamedTuple):
+    """What agents bear, in milliseconds."""
+
+    ttft: float
+    """Of nine of ten requests that are not the first of their agent."""
+    token: float
+    """Of each later token, in the median."""
+
+    def hold(self, served: Served) -> bool:
+        """Return whether a server keeps to them; not if agents came to no second request."""
+        return 1e3 * served.ttft(0.9) <= self.ttft and 1e3 * served.token(0.5) <= self.token
+
+    def __str__(self) -> str:
+        return f"{self.ttft:g}/{self.token:g} ms"
 
 
 def directory(conversations: Sequence[Conversation], report: Report, arguments: argparse.Namespace) -> None:
@@ -122,9 +142,10 @@ def unfindable(report: Report, case: dict[str, Any], figures: Figures) -> None:
 def server(conversations: Sequence[Conversation], report: Report, arguments: argparse.Namespace) -> None:
     found = fitting(conversations, Pace())
     print(f"# {len(found)} of {len(conversations)} conversations fit", flush=True)
-    within: dict[tuple[str, str, str], int] = {}
+    most = MostAgents(arguments.limits)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         arms = list(running(stack, Path(scratch), arguments))
+        idle([arm.server for arm in arms if arm.server], 1.0 if arguments.quick else 5.0)
         events = [each for each in arguments.during.split(",") if each] or [""]
         able = [(api, event, arm) for api in arguments.api.split(",") for event in events for arm in arms]
         for agents in map(int, arguments.agents.split(",")):
@@ -134,22 +155,43 @@ def server(conversations: Sequence[Conversation], report: Report, arguments: arg
                     continue
                 both = asyncio.run(_served(arm, api, found, agents, event, arguments))
                 case = {"part": "server", "impl": arm.name, "api": api, "event": event, "agents": agents}
-                key = (arm.name, api, event)
-                within.setdefault(key, 0)
-                if add_served(report, case, *both, arguments):
-                    within[key] = agents
-                else:
+                served = add_served(report, case, *both, arguments.limits)
+                if not most.add((arm.name, api, event), agents, served):
                     able.remove(target)
-    for (name, api, event), agents in within.items():
-        case = {"part": "most agents", "impl": name, "api": api, "event": event}
-        report.add(case, "agents within limits", agents, "", 1)
+    most.add_to(report)
+
+
+class MostAgents:
+    """How many agents each server carries within each pair of limits, as far as they were tried."""
+
+    def __init__(self, limits: Sequence[Limits]) -> None:
+        self._limits = limits
+        self._within: dict[tuple[str, str, str], list[tuple[int, bool]]] = {}
+        """Of a server, an API and an event, for each pair: the most agents so far, and whether more may do."""
+
+    def add(self, key: tuple[str, str, str], agents: int, within: Sequence[bool]) -> bool:
+        """Take what so many agents have shown; return whether more are worth trying."""
+        before = self._within.get(key, [(0, True)] * len(self._limits))
+        new = [
+            (agents, True) if goes_on and each else (most, False)
+            for (most, goes_on), each in zip(before, within, strict=True)
+        ]
+        self._within[key] = new
+        return any(goes_on for _, goes_on in new)
+
+    def add_to(self, report: Report) -> None:
+        for (name, api, event), found in self._within.items():
+            case = {"part": "most agents", "impl": name, "api": api, "event": event}
+            for limits, (agents, _) in zip(self._limits, found, strict=True):
+                report.add(case, f"agents within {limits}", agents, "", 1)
 
 
 async def _served(
     arm: Arm, api: str, found: Sequence[Conversation], agents: int, event: str, arguments: argparse.Namespace
 ) -> tuple[Served, Served]:
     """Let so many agents work, with words that the server has not seen."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    # llama.cpp's server closes connections that are idle while agents think.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     salt = f"{arguments.seed} {agents} {time.time_ns()}"
     chosen = [found[at % len(found)] for at in range(agents)]
     happen = functools.partial(arm.happen, event) if arm.happen and event else None
@@ -159,9 +201,9 @@ async def _served(
 
 
 def add_served(
-    report: Report, case: dict[str, Any], served: Served, later: Served, arguments: argparse.Namespace
-) -> bool:
-    """Add what a server has shown; return whether it is within the limits."""
+    report: Report, case: dict[str, Any], served: Served, later: Served, limits: Sequence[Limits]
+) -> list[bool]:
+    """Add what a server has shown; return for each pair of limits whether it is within them."""
     requests = len(served.token_s)
     report.add(case, "of_ideal", 100 * served.found / max(1, served.ideal), "%", requests)
     report.add(case, "of_ideal, later", 100 * later.found / max(1, later.ideal), "%", len(later.token_s))
@@ -178,9 +220,10 @@ def add_served(
     shown = " ".join(str(value) for value in case.values() if value != "")
     found = 100 * served.found / max(1, served.ideal)
     print(f"# {shown}: {requests} requests, {found:.1f} % of ideal", flush=True)
-    within = 1e3 * served.ttft(0.9) <= arguments.ttft_ms and 1e3 * served.token(0.5) <= arguments.token_ms
-    report.add(case, "within limits", within and not served.errors, "", requests)
-    return within and not served.errors
+    within = [not served.errors and each.hold(served) for each in limits]
+    for pair, holds in zip(limits, within, strict=True):
+        report.add(case, f"within {pair}", holds, "", requests)
+    return within
 
 
 def main() -> None:
@@ -198,8 +241,8 @@ def main() -> None:
     parser.add_argument("--api", default="chat", help=f"some of {', '.join(APIS)}")
     parser.add_argument("--agents", default="", help="numbers of agents at once; default: 1,2,4,8,16")
     parser.add_argument("--seconds", type=float, default=0.0, help="of one number of agents; default: 60")
-    parser.add_argument("--ttft-ms", type=float, default=1000.0, help="limit of nine of ten times to first token")
-    parser.add_argument("--token-ms", type=float, default=100.0, help="limit of the median time per token")
+    parser.add_argument("--ttft-ms", default="1000,3000", help="limits of nine of ten times to first token")
+    parser.add_argument("--token-ms", default="100,200", help="limits of the median time per token")
     parser.add_argument("--save-model", type=Path, help="put the served model here, for other servers, and end")
     parser.add_argument("--arms", default="trunkline", help=f"some of {', '.join(ARMS)}")
     parser.add_argument("--peers", default="", help=f"some of {', '.join(PEERS)}")
@@ -222,6 +265,8 @@ def main() -> None:
     arguments.agents = arguments.agents or ("1,3" if arguments.quick else "1,2,4,8,16")
     arguments.seconds = arguments.seconds or (8.0 if arguments.quick else 60.0)
     conversations = read_traces(arguments.traces, count) if arguments.traces else synthetic(count, arguments.seed)
+    pairs = zip(arguments.ttft_ms.split(","), arguments.token_ms.split(","), strict=True)
+    arguments.limits = [Limits(float(ttft), float(token)) for ttft, token in pairs]
     report = Report("agents")
     for name, part in zip(PARTS, (directory, server), strict=True):
         if name in arguments.parts.split(","):

@@ -233,6 +233,16 @@ class Running(Server):
         self._log.close()
 
 
+def idle(servers: Sequence[Running], seconds: float) -> None:
+    """Say what the servers compute while nobody asks them."""
+    before = [server.cpu_s() for server in servers]
+    time.sleep(seconds)
+    for server, spent in zip(servers, before, strict=True):
+        print(
+            f"# {server.kind.name}, idle: {100 * (server.cpu_s() - spent) / seconds:.1f} % of a core", flush=True
+        )
+
+
 def stop_servers_when_terminated() -> None:
     """Let SIGTERM end this process as an exception does, so that what it has started is stopped."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

@@ -51,6 +51,7 @@ from peer_servers import (
     Running,
     Server,
     Setting,
+    idle,
     stop_servers_when_terminated,
 )
 from report import Report, argument_parser
@@ -306,14 +307,6 @@ class Speed:
             table.add(cell, name, value)
         if time.perf_counter() - begun > patience_s:
             self._slow.add((task, name))
-
-
-def idle(servers: Sequence[Running], seconds: float) -> None:
-    """Say what the servers compute while nobody asks them."""
-    before = [server.cpu_s() for server in servers]
-    time.sleep(seconds)
-    for server, spent in zip(servers, before, strict=True):
-        print(f"# {server.kind.name}, idle: {100 * (server.cpu_s() - spent) / seconds:.1f} % of a core")
 
 
 def run(

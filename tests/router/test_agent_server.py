@@ -11,6 +11,8 @@ from agent_apis import APIS, Part, Reply
 from agent_arms import tenants_file
 from agent_server import ANSWER_MIN, Pace, Script, Served, fitting
 from agent_traces import BLOCK, NONE, conversation, synthetic
+from agents import Limits, MostAgents
+from report import Report
 from seeds import seeds
 
 from trunkline.router.config import RouterConfig
@@ -131,3 +133,25 @@ def test_what_was_found_and_lost_is_counted_by_request() -> None:
     assert (served.prompt, served.ideal, served.found, served.miscounted) == (55, 24, 22, 1)
     assert served.lost == {"edited": 0, "going on": 2}
     assert (served.first(), served.ttft(1.0), served.token(1.0)) == (2.0, 0.7, 1.0)
+
+
+def test_the_most_agents_are_those_within_each_pair_of_limits_of_all_up_to_them() -> None:
+    def served(*ttft_s: float) -> Served:
+        return Served(ttft_s=list(ttft_s), token_s=[0.05, 0.09])
+
+    strict, loose, quick = Limits(100, 100), Limits(1000, 100), Limits(1000, 80)
+    assert [each.hold(served(0.1, 0.2, 3.0)) for each in (strict, loose)] == [False, False]
+    assert [each.hold(served(0.05, 0.09)) for each in (strict, loose, quick)] == [True, True, True]
+    assert not loose.hold(served()), "no agent came to a second request"
+    most = MostAgents([strict, loose])
+    key = ("trunkline", "chat", "")
+    assert most.add(key, 1, [True, True])
+    assert most.add(key, 2, [False, True])
+    assert most.add(key, 4, [True, True]), "the loose pair goes on; the strict one was broken with fewer agents"
+    assert not most.add(key, 8, [False, False])
+    report = Report("agents")
+    most.add_to(report)
+    assert [(each["metric"], each["value"]) for each in report.results] == [
+        ("agents within 100/100 ms", 1),
+        ("agents within 1000/100 ms", 4),
+    ]
