@@ -41,6 +41,8 @@ from trunkline.worker.model.families import read_model_config
 TOLERANCE = 1e-4
 FAR = 2_000_000
 """A history index far beyond any model's maximum."""
+PAIRS_BESIDE = ("glm", "glm4")
+"""Families that turn neighbouring dimensions together; others, those half of the rotated part apart."""
 
 
 class Judge:
@@ -94,9 +96,12 @@ class Judge:
         angle = turn[:, None] * frequencies.double()
         half = len(frequencies)
         exact = keys.double()
-        a, b, rest = exact[..., :half], exact[..., half : 2 * half], exact[..., 2 * half :]
-        turned = (a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest)
-        return torch.cat(turned, dim=-1).float()
+        rotated, rest = exact[..., : 2 * half], exact[..., 2 * half :]
+        beside = self._model.config.model_type in PAIRS_BESIDE
+        a, b = (rotated[..., ::2], rotated[..., 1::2]) if beside else rotated.chunk(2, dim=-1)
+        turned = (a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin())
+        parts = torch.stack(turned, dim=-1).flatten(-2) if beside else torch.cat(turned, dim=-1)
+        return torch.cat((parts, rest), dim=-1).float()
 
 
 def _frequencies(model: Any) -> list[Tensor | None]:
