@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from worker.checkpoints import Models, make_checkpoint
+from worker.checkpoints import Models, assert_greedy, largest_difference, make_checkpoint
+from worker.driver import generate, run_config
 
 from trunkline.worker.errors import (
     CheckpointError,
@@ -23,6 +24,7 @@ from trunkline.worker.errors import (
 )
 from trunkline.worker.model.families import check_model, read_model_config
 from trunkline.worker.model.ropes import inverse_frequencies
+from trunkline.worker.runner import Runner
 
 
 def edit(folder: Path, **changes: Any) -> None:
@@ -30,6 +32,14 @@ def edit(folder: Path, **changes: Any) -> None:
     raw = json.loads(path.read_text())
     raw.update(changes)
     path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+
+
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.6],
+    "long_factor": [1.0, 1.7, 3.0, 9.0],
+}
 
 
 @pytest.fixture
@@ -67,7 +77,12 @@ def test_a_good_model(folder: Path) -> None:
             UnsupportedModelError,
             "'dynamic' is not supported; supported: default, linear, llama3",
         ),
-        ({"rope_parameters": {"rope_type": "longrope"}}, UnsupportedModelError, "longrope"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ModelError, "'short_factor' is missing"),
+        (
+            {"rope_parameters": LONGROPE | {"long_factor": [1.0]}},
+            ModelError,
+            "long_factor has 1 entries; 4 positive",
+        ),
         ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantization_config: quantised"),
         ({"num_hidden_layers": None}, ModelError, "'num_hidden_layers' is missing"),
         ({"num_key_value_heads": 3}, ModelError, "4 attention heads cannot share 3 KV heads"),
@@ -132,6 +147,22 @@ def test_inverse_frequencies_equal_transformers(name: str, models: Models) -> No
         expected, factor = ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"))
     torch.testing.assert_close(inverse_frequencies(rope), expected, rtol=1e-6, atol=0)
     assert rope.attention_factor == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(("original", "max_context"), [(16, 0), (64, 64)])
+def test_longrope_is_chosen_once(original: int, max_context: int, tmp_path: Path) -> None:
+    """By the context that is served, where `transformers` goes by each text's length: here they agree."""
+    settings: dict[str, Any] = {"rope_parameters": LONGROPE, "original_max_position_embeddings": original}
+    folder = make_checkpoint(tmp_path / "model", "phi3", partial_rotary_factor=1.0, **settings)
+    config = check_model(folder, 1, "float32", max_context)
+    rope = config.attention[0].rope
+    assert rope is not None
+    assert rope.is_long == (not max_context)
+    own = read_model_config(folder)
+    assert (config.chunk_format(8, "float32") == own.chunk_format(8, "float32")) == rope.is_long
+    for stream in generate(Runner.load(run_config(folder, max_context=max_context), lambda *_: None)):
+        assert largest_difference(folder, stream) <= 1e-4
+        assert_greedy(folder, stream)
 
 
 def test_older_rope_form(copy: Path) -> None:

@@ -124,7 +124,7 @@ class Runner:
         copying: CopyOptions,
         connect: Connect,
     ) -> Runner:
-        model = check_model(Path(config.model), config.tp, config.dtype)
+        model = check_model(Path(config.model), config.tp, config.dtype, config.max_context)
         device = choose_device(config)
         if meter is None and device.type == "cuda":
             meter = CudaMemory(device)

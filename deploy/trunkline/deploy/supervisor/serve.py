@@ -90,7 +90,7 @@ def plan_cluster(
         )
     dtype = models.resolve_dtype(folder, settings.dtype, device)
     try:
-        model = check_model(folder, settings.ranks, dtype)
+        model = check_model(folder, settings.ranks, dtype, settings.max_context or 0)
     except WorkerError as error:
         raise UserError(str(error)) from error
     max_context = settings.max_context or model.max_positions

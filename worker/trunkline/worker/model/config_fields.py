@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from math import ceil, floor, log, log2
+from dataclasses import replace
+from math import ceil, floor, log, log2, sqrt
 from typing import Any, Final
 
 from trunkline.worker.errors import UnsupportedModelError
 from trunkline.worker.model.model_config import RopeConfig
 
-ROPE_KINDS: Final = ("default", "linear", "llama3", "yarn")
+ROPE_KINDS: Final = ("default", "linear", "llama3", "yarn", "longrope")
 ACTIVATIONS: Final = {
     "silu": "silu",
     "swish": "silu",
@@ -95,6 +96,9 @@ def read_rope(fields: Fields, head_dim: int, theta: float = 10000.0, fraction: f
         fraction: share of a head that is rotated, where the file does not say.
     """
     given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    outside = fields.get("original_max_position_embeddings")  # Phi-3's, which counts more than one inside
+    if outside is not None:
+        given = {**given, "original_max_position_embeddings": outside}
     own = given.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
     rotary_dim = int(head_dim * float(fraction if own is None else own))
     base = float(given.get("rope_theta") or fields.get("rope_theta") or theta)
@@ -104,14 +108,17 @@ def read_rope(fields: Fields, head_dim: int, theta: float = 10000.0, fraction: f
 def make_rope(given: Mapping[str, Any], rotary_dim: int, theta: float, max_positions: int) -> RopeConfig:
     """Return the rotary positions with these parameters, whose own theta does not count."""
     kind = given.get("rope_type") or given.get("type") or "default"
+    kind = "longrope" if kind == "su" else kind  # its first name
     if kind not in ROPE_KINDS:
         raise UnsupportedModelError(f"rope scaling {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
     if rotary_dim % 2 or rotary_dim < 2:
         raise ValueError(f"{rotary_dim} dimensions of a head are rotated; it must be an even number")
     if kind == "default":
         return RopeConfig(theta, rotary_dim)
-    factor = float(given["factor"])
     original = int(given.get("original_max_position_embeddings") or max_positions)
+    if kind == "longrope":
+        return _longrope(given, RopeConfig(theta, rotary_dim, kind, 1.0, original), max_positions)
+    factor = float(given["factor"])
     if kind == "linear":
         return RopeConfig(theta, rotary_dim, kind, factor)
     if kind == "llama3":
@@ -139,6 +146,29 @@ def make_rope(given: Mapping[str, Any], rotary_dim: int, theta: float, max_posit
         beta_slow=float(given.get("beta_slow") or 1.0),
         attention_factor=float(attention_factor),
         truncate=bool(given.get("truncate", True)),
+    )
+
+
+def _longrope(given: Mapping[str, Any], rope: RopeConfig, max_positions: int) -> RopeConfig:
+    """Read the rest of LongRoPE's parameters. The model's own context chooses the factors; a shorter one that is
+    served may choose others (`ModelConfig.serving`)."""
+    factors = {name: tuple(map(float, given[name])) for name in ("short_factor", "long_factor")}
+    for name, values in factors.items():
+        if len(values) != rope.rotary_dim // 2 or min(values) <= 0:
+            raise ValueError(
+                f"{name} has {len(values)} entries; {rope.rotary_dim // 2} positive ones are expected"
+            )
+    ratio = float(given.get("factor") or max_positions / rope.original_max_positions)
+    attention_factor = given.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = 1.0 if ratio <= 1 else sqrt(1 + log(ratio) / log(rope.original_max_positions))
+    return replace(
+        rope,
+        factor=ratio,
+        attention_factor=float(attention_factor),
+        short_factors=factors["short_factor"],
+        long_factors=factors["long_factor"],
+        is_long=max_positions > rope.original_max_positions,
     )
 
 

@@ -25,13 +25,14 @@ from trunkline.worker.model.reader_others import OTHER_READERS
 from trunkline.worker.model.tensor_index import check_weights
 
 
-def check_model(folder: Path, tp: int, dtype: str) -> ModelConfig:
+def check_model(folder: Path, tp: int, dtype: str, max_context: int = 0) -> ModelConfig:
     """Read config.json and the headers of the weight files, and check that `tp` ranks can serve them.
 
     Args:
         folder: Hugging Face checkpoint: config.json, one or more safetensors files.
         tp: tensor-parallel ranks.
         dtype: "float32", "bfloat16" or "float16".
+        max_context: longest context that is served; 0: the model's own.
 
     Raises:
         UnsupportedModelError: architecture, activation, rope scaling or dtype that is not implemented.
@@ -39,11 +40,11 @@ def check_model(folder: Path, tp: int, dtype: str) -> ModelConfig:
         CheckpointError: missing or cut-off files, missing tensors, wrong shapes.
         ModelError: no readable config.json.
     """
-    config = read_model_config(folder)
+    config = read_model_config(folder).serving(max_context)
     if dtype not in DTYPES:
         raise UnsupportedModelError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
     check_parallelism(config, tp)
-    check_weights(config, folder)
+    check_weights(config, folder, tp)
     return config
 
 

@@ -7,7 +7,7 @@ a multiple of the ranks. Experts are whole: each rank has some consecutive ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from trunkline.kernels.routing import Routing
@@ -34,6 +34,12 @@ class RopeConfig:
     """Factor of cos and sin (YaRN)."""
     truncate: bool = True
     """Whether YaRN's correction range is rounded to whole dimensions."""
+    short_factors: tuple[float, ...] = ()
+    """Factor of each pair's wavelength in contexts up to `original_max_positions` (LongRoPE)."""
+    long_factors: tuple[float, ...] = ()
+    """The same in longer contexts."""
+    is_long: bool = False
+    """Whether the long factors are used, for whatever text: KV of one model has one kind of positions."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,18 @@ class ModelConfig:
     def mixture_of(self, layer: int) -> Mixture | None:
         """Return the mixture of experts of a layer; None if it has a plain MLP."""
         return None if self.mixture is None or layer in self.mixture.dense_layers else self.mixture
+
+    def serving(self, max_context: int) -> ModelConfig:
+        """Return the model as it serves contexts up to `max_context` tokens; 0: up to its own limit."""
+        context = max_context or self.max_positions
+
+        def served(own: LayerAttention) -> LayerAttention:
+            if own.rope is None or own.rope.kind != "longrope":
+                return own
+            return replace(own, rope=replace(own.rope, is_long=context > own.rope.original_max_positions))
+
+        changed = {own: served(own) for own in self.attention}
+        return replace(self, attention=tuple(changed[own] for own in self.attention))
 
     @property
     def positions_shift(self) -> bool:
@@ -263,17 +281,18 @@ def check_parallelism(config: ModelConfig, tp: int) -> None:
     """
     if tp < 1:
         raise ParallelismError(f"tp is {tp}; it must be at least 1")
-    reasons = _obstacles(config, tp)
+    reasons = obstacles(config, tp)
     if not reasons:
         return
-    allowed = [n for n in range(1, config.heads + 1) if not _obstacles(config, n)]
+    allowed = [n for n in range(1, config.heads + 1) if not obstacles(config, n)]
     raise ParallelismError(
         f"cannot split {' and '.join(reasons)} over {tp} ranks; "
         f"possible for this model: {', '.join(map(str, allowed))}"
     )
 
 
-def _obstacles(config: ModelConfig, tp: int) -> list[str]:
+def obstacles(config: ModelConfig, tp: int) -> list[str]:
+    """Return what `tp` ranks cannot share, in words; the vocabulary is padded."""
     reasons = []
     if config.heads % tp:
         reasons.append(f"{config.heads} attention heads")

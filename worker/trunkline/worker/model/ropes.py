@@ -37,6 +37,8 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
         return _llama3(plain, rope)
     if rope.kind == "yarn":
         return _yarn(plain, rope)
+    if rope.kind == "longrope":
+        return plain / torch.tensor(rope.long_factors if rope.is_long else rope.short_factors)
     raise ValueError(f"rope scaling {rope.kind!r} has no frequencies here")
 
 
