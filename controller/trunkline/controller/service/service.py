@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import signal
 import time
-from enum import StrEnum
 from typing import Final
 
 import msgspec
@@ -25,15 +24,11 @@ from trunkline.controller.config import ControllerConfig
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import (
     AbortRequest,
-    AnswerTold,
     CallTexts,
-    DropCache,
     EndAll,
     EndWaiting,
     EngineOutputs,
     ExpectRequest,
-    ForgetPrompt,
-    GoesOnElsewhere,
     Ready,
     WorkersBack,
     WorkersLost,
@@ -44,8 +39,6 @@ from trunkline.controller.engine.validation import (
     problem_of_call,
     problem_of_prefetch,
     problem_of_submit,
-    problem_of_told,
-    problem_of_went_on,
     request_of_prefetch,
 )
 from trunkline.controller.engine_config import ConfigError
@@ -61,6 +54,7 @@ from trunkline.controller.messages import (
     Ping,
     Prefetch,
     RouterRequest,
+    StepResult,
     Submit,
     Told,
     WentOn,
@@ -69,9 +63,10 @@ from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.service.membership import GroupLostError
 from trunkline.controller.service.offers import LIVE
 from trunkline.controller.service.request_log import RequestLog
+from trunkline.controller.service.router_events import event_of
 from trunkline.controller.service.routers import NUMBER_MASK, ROUTER_SHIFT, Routers
 from trunkline.controller.service.status import Descriptions, EventPublisher, state_of
-from trunkline.controller.service.turns import Deadlines, Leaving, Pending
+from trunkline.controller.service.turns import Deadlines, Leaving, Pending, Status
 from trunkline.controller.service.wakeup import WakeUps
 from trunkline.controller.service.workers import WorkerGroup
 from trunkline.controller.storage.persistence import Persistence
@@ -89,7 +84,7 @@ from trunkline.runtime.wire_sockets import Gate
 
 EXIT_CONFIG: Final = 2
 """Exit code of a controller whose configuration can never work, so that it is not started again."""
-POLL_MS_MAX: Final = 1000
+POLL_SECONDS_MAX: Final = 1.0
 _STOPPING = "the controller is stopping"
 READ_SECONDS_MAX = 2.0
 """Longest time in seconds for which a controller that stops waits for routers to read how their streams end."""
@@ -97,15 +92,6 @@ SETTLE_SECONDS_MAX = 2.0
 """Longest time for which a controller that stops waits for chunks to be written to disk."""
 
 log = structlog.get_logger()
-
-
-class Status(StrEnum):
-    """The values of `State.status`."""
-
-    STARTING = "starting"
-    READY = "ready"
-    DRAINING = "draining"
-    FAILED = "failed"
 
 
 class ControllerService:
@@ -230,21 +216,36 @@ class ControllerService:
 
     def _poll_ms(self) -> int:
         """Return for how many milliseconds the loop may sleep if nothing arrives."""
-        now = time.monotonic()
-        if self.descriptions.is_busy or self._leaving.offering.is_busy:
-            return 0
-        until = min(self._deadlines.drain, self._deadlines.settle, self.events.next_deadline)
-        until = min(until, self._leaving.wait.deadline)
-        until = min(until, now + self.group.patience_s, self._deadlines.engine)
-        return int(max(0, min(POLL_MS_MAX, math.ceil((until - now) * 1000) if until < math.inf else POLL_MS_MAX)))
+        left = min(self._deadlines.next() - time.monotonic(), POLL_SECONDS_MAX)
+        return math.ceil(1000 * max(0.0, left))
 
     def _turn(self, ready: set[object]) -> None:
         """Collect what has arrived, let the engine take a step, and do what follows from it. `ready`: what has
-        something to read; to learn that a ZeroMQ socket has nothing takes several system calls."""
+        something to read; to learn that a ZeroMQ socket has nothing takes several system calls.
+
+        After a pause the processor's caches hold nothing of this program, and each function costs microseconds.
+        So a turn that has only a step's result does nothing else until `Deadlines.look`.
+        """
+        now = time.monotonic()
+        is_brief = now < self._deadlines.look and len(ready) == 1 and self.group.reports in ready
+        if not is_brief:
+            self._read_signals(ready)
+        is_brief = self._read_workers(ready, now) and is_brief
+        if not is_brief:
+            self._read_routers(ready, now)
+        self._step(now)
+        self.events.turn(self.engine, now)
+        if not is_brief:
+            self._look_around(now)
+
+    def _read_signals(self, ready: set[object]) -> None:
         for number in self._wake_ups.read() if self._wake_ups.fileno() in ready else b"":
             if number in (signal.SIGTERM, signal.SIGINT):
                 self._stop_requested()
-        now = time.monotonic()
+
+    def _read_workers(self, ready: set[object], now: float) -> bool:
+        """Take what the workers say; return whether it is a step's result, and nothing else."""
+        reports = []
         try:
             if self.group.plans in ready:
                 self.group.membership_events(now)
@@ -253,6 +254,10 @@ class ControllerService:
             self.group.check_loss(now)
         except GroupLostError as error:
             self._lose(str(error), now)
+        return len(reports) == 1 and isinstance(reports[0], StepResult)
+
+    def _read_routers(self, ready: set[object], now: float) -> None:
+        """Begin or go on with workers if they are there, and take what the routers want."""
         self.group.reform(now)
         self._try_start(now)
         for router, message in self.routers.receive(now) if self.routers.socket in ready else ():
@@ -261,23 +266,31 @@ class ControllerService:
             self.routers.forget(router)
             self._leaving.wait.gone(router, len(self.routers.indices()), now)
             self._abort_all(router)
-        self._step(now)
+
+    def _look_around(self, now: float) -> None:
+        """Do what need not be done with each step, and note when to do it again."""
+        if self.engine is not None:
+            self.group.loss.look(self.engine.oldest_step, now)
+            if reason := self.group.loss.why_hanging(self.engine.predicted_step_s):
+                self._lose(reason, now)
+                self._step(now)
+            self._request_log.look(self.engine, (), now)
         self._send_state()
-        self.events.turn(self.engine, now)
         for router, description in self.descriptions.turn(self.engine, now):
             self.routers.send(router, description)
         for router, offers in self._leaving.offering.turn(self.engine, now):
             self.routers.send(router, offers)
+        wait = 0.0 if self.descriptions.is_busy or self._leaving.offering.is_busy else self.group.patience_s
+        self._deadlines.look = min(self.events.next_deadline, self._leaving.wait.deadline, now + wait)
 
     def _step(self, now: float) -> None:
         """Give the engine the events of this turn, and do what it asks for until it can plan no more steps."""
         while self.engine is not None:
             events, self._pending.events = self._pending.events, []
             ready = self.engine.step(events, now)
+            reason = ready.problem
             try:
                 self._act(self.engine, ready)
-                self.group.loss.look(self.engine.oldest_step, now)
-                reason = ready.problem or self.group.loss.why_hanging(self.engine.predicted_step_s)
             except GroupLostError as error:
                 reason = str(error)
             if self.config.debug_checks:
@@ -305,7 +318,8 @@ class ControllerService:
         finally:
             if ready.outputs is not None:
                 self._publish(ready.outputs)
-            self._request_log.look(engine, ready.ended, time.monotonic())
+            if ready.ended:
+                self._request_log.look(engine, ready.ended, time.monotonic())
 
     def _lose(self, reason: str, now: float) -> None:
         """Give up the workers: requests wait for new ones."""
@@ -313,6 +327,7 @@ class ControllerService:
             self.routers.rare.warning("a process that is no member sent nonsense", now, reason=reason)
             return
         log.error("the workers are lost; others are waited for", reason=reason, epoch=self.group.epoch)
+        self._deadlines.look = -math.inf
         self.group.lose(reason, now)
         if self.engine is not None:
             self._pending.events.append(WorkersLost(self.group.epoch))
@@ -322,6 +337,7 @@ class ControllerService:
     def _set_status(self, status: Status, detail: str) -> None:
         """Change the status; tell the supervisor now, and the routers after the engine's next step."""
         self.status, self.detail = status, detail
+        self._deadlines.look = -math.inf
         report_status(self.config.status_path, status, detail, epoch=self.group.epoch)
         self._pending.state_for.update(self.routers.indices())
 
@@ -373,31 +389,16 @@ class ControllerService:
         match message:
             case Submit():
                 self._submit(router, message)
-            case Abort():
-                if self.engine is not None and is_request_number(message.request):
-                    self._pending.events.append(
-                        AbortRequest(router << ROUTER_SHIFT | message.request, message.sample)
-                    )
-            case Told():
-                if self.engine is not None and not problem_of_told(message):
-                    self._pending.events.append(
-                        AnswerTold(router << ROUTER_SHIFT | message.request, message.ended)
-                    )
-            case WentOn():
-                if self.engine is not None and not problem_of_went_on(message):
-                    self._pending.events.append(GoesOnElsewhere(message.names, message.prompt_tokens))
             case Ping():
                 self.routers.note_read(router, message.read)
                 self._pending.state_for.add(router)
             case FlushCache() if self.engine is None:
                 self.routers.send(router, Flushed(0, message.ticket, 0))
-            case FlushCache():
-                self._pending.events.append(DropCache((router, message.ticket)))
+            case Abort() | Told() | WentOn() | FlushCache() | Forget():
+                event = None if self.engine is None else event_of(router, message, self.config.vocab_size)
+                self._pending.events += [event] if event is not None else ()
             case Prefetch():
                 self._prefetch(router, message)
-            case Forget():
-                if self.engine is not None and not problem_of_prefetch(message, self.config.vocab_size):
-                    self._pending.events.append(ForgetPrompt(request_of_prefetch(message)))
             case ModulesCall():
                 self._modules_call(router, message)
             case EventsCall():

@@ -1,13 +1,23 @@
-"""What a turn of the controller's loop has collected, and when the loop must turn again."""
+"""What a turn of the controller's loop has collected, when it must turn again, and the controller's status."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from trunkline.controller.engine.events import Event
 from trunkline.controller.service.handover import HandoverWait
 from trunkline.controller.service.offers import Offering
+
+
+class Status(StrEnum):
+    """The values of `State.status`."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
 
 
 @dataclass(slots=True)
@@ -20,6 +30,12 @@ class Deadlines:
     """Time at which a drain without requests stops waiting for chunks to be written to disk."""
     engine: float = math.inf
     """Time at which the engine wants its next step (`Ready.wake_at`)."""
+    look: float = -math.inf
+    """Time at which everything is looked at again that need not be looked at with each step."""
+
+    def next(self) -> float:
+        """Return the earliest of them."""
+        return min(self.drain, self.settle, self.engine, self.look)
 
 
 @dataclass(slots=True)

@@ -39,7 +39,6 @@ from trunkline.controller.service.membership import (
     WorkerLoss,
     disagreement,
 )
-from trunkline.kvstore.chunks import unpack_int32
 from trunkline.runtime.process import RareLog, is_worker, node_id
 from trunkline.runtime.wire_keys import Role
 from trunkline.runtime.wire_sockets import MESSAGE_BYTES_MAX, SUBSCRIPTION_BYTES_MAX, Gate
@@ -264,7 +263,8 @@ class WorkerGroup:
                 self._membership.unsubscribed(event[1:], now)
 
     def receive(self, now: float) -> list[StepResult | GrammarReady | MovesDone | Probed]:
-        """Read all waiting reports, and return those that are for the engine.
+        """Read waiting reports up to the next step's result or the end of a rank, and return those that are for
+        the engine. If there are more, the next poll returns at once.
 
         Raises:
             GroupLostError: a rank says that it cannot go on, or something that is no report.
@@ -284,7 +284,10 @@ class WorkerGroup:
                 _rare.warning("a worker's report makes no sense; ignored", time.monotonic(), problem=nonsense)
                 continue
             match report:
-                case StepResult() | GrammarReady() | MovesDone() | Probed():
+                case StepResult():
+                    results.append(report)
+                    return results
+                case GrammarReady() | MovesDone() | Probed():
                     results.append(report)
                 case WorkerHello() if problem := disagreement(self._terms, report):
                     self._refuse(report, problem)
@@ -298,6 +301,7 @@ class WorkerGroup:
                     self._progress[report.rank] = report
                 case WorkerFailed():
                     self._membership.failed(report, now)
+                    return results
 
     def close(self) -> None:
         self.plans.close()
@@ -362,9 +366,9 @@ def _problem_of_ids(result: StepResult, vocab_size: int) -> str:
     """The next workers would be given them as tokens of a prompt. -1: behind a refused draft."""
     for packed in (result.tokens, *(beams.tokens for beams in (result.beams or {}).values())):
         if packed and len(packed) % 4 == 0:
-            ids = unpack_int32(packed)
-            if ids.min() < -1 or ids.max() >= vocab_size:
-                return f"step {result.step} draws tokens {ids.min()} to {ids.max()} of {vocab_size}"
+            ids = memoryview(packed).cast("i")
+            if min(ids) < -1 or max(ids) >= vocab_size:
+                return f"step {result.step} draws tokens {min(ids)} to {max(ids)} of {vocab_size}"
     return ""
 
 
