@@ -185,6 +185,17 @@ FAMILIES: Final[dict[str, Variant]] = {
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
     "phi3": _variant("Phi3", LLAMA_LIKE, partial_rotary_factor=0.5, sliding_window=8),
+    "olmo2": _variant("Olmo2", LLAMA_LIKE),
+    "olmo3": _variant(
+        "Olmo3",
+        LLAMA_LIKE,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+            "sliding_attention": {"rope_type": "default"},
+        },
+    ),
     "glm4": _variant("Glm4", LLAMA_LIKE, head_dim=16, attention_bias=True),
     "glm": _variant("Glm", LLAMA_LIKE, num_key_value_heads=1),
     "gemma2": _variant("Gemma2", GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),

@@ -89,13 +89,26 @@ def test_packed_chunks(name: str, models: Models) -> None:
         assert_greedy(folder, stream)
 
 
-SPLIT_IN_FOUR = ("mha", "gqa", "mqa-tied", "opt-350m", "falcon-7b", "falcon-40b", "mixtral-five-experts")
+SPLIT_IN_FOUR = (
+    *("mha", "gqa", "mqa-tied", "opt-350m", "falcon-7b", "falcon-40b", "mixtral-five-experts"),
+    *("glm4-moe", "olmo2", "phi3"),
+)
 """As many, fewer and far fewer KV heads than ranks in each of the layouts; experts that do not divide."""
+
+
+SPLIT_ALIKE = ("qwen3-moe", "qwen3-moe-some-dense", "granite", "ministral", "olmo3", "glm")
+"""Families whose weights are split as another one's."""
+SPLIT_IN_TWO = (*(name for name in FAMILIES if name not in SPLIT_ALIKE), *("mha", "gqa", "mqa-tied", "biases"))
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("tp", "names"), [(2, (*FAMILIES, "mha", "gqa", "mqa-tied", "biases", "llama3-rope")), (4, SPLIT_IN_FOUR)]
+    ("tp", "names"),
+    [
+        (2, (*SPLIT_IN_TWO, "llama3-rope")),
+        (4, SPLIT_IN_FOUR),
+        pytest.param(2, SPLIT_ALIKE, marks=pytest.mark.soak),
+    ],
 )
 def test_ranks_give_the_same(tp: int, names: tuple[str, ...], models: Models) -> None:
     """The vocabulary of 101 is padded."""
@@ -126,7 +139,11 @@ def test_a_rank_reads_only_its_slices(name: str, models: Models) -> None:
         expected = 0
         for tensor, entry in read_tensor_index(models(name)).items():
             size = math.prod(entry.shape)
-            if any(part in tensor for part in REPLICATED):
+            if config.architecture.wide_norms and "q_norm" in tensor:
+                expected += size
+            elif config.architecture.wide_norms and "k_norm" in tensor:
+                expected += copies * size
+            elif any(part in tensor for part in REPLICATED):
                 expected += tp * size
             elif any(part in tensor for part in FUSED_NAMES):
                 row = 1 if tensor.endswith("bias") else config.hidden_size

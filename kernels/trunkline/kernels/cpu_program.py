@@ -45,7 +45,9 @@ from trunkline.kernels.program import (
     Scale,
     Select,
     SoftCap,
+    SquareSums,
     StoreKv,
+    WideNorm,
 )
 from trunkline.kernels.routing import Routing
 from trunkline.kvstore.chunks import Int32Array
@@ -163,6 +165,8 @@ def _is_native(op: Op, shares_memory: bool) -> bool:
     """
     if isinstance(op, Experts):
         return op.choice_bias is None and op.routing == Routing(op.routing.per_token)
+    if isinstance(op, SquareSums | WideNorm):
+        return False
     return shares_memory or not isinstance(op, AllReduce)
 
 

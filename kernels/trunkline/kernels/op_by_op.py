@@ -36,7 +36,9 @@ from trunkline.kernels.program import (
     Scale,
     Select,
     SoftCap,
+    SquareSums,
     StoreKv,
+    WideNorm,
 )
 from trunkline.kernels.routing import Routing
 
@@ -127,6 +129,8 @@ class OpByOp:
             Activate: self._activate,
             Clamp: self._clamp,
             Add: self._add,
+            SquareSums: self._square_sums,
+            WideNorm: self._wide_norm,
             StoreKv: self._store_kv,
             Attend: self._attend,
             Experts: self._experts,
@@ -204,6 +208,18 @@ class OpByOp:
     def _add(self, op: Add) -> None:
         self._values[op.into.name].add_(self._values[op.x.name])
 
+    def _square_sums(self, op: SquareSums) -> None:
+        queries, keys, _ = _split(self._values[op.qkv.name], *op.widths)
+        sums = [part.float().square().sum(dim=-1) for part in (queries, keys)]
+        self._values[op.out.name] = torch.stack(sums, dim=-1)
+
+    def _wide_norm(self, op: WideNorm) -> None:
+        weights = (op.norm.q_weight, op.norm.k_weight)
+        parts = _split(self._values[op.qkv.name], *map(len, weights))
+        for part, weight, total in zip(parts, weights, self._values[op.sums.name].unbind(-1), strict=False):
+            factor = (total / (len(weight) * op.ranks) + op.norm.eps).rsqrt()
+            part.copy_(part.float() * factor[:, None] * weight.float())
+
     def _store_kv(self, op: StoreKv) -> None:
         angles = None
         if op.cos is not None and op.sin is not None:
@@ -251,6 +267,11 @@ class OpByOp:
 
     def _forbid(self, op: Forbid) -> None:
         self._values[op.into.name][:, op.first :] = float("-inf")
+
+
+def _split(qkv: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return views of queries, keys and the columns behind them."""
+    return qkv[:, :queries], qkv[:, queries : queries + keys], qkv[:, queries + keys :]
 
 
 def route(outputs: Tensor, routing: Routing, choice_bias: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -79,7 +79,7 @@ class WeightNames:
     key: str = ""
     value: str = ""
     query_norm: str = ""
-    """RMS norm of each query head before rotation."""
+    """RMS norm of each query head before rotation, or of all together (`Architecture.wide_norms`)."""
     key_norm: str = ""
     gate: str = ""
     """The same as `up` if one matrix has both: first the gate's rows."""
@@ -116,6 +116,8 @@ class Architecture:
     names: WeightNames
     prefixes: tuple[str, ...]
     """Prefixes of tensor names; a checkpoint uses one of them."""
+    wide_norms: bool = False
+    """Whether queries are normalised as one vector, and keys as one, instead of each head."""
     interleaved: bool = False
     """Whether the pairs of dimensions that rotary positions turn are neighbours in the checkpoint; here they are
     half of the rotated part apart."""
@@ -217,6 +219,18 @@ GLM4: Final = replace(
     GLM,
     family="glm4",
     names=replace(GLM.names, attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm"),
+)
+OLMO2: Final = replace(
+    LLAMA,
+    family="olmo2",
+    wide_norms=True,
+    names=replace(
+        QWEN3.names,
+        attention_norm="",
+        attention_post_norm="post_attention_layernorm",
+        mlp_norm="",
+        mlp_post_norm="post_feedforward_layernorm",
+    ),
 )
 GEMMA2: Final = replace(
     LLAMA,

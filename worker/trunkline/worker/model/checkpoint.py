@@ -280,11 +280,13 @@ class _ShardReader:
         names = self._names
         if not names.query_norm:
             return None
-        query, key = self._norm_weight(prefix + names.query_norm), self._norm_weight(prefix + names.key_norm)
+        shard, wide = self._shard, self._architecture.wide_norms
+        query = self._norm_weight(prefix + names.query_norm, shard.query_rows if wide else None)
+        key = self._norm_weight(prefix + names.key_norm, shard.key_rows if wide else None)
         return QkNorm(query, key, self._config.norm_eps)
 
-    def _norm_weight(self, name: str) -> Tensor:
-        weight = self._files.slice(f"{name}.weight")
+    def _norm_weight(self, name: str, rows: slice | None = None) -> Tensor:
+        weight = self._files.slice(f"{name}.weight", rows)
         return weight + 1 if self._architecture.norm is NormKind.RMS_OFFSET else weight
 
     def _positions(self) -> Tensor | None:

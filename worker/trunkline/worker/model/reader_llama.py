@@ -9,7 +9,7 @@ from typing import Any, Final
 from trunkline.worker.model import architecture as records
 from trunkline.worker.model.architecture import Architecture
 from trunkline.worker.model.config_fields import Fields, make_rope
-from trunkline.worker.model.model_config import ModelConfig
+from trunkline.worker.model.model_config import ModelConfig, RopeConfig
 from trunkline.worker.model.reader_base import Reader, llama_like, windowed, with_attention, with_attention_bias
 
 
@@ -82,6 +82,43 @@ def _glm_like(raw: Mapping[str, Any], architecture: Architecture) -> ModelConfig
     return replace(config, attention_bias=fields.flag("attention_bias", True))
 
 
+def _olmo2(raw: Mapping[str, Any]) -> ModelConfig:
+    fields = Fields(raw)
+    return with_attention_bias(llama_like(fields, records.OLMO2, norm_eps=1e-5), fields)
+
+
+def _olmo3(raw: Mapping[str, Any]) -> ModelConfig:
+    """OLMo 2 with windows in three of four layers; only the others' positions are scaled."""
+    fields = Fields(raw)
+    config = llama_like(Fields({**raw, "rope_parameters": None, "rope_scaling": None}), records.OLMO2, theta=5e5)
+    config = windowed(with_attention_bias(config, fields), fields, lambda layer: (layer + 1) % 4 > 0)
+    ropes = _ropes_by_kind(fields, config, (5e5, 5e5))
+    return with_attention(
+        replace(config, norm_eps=fields.number("rms_norm_eps", 1e-5)),
+        lambda _, own: replace(own, rope=ropes[bool(own.window)]),
+    )
+
+
+def _ropes_by_kind(
+    fields: Fields, config: ModelConfig, thetas: tuple[float, float], near_theta: str = "rope_theta"
+) -> tuple[RopeConfig, RopeConfig]:
+    """Return the rotary positions of layers that see everything and of those with windows.
+
+    Args:
+        thetas: of the two, where the file does not say.
+        near_theta: The older field with the second one's theta.
+    """
+    given = fields.get("rope_parameters") or {}
+    everywhere = given.get("full_attention") or fields.get("rope_scaling") or {}
+    nearby = given.get("sliding_attention") or {}
+    far = float(everywhere.get("rope_theta") or fields.number("rope_theta", thetas[0]))
+    near = float(nearby.get("rope_theta") or fields.number(near_theta, thetas[1]))
+    return (
+        make_rope(everywhere, config.head_dim, far, config.max_positions),
+        make_rope(nearby, config.head_dim, near, config.max_positions),
+    )
+
+
 def _gemma2(raw: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(raw, hidden_act="hidden_activation")
     config = _gemma(fields, records.GEMMA2, period=2)
@@ -96,15 +133,9 @@ def _gemma3(raw: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(raw, hidden_act="hidden_activation")
     fields.refuse("attn_logit_softcapping")
     config = _gemma(fields, records.GEMMA3, period=fields.whole("sliding_window_pattern", 6))
-    given = fields.get("rope_parameters") or {}
-    everywhere = given.get("full_attention") or fields.get("rope_scaling") or {}
-    nearby = given.get("sliding_attention") or {}
-    theta = float(everywhere.get("rope_theta") or fields.number("rope_theta", 1e6))
-    near_theta = float(nearby.get("rope_theta") or fields.number("rope_local_base_freq", 1e4))
-    rope = make_rope(everywhere, config.head_dim, theta, config.max_positions)
-    near_rope = make_rope(nearby, config.head_dim, near_theta, config.max_positions)
+    ropes = _ropes_by_kind(fields, config, (1e6, 1e4), "rope_local_base_freq")
     return replace(
-        with_attention(config, lambda _, own: replace(own, rope=near_rope if own.window else rope)),
+        with_attention(config, lambda _, own: replace(own, rope=ropes[bool(own.window)])),
         logit_soft_cap=fields.nullable("final_logit_softcapping", 0.0),
     )
 
@@ -128,6 +159,8 @@ LLAMA_READERS: Final[Mapping[str, Reader]] = {
     "LlamaForCausalLM": _llama,
     "MinistralForCausalLM": _ministral,
     "MistralForCausalLM": _mistral,
+    "Olmo2ForCausalLM": _olmo2,
+    "Olmo3ForCausalLM": _olmo3,
     "Phi3ForCausalLM": _phi3,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,

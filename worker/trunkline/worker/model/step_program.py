@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from trunkline.kernels.ops import AttentionSpec, PackedLinear
+from trunkline.kernels.ops import AttentionSpec, PackedLinear, QkNorm
 from trunkline.kernels.program import (
     Activate,
     Add,
@@ -33,7 +33,9 @@ from trunkline.kernels.program import (
     Scale,
     Select,
     SoftCap,
+    SquareSums,
     StoreKv,
+    WideNorm,
 )
 from trunkline.worker.model.architecture import Mlp, NormKind, Residual
 from trunkline.worker.model.checkpoint import ExpertWeights, LayerWeights, NormWeights, Weights
@@ -129,10 +131,22 @@ class _Compiler:
         if self._config.qkv_clip:
             self._ops.append(Clamp(limit=self._config.qkv_clip, into=qkv))
         cos, sin = self._rotations[own.rope] if own.rope else (None, None)
-        self._ops.append(StoreKv(qkv=qkv, layer=index, spec=spec, cos=cos, sin=sin, norm=layer.qk_norm))
+        norm = layer.qk_norm
+        if norm is not None and self._config.architecture.wide_norms:
+            self._wide_norm(qkv, norm)
+            norm = None
+        self._ops.append(StoreKv(qkv=qkv, layer=index, spec=spec, cos=cos, sin=sin, norm=norm))
         attended = self._buffer("attended", spec.heads * spec.head_dim)
         self._ops.append(Attend(qkv=qkv, layer=index, spec=spec, out=attended))
         return attended
+
+    def _wide_norm(self, qkv: Buffer, norm: QkNorm) -> None:
+        sums = Buffer("square_sums", qkv.rows, 2, torch.float32)
+        widths = (len(norm.q_weight), len(norm.k_weight))
+        self._ops.append(SquareSums(qkv=qkv, widths=widths, out=sums))
+        # KV heads that several ranks have are counted as often in all sums.
+        self._sum(sums)
+        self._ops.append(WideNorm(sums=sums, qkv=qkv, ranks=self._shard.tp, norm=norm))
 
     def _finish(
         self, layer: LayerWeights, x: Buffer, attended: Buffer, residual: Buffer

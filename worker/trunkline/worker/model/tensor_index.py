@@ -205,8 +205,10 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     for norm in (names.attention_norm, names.attention_post_norm, names.mlp_norm, names.mlp_post_norm):
         yield from _norm(config, norm)
-    for norm in filter(None, (names.query_norm, names.key_norm)):
-        yield f"{norm}.weight", (config.head_dim,)
+    wide = config.architecture.wide_norms
+    for norm, columns in ((names.query_norm, queries), (names.key_norm, keys)):
+        if norm:
+            yield f"{norm}.weight", (columns if wide else config.head_dim,)
     if config.architecture.qkv is Qkv.SEPARATE:
         for name, rows in ((names.query, queries), (names.key, keys), (names.value, keys)):
             yield from _linear(config, name, rows, hidden, config.attention_bias)
