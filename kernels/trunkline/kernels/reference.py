@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trunkline.kernels.int8_kv import to_rows
 from trunkline.kernels.ops import (
     Activation,
     Angles,
@@ -83,7 +84,9 @@ class ReferenceKernels:
         new = heads[:, spec.heads :].view(qkv.shape[0], 2, spec.kv_heads, spec.head_dim)
         if state.tokens is not None:
             new = new[state.tokens]
-        # [blocks, chunk_size, 2, kv_heads, head_dim]: the two indexed dimensions in front.
+        if pool.format.is_quantised:
+            new = to_rows(new)
+        # [blocks, chunk_size, 2, kv_heads, row]: the two indexed dimensions in front.
         pool.data[:, layer].permute(0, 3, 1, 2, 4)[state.block, state.offset] = new
         return q
 

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trunkline.kernels.int8_kv import vectors_of
 from trunkline.kernels.ops import Angles, AttentionSpec, KvPool, make_angles, swap_halves
 from trunkline.kernels.plan import PrefillPlan
 from trunkline.kvstore.chunks import Int32Array
@@ -77,10 +78,10 @@ class _Entry:
         first, count = plan.first[items], plan.count[items]
         block, base, shift = plan.block[items], plan.base[items], plan.shift[items]
         _, layers, _, heads, _, _ = pool.data.shape
-        # Rows of the pool seen as [blocks * layers * 2 * kv_heads, chunk_size * head_dim], head by head.
+        # Rows of the pool seen as [blocks * layers * 2 * kv_heads, chunk_size * row], head by head.
         first_rows = torch.from_numpy(block.astype(np.int64)).to(device) * (layers * 2 * heads)
         self.key_index = (first_rows + torch.arange(heads, device=device)[:, None]).view(-1)
-        self.num_tokens = int(count.sum())
+        self.num_tokens, self.capacity = int(count.sum()), len(block) * chunk_size
         in_item = np.arange(self.num_tokens, dtype=np.int32) - np.repeat(np.cumsum(count) - count, count)
         stored = np.repeat(np.arange(len(block)) * chunk_size + first, count) + in_item
         is_plain = np.array_equal(stored, np.arange(self.num_tokens))
@@ -94,10 +95,10 @@ class _Entry:
         if not self.num_tokens:
             out[self.queries] = 0.0
             return
-        fine = pool.data.view(-1, pool.chunk_size * spec.head_dim)
+        fine = pool.data.view(-1, pool.chunk_size * pool.data.shape[-1])
         index = self.key_index + layer * 2 * spec.kv_heads
-        k = self._select(fine.index_select(0, index), spec)
-        v = self._select(fine.index_select(0, index + spec.kv_heads), spec)
+        k = vectors_of(pool, self._select(fine.index_select(0, index), spec), q.dtype)
+        v = vectors_of(pool, self._select(fine.index_select(0, index + spec.kv_heads), spec), q.dtype)
         angles = self.angles.of(spec, pool)
         if angles is not None:
             k = turn(k.transpose(0, 1), angles).transpose(0, 1).to(q.dtype)
@@ -146,8 +147,8 @@ class _Entry:
             out[chosen] = result.transpose(0, 1).flatten(1, 2).to(out.dtype)
 
     def _select(self, gathered: Tensor, spec: AttentionSpec) -> Tensor:
-        """Return the covered tokens `[kv_heads, tokens, head_dim]` of gathered blocks."""
-        by_head = gathered.view(spec.kv_heads, -1, spec.head_dim)
+        """Return the covered tokens `[kv_heads, tokens, row]` of gathered blocks."""
+        by_head = gathered.view(spec.kv_heads, self.capacity, -1)
         if self.tokens is None:
             return by_head[:, : self.num_tokens]
         return by_head.index_select(1, self.tokens)
@@ -194,7 +195,7 @@ class ShiftAngles:
             if known is frequencies:
                 return angles
         exact = make_angles(torch.from_numpy(self._shifts), frequencies.double().cpu())
-        angles = Angles(*(x.to(pool.data.device, compute_dtype(pool.data.dtype)) for x in exact))
+        angles = Angles(*(x.to(pool.data.device, compute_dtype(getattr(torch, pool.format.computed))) for x in exact))
         self._made.append((frequencies, angles))
         return angles
 

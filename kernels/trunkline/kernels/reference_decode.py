@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trunkline.kernels.int8_kv import vectors_of
 from trunkline.kernels.ops import AttentionSpec, KvPool
 from trunkline.kernels.plan import DecodePlan
 from trunkline.kernels.reference_attention import (
@@ -135,8 +136,8 @@ class _Run:
         self.row_index = torch.from_numpy(self.rows).to(device)
         shifts = plan.shifts[start:stop]
         self.angles = ShiftAngles(-shifts)
-        # Rows of the pool seen as [blocks * layers * 2 * kv_heads, chunk_size * head_dim], head by head, so
-        # that the gathered copy is [kv_heads, tokens, head_dim] without a transposition.
+        # Rows of the pool seen as [blocks * layers * 2 * kv_heads, chunk_size * row], head by head, so
+        # that the gathered copy is [kv_heads, tokens, row] without a transposition.
         blocks = torch.from_numpy(plan.block[items].astype(np.int64)).to(device)
         first_rows = blocks * (layers * 2 * heads)
         self.key_index = (first_rows + torch.arange(heads, device=device)[:, None]).view(-1)
@@ -153,21 +154,23 @@ class _Run:
             self.unused_rows = torch.from_numpy(rows.reshape(-1)).to(device)
 
     def attend(self, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec) -> SoftmaxState:
-        fine = pool.data.view(-1, pool.chunk_size * spec.head_dim)
+        row = pool.data.shape[-1]
+        fine = pool.data.view(-1, pool.chunk_size * row)
         index = self.key_index + layer * 2 * spec.kv_heads
-        k = fine.index_select(0, index).view(spec.kv_heads, -1, spec.head_dim)
-        v = fine.index_select(0, index + spec.kv_heads).view(spec.kv_heads, -1, spec.head_dim)
+        k = fine.index_select(0, index).view(spec.kv_heads, -1, row)
+        v = fine.index_select(0, index + spec.kv_heads).view(spec.kv_heads, -1, row)
         if self.unused_rows is not None:
-            v.view(-1, spec.head_dim).index_fill_(0, self.unused_rows, 0.0)
+            v.view(-1, row).index_fill_(0, self.unused_rows, 0)
+        k, v = vectors_of(pool, k, q.dtype), vectors_of(pool, v, q.dtype)
         rows = len(self.rows)
         picked = turn(q.index_select(0, self.row_index), self.angles.of(spec, pool))
         grouped = picked.view(rows, spec.kv_heads, spec.group, spec.head_dim).transpose(0, 1)
         grouped = grouped.reshape(spec.kv_heads, rows * spec.group, spec.head_dim)
-        scores = grouped @ k.to(q.dtype).transpose(-1, -2)
+        scores = grouped @ k.transpose(-1, -2)
         adjust_scores(scores.view(spec.kv_heads, rows, spec.group, -1), spec, self.distance.of(spec))
         if self.hidden is not None:
             scores.masked_fill_(self.hidden, float("-inf"))
-        state = attend(scores, v.to(q.dtype))
+        state = attend(scores, v)
         return SoftmaxState(
             *(x.view(spec.kv_heads, rows, spec.group, *x.shape[2:]).transpose(0, 1).flatten(1, 2) for x in state)
         )
@@ -177,7 +180,7 @@ class _Bucket:
     """Items that have equally many rows: the sequence-first phase (one row), and small shared items."""
 
     def __init__(self, plan: DecodePlan, items: NDArray[np.int64], pool: KvPool) -> None:
-        _, layers, _, self.kv_heads, self.chunk_size, head_dim = pool.data.shape
+        _, layers, _, self.kv_heads, self.chunk_size, row = pool.data.shape
         device = pool.data.device
         self.items = items
         self.first = plan.first[items]
@@ -192,11 +195,11 @@ class _Bucket:
         key_position = (plan.base[items] - self.first)[:, None] + offset
         query_position = plan.query_position[rows][..., None]
         self.distance = _Distance(key_position[:, None] + shifts[..., None], query_position, device)
-        # Rows of the pool seen as [blocks * layers * 2, kv_heads * chunk_size * head_dim].
+        # Rows of the pool seen as [blocks * layers * 2, kv_heads * chunk_size * row].
         blocks = torch.from_numpy(plan.block[items].astype(np.int64)).to(device)
         self.key_index = blocks * (layers * 2)
         # Kept between layers and steps: fresh pages for a copy this large cost more than the copy.
-        shape = (len(items), self.kv_heads * self.chunk_size * head_dim)
+        shape = (len(items), self.kv_heads * self.chunk_size * row)
         self.keys, self.values = pool.data.new_empty(shape), pool.data.new_empty(shape)
         self.hidden: Tensor | None = None
         self.unused_rows: Tensor | None = None
@@ -212,7 +215,7 @@ class _Bucket:
             return
         device = self.row_index.device
         self.hidden = torch.from_numpy(unused).to(device)[:, None, None]
-        # Rows of the gathered values [items * kv_heads * chunk_size, head_dim].
+        # Rows of the gathered values [items * kv_heads * chunk_size, row].
         rows = (item[:, None] * self.kv_heads + np.arange(self.kv_heads)) * self.chunk_size + token[:, None]
         self.unused_rows = torch.from_numpy(rows.reshape(-1)).to(device)
 
@@ -222,9 +225,10 @@ class _Bucket:
         torch.index_select(coarse, 0, index, out=self.keys)
         torch.index_select(coarse, 0, index + 1, out=self.values)
         if self.unused_rows is not None:
-            self.values.view(-1, spec.head_dim).index_fill_(0, self.unused_rows, 0.0)
-        shape = (items, spec.kv_heads, self.chunk_size, spec.head_dim)
-        k, v = self.keys.view(shape).to(q.dtype), self.values.view(shape).to(q.dtype)
+            self.values.view(-1, pool.data.shape[-1]).index_fill_(0, self.unused_rows, 0)
+        shape = (items, spec.kv_heads, self.chunk_size, pool.data.shape[-1])
+        k = vectors_of(pool, self.keys.view(shape), q.dtype)
+        v = vectors_of(pool, self.values.view(shape), q.dtype)
         picked = turn(q if self.is_identity else q.index_select(0, self.row_index), self.angles.of(spec, pool))
         grouped = picked.view(items, width, spec.kv_heads, spec.group, spec.head_dim)
         if width > 1:

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 KEYS_AND_VALUES: Final = ("keys", "values")
 """The bands of attention with keys and values of its own."""
-NUMBER_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+NUMBER_BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 """Bytes of a number, by the name of its type."""
 KV_DTYPES: Final = ("auto", "int8")
 """In which types KV can be kept: that in which it is computed, or int8 with a scale for each head and token."""
