@@ -195,7 +195,8 @@ class ShiftAngles:
             if known is frequencies:
                 return angles
         exact = make_angles(torch.from_numpy(self._shifts), frequencies.double().cpu())
-        angles = Angles(*(x.to(pool.data.device, compute_dtype(getattr(torch, pool.format.computed))) for x in exact))
+        dtype = compute_dtype(getattr(torch, pool.format.computed))
+        angles = Angles(*(x.to(pool.data.device, dtype) for x in exact))
         self._made.append((frequencies, angles))
         return angles
 
