@@ -1,13 +1,19 @@
-"""A Llama checkpoint as a GGUF file, the form that llama.cpp's server reads.
+"""A checkpoint as a GGUF file, the form that llama.cpp's server reads.
+
+    python benchmarks/gguf_file.py FOLDER FILE.gguf [--type Q8_0] [--pre qwen2]
 
 GGUF, version 3, little-endian: a magic number and two counts, pairs of keys and typed values, a description of
-each tensor, and the tensors, each at a multiple of 32 bytes. Written for the models of these benchmarks: dense
-Llama layers without biases, and a tokenizer that knows whole words (small_model.py), which llama.cpp reads as a
-word-piece tokenizer. That one puts two special tokens around a prompt of text; a prompt of ids stays what it is.
+each tensor, and the tensors, each at a multiple of 32 bytes. Written for the models of benchmarks and tests:
+Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, with matrices as they are or in blocks (gguf_blocks.py).
+
+The tokenizer is written whole, as the checkpoint has it, and in llama.cpp's form: one that merges bytes with the
+name `--pre` of its rules; one that knows whole words (small_model.py) as a word-piece tokenizer. That one puts two
+special tokens around a prompt of text; a prompt of ids stays what it is.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import struct
 from collections.abc import Iterator
@@ -15,17 +21,21 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import torch
+from gguf_blocks import KINDS, quantised
 from safetensors.torch import load_file
 from torch import Tensor
 
 ALIGNMENT: Final = 32
 UINT32, FLOAT32, BOOL, STRING, ARRAY = 4, 6, 7, 8, 9
 INT32: Final = 5
-TENSOR_TYPES: Final = {torch.float32: 0, torch.bfloat16: 30}
+TYPES: Final = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8, "Q4_K": 12, "Q6_K": 14, "BF16": 30}
+DENSE: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NORMAL, CONTROL = 1, 3
 SPACE: Final = "\u2581"
 """How a word-piece tokenizer of llama.cpp writes the beginning of a word."""
 
+ARCHITECTURES: Final = {"mistral": "llama", "gemma3_text": "gemma3"}
+"""llama.cpp's name of an architecture where it is not config.json's `model_type`."""
 NAMES: Final = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -36,96 +46,191 @@ NAMES: Final = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+GEMMA_NAMES: Final = {
+    **NAMES,
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 
 
-def write_gguf(folder: Path, path: Path, dtype: torch.dtype) -> None:
+def write_gguf(folder: Path, path: Path, dtype: torch.dtype | str, pre: str = "") -> None:
     """Write the checkpoint of `folder` to `path`.
 
     Args:
-        dtype: Of the matrices: float32 or bfloat16. Norms are float32.
+        dtype: Of the matrices: one of `TYPES`, or float32 or bfloat16. Norms are float32.
+        pre: llama.cpp's name of the rules by which a tokenizer that merges bytes cuts texts.
     """
+    kind = dtype if isinstance(dtype, str) else {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
     config = json.loads((folder / "config.json").read_text())
     tensors = [
-        (_name(name), _laid_out(name, tensor, config).to(dtype if tensor.dim() > 1 else torch.float32))
-        for name, tensor in load_file(folder / "model.safetensors").items()
+        (_name(name, config), *_stored(_laid_out(name, tensor, config), kind))
+        for part in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(part).items()
     ]
-    pairs = [*_shape(config), *_tokenizer(folder)]
+    if (factors := _rope_factors(config)) is not None:
+        tensors.append(("rope_freqs.weight", *_stored(factors, kind)))
+    pairs = [*_shape(config), *_tokenizer(folder, pre)]
     with path.open("wb") as file:
         file.write(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(pairs)))
-        for key, kind, value in pairs:
-            file.write(_string(key) + struct.pack("<I", kind) + _value(kind, value))
+        for key, value_kind, value in pairs:
+            file.write(_string(key) + struct.pack("<I", value_kind) + _value(value_kind, value))
         offset = 0
-        for name, tensor in tensors:
-            sizes = tuple(reversed(tensor.shape))
-            file.write(_string(name) + struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes))
-            file.write(struct.pack("<IQ", TENSOR_TYPES[tensor.dtype], offset))
-            offset += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        for name, tensor_type, sizes, data in tensors:
+            file.write(_string(name) + struct.pack(f"<I{len(sizes)}Q", len(sizes), *reversed(sizes)))
+            file.write(struct.pack("<IQ", TYPES[tensor_type], offset))
+            offset += -(-data.nbytes // ALIGNMENT) * ALIGNMENT
         _align(file)
-        for _, tensor in tensors:
-            file.write(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        for *_, data in tensors:
+            file.write(data.contiguous().view(torch.uint8).numpy().tobytes())
             _align(file)
 
 
-def _name(name: str) -> str:
+def _stored(tensor: Tensor, kind: str) -> tuple[str, tuple[int, ...], Tensor]:
+    """Return a tensor's type, sizes and bytes. Rows that are no whole blocks stay float16."""
+    if tensor.dim() == 1:
+        return "F32", tuple(tensor.shape), tensor.float()
+    if kind in KINDS and tensor.shape[1] % KINDS[kind][0]:
+        kind = "F16"
+    return kind, tuple(tensor.shape), quantised(kind, tensor) if kind in KINDS else tensor.to(DENSE[kind])
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    model_type: str = config.get("model_type", "llama")
+    return ARCHITECTURES.get(model_type, model_type)
+
+
+def _name(name: str, config: dict[str, Any]) -> str:
     """Return llama.cpp's name of a tensor."""
-    stem = name.removesuffix(".weight")
+    names = GEMMA_NAMES if _architecture(config).startswith("gemma") else NAMES
+    stem, _, ending = name.rpartition(".")
     if not stem.startswith("model.layers."):
-        return f"{NAMES[stem]}.weight"
+        return f"{names[stem]}.{ending}"
     number, part = stem.removeprefix("model.layers.").split(".", 1)
-    return f"blk.{number}.{NAMES[part]}.weight"
+    return f"blk.{number}.{names[part]}.{ending}"
 
 
 def _laid_out(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
-    """Return a tensor with the rows of queries and keys as llama.cpp rotates them: the two of a pair side by side,
-    where the checkpoint has all first ones before all second ones."""
+    """Return a tensor as llama.cpp has it: Gemma's norms plus one, and of Llama the rows of queries and keys as
+    it rotates them: the two of a pair side by side, where the checkpoint has all first ones before all second
+    ones."""
+    architecture = _architecture(config)
+    if architecture.startswith("gemma"):
+        return tensor.float() + 1 if "norm" in name else tensor
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     found = next((config[key] for part, key in heads.items() if part in name), 0)
-    if not found:
+    if not found or architecture != "llama":
         return tensor
-    out, width = tensor.shape
-    return tensor.reshape(found, 2, out // found // 2, width).transpose(1, 2).reshape(out, width)
+    rows = tensor.shape[0] // found
+    return tensor.reshape(found, 2, rows // 2, -1).transpose(1, 2).reshape(tensor.shape)
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    rope = config.get("rope_parameters") or {**(config.get("rope_scaling") or {}), **config}
+    return {**rope, **rope.get("full_attention", {})}
+
+
+def _rope_factors(config: dict[str, Any]) -> Tensor | None:
+    """Return what the frequencies of Llama 3's rotary positions are divided by; None: they are not scaled so."""
+    rope = _rope(config)
+    if rope.get("rope_type") != "llama3":
+        return None
+    half = _head_dim(config) // 2
+    turns = rope["original_max_position_embeddings"] * rope["rope_theta"] ** -(torch.arange(half) / half)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    kept: Tensor = ((turns / (2 * torch.pi) - low) / (high - low)).clamp(0, 1)
+    slowed: Tensor = (1 - kept) / rope["factor"]
+    return (slowed + kept).reciprocal()
+
+
+def _head_dim(config: dict[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
 def _shape(config: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
-    yield "general.architecture", STRING, "llama"
+    name, rope = _architecture(config), _rope(config)
+    yield "general.architecture", STRING, name
     yield "general.alignment", UINT32, ALIGNMENT
-    heads = config["num_attention_heads"]
+    head_dim = _head_dim(config)
     for key, value in {
         "vocab_size": config["vocab_size"],
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
         "block_count": config["num_hidden_layers"],
         "feed_forward_length": config["intermediate_size"],
-        "rope.dimension_count": config.get("head_dim") or config["hidden_size"] // heads,
-        "attention.head_count": heads,
+        "rope.dimension_count": head_dim,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.head_count": config["num_attention_heads"],
         "attention.head_count_kv": config["num_key_value_heads"],
     }.items():
-        yield f"llama.{key}", UINT32, value
-    yield "llama.attention.layer_norm_rms_epsilon", FLOAT32, config["rms_norm_eps"]
-    theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
-    yield "llama.rope.freq_base", FLOAT32, theta
+        yield f"{name}.{key}", UINT32, value
+    yield f"{name}.attention.layer_norm_rms_epsilon", FLOAT32, config["rms_norm_eps"]
+    yield f"{name}.rope.freq_base", FLOAT32, rope["rope_theta"]
+    if (kind := rope.get("rope_type")) in ("linear", "yarn"):
+        yield f"{name}.rope.scaling.type", STRING, kind
+        yield f"{name}.rope.scaling.factor", FLOAT32, rope["factor"]
+        if kind == "yarn":
+            original = rope["original_max_position_embeddings"]
+            yield f"{name}.rope.scaling.original_context_length", UINT32, original
+    if "mistral" in config.get("model_type", "") or name.startswith("gemma"):
+        yield f"{name}.attention.sliding_window", UINT32, config.get("sliding_window") or 0
+    for theirs, ours in (("attn", "attn_logit_softcapping"), ("final", "final_logit_softcapping")):
+        if config.get(ours):
+            yield f"{name}.{theirs}_logit_softcapping", FLOAT32, config[ours]
+    if nearby := rope.get("sliding_attention"):
+        yield f"{name}.rope.freq_base_swa", FLOAT32, nearby["rope_theta"]
 
 
-def _tokenizer(folder: Path) -> Iterator[tuple[str, int, Any]]:
-    words = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+def _tokenizer(folder: Path, pre: str) -> Iterator[tuple[str, int, Any]]:
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return
+    text = path.read_text()
+    whole = json.loads(text)
+    words = whole["model"]["vocab"]
     inner = sorted(words, key=words.__getitem__)
-    special = {word: words[word] for word in inner if word.startswith("<")}
-    yield "tokenizer.ggml.model", STRING, "bert"
-    tokens = [word if word in special else SPACE + word for word in inner]
-    yield "tokenizer.ggml.tokens", ARRAY, (STRING, tokens)
+    special = {each["content"] for each in whole.get("added_tokens", ()) if each["special"]}
+    special |= {word for word in inner if word.startswith("<")} if not pre else set()
     kinds = [CONTROL if word in special else NORMAL for word in inner]
+    if pre:
+        yield "tokenizer.ggml.model", STRING, "gpt2"
+        yield "tokenizer.ggml.pre", STRING, pre
+        yield "tokenizer.huggingface.json", STRING, text
+        merges = [each if isinstance(each, str) else " ".join(each) for each in whole["model"]["merges"]]
+        yield "tokenizer.ggml.tokens", ARRAY, (STRING, inner)
+        yield "tokenizer.ggml.merges", ARRAY, (STRING, merges)
+    else:
+        yield "tokenizer.ggml.model", STRING, "bert"
+        tokens = [word if word in special else SPACE + word for word in inner]
+        yield "tokenizer.ggml.tokens", ARRAY, (STRING, tokens)
     yield "tokenizer.ggml.token_type", ARRAY, (INT32, kinds)
     yield "tokenizer.ggml.add_bos_token", BOOL, False
-    yield "tokenizer.ggml.bos_token_id", UINT32, words["<s>"]
-    for role in ("eos", "unknown", "seperator", "padding"):  # the format's own spelling
-        yield f"tokenizer.ggml.{role}_token_id", UINT32, words["</s>"]
+    yield from _special_tokens(folder, words) if pre else _word_tokens(words)
     template = folder / "chat_template.jinja"
     if template.exists():
         yield "tokenizer.chat_template", STRING, template.read_text()
+
+
+def _word_tokens(words: dict[str, int]) -> Iterator[tuple[str, int, Any]]:
+    yield "tokenizer.ggml.bos_token_id", UINT32, words["<s>"]
+    for role in ("eos", "unknown", "seperator", "padding"):  # the format's own spelling
+        yield f"tokenizer.ggml.{role}_token_id", UINT32, words["</s>"]
+
+
+def _special_tokens(folder: Path, words: dict[str, int]) -> Iterator[tuple[str, int, Any]]:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    for role, name in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
+        if (token := config.get(f"{role}_token")) in words:
+            yield f"tokenizer.ggml.{name}_token_id", UINT32, words[token]
+    if template := config.get("chat_template"):
+        yield "tokenizer.chat_template", STRING, template
 
 
 def _string(text: str) -> bytes:
@@ -144,3 +249,17 @@ def _value(kind: int, value: Any) -> bytes:
 
 def _align(file: BinaryIO) -> None:
     file.write(bytes(-file.tell() % ALIGNMENT))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--type", choices=TYPES, default="Q8_0")
+    parser.add_argument("--pre", default="")
+    arguments = parser.parse_args()
+    write_gguf(arguments.folder, arguments.file, arguments.type, arguments.pre)
+
+
+if __name__ == "__main__":
+    main()

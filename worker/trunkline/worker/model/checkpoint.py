@@ -17,9 +17,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trunkline.kernels.ops import Activation, Kernels, PackedLinear, QkNorm, Quantisation
+from trunkline.kernels.grouped import GroupedWeight, stack
+from trunkline.kernels.ops import Activation, Kernels, PackedLinear, QkNorm, Quantisation, Weight
 from trunkline.worker.errors import CheckpointError
 from trunkline.worker.model.architecture import NormKind
+from trunkline.worker.model.gguf.weights import GgufSlices
 from trunkline.worker.model.model_config import Mixture, Piece, Shard
 from trunkline.worker.model.tensor_index import find_prefix, read_tensor_index
 
@@ -125,10 +127,19 @@ class _Files:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, stack: ExitStack) -> None:
         self.index = read_tensor_index(folder)
-        self.bytes_read = 0
+        self._counted = 0
+        self._blocks = GgufSlices(dtype, device)
         self._opened: dict[Path, Any] = {}
         self._stack = stack
-        self._dtype, self._device = dtype, device
+        self._dtype, self.device = dtype, device
+
+    def part(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Weight:
+        """Return a part of a matrix, in blocks if it is stored so; `columns` without `rows`."""
+        stored = self.index[name].stored
+        if stored is None:
+            return self.slice(name, rows, columns)
+        found = self._blocks.read(stored, rows, columns)
+        return found if isinstance(found, GroupedWeight) else self._own(found)
 
     def slice(
         self,
@@ -138,14 +149,25 @@ class _Files:
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Return a part of a tensor, contiguous; `columns` are of a matrix, without `rows`."""
-        file = self.index[name].file
+        file, _, _, blocks = self.index[name]
+        if blocks is not None:
+            found = self._blocks.read(blocks, rows, columns)
+            dense = found.dequantise(dtype or self._dtype) if isinstance(found, GroupedWeight) else found
+            return self._own(dense, dtype)
         if file not in self._opened:
             self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt"))
         stored = self._opened[file].get_slice(name)
         part: Tensor = stored[:, columns] if columns is not None else stored[rows or slice(None)]
-        self.bytes_read += part.numel() * part.element_size()
-        # A copy of its own: the file's mapping can then be closed, and slices become contiguous.
-        return part.to(device=self._device, dtype=dtype or self._dtype, copy=True).contiguous()
+        self._counted += part.numel() * part.element_size()
+        return self._own(part, dtype)
+
+    @property
+    def bytes_read(self) -> int:
+        return self._counted + self._blocks.bytes_read
+
+    def _own(self, part: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a copy of its own: the file's mapping can then be closed, and slices become contiguous."""
+        return part.to(device=self.device, dtype=dtype or self._dtype, copy=True).contiguous()
 
 
 class _ShardReader:
@@ -203,8 +225,9 @@ class _ShardReader:
         shard = self._shard
         weight, bias = self._column_parallel(prefix, shard.qkv_pieces(), self._config.attention_bias)
         if self._architecture.interleaved:
-            rows = torch.tensor(shard.parted_rows(), device=weight.device)
-            weight, bias = weight[rows], None if bias is None else bias[rows]
+            rows = torch.tensor(shard.parted_rows(), device=self._files.device)
+            weight = weight.rows(rows) if isinstance(weight, GroupedWeight) else weight[rows]
+            bias = None if bias is None else bias[rows]
         return self._pack(weight, bias)
 
     def _mlp(self, prefix: str, width: int) -> MlpWeights:
@@ -245,12 +268,12 @@ class _ShardReader:
         activation = cast("Activation", self._config.activation)
         return self._kernels.pack_gated_linear(weight, bias, activation, self._quantisation)
 
-    def _pack(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    def _pack(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
         return self._kernels.pack_linear(weight, bias, self._quantisation)
 
-    def _column_parallel(self, prefix: str, pieces: list[Piece], has_bias: bool) -> tuple[Tensor, Tensor | None]:
+    def _column_parallel(self, prefix: str, pieces: list[Piece], has_bias: bool) -> tuple[Weight, Tensor | None]:
         """Return the weight, and the bias if there is one, of several matrices stacked into one."""
-        weight = torch.cat([self._matrix(f"{prefix}{name}.weight", rows) for name, rows in pieces])
+        weight = _stacked([self._matrix(f"{prefix}{name}.weight", rows) for name, rows in pieces])
         if not has_bias:
             return weight, None
         return weight, torch.cat([self._files.slice(f"{prefix}{name}.bias", rows) for name, rows in pieces])
@@ -264,11 +287,11 @@ class _ShardReader:
     def _replicated(self, prefix: str, name: str) -> PackedLinear | None:
         return self._kernels.pack_linear(self._files.slice(f"{prefix}{name}.weight"), None) if name else None
 
-    def _matrix(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+    def _matrix(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Weight:
         """Return output rows or input columns of a layer's matrix, `[out, in]` however it is stored."""
         if self._architecture.transposed:
             return self._files.slice(name, columns, rows).T.contiguous()
-        return self._files.slice(name, rows, columns)
+        return self._files.part(name, rows, columns)
 
     def _norm(self, prefix: str, name: str) -> NormWeights | None:
         if not name:
@@ -300,3 +323,11 @@ class _ShardReader:
         rows = self._files.slice(name, self._shard.vocab_rows)
         padding = self._shard.vocab_size - rows.shape[0]
         return torch.cat([rows, rows.new_zeros(padding, rows.shape[1])]) if padding else rows
+
+
+def _stacked(parts: list[Weight]) -> Weight:
+    """Return matrices below each other; in blocks if all of them are."""
+    grouped = [part for part in parts if isinstance(part, GroupedWeight)]
+    if len(grouped) == len(parts):
+        return stack(grouped)
+    return torch.cat([part.dequantise(part.dtype) if isinstance(part, GroupedWeight) else part for part in parts])

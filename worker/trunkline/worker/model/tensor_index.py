@@ -1,5 +1,7 @@
 """The tensors of a checkpoint: those that its safetensors files hold, and those that the model needs. No torch.
 
+Weights are in safetensors files, or, if there are none, in a GGUF file (`gguf`).
+
 A safetensors file starts with a little-endian uint64, the length of a JSON object that gives each tensor's dtype,
 shape and byte range behind it. Only these headers are read here; that alone tells whether a download was cut off.
 
@@ -15,12 +17,16 @@ from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple, TypeGuard
 
-from trunkline.worker.errors import CheckpointError
+from trunkline.worker.errors import CheckpointError, ParallelismError
 from trunkline.worker.model.architecture import Architecture, NormKind, Qkv
-from trunkline.worker.model.model_config import ModelConfig
+from trunkline.worker.model.gguf.container import TYPES
+from trunkline.worker.model.gguf.names import StoredTensor, read_stored
+from trunkline.worker.model.model_config import ModelConfig, obstacles
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
+GGUF_FILES: Final = ("model.gguf", "model-*-of-*.gguf")
+"""The GGUF file of a folder, or the pattern of its parts."""
 _HEADER_BYTES_MAX: Final = 100_000_000  # the format's own limit; for the index, too
 _FLOAT_TYPES: Final = ("F64", "F32", "BF16", "F16")
 _TYPE_BYTES: Final = {
@@ -41,12 +47,14 @@ class TensorEntry(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    """Type of the tensor in the format's words: "F32", "BF16", "U8", …"""
+    """Type of the tensor in the format's words: "F32", "BF16", "U8", "Q4_K", …"""
+    stored: StoredTensor | None = None
+    """How a GGUF file has it; None: it is in a safetensors file."""
 
     @property
     def is_float(self) -> bool:
         """Whether weights can be read from the tensor's type."""
-        return self.dtype in _FLOAT_TYPES
+        return self.stored is not None or self.dtype in _FLOAT_TYPES
 
 
 class _MalformedError(Exception):
@@ -54,11 +62,17 @@ class _MalformedError(Exception):
 
 
 def read_tensor_index(folder: Path) -> dict[str, TensorEntry]:
-    """Return all tensors of a checkpoint, sharded (with an index file) or in one file.
+    """Return all tensors of a checkpoint, sharded (with an index file) or in one file; of a GGUF file those of the
+    decoder.
 
     Raises:
         CheckpointError: missing, cut-off, unreadable or malformed files.
+        UnsupportedModelError: a GGUF file with what is not read.
     """
+    if parts := gguf_files(folder):
+        return {
+            name: TensorEntry(each.file, each.shape, each.type, each) for name, each in read_stored(parts).items()
+        }
     tensors: dict[str, TensorEntry] = {}
     for file in _files(folder):
         try:
@@ -68,6 +82,13 @@ def read_tensor_index(folder: Path) -> dict[str, TensorEntry]:
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
     return tensors
+
+
+def gguf_files(folder: Path) -> list[Path]:
+    """Return the GGUF files of a folder in their order; none if it has weights in safetensors files."""
+    if any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
+        return []
+    return [path for pattern in GGUF_FILES for path in sorted(folder.glob(pattern))]
 
 
 def _files(folder: Path) -> list[Path]:
@@ -251,11 +272,13 @@ def _linear(config: ModelConfig, name: str, rows: int, columns: int, bias: bool)
         yield f"{name}.bias", (rows,)
 
 
-def check_weights(config: ModelConfig, folder: Path) -> None:
-    """Check that the weight files hold every tensor, in its shape and in floating point.
+def check_weights(config: ModelConfig, folder: Path, tp: int = 1) -> None:
+    """Check that the weight files hold every tensor, in its shape and of a type that is read, and that `tp` ranks
+    can divide those whose values are in groups.
 
     Raises:
-        CheckpointError: missing or cut-off files, missing tensors, wrong shapes, quantised weights.
+        CheckpointError: missing or cut-off files, missing tensors, wrong shapes, unknown types.
+        ParallelismError: groups that would be divided; the message has the numbers of ranks that work.
     """
     found = read_tensor_index(folder)
     expected = expected_shapes(config, find_prefix(config.architecture, found))
@@ -273,3 +296,27 @@ def check_weights(config: ModelConfig, folder: Path) -> None:
             raise CheckpointError(
                 f"{folder}: {name} has shape {list(entry.shape)}; config.json implies {list(shape)}"
             )
+    _check_groups(config, found, tp)
+
+
+def _check_groups(config: ModelConfig, found: dict[str, TensorEntry], tp: int) -> None:
+    names, groups = config.architecture.names, {kind.name: kind.group for kind in TYPES.values()}
+    widths = [
+        (name, entry.shape[1], groups[entry.dtype])
+        for name, entry in found.items()
+        if entry.stored and name.endswith((f"{names.attention_out}.weight", f"{names.down}.weight"))
+    ]
+
+    def divided(ranks: int) -> list[str]:
+        return [
+            f"{name} ({width} inputs in groups of {group})"
+            for name, width, group in widths
+            if width % (ranks * group)
+        ]
+
+    if tp > 1 and (divides := divided(tp)):
+        allowed = [n for n in range(1, tp) if not obstacles(config, n) and not divided(n)]
+        raise ParallelismError(
+            f"{tp} ranks would divide groups of quantised values in {len(divides)} tensors, such as {divides[0]}; "
+            f"possible for this file: {', '.join(map(str, allowed))}"
+        )

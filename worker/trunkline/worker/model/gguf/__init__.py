@@ -1,0 +1,1 @@
+"""GGUF files: one file that holds a model's metadata, its tokenizer and its weights, quantised in blocks."""
