@@ -14,7 +14,8 @@ from controller.service_harness import group_config
 
 from trunkline.controller.messages import Submit
 from trunkline.controller.service import service as controller_service
-from trunkline.controller.service.service import ControllerService, Status
+from trunkline.controller.service.service import ControllerService
+from trunkline.controller.service.turns import Status
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.membership.member import Member
 from trunkline.router.messages import Finished, FinishReason, Outputs

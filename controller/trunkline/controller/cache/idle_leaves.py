@@ -57,7 +57,8 @@ class IdleLeaves:
         """Leave one entry of each idle leaf, the present one."""
         self._length = 0
         for account, heap in list(self._heaps.items()):
-            present = {entry[3] for entry in heap if self._belongs(entry[3], account)}
+            # A dict, not a set: of leaves with the same last use, which goes first must not depend on addresses.
+            present = dict.fromkeys(entry[3] for entry in heap if self._belongs(entry[3], account))
             heap[:] = map(self._entry, sorted(present, key=lambda leaf: leaf.last_use))
             heapq.heapify(heap)
             self._length += len(heap)

@@ -22,6 +22,7 @@ from math import inf
 import msgspec
 
 from trunkline.controller.engine.announced import expect_prompt, forget_prompt
+from trunkline.controller.engine.calm import CalmSteps
 from trunkline.controller.engine.disk_chunks import DiskChange, StoredChunks, restore_chunks, take_disk_changes
 from trunkline.controller.engine.events import (
     AbortRequest,
@@ -40,7 +41,7 @@ from trunkline.controller.engine.events import (
     WorkersBack,
     WorkersLost,
 )
-from trunkline.controller.engine.recovery import RequestSnapshot, restore, snapshot
+from trunkline.controller.engine.recovery import RequestSnapshot, restore, snapshots
 from trunkline.controller.engine.requests import (
     GrammarBook,
     ProtocolError,
@@ -91,6 +92,7 @@ class Engine:
         """Whether the workers are lost and no new ones are ready; then nothing is planned."""
         self._requests = RequestTable()
         self._inflight: deque[InflightStep] = deque()
+        self._calm = CalmSteps(self._requests, self._inflight)
         self._arrivals = 0
         self._drops_cache = False
         """Whether to drop the cache when new workers are ready."""
@@ -120,6 +122,9 @@ class Engine:
 
         If a report shows that the workers cannot be trusted (`Ready.problem`), their later reports are ignored.
         """
+        if (calm := self._calm.step(events, self.epoch, now)) is not None:
+            self._step += 1
+            return calm
         problem = ""
         for event in events:
             if problem and isinstance(event, WorkerEvent):
@@ -128,15 +133,14 @@ class Engine:
                 self.receive(event, now)
             except ProtocolError as error:
                 problem = str(error)
+        self._calm.settle()
         can_plan = not (self.is_away or problem)
         grammars = self.grammars.messages() if can_plan else ()
         plan = self._next_plan(now) if can_plan else None
         orders = self._tier_orders(now) if can_plan else ()
-        disk_changes = take_disk_changes(self.scheduler.kv.tree)
-        if self._disk_changes:
-            disk_changes = [*self._disk_changes, *disk_changes]
-            self._disk_changes.clear()
-        return Ready(
+        disk_changes = [*self._disk_changes, *take_disk_changes(self.scheduler.kv.tree)]
+        self._disk_changes.clear()
+        ready = Ready(
             grammars=grammars,
             plan=plan,
             disk_changes=disk_changes,
@@ -147,6 +151,8 @@ class Engine:
             again=plan is not None and not self._is_full,
             wake_at=self._wake_at(now),
         )
+        self._calm.begin(self.scheduler, ready, now)
+        return ready
 
     def receive(self, event: Event, now: float) -> None:
         """Take in one event, without planning; `step` does the rest.
@@ -154,6 +160,7 @@ class Engine:
         Raises:
             ProtocolError: the workers sent a result that no correct worker sends.
         """
+        self._calm.settle()
         match event:
             case StepResult():
                 self._step_done(event, now)
@@ -349,7 +356,8 @@ class Engine:
     def _workers_lost(self, epoch: int, now: float) -> None:
         running = [group.id for group in self._requests.groups.values() if group.runs]
         deadly = set(self._requests.quarantine.lost(running))
-        survivors = [survivor for survivor in self._survivors() if survivor.request.id not in deadly]
+        known = snapshots(self._requests.groups.values(), self._inflight, self.scheduler.rows)
+        survivors = [survivor for survivor in known if survivor.request.id not in deadly]
         for request in sorted(deadly):
             self._requests.gone(Finished(request, FinishReason.ENGINE_FAILED, DEADLY))
         self._requests.timelines.lost(now)
@@ -358,15 +366,11 @@ class Engine:
 
     def _workers_back(self, config: EngineConfig, stored: StoredChunks | None, now: float) -> None:
         self.is_away = False
-        self._begin_again(config, self._survivors(), stored, now)
+        survivors = snapshots(self._requests.groups.values(), self._inflight, self.scheduler.rows)
+        self._begin_again(config, survivors, stored, now)
         if self._drops_cache:
             self._drops_cache = False
             self.scheduler.kv.tree.flush()
-
-    def _survivors(self) -> list[RequestSnapshot]:
-        lost = {request for step in self._inflight for request in step.scored.values()}
-        rows = self.scheduler.rows
-        return [snapshot(group, rows, scores_lost=group.id in lost) for group in self._requests.groups.values()]
 
     def _begin_again(
         self, config: EngineConfig, survivors: list[RequestSnapshot], stored: StoredChunks | None, now: float
@@ -393,7 +397,7 @@ class Engine:
         self._disk_changes += take_disk_changes(self.scheduler.kv.tree)
         self._install(config, self.scheduler.kv.tree.tiers.highest_disk_generation)
 
-    # Texts of modules
+    # Texts of modules, grammars
 
     def _call_texts(self, call_id: int, call: ModulesCall, now: float) -> None:
         calls = self.scheduler.encoding.calls
@@ -413,8 +417,6 @@ class Engine:
             calls.postpone(wanted)  # until new workers are ready, it is not known what is on disk
         else:
             calls.begin(wanted, self._step + 1, now)
-
-    # Grammars
 
     def _grammar_ready(self, message: GrammarReady, now: float) -> None:
         """Let the requests that wait for a grammar go on, or end them if it cannot be compiled."""
@@ -464,9 +466,7 @@ class Engine:
     def _next_plan(self, now: float) -> StepPlan | None:
         """Return the next plan; None if there is nothing to compute, or steps must be answered first."""
         scheduler = self.scheduler
-        if self._is_full:
-            return None
-        if self.is_idle and not scheduler.kv.tree.has_unsaved:
+        if self._is_full or (self.is_idle and not scheduler.kv.tree.has_unsaved):
             return None
         scheduler.encoding.calls.advance(self._step + 1, self._arrivals + 1, now)
         self._expect_texts(now)

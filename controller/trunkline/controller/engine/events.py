@@ -173,30 +173,29 @@ Event = (
 )
 
 
-@dataclass(slots=True)
-class EngineOutputs:
+class EngineOutputs(msgspec.Struct):
     """The messages that routers get: starts first, then tokens and beams, then ends.
 
     Requests and calls have the engine's ids, and messages are not numbered yet.
     """
 
-    started: list[Started] = field(default_factory=list)
-    requests: list[Int64Array] = field(default_factory=list)
+    started: list[Started] = []
+    requests: list[Int64Array] = []
     """For each result of a step: the request of each token."""
-    samples: list[Int64Array] = field(default_factory=list)
+    samples: list[Int64Array] = []
     """For each result of a step: the sample of each token, as an index within its request."""
-    tokens: list[Int32Array] = field(default_factory=list)
+    tokens: list[Int32Array] = []
     """For each result of a step: the tokens."""
-    logprobs: list[dict[int, TopLogprobs] | None] = field(default_factory=list)
+    logprobs: list[dict[int, TopLogprobs] | None] = []
     """For each result of a step: the log-probabilities, by index into the result's tokens."""
-    prompt_logprobs: list[PromptScored] = field(default_factory=list)
-    drafts: list[DraftsTried] = field(default_factory=list)
+    prompt_logprobs: list[PromptScored] = []
+    drafts: list[DraftsTried] = []
     """Come with the tokens of their steps."""
-    beams: list[BeamsFound] = field(default_factory=list)
-    finished: list[Finished] = field(default_factory=list)
-    modules: list[ModulesReply] = field(default_factory=list)
+    beams: list[BeamsFound] = []
+    finished: list[Finished] = []
+    modules: list[ModulesReply] = []
     """Answers to `CallTexts`; the `ticket` of an answer is the id of the call."""
-    replies: list[tuple[int, Flushed | Prefetched]] = field(default_factory=list)
+    replies: list[tuple[int, Flushed | Prefetched]] = []
     """Answers to `DropCache` and `ExpectRequest`, each with the index of its router."""
 
     def __bool__(self) -> bool:

@@ -9,6 +9,7 @@ old scheduler, and each request begins again in a new one, as if it had been pre
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -16,7 +17,7 @@ import numpy as np
 
 from trunkline.controller.scheduling.forks import restore_output
 from trunkline.controller.sequences.beam_search import BeamHistory, sample_seed
-from trunkline.controller.sequences.plan_builder import DecodeRows
+from trunkline.controller.sequences.plan_builder import DecodeRows, InflightStep
 from trunkline.controller.sequences.sequence import (
     ALL_ENTRIES,
     CacheReport,
@@ -48,6 +49,14 @@ class RequestSnapshot:
     """(sample or beam, its output so far) of each sequence that has not ended. A group that has not forked has one
     sequence, without output."""
     search: BeamHistory | None
+
+
+def snapshots(
+    groups: Iterable[SequenceGroup], inflight: Iterable[InflightStep], rows: DecodeRows
+) -> list[RequestSnapshot]:
+    """Return what is left of groups when their workers are lost, which do not answer the steps in flight."""
+    lost = {request for step in inflight for request in step.scored.values()}
+    return [snapshot(group, rows, scores_lost=group.id in lost) for group in groups]
 
 
 def snapshot(group: SequenceGroup, rows: DecodeRows, *, scores_lost: bool) -> RequestSnapshot:

@@ -129,6 +129,11 @@ class Quarantine:
                 ending.append(request)
         return ending
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether it matters which requests get tokens."""
+        return bool(self._losses or self._fresh)
+
     def must_wait(self, request: int) -> bool:
         """Return whether a request, and all behind it, must not enter the batch now."""
         if self._alone is not None:
@@ -151,7 +156,7 @@ class Quarantine:
 
     def got_tokens(self, requests: Int64Array) -> None:
         """Clear requests that got tokens: the workers survived them."""
-        if self._losses or self._fresh:
+        if self.is_watching:
             for request in np.unique(requests).tolist():
                 self.ended(request)
 

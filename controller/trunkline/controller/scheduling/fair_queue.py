@@ -261,11 +261,11 @@ class FairQueue:
         submits = [sequence.group.request.submit for sequence in sequences if sequence is not None]
         self._rows = Counter((submit.priority, submit.tenant) for submit in submits)
 
-    def charge_rows(self) -> None:
-        """Charge tenants for the output tokens of one step."""
+    def charge_rows(self, steps: int = 1) -> None:
+        """Charge tenants for the output tokens of steps, between which no request has started."""
         for (priority, tenant), tokens in self._rows.items():
             level = self._level(priority)
-            level.charge(level.line(tenant), tokens)
+            level.charge(level.line(tenant), steps * tokens)
 
     def charge(self, group: SequenceGroup, tokens: int) -> None:
         """Charge a group's tenant for output tokens beyond those of `charge_rows`."""

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -164,6 +165,33 @@ class DecodeRows:
     def active_slots(self) -> NDArray[np.intp]:
         """Return the indices of the sequences that have a token to compute after the steps planned so far."""
         return np.flatnonzero((self.batch_seq_ids > 0) & (self.planned + 1 < self.limit))
+
+    def calm_steps(self, slots: NDArray[np.intp]) -> tuple[int, int]:
+        """Return how many further plans of these rows need no block and are nobody's last, and how many further
+        results fill no chunk and end no row by its length."""
+        known, planned, limit, size = self.known[slots], self.planned[slots], self.limit[slots], self.chunk_size
+        room = self.block_counts[slots] * np.int64(size) - planned
+        to_seal = size - 1 - (known - 1) % size
+        plans = int(np.minimum(room, limit - planned - 2).min())
+        return plans, int(np.minimum(to_seal, limit - known - 1).min())
+
+    def accept_calm(self, slots: NDArray[np.intp], tokens: Int32Array, plans: int) -> None:
+        """Store what steps drew for these rows, and count plans, no more of either than `calm_steps` has allowed.
+
+        Args:
+            tokens: `[results, rows]`, none of them a stop token.
+        """
+        known = self.known[slots]
+        positions = known + np.arange(len(tokens))[:, None]
+        self._recent[slots, positions % self._recent.shape[1]] = tokens
+        self.known[slots] = known + len(tokens)
+        self.planned[slots] += plans
+
+    def stop_ids(self, slots: NDArray[np.intp]) -> frozenset[int]:
+        """Return all stop tokens of these rows."""
+        inline = self._stop_ids[:, slots]
+        many = [self._many_stops[slot] for slot in slots.tolist() if slot in self._many_stops]
+        return frozenset(inline[inline >= 0].tolist()).union(*many)
 
     def arrange(self, slots: NDArray[np.intp]) -> tuple[RowSet, Int32Array]:
         """Return the row set of these indices in tree order, and its runs (`shared_runs`, `text_runs`)."""
@@ -378,8 +406,7 @@ class PendingChanges:
     """(id in the batch, index, block) of block-table entries that were replaced."""
 
 
-@dataclass(frozen=True, slots=True)
-class InflightStep:
+class InflightStep(msgspec.Struct, frozen=True):
     """A step that the workers have not answered yet, with what is needed to understand its result."""
 
     step: int
