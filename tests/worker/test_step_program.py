@@ -52,6 +52,8 @@ ONE_OF_EACH: Final = (
     "mixtral",
     "gemma2",
     "qwen3",
+    "glm4-moe",
+    "olmo2",
 )
 """Models that together have every op, all residuals, and layers that differ in their attention."""
 TOLERANCE: Final = {"float32": 2e-5, "bfloat16": 3e-2}
@@ -118,6 +120,8 @@ def reference_of(runner: Runner) -> OpByOp:
         ("gpt2", {"dtype": "bfloat16"}),
         ("wide-heads", {"quantisation": "int8", "threads": 2}),
         ("mixtral", {"dtype": "bfloat16", "threads": 2}),
+        ("qwen3-moe-some-dense", {"threads": 2}),
+        ("olmo2", {"dtype": "bfloat16", "threads": 2}),
         ("mixtral-five-experts", {"quantisation": "int8", "threads": 3}),
     ],
 )
@@ -333,7 +337,7 @@ def test_contradictory_programs_are_refused(models: Models) -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(2))
-@pytest.mark.parametrize("name", ["gqa", "mixtral"])
+@pytest.mark.parametrize("name", ["glm4-moe", "olmo2"])
 def test_the_library_refuses_damaged_programs(name: str, seed: int, models: Models) -> None:
     """Any word of a program but the handles of packed layers, which only kernels make: refused, or harmless."""
     runner, program = load(models(name))

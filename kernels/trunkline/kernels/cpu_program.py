@@ -70,6 +70,8 @@ KINDS: Final[dict[type[Op], int]] = {
     SoftCap: 15,
     Forbid: 16,
     Experts: 17,
+    SquareSums: 18,
+    WideNorm: 19,
 }
 """The number of each op in `csrc/cpu/program.h`."""
 HOST: Final = 0
@@ -132,7 +134,13 @@ class _Words:
             case Experts():
                 layers = (op.router, *(layer for expert in op.experts for layer in expert))
                 handles = torch.tensor([layer.data.handle for layer in layers], dtype=torch.int64)
-                return [buffer(op.x), constant(handles), buffer(op.out), op.first, op.routing.per_token]
+                routed = [buffer(op.x), constant(handles), buffer(op.out), op.first]
+                return [*routed, *_routing_words(op.routing), constant(op.choice_bias)]
+            case SquareSums():
+                return [buffer(op.qkv), buffer(op.out), *op.widths]
+            case WideNorm():
+                norms = (op.norm.q_weight, op.norm.k_weight)
+                return [buffer(op.qkv), buffer(op.sums), *map(constant, norms)]
             case StoreKv():
                 weights = (None, None) if op.norm is None else (op.norm.q_weight, op.norm.k_weight)
                 heads = [buffer(op.qkv), op.layer, op.spec.heads, buffer(op.cos), buffer(op.sin)]
@@ -164,14 +172,21 @@ def _is_native(op: Op, shares_memory: bool) -> bool:
         shares_memory: whether the ranks do, if there are several.
     """
     if isinstance(op, Experts):
-        return op.choice_bias is None and op.routing == Routing(op.routing.per_token)
-    if isinstance(op, SquareSums | WideNorm):
-        return False
+        return op.routing.scores == "sigmoid" or (op.choice_bias is None and op.routing.groups == 1)
     return shares_memory or not isinstance(op, AllReduce)
+
+
+def _routing_words(routing: Routing) -> list[int]:
+    flags = int(routing.scores == "sigmoid") + 2 * int(not routing.normalised)
+    return [routing.per_token, flags, routing.groups, routing.groups_per_token]
 
 
 def _reals(op: Op) -> tuple[float, float]:
     match op:
+        case Experts():
+            return op.routing.factor, 0.0
+        case WideNorm():
+            return op.norm.eps, float(op.ranks)
         case Scale() | Rotations():
             return op.factor, 0.0
         case RmsNorm() | LayerNorm():

@@ -284,7 +284,7 @@ def route(outputs: Tensor, routing: Routing, choice_bias: Tensor | None) -> tupl
     scores = outputs.sigmoid() if routing.scores == "sigmoid" else outputs.softmax(dim=-1)
     choice = scores if choice_bias is None else scores + choice_bias
     if routing.groups_per_token < routing.groups:
-        grouped = choice.view(len(choice), routing.groups, -1)
+        grouped = choice.view(len(choice), routing.groups, choice.shape[-1] // routing.groups)
         sums = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(dim=-1)
         kept = torch.zeros_like(sums, dtype=torch.bool)
         kept.scatter_(-1, sums.topk(routing.groups_per_token, dim=-1).indices, True)

@@ -53,4 +53,14 @@ void run_mix(CpuContext& context, const MixCall& call, DenseType type, int64_t t
             [&](int64_t begin, int64_t end) { mix(call, begin, end); });
 }
 
+void run_square_sums(CpuContext& context, const SquareSumsCall& call, DenseType type, int64_t rows) {
+  const auto sums = element_table(context.level).square_sums[static_cast<int>(type)];
+  run_parts(context, rows, call.columns, [&](int64_t begin, int64_t end) { sums(call, begin, end); });
+}
+
+void run_wide_norm(CpuContext& context, const WideNormCall& call, DenseType type, int64_t rows) {
+  const auto norm = element_table(context.level).wide_norm[static_cast<int>(type)];
+  run_parts(context, rows, call.columns, [&](int64_t begin, int64_t end) { norm(call, begin, end); });
+}
+
 }  // namespace trunkline

@@ -33,11 +33,31 @@ struct LayerNormCall : NormCall {
   const void* bias;  // null: none; weight and bias are of the type of x
 };
 
+// Sums of squares of columns `[first, first + columns)` of each row, in every second or so of `sums`.
+struct SquareSumsCall {
+  const void* x;
+  float* sums;
+  int64_t width, first, columns;  // of x
+  int64_t sum_width;
+};
+
+// Multiplies these columns by their weights and by the inverse root of their sum over `count`, in place.
+struct WideNormCall {
+  void* x;
+  const float* sums;
+  const void* weight;  // [columns], of the type of x
+  int64_t width, first, columns;
+  int64_t sum_width;
+  float count, eps;
+};
+
 struct ElementTable {
   // Elements [begin, end), computed in float32 and rounded once.
   void (*range[kElementOps][kDenseTypes])(const ElementCall& call, int64_t begin, int64_t end);
   void (*layer_norm[kDenseTypes])(const LayerNormCall& call, int64_t row_begin, int64_t row_end);
   void (*mix[kDenseTypes])(const MixCall& call, int64_t token_begin, int64_t token_end);
+  void (*square_sums[kDenseTypes])(const SquareSumsCall& call, int64_t row_begin, int64_t row_end);
+  void (*wide_norm[kDenseTypes])(const WideNormCall& call, int64_t row_begin, int64_t row_end);
 };
 
 namespace portable {

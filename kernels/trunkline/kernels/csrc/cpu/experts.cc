@@ -27,6 +27,7 @@ constexpr int64_t kTokensPerUnit = 32;
 // Where each token goes, in memory of the context. A pair is a token and one of its experts.
 struct Routing {
   float* scores;    // [tokens, experts of the layer]
+  float* keys;      // the same, by which experts are chosen; may be the scores
   int32_t* chosen;  // [tokens, per_token], ascending
   float* share;     // [tokens, per_token]
   int32_t* place;   // [tokens, per_token]: row among the pairs that are here, sorted by expert; -1: not here
@@ -41,10 +42,12 @@ char* carved(char*& at, int64_t bytes) {
 
 Routing routing_of(CpuContext& context, const ExpertsLayer& layer, int64_t tokens) {
   const int64_t all = layer.router->out_features, pairs = tokens * layer.per_token;
-  const int64_t words = tokens * all + 3 * pairs + layer.count;
-  char* at = context.routing.reserve(static_cast<size_t>(words * 4 + 5 * 64));
+  const int64_t key_words = layer.sigmoid ? tokens * all : 0;
+  const int64_t words = tokens * all + key_words + 3 * pairs + layer.count;
+  char* at = context.routing.reserve(static_cast<size_t>(words * 4 + 6 * 64));
   Routing routing{};
   routing.scores = reinterpret_cast<float*>(carved(at, tokens * all * 4));
+  routing.keys = layer.sigmoid ? reinterpret_cast<float*>(carved(at, key_words * 4)) : routing.scores;
   routing.chosen = reinterpret_cast<int32_t*>(carved(at, pairs * 4));
   routing.share = reinterpret_cast<float*>(carved(at, pairs * 4));
   routing.place = reinterpret_cast<int32_t*>(carved(at, pairs * 4));
@@ -61,23 +64,81 @@ void for_tokens(CpuContext& context, int64_t tokens, Body&& body) {
   });
 }
 
-// The `count` experts of the largest scores, the first of equal ones, then in ascending order; shares are the
-// softmax over them. Distinct whatever the scores are; a score that is not a number makes no share one.
-void choose(const float* scores, int64_t experts, int64_t count, int32_t* chosen, float* share) {
-  bool are_numbers = true;
+// The sum of a group's two largest keys, or its only one.
+float group_score(const float* keys, int64_t size) {
+  if (size == 1) return keys[0];
+  float first = std::max(keys[0], keys[1]), second = std::min(keys[0], keys[1]);
+  for (int64_t i = 2; i < size; ++i) {
+    second = std::max(second, std::min(first, keys[i]));
+    first = std::max(first, keys[i]);
+  }
+  return first + second;
+}
+
+// Leaves the keys of a token's groups as they are, and makes those of the others the least.
+void keep_groups(const ExpertsLayer& layer, float* keys, std::vector<float>& scores) {
+  const int64_t size = layer.router->out_features / layer.groups;
+  scores.resize(static_cast<size_t>(layer.groups));
+  for (int64_t group = 0; group < layer.groups; ++group) {
+    scores[static_cast<size_t>(group)] = group_score(keys + group * size, size);
+  }
+  for (int64_t group = 0; group < layer.groups; ++group) {
+    const float own = scores[static_cast<size_t>(group)];
+    int64_t better = 0;
+    for (int64_t other = 0; other < layer.groups; ++other) {
+      const float score = scores[static_cast<size_t>(other)];
+      better += score > own || (score == own && other < group);
+    }
+    if (better < layer.groups_per_token) continue;
+    std::fill(keys + group * size, keys + (group + 1) * size, -std::numeric_limits<float>::infinity());
+  }
+}
+
+// Makes scores sigmoids, and keys by which a token's experts are chosen.
+void make_keys(const ExpertsLayer& layer, float* scores, float* keys) {
+  for (int64_t expert = 0; expert < layer.router->out_features; ++expert) {
+    scores[expert] = 1.0f / (1.0f + std::exp(-scores[expert]));
+    keys[expert] = scores[expert] + (layer.choice_bias == nullptr ? 0.0f : layer.choice_bias[expert]);
+  }
+  if (layer.groups_per_token == layer.groups) return;
+  thread_local std::vector<float> groups;
+  keep_groups(layer, keys, groups);
+}
+
+// The shares of the chosen experts: of a softmax over them or over all of the scores, or the scores themselves.
+void make_shares(const ExpertsLayer& layer, const float* scores, const int32_t* chosen, float largest,
+                 float* share) {
+  const int64_t experts = layer.router->out_features, count = layer.per_token;
+  float total = layer.sigmoid ? 1e-20f : 0.0f;
+  for (int64_t i = 0; i < count; ++i) {
+    share[i] = layer.sigmoid ? scores[chosen[i]] : std::exp(scores[chosen[i]] - largest);
+    total += share[i];
+  }
+  if (!layer.normalised) total = 1.0f;
+  if (!layer.normalised && !layer.sigmoid) {
+    total = 0.0f;
+    for (int64_t expert = 0; expert < experts; ++expert) total += std::exp(scores[expert] - largest);
+  }
+  for (int64_t i = 0; i < count; ++i) share[i] = share[i] / total * layer.factor;
+}
+
+// The experts of the largest keys, the first of equal ones, then in ascending order, and their shares. Distinct
+// whatever the scores are; a score that is not a number makes no share one.
+void choose(const ExpertsLayer& layer, float* scores, float* keys, int32_t* chosen, float* share) {
+  const int64_t experts = layer.router->out_features, count = layer.per_token;
+  const bool are_numbers = std::none_of(scores, scores + experts, [](float score) { return std::isnan(score); });
+  if (layer.sigmoid) make_keys(layer, scores, keys);
   for (int64_t expert = 0; expert < experts; ++expert) {
-    are_numbers = are_numbers && !std::isnan(scores[expert]);
     int64_t at = std::min(expert, count);
-    if (at == count && !(scores[expert] > scores[chosen[count - 1]])) continue;
+    if (at == count && !(keys[expert] > keys[chosen[count - 1]])) continue;
     at = std::min(at, count - 1);
-    for (; at > 0 && scores[expert] > scores[chosen[at - 1]]; --at) chosen[at] = chosen[at - 1];
+    for (; at > 0 && keys[expert] > keys[chosen[at - 1]]; --at) chosen[at] = chosen[at - 1];
     chosen[at] = static_cast<int32_t>(expert);
   }
-  const float largest = are_numbers ? scores[chosen[0]] : std::numeric_limits<float>::quiet_NaN();
+  const float largest = scores[chosen[0]];
   std::sort(chosen, chosen + count);
-  float total = 0.0f;
-  for (int64_t i = 0; i < count; ++i) total += share[i] = std::exp(scores[chosen[i]] - largest);
-  for (int64_t i = 0; i < count; ++i) share[i] /= total;
+  make_shares(layer, scores, chosen, largest, share);
+  if (!are_numbers) std::fill(share, share + count, std::numeric_limits<float>::quiet_NaN());
 }
 
 // Fills `place` and `stops`; returns the pairs that are here.
@@ -108,8 +169,8 @@ void run_experts(CpuContext& context, const ExpertsLayer& layer, const void* x, 
   scores.layer = &router, scores.x = x, scores.out = routing.scores, scores.float_out = true, scores.rows = tokens;
   run_linear(context, scores);
   for_tokens(context, tokens, [&](int64_t token) {
-    choose(routing.scores + token * router.out_features, router.out_features, layer.per_token,
-           routing.chosen + token * layer.per_token, routing.share + token * layer.per_token);
+    const int64_t first = token * router.out_features, own = token * layer.per_token;
+    choose(layer, routing.scores + first, routing.keys + first, routing.chosen + own, routing.share + own);
   });
   const int64_t pairs = sort_by_expert(layer, routing, tokens);
   const int64_t element_bytes = router.type == DenseType::kFloat32 ? 4 : 2;

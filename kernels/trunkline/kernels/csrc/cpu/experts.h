@@ -20,7 +20,14 @@ struct ExpertsLayer {
   const Expert* experts;      // [count], of the type and width of the router's x
   int64_t first;              // among the layer's experts, of `experts[0]`
   int64_t count;
-  int64_t per_token;  // experts that a token goes to; their shares sum to 1
+  int64_t per_token;  // experts that a token goes to
+  // How the router's outputs become shares (`trunkline/kernels/routing.py`).
+  bool sigmoid;              // else a softmax
+  bool normalised;           // shares are divided by their sum
+  float factor;              // of the shares, behind that
+  const float* choice_bias;  // one per expert of the layer, for the choice alone; null: none. Only with sigmoid
+  int64_t groups;            // of neighbouring experts; 1 without sigmoid
+  int64_t groups_per_token;  // those whose two best scores have the largest sum
 };
 
 // Sums results by shares: out[token] = sum over i of share[token, i] * made[place[token, i]], in this order.

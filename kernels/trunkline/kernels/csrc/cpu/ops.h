@@ -24,6 +24,8 @@ void run_layer_norm(CpuContext& context, const LayerNormCall& call, DenseType ty
 
 void run_experts(CpuContext& context, const ExpertsLayer& layer, const void* x, void* out, int64_t tokens);
 void run_mix(CpuContext& context, const MixCall& call, DenseType type, int64_t tokens);
+void run_square_sums(CpuContext& context, const SquareSumsCall& call, DenseType type, int64_t rows);
+void run_wide_norm(CpuContext& context, const WideNormCall& call, DenseType type, int64_t rows);
 
 // A ValueError for a slot that the pool does not have.
 void check_slots(const PoolView& pool, const int32_t* slots, int64_t tokens);

@@ -78,6 +78,8 @@ void Program::run_op(const ProgramOp& op, SharedGroup* sums) {
     case OpKind::kActivate: return elements(op, static_cast<ElementOp>(op.number));
     case OpKind::kClamp: return elements(op, ElementOp::kClamp);
     case OpKind::kAdd: return elements(op, ElementOp::kAdd);
+    case OpKind::kSquareSums: return square_sums(op);
+    case OpKind::kWideNorm: return wide_norm(op);
     case OpKind::kStoreKv: return store_kv(op);
     case OpKind::kAttend:
       if (step.decode_rows > 0) decode(op);
@@ -177,6 +179,33 @@ void Program::elements(const ProgramOp& op, ElementOp kind) {
   const ProgramBuffer& into = at(op.into);
   const ElementCall call{into.data, op.x < 0 ? nullptr : at(op.x).data, static_cast<float>(op.factor)};
   run_elements(*context, kind, into.type, call, rows_of(into) * into.width);
+}
+
+void Program::square_sums(const ProgramOp& op) {
+  const ProgramBuffer &qkv = at(op.x), &sums = at(op.out);
+  const int64_t columns[] = {op.number, op.heads}, first[] = {0, op.number};
+  for (int part = 0; part < 2; ++part) {
+    float* out = reinterpret_cast<float*>(sums.data) + part;
+    const SquareSumsCall call{qkv.data, out, qkv.width, first[part], columns[part], sums.width};
+    run_square_sums(*context, call, qkv.type, rows_of(qkv));
+  }
+}
+
+void Program::wide_norm(const ProgramOp& op) {
+  const ProgramBuffer &qkv = at(op.into), &sums = at(op.x);
+  const Constant* weights[] = {&op.weight, &op.bias};
+  int64_t first = 0;
+  for (int part = 0; part < 2; ++part) {
+    const int64_t columns = weights[part]->width;
+    WideNormCall call{};
+    call.x = qkv.data, call.sums = reinterpret_cast<const float*>(sums.data) + part;
+    call.weight = weights[part]->data;
+    call.width = qkv.width, call.first = first, call.columns = columns, call.sum_width = sums.width;
+    call.count = static_cast<float>(static_cast<double>(columns) * op.cap),
+    call.eps = static_cast<float>(op.factor);
+    run_wide_norm(*context, call, qkv.type, rows_of(qkv));
+    first += columns;
+  }
 }
 
 void Program::store_kv(const ProgramOp& op) {

@@ -43,8 +43,10 @@ enum class OpKind : int64_t {
   kSoftCap = 15,
   kForbid = 16,
   kExperts = 17,
+  kSquareSums = 18,
+  kWideNorm = 19,
 };
-constexpr int64_t kOpKinds = 18;
+constexpr int64_t kOpKinds = 20;
 
 enum class RowKind : int64_t { kTokens = 0, kStates = 1, kLogits = 2 };
 constexpr int64_t kRowKinds = 3;
@@ -76,8 +78,8 @@ struct ProgramOp {
   ExpertsLayer routed{};  // but its experts, which are here:
   std::vector<Expert> experts;
   Constant weight, bias;  // a table, frequencies, a norm's weights, slopes
-  int64_t number = 0;     // first id or column, layer, activation
-  int64_t heads = 0;
+  int64_t number = 0;     // first id or column, layer, activation, columns of queries
+  int64_t heads = 0;      // or columns of keys
   int64_t rope = -1;
   int64_t window = 0;
   double factor = 0.0, cap = 0.0;  // eps, scale, limit
@@ -126,6 +128,8 @@ struct Program {
   void linear(const ProgramOp& op);
   void experts(const ProgramOp& op);
   void elements(const ProgramOp& op, ElementOp kind);
+  void square_sums(const ProgramOp& op);
+  void wide_norm(const ProgramOp& op);
   void store_kv(const ProgramOp& op);
   void decode(const ProgramOp& op);
   void prefill(const ProgramOp& op);

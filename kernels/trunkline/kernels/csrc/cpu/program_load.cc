@@ -130,16 +130,54 @@ void read_experts(const OpReader& reader, ProgramOp& op) {
   ExpertsLayer& routed = op.routed;
   routed.router = layer(0), routed.count = handles.numel() / 2;
   routed.first = reader.words[4], routed.per_token = reader.words[5];
+  routed.sigmoid = (reader.words[6] & 1) != 0, routed.normalised = (reader.words[6] & 2) == 0;
+  routed.factor = static_cast<float>(op.factor);
+  routed.groups = reader.words[7], routed.groups_per_token = reader.words[8];
   const int64_t all = routed.router->out_features;
   require(fits(*routed.router, x.width, all, false) && routed.per_token >= 1 && routed.per_token <= all &&
               routed.first >= 0 && routed.first <= all - routed.count,
           "the router does not fit its experts");
+  const bool is_plain = routed.groups == 1 && reader.words[9] == -1;
+  require((routed.sigmoid || is_plain) && routed.groups >= 1 && all % routed.groups == 0 &&
+              routed.groups_per_token >= 1 && routed.groups_per_token <= routed.groups &&
+              routed.per_token <= routed.groups_per_token * (all / routed.groups),
+          "experts cannot be chosen so");
+  if (reader.words[9] != -1) {
+    const Constant bias = reader.constant(9);
+    require(bias.is_float32 && bias.width == all && bias.rows == 1,
+            "the choice's bias is float32, one per expert");
+    routed.choice_bias = static_cast<const float*>(bias.data);
+  }
   for (int64_t i = 1; i < handles.numel(); i += 2) {
     const LinearLayer &up = *layer(i), &down = *layer(i + 1);
     require(fits(up, x.width, layer(1)->out_features, true) && fits(down, up.out_features, x.width, false),
             "an expert does not fit its buffers");
     op.experts.push_back({&up, &down});
   }
+}
+
+void read_squares(const OpReader& reader, ProgramOp& op) {
+  const bool sums = op.kind == OpKind::kSquareSums;
+  const int queries = reader.buffer(1), other = reader.buffer(2);
+  const ProgramBuffer &qkv = reader.at(queries), &pair = reader.at(other);
+  require(pair.width == 2 && pair.type == DenseType::kFloat32 && pair.rows == qkv.rows,
+          "sums of squares are float32, two per row");
+  require_apart(queries, other);
+  if (sums) {
+    op.x = queries, op.out = other, op.number = reader.words[3], op.heads = reader.words[4];
+    require(op.number > 0 && op.heads > 0 && op.number <= qkv.width && op.heads <= qkv.width - op.number,
+            "queries and keys do not fit");
+    return;
+  }
+  op.into = queries, op.x = other;
+  op.weight = reader.constant(3), op.bias = reader.constant(4);
+  for (const int word : {3, 4}) {
+    require(dense_type(reader.constants[static_cast<size_t>(reader.words[word])], "a weight") == qkv.type,
+            "weights of a norm are of the type of its columns");
+  }
+  require(
+      op.weight.rows == 1 && op.bias.rows == 1 && op.weight.width + op.bias.width <= qkv.width && op.cap >= 1.0,
+      "queries and keys do not fit");
 }
 
 void read_attention(const OpReader& reader, ProgramOp& op, const PoolView& pool, int64_t ropes) {
@@ -230,6 +268,8 @@ ProgramOp read_op(const OpReader& reader, const double* reals, int64_t ropes) {
     case OpKind::kLayerNorm: read_norm(reader, op); break;
     case OpKind::kLinear: read_linear(reader, op); break;
     case OpKind::kExperts: read_experts(reader, op); break;
+    case OpKind::kSquareSums:
+    case OpKind::kWideNorm: read_squares(reader, op); break;
     case OpKind::kStoreKv:
     case OpKind::kAttend: read_attention(reader, op, reader.program.pool, ropes); break;
     case OpKind::kSelect:

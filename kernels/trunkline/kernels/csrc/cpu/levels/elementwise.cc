@@ -131,6 +131,29 @@ void mix_tokens(const MixCall& call, int64_t token_begin, int64_t token_end) {
   }
 }
 
+template <class T>
+void square_sums_rows(const SquareSumsCall& call, int64_t row_begin, int64_t row_end) {
+  const auto* x = static_cast<const typename T::Storage*>(call.x) + call.first;
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    call.sums[row * call.sum_width] = sum_of_distances<T>(x + row * call.width, 0.0f, call.columns);
+  }
+}
+
+template <class T>
+void wide_norm_rows(const WideNormCall& call, int64_t row_begin, int64_t row_end) {
+  using Storage = typename T::Storage;
+  const auto* weight = static_cast<const Storage*>(call.weight);
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    Storage* x = static_cast<Storage*>(call.x) + row * call.width + call.first;
+    const float factor = 1.0f / __builtin_sqrtf(call.sums[row * call.sum_width] / call.count + call.eps);
+    int64_t i = 0;
+    for (; i + kLanes <= call.columns; i += kLanes) {
+      T::store_floats(x + i, mul(mul(T::load_floats(x + i), set1(factor)), T::load_floats(weight + i)));
+    }
+    for (; i < call.columns; ++i) x[i] = T::from_float(T::to_float(x[i]) * factor * T::to_float(weight[i]));
+  }
+}
+
 }  // namespace
 
 #define TRUNKLINE_ELEMENTS(op) \
@@ -142,7 +165,9 @@ const ElementTable kElementTable = {
      TRUNKLINE_ELEMENTS(ElementOp::kRelu), TRUNKLINE_ELEMENTS(ElementOp::kSilu),
      TRUNKLINE_ELEMENTS(ElementOp::kGelu), TRUNKLINE_ELEMENTS(ElementOp::kGeluTanh)},
     {layer_norm_rows<Float32>, layer_norm_rows<BFloat16>, layer_norm_rows<Float16>},
-    {mix_tokens<Float32>, mix_tokens<BFloat16>, mix_tokens<Float16>}};
+    {mix_tokens<Float32>, mix_tokens<BFloat16>, mix_tokens<Float16>},
+    {square_sums_rows<Float32>, square_sums_rows<BFloat16>, square_sums_rows<Float16>},
+    {wide_norm_rows<Float32>, wide_norm_rows<BFloat16>, wide_norm_rows<Float16>}};
 
 #undef TRUNKLINE_ELEMENTS
 
