@@ -12,6 +12,7 @@ from seeds import seeds
 
 from trunkline.controller.drafts import drafter as drafter_module
 from trunkline.controller.drafts.acceptance import Acceptance, Fit, Others, Source
+from trunkline.controller.drafts.allowance import FIRST_US, MOST_STEPS, SHARE, Allowance
 from trunkline.controller.drafts.drafter import Drafter
 from trunkline.controller.drafts.length import BYSTANDER, MARGIN, ROW_LEAST, WORTH_GOAL, Bubble, Lengths
 from trunkline.controller.drafts.text_index import MATCH_MAX, TextIndex
@@ -139,6 +140,16 @@ class Replay:
         self.plain_us = 0.0
         """Time that the same tokens would have taken without drafts, with as many rows at once."""
         self.tokens = self.drafted = self.accepted = self.steps = 0
+        self.looked_us = 0.0
+        """Price of what was looked at."""
+        allowance = self.drafter._allowance
+        spend = allowance.spend
+
+        def counting(price_us: float) -> None:
+            self.looked_us += price_us
+            spend(price_us)
+
+        allowance.spend = counting  # type: ignore[method-assign]
 
     def run(self, streams: list[tuple[list[int], list[int]]], rows: int, salts: Items[bytes] = (b"",)) -> None:
         """Decode streams of (prompt, answer), so many at once."""
@@ -218,9 +229,39 @@ def test_drafts_never_cost_more_than_a_fiftieth(seed: int) -> None:
     replay = Replay(machine)
     replay.run(streams, rows)
     assert replay.tokens == sum(len(answer) for _, answer in streams)
-    learning = 40 * machine[2]
-    assert replay.now_us <= 1.02 * replay.plain_us + learning, (machine, rows, copies)
+    learning = 40 * machine[2] + FIRST_US + MOST_STEPS * (machine[0] + rows * machine[1])
+    whole_us = replay.now_us + replay.looked_us
+    assert whole_us <= 1.02 * replay.plain_us + learning, (machine, rows, copies)
     assert replay.accepted <= replay.drafted
+
+
+@pytest.mark.parametrize("seed", seeds(5))
+def test_looking_lives_on_its_share_and_on_what_was_saved(seed: int) -> None:
+    allowance, rng = Allowance(), random.Random(seed)
+    earned = FIRST_US
+    for _ in range(2000):
+        plain_us = rng.uniform(300, 20_000)
+        allowance.step(plain_us)
+        saved_us = 0.0 if allowance.is_broke else rng.choice([0.0, 0.0, 0.0, rng.uniform(-300, 300)])
+        allowance.saved(saved_us)
+        earned += SHARE * plain_us + saved_us
+        while not allowance.is_broke and rng.random() < 0.95:
+            price = rng.uniform(1, 100)
+            allowance.spend(price)
+            earned -= price
+        assert earned > -400
+        assert not (allowance.is_broke and allowance.is_rich)
+
+
+def test_a_busy_batch_that_cannot_be_foreseen_is_rarely_looked_at() -> None:
+    """Less than 1.5 us a token, beside 25 for every match: also where rows are taken to cost nothing."""
+    rng = random.Random(8)
+    texts = [[rng.randrange(5000) for _ in range(600)] for _ in range(32)]
+    for row in (0.0, 250.0):
+        replay = Replay((4000.0, row, 500.0))
+        replay.run([(text[:100], text[100:]) for text in texts], 32)
+        assert replay.drafted < 0.01 * replay.tokens
+        assert replay.looked_us < 1.5 * replay.tokens + FIRST_US
 
 
 def test_an_answer_like_its_prompt_takes_few_steps() -> None:

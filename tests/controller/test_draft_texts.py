@@ -11,7 +11,8 @@ from seeds import seeds
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.drafts.acceptance import Acceptance, Others, Source
-from trunkline.controller.drafts.follower import LATE_MAX, Follower
+from trunkline.controller.drafts.drafter import LONG_RUNS
+from trunkline.controller.drafts.follower import INTERVAL_LEAST, INTERVAL_MAX, Follower
 from trunkline.controller.drafts.text_index import MATCH_MAX, NO_TOKEN, RUNS, RunHashes, TextIndex
 from trunkline.controller.drafts.tree_texts import text_behind
 from trunkline.controller.messages import Submit
@@ -21,6 +22,7 @@ from trunkline.kvstore.tier_policy import DirectoryConfig
 from trunkline.worker.messages import Sampling
 
 CHUNK = 8
+ALL = len(RUNS)
 
 
 def sequence_of(prompt: list[int], number: int = 1, salt: bytes = b"") -> Sequence:
@@ -171,9 +173,9 @@ def test_a_follower_goes_along_a_path_of_the_tree() -> None:
     follower, acceptance = Follower(sequence, CHUNK), Acceptance()
     foreseen = 0
     for token in answer:
-        tokens, _ = follower.draft(acceptance, 1, 0.0, None)
+        tokens, _ = follower.draft(acceptance, 1, 0.0, None, thorough=True)
         foreseen += tokens.tolist() == [token]
-        follower.advance(token, acceptance, None, 0.0)
+        see(follower, token, acceptance)
         if follower.count % CHUNK == 0:  # as sealing does
             node = node.children[
                 np.array(answer[follower.count - 16 - CHUNK : follower.count - 16], "<i4").tobytes()
@@ -193,17 +195,22 @@ def indexed(prompt: list[int], prediction: Int32Array | None = None) -> Follower
     return follower
 
 
+def see(follower: Follower, token: int, acceptance: Acceptance, runs: int = ALL) -> None:
+    if follower.extend(token):
+        follower.advance(acceptance, None, runs)
+
+
 def test_an_answer_that_repeats_its_prompt_is_foreseen() -> None:
     text = list(range(50, 250))
     follower, acceptance = indexed([1, 2, *text, 3, 4]), Acceptance()
     right = 0
     for at, token in enumerate(text):
-        tokens, chances = follower.draft(acceptance, 8, 0.001, None)
+        tokens, chances = follower.draft(acceptance, 8, 0.001, None, thorough=True)
         assert len(tokens) == len(chances)
         assert tokens.tolist() == [*text, 3, 4, *text][at : at + len(tokens)] or at < RUNS[-1]
         assert chances == sorted(chances, reverse=True)
         right += bool(len(tokens))
-        follower.advance(token, acceptance, None, 0.0)
+        see(follower, token, acceptance)
     assert right == len(text) - RUNS[-1]
     assert acceptance.chance(Source.CONTEXT, MATCH_MAX, Others.NONE) > 0.95
 
@@ -215,9 +222,9 @@ def test_a_prediction_is_followed_from_its_first_token_and_found_again() -> None
     answer = [*predicted[:30], 7, 8, 9, *predicted[40:]]
     wrong = []
     for at, token in enumerate(answer):
-        if follower.draft(acceptance, 1, 0.0, None)[0].tolist() != [token]:
+        if follower.draft(acceptance, 1, 0.0, None, thorough=True)[0].tolist() != [token]:
             wrong.append(at)
-        follower.advance(token, acceptance, None, 0.0)
+        see(follower, token, acceptance)
     assert wrong == [30, 31, 32, 33], "the part that is new, and one run behind it"
     assert follower.place is None, "the prediction has ended"
 
@@ -225,17 +232,17 @@ def test_a_prediction_is_followed_from_its_first_token_and_found_again() -> None
 def test_a_single_token_that_repeats_is_foreseen() -> None:
     follower, acceptance = indexed([1, 2, 3]), Acceptance()
     for token in [5] * 6:
-        follower.advance(token, acceptance, None, 0.0)
-    assert follower.draft(acceptance, 4, 0.0, None)[0].tolist() == [5, 5, 5, 5]
+        see(follower, token, acceptance)
+    assert follower.draft(acceptance, 4, 0.0, None, thorough=True)[0].tolist() == [5, 5, 5, 5]
 
 
 def test_a_draft_goes_from_one_text_to_another_that_agrees_longer() -> None:
     """The last text that has 3, 4 goes on with 5, 70; but one that has 1, 2, 3, 4, 5 goes on with 60."""
     follower, acceptance = indexed([1, 2, 3, 4, 5, 60, 61, 62, 0, 3, 4, 5, 70, 71, 1, 2, 3]), Acceptance()
-    follower.advance(4, acceptance, None, 0.0)
+    see(follower, 4, acceptance)
     assert follower.place is not None
     assert follower.place.match == 2
-    tokens, chances = follower.draft(acceptance, 4, 0.0, None)
+    tokens, chances = follower.draft(acceptance, 4, 0.0, None, thorough=True)
     assert tokens.tolist() == [5, 60, 61, 62]
     assert chances == sorted(chances, reverse=True)
 
@@ -253,9 +260,9 @@ def test_what_other_places_say(prompt: list[int], others: Others) -> None:
     """Behind 0, 6, 1, 2, 3 comes 8; other places are those behind 2, 3 and behind 3."""
     follower, acceptance = indexed(prompt), Acceptance()
     for token in (0, 6, 1, 2, 3):
-        follower.advance(token, acceptance, None, 0.0)
+        see(follower, token, acceptance)
     assert follower.place is not None
-    assert follower.draft(acceptance, 1, 0.0, None)[0].tolist() == [8]
+    assert follower.draft(acceptance, 1, 0.0, None, thorough=True)[0].tolist() == [8]
     assert follower.place.others == others
 
 
@@ -265,11 +272,14 @@ def test_what_is_looked_at_rarely_is_indexed_all_the_same(seed: int) -> None:
     text = text_of(rng, 400)
     (rarely, always), acceptance = [indexed(text[:100]) for _ in range(2)], Acceptance()
     for token in text[100:]:
-        rarely.advance(token, acceptance, None, rng.choice([0.0, 1.0, 1.0, 1.0]))
-        rarely.draft(acceptance, 3, rng.choice([0.0, 1.0]), None)
-        always.advance(token, acceptance, None, 0.0)
-    rarely.advance(7, acceptance, None, 0.0)
-    always.advance(7, acceptance, None, 0.0)
+        see(rarely, token, acceptance, rng.choice([ALL, LONG_RUNS, LONG_RUNS, 0]))
+        if rarely.can_draft:
+            rarely.draft(acceptance, 3, 0.0, None, thorough=rng.random() < 0.5)
+        see(always, token, acceptance)
+    rarely.extend(7)
+    rarely.advance(acceptance, None, ALL)
+    see(always, 7, acceptance)
+    assert rarely.output.tolist() == always.output.tolist() == [*text[100:], 7]
     assert rarely.context is not None
     assert always.context is not None
     assert rarely.context.tokens(0, 401).tolist() == always.context.tokens(0, 401).tolist() == [*text, 7]
@@ -281,15 +291,30 @@ def test_what_is_looked_at_rarely_is_indexed_all_the_same(seed: int) -> None:
     )
 
 
-def test_a_copy_is_found_soon_where_it_is_looked_for_rarely() -> None:
-    text = list(range(50, 150))
+@pytest.mark.parametrize(("before", "within"), [(20, INTERVAL_LEAST), (300, INTERVAL_MAX)])
+def test_a_copy_is_found_where_it_is_looked_for_rarely(before: int, within: int) -> None:
+    """The more rarely, the longer nothing was found."""
+    text = list(range(50, 250))
     follower, acceptance = indexed(text), Acceptance()
-    for token in range(1000, 1030):  # so that nothing is foreseen
-        follower.advance(token, acceptance, None, 1.0)
-    for token in text[: LATE_MAX + RUNS[0]]:
-        follower.advance(token, acceptance, None, 1.0)
-    assert follower.place is not None
-    assert follower.draft(acceptance, 1, 0.0, None)[0].tolist() == [text[LATE_MAX + RUNS[0]]]
+    for token in range(1000, 1000 + before):
+        see(follower, token, acceptance, LONG_RUNS)
+    for token in text[: 2 * within + RUNS[0]]:
+        see(follower, token, acceptance, LONG_RUNS)
+    assert follower.can_draft
+    guessed, _ = follower.draft(acceptance, 1, 0.0, None, thorough=False)
+    assert guessed.tolist() == [text[2 * within + RUNS[0]]]
+
+
+def test_looks_become_rare_where_nothing_is_found() -> None:
+    follower, acceptance = indexed(list(range(50))), Acceptance()
+    due = []
+    for at in range(1000):
+        due.append(follower.extend(1000 + at))
+        if due[-1]:
+            follower.advance(acceptance, None, LONG_RUNS)
+    gaps = np.diff(np.flatnonzero(due)).tolist()
+    assert gaps[:4] == [INTERVAL_LEAST, 2 * INTERVAL_LEAST, 4 * INTERVAL_LEAST, INTERVAL_MAX]
+    assert set(gaps[4:]) == {INTERVAL_MAX}
 
 
 def test_a_long_prompt_is_indexed_part_by_part_while_tokens_come() -> None:
@@ -298,9 +323,11 @@ def test_a_long_prompt_is_indexed_part_by_part_while_tokens_come() -> None:
     follower.context = TextIndex(12_000)
     for token in range(500, 520):
         assert follower.index_some(100) == 100
-        follower.advance(token, acceptance, None, 0.0)
+        see(follower, token, acceptance)
     assert not follower.is_indexed
-    assert follower.draft(acceptance, 3, 0.0, None)[0].tolist() == [520, 521, 522], "from the part that is indexed"
+    assert follower.draft(acceptance, 3, 0.0, None, thorough=True)[0].tolist() == [520, 521, 522], (
+        "from the part that is indexed"
+    )
     while not follower.is_indexed:
         follower.index_some(3000)
     assert follower.context.count == 10_020

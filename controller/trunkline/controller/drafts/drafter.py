@@ -13,15 +13,17 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass
+from math import log1p
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trunkline.controller.drafts.acceptance import Acceptance, Source
+from trunkline.controller.drafts.allowance import Allowance
 from trunkline.controller.drafts.follower import Follower
 from trunkline.controller.drafts.length import Lengths
-from trunkline.controller.drafts.text_index import NO_TOKEN, TextIndex
+from trunkline.controller.drafts.text_index import NO_TOKEN, RUNS, TextIndex
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.sequences.sequence import Sequence
 from trunkline.controller.tiers.costs import StepCosts
@@ -43,6 +45,18 @@ RECENT_TOKENS: Final = 1 << 15
 """Tokens of recent outputs that are kept of a tenant."""
 TENANTS_MAX: Final = 32
 """Largest number of tenants of which recent outputs are kept."""
+LONG_RUNS: Final = 1
+"""Number of lengths of `RUNS` that are looked for where short matches are not worth it."""
+TRACK_US: Final = 4.0
+"""Price of a token of a sequence that has a place."""
+LOOK_US: Final = 10.0
+"""Price of looking for a long match."""
+THOROUGH_US: Final = 25.0
+"""Price of looking for every match."""
+DRAFT_US: Final = 15.0
+"""Price of a draft that is considered."""
+CHOOSE_US: Final = 15.0
+"""Price of choosing lengths."""
 
 
 class Drafter:
@@ -52,12 +66,15 @@ class Drafter:
         self._chunk_size = config.chunk_size if config.prefix_cache else 0
         self._followers: dict[int, Follower] = {}
         """The sequences that are followed, by slot."""
+        self._placed = 0
+        """Number of these that have a place."""
         self._unindexed: deque[Follower] = deque()
         """Followers whose prompts are not wholly indexed, in order of arrival."""
         self._index_bytes = 0
         self._recent: OrderedDict[bytes, TextIndex] = OrderedDict()
         """Recent outputs by salt; the tenant that was active least recently comes first."""
         self._acceptance = Acceptance()
+        self._allowance = Allowance()
         self._lengths = Lengths(costs)
         self._serial: _SerialStep | None = None
         """The last step before which the workers had to wait, for the sake of drafts."""
@@ -65,8 +82,8 @@ class Drafter:
         """Chance from which on a drafted token was worth its row in the last step that was considered."""
         self._waits: bool | None = None
         """Whether the next step is planned only behind the result of the one in flight; None: not known yet."""
-        self._next = 0, 0.0
-        """Rows of the next step, and its time without drafts in µs."""
+        self._rows, self._plain_us = 0, 0.0
+        """Rows of the next step, and its time without drafts in µs; 0 until they are known."""
 
     @property
     def nbytes(self) -> int:
@@ -84,6 +101,7 @@ class Drafter:
             prediction = b""
         follower = Follower(sequence, self._chunk_size, prediction)
         self._index_bytes += follower.nbytes
+        self._placed += follower.place is not None
         self._followers[sequence.slot] = follower
         self._unindexed.append(follower)
 
@@ -92,11 +110,12 @@ class Drafter:
         follower = self._followers.pop(sequence.slot, None)
         if follower is None:
             return
+        self._placed -= follower.place is not None
         self._index_bytes -= follower.nbytes
         if follower in self._unindexed:
             self._unindexed.remove(follower)
-        if follower.came:
-            self._recent_of(sequence.salt).extend(np.array([*follower.came, NO_TOKEN], np.int32))
+        if len(output := follower.output):
+            self._recent_of(follower.salt).extend(np.append(output, np.int32(NO_TOKEN)))
 
     def _recent_of(self, salt: bytes) -> TextIndex:
         index = self._recent.get(salt)
@@ -114,18 +133,35 @@ class Drafter:
         if not self._followers:
             return
         for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
-            if (follower := self._followers.get(slot)) is not None:
-                recent = self._recent.get(follower.sequence.salt)
-                follower.advance(token, self._acceptance, recent, self._least)
-        if self._unindexed:
+            if (follower := self._followers.get(slot)) is not None and follower.extend(token):
+                self._advance(follower)
+        if self._unindexed and not self._allowance.is_broke:
             self._index_prompts()
+
+    def _advance(self, follower: Follower) -> None:
+        """Look at tokens that wait, as far as the allowance admits."""
+        runs, price = LONG_RUNS, TRACK_US if follower.place is not None else LOOK_US
+        if self._allowance.is_broke:
+            if not follower.must_advance:
+                return
+            runs = 0
+        elif self._is_thorough(follower):
+            runs, price = len(RUNS), THOROUGH_US
+        self._allowance.spend(price)
+        self._placed -= follower.place is not None
+        follower.advance(self._acceptance, self._recent.get(follower.salt), runs)
+        self._placed += follower.place is not None
+
+    def _is_thorough(self, follower: Follower) -> bool:
+        """Return whether short matches are looked for, too."""
+        return self._allowance.is_rich and follower.is_likely(self._least)
 
     def _index_prompts(self) -> None:
         budget = INDEX_TOKENS_PER_STEP
         while self._unindexed and budget > 0:
             follower = self._unindexed[0]
             if follower.context is None:
-                capacity = follower.count + GROWTH_TOKENS
+                capacity = min(follower.count + GROWTH_TOKENS, follower.sequence.group.limit)
                 if self._index_bytes + TextIndex.bytes_for(capacity) > INDEX_BYTES_MAX:
                     self._unindexed.popleft()
                     continue
@@ -137,42 +173,41 @@ class Drafter:
 
     # Steps
 
-    def _least_chance(self, rows: int, prefill_tokens: int) -> float:
-        self._least = self._lengths.least_chance(rows, prefill_tokens)
-        return self._least
-
     def waits(self, slots: Slots) -> bool:
         """Return whether drafts behind the step in flight are worth waiting for its result."""
-        if self._waits is not None:
-            return self._waits
-        self._waits = False
-        if not any(follower.place is not None for follower in self._followers.values()):
-            return False
-        least = self._least_chance(len(slots), 0)
-        rows = [self._followers[slot] for slot in slots.tolist() if slot in self._followers]
-        chances = [self._draft(row, DRAFT_MAX + 1, least)[1][1:] for row in rows]
-        self._waits = self._lengths.choose(len(slots), 0, chances) is not None
+        if self._waits is None:
+            chances = [chances[1:] for _, chances in self._drafts(slots.tolist(), 0, ahead=1)]
+            self._waits = self._lengths.choose(len(slots), 0, chances) is not None
         return self._waits
 
     def propose(self, slots: Slots, room: NDArray[np.int64], prefill_tokens: int) -> list[Int32Array] | None:
         """Return what each row should draft; None: no row should."""
-        self._next = len(slots), self._lengths.plain_us(len(slots), prefill_tokens)
-        if not self._followers:
-            return None
-        least = self._least_chance(len(slots), prefill_tokens)
-        rows = [self._followers.get(slot) for slot in slots.tolist()]
-        drafts = [
-            self._draft(row, min(DRAFT_MAX, most), least) if row is not None else (_NOTHING, [])
-            for row, most in zip(rows, room.tolist(), strict=True)
-        ]
+        drafts = self._drafts(slots.tolist(), prefill_tokens, room.tolist())
         lengths = self._lengths.choose(len(slots), prefill_tokens, [chances for _, chances in drafts])
         if lengths is None:
             return None
         return [tokens[:length] for (tokens, _), length in zip(drafts, lengths, strict=True)]
 
-    def _draft(self, follower: Follower, count: int, least: float) -> tuple[Int32Array, list[float]]:
-        recent = self._recent.get(follower.sequence.salt)
-        return follower.draft(self._acceptance, count, least, recent)
+    def _drafts(
+        self, slots: list[int], prefill_tokens: int, room: list[int] | None = None, ahead: int = 0
+    ) -> list[tuple[Int32Array, list[float]]]:
+        """Return each row's draft with its chances, `ahead` longer than may be; none at all: all are empty."""
+        self._rows, self._plain_us = len(slots), self._lengths.plain_us(len(slots), prefill_tokens)
+        self._least = least = self._lengths.least_chance(len(slots), prefill_tokens)
+        placed, most = self._placed, self._placed * log1p(DRAFT_MAX)
+        if self._allowance.is_broke or not self._lengths.may_pay(len(slots), prefill_tokens, most, placed):
+            return []
+        self._allowance.spend(CHOOSE_US + DRAFT_US * placed)
+        found = []
+        for index, slot in enumerate(slots):
+            row = self._followers.get(slot)
+            if row is None or not row.can_draft:
+                found.append(_NO_DRAFT)
+                continue
+            count = DRAFT_MAX + ahead if room is None else min(DRAFT_MAX, room[index])
+            recent = self._recent.get(row.salt)
+            found.append(row.draft(self._acceptance, count, least, recent, thorough=self._is_thorough(row)))
+        return found
 
     def is_prediction(self, slot: int) -> bool:
         """Return whether the place from which a sequence would draft is in its prediction."""
@@ -183,14 +218,16 @@ class Drafter:
     def planned(self, step: int, now: float, drafted: int) -> None:
         """Note a step that was planned."""
         alone = self._lengths.bubble.planned(step, now)
+        self._allowance.step(self._plain_us)
         serial, self._serial = self._serial, None
         if serial is not None and serial.whole_us:
             self._lengths.worth.step(serial.tokens, serial.rows, serial.plain_us, serial.whole_us)
-        if alone and self._next[0] and (drafted or self._waits or (serial is not None and serial.drafted)):
-            self._serial = _SerialStep(*self._next, drafted=drafted > 0)
+            self._allowance.saved(serial.plain_us * serial.tokens / serial.rows - serial.whole_us)
+        if alone and self._rows and (drafted or self._waits or (serial is not None and serial.drafted)):
+            self._serial = _SerialStep(self._rows, self._plain_us, drafted=drafted > 0)
         elif not alone:
             self._lengths.worth.rest()
-        self._waits, self._next = None, (0, 0.0)
+        self._waits, self._rows, self._plain_us = None, 0, 0.0
 
     def answered(self, step: int, now: float, elapsed_us: int) -> None:
         """Note the answer to a step."""
@@ -213,4 +250,4 @@ class _SerialStep:
     """Its time, with the time that the workers waited for its plan; 0: it is in flight."""
 
 
-_NOTHING: Final = np.empty(0, np.int32)
+_NO_DRAFT: Final[tuple[Int32Array, list[float]]] = (np.empty(0, np.int32), [])

@@ -21,10 +21,12 @@ from trunkline.controller.drafts.tree_texts import text_behind
 from trunkline.controller.sequences.sequence import Sequence
 from trunkline.kvstore.chunks import Int32Array, unpack_int32
 
-LATE_MAX: Final = 8
-"""Number of tokens behind which a match is looked for, if that is rarely done."""
-LONG_RUNS: Final = 1
-"""Number of lengths of `RUNS` that are looked for then."""
+LATE_MAX: Final = 64
+"""Number of tokens of a sequence that are indexed together, if short matches are not looked for."""
+INTERVAL_LEAST: Final = 8
+"""Number of tokens behind which a match is looked for again, where none was found."""
+INTERVAL_MAX: Final = 64
+"""The same if none was found again and again."""
 CHEAP: Final = 0.1
 """Chance that makes a drafted token worth its row, below which short matches are always looked for."""
 LIKELY: Final = 2.0
@@ -65,9 +67,11 @@ class Follower:
         "_chunk_size",
         "_foreseen",
         "_hashes",
+        "_interval",
         "_late",
         "_to_index",
         "_tree_looked",
+        "_waiting",
         "came",
         "context",
         "count",
@@ -75,6 +79,7 @@ class Follower:
         "is_indexed",
         "place",
         "prediction",
+        "salt",
         "sequence",
     )
 
@@ -86,6 +91,7 @@ class Follower:
         """
         tokens = sequence.tokens
         self.sequence = sequence
+        self.salt = sequence.salt
         self.place: Place | None = None
         self.context: TextIndex | None = None
         """Index of the sequence's own tokens; None: it has none (yet)."""
@@ -98,11 +104,15 @@ class Follower:
         """Number of chunks of the sequence's path behind which the tree has no other text; -1: not looked."""
         self._hashes = RunHashes(tokens.view(max(0, tokens.count - TAIL_MAX // 2)).tolist())
         self.came = array("i")
-        """The tokens that came since the follower began."""
+        """The tokens that came since the follower began and were looked at."""
         self._foreseen = 0.5
         """Part of the latest tokens that stood at a place."""
         self._late = 0
-        """Number of the latest of these that are in neither `_hashes` nor `context`."""
+        """Number of the latest of `came` that are not in `context`."""
+        self._waiting: list[int] = []
+        """Tokens behind those that came, which were not looked at."""
+        self._interval = 1
+        """Number of tokens that wait before they are looked at."""
         self._to_index = tokens.count
         """Number of the sequence's tokens when the follower began, which are indexed before those that came."""
         self.is_indexed = False
@@ -133,68 +143,81 @@ class Follower:
             self.is_indexed = True
         return stop - start
 
-    def advance(self, token: int, acceptance: Acceptance, recent: TextIndex | None, least: float) -> None:
-        """Take in the sequence's next token.
+    def extend(self, token: int) -> bool:
+        """Take in the sequence's next token, which waits for `advance`; return whether that is due."""
+        self._waiting.append(token)
+        return len(self._waiting) >= self._interval
+
+    def advance(self, acceptance: Acceptance, recent: TextIndex | None, runs: int) -> None:
+        """Go on behind the tokens that wait, and look for the longest match if the place is lost.
 
         Args:
             recent: index of the tenant's recent outputs; None: there is none.
+            runs: number of lengths of `RUNS` that are looked for. All: also while a place is held that agrees with
+                few tokens. 0: nothing is looked for.
+        """
+        tokens, place, thorough = self._waiting, self.place, runs == len(RUNS)
+        if place is not None and self._late and (thorough or self._nears_end(place, len(tokens))):
+            self._index_late()
+        foreseen = 0
+        while place is not None and foreseen < len(tokens):
+            place = self._compare(place, tokens[foreseen], acceptance)
+            foreseen += place is not None
+        self._note(foreseen, len(tokens))
+        self._hashes.extend(tokens)
+        self.came.extend(tokens)
+        self._late += len(tokens)
+        self.count += len(tokens)
+        if runs and (place is None or (thorough and place.match < SURE)):
+            place = self._look(place, self._hashes.mixed(), recent, self.came[-self._late :], runs)
+        if thorough or self._late >= LATE_MAX:
+            self._index_late()
+        self.place = place
+        self._waiting = []
+        if thorough or place is not None:
+            self._interval = 1
+        else:  # it fails again and again: less often
+            self._interval = min(max(2 * self._interval, INTERVAL_LEAST), INTERVAL_MAX)
+
+    @property
+    def output(self) -> Int32Array:
+        """The tokens that came since the follower began."""
+        return np.array([*self.came, *self._waiting], np.int32)
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether there is a place, behind the sequence's last token."""
+        return self.place is not None and not self._waiting
+
+    @property
+    def must_advance(self) -> bool:
+        """Whether no more tokens may wait."""
+        return len(self._waiting) >= INTERVAL_MAX
+
+    def is_likely(self, least: float) -> bool:
+        """Return whether rows are so cheap, or so many tokens foreseen, that short matches are worth being looked
+        for.
+
+        Args:
             least: the chance from which on a drafted token is worth its row.
         """
-        if not self._is_likely(least):
-            self._advance_rarely(token, acceptance, recent)
-            return
-        if self._late:
-            self._catch_up()
-        place = self.place
-        if place is not None:
-            place = self._compare(place, token, acceptance)
-        self._note(place)
-        self._hashes.push(token)
-        mixed = self._hashes.mixed()
-        if place is None or place.match < SURE:
-            place = self._look(place, mixed, recent, (token,))
-        self.place = place
-        self.count += 1
-        self.came.append(token)
-        if self.is_indexed and self.context is not None:
-            self.context.push(token, mixed)
-
-    def _is_likely(self, least: float) -> bool:
-        """Return whether rows are so cheap, or so many tokens foreseen, that short matches are worth being looked
-        for. Else only long ones are, and only now and then, which costs little."""
         return least < CHEAP or self._foreseen >= LIKELY * least
 
-    def _note(self, place: Place | None) -> None:
-        self._foreseen += FORESEEN_NEW * ((place is not None) - self._foreseen)
-
-    def _advance_rarely(self, token: int, acceptance: Acceptance, recent: TextIndex | None) -> None:
-        place = self.place
-        if place is not None:
-            if self._late and self._nears_end(place, 1):
-                self._catch_up()
-            self.place = self._compare(place, token, acceptance)
-        self._note(self.place)
-        self.came.append(token)
-        self._late += 1
-        if self._late >= LATE_MAX:
-            late = self.came[-self._late :].tolist()
-            self._hashes.extend(late)
-            if self.place is None:
-                self.place = self._look(None, self._hashes.mixed(), recent, late, LONG_RUNS)
-            self._index_late()
-        self.count += 1
+    def _note(self, foreseen: int, count: int) -> None:
+        """Take in that the first of some tokens were foreseen."""
+        kept = 1.0 - FORESEEN_NEW
+        self._foreseen = (1.0 - (1.0 - self._foreseen) * kept**foreseen) * kept ** (count - foreseen)
 
     def _nears_end(self, place: Place, count: int) -> bool:
         """Return whether some of `count` tokens at a place may be among those that are not indexed."""
         return self.context is not None and place.text is self.context and place.at + count > self.context.count
 
-    def _catch_up(self) -> None:
-        self._hashes.extend(self.came[-self._late :].tolist())
-        self._index_late()
-
     def _index_late(self) -> None:
         if self.is_indexed and self.context is not None:
-            self.context.extend(np.array(self.came[-self._late :], np.int32))
+            if self._late == 1:
+                self.context.push(self.came[-1], self._hashes.mixed())
+            else:
+                self.context.extend(np.array(self.came[-self._late :], np.int32))
         self._late = 0
 
     def _compare(self, place: Place, token: int, acceptance: Acceptance) -> Place | None:
@@ -273,7 +296,7 @@ class Follower:
     def _in_tree(self) -> Place | None:
         """Return the place behind the sequence's path in the tree, if another sequence went on from there."""
         sequence, chunks = self.sequence, len(self.sequence.path)
-        tail = self.count + 1 - chunks * self._chunk_size
+        tail = self.count - chunks * self._chunk_size
         if not self._chunk_size or chunks == self._tree_looked or not 0 < tail < TAIL_MAX // 2:
             return None
         text = text_behind(sequence.anchor, self._hashes.tail[-tail:])
@@ -283,20 +306,22 @@ class Follower:
         return Place(text, Source.TREE, 0, MATCH_MAX)
 
     def draft(
-        self, acceptance: Acceptance, count: int, least: float, recent: TextIndex | None
+        self, acceptance: Acceptance, count: int, least: float, recent: TextIndex | None, *, thorough: bool
     ) -> tuple[Int32Array, list[float]]:
         """Return the sequence's likely next tokens, `count` or fewer, and for each how likely it and all before it
         are right: those that are at least `least`.
 
         The longest match is looked for anew behind each drafted token, as `advance` would, so a draft may go from
-        one text to another.
+        one text to another. No tokens wait.
 
         Args:
+            least: the chance from which on a drafted token is worth its row.
             recent: as in `advance`.
+            thorough: whether to look anew; else the draft stays in one text.
         """
-        place, likely, thorough = self.place, 1.0, self._is_likely(least)
+        place, likely = self.place, 1.0
         if place is not None and self._late and (thorough or self._nears_end(place, count)):
-            self._catch_up()
+            self._index_late()
         tokens: list[int] = []
         chances: list[float] = []
         hashes: RunHashes | None = None

@@ -21,7 +21,7 @@ less than the one before it, so the tokens that add most are taken first, up to 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import log
+from math import log, log1p
 from typing import Final
 
 import numpy as np
@@ -135,6 +135,17 @@ class Lengths:
         """Return the time of a step without drafts, in µs."""
         return self._costs.step_us(rows, prefill_tokens)
 
+    def may_pay(self, rows: int, prefill_tokens: int, most: float, drafting: int) -> bool:
+        """Return whether drafts could pay, if they cost one row and bring the most.
+
+        Args:
+            most: sum of the logarithms of by how much each sequence becomes faster then.
+            drafting: number of sequences with drafts.
+        """
+        plain_us = self.plain_us(rows, prefill_tokens)
+        longer = log((plain_us + self.bubble.us + self._row_us(rows, prefill_tokens)) / plain_us)
+        return drafting > 0 and most > (rows + BYSTANDER * (rows - drafting)) * longer
+
     def choose(self, rows: int, prefill_tokens: int, chances: Sequence[Sequence[float]]) -> list[int] | None:
         """Return how many tokens to draft of each chain; None: none at all.
 
@@ -142,32 +153,47 @@ class Lengths:
             rows: sequences that decode in the step, also those without a chain.
             chances: for each chain, how likely each token and all before it are right: falling.
         """
-        gains, owners, starts, count = [], [], [], 0
-        for index, chain in enumerate(chances):
-            if chain:
-                speeds = np.log1p(np.cumsum(chain))
-                speeds[1:] -= speeds[:-1].copy()
-                gains.append(speeds)
-                owners.append(np.full(len(chain), index))
-                starts.append(count)
-                count += len(chain)
-        if not gains:
+        most = sum(log1p(sum(chain)) for chain in chances)
+        if not self.may_pay(rows, prefill_tokens, most, sum(map(bool, chances))):
             return None
-        gain, owner = np.concatenate(gains), np.concatenate(owners)
-        first = np.zeros(count, np.bool_)
-        first[starts] = True
-        order = np.argsort(-gain, kind="stable")
+        plain_us, row_us = self.plain_us(rows, prefill_tokens), self._row_us(rows, prefill_tokens)
+        bubble_us, margin = self.bubble.us, log(self.worth.margin)
+        if len(chances) == rows == 1:
+            return _one_length(chances[0], (plain_us + bubble_us) / plain_us, row_us / plain_us, margin)
+        width = max(map(len, chances))
+        table = np.zeros((len(chances), width))
+        for line, chain in zip(table, chances, strict=True):
+            line[: len(chain)] = chain
+        gain = np.log1p(table.cumsum(axis=1))
+        gain[:, 1:] -= gain[:, :-1].copy()
+        order = np.argsort(-gain, axis=None, kind="stable")[: sum(map(len, chances))]  # what is filled up gains 0
         drafted = np.arange(1, len(order) + 1)
-        plain_us = self.plain_us(rows, prefill_tokens)
-        times = plain_us + self.bubble.us + drafted * self._row_us(rows, prefill_tokens)
-        without = rows - np.cumsum(first[order])
-        values = gain[order].cumsum() - (rows + BYSTANDER * without) * np.log(times / plain_us)
+        times = plain_us + bubble_us + drafted * row_us
+        without = rows - np.cumsum(order % width == 0)
+        values = gain.ravel()[order].cumsum() - (rows + BYSTANDER * without) * np.log(times / plain_us)
         best = int(values.argmax())
-        lengths = np.bincount(owner[order[: best + 1]], minlength=len(chances))
-        if values[best] < np.count_nonzero(lengths) * log(self.worth.margin):
+        lengths = np.bincount(order[: best + 1] // width, minlength=len(chances))
+        if values[best] < np.count_nonzero(lengths) * margin:
             return None
-        return [int(length) for length in lengths]
+        found: list[int] = lengths.tolist()
+        return found
 
     def _row_us(self, rows: int, prefill_tokens: int) -> float:
         plain_us = self._costs.step_us(rows, prefill_tokens)
         return max(self._costs.step_us(rows + 1, prefill_tokens) - plain_us, ROW_LEAST * plain_us)
+
+
+def _one_length(chain: Sequence[float], longer: float, row: float, margin: float) -> list[int] | None:
+    """Return `Lengths.choose` for a sequence that decodes alone: the same in less time.
+
+    Args:
+        longer: time of a step that is waited for, in steps.
+        row: time of a drafted token, in steps.
+    """
+    best, most, gained = 0, margin, 1.0
+    for length, chance in enumerate(chain, 1):
+        gained += chance
+        longer += row
+        if gained > longer and (value := log(gained / longer)) > most:
+            best, most = length, value
+    return [best] if best else None

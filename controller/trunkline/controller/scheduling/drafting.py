@@ -72,6 +72,8 @@ class Drafting:
         source, slots = self.source, plan.rows.slots
         if source is None or not len(slots):
             return
+        if not (self._rows.known[slots] > self._rows.planned[slots]).any():  # rule 1
+            return
         budget = min(self._config.max_rows, self._config.token_budget - plan.prefill_tokens) - len(slots)
         room = self._room(plan.rows, budget)
         if not room.any():
