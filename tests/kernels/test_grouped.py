@@ -8,12 +8,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kernels.dense_cases import ACTIVATIONS, activated
 from kernels.grouped_cases import KINDS, random_weight
+from kernels.implementations import CPU, DTYPES, NATIVE, make_kernels
+from kernels.pairwise import pairwise
 from seeds import seeds
 from torch import Tensor
 
 from trunkline.kernels.gguf_blocks import BLOCKS, from_blocks
 from trunkline.kernels.grouped import GroupedWeight, linear_grouped, rounded_inputs, stack
+from trunkline.kernels.ops import Activation, Kernels
 
 
 def half(block: bytes, at: int) -> float:
@@ -38,6 +42,14 @@ def weights_of(kind: str, block: bytes) -> list[float]:
         codes = [byte & 15 for byte in block[start:]] + [byte >> 4 for byte in block[start:]]
         if kind == "Q4_0":
             return [half(block, 0) * (code - 8) for code in codes]
+        return [half(block, 0) * code + half(block, 2) for code in codes]
+    if kind in ("Q5_0", "Q5_1"):
+        start = 2 if kind == "Q5_0" else 4
+        (high,) = struct.unpack_from("<I", block, start)
+        low = [byte & 15 for byte in block[start + 4 :]] + [byte >> 4 for byte in block[start + 4 :]]
+        codes = [code | (high >> place & 1) << 4 for place, code in enumerate(low)]
+        if kind == "Q5_0":
+            return [half(block, 0) * (code - 16) for code in codes]
         return [half(block, 0) * code + half(block, 2) for code in codes]
     found = []
     for i in range(256):
@@ -67,7 +79,7 @@ def test_blocks_of_files(kind: str, seed: int) -> None:
     rows, blocks = 3, 2
     raw = [[bytearray(chance.randbytes(BLOCKS[kind].bytes)) for _ in range(blocks)] for _ in range(rows)]
     for block in (block for row in raw for block in row):
-        for at in {"Q6_K": (208,), "Q8_0": (0,), "Q4_0": (0,)}.get(kind, (0, 2)):
+        for at in {"Q6_K": (208,), "Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,)}.get(kind, (0, 2)):
             struct.pack_into("<e", block, at, chance.uniform(-2, 2))
     joined = torch.tensor([list(b"".join(row)) for row in raw], dtype=torch.uint8)
     weight = from_blocks(kind, joined, torch.bfloat16)
@@ -158,12 +170,117 @@ def test_rounding_of_inputs_costs_little(kind: str) -> None:
     assert 0 < float((near - exact).norm() / exact.norm()) < 0.01
 
 
-def test_a_quantised_weight_is_not_quantised_again(kernels: object) -> None:
+def test_a_quantised_weight_is_not_quantised_again(kernels: Kernels) -> None:
     weight = random_weight("Q8_0", 16, 64)
     with pytest.raises(ValueError, match="8 bits already"):
-        kernels.pack_linear(weight, None, "int8")  # type: ignore[attr-defined]
+        kernels.pack_linear(weight, None, "int8")
 
 
-def exact_product(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
-    y = x.double() @ weight.dequantise(torch.float64).T
-    return y if bias is None else y + bias.double()
+def oracle(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The layer in float64, and a bound of what float32 sums and their order may change."""
+    wide = weight.dequantise(torch.float64)
+    if weight.int8_inputs:
+        integers, factor = rounded_inputs(x)
+        rounded = (integers * factor.repeat_interleave(32, dim=1)[:, : x.shape[1]]).double()
+    else:
+        rounded = x.double()
+    scale, offset = weight.group_scales(torch.float64)
+    each = (scale.abs() * 255).repeat_interleave(weight.group, dim=1)
+    if offset is not None:
+        each = each + offset.abs().repeat_interleave(weight.group, dim=1)
+    y = rounded @ wide.T
+    bound = 1e-6 * (rounded.abs() @ each.T) + 1e-6
+    return (y if bias is None else y + bias.double()), bound
+
+
+def close(y: Tensor, expected: Tensor, bound: Tensor) -> bool:
+    rounding = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[y.dtype]
+    return bool(((y.double() - expected).abs() <= bound + rounding * expected.abs()).all())
+
+
+SHAPES = ((64, 256), (100, 512), (17, 256), (200, 768))
+TOKENS = (1, 2, 3, 4, 6, 7, 13, 97)
+
+
+@pairwise(
+    implementation=CPU, kind=KINDS, int8_inputs=(False, True), dtype=DTYPES, threads=(1, 3), biased=(True, False)
+)
+def test_linear(
+    implementation: str, kind: str, int8_inputs: bool, dtype: torch.dtype, threads: int, biased: bool
+) -> None:
+    kernels = make_kernels(implementation, threads)
+    for rows, width in SHAPES:
+        weight = replace(random_weight(kind, rows, width, dtype), int8_inputs=int8_inputs)
+        bias = torch.randn(rows).to(dtype) if biased else None
+        layer = kernels.pack_linear(weight, bias)
+        assert (layer.out_features, layer.in_features) == (rows, width)
+        for tokens in TOKENS[:: 1 if rows == 100 else 3]:
+            x = torch.randn(tokens, width).to(dtype)
+            expected, bound = oracle(x, weight, bias)
+            for out_dtype in (None, torch.float32):
+                out = kernels.linear(x, layer, out_dtype)
+                assert out.dtype == (out_dtype or dtype)
+                assert close(out, expected, bound)
+
+
+@pairwise(implementation=CPU, kind=KINDS, int8_inputs=(False, True), dtype=DTYPES, activation=ACTIVATIONS)
+def test_gated_linear(
+    implementation: str, kind: str, int8_inputs: bool, dtype: torch.dtype, activation: Activation
+) -> None:
+    kernels = make_kernels(implementation)
+    for rows, width in ((100, 256), (34, 512)):
+        weight = replace(random_weight(kind, rows, width, dtype), int8_inputs=int8_inputs)
+        bias = torch.randn(rows).to(dtype)
+        layer = kernels.pack_gated_linear(weight, bias, activation)
+        for tokens in (1, 5, 13):
+            x = torch.randn(tokens, width).to(dtype)
+            gate_up, bound = oracle(x, weight, bias)
+            out = kernels.gated_linear(x, layer)
+            gate, up = gate_up.chunk(2, dim=1)
+            gate_bound, up_bound = bound.chunk(2, dim=1)
+            spread = 1.2 * gate_bound * up.abs() + up_bound * gate.abs() + gate_bound + up_bound
+            assert close(out, activated(gate_up, activation), spread)
+
+
+@pairwise(level=NATIVE, kind=KINDS, int8_inputs=(False, True), dtype=DTYPES)
+def test_a_row_is_the_same_bits_in_any_batch(level: str, kind: str, int8_inputs: bool, dtype: torch.dtype) -> None:
+    """Though few rows read codes where they lie and many unpack them once; any number of threads."""
+    x = torch.randn(130, 768).to(dtype)
+    weight = replace(random_weight(kind, 200, 768, dtype), int8_inputs=int8_inputs)
+    whole: list[Tensor] = []
+    for threads in (1, 3):
+        kernels = make_kernels(level, threads)
+        layer, gated = kernels.pack_linear(weight, None), kernels.pack_gated_linear(weight, None, "silu")
+        for rows, first in ((130, 0), *((n, start) for n in (1, 2, 4, 6, 7, 31, 97) for start in (0, 30))):
+            part = x[first : first + rows]
+            found = [kernels.linear(part, layer, torch.float32), kernels.gated_linear(part, gated)]
+            whole = whole or found
+            for y, expected in zip(found, whole, strict=True):
+                assert torch.equal(y, expected[first : first + rows])
+
+
+@pairwise(implementation=CPU, kind=KINDS, int8_inputs=(False, True))
+def test_a_broken_token_stays_alone(implementation: str, kind: str, int8_inputs: bool) -> None:
+    kernels = make_kernels(implementation)
+    layer = kernels.pack_linear(replace(random_weight(kind, 40, 256), int8_inputs=int8_inputs), None)
+    for wrong in (float("nan"), float("inf")):
+        x = torch.randn(9, 256)
+        x[1::2, 70] = wrong
+        for rows in (9, 3):
+            out = kernels.linear(x[:rows], layer)
+            assert bool(out[::2].isfinite().all())
+            assert not bool(out[1::2].isfinite().any())
+    zeros = kernels.linear(torch.zeros(2, 256), layer)
+    assert not bool(zeros.any())
+    tiny = kernels.linear(torch.full((1, 256), 1e-42), layer)
+    assert bool((tiny.abs() < 1e-30).all())
+
+
+@pairwise(level=NATIVE, kind=KINDS)
+def test_a_packed_layer_is_as_small_as_its_codes(level: str, kind: str) -> None:
+    bits = {"Q8_0": 8.5, "Q4_0": 4.5, "Q4_K": 4.625, "Q6_K": 8.5625, "4 bits, 128": 4.5, "table": 5.0}.get(
+        kind, 10.0
+    )
+    weight = random_weight(kind, 1024, 512)
+    packed = make_kernels(level).pack_linear(weight, None)
+    assert packed.packed_bytes <= 1024 * 512 * bits / 8

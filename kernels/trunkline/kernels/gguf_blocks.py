@@ -64,6 +64,23 @@ def _q4_1(block: Tensor, dtype: torch.dtype) -> GroupedWeight:
     return GroupedWeight(codes, 4, 32, _float16(block, 0), dtype, offset=-_float16(block, 2))
 
 
+def _five_bits(high: Tensor, low: Tensor) -> Tensor:
+    """Return the 32 codes of 4 bytes with a high bit of each, and 16 with the low halves."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=high.device)
+    bits = ((high[..., None] >> shifts) & 1).flatten(-2)
+    return (_nibbles(low) | (bits << 4)).flatten(1)
+
+
+def _q5_0(block: Tensor, dtype: torch.dtype) -> GroupedWeight:
+    codes = _five_bits(block[..., 2:6], block[..., 6:])
+    return GroupedWeight(codes, 8, 32, _float16(block, 0), dtype, zero=16)
+
+
+def _q5_1(block: Tensor, dtype: torch.dtype) -> GroupedWeight:
+    codes = _five_bits(block[..., 4:8], block[..., 8:])
+    return GroupedWeight(codes, 8, 32, _float16(block, 0), dtype, offset=-_float16(block, 2))
+
+
 def _six_bits(scales: Tensor) -> tuple[Tensor, Tensor]:
     """Return the 8 scales and the 8 offsets of 12 bytes, int8 `[out, blocks * 8]`: the first four of each in the
     low bits of four bytes; of the others four bits in the last four bytes, two above those of the first."""
@@ -108,6 +125,8 @@ BLOCKS: Final = {
     "Q8_0": BlockKind(32, 34, _q8_0),
     "Q4_0": BlockKind(32, 18, _q4_0),
     "Q4_1": BlockKind(32, 20, _q4_1),
+    "Q5_0": BlockKind(32, 22, _q5_0),
+    "Q5_1": BlockKind(32, 24, _q5_1),
     "Q4_K": BlockKind(256, 144, _q4_k),
     "Q5_K": BlockKind(256, 176, _q5_k),
     "Q6_K": BlockKind(256, 210, _q6_k),

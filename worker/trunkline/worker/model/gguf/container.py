@@ -52,6 +52,8 @@ TYPES: Final = {
     1: BlockType("F16", 1, 2),
     2: BlockType("Q4_0", 32, 18, 32),
     3: BlockType("Q4_1", 32, 20, 32),
+    6: BlockType("Q5_0", 32, 22, 32),
+    7: BlockType("Q5_1", 32, 24, 32),
     8: BlockType("Q8_0", 32, 34, 32),
     12: BlockType("Q4_K", 256, 144, 32),
     13: BlockType("Q5_K", 256, 176, 32),
