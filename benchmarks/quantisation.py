@@ -77,11 +77,11 @@ class Model:
     def weight_bytes(self) -> int:
         return sum(layer.packed_bytes for layer, _ in self.linear_layers())
 
-    def score(self, ids: Tensor) -> Tensor:
-        """Logits `[tokens, vocabulary]` of one window, its KV in the pool's first blocks."""
+    def prompt_step(self, ids: Tensor) -> ForwardBatch:
+        """The prefill of a prompt, its KV in the pool's first blocks, with the logits of all tokens."""
         count = len(ids)
         blocks = -(-count // CHUNK)
-        batch = ForwardBatch(
+        return ForwardBatch(
             ids=ids,
             positions=torch.arange(count),
             num_rows=0,
@@ -103,7 +103,10 @@ class Model:
             state_rows=None,
             scored=(ScoredPrompt(0, 1, ids.numpy().astype(np.int32), 0),),
         )
-        logits = self.decoder.forward(batch)
+
+    def score(self, ids: Tensor) -> Tensor:
+        """Logits `[tokens, vocabulary]` of one window."""
+        logits = self.decoder.forward(self.prompt_step(ids))
         assert logits is not None
         return logits
 

@@ -1,0 +1,152 @@
+"""What a family costs: steps of random models of equal active weights, and bytes of KV per token.
+
+    python benchmarks/models.py [--quick] [--json PATH] [--layers 6] [--threads 1] [--families mixtral,qwen3-moe,…]
+                                [--op-by-op]
+
+Every model has the width of the small benchmark model (768, 12 heads over 4 KV heads, a vocabulary of 4,096,
+bfloat16), and MLPs of which a token uses 2,400 columns: in one matrix, or spread over its experts. So the weights
+that a token needs have the same bytes in all of them. Families take turns in one process, step by step.
+
+`decode` is a step of so many rows over a block of context each; `time_to_first` is the prefill of a prompt with
+the logits of its last token; `ratio` compares with LLaMA's. With one thread, times are CPU time. With
+`--op-by-op`, each family is also run op by op from Python over the same kernels and weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from quantisation import CHUNK, Model
+from report import Report, argument_parser, median_seconds
+from safetensors.torch import save_file
+
+from trunkline.kernels.load import load_kernels
+from trunkline.kernels.op_by_op import OpByOp
+from trunkline.worker.batch.batch import ScoredPrompt
+from trunkline.worker.model.families import read_model_config
+from trunkline.worker.model.tensor_index import expected_shapes
+from trunkline.worker.tensor_parallel import TensorParallel
+
+DTYPE: Final = "bfloat16"
+SHAPE: Final[dict[str, Any]] = {
+    "vocab_size": 4096,
+    "hidden_size": 768,
+    "intermediate_size": 2400,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+ROUTED: Final = {"num_experts_per_tok": 8, "moe_intermediate_size": 300, "norm_topk_prob": True}
+FAMILIES: Final[dict[str, dict[str, Any]]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"]},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+    "gemma2": {"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 64},
+    "granite": {"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0.22, "logits_scaling": 8.0},
+    "phi3": {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75},
+    "glm4": {"architectures": ["Glm4ForCausalLM"], "partial_rotary_factor": 0.5},
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "intermediate_size": 1200, "num_local_experts": 8},
+    "qwen3-moe": {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 32, **ROUTED},
+    "glm4-moe": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "n_routed_experts": 32,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        **ROUTED,
+        "num_experts_per_tok": 7,
+    },
+}
+"""config.json of each, beside `SHAPE`."""
+ROWS: Final = (1, 8, 32)
+
+
+def write_random(folder: Path, config: dict[str, Any]) -> Path:
+    """Write a checkpoint of normal weights in the shapes that config.json implies; return `folder`."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    model = read_model_config(folder)
+    shapes = expected_shapes(model, model.architecture.prefixes[0])
+    tensors = {name: (torch.randn(shape) * 0.02).to(torch.bfloat16) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+class Family(Model):
+    """A model of one family, on one rank."""
+
+    def first_token(self, count: int) -> Callable[[], object]:
+        """The prefill of a prompt of `count` tokens, with the logits behind its last one."""
+        batch = replace(
+            self.prompt_step(torch.arange(count) * 7 % 4000 + 2),
+            state_rows=torch.tensor([count - 1]),
+            scored=(ScoredPrompt(0, count, np.zeros(1, dtype=np.int32), 0),),
+        )
+        return lambda: self.decoder.forward(batch)
+
+    def run_op_by_op(self) -> None:
+        decoder, alone = self.decoder, TensorParallel.alone(torch.device("cpu"))
+        decoder.runner = OpByOp(decoder.program, self.kernels, decoder.pool, alone)
+
+
+def load_all(arguments: argparse.Namespace, folder: Path) -> dict[tuple[str, str], Family]:
+    """The models by family and way of running."""
+    kernels = load_kernels("cpu", "cpu", arguments.threads)
+    found = {}
+    for name in dict.fromkeys(["llama", *arguments.families.split(",")]):
+        config = {**SHAPE, "num_hidden_layers": arguments.layers, **FAMILIES[name]}
+        made = write_random(folder / name, config)
+        found[name, "native"] = Family(made, DTYPE, "", kernels, max(*ROWS, 8))
+        if arguments.op_by_op:
+            found[name, "op by op"] = Family(made, DTYPE, "", kernels, max(*ROWS, 8))
+            found[name, "op by op"].run_op_by_op()
+    return found
+
+
+def run(arguments: argparse.Namespace, report: Report) -> None:
+    budget_s, prompt = (2.0, 128) if arguments.quick else (12.0, 512)
+    with tempfile.TemporaryDirectory() as scratch:
+        models = load_all(arguments, Path(scratch))
+    cases = [(f"decode {rows}", {key: model.decode_step(rows) for key, model in models.items()}) for rows in ROWS]
+    cases.append((f"time_to_first {prompt}", {key: model.first_token(prompt) for key, model in models.items()}))
+    for metric, calls in cases:
+        seconds, runs = median_seconds(list(calls.values()), arguments.threads, budget_s)
+        plain = seconds[0]
+        for (name, way), taken in zip(calls, seconds, strict=True):
+            case = {"family": name, "run": way, "threads": arguments.threads}
+            report.add(case, metric, taken * 1e3, "ms", runs)
+            report.add(case, f"{metric} ratio", taken / plain, "x", runs)
+    for (name, way), model in models.items():
+        case = {"family": name, "run": way, "threads": arguments.threads}
+        chunk = model.decoder.shard.config.chunk_format(CHUNK, DTYPE)
+        report.add(case, "kv_per_token", chunk.chunk_bytes / CHUNK, "B", 1)
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--threads", type=int, default=1, help="of the kernels")
+    parser.add_argument("--families", default=",".join(FAMILIES), help="some of them, besides llama")
+    parser.add_argument("--op-by-op", action="store_true", help="also op by op from Python")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.families.split(",")) - set(FAMILIES):
+        parser.error(f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    report = Report("models")
+    with torch.inference_mode():
+        run(arguments, report)
+    report.finish(arguments.json, wide=True)
+
+
+if __name__ == "__main__":
+    main()
