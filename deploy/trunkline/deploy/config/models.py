@@ -22,11 +22,13 @@ from typing import Any, Final
 
 from xxhash import xxh3_128
 
+from trunkline.deploy.config import gguf_models
 from trunkline.deploy.config.machine import cache_folder
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
 from trunkline.kvstore.fingerprint import model_fingerprint
 from trunkline.router.config import problem_of_model_name
+from trunkline.worker.model.tensor_index import gguf_files
 
 DEMO: Final = "demo"
 """The name of the model that is shipped with the package."""
@@ -39,7 +41,8 @@ and text files."""
 
 
 def resolve(model: str, *, needs_weights: bool = True) -> Path:
-    """Return the folder of `model`: the demo, an existing folder, or one fetched from the hub.
+    """Return the folder of `model`: the demo, an existing folder, one made for a GGUF file, or one fetched from
+    the hub.
 
     Args:
         needs_weights: False if configuration and tokenizer suffice; then no weights are fetched.
@@ -50,12 +53,18 @@ def resolve(model: str, *, needs_weights: bool = True) -> Path:
     if model == DEMO:
         return _checked(DEMO_FOLDER, DEMO)
     if not model:
-        raise UserError("MODEL is empty; give 'demo', a folder in Hugging Face format, or a hub name OWNER/NAME")
+        raise UserError(
+            "MODEL is empty; give 'demo', a folder in Hugging Face format, a .gguf file, or OWNER/NAME of the hub"
+        )
     path = Path(model).expanduser()
     if path.is_dir():
         return _checked(path.resolve(), model, needs_weights)
+    if gguf_models.is_gguf(path):
+        return gguf_models.folder_of(path)
     if path.exists():
-        raise UserError(f"{model} is a file; MODEL is the folder that has config.json and *.safetensors")
+        raise UserError(
+            f"{model} is a file; MODEL is the folder that has config.json and *.safetensors, or a .gguf file"
+        )
     if not _looks_like_hub_name(model):
         raise UserError(f"there is no folder {model}, and it is no hub name of the form OWNER/NAME either")
     return _checked(_fetch(model, needs_weights), model, needs_weights)
@@ -80,6 +89,8 @@ def default_name(model: str) -> str:
         return "trunkline-demo"
     path = Path(model).expanduser()
     name = path.resolve().name if path.is_dir() else model
+    if gguf_models.is_gguf(path):
+        name = gguf_models.default_name(path)
     if problem := problem_of_model_name(name):
         raise UserError(f"the model's folder cannot be its name: {problem}; please give --served-model-name")
     return name
@@ -122,7 +133,7 @@ def weights_digest(folder: Path, tell: Callable[[int], None] = lambda count: Non
     Raises:
         UserError: A file cannot be read.
     """
-    shards = sorted(folder.glob("*.safetensors"))
+    shards = sorted(folder.glob(_WEIGHTS)) or gguf_files(folder)
     digest = hashlib.blake2b(digest_size=16)
     try:
         digest.update(hashlib.blake2b((folder / "config.json").read_bytes()).digest())
@@ -146,10 +157,16 @@ def fingerprint(weights: bytes, quantization: str = "none") -> str:
 def _checked(folder: Path, model: str, needs_weights: bool = True) -> Path:
     """Return `folder` if it has the files that every process needs."""
     if not (folder / "config.json").is_file():
+        found = {gguf_models.default_name(path): path for path in sorted(folder.glob("*.gguf"))}
+        if len(found) == 1:
+            return gguf_models.folder_of(next(iter(found.values())))
+        if found:
+            names = ", ".join(path.name for path in found.values())
+            raise UserError(f"{model} has several GGUF models; give one of the files: {names}")
         raise UserError(f"{model} is no checkpoint: {folder} has no config.json")
-    if needs_weights and not any(folder.glob("*.safetensors")):
+    if needs_weights and not any(folder.glob(_WEIGHTS)) and not gguf_files(folder):
         raise UserError(
-            f"{model} has no *.safetensors weights; other formats are not read (convert it with transformers: "
+            f"{model} has no *.safetensors weights; beside them only GGUF is read (convert it with transformers: "
             "save_pretrained(..., safe_serialization=True))"
         )
     if not (folder / "tokenizer.json").is_file():

@@ -10,16 +10,12 @@ worse than those of a model that was made for them.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any, Final
 
 from trunkline.deploy.config import models
-from trunkline.deploy.config.machine import cache_folder
+from trunkline.deploy.config.made_folders import CONFIG, made_folder
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
 from trunkline.worker.errors import WorkerError
@@ -31,7 +27,6 @@ MARK: Final = "stretched_from"
 show it."""
 _FOLDER: Final = "stretched"
 _FACTOR_MAX: Final = 1024
-_NAME: Final = "config.json"
 
 
 def folder_of(settings: ServeSettings, *, needs_weights: bool = True) -> Path:
@@ -94,33 +89,13 @@ def stretched(raw: dict[str, Any], model: ModelConfig, kind: str, max_context: i
 
 
 def _linked(folder: Path, config: dict[str, Any]) -> Path:
-    """Return the folder with this configuration and links to all other files of `folder`. It is made whole or not
-    at all, and never changed.
+    """Return the folder with this configuration and links to all other files of `folder`.
 
     Raises:
         UserError: It cannot be made.
     """
-    cache = cache_folder()
-    if cache is None:
-        raise UserError("--rope-scaling needs the user's cache folder; set XDG_CACHE_HOME or HOME")
     text = json.dumps(config, indent=2, sort_keys=True)
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != _NAME)
-    named = "\n".join([text, *(str(path.resolve()) for path in files)])
-    place = cache / _FOLDER / hashlib.blake2b(named.encode(), digest_size=12).hexdigest()
-    if (place / _NAME).is_file():
-        return place
-    try:
-        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix="new-", dir=place.parent))
-        try:
-            for path in files:
-                (made / path.name).symlink_to(path.resolve())
-            (made / _NAME).write_text(text)
-            os.rename(made, place)
-        except OSError:
-            shutil.rmtree(made, ignore_errors=True)
-            if not (place / _NAME).is_file():  # else another process has made it meanwhile
-                raise
-    except OSError as error:
-        raise UserError(f"{place} cannot be made: {error.strerror}") from error
-    return place
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != CONFIG)
+    return made_folder(
+        _FOLDER, text, {path.name: path for path in files}, lambda: {CONFIG: text}, "--rope-scaling"
+    )

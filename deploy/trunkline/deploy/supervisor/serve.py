@@ -53,6 +53,7 @@ from trunkline.router.membership.static_source import write_members
 from trunkline.runtime.process import enter_role
 from trunkline.worker.errors import WorkerError
 from trunkline.worker.model.families import check_model
+from trunkline.worker.model.tensor_index import has_blocks
 
 __all__ = ["ClusterPlan", "children", "plan_cluster", "plan_models", "serve"]
 
@@ -90,6 +91,11 @@ def plan_cluster(
         )
     dtype = models.resolve_dtype(folder, settings.dtype, device)
     try:
+        if settings.quantization != "none" and has_blocks(folder):
+            raise UserError(
+                f"--quantization is {settings.quantization}, but {settings.model} has quantised weights; leave "
+                "the option out"
+            )
         model = check_model(folder, settings.ranks, dtype, settings.max_context or 0)
     except WorkerError as error:
         raise UserError(str(error)) from error

@@ -91,6 +91,17 @@ def gguf_files(folder: Path) -> list[Path]:
     return [path for pattern in GGUF_FILES for path in sorted(folder.glob(pattern))]
 
 
+def has_blocks(folder: Path) -> bool:
+    """Whether weights of a checkpoint are quantised in blocks.
+
+    Raises:
+        ModelError: as `read_tensor_index`.
+    """
+    return any(
+        each.stored is not None and each.dtype not in _FLOAT_TYPES for each in read_tensor_index(folder).values()
+    )
+
+
 def _files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     try:
