@@ -16,7 +16,7 @@ docs/decisions/0018 says what else fits: latent attention, pools per window.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Final
 
 KEYS_AND_VALUES: Final = ("keys", "values")
 """The bands of attention with keys and values of its own."""
@@ -26,7 +26,8 @@ KV_DTYPES: Final = ("auto", "int8")
 """In which types KV can be kept: that in which it is computed, or int8 with a scale for each head and token."""
 
 
-class Numbers(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Numbers:
     """Numbers of one type behind each other in a row."""
 
     name: str
@@ -110,6 +111,12 @@ class ChunkFormat:
         return len(self.row) > 1
 
     @property
+    def name(self) -> str:
+        """The types of computation and KV in few words. It is a part of chunks' names, so KV of another format is
+        never found under them."""
+        return type_name(self.computed, self.element if self.is_quantised else "auto")
+
+    @property
     def text(self) -> str:
         """Everything that the bytes depend on, unambiguously."""
         row = "+".join(f"{numbers.name}:{numbers.dtype}x{numbers.count}" for numbers in self.row)
@@ -123,6 +130,11 @@ class ChunkFormat:
     def with_heads(self, heads: int) -> ChunkFormat:
         """Return the format of a part with so many heads."""
         return replace(self, heads=heads)
+
+
+def type_name(dtype: str, kv_dtype: str) -> str:
+    """Return `ChunkFormat.name` of KV that is computed in one type and kept in another ("auto": the same)."""
+    return dtype if kv_dtype == "auto" else f"{dtype} with {kv_dtype} KV"
 
 
 def kv_format(
@@ -141,7 +153,7 @@ def kv_format(
         kv_dtype: One of `KV_DTYPES`.
     """
     layers, heads, chunk_size, head_dim = sizes
-    row = (Numbers("vector", dtype, head_dim),)
+    row: tuple[Numbers, ...] = (Numbers("vector", dtype, head_dim),)
     if kv_dtype == "int8":
         row = (Numbers("vector", "int8", head_dim), Numbers("scale", "float32", 1))
     return ChunkFormat(layers, heads, chunk_size, row, dtype, positions=positions, shifts=shifts)
