@@ -20,9 +20,11 @@ from numpy.typing import NDArray
 from trunkline.controller.engine.events import EngineOutputs
 from trunkline.controller.engine.validation import NUMBER_BITS
 from trunkline.controller.messages import RouterRequest
+from trunkline.controller.sequences.plan_builder import Int64Array
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.messages import Outputs, RouterMessage
 from trunkline.runtime.process import RareLog
+from trunkline.runtime.wire_flags import MORE, NOBLOCK
 from trunkline.runtime.wire_keys import Role
 from trunkline.runtime.wire_sockets import MESSAGE_BYTES_MAX, Gate
 
@@ -52,6 +54,9 @@ class _Router:
 def _split(outputs: EngineOutputs) -> dict[int, Outputs]:
     """Return the parts of the outputs that are for each router, by its index, still without tokens."""
     parts: dict[int, Outputs] = {}
+    rest = outputs.started or outputs.finished or outputs.beams or outputs.drafts or outputs.prompt_logprobs
+    if not rest:
+        return parts
 
     def part(request: int) -> Outputs:
         return parts.setdefault(request >> ROUTER_SHIFT, Outputs(0))
@@ -67,6 +72,42 @@ def _split(outputs: EngineOutputs) -> dict[int, Outputs]:
     for scored in outputs.prompt_logprobs:
         part(scored.request).prompt_logprobs.append(replace(scored, request=scored.request & NUMBER_MASK))
     return parts
+
+
+class _Share(msgspec.Struct, frozen=True):
+    """The rows of a step that are one router's."""
+
+    router: int
+    rows: NDArray[np.bool_] | None
+    """Which of the step's rows they are; None: all."""
+    numbers: bytes
+    """`Outputs.requests`."""
+    samples: bytes
+    """`Outputs.samples`."""
+
+
+class _Shares(msgspec.Struct, frozen=True):
+    """The rows of a step by their routers. The arrays are not changed by those who made them."""
+
+    requests: Int64Array
+    samples: Int64Array
+    of_routers: list[_Share]
+
+    @classmethod
+    def of(cls, requests: Int64Array, samples: Int64Array) -> _Shares:
+        """Divide rows with these requests, by the engine's ids, and samples, both `[rows]`."""
+        owners = requests >> ROUTER_SHIFT
+        routers, shares = np.unique(owners).tolist(), []
+        for router in routers:
+            mine = owners == router
+            drawn_for = samples[mine]
+            numbers = (requests[mine] & NUMBER_MASK).astype("<u4").tobytes()
+            drawn = drawn_for.astype("<u2").tobytes() if drawn_for.any() else b""
+            shares.append(_Share(router, mine if len(routers) > 1 else None, numbers, drawn))
+        return cls(requests, samples, shares)
+
+
+_NONE: Final = np.empty(0, np.int64)
 
 
 class Routers:
@@ -90,6 +131,8 @@ class Routers:
         self._by_identity: dict[bytes, _Router] = {}
         self._by_index: dict[int, _Router] = {}
         self._next_index = 1
+        self._shares = _Shares(_NONE, _NONE, [])
+        """Of the last step."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[RouterRequest] = msgspec.msgpack.Decoder(RouterRequest)
 
@@ -139,7 +182,8 @@ class Routers:
             router.told = router.seq
         payload = self._encoder.encode(replace(message, seq=router.seq))
         try:
-            self.socket.send_multipart([router.identity, payload], zmq.NOBLOCK)
+            self.socket.send(router.identity, MORE)
+            self.socket.send(payload, NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
@@ -191,27 +235,21 @@ class Routers:
         """Send one result's tokens to their routers, together with the routers' `parts`, which are removed."""
         requests, samples, tokens = outputs.requests[at], outputs.samples[at], outputs.tokens[at]
         logprobs = outputs.logprobs[at]
-        owners = requests >> ROUTER_SHIFT
-        if (owners == owners[:1]).all():  # the usual case, for speed; the general code gives the same
-            shares: list[tuple[int, slice | NDArray[np.bool_]]] = [
-                (index, slice(None)) for index in owners[:1].tolist()
-            ]
-        else:
-            shares = [(index, owners == index) for index in np.unique(owners).tolist()]
-        for index, mine in shares:
-            own = logprobs or None
-            if logprobs and not isinstance(mine, slice):
+        if self._shares.requests is not requests or self._shares.samples is not samples:
+            self._shares = _Shares.of(requests, samples)  # most steps have the rows of the step before
+        for share in self._shares.of_routers:
+            own, mine = logprobs or None, share.rows
+            if logprobs and mine is not None:
                 position = np.cumsum(mine) - 1
                 own = {int(position[i]): value for i, value in logprobs.items() if mine[i]} or None
-            drawn_for = samples[mine]
             message = replace(
-                parts.pop(index, Outputs(0)),
-                requests=(requests[mine] & NUMBER_MASK).astype("<u4").tobytes(),
-                tokens=pack_int32(tokens[mine]),
-                samples=drawn_for.astype("<u2").tobytes() if drawn_for.any() else b"",
+                parts.pop(share.router, Outputs(0)),
+                requests=share.numbers,
+                tokens=pack_int32(tokens if mine is None else tokens[mine]),
+                samples=share.samples,
                 logprobs=own,
             )
-            self.send(index, message)
+            self.send(share.router, message)
 
     def close(self) -> None:
         self.socket.close()

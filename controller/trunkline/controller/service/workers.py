@@ -40,6 +40,7 @@ from trunkline.controller.service.membership import (
     disagreement,
 )
 from trunkline.runtime.process import RareLog, is_worker, node_id
+from trunkline.runtime.wire_flags import MORE, NOBLOCK
 from trunkline.runtime.wire_keys import Role
 from trunkline.runtime.wire_sockets import MESSAGE_BYTES_MAX, SUBSCRIPTION_BYTES_MAX, Gate
 from trunkline.worker.messages import (
@@ -181,7 +182,8 @@ class WorkerGroup:
             raise GroupLostError("a rank takes no more step plans") from None
 
     def _send(self, topic: bytes, message: WorkerMessage | Leave) -> None:
-        self.plans.send_multipart([topic, self._encoder.encode(message)], zmq.NOBLOCK)
+        self.plans.send(topic, MORE)
+        self.plans.send(self._encoder.encode(message), NOBLOCK)
 
     def _welcome(self, hello: WorkerHello) -> None:
         with suppress(zmq.Again):  # the rank says hello again
@@ -272,7 +274,7 @@ class WorkerGroup:
         results: list[StepResult | GrammarReady | MovesDone | Probed] = []
         while True:
             try:
-                report = self._decoder.decode(self.reports.recv(zmq.NOBLOCK))
+                report = self._decoder.decode(self.reports.recv(NOBLOCK))
             except zmq.Again:
                 return results
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -364,7 +366,8 @@ def _out_of_range(report: StepResult | WorkerReady, ranges: dict[str, int]) -> s
 
 def _problem_of_ids(result: StepResult, vocab_size: int) -> str:
     """The next workers would be given them as tokens of a prompt. -1: behind a refused draft."""
-    for packed in (result.tokens, *(beams.tokens for beams in (result.beams or {}).values())):
+    beams = [beams.tokens for beams in result.beams.values()] if result.beams else []
+    for packed in (result.tokens, *beams):
         if packed and len(packed) % 4 == 0:
             ids = memoryview(packed).cast("i")
             if min(ids) < -1 or max(ids) >= vocab_size:
