@@ -14,10 +14,17 @@ from transformers.models.mpt import modeling_mpt
 from worker.checkpoints import Models, largest_difference, make_checkpoint
 from worker.driver import generate, run_config
 
+from trunkline.kernels.routing import Routing
 from trunkline.worker.errors import CheckpointError, ModelError, ParallelismError, UnsupportedModelError
 from trunkline.worker.model.config_fields import bloom_slopes, mpt_slopes
 from trunkline.worker.model.families import check_model, read_model_config
-from trunkline.worker.model.model_config import LayerAttention, ModelConfig, RopeConfig, check_parallelism
+from trunkline.worker.model.model_config import (
+    LayerAttention,
+    Mixture,
+    ModelConfig,
+    RopeConfig,
+    check_parallelism,
+)
 from trunkline.worker.runner import Runner
 
 HUB: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "hub_configs.json").read_text())
@@ -51,6 +58,8 @@ def possible(config: ModelConfig) -> list[int]:
         ("mpt-7b", [1, 2, 4, 8, 16]),
         ("gemma-2-2b", [1, 2, 4, 8]),
         ("gemma-3-1b", [1, 2, 4]),
+        ("qwen3-235b-a22b", [1, 2, 4, 8, 16]),
+        ("glm-4.5-air", [1, 2, 4, 8, 16]),
     ],
 )
 def test_group_sizes(name: str, sizes: list[int], tmp_path: Path) -> None:
@@ -118,6 +127,35 @@ def test_gemma(tmp_path: Path) -> None:
     assert newer.attention == (near,) * 25 + (far,)
 
 
+def test_mixtures(tmp_path: Path) -> None:
+    config = read(tmp_path, "qwen3-235b-a22b")
+    assert config.mixture == Mixture(128, 1536, Routing(8))
+    assert (config.attention[0].window, config.head_dim) == (0, 128)
+    other = read(tmp_path, "qwen3-235b-a22b", norm_topk_prob=False, decoder_sparse_step=3, mlp_only_layers=[2])
+    assert other.mixture is not None
+    assert not other.mixture.routing.normalised
+    assert {i for i in range(94) if other.mixture_of(i)} == set(range(5, 94, 3))
+    config = read(tmp_path, "glm-4.5-air")
+    assert config.mixture == Mixture(128, 1408, Routing(8, "sigmoid"), 1408, frozenset([0]))
+    assert (config.mixture_of(0), config.attention_bias, config.attention_out_bias) == (None, True, False)
+    assert config.attention[0].rope == RopeConfig(1e6, 64)
+    assert not config.architecture.names.query_norm
+    assert read(tmp_path, "glm-4.5-air", use_qk_norm=True).architecture.names.query_norm
+    # What is split is the layers with one MLP, and the experts for all tokens.
+    assert possible(read(tmp_path, "glm-4.5-air", intermediate_size=10946)) == [1, 2]
+    assert possible(read(tmp_path, "glm-4.5-air", moe_intermediate_size=1412)) == [1, 2, 4]
+    assert possible(read(tmp_path, "qwen3-235b-a22b", intermediate_size=1)) == [1, 2, 4, 8, 16]
+
+
+def test_factors(tmp_path: Path) -> None:
+    config = read(tmp_path, "granite-3.1-8b")
+    assert (config.embedding_scale, config.residual_scale, config.logit_scale) == (12.0, 0.22, 1 / 16)
+    assert {own.scale for own in config.attention} == {0.0078125}
+    config = read(tmp_path, "glm-4-9b-0414")
+    assert config.attention[0].rope == RopeConfig(10000.0, 64)
+    assert (config.attention_bias, config.architecture.interleaved) == (False, True)
+
+
 def test_partial_rotary(tmp_path: Path) -> None:
     older = read(tmp_path, "pythia-1.4b", rotary_emb_base=77)
     assert older.attention[0].rope == RopeConfig(77.0, 32)
@@ -166,6 +204,8 @@ def test_slopes_equal_transformers(heads: int) -> None:
         ("gemma-3-1b", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
         ("gemma-2-2b", {"layer_types": ["chunked_attention"] * 26}, "layer_types has 'chunked_attention'"),
         ("gpt2", {"quantization_config": {"bits": 8}}, "quantization_config"),
+        ("granite-3.1-8b", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+        ("mixtral-8x7b", {"architectures": ["GptOssForCausalLM"]}, "GptOssForCausalLM .its attention has sinks"),
     ],
 )
 def test_what_is_refused_by_name(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -178,6 +218,9 @@ def test_what_is_refused_by_name(name: str, changes: dict[str, Any], message: st
     [
         ("gpt2", {"n_embd": None}, "field 'n_embd' is missing"),
         ("mixtral-8x7b", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; there are 8 experts"),
+        ("glm-4.5-air", {"n_group": 3}, "n_group is 3; there are 128 experts"),
+        ("glm-4.5-air", {"topk_group": 2}, "topk_group is 2; there are 1 groups"),
+        ("glm-4.5-air", {"n_group": 32}, "1 groups have fewer than 8 experts"),
         ("gemma-2-2b", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 26 layers"),
         ("pythia-1.4b", {"rotary_pct": 0.04}, "5 dimensions of a head are rotated"),
         ("falcon-40b", {"num_kv_heads": 7}, "128 attention heads cannot share 7 KV heads"),

@@ -85,6 +85,12 @@ READERS: Final[Mapping[str, Reader]] = {**LLAMA_READERS, **EXPERTS_READERS, **OT
 """The reader of each name in config.json's `architectures`."""
 
 REFUSED: Final[Mapping[str, str]] = {
+    "DeepseekV2ForCausalLM": "its latent attention is not computed",
+    "DeepseekV3ForCausalLM": "its latent attention is not computed",
     "Gemma3ForConditionalGeneration": "it reads images too; save its text model as Gemma3ForCausalLM",
+    "GptOssForCausalLM": "its attention has sinks, which are not computed",
+    "Llama4ForCausalLM": "its attention in chunks of positions is not computed",
+    "Llama4ForConditionalGeneration": "it reads images too",
+    "Ministral3ForCausalLM": "its queries are scaled by their positions, so no KV could be used elsewhere",
 }
 """The reason why a known architecture is not supported, by its name."""
