@@ -71,12 +71,15 @@ ROWS: Final = (1, 8, 32)
 
 
 def write_random(folder: Path, config: dict[str, Any]) -> Path:
-    """Write a checkpoint of normal weights in the shapes that config.json implies; return `folder`."""
+    """Write a checkpoint of random weights in the shapes that config.json implies; return `folder`."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     model = read_model_config(folder)
     shapes = expected_shapes(model, model.architecture.prefixes[0])
-    tensors = {name: (torch.randn(shape) * 0.02).to(torch.bfloat16) for name, shape in shapes.items()}
+    tensors = {}
+    for name, shape in shapes.items():  # norms near 1, so that tokens differ in what routers choose
+        mean = 1.0 if "norm" in name else 0.0
+        tensors[name] = (torch.randn(shape) * 0.02 + mean).to(torch.bfloat16)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 
