@@ -39,7 +39,7 @@ from trunkline.kernels.ops import (
     Weight,
 )
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan
-from trunkline.kernels.quantisation import quantise
+from trunkline.kernels.quantisation import quantise, stored_weight
 from trunkline.kvstore.chunks import Int32Array
 
 
@@ -266,6 +266,7 @@ class DenseOps:
         self._pack = module.linear_pack
         self._packed_bytes = module.linear_packed_bytes
         self._delete = module.linear_delete
+        self._module = module
         self._memory = PackedMemory()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -308,8 +309,9 @@ class DenseOps:
         self, weight: Weight, bias: Tensor | None, activation: int, quantisation: Quantisation
     ) -> PackedLinear:
         if isinstance(weight, GroupedWeight):
-            if quantisation:
-                raise ValueError(f"the weight has {weight.bits} bits already; it is not quantised once more")
+            stored_weight(weight, quantisation)
+            if hasattr(self._module, "linear_pack_groups"):
+                return self._packed_groups(weight, bias, activation)
             weight = weight.dequantise(weight.dtype)
         type_of_x = DENSE_TYPES.get(weight.dtype, -1)  # of others the library says what it takes
         weight, scale = quantise(weight) if quantisation else (weight.detach(), NONE)
@@ -323,3 +325,20 @@ class DenseOps:
         parts = 2 if activation else 1
         size = memory.nbytes + scale.nbytes + widened.nbytes
         return PackedLinear(weight.shape[0] // parts, weight.shape[1], packed, size)
+
+    def _packed_groups(self, weight: GroupedWeight, bias: Tensor | None, activation: int) -> PackedLinear:
+        if weight.dtype not in DENSE_TYPES:
+            raise ValueError(f"weights in groups are multiplied with {', '.join(map(str, DENSE_TYPES))}")
+        codes, *levels = (NONE if part is None else part.contiguous() for part in weight.parts)
+        table = torch.tensor(weight.table, dtype=torch.uint8)
+        tensors = (codes, *levels, table)
+        widened = NONE if bias is None else bias.detach().float().contiguous()
+        size = self._module.linear_groups_bytes(*tensors, weight.bits, weight.group, weight.zero, activation)
+        memory = self._memory.take(size)
+        numbers = [weight.bits, weight.group, weight.zero, DENSE_TYPES[weight.dtype], activation]
+        numbers_tensor = torch.tensor([*numbers, int(weight.int8_inputs)])
+        handle = self._module.linear_pack_groups(self._handle, *tensors, widened, numbers_tensor, memory)
+        packed = PackedWeight(memory, handle, activation != 0)
+        weakref.finalize(packed, self._delete, handle)
+        parts = 2 if activation else 1
+        return PackedLinear(weight.shape[0] // parts, weight.shape[1], packed, memory.nbytes + widened.nbytes)

@@ -37,6 +37,8 @@ ROWS: Final = 1024
 """Number of rows of a weight that are converted at a time."""
 INPUT_GROUP: Final = 32
 """Number of inputs that share a factor where inputs are rounded to int8."""
+LEAST_INPUT: Final = 2.0**-100
+"""A group of inputs none of which is larger counts as zeros: the inverse of its factor would be infinite."""
 GROUP_QUANTUM: Final = 16
 """What the size of a group is a multiple of."""
 SCALE_TYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
@@ -115,7 +117,7 @@ class GroupedWeight:
 
     def rows(self, chosen: slice | Tensor) -> GroupedWeight:
         """Return some outputs, in the given order."""
-        return self._with(*(None if part is None else part[chosen] for part in self._parts()))
+        return self._with(*(None if part is None else part[chosen] for part in self.parts))
 
     def columns(self, chosen: slice) -> GroupedWeight:
         """Return some adjoining inputs.
@@ -129,7 +131,7 @@ class GroupedWeight:
                 f"inputs {first} to {stop} of a weight in groups of {self.group}: a rank takes whole groups; "
                 "use fewer ranks"
             )
-        codes, scale, sub_scale, offset, sub_offset = self._parts()
+        codes, scale, sub_scale, offset, sub_offset = self.parts
         groups = slice(first // self.group, stop // self.group)
         per_scale = self.codes.shape[1] // self.group // scale.shape[1]
         if groups.start % per_scale or groups.stop % per_scale:  # then each group gets the scale of its own
@@ -171,7 +173,9 @@ class GroupedWeight:
         table = torch.tensor(self.table, device=self.codes.device).sub_(self.zero).to(dtype)
         return table[self.codes.long()]
 
-    def _parts(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Codes, scales, their second level, offsets, their second level."""
         return self.codes, self.scale, self.sub_scale, self.offset, self.sub_offset
 
     def _with(self, *parts: Tensor | None) -> GroupedWeight:
@@ -204,7 +208,7 @@ def stack(weights: Sequence[GroupedWeight]) -> GroupedWeight:
         group = min(weight.group for weight in weights)
         weights = [_widened(weight, group) for weight in weights]
         first = weights[0]
-    parts = zip(*(weight._parts() for weight in weights), strict=True)
+    parts = zip(*(weight.parts for weight in weights), strict=True)
     return first._with(
         *(None if part[0] is None else torch.cat([p for p in part if p is not None]) for part in parts)
     )
@@ -243,9 +247,12 @@ def rounded_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.float()
     padded = F.pad(x, (0, -x.shape[1] % INPUT_GROUP)).view(len(x), -(-x.shape[1] // INPUT_GROUP), INPUT_GROUP)
     largest = padded.abs().amax(dim=-1)
-    inverse = torch.where(largest > 0, 127.0 / largest, 0.0)
+    counts = largest > LEAST_INPUT
+    # Of a number, torch would take the inverse first and round twice.
+    inverse = torch.where(counts, torch.full_like(largest, 127.0) / largest, 0.0)
     integers = (padded * inverse[..., None]).round_().nan_to_num_(0.0).flatten(1)[:, : x.shape[1]]
-    return integers, torch.where(largest.isfinite(), largest * (1.0 / 127.0), torch.nan)
+    factor = torch.where(counts, largest * (1.0 / 127.0), 0.0)
+    return integers, torch.where(largest.isfinite(), factor, torch.nan)
 
 
 def linear_grouped(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:

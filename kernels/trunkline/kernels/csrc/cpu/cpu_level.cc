@@ -11,7 +11,8 @@ CpuLevel best_cpu_level() {
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (!avx512) return CpuLevel::kAvx2;
-  return __builtin_cpu_supports("avx512bf16") ? CpuLevel::kAvx512Bf16 : CpuLevel::kAvx512;
+  const bool products = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+  return products ? CpuLevel::kAvx512Bf16 : CpuLevel::kAvx512;
 #else
   return CpuLevel::kPortable;
 #endif

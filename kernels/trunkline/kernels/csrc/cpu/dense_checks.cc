@@ -26,18 +26,29 @@ std::string described(const TensorView& tensor) {
   return text.str();
 }
 
-const LinearTable& linear_table(CpuLevel level) {
+namespace {
+
+const LinearTable& linear_table(CpuLevel level, bool in_groups) {
 #if TRUNKLINE_LEVELS > 1
   switch (level) {
-    case CpuLevel::kAvx2: return avx2::kLinearTable;
-    case CpuLevel::kAvx512: return avx512::kLinearTable;
-    case CpuLevel::kAvx512Bf16: return avx512bf16::kLinearTable;
+    case CpuLevel::kAvx2: return in_groups ? avx2::kGroupTable : avx2::kLinearTable;
+    case CpuLevel::kAvx512: return in_groups ? avx512::kGroupTable : avx512::kLinearTable;
+    case CpuLevel::kAvx512Bf16: return in_groups ? avx512bf16::kGroupTable : avx512bf16::kLinearTable;
     default: break;
   }
 #else
   static_cast<void>(level);
 #endif
-  return portable::kLinearTable;
+  return in_groups ? portable::kGroupTable : portable::kLinearTable;
+}
+
+}  // namespace
+
+LinearFunctions linear_functions(CpuLevel level, const LinearLayer& layer) {
+  const LinearTable& table = linear_table(level, layer.groups != nullptr);
+  const bool second = layer.form == WeightForm::kInt8 || layer.form == WeightForm::kGroupsInt8;
+  const int type = static_cast<int>(layer.type);
+  return {table.unit[second][type], table.row_words[second][type]};
 }
 
 const NormTable& norm_table(CpuLevel level) {

@@ -53,17 +53,17 @@ int64_t cost_of(const LinearCall& call) {
 }
 
 // `cost`: of all calls whose units are in one list.
-Split split_of(const LinearCall& call, const LinearTable& table, int64_t threads, int64_t cost) {
+Split split_of(const LinearCall& call, CpuLevel level, int64_t threads, int64_t cost) {
   const LinearLayer& layer = *call.layer;
   Split split{};
-  split.unit = table.unit[static_cast<int>(layer.form)][static_cast<int>(layer.type)];
+  split.unit = linear_functions(level, layer).unit;
   split.panels = (layer.out_features + kPanelWidth - 1) / kPanelWidth;
   split.blocks = (call.rows + kRowsMax - 1) / kRowsMax;
   split.groups = 1;
   if (threads == 1) return split;
   const int64_t columns = layer.activation == Activation::kNone ? kPanelWidth : 2 * kPanelWidth;
   const int64_t per_panel = std::max<int64_t>(1, layer.in_features * columns);
-  const int64_t by_bytes = kUnitBytesMin / (per_panel * weight_bytes(layer));
+  const int64_t by_bytes = 8 * kUnitBytesMin / (per_panel * weight_bits(layer));
   const int64_t by_work = kUnitMultiplicationsMin / (per_panel * std::max<int64_t>(1, call.rows / split.blocks));
   const int64_t panels_min = std::max<int64_t>(1, std::min(by_bytes, by_work));
   const double share = static_cast<double>(cost_of(call)) / static_cast<double>(cost * split.blocks);
@@ -73,12 +73,12 @@ Split split_of(const LinearCall& call, const LinearTable& table, int64_t threads
 }
 
 // Every thread's memory for converted rows, empty; false: none is needed.
-bool prepare_conversion(CpuContext& shared, const LinearCall* calls, size_t count, const LinearTable& table) {
+bool prepare_conversion(CpuContext& shared, const LinearCall* calls, size_t count) {
   int64_t words = 0;
   for (const LinearCall& call : std::span(calls, count)) {
     const LinearLayer& layer = *call.layer;
-    const auto row_words = table.row_words[static_cast<int>(layer.form)][static_cast<int>(layer.type)];
-    words = std::max(words, std::min<int64_t>(call.rows, kRowsMax) * row_words(layer.in_features));
+    const int64_t row_words = linear_functions(shared.level, layer).row_words(layer);
+    words = std::max(words, std::min<int64_t>(call.rows, kRowsMax) * row_words);
   }
   if (words == 0) return false;
   shared.reserve_scratch(kHeaderBytes + static_cast<size_t>(words) * 4);
@@ -92,13 +92,12 @@ bool prepare_conversion(CpuContext& shared, const LinearCall* calls, size_t coun
 }  // namespace
 
 void run_linears(CpuContext& shared, const LinearCall* calls, size_t count) {
-  const LinearTable& table = linear_table(shared.level);
-  const bool converts = prepare_conversion(shared, calls, count, table);
+  const bool converts = prepare_conversion(shared, calls, count);
   int64_t cost = 0, units = 0;
   for (size_t i = 0; i < count; ++i) cost += cost_of(calls[i]);
   auto* splits = reinterpret_cast<Split*>(shared.lists.reserve(count * sizeof(Split)));
   for (size_t i = 0; i < count; ++i) {
-    new (splits + i) Split(split_of(calls[i], table, shared.pool.threads(), cost));
+    new (splits + i) Split(split_of(calls[i], shared.level, shared.pool.threads(), cost));
     splits[i].stop = units += splits[i].blocks * splits[i].groups;
   }
   shared.pool.run(units, [&](int64_t index, int thread) {

@@ -7,6 +7,7 @@
 //      float32, float16   [panel][in][width]
 //      bfloat16           [panel][ceil(in / 2)][width][2], an odd `in` padded with a zero
 //      int8               [panel][in][width], an odd `in` padded with a zero, whatever the type of x
+//      groups             [panel][scale][group]: see `GroupForm`
 //
 // int8 weights are quantised per output (`trunkline/kernels/quantisation.py`): the product is taken over the
 // integers, which every type of x holds exactly, and an output's scale multiplies its finished sum.
@@ -30,9 +31,9 @@ namespace trunkline {
 enum class DenseType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 constexpr int kDenseTypes = 3;
 
-// How weights are stored: in the type of x, or as int8 with a scale per output.
-enum class WeightForm : int { kPlain = 0, kInt8 = 1 };
-constexpr int kWeightForms = 2;
+// How weights are stored: in the type of x, as int8 with a scale per output, or as codes in groups. With int8 inputs
+// a layer rounds its rows to int8, by 32 inputs, and multiplies integers; else codes become floats.
+enum class WeightForm : int { kPlain = 0, kInt8 = 1, kGroups = 2, kGroupsInt8 = 3 };
 
 enum class Activation : int { kNone = 0, kSilu = 1, kGelu = 2, kGeluTanh = 3 };
 
@@ -43,6 +44,39 @@ constexpr int kPanelQuantum = 16;  // lanes of the widest vector
 // second-level cache and their sums in the first, enough that a panel is used often for each time it is read.
 constexpr int kRowsMax = 96;
 
+enum class ScaleType : int { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2 };
+
+// Codes in groups of inputs (`trunkline/kernels/grouped.py`): w = scale * (value(code) - zero) - offset. A panel is,
+// for each scale (and for its groups, if there are two levels):
+//
+//      scales [width], offsets [width] if there are any, in their type
+//      then for each of its groups:
+//          second level: scales [width], offsets [width] if there are any, int8
+//          codes, words of 32 bits [group * bits / 32][width]: code i of a word of 8 bits in byte i; of 4 bits in the
+//          low half of byte i, codes 4 to 7 in the high halves
+//
+// So the codes of four inputs are the bytes of a lane, as products of integers take them.
+struct GroupForm {
+  int64_t group;             // inputs; a multiple of 16
+  int64_t groups_per_scale;  // 1 on one level
+  int bits;                  // 4 or 8
+  ScaleType scale_type;
+  bool has_levels;
+  bool has_offset;
+  bool has_table;
+  uint8_t table[16];  // values of the codes of 4 bits; otherwise they are the codes
+  int zero;           // 0 to 255
+
+  int64_t scale_bytes() const { return scale_type == ScaleType::kFloat32 ? 4 : 2; }
+  int64_t numbers() const { return has_offset ? 2 : 1; }
+  // Bytes of a lane, for a group and for a scale with its groups.
+  int64_t group_bytes() const { return (has_levels ? numbers() : 0) + group * bits / 8; }
+  int64_t lane_bytes() const { return scale_bytes() * numbers() + groups_per_scale * group_bytes(); }
+  int64_t lane_bytes(int64_t in_features) const { return in_features / (group * groups_per_scale) * lane_bytes(); }
+  // Inputs that are taken at a time: of one group, and of one factor where inputs are int8.
+  int unit() const { return group % 32 == 0 ? 32 : 16; }
+};
+
 struct LinearLayer {
   DenseType type;  // of x
   WeightForm form;
@@ -50,8 +84,9 @@ struct LinearLayer {
   int64_t in_features;
   int64_t out_features;  // of the result, so half the weight's rows where gated
   const void* panels;
-  const float* scale;  // of int8 panels; per panel, padded like it and interleaved like it
-  const float* bias;   // likewise; null: none
+  const GroupForm* groups;  // of codes in groups, else null
+  const float* scale;       // of int8 panels; per panel, padded like it and interleaved like it
+  const float* bias;        // likewise; null: none
 };
 
 struct LinearCall {
@@ -73,10 +108,11 @@ struct ConvertedRows {
 using LinearUnit = void (*)(const LinearCall& call, int64_t row_begin, int64_t row_end, int64_t panel_begin,
                             int64_t panel_end, ConvertedRows* converted);
 
+// Of plain and int8 weights, or of codes in groups without and with int8 inputs.
 struct LinearTable {
-  LinearUnit unit[kWeightForms][kDenseTypes];
+  LinearUnit unit[2][kDenseTypes];
   // 32-bit words of a converted row; 0: rows are read as they are.
-  int64_t (*row_words[kWeightForms][kDenseTypes])(int64_t in_features);
+  int64_t (*row_words[2][kDenseTypes])(const LinearLayer& layer);
 };
 
 struct NormCall {
@@ -96,23 +132,28 @@ struct NormTable {
 };
 
 namespace portable {
-extern const LinearTable kLinearTable;
+extern const LinearTable kLinearTable, kGroupTable;
 extern const NormTable kNormTable;
 }  // namespace portable
 namespace avx2 {
-extern const LinearTable kLinearTable;
+extern const LinearTable kLinearTable, kGroupTable;
 extern const NormTable kNormTable;
 }  // namespace avx2
 namespace avx512 {
-extern const LinearTable kLinearTable;
+extern const LinearTable kLinearTable, kGroupTable;
 extern const NormTable kNormTable;
 }  // namespace avx512
 namespace avx512bf16 {
-extern const LinearTable kLinearTable;
+extern const LinearTable kLinearTable, kGroupTable;
 extern const NormTable kNormTable;
 }  // namespace avx512bf16
 
-const LinearTable& linear_table(CpuLevel level);
+// The functions of a layer, by its form and type.
+struct LinearFunctions {
+  LinearUnit unit;
+  int64_t (*row_words)(const LinearLayer& layer);
+};
+LinearFunctions linear_functions(CpuLevel level, const LinearLayer& layer);
 const NormTable& norm_table(CpuLevel level);
 
 // Inputs that an int8 panel has for each output: an even number, so that a step may take a pair.

@@ -59,7 +59,7 @@ int64_t lane_bytes(WeightForm form, DenseType type, int64_t in_features) {
 }
 
 void pack_any(const LinearLayer& layer, const PanelRows& rows, char* panel) {
-  const int64_t in_bytes = layer.in_features * weight_bytes(layer);
+  const int64_t in_bytes = layer.in_features * weight_bits(layer) / 8;
   const int64_t per_lane = lane_bytes(layer.form, layer.type, layer.in_features);
   if (layer.form == WeightForm::kInt8) {
     pack_panel(rows, in_bytes, per_lane, reinterpret_cast<uint8_t*>(panel));
@@ -68,10 +68,6 @@ void pack_any(const LinearLayer& layer, const PanelRows& rows, char* panel) {
   } else {
     pack_panel(rows, in_bytes, per_lane / 4, reinterpret_cast<uint32_t*>(panel));
   }
-}
-
-int64_t padded_lanes(int64_t out_features) {
-  return (out_features + kPanelQuantum - 1) / kPanelQuantum * kPanelQuantum;
 }
 
 WeightForm weight_form(const TensorView& weight) {
@@ -107,39 +103,18 @@ int64_t linear_packed_bytes(TensorView weight, int64_t gated) {
 
 void fill_panels(CpuContext& shared, const TensorView& weight, int64_t parts, const LinearLayer& layer,
                  char* data) {
-  const int64_t row_bytes = weight.stride(0) * weight_bytes(layer);
+  const int64_t row_bytes = weight.stride(0) * weight_bits(layer) / 8;
   const int64_t per_lane = lane_bytes(layer.form, layer.type, layer.in_features);
   const int64_t panels = (layer.out_features + kPanelWidth - 1) / kPanelWidth;
   shared.pool.run(panels * parts, [&](int64_t unit, int) {
-    const int64_t panel = unit / parts, part = unit % parts;
-    const int64_t first = part * layer.out_features + panel * kPanelWidth;
+    const PanelPlace place = panel_place(layer.out_features, parts, unit);
     PanelRows rows{};
-    rows.weight = static_cast<const char*>(weight.data_ptr()) + first * row_bytes;
+    rows.weight = static_cast<const char*>(weight.data_ptr()) + place.first * row_bytes;
     rows.row_bytes = row_bytes;
-    rows.count = std::min<int64_t>(kPanelWidth, layer.out_features - panel * kPanelWidth);
-    rows.width = panel_width(layer.out_features, panel);
-    const int64_t lanes_before = parts * panel * kPanelWidth + part * rows.width;
-    pack_any(layer, rows, data + lanes_before * per_lane);
+    rows.count = place.count;
+    rows.width = place.width;
+    pack_any(layer, rows, data + place.lanes_before * per_lane);
   });
-}
-
-// A value per output, in the order of the panels' lanes.
-std::vector<float> in_lanes(const TensorView& tensor, const char* name, int64_t parts, const PackedLayer& layer) {
-  const bool fits = tensor.ndim() == 1 && tensor.size(0) == layer.out_features * parts;
-  if (!fits || !is_float32(tensor) || !tensor.IsContiguous()) {
-    TVM_FFI_THROW(ValueError) << name << " is " << described(tensor) << "; expected is a contiguous float32 ["
-                              << layer.out_features * parts << "]";
-  }
-  const auto* values = static_cast<const float*>(tensor.data_ptr());
-  std::vector<float> lanes(static_cast<size_t>(parts * padded_lanes(layer.out_features)), 0.0f);
-  for (int64_t i = 0; i < layer.out_features * parts; ++i) {
-    const int64_t part = i / layer.out_features, output = i % layer.out_features;
-    const int64_t panel = output / kPanelWidth;
-    const int64_t place =
-        parts * panel * kPanelWidth + part * panel_width(layer.out_features, panel) + output % kPanelWidth;
-    lanes[static_cast<size_t>(place)] = values[i];
-  }
-  return lanes;
 }
 
 // Packs `weight` into `data` and returns the layer's handle; `data` must live as long as it. `bias` may be empty;
@@ -151,10 +126,7 @@ int64_t linear_pack(int64_t context, TensorView weight, TensorView scale, Tensor
   }
   const int64_t parts = activation == 0 ? 1 : 2;
   const int64_t bytes = linear_packed_bytes(weight, activation);
-  if (data.numel() != bytes || !has_dtype(data, kDLUInt, 8) || !data.IsContiguous() ||
-      reinterpret_cast<uintptr_t>(data.data_ptr()) % 64 != 0) {
-    TVM_FFI_THROW(ValueError) << "data must be an aligned uint8 tensor of " << bytes << " bytes";
-  }
+  check_panel_memory(data, bytes);
   auto layer = std::make_unique<PackedLayer>();
   layer->type = weight_type(weight, parts, type_of_x);
   layer->form = weight_form(weight);
@@ -162,13 +134,14 @@ int64_t linear_pack(int64_t context, TensorView weight, TensorView scale, Tensor
   layer->in_features = weight.size(1);
   layer->out_features = weight.size(0) / parts;
   layer->panels = data.data_ptr();
+  layer->groups = nullptr;
   layer->scale = layer->bias = nullptr;
   if (bias.numel() > 0) {
-    layer->padded_bias = in_lanes(bias, "bias", parts, *layer);
+    layer->padded_bias = in_lanes(bias, "bias", parts, layer->out_features);
     layer->bias = layer->padded_bias.data();
   }
   if (layer->form == WeightForm::kInt8) {
-    layer->padded_scale = in_lanes(scale, "scale", parts, *layer);
+    layer->padded_scale = in_lanes(scale, "scale", parts, layer->out_features);
     layer->scale = layer->padded_scale.data();
   }
   const ContextUse use(context);
@@ -179,6 +152,28 @@ int64_t linear_pack(int64_t context, TensorView weight, TensorView scale, Tensor
 void linear_delete(int64_t handle) { delete reinterpret_cast<PackedLayer*>(handle); }
 
 }  // namespace
+
+std::vector<float> in_lanes(const TensorView& tensor, const char* name, int64_t parts, int64_t out_features) {
+  const bool fits = tensor.ndim() == 1 && tensor.size(0) == out_features * parts;
+  if (!fits || !is_float32(tensor) || !tensor.IsContiguous()) {
+    TVM_FFI_THROW(ValueError) << name << " is " << described(tensor) << "; expected is a contiguous float32 ["
+                              << out_features * parts << "]";
+  }
+  const auto* values = static_cast<const float*>(tensor.data_ptr());
+  std::vector<float> lanes(static_cast<size_t>(parts * padded_lanes(out_features)), 0.0f);
+  for (int64_t unit = 0; unit < parts * ((out_features + kPanelWidth - 1) / kPanelWidth); ++unit) {
+    const PanelPlace place = panel_place(out_features, parts, unit);
+    std::copy_n(values + place.first, place.count, lanes.begin() + place.lanes_before);
+  }
+  return lanes;
+}
+
+void check_panel_memory(const TensorView& data, int64_t bytes) {
+  if (data.numel() != bytes || !has_dtype(data, kDLUInt, 8) || !data.IsContiguous() ||
+      reinterpret_cast<uintptr_t>(data.data_ptr()) % 64 != 0) {
+    TVM_FFI_THROW(ValueError) << "data must be an aligned uint8 tensor of " << bytes << " bytes";
+  }
+}
 
 const char* dense_type_name(DenseType type) {
   return type == DenseType::kFloat32 ? "float32" : type == DenseType::kBFloat16 ? "bfloat16" : "float16";

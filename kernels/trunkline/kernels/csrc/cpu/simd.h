@@ -1,4 +1,4 @@
-// Vectors of floats as wide as the instruction set has them: the only file that knows intrinsics.
+// Vectors of floats as wide as the instruction set has them: with simd_integers.h all that knows intrinsics.
 //
 // The kernels are written once against these functions and compiled once per level (`TRUNKLINE_LEVEL`, set by the
 // build: 0 portable, 1 AVX2 + FMA + F16C, 2 AVX-512, 3 AVX-512 with bf16 dot products), each time into a

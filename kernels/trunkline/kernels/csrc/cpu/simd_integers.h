@@ -1,0 +1,125 @@
+// Vectors of integers, for codes of weights and int8 inputs: what simd.h is for floats.
+#pragma once
+
+#include "simd.h"
+
+namespace trunkline::TRUNKLINE_NAMESPACE {
+namespace {
+
+#if TRUNKLINE_LEVEL >= 2
+
+// Lanes of 32 bits, as bits, bytes or integers.
+TRUNKLINE_INLINE Bits load_words(const void* p) { return _mm512_loadu_si512(p); }
+TRUNKLINE_INLINE void store_words(void* p, Bits b) { _mm512_storeu_si512(p, b); }
+TRUNKLINE_INLINE Bits set1_word(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+TRUNKLINE_INLINE Bits bits_and(Bits a, Bits b) { return _mm512_and_si512(a, b); }
+TRUNKLINE_INLINE Bits shift_right(Bits b, int count) { return _mm512_srli_epi32(b, static_cast<unsigned>(count)); }
+TRUNKLINE_INLINE Vec float_of_integers(Bits b) { return _mm512_cvtepi32_ps(b); }
+// Entries of a table of 16; only the lowest 4 bits of a lane count.
+TRUNKLINE_INLINE Vec table_floats(const float* table, Bits index) {
+  return _mm512_permutexvar_ps(index, _mm512_loadu_ps(table));
+}
+// Entries of a table of 16 bytes, for each byte; bytes are below 16.
+TRUNKLINE_INLINE Bits table_bytes(const uint8_t* table, Bits index) {
+  const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(entries), index);
+}
+// The nearest integers, of magnitudes up to 127.
+TRUNKLINE_INLINE void store_int8(int8_t* p, Vec x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
+}
+// Sums of the products of each lane's four bytes, unsigned, with four int8 that all lanes share: `x` has them as
+// they are, or, without the instruction for that, two words of int16: the first and third, the second and fourth.
+#if TRUNKLINE_LEVEL >= 3
+constexpr int kDotWords = 1;
+TRUNKLINE_INLINE Bits dot_bytes(Bits sum, Bits bytes, const uint32_t* x) {
+  return _mm512_dpbusd_epi32(sum, bytes, set1_word(*x));
+}
+#else
+constexpr int kDotWords = 2;
+TRUNKLINE_INLINE Bits dot_bytes(Bits sum, Bits bytes, const uint32_t* x) {
+  const Bits even = _mm512_and_si512(bytes, set1_word(0x00ff00ffu)), odd = _mm512_srli_epi16(bytes, 8);
+  sum = _mm512_add_epi32(sum, _mm512_madd_epi16(even, set1_word(x[0])));
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(odd, set1_word(x[1])));
+}
+#endif
+
+#elif TRUNKLINE_LEVEL == 1
+
+TRUNKLINE_INLINE Bits load_words(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+TRUNKLINE_INLINE void store_words(void* p, Bits b) { _mm256_storeu_si256(static_cast<__m256i*>(p), b); }
+TRUNKLINE_INLINE Bits set1_word(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+TRUNKLINE_INLINE Bits bits_and(Bits a, Bits b) { return _mm256_and_si256(a, b); }
+TRUNKLINE_INLINE Bits shift_right(Bits b, int count) { return _mm256_srli_epi32(b, count); }
+TRUNKLINE_INLINE Vec float_of_integers(Bits b) { return _mm256_cvtepi32_ps(b); }
+TRUNKLINE_INLINE Vec table_floats(const float* table, Bits index) {
+  const Vec low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index);
+  const Vec high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), index);
+  return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+}
+TRUNKLINE_INLINE Bits table_bytes(const uint8_t* table, Bits index) {
+  const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), index);
+}
+TRUNKLINE_INLINE void store_int8(int8_t* p, Vec x) {
+  const __m256i words = _mm256_cvtps_epi32(x);
+  const __m128i shorts = _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(shorts, shorts));
+}
+constexpr int kDotWords = 2;
+TRUNKLINE_INLINE Bits dot_bytes(Bits sum, Bits bytes, const uint32_t* x) {
+  const Bits even = _mm256_and_si256(bytes, set1_word(0x00ff00ffu)), odd = _mm256_srli_epi16(bytes, 8);
+  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(even, set1_word(x[0])));
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(odd, set1_word(x[1])));
+}
+
+#else
+
+TRUNKLINE_INLINE Bits load_words(const void* p) {
+  Bits b;
+  std::memcpy(&b, p, 16);
+  return b;
+}
+TRUNKLINE_INLINE void store_words(void* p, Bits b) { std::memcpy(p, &b, 16); }
+TRUNKLINE_INLINE Bits set1_word(uint32_t x) { return Bits{x, x, x, x}; }
+TRUNKLINE_INLINE Bits bits_and(Bits a, Bits b) { return a & b; }
+TRUNKLINE_INLINE Bits shift_right(Bits b, int count) { return b >> count; }
+TRUNKLINE_INLINE Vec float_of_integers(Bits b) {
+  Ints integers;
+  std::memcpy(&integers, &b, 16);
+  return __builtin_convertvector(integers, Vec);
+}
+TRUNKLINE_INLINE Vec table_floats(const float* table, Bits index) {
+  return Vec{table[index[0] & 15], table[index[1] & 15], table[index[2] & 15], table[index[3] & 15]};
+}
+TRUNKLINE_INLINE Bits table_bytes(const uint8_t* table, Bits index) {
+  uint8_t bytes[16];
+  std::memcpy(bytes, &index, 16);
+  for (uint8_t& byte : bytes) byte = table[byte];
+  return load_words(bytes);
+}
+TRUNKLINE_INLINE void store_int8(int8_t* p, Vec x) {
+  const Vec whole = round_to_integer(x);
+  for (int i = 0; i < 4; ++i)
+    p[i] = whole[i] >= -127.0f && whole[i] <= 127.0f ? static_cast<int8_t>(whole[i]) : int8_t{0};
+}
+constexpr int kDotWords = 2;
+TRUNKLINE_INLINE Bits dot_bytes(Bits sum, Bits bytes, const uint32_t* x) {
+  int16_t factors[4];  // of the first and third byte, of the second and fourth
+  std::memcpy(factors, x, 8);
+  Ints total;
+  std::memcpy(&total, &sum, 16);
+  for (int byte = 0; byte < 4; ++byte) {
+    const Bits values = (bytes >> (8 * byte)) & 0xffu;
+    Ints integers;
+    std::memcpy(&integers, &values, 16);
+    total += integers * static_cast<int>(factors[byte % 2 * 2 + byte / 2]);
+  }
+  std::memcpy(&sum, &total, 16);
+  return sum;
+}
+
+#endif
+
+}  // namespace
+}  // namespace trunkline::TRUNKLINE_NAMESPACE
