@@ -97,7 +97,7 @@ void run_decode(CpuContext& context, DecodeCall& call, bool buffered) {
   const AttentionTable& table = attention_table_of(context);
   const int64_t widest = static_cast<int64_t>(call.work.widest) * call.group;
   const size_t bytes = table.unit_scratch_bytes(std::max<int64_t>(widest, kRowBlock), call.pool.head_dim);
-  const auto unit = table.decode_unit[call.pool.type];
+  const auto unit = table.decode_unit[call.pool.form()];
   const DecodeUnit* units = nullptr;
   const int64_t count = list_decode_units(context, call, &units);
   context.reserve_scratch(bytes);
@@ -125,7 +125,7 @@ void decode_attention(int64_t handle, TensorView work, TensorView q, TensorView 
   require(work.numel() >= kWorkHeaderWords && words[kWorkMagic] == kWorkMagicValue &&
               words[kWorkWords] == work.numel(),
           "work must be what plan_work returns");
-  DecodeCall call{pool_of(data, packed, layer), {}, WorkView(words)};
+  DecodeCall call{pool_of(data, packed, layer, kv_type_of(q, "q")), {}, WorkView(words)};
   call.layer = static_cast<int32_t>(layer), call.steps = static_cast<int32_t>(steps);
   require(steps >= 0 && steps <= call.pool.chunk, "steps must be within a chunk");
   call.q_stride = vectors_stride(q, call.pool, "q");
@@ -230,7 +230,7 @@ void run_prefill(CpuContext& context, PrefillCall& call) {
   const AttentionTable& table = attention_table_of(context);
   const size_t bytes =
       table.unit_scratch_bytes(static_cast<int64_t>(call.block_tokens) * call.group, call.pool.head_dim);
-  const auto unit = table.prefill_unit[call.pool.type];
+  const auto unit = table.prefill_unit[call.pool.form()];
   context.reserve_scratch(bytes);
   context.pool.run(count, [&](int64_t number, int thread) { unit(call, units[number], context.scratch(thread)); });
 }
@@ -244,7 +244,7 @@ void prefill_attention(int64_t handle, TensorView words, TensorView q, TensorVie
   CpuContext& context = use.context();
   PrefillCall call{};
   int64_t queries = 0;
-  call.pool = pool_of(data, packed, layer);
+  call.pool = pool_of(data, packed, layer, kv_type_of(q, "q"));
   read_prefill_words(words, call, &queries);
   call.layer = static_cast<int32_t>(layer);
   call.q_stride = vectors_stride(q, call.pool, "q");

@@ -2,13 +2,17 @@
 //
 // Plain data only, and no function that the linker could merge over levels (see simd.h).
 //
-// The pool is `[blocks, layers, 2, kv_heads, chunk, d]`; a *tile* is the `chunk * d` elements of one block, layer,
-// K or V, and head. Where `PoolView::packable`, a full chunk's tiles are permuted in place once it is sealed, into
-// the form of gemm.h's B, the same at every level:
+// The pool is `[blocks, layers, 2, kv_heads, chunk, row]`; a *tile* is the `chunk` rows of one block, layer, K or V,
+// and head. A row is the `d` elements of a token, or `d` int8 and the float32 by which they are multiplied. Where
+// `PoolView::packable`, a full chunk's tiles are permuted in place once it is sealed, into the form of gemm.h's B,
+// the same at every level:
 //
 //                  K (scores: lanes along tokens)      V (outputs: lanes along d)
 //      bfloat16    [d / 2][chunk][2]                   [chunk / 2][d][2]
 //      others      [d][chunk]                          [chunk][d], as it is
+//      int8        scales [chunk], [d / 4][chunk][4]   scales [chunk], [chunk / 4][d][4]
+//
+// An int8 x is x + 128 there, an unsigned byte.
 #pragma once
 
 #include <cstddef>
@@ -19,6 +23,8 @@
 namespace trunkline {
 
 enum KvType : int { kKvFloat32 = 0, kKvFloat16 = 1, kKvBFloat16 = 2, kKvTypes = 3 };
+// The types again, for pools that keep int8.
+constexpr int kKvForms = 2 * kKvTypes;
 
 constexpr int kTokenStep = 16;  // packed tiles are read in so many tokens, at every level
 // Keys between two updates of a row's softmax state. Many query vectors: the fewer updates the better. Few: a
@@ -33,9 +39,12 @@ struct PoolView {
   char* data;
   uint8_t* packed;  // [blocks, layers]
   int64_t blocks, layers, kv_heads, chunk, head_dim;
-  int64_t element_bytes, tile_bytes;
-  KvType type;
+  int64_t element_bytes, row_bytes, tile_bytes;
+  KvType type;  // of queries, results, and of keys and values before they are stored; `element_bytes` is its size
+  bool is_int8;
   bool packable;
+
+  int form() const { return type + (is_int8 ? kKvTypes : 0); }
 };
 
 // What an `AttentionSpec` does to a score.
@@ -108,20 +117,20 @@ struct WriteCall {
   float eps;
 };
 
-// One per level. `type` tables: by KvType.
+// One per level. Tables by KvType, or by `PoolView::form`.
 struct AttentionTable {
   size_t (*unit_scratch_bytes)(int64_t vectors, int64_t head_dim);
-  void (*decode_unit[kKvTypes])(const DecodeCall& call, const DecodeUnit& unit, char* scratch);
+  void (*decode_unit[kKvForms])(const DecodeCall& call, const DecodeUnit& unit, char* scratch);
   void (*decode_merge[kKvTypes])(const DecodeCall& call, int64_t row);  // the buffer's second pass
-  void (*prefill_unit[kKvTypes])(const PrefillCall& call, const PrefillUnit& unit, char* scratch);
+  void (*prefill_unit[kKvForms])(const PrefillCall& call, const PrefillUnit& unit, char* scratch);
   void (*turn_query[kKvTypes])(const TurnCall& call, int64_t slot);
 };
 
 struct BlockTable {
   // `scratch`: of `block_scratch_bytes`.
-  void (*write_token[kKvTypes])(const WriteCall& call, int64_t token, char* scratch);
-  void (*pack_tile[kKvTypes])(char* tile, bool is_value, int64_t chunk, int64_t head_dim, char* scratch);
-  void (*unpack_tile[kKvTypes])(const char* tile, char* plain, bool is_value, int64_t chunk, int64_t head_dim);
+  void (*write_token[kKvForms])(const WriteCall& call, int64_t token, char* scratch);
+  void (*pack_tile[kKvForms])(char* tile, bool is_value, int64_t chunk, int64_t head_dim, char* scratch);
+  void (*unpack_tile[kKvForms])(const char* tile, char* plain, bool is_value, int64_t chunk, int64_t head_dim);
 };
 
 // The machine's limits, for benchmarks.

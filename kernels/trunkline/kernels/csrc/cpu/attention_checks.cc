@@ -13,14 +13,21 @@ KvType kv_type_of(const TensorView& tensor, const char* name) {
   return kKvFloat32;  // not reached
 }
 
-PoolView pool_of(const TensorView& data, const TensorView& packed, int64_t layer) {
+bool holds_rows_of(const PoolView& pool, const TensorView& tensor) {
+  return pool.is_int8 ? has_dtype(tensor, kDLInt, 8) : kv_type_of(tensor, "the tensor") == pool.type;
+}
+
+PoolView pool_of(const TensorView& data, const TensorView& packed, int64_t layer, KvType computed) {
   PoolView pool{};
-  pool.type = kv_type_of(data, "the pool");
-  if (data.ndim() != 6 || data.size(2) != 2 || !data.IsContiguous()) {
-    TVM_FFI_THROW(ValueError) << "the pool must be contiguous, [blocks, layers, 2, kv_heads, chunk, head_dim]";
+  pool.is_int8 = data.device().device_type == kDLCPU && has_dtype(data, kDLInt, 8);
+  pool.type = pool.is_int8 ? computed : kv_type_of(data, "the pool");
+  constexpr int64_t kScaleBytes = 4;
+  if (data.ndim() != 6 || data.size(2) != 2 || !data.IsContiguous() ||
+      (pool.is_int8 && data.size(5) <= kScaleBytes)) {
+    TVM_FFI_THROW(ValueError) << "the pool must be contiguous, [blocks, layers, 2, kv_heads, chunk, row]";
   }
   pool.blocks = data.size(0), pool.layers = data.size(1), pool.kv_heads = data.size(3);
-  pool.chunk = data.size(4), pool.head_dim = data.size(5);
+  pool.chunk = data.size(4), pool.head_dim = data.size(5) - (pool.is_int8 ? kScaleBytes : 0);
   if (!has_dtype(packed, kDLUInt, 8) || !packed.IsContiguous() || packed.ndim() != 2 ||
       packed.size(0) != pool.blocks || packed.size(1) != pool.layers) {
     TVM_FFI_THROW(ValueError) << "the pool's packed flags must be contiguous uint8 [" << pool.blocks << ", "
@@ -32,7 +39,8 @@ PoolView pool_of(const TensorView& data, const TensorView& packed, int64_t layer
   pool.data = bytes_of(data);
   pool.packed = reinterpret_cast<uint8_t*>(bytes_of(packed));
   pool.element_bytes = pool.type == kKvFloat32 ? 4 : 2;
-  pool.tile_bytes = pool.chunk * pool.head_dim * pool.element_bytes;
+  pool.row_bytes = pool.is_int8 ? pool.head_dim + kScaleBytes : pool.head_dim * pool.element_bytes;
+  pool.tile_bytes = pool.chunk * pool.row_bytes;
   pool.packable = pool.chunk % kTokenStep == 0 && pool.head_dim % 16 == 0;
   if (pool.head_dim % 2 != 0 || reinterpret_cast<uintptr_t>(pool.data) % 4 != 0) {
     TVM_FFI_THROW(ValueError) << "head_dim " << pool.head_dim << " must be even, and the pool aligned to 4 bytes";

@@ -14,8 +14,12 @@ namespace trunkline {
 // A ValueError for any other type than float32, float16 and bfloat16.
 KvType kv_type_of(const TensorView& tensor, const char* name);
 
-// `pool` and `packed` of a KvPool on the CPU. `layer` must be one of its layers.
-PoolView pool_of(const TensorView& data, const TensorView& packed, int64_t layer);
+// `pool` and `packed` of a KvPool on the CPU. `layer` must be one of its layers. `computed`: the type of queries and
+// results, for pools that keep int8; others have it themselves.
+PoolView pool_of(const TensorView& data, const TensorView& packed, int64_t layer, KvType computed = kKvFloat32);
+
+// Whether a tensor's elements are those of a pool's rows.
+bool holds_rows_of(const PoolView& pool, const TensorView& tensor);
 
 // `[n, heads, d]` of the pool's type, heads adjoining; returns the bytes from one to the next of n.
 int64_t vectors_stride(const TensorView& tensor, const PoolView& pool, const char* name);

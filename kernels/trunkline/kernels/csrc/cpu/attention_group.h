@@ -14,7 +14,7 @@
 #pragma once
 
 #include "attention.h"
-#include "kv_layout.h"
+#include "int8_kv.h"
 
 namespace trunkline::TRUNKLINE_NAMESPACE {
 namespace {
@@ -61,6 +61,8 @@ struct Group {
   int32_t lowest, highest;       // positions
   typename T::B* key_scratch;    // [steps of d][kScoreStride]
   typename T::B* value_scratch;  // [kGroupTokens / kStep][padded d]
+  // int8: of the columns' tokens, for the head that was loaded last; 0 where there is none. [kScoreStride]
+  float *key_scale, *value_scale;
 };
 
 template <class T>
@@ -69,6 +71,7 @@ class GroupReader {
   using B = typename T::B;
   using Storage = typename T::Storage;
   static constexpr bool kPairs = T::kStep == 2;
+  static constexpr bool kInt8 = kIsInt8Kv<T>;
 
   TRUNKLINE_INLINE GroupReader(const PoolView& pool, long layer, int tokens)
       : pool_(pool),
@@ -116,7 +119,15 @@ class GroupReader {
       Part<T>& part = group.parts[p];
       const int start = part.token / kTokenStep * kTokenStep;
       const char* tile = tile_of(pool_, part.block, layer_, 0, head);
-      if (part.packed) {
+      if constexpr (kInt8) {
+        load_scales(part, tile, group.key_scale);
+        part.keys = words_of(tile) + start, part.key_stride = pool_.chunk;
+        if (!part.packed) {
+          B* to = group.key_scratch + part.column;
+          pack_key_rows(tile + start * pool_.row_bytes, pool_.row_bytes, part.columns, d_, to, kScoreStride);
+          part.keys = to, part.key_stride = kScoreStride;
+        }
+      } else if (part.packed) {
         part.keys = reinterpret_cast<const B*>(tile) + start;
         part.key_stride = pool_.chunk;
       } else {
@@ -154,7 +165,17 @@ class GroupReader {
   TRUNKLINE_INLINE void load_part_values(Part<T>& part, const char* tile, Group<T>& group) {
     const bool packed = part.packed;
     const int token = part.token, stop = part.stop, start = token / kTokenStep * kTokenStep;
-    if constexpr (kPairs) {
+    if constexpr (kInt8) {
+      load_scales(part, tile, group.value_scale);
+      part.value_column = part.column, part.value_steps = part.columns / T::kStep;
+      part.values = words_of(tile) + start / T::kStep * d_;
+      if (!packed) {
+        B* to = group.value_scratch + part.column / T::kStep * padded_;
+        pack_value_rows(tile + start * pool_.row_bytes, pool_.row_bytes, part.columns, d_, to, padded_);
+        clear_padding(to, part.value_steps);
+        part.values = to;
+      }
+    } else if constexpr (kPairs) {
       const int even = token & ~1, pairs = (stop + 1) / 2 - even / 2;
       part.value_column = part.column + even - start, part.value_steps = pairs;
       const bool whole = token % 2 == 0 && stop % 2 == 0;
@@ -189,6 +210,30 @@ class GroupReader {
     }
   }
 
+  // The words of a packed tile.
+  TRUNKLINE_INLINE const B* words_of(const char* tile) const {
+    return reinterpret_cast<const B*>(tile + pool_.chunk * kScaleBytes);
+  }
+
+  // Scales of a part's columns. What nobody wrote may be anything, and is not read.
+  TRUNKLINE_INLINE void load_scales(const Part<T>& part, const char* tile, float* scales) {
+    const int start = part.token / kTokenStep * kTokenStep, lower = part.token - start, upper = part.stop - start;
+    float* to = scales + part.column;
+    for (int c = 0; c < part.columns; ++c) to[c] = 0.0f;
+    if (part.packed) {
+      std::memcpy(to + lower, tile + (start + lower) * kScaleBytes,
+                  static_cast<size_t>(upper - lower) * kScaleBytes);
+    } else {
+      for (int c = lower; c < upper; ++c) to[c] = scale_of(tile + (start + c) * pool_.row_bytes, d_);
+    }
+  }
+
+  TRUNKLINE_INLINE void clear_padding(uint32_t* rows, int steps) {
+    for (int step = 0; padded_ != d_ && step < steps; ++step) {
+      for (long j = d_; j < padded_; ++j) rows[step * padded_ + j] = kZeroBytes;
+    }
+  }
+
   void mask_words(uint32_t* row, uint32_t mask) {
     for (long j = 0; j < padded_; ++j) row[j] &= mask;
   }
@@ -200,6 +245,7 @@ class GroupReader {
 
   // Chunks that are no multiple of kTokenStep: tokens of several items follow each other in scratch memory.
   void append(int block, long head, int token, int stop, int position, Group<T>& group) {
+    if constexpr (kInt8) return append_int8(block, head, token, stop, position, group);
     const Storage* keys = reinterpret_cast<const Storage*>(tile_of(pool_, block, layer_, 0, head));
     const Storage* values = reinterpret_cast<const Storage*>(tile_of(pool_, block, layer_, 1, head));
     const int columns = stop - token;
@@ -216,6 +262,26 @@ class GroupReader {
         }
       } else {
         copy_value_row(value, group.value_scratch + column * padded_);
+      }
+    }
+    note_columns(group, columns, 0, columns, position);
+    group.columns += columns;
+  }
+
+  void append_int8(int block, long head, int token, int stop, int position, Group<T>& group) {
+    const char* keys = tile_of(pool_, block, layer_, 0, head) + token * pool_.row_bytes;
+    const char* values = tile_of(pool_, block, layer_, 1, head) + token * pool_.row_bytes;
+    const int columns = stop - token;
+    for (int i = 0; i < columns; ++i, keys += pool_.row_bytes, values += pool_.row_bytes) {
+      const int column = group.columns + i;
+      pack_key_rows(keys, pool_.row_bytes, 1, d_, group.key_scratch + column, kScoreStride);
+      group.key_scale[column] = scale_of(keys, d_), group.value_scale[column] = scale_of(values, d_);
+      uint32_t* row = group.value_scratch + column / T::kStep * padded_;
+      const auto* value = reinterpret_cast<const uint8_t*>(values);
+      const int shift = 8 * (column % T::kStep);
+      for (long j = 0; j < padded_; ++j) {
+        const uint32_t known = shift == 0 ? kZeroBytes : row[j];
+        row[j] = j < d_ ? known ^ (uint32_t{value[j]} << shift) : known;
       }
     }
     note_columns(group, columns, 0, columns, position);
@@ -244,6 +310,7 @@ class GroupReader {
     part.block = part.token = part.stop = 0, part.packed = false;
     for (int c = group.columns; c < columns; ++c) {
       group.valid[c] = 0.0f, group.position[c] = 0.0f;
+      if constexpr (kInt8) group.key_scale[c] = group.value_scale[c] = 0.0f;
       group.all_valid = false;
     }
     group.columns = columns;

@@ -24,17 +24,21 @@ constexpr float kPeakSlack = 8.0f;
 
 // The memory of a unit: query vectors, their states, one group of keys. All pointers are 64-byte aligned.
 struct UnitMemory {
-  const void** query_rows;      // [vectors] of T::A
-  const void** weight_rows;     // [kRowBlock] of T::A
-  float* acc;                   // [vectors, padded d]
-  float* total;                 // [vectors, kTotalLanes]
-  float* peak;                  // [vectors]
-  float* slope;                 // [vectors], times log2(e)
-  float* position;              // [vectors]: of the query, minus the lowest query's
-  float* queries;               // [vectors, padded d]: where T::A is not what memory holds; turned ones
-  float* scores;                // [kRowBlock, kScoreStride]
-  float *valid, *key_position;  // [kScoreStride]
-  char* keys;                   // scratch of a Group
+  const void** query_rows;         // [vectors] of T::A
+  const void** weight_rows;        // [kRowBlock] of T::A
+  float* acc;                      // [vectors, padded d]
+  float* total;                    // [vectors, kTotalLanes]
+  float* peak;                     // [vectors]
+  float* slope;                    // [vectors], times log2(e)
+  float* position;                 // [vectors]: of the query, minus the lowest query's
+  float* queries;                  // [vectors, padded d]: where T::A is not what memory holds; turned ones
+  float* scores;                   // [kRowBlock, kScoreStride]
+  float *valid, *key_position;     // [kScoreStride]
+  float *key_scale, *value_scale;  // [kScoreStride]: int8 only, as all that follows but for keys and values
+  SplitRow* splits;                // [vectors]
+  float* sums;                     // [2 * kSplitRows, the longer of kScoreStride and padded d]
+  int8_t* bytes;                   // [2 * kSplitRows, kScoreStride], or a query's two rows
+  char* keys;                      // scratch of a Group
   char* values;
 };
 
@@ -59,6 +63,12 @@ inline char* lay_out(UnitMemory& memory, char* base, long vectors, long head_dim
   memory.scores = reinterpret_cast<float*>(carve(at, kRowBlock * kScoreStride * 4));
   memory.valid = reinterpret_cast<float*>(carve(at, kScoreStride * 4));
   memory.key_position = reinterpret_cast<float*>(carve(at, kScoreStride * 4));
+  memory.key_scale = reinterpret_cast<float*>(carve(at, kScoreStride * 4));
+  memory.value_scale = reinterpret_cast<float*>(carve(at, kScoreStride * 4));
+  memory.splits = reinterpret_cast<SplitRow*>(carve(at, n * sizeof(SplitRow)));
+  const size_t widest = padded > kScoreStride ? padded : kScoreStride;
+  memory.sums = reinterpret_cast<float*>(carve(at, 2 * kSplitRows * widest * 4));
+  memory.bytes = reinterpret_cast<int8_t*>(carve(at, 2 * kSplitRows * widest));
   memory.keys = carve(at, padded * kScoreStride * 4);
   memory.values = carve(at, kScoreStride * padded * 4);
   return at;
@@ -80,6 +90,8 @@ class AttentionUnit {
   using B = typename T::B;
   using Storage = typename T::Storage;
   static constexpr bool kPackedWeights = T::kStep == 2 && T::kPlainA;  // P as pairs of bfloat16
+  static constexpr bool kInt8 = kIsInt8Kv<T>;
+  static constexpr bool kBytes = kMultipliesBytes<T>;
 
   // `vectors` query vectors for each of `heads` KV heads from `head` on, numbered head by head. Several heads: at
   // most kRowBlock in all, and chunks of whole token steps.
@@ -95,6 +107,7 @@ class AttentionUnit {
         vectors_(vectors) {
     lay_out(memory_, scratch, heads * vectors, d_);
     group_.valid = memory_.valid, group_.position = memory_.key_position;
+    group_.key_scale = memory_.key_scale, group_.value_scale = memory_.value_scale;
     group_.key_scratch = reinterpret_cast<B*>(memory_.keys);
     group_.value_scratch = reinterpret_cast<B*>(memory_.values);
   }
@@ -120,6 +133,10 @@ class AttentionUnit {
       int j = 0;
       for (; j + kLanes <= d_; j += kLanes) store(row + j, T::load_floats(from + j));
       for (; j < d_; ++j) row[j] = T::to_float(from[j]);
+      if constexpr (kInt8) {
+        for (; j < padded_; ++j) row[j] = 0.0f;
+      }
+      if constexpr (kBytes) this->split_query(i, row);
       memory_.query_rows[i] = row;
     }
   }
@@ -195,12 +212,13 @@ class AttentionUnit {
 
   // Bytes from a part's tile to the one that is read after it, of the next stage or group, which starts at `next`;
   // 0: do not fetch. The next head's tile adjoins this one, so the processor fetches it by itself; asking as well
-  // costs a fifth of the time. A tile may not fit the first-level cache beside the one that is read.
+  // costs a fifth of the time (but bytes that are multiplied by several vectors are worked on for longer than the
+  // processor looks ahead). A tile may not fit the first-level cache beside the one that is read.
   TRUNKLINE_INLINE long ahead_of(int p, int h, bool value, const Cursor* next) const {
     const Part<T>& part = group_.parts[p];
     if (next == nullptr || !part.packed) return 0;
     const long tile = pool_.tile_bytes;
-    if (h + 1 < heads_) return 0;
+    if (h + 1 < heads_) return kBytes && vectors_ > 1 ? tile : 0;
     if (heads_ > 1 && !value) return (pool_.kv_heads - heads_ + 1) * tile;
     const int item = next->item + p;
     if (item >= next->end) return 0;
@@ -211,12 +229,20 @@ class AttentionUnit {
 
   // Scores of query vectors [first, first + rows) go to the rows of `scores` from `to` on.
   TRUNKLINE_INLINE void score(int h, int first, int rows, int to, const Cursor* next) {
+    if constexpr (kBytes) return this->score_bytes(h, first, rows, to, next);
     const A* const* queries = reinterpret_cast<const A* const*>(memory_.query_rows) + first;
     for (int p = 0; p < group_.size; ++p) {
       const Part<T>& part = group_.parts[p];
-      gemm<T>(rows, part.columns, d_ / T::kStep, queries, part.keys, part.key_stride,
+      gemm<T>(rows, part.columns, (d_ + T::kStep - 1) / T::kStep, queries, part.keys, part.key_stride,
               memory_.scores + to * kScoreStride + part.column, kScoreStride, false, ahead_of(p, h, false, next));
     }
+    if constexpr (kInt8) {
+      for (int i = 0; i < rows; ++i) scale_columns(memory_.scores + (to + i) * kScoreStride, memory_.key_scale);
+    }
+  }
+
+  TRUNKLINE_INLINE void scale_columns(float* row, const float* scale) {
+    for (int c = 0; c < group_.columns; c += kLanes) store(row + c, mul(load(row + c), load(scale + c)));
   }
 
   // Scores of query vectors [first, first + rows), which start at row 0, become weights.
@@ -231,6 +257,11 @@ class AttentionUnit {
 
   // Weights in the rows from `from` on, times values, are added to query vectors [first, first + rows).
   TRUNKLINE_INLINE void accumulate(int h, int first, int rows, int from, const Cursor* next) {
+    if constexpr (kBytes) return this->accumulate_bytes(h, first, rows, from, next);
+    if constexpr (kInt8) {
+      for (int i = 0; i < rows; ++i)
+        scale_columns(memory_.scores + (from + i) * kScoreStride, memory_.value_scale);
+    }
     const A** weights = reinterpret_cast<const A**>(memory_.weight_rows);
     for (int p = 0; p < group_.size; ++p) {
       const Part<T>& part = group_.parts[p];
@@ -242,6 +273,73 @@ class AttentionUnit {
               padded_, true, ahead_of(p, h, true, next));
     }
   }
+
+#if TRUNKLINE_LEVEL >= 3
+  // A query becomes two rows of bytes, which take the place of its floats.
+  void split_query(int i, float* row) {
+    int8_t* high = memory_.bytes;
+    int8_t* low = high + padded_;
+    memory_.splits[i] = split_row(row, nullptr, padded_, high, low);
+    std::memcpy(row, high, static_cast<size_t>(2 * padded_));
+  }
+
+  // As `score` and `accumulate`, in integers, some rows at a time.
+  void score_bytes(int h, int first, int rows, int to, const Cursor* next) {
+    const A* both[2 * kSplitRows];
+    for (int start = 0; start < rows; start += kSplitRows) {
+      const int count = rows - start < kSplitRows ? rows - start : kSplitRows;
+      for (int i = 0; i < count; ++i) {
+        both[2 * i] = static_cast<const A*>(memory_.query_rows[first + start + i]);
+        both[2 * i + 1] = both[2 * i] + padded_ / T::kStep;
+      }
+      for (int p = 0; p < group_.size; ++p) {
+        const Part<T>& part = group_.parts[p];
+        gemm<T>(2 * count, part.columns, (d_ + T::kStep - 1) / T::kStep, both, part.keys, part.key_stride,
+                memory_.sums + part.column, kScoreStride, false, start == 0 ? ahead_of(p, h, false, next) : 0);
+      }
+      for (int i = 0; i < count; ++i) {
+        const SplitRow& split = memory_.splits[first + start + i];
+        const float* high = memory_.sums + 2 * i * kScoreStride;
+        float* scores = memory_.scores + (to + start + i) * kScoreStride;
+        const Vec unit = set1(split.unit);
+        for (int c = 0; c < group_.columns; c += kLanes) {
+          const Vec joined = joined_lanes(high + c, high + kScoreStride + c, split.offset, unit);
+          store(scores + c, mul(joined, load(memory_.key_scale + c)));
+        }
+      }
+    }
+  }
+
+  void accumulate_bytes(int h, int first, int rows, int from, const Cursor* next) {
+    const A* both[2 * kSplitRows];
+    SplitRow splits[kSplitRows];
+    for (int start = 0; start < rows; start += kSplitRows) {
+      const int count = rows - start < kSplitRows ? rows - start : kSplitRows;
+      for (int i = 0; i < count; ++i) {
+        int8_t* high = memory_.bytes + 2 * i * kScoreStride;
+        const float* weights = memory_.scores + (from + start + i) * kScoreStride;
+        splits[i] = split_row(weights, memory_.value_scale, group_.columns, high, high + kScoreStride);
+      }
+      for (int p = 0; p < group_.size; ++p) {
+        const Part<T>& part = group_.parts[p];
+        for (int i = 0; i < 2 * count; ++i) {
+          both[i] = reinterpret_cast<const A*>(memory_.bytes + i * kScoreStride + part.value_column);
+        }
+        gemm<T>(2 * count, padded_, part.value_steps, both, part.values, padded_, memory_.sums, padded_, p > 0,
+                start == 0 ? ahead_of(p, h, true, next) : 0);
+      }
+      for (int i = 0; i < count; ++i) {
+        const float* high = memory_.sums + 2 * i * padded_;
+        float* acc = memory_.acc + (first + start + i) * padded_;
+        const Vec unit = set1(splits[i].unit);
+        for (int j = 0; j < padded_; j += kLanes) {
+          const Vec joined = joined_lanes(high + j, high + padded_ + j, splits[i].offset, unit);
+          store(acc + j, add(load(acc + j), joined));
+        }
+      }
+    }
+  }
+#endif
 
   // Scores become -inf where hidden; where the rule has more than a scale, what it says, times log2(e).
   void adjust(float* scores, int row, const Adjustment& how) {

@@ -53,13 +53,13 @@ struct Blocks {
 
   void pack_tile_of(int64_t block, int64_t layer, int64_t tile, int thread) const {
     char* at = region_of(pool, block, layer) + tile * pool.tile_bytes;
-    table.pack_tile[pool.type](at, tile >= pool.kv_heads, pool.chunk, pool.head_dim, scratch(thread));
+    table.pack_tile[pool.form()](at, tile >= pool.kv_heads, pool.chunk, pool.head_dim, scratch(thread));
   }
 
   void unpack_tile_of(int64_t block, int64_t layer, int64_t tile, int thread) const {
     char* at = region_of(pool, block, layer) + tile * pool.tile_bytes;
     char* plain = scratch(thread);
-    table.unpack_tile[pool.type](at, plain, tile >= pool.kv_heads, pool.chunk, pool.head_dim);
+    table.unpack_tile[pool.form()](at, plain, tile >= pool.kv_heads, pool.chunk, pool.head_dim);
     std::memcpy(at, plain, static_cast<size_t>(pool.tile_bytes));
   }
 
@@ -123,7 +123,7 @@ void run_write(CpuContext& context, const WriteCall& call, int64_t tokens) {
   const Blocks blocks(context, call.pool);
   const int64_t width = (call.heads + 2 * call.pool.kv_heads) * call.pool.head_dim;
   unpack_written(blocks, call.slots, tokens, call.layer);
-  const auto write = blocks.table.write_token[call.pool.type];
+  const auto write = blocks.table.write_token[call.pool.form()];
   blocks.run(tokens, width, [&](int64_t token, int thread) { write(call, token, blocks.scratch(thread)); });
   seal_written(blocks, call.slots, tokens, call.layer);
 }
@@ -156,7 +156,7 @@ void set_norm(WriteCall& call, const TensorView& q_weight, const TensorView& k_w
 void write_kv(int64_t handle, TensorView slots, TensorView qkv, TensorView cos, TensorView sin, TensorView data,
               TensorView packed, int64_t layer, TensorView q_weight, TensorView k_weight, double eps) {
   const ContextUse use(handle);
-  const PoolView pool = pool_of(data, packed, layer);
+  const PoolView pool = pool_of(data, packed, layer, kv_type_of(qkv, "qkv"));
   WriteCall call{};
   call.pool = pool;
   call.layer = static_cast<int32_t>(layer);
@@ -177,14 +177,14 @@ void write_kv(int64_t handle, TensorView slots, TensorView qkv, TensorView cos, 
 // Tokens [first, first + count) of all tiles, from one block to another in plain order.
 void copy_part(const Blocks& blocks, const int32_t* copy, int64_t layer, int thread) {
   const PoolView& pool = blocks.pool;
-  const int64_t source = copy[0], destination = copy[1], token_bytes = pool.head_dim * pool.element_bytes;
+  const int64_t source = copy[0], destination = copy[1], token_bytes = pool.row_bytes;
   const bool packed = flag_of(pool, source, layer) != 0;
   if (flag_of(pool, destination, layer) != 0) blocks.unpack(destination, layer, thread);
   for (int64_t tile = 0; tile < blocks.tiles(); ++tile) {
     const char* from = region_of(pool, source, layer) + tile * pool.tile_bytes;
     if (packed && source != destination) {
       char* plain = blocks.scratch(thread);
-      blocks.table.unpack_tile[pool.type](from, plain, tile >= pool.kv_heads, pool.chunk, pool.head_dim);
+      blocks.table.unpack_tile[pool.form()](from, plain, tile >= pool.kv_heads, pool.chunk, pool.head_dim);
       from = plain;
     }
     char* to = region_of(pool, destination, layer) + tile * pool.tile_bytes;
@@ -245,14 +245,14 @@ struct Move {
 
 Move check_move(const PoolView& pool, const TensorView& blocks, const TensorView* slots, int64_t start,
                 int64_t stop, const TensorView& other) {
-  const int64_t region_elements = 2 * pool.kv_heads * pool.chunk * pool.head_dim;
+  const int64_t region_bytes = 2 * pool.kv_heads * pool.tile_bytes;
   Move move{int32_data(blocks, "blocks"),
             slots != nullptr ? int32_data(*slots, "slots") : nullptr,
             blocks.numel(),
             stop - start,
             start,
             pool.layers,
-            2 * pool.kv_heads * pool.tile_bytes,
+            region_bytes,
             nullptr};
   if (start < 0 || stop < start || stop > pool.layers) {
     TVM_FFI_THROW(ValueError) << "layers [" << start << ", " << stop << "): the pool has " << pool.layers;
@@ -262,15 +262,16 @@ Move check_move(const PoolView& pool, const TensorView& blocks, const TensorView
       TVM_FFI_THROW(ValueError) << "block " << move.block[i] << ": the pool has " << pool.blocks << " blocks";
     }
   }
-  require(kv_type_of(other, "the moved tensor") == pool.type && other.IsContiguous(),
+  require(other.device().device_type == kDLCPU && holds_rows_of(pool, other) && other.IsContiguous(),
           "the moved tensor must be contiguous, in the pool's type");
+  const int64_t other_bytes = other.numel() * (other.dtype().bits / 8);
   if (slots == nullptr) {
-    require(other.numel() == move.units() * region_elements,
-            "the moved tensor must be [n, layers, 2, kv_heads, chunk, head_dim]");
+    require(other_bytes == move.units() * region_bytes,
+            "the moved tensor must be [n, layers, 2, kv_heads, chunk, row]");
   } else {
-    const int64_t whole = pool.layers * region_elements, count = other.numel() / whole;
-    require(slots->numel() == move.blocks && other.numel() == count * whole,
-            "slots must be one per block, of a tensor [slots, all layers, 2, kv_heads, chunk, head_dim]");
+    const int64_t whole = pool.layers * region_bytes, count = other_bytes / whole;
+    require(slots->numel() == move.blocks && other_bytes == count * whole,
+            "slots must be one per block, of a tensor [slots, all layers, 2, kv_heads, chunk, row]");
     for (int64_t i = 0; i < move.blocks; ++i) {
       if (move.slot[i] < 0 || move.slot[i] >= count) {
         TVM_FFI_THROW(ValueError) << "slot " << move.slot[i] << ": there are " << count;
@@ -297,7 +298,7 @@ void gather(int64_t handle, const TensorView& data, const TensorView& packed, co
       return;
     }
     for (int64_t tile = 0; tile < tiles; ++tile, from += pool.tile_bytes, to += pool.tile_bytes) {
-      blocks.table.unpack_tile[pool.type](from, to, tile >= pool.kv_heads, pool.chunk, pool.head_dim);
+      blocks.table.unpack_tile[pool.form()](from, to, tile >= pool.kv_heads, pool.chunk, pool.head_dim);
     }
   });
 }

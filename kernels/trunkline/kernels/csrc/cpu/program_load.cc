@@ -285,7 +285,7 @@ ProgramOp read_op(const OpReader& reader, const double* reals, int64_t ropes) {
 }
 
 // `words` int64 [ops, 10], `reals` float64 [ops, 2], `buffers` int64 [n, 3]: rows, width, type. `flags`: 1 decode
-// merges by way of a buffer, 2 it is batch-invariant.
+// merges by way of a buffer, 2 it is batch-invariant; from 4 on, 4 times the type that a pool of int8 is computed in.
 int64_t program_new(int64_t context, TensorView words, TensorView reals, TensorView buffers,
                     ffi::Array<ffi::Tensor> constants, int64_t ropes, TensorView data, TensorView packed,
                     int64_t group, int64_t flags) {
@@ -296,7 +296,8 @@ int64_t program_new(int64_t context, TensorView words, TensorView reals, TensorV
   auto program = std::make_unique<Program>();
   program->context = reinterpret_cast<CpuContext*>(context);
   program->kept = constants;
-  program->pool = pool_of(data, packed, 0);
+  require(flags >= 0 && flags >> 2 < kKvTypes, "there is no such type");
+  program->pool = pool_of(data, packed, 0, static_cast<KvType>(flags >> 2));
   program->group = group;
   program->buffered = (flags & 1) != 0, program->invariant = (flags & 2) != 0;
   program->ropes = ropes;

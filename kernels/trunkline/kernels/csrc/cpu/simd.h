@@ -1,8 +1,8 @@
 // Vectors of floats as wide as the instruction set has them: with simd_integers.h all that knows intrinsics.
 //
 // The kernels are written once against these functions and compiled once per level (`TRUNKLINE_LEVEL`, set by the
-// build: 0 portable, 1 AVX2 + FMA + F16C, 2 AVX-512, 3 AVX-512 with bf16 dot products), each time into a
-// namespace of its own; `cpu_level.h` picks one at run time.
+// build: 0 portable, 1 AVX2 + FMA + F16C, 2 AVX-512, 3 AVX-512 with dot products of bf16 and of bytes), each time
+// into a namespace of its own; `cpu_level.h` picks one at run time.
 //
 // Everything here and in the kernels has internal linkage, and the kernels use no templates of the standard
 // library: a function that the linker merges over levels could bring AVX-512 to a machine without it.
@@ -174,7 +174,34 @@ TRUNKLINE_INLINE Bits load_int8_pairs(const int8_t* low, const int8_t* high) {
   return _mm512_or_si512(first, _mm512_castps_si512(load_int8(high)));
 }
 TRUNKLINE_INLINE void store_bits(uint32_t* p, Bits b) { _mm512_storeu_si512(p, b); }
+TRUNKLINE_INLINE Bits zero_bits() { return _mm512_setzero_si512(); }
+TRUNKLINE_INLINE int32_t reduce_add_bits(Bits b) { return _mm512_reduce_add_epi32(b); }
+// Lanes of integers, in a vector of floats: plus the product of four bytes without and four with a sign.
+TRUNKLINE_INLINE Vec dot_bytes(Vec sums, Bits bytes, uint32_t with_sign) {
+  const Bits other = _mm512_set1_epi32(static_cast<int>(with_sign));
+  return _mm512_castsi512_ps(_mm512_dpbusd_epi32(_mm512_castps_si512(sums), bytes, other));
+}
+// Rounds to integers of at most 32,639, stores them as high and low bytes with signs, adds them to `sum`.
+TRUNKLINE_INLINE Bits split_lanes(Vec x, int8_t* high, int8_t* low, Bits sum) {
+  const Bits whole = _mm512_cvtps_epi32(x);
+  const Bits top = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(high), _mm512_cvtepi32_epi8(top));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(low), _mm512_cvtepi32_epi8(whole));
+  return _mm512_add_epi32(sum, whole);
+}
+// 256 * high + low - offset of lanes of integers, as floats.
+TRUNKLINE_INLINE Vec joined_bytes(Vec high, Vec low, int32_t offset) {
+  const Bits both = _mm512_add_epi32(_mm512_slli_epi32(_mm512_castps_si512(high), 8), _mm512_castps_si512(low));
+  return _mm512_cvtepi32_ps(_mm512_sub_epi32(both, _mm512_set1_epi32(offset)));
+}
 #endif
+// Bytes kByte of all words, minus 128: below 2^23 an integer is the end of a float.
+template <int kByte>
+TRUNKLINE_INLINE Vec byte_lanes(Bits b) {
+  const Bits byte = _mm512_and_si512(_mm512_srli_epi32(b, 8 * kByte), _mm512_set1_epi32(0xff));
+  const Bits whole = _mm512_or_si512(byte, _mm512_set1_epi32(0x4b000000));
+  return _mm512_sub_ps(_mm512_castsi512_ps(whole), _mm512_set1_ps(8388736.0f));
+}
 
 // The transpose of kLanes x kLanes words; strides in words.
 TRUNKLINE_INLINE void transpose_words(const uint32_t* from, long from_stride, uint32_t* to, long to_stride) {
@@ -274,6 +301,12 @@ TRUNKLINE_INLINE void store_f16(uint16_t* p, Vec x) {
 }
 TRUNKLINE_INLINE Vec load_int8(const int8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+template <int kByte>
+TRUNKLINE_INLINE Vec byte_lanes(Bits b) {
+  const Bits byte = _mm256_and_si256(_mm256_srli_epi32(b, 8 * kByte), _mm256_set1_epi32(0xff));
+  const Bits whole = _mm256_or_si256(byte, _mm256_set1_epi32(0x4b000000));
+  return _mm256_sub_ps(_mm256_castsi256_ps(whole), _mm256_set1_ps(8388736.0f));
 }
 
 TRUNKLINE_INLINE void transpose_words(const uint32_t* from, long from_stride, uint32_t* to, long to_stride) {
@@ -376,6 +409,13 @@ TRUNKLINE_INLINE Vec load_int8(const int8_t* p) {
   Bytes bytes;
   std::memcpy(&bytes, p, 4);
   return __builtin_convertvector(bytes, Vec);
+}
+template <int kByte>
+TRUNKLINE_INLINE Vec byte_lanes(Bits b) {
+  const Bits whole = ((b >> (8 * kByte)) & 0xffu) | 0x4b000000u;
+  Vec x;
+  std::memcpy(&x, &whole, 16);
+  return x - 8388736.0f;
 }
 
 TRUNKLINE_INLINE void transpose_words(const uint32_t* from, long from_stride, uint32_t* to, long to_stride) {
