@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import pytest
 from msgspec.structs import replace
@@ -12,7 +13,14 @@ from simulation.driver import Simulation
 from simulation.engines import ENGINES, TINY
 from simulation.streams import verify
 
+from trunkline.controller.drafts.drafter import Drafter
+from trunkline.controller.engine.engine import Engine
+from trunkline.controller.engine.events import Event
 from trunkline.controller.engine_config import ConfigError, EngineConfig
+from trunkline.controller.messages import StepResult, Submit
+from trunkline.controller.sequences.sequence import Request
+from trunkline.kvstore.chunks import pack_int32, unpack_int32
+from trunkline.worker.messages import Sampling, StepPlan
 
 ROOMY = replace(TINY, num_blocks=400, max_context=400, token_budget=128, max_rows=64, speculation="auto")
 FAST_S = 1e-6
@@ -91,3 +99,43 @@ def test_off_is_off() -> None:
     assert simulation.engine.counters.drafted_tokens == 0
     with pytest.raises(ConfigError, match="speculation is 'on'; allowed are auto, off"):
         replace(ROOMY, speculation="on").validate()
+
+
+def test_steps_are_calm_until_something_is_foreseen() -> None:
+    """A text that cannot be foreseen, then a copy of the prompt: drafts begin, though steps were calm before."""
+    rng = random.Random(5)
+    prompt, new = [rng.randrange(50_000) for _ in range(300)], [rng.randrange(50_000) for _ in range(900)]
+    answer, drafted, calm = [*new, *prompt], [], 0
+    engine = Engine(replace(ROOMY, chunk_size=64, max_context=1600))
+    submit = Submit(1, pack_int32(prompt), len(prompt), len(answer), Sampling(), prediction=b"")
+    events: list[Event] = [Request.of(1, submit)]
+    plans: deque[StepPlan] = deque()
+    now, drawn, busy_until = 0.0, 0, 0.0
+    while not engine.is_idle or events:
+        before = engine._calm._planned
+        ready = engine.step(events, now)
+        calm += engine._calm._planned == before + 1
+        if ready.plan is not None:
+            plans.append(ready.plan)
+        events = []
+        if ready.again or not plans:
+            continue
+        plan = plans.popleft()
+        guesses = unpack_int32(plan.drafts[0]).tolist() if plan.drafts else []
+        draws = drawn or not plan.prefill or unpack_int32(plan.prefill, 5)[0, 4]
+        tokens = [-1] * (1 + len(guesses)) if draws else []
+        for place in range(len(tokens)):
+            tokens[place] = answer[min(drawn, len(answer) - 1)]
+            drawn += 1
+            if place == len(guesses) or guesses[place] != tokens[place]:
+                break
+        drafted.append((drawn, len(guesses)))
+        now = max(now, busy_until) + 0.001
+        busy_until = now
+        events = [StepResult(plan.step, plan.epoch, pack_int32(tokens), 900)]
+    assert calm > 200
+    assert sum(count for at, count in drafted if at <= len(new)) < 20
+    assert sum(count for _, count in drafted) > 100
+    source = engine.scheduler.drafting.source
+    assert isinstance(source, Drafter)
+    assert not source._lengths.bubble._planned, "all steps are answered"

@@ -74,6 +74,13 @@ class RandomDrafts(DraftSource):
             assert expected[self.lengths[slot]] == token
             self.lengths[slot] += 1
 
+    @property
+    def is_calm(self) -> bool:
+        return False
+
+    def settle(self, slots: Slots, tokens: Int32Array, steps: list[int]) -> None:
+        raise AssertionError("it is never calm")
+
     def waits(self, slots: Slots) -> bool:
         return self._waits
 

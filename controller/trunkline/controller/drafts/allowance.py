@@ -3,13 +3,15 @@
 Looking takes the controller's CPU, which the workers of a machine with few cores share. Texts that cannot be
 foreseen bring nothing for it. So looking lives on a credit:
 
-    credit  +=  SHARE · time of each step
+    credit  +=  SHARE of the time of each step
             +=  time that a step with drafts has saved; less than nothing if it has lost some
             -=  price of what was looked at
 
-    level        0 ── broke ──┤        ├── modest ──┤        ├── rich ── most
-                 tokens wait        long matches, now and then     every match, at each token
+            broke │ modest                       │ rich
+    ──────────────┼──────────────────────────────┼──────────────────────────────
+      tokens wait 0 long matches, now and then   every match, at each token
 
+It counts in steps, so that it means the same in a short step and in a long one.
 With an empty credit tokens only wait to be looked at. So in the long run drafts take no more than `SHARE` of the
 time beyond what they bring. Prices are constants of an ordinary machine, because this part knows no clock:
 the same tokens and step times give the same drafts.
@@ -21,41 +23,43 @@ from typing import Final
 
 SHARE: Final = 0.015
 """Part of the steps' time that looking may take without any success."""
-MOST_STEPS: Final = 8.0
-"""Largest credit, as a number of steps' times: what may be lost when a text ceases to be foreseen."""
-FIRST_US: Final = 5000.0
+MOST: Final = 8.0
+"""Largest credit: what may be lost when a text ceases to be foreseen."""
+FIRST: Final = 4.0
 """Credit in the beginning."""
-RICH: Final = 0.25, 0.5
-"""Part of the largest credit at which looking ceases to be rich, and that at which it becomes so again."""
+RICH: Final = 2.0, 4.0
+"""Credit at which looking ceases to be rich, and that at which it becomes so again."""
+PRIOR_US: Final = 2000.0
+"""Assumed time of a step before one is known."""
 
 
 class Allowance:
-    """The credit of one scheduler's drafter, in µs."""
+    """The credit of one scheduler's drafter, as a number of steps."""
 
     def __init__(self) -> None:
-        self._credit_us = self._most_us = FIRST_US
+        self._credit = FIRST
+        self._step_us = PRIOR_US
         self.is_rich = True
         """Whether every match may be looked for."""
 
     @property
     def is_broke(self) -> bool:
         """Whether nothing may be looked at."""
-        return self._credit_us <= 0.0
+        return self._credit <= 0.0
 
     def step(self, plain_us: float) -> None:
         """Take in a step, which takes so long without drafts."""
-        self._most_us += SHARE * (MOST_STEPS * plain_us - self._most_us)
-        self._add(SHARE * plain_us)
+        self._step_us = plain_us
+        self._add(SHARE)
 
     def saved(self, saved_us: float) -> None:
         """Take in what a step with drafts has saved; what it has lost is negative."""
-        self._add(saved_us)
+        self._add(saved_us / self._step_us)
 
     def spend(self, price_us: float) -> None:
         """Take in that something was looked at."""
-        self._add(-price_us)
+        self._add(-price_us / self._step_us)
 
-    def _add(self, us: float) -> None:
-        most = self._most_us
-        self._credit_us = credit = min(max(self._credit_us + us, -most), most)
-        self.is_rich = credit > RICH[not self.is_rich] * most
+    def _add(self, steps: float) -> None:
+        self._credit = credit = min(max(self._credit + steps, -MOST), MOST)
+        self.is_rich = credit > RICH[not self.is_rich]

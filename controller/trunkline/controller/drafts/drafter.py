@@ -173,6 +173,21 @@ class Drafter:
 
     # Steps
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether there will be no guesses before many more tokens have come."""
+        if self._placed or self._unindexed or self._serial is not None:
+            return False
+        return all(follower.is_calm for follower in self._followers.values())
+
+    def settle(self, slots: Slots, tokens: Int32Array, steps: list[int]) -> None:
+        """Take in the tokens of steps that were neither `planned` nor `answered` here."""
+        self._lengths.bubble.settle(steps)
+        plain_us = self._lengths.plain_us(len(slots), 0)
+        for drawn in tokens:
+            self._allowance.step(plain_us)
+            self.extend(slots, drawn)
+
     def waits(self, slots: Slots) -> bool:
         """Return whether drafts behind the step in flight are worth waiting for its result."""
         if self._waits is None:
@@ -218,7 +233,8 @@ class Drafter:
     def planned(self, step: int, now: float, drafted: int) -> None:
         """Note a step that was planned."""
         alone = self._lengths.bubble.planned(step, now)
-        self._allowance.step(self._plain_us)
+        if self._plain_us:
+            self._allowance.step(self._plain_us)
         serial, self._serial = self._serial, None
         if serial is not None and serial.whole_us:
             self._lengths.worth.step(serial.tokens, serial.rows, serial.plain_us, serial.whole_us)

@@ -190,6 +190,11 @@ class Follower:
         return self.place is not None and not self._waiting
 
     @property
+    def is_calm(self) -> bool:
+        """Whether a match is looked for rarely only."""
+        return self._interval >= INTERVAL_LEAST
+
+    @property
     def must_advance(self) -> bool:
         """Whether no more tokens may wait."""
         return len(self._waiting) >= INTERVAL_MAX

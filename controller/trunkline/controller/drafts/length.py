@@ -21,7 +21,7 @@ less than the one before it, so the tokens that add most are taken first, up to 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import log, log1p
+from math import inf, log, log1p
 from typing import Final
 
 import numpy as np
@@ -69,6 +69,10 @@ class Bubble:
         self._planned[step] = now, alone
         return alone
 
+    def settle(self, steps: Sequence[int]) -> None:
+        """Note the steps in flight behind some that it was not told of: when they were planned is not known."""
+        self._planned = dict.fromkeys(steps, (inf, False))
+
     def answered(self, step: int, now: float, elapsed_us: float) -> float:
         """Note that the result of the oldest step has come, which computed for `elapsed_us`.
 
@@ -77,6 +81,8 @@ class Bubble:
         """
         planned_at, alone = self._planned.pop(step, (now, False))
         before, self._answered_at = self._answered_at, now
+        if planned_at > now:
+            return 0.0
         whole_us = 1e6 * (now - (planned_at if alone else max(before, planned_at)))
         known = self._alone_us if alone else self._pipelined_us
         gap = min(max(0.0, whole_us - elapsed_us), SURPRISE_MAX * max(known, PRIOR_BUBBLE_US / 10))

@@ -34,6 +34,8 @@ CALM_S: Final = 0.25
 """Seconds after which calm steps end: time alone lets chunks expire, ends pauses of tiers, and the like."""
 CALM_ROWS_MAX: Final = 32
 """Largest number of rows of a calm step: of more rows one fills its chunk in almost every step."""
+CALM_RESULTS_MAX: Final = 24
+"""Largest number of results of calm steps, where drafts may be found in them."""
 CALM_STEPS_MIN: Final = 4
 """Smallest number of calm steps for which it pays to look whether they are."""
 
@@ -67,6 +69,8 @@ class CalmSteps:
         if any(step.rows is not rows or step.drafts or step.prefill_tokens for step in inflight):
             return
         plans, results = scheduler.rows.calm_steps(rows.slots)
+        if scheduler.drafting.source is not None:  # which looks at the tokens when calm steps end
+            results = min(results, CALM_RESULTS_MAX)
         if min(plans, results) < CALM_STEPS_MIN:
             return
         self._scheduler, self._rows = scheduler, rows
@@ -78,7 +82,7 @@ class CalmSteps:
         encoding, quarantine = scheduler.encoding, self._requests.quarantine
         waits = bool(len(scheduler.queue) or scheduler.prefilling or scheduler.parked)
         encodes = bool(encoding.is_working or encoding.finishing or encoding.jobs.held)
-        decides = scheduler.forks.searches or scheduler.drafting.source is not None or quarantine.is_watching
+        decides = scheduler.forks.searches or not scheduler.drafting.is_calm or quarantine.is_watching
         return not (waits or encodes or decides or scheduler.kv.tree.has_unsaved)
 
     def step(self, events: Iterable[Event], epoch: int, now: float) -> Ready | None:
@@ -134,6 +138,8 @@ class CalmSteps:
         scheduler, self._scheduler = self._scheduler, None
         if scheduler is None or not self._planned:
             return
-        scheduler.rows.accept_calm(self._rows.slots, np.stack(self._taken), self._planned)
+        tokens = np.stack(self._taken)
+        scheduler.rows.accept_calm(self._rows.slots, tokens, self._planned)
+        scheduler.drafting.settle(self._rows.slots, tokens, [step.step for step in self._inflight])
         scheduler.queue.charge_rows(self._planned)
         self._taken, self._planned = [], 0

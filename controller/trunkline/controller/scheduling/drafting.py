@@ -59,6 +59,21 @@ class Drafting:
     def source(self, source: DraftSource | None) -> None:
         self._rows.drafts = source
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether no step will have drafts before many more tokens have come."""
+        return self.source is None or self.source.is_calm
+
+    def settle(self, slots: Slots, tokens: Int32Array, steps: list[int]) -> None:
+        """Tell the source of steps that it was not told of: none had drafts, and each drew a token for each row.
+
+        Args:
+            tokens: `[steps, rows]`.
+            steps: numbers of the steps that are in flight now.
+        """
+        if self.source is not None:
+            self.source.settle(slots, tokens, steps)
+
     def waits(self) -> bool:
         """Return whether to wait for the step in flight, which has no drafts, so that the next one can have
         some."""

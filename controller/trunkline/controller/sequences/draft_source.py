@@ -38,6 +38,21 @@ class DraftSource(Protocol):
         calls, position by position."""
         ...
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether there will be no guesses before many more tokens have come. The tokens of some steps may then
+        come together, in `settle`."""
+        ...
+
+    def settle(self, slots: Slots, tokens: Int32Array, steps: list[int]) -> None:
+        """Note the tokens of some steps, which were neither `planned` nor `answered` here.
+
+        Args:
+            tokens: `[steps, rows]`.
+            steps: numbers of the steps that are in flight now.
+        """
+        ...
+
     def waits(self, slots: Slots) -> bool:
         """Return whether the next step should be planned only when the step in flight, which has no drafts, is
         answered: drafts are planned only behind tokens that are known. Must not change anything.
