@@ -119,6 +119,7 @@ def test_groups_share_gpus_when_they_are_told_to(show_gpus: ShowGpus) -> None:
     ("visible", "given", "message"),
     [
         (0, {"device": "cuda"}, "--device is cuda, but this machine shows no NVIDIA GPU; use --device cpu"),
+        (1, {"kv_dtype": "int8"}, "--kv-dtype is int8, for which there are kernels on CPUs only"),
         (0, {"gpu_memory_fraction": 0.5}, "--gpu-memory-fraction is 0.5, but workers compute on CPUs .*no NVIDIA"),
         (8, {"gpu_memory_fraction": 0.5, "device": "cpu"}, "workers compute on CPUs; leave it out"),
         (

@@ -33,6 +33,7 @@ from trunkline.router.routing.policies import POLICIES as POLICY_RULES
         ({"tp": 0}, "--tp is 0"),
         ({"tp": 3}, "3 ranks"),
         ({"dtype": "int8"}, "--dtype"),
+        ({"kv_dtype": "bfloat16"}, "--kv-dtype"),
         ({"device": "tpu"}, "--device"),
         ({"kernels": "magic"}, "--kernels"),
         ({"kernels": "cuda", "device": "cpu"}, "--kernels is cuda, but the model runs on device cpu"),
@@ -273,12 +274,14 @@ def test_kv_of_other_computations_has_other_names_and_folders(tmp_path: Path) ->
             {},
             {"quantization": "int8"},
             {"dtype": "bfloat16"},
+            {"kv_dtype": "int8"},
             {"chunk_size": 32},
             {"tp": 1},
             {"max_context": 128, "groups": 2, "max_batch": 8},  # no difference
         )
     ]
-    assert len({plan.tier_fingerprint for plan in plans}) == 5
+    assert len({plan.tier_fingerprint for plan in plans}) == len({plan.exchange_fingerprint for plan in plans}) + 1
+    assert len({plan.tier_fingerprint for plan in plans}) == 6
     assert plans[0].tier_fingerprint == plans[-1].tier_fingerprint
     assert plans[0].fingerprint != plans[1].fingerprint  # part of the chunks' names
 

@@ -52,6 +52,8 @@ from trunkline.kernels.program import (
 from trunkline.kernels.routing import Routing
 from trunkline.kvstore.chunks import Int32Array
 
+KV_TYPES: Final = {"float32": 0, "float16": 1, "bfloat16": 2}
+"""The number of each `KvType` in `csrc/cpu/attention.h`."""
 KINDS: Final[dict[type[Op], int]] = {
     Embed: 1,
     AddPositions: 2,
@@ -163,6 +165,11 @@ class _Words:
     def _rope(self, op: Attend) -> int:
         frequencies = op.spec.inverse_frequencies
         return next((index for index, known in enumerate(self.ropes) if known is frequencies), -1)
+
+
+def _type_beside(pool: KvPool) -> int:
+    """Return the number of the type that KV is computed in, where the pool's tensor does not say it; else 0."""
+    return KV_TYPES[pool.format.computed] if pool.format.is_quantised else 0
 
 
 def _is_native(op: Op, shares_memory: bool) -> bool:
@@ -336,7 +343,7 @@ class CpuProgram:
             pool.data,
             pool.packed,
             group.shared_handle,
-            int(kernels.buffered) + 2 * int(kernels.planning.invariant_tokens > 0),
+            int(kernels.buffered) + 2 * int(kernels.planning.invariant_tokens > 0) + 4 * _type_beside(pool),
         )
         weakref.finalize(self, module.program_delete, self._handle)
         self._memory = _Memory(words.buffers, partial(module.program_bind, self._handle))

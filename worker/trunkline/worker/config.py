@@ -8,6 +8,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from trunkline.kvstore.chunk_format import KV_DTYPES, type_name
 from trunkline.runtime.wire_keys import Role, problem_of
 from trunkline.worker.errors import WorkerConfigError
 
@@ -37,7 +38,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     gpu_memory_fraction: float = 0.9
     """Share of the GPU's total memory that this rank may use, for weights, KV and everything else."""
     dtype: str = "float32"
-    """Type of weights, activations and KV. Float32 by default: greedy output then does not depend on caching."""
+    """Type of weights and activations, and of KV if `kv_dtype` is "auto". Float32 by default: greedy output then
+    does not depend on caching."""
+    kv_dtype: str = "auto"
+    """Type in which KV is kept, one of `chunk_format.KV_DTYPES`: int8 is with a scale for each head and token."""
     kernels: str = "auto"
     """Name of the kernels, one of `trunkline.kernels.load.KERNEL_NAMES`."""
     invariant_rows: bool = False
@@ -133,7 +137,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Return the settings that must be equal on the controller and on all ranks, by name."""
         terms = {
             "tp": str(self.tp),
-            "dtype": self.dtype,
+            "dtype": type_name(self.dtype, self.kv_dtype),
             "chunk_size": str(self.chunk_size),
             "max_context": str(self.max_context),
             "model": self.model_fingerprint,
@@ -159,6 +163,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             *self._at_least(0, "pool_blocks", "host_memory_bytes", "max_context"),
             *self._one_of(DEVICES, "device"),
             *self._one_of(DTYPES, "dtype"),
+            *self._one_of(KV_DTYPES, "kv_dtype"),
+            (
+                self.kv_dtype == "auto" or self.device == "cpu",
+                f"kv_dtype is {self.kv_dtype!r}; device {self.device!r} has no kernels for it, only for auto",
+            ),
             *self._one_of(COLLECTIVES, "collectives"),
             (0 <= self.rank < self.tp, f"rank is {self.rank}; it must be in [0, {self.tp})"),
             (

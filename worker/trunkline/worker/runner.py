@@ -138,7 +138,7 @@ class Runner:
         dtype = TORCH_DTYPES[config.dtype]
         weights = load_weights(Path(config.model), shard, dtype, device, kernels, progress, config.quantisation)
 
-        part = model.chunk_format(config.chunk_size, config.dtype).of_rank(config.tp)
+        part = model.chunk_format(config.chunk_size, config.dtype, config.kv_dtype).of_rank(config.tp)
 
         def make(blocks: int, host_memory_bytes: int) -> Runner:
             pool = make_kv_pool(blocks, part, device)
@@ -226,6 +226,8 @@ class Runner:
             self._grammars.compile(
                 request.grammar, request.kind, request.text, spaced=request.spaced, tenant=request.tenant
             )
+            if request.foretell:
+                self._grammars.foretelling.add(request.grammar)
 
     def forget_grammar(self, grammar: int) -> None:
         """Forget a grammar that no sequence uses any more."""
@@ -288,6 +290,7 @@ class Runner:
         self._step = plan.step
         if self._group.rank != 0:
             return None
+        forced = self._grammars.foretell(batch.samples) if self._grammars is not None else None
         elapsed_us = (time.perf_counter_ns() - started) // 1000
         moved_us, moved_blocks = self.copier.take_moved() if self.copier else (0, 0)
         return StepResult(
@@ -303,6 +306,7 @@ class Runner:
             moved_us=moved_us,
             moved_blocks=moved_blocks,
             waited_us=gate.waited_ns // 1000 if gate else 0,
+            forced=forced,
         )
 
     def _check_order(self, plan: StepPlan) -> None:

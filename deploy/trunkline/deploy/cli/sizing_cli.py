@@ -23,6 +23,7 @@ from trunkline.deploy.cli.option_commands import run
 from trunkline.deploy.config import models
 from trunkline.deploy.config.option_values import format_bytes
 from trunkline.deploy.errors import UserError
+from trunkline.kvstore.chunk_format import KV_DTYPES
 from trunkline.kvstore.chunks import blocks_for
 from trunkline.worker.config import DTYPES
 from trunkline.worker.errors import WorkerError
@@ -45,7 +46,9 @@ def size(
         float, typer.Option(help="Seconds for which KV is kept after its last use (--session-ttl).")
     ] = 3600.0,
     concurrent: Annotated[int, typer.Option(help="Requests that run at the same time.")] = 32,
-    dtype: Annotated[str, typer.Option(help="Number format of KV: float32, bfloat16 or float16.")] = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help="Number format of KV: float32, bfloat16, float16 or int8.")
+    ] = "bfloat16",
     tp: Annotated[int, typer.Option(help="Tensor-parallel workers per group.")] = 1,
 ) -> None:
     """Compute how much memory the KV of your sessions needs.
@@ -60,8 +63,9 @@ def size(
 
 
 def _sized(model: str, asked: tuple[float, int | None, float, int], dtype: str, tp: int) -> Sizing:
-    if dtype not in DTYPES:
-        raise UserError(f"--dtype is {dtype!r}; allowed are {', '.join(DTYPES)}")
+    allowed = (*DTYPES, *KV_DTYPES[1:])
+    if dtype not in allowed:
+        raise UserError(f"--dtype is {dtype!r}; allowed are {', '.join(allowed)}")
     if not 1 <= tp <= 1024:
         raise UserError(f"--tp is {tp}; allowed are 1 to 1024")
     folder = Path(model).expanduser()
@@ -150,7 +154,7 @@ def memory_for(model: ModelConfig, demand: Demand, *, dtype: str, chunk_size: in
     """Return the memory that a demand needs.
 
     Args:
-        dtype: The number format of KV: "float32", "bfloat16" or "float16".
+        dtype: The number format of KV: "float32", "bfloat16", "float16", or "int8" with its scales.
         chunk_size: Tokens of a chunk.
         tp: Ranks of a group; KV heads that cannot be divided among them are kept by several.
 
@@ -160,7 +164,8 @@ def memory_for(model: ModelConfig, demand: Demand, *, dtype: str, chunk_size: in
     demand.validate()
     if demand.context > model.max_positions:
         raise UserError(f"--context is {demand.context}; the model allows at most {model.max_positions} tokens")
-    block_bytes = model.chunk_format(chunk_size, dtype).of_rank(tp).chunk_bytes * tp
+    types = ("bfloat16", dtype) if dtype in KV_DTYPES else (dtype, "auto")
+    block_bytes = model.chunk_format(chunk_size, *types).of_rank(tp).chunk_bytes * tp
     session_bytes = blocks_for(demand.context, chunk_size) * block_bytes
     sessions = demand.sessions_per_hour * demand.ttl_s / _HOUR_S
     return Sizing(

@@ -142,11 +142,11 @@ SERVE_OPTIONS: Final = (
     ),
     CliOption(
         "dtype",
-        "Number format of weights and KV: float32, bfloat16, float16, or auto (the model's own on GPUs, "
-        "float32 on "
-        "CPUs).",
+        "Number format of weights and KV: float32, bfloat16, float16, or auto (the model's own on GPUs, float32 "
+        "on CPUs).",
         MODEL,
     ),
+    CliOption("kv_dtype", "int8 keeps KV in 8 bits (on CPUs), to save memory; auto keeps it as it is.", MODEL),
     CliOption(
         "quantization", "int8 keeps the weights in 8 bits, to save memory; none keeps them as they are.", MODEL
     ),
@@ -468,9 +468,9 @@ _ROUTER_ONLY: Final = frozenset(
     prompt_memory_bytes api_key_file allow_anonymous allowed_hosts cors_origins show_lines""".split()
 )
 _ENGINE_ONLY: Final = frozenset(
-    """tp dtype device threads kernels quantization chunk_size kv_memory_bytes gpu_memory_fraction host_tier_bytes
-    disk_tier remote_tier peers role tier_policy session_ttl preemption target_itl_ms max_batch token_budget
-    max_waiting prefix_cache speculation""".split()
+    """tp dtype kv_dtype device threads kernels quantization chunk_size kv_memory_bytes gpu_memory_fraction
+    host_tier_bytes disk_tier remote_tier peers role tier_policy session_ttl preemption target_itl_ms max_batch
+    token_budget max_waiting prefix_cache speculation""".split()
 )
 OF_A_MODEL: Final = _ENGINE_ONLY | {
     "groups",

@@ -26,6 +26,7 @@ from trunkline.deploy.config.option_values import format_bytes, redacted
 from trunkline.deploy.config.record_files import RecordsPlan
 from trunkline.deploy.config.settings import GPU_MEMORY_FRACTION, ServeSettings
 from trunkline.deploy.errors import UserError
+from trunkline.kvstore.chunk_format import type_name
 from trunkline.router.tenancy.auth import is_loopback
 from trunkline.worker.errors import ParallelismError, WorkerError
 from trunkline.worker.model.families import read_model_config
@@ -338,9 +339,10 @@ class ClusterPlan:
         memory = settings.kv_memory_per_worker(self.device)
         kv = f" · {format_bytes(memory)} of KV each" if memory else ""
         weights = f" · {settings.quantization} weights" if settings.quantization != "none" else ""
+        computed = type_name(self.dtype, settings.kv_dtype)
         scaled = settings.rope_scaling != "none"
         context = f" · context stretched to {self.max_context} ({settings.rope_scaling})" if scaled else ""
-        return f"{self.model_name} · {workers} on {self.device} · {self.dtype}{weights}{kv}{context}"
+        return f"{self.model_name} · {workers} on {self.device} · {computed}{weights}{kv}{context}"
 
     @property
     def names(self) -> list[str]:

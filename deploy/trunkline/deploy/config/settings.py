@@ -17,6 +17,7 @@ from trunkline.deploy.config.option_values import (
     check_tenants,
 )
 from trunkline.deploy.errors import UserError
+from trunkline.kvstore.chunk_format import KV_DTYPES
 from trunkline.router.config import (
     HEADER_NAME,
     HOST,
@@ -83,6 +84,8 @@ class ServeSettings:
     """Tensor-parallel workers per group. None: by the model and the GPUs that each group can have
     (`plans.settle`)."""
     dtype: str = "auto"
+    kv_dtype: str = "auto"
+    """The number format in which KV is kept: "int8", or "auto" for that of the computation."""
     device: str = "auto"
     kernels: str = "auto"
     quantization: str = "none"
@@ -308,6 +311,7 @@ def _least(least: int) -> tuple[float, float, str]:
 _CHOICES: Final = {
     "policy": POLICIES,
     "dtype": DTYPES,
+    "kv_dtype": KV_DTYPES,
     "device": DEVICES,
     "kernels": KERNELS,
     "log_level": LOG_LEVELS,

@@ -36,6 +36,7 @@ from trunkline.deploy.supervisor.serve import (
     with_records,
 )
 from trunkline.deploy.supervisor.supervisor import Supervisor
+from trunkline.kvstore.chunk_format import type_name
 from trunkline.runtime.process import enter_role
 
 
@@ -144,7 +145,8 @@ def _title(kind: Kind, plan: ClusterPlan) -> str:
     ranks = f"rank{'s' if len(node.ranks) > 1 else ''} {node.ranks[0]}"
     ranks += f"-{node.ranks[-1]}" if len(node.ranks) > 1 else ""
     where = f"listens on {node.listen}" if kind is Kind.GROUP else f"of the group at {node.leader}"
-    return f"{plan.model_name} · {ranks} of {settings.ranks} on {plan.device} · {plan.dtype} · {where}"
+    computed = type_name(plan.dtype, settings.kv_dtype)
+    return f"{plan.model_name} · {ranks} of {settings.ranks} on {plan.device} · {computed} · {where}"
 
 
 def _running(kind: Kind, plan: ClusterPlan, node_settings: NodeSettings, title: str) -> Running:

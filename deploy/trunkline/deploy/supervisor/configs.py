@@ -15,6 +15,7 @@ from trunkline.deploy.config.option_values import keys_needed, server_key_digest
 from trunkline.deploy.config.plans import ClusterPlan, Meeting, local_endpoint
 from trunkline.deploy.supervisor.members import Member, Role
 from trunkline.deploy.supervisor.run_folder import MEMBERS_FILE, STATUS_SOCKET, admin_key_digest
+from trunkline.kvstore.chunk_format import type_name
 from trunkline.kvstore.fingerprint import tokenizer_digest
 from trunkline.router.config import ModelConfig, RouterConfig
 from trunkline.worker.config import WorkerConfig
@@ -151,7 +152,7 @@ def _controller_config(
         tokenizer_digest=tokenizer_digest(plan.folder),
         weights_digest=plan.weights,
         model_is_named=bool(settings.served_model_name),
-        dtype=plan.dtype,
+        dtype=type_name(plan.dtype, settings.kv_dtype),
         max_rows=settings.max_batch,
         index_path=str(kept / INDEX_NAME) if kept else "",
         tier_fingerprint=plan.tier_fingerprint if kept or settings.remote_tier else "",
@@ -184,6 +185,7 @@ def _worker_configs(
                 gpu=plan.placement.gpu(group - plan.first_group, here),
                 gpu_memory_fraction=plan.placement.fraction,
                 dtype=plan.dtype,
+                kv_dtype=settings.kv_dtype,
                 invariant_rows=settings.speculation != "off",  # so that drafts change no bit of what rows compute
                 quantisation="int8" if settings.quantization == "int8" else "",
                 kv_memory_bytes=settings.kv_memory_per_worker(plan.device),

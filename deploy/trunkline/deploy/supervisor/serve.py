@@ -89,6 +89,11 @@ def plan_cluster(
         raise UserError(
             f"--kernels is {settings.kernels}, but the model runs on device {device}; use --kernels auto"
         )
+    if settings.kv_dtype != "auto" and device != "cpu":
+        raise UserError(
+            f"--kv-dtype is {settings.kv_dtype}, for which there are kernels on CPUs only, but the model runs on "
+            f"device {device}; use --kv-dtype auto, or --device cpu"
+        )
     dtype = models.resolve_dtype(folder, settings.dtype, device)
     try:
         if settings.quantization != "none" and has_blocks(folder):
@@ -105,7 +110,7 @@ def plan_cluster(
             f"--max-context is {max_context}; {settings.model} allows at most {model.max_positions} tokens, or "
             "more with --rope-scaling yarn"
         )
-    chunk = model.chunk_format(settings.chunk_size, dtype)
+    chunk = model.chunk_format(settings.chunk_size, dtype, settings.kv_dtype)
     chunk_bytes = chunk.of_rank(settings.ranks).chunk_bytes
     _check_kv_memory(settings, chunk_bytes, device)
     weights = models.weights_digest(folder, _reading(tell))
