@@ -76,6 +76,7 @@ async def health(request: Request) -> Response:
                 "ready": link.ready,
                 "model": link.standing.model,
                 "role": link.state.role if link.state else "",
+                "dtype": link.state.dtype if link.state else "",
                 "problem": link.problem,
                 "status": _status(service, link),
                 "running": link.state.running if link.state else 0,
