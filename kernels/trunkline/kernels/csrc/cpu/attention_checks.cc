@@ -42,6 +42,10 @@ PoolView pool_of(const TensorView& data, const TensorView& packed, int64_t layer
   pool.row_bytes = pool.is_int8 ? pool.head_dim + kScaleBytes : pool.head_dim * pool.element_bytes;
   pool.tile_bytes = pool.chunk * pool.row_bytes;
   pool.packable = pool.chunk % kTokenStep == 0 && pool.head_dim % 16 == 0;
+  constexpr int64_t kInt8HeadMost = 512;  // sums of products of integers fit 32 bits
+  if (pool.is_int8 && pool.head_dim > kInt8HeadMost) {
+    TVM_FFI_THROW(ValueError) << "head_dim " << pool.head_dim << ": with KV in int8 at most " << kInt8HeadMost;
+  }
   if (pool.head_dim % 2 != 0 || reinterpret_cast<uintptr_t>(pool.data) % 4 != 0) {
     TVM_FFI_THROW(ValueError) << "head_dim " << pool.head_dim << " must be even, and the pool aligned to 4 bytes";
   }
