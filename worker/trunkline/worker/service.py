@@ -39,6 +39,7 @@ from trunkline.controller.messages import (
 )
 from trunkline.runtime.process import RareLog, node_id, report_status
 from trunkline.runtime.tracing import start as start_tracing
+from trunkline.runtime.wire_flags import NOBLOCK
 from trunkline.runtime.wire_keys import Role
 from trunkline.runtime.wire_sockets import HANDSHAKE_FAILED, WirePeer
 from trunkline.worker.config import WorkerConfig
@@ -101,6 +102,8 @@ class Link:
         self.is_refused = False
         """Whether the controller has refused this rank's connection; set by the watchdog."""
         self._plans = self._subscriber()
+        self._timeout_ms = -1
+        """Longest time that the socket waits now."""
         self.monitor = self._plans.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED | HANDSHAKE_FAILED
         )
@@ -176,13 +179,22 @@ class Link:
         Raises:
             PlanError: something that is not a message of this protocol.
         """
-        if not self._plans.poll(timeout_ms):
-            return None
-        frames = self._plans.recv_multipart()
+        if timeout_ms != self._timeout_ms:
+            self._timeout_ms = timeout_ms
+            self._plans.set(zmq.RCVTIMEO, timeout_ms)
+        # Of two frames, and without a poller: every step waits for this.
         try:
-            return self._decoder.decode(frames[-1])
+            self._plans.recv()
+        except zmq.Again:
+            return None
+        try:
+            payload = self._plans.recv(NOBLOCK)
+        except zmq.Again:
+            raise PlanError("a message has a topic and nothing else") from None
+        try:
+            return self._decoder.decode(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise PlanError(f"undecodable plan of {len(frames[-1])} bytes: {error}") from error
+            raise PlanError(f"undecodable plan of {len(payload)} bytes: {error}") from error
 
     def stop_monitor(self) -> None:
         """End the monitoring of connections: the monitor socket gets its last event."""
