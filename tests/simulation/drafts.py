@@ -74,6 +74,9 @@ class RandomDrafts(DraftSource):
             assert expected[self.lengths[slot]] == token
             self.lengths[slot] += 1
 
+    def foretold(self, slot: int, tokens: Int32Array) -> None:
+        assert slot in self.here
+
     @property
     def is_calm(self) -> bool:
         return False

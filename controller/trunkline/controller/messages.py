@@ -426,11 +426,9 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True, tag="result"):
     logprobs: dict[int, TopLogprobs] | None = None
     """Log-probabilities by index into `tokens`, for the sequences that asked for them."""
     plan_copies: int = 0
-    """1 if the decode plan was rebuilt for this step, 0 if the plan before was only advanced (ChunkAttention
-    §3.3)."""
+    """1: the decode plan was rebuilt for this step; 0: the one before was advanced (ChunkAttention §3.3)."""
     kv_bytes_read: int = 0
-    """Bytes of KV that decode attention read on rank 0, all layers; a shared chunk that is read once counts
-    once."""
+    """Bytes of KV that decode attention read on rank 0, all layers; a chunk that is read once counts once."""
     beams: dict[int, BeamStep] | None = None
     """Candidates of each beam search, by the search's id. The tokens of its rows stand in `tokens`, too."""
     prompt_logprobs: dict[int, PromptLogprobs] | None = None
@@ -441,6 +439,8 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True, tag="result"):
     """Number of blocks that were saved or loaded since the last result."""
     waited_us: int = 0
     """Microseconds for which the step waited for saves and loads, part of `elapsed_us`."""
+    forced: dict[int, bytes] | None = None
+    """By sequence, int32 ids that spell what its grammar demands next; told once (`CompileGrammar.foretell`)."""
 
 
 class GrammarReady(msgspec.Struct, array_like=True, frozen=True, tag="grammar_ready"):

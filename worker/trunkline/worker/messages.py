@@ -337,6 +337,8 @@ class CompileGrammar(msgspec.Struct, array_like=True, frozen=True, tag="grammar"
     tenant: bytes = b""
     """Tenant that wants the grammar (`Grammar.tenant`). While a grammar is compiled, it is sent again for each
     further tenant that wants it."""
+    foretell: bool = False
+    """Whether rank 0 tells what the grammar demands next of an output (`StepResult.forced`), for drafts."""
 
 
 class ForgetGrammar(msgspec.Struct, array_like=True, frozen=True, tag="forget"):

@@ -27,6 +27,8 @@ class Source(IntEnum):
     """The sequence's own tokens."""
     RECENT = 3
     """Recent outputs of the same tenant."""
+    GRAMMAR = 4
+    """What the grammar demands, as the tokenizer writes it: foretold by rank 0, whatever matches."""
 
 
 class Others(IntEnum):
@@ -47,6 +49,7 @@ PRIOR: Final = {
     Source.TREE: (0.4, 0.4, 0.4, 0.5, 0.5, 0.6, 0.6, 0.7, 0.7, 0.8, 0.8),
     Source.PREDICTION: (0.6, 0.2, 0.6, 0.7, 0.7, 0.8, 0.8, 0.9, 0.9, 0.9, 0.95),
     Source.CONTEXT: (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.8, 0.9, 0.9),
+    Source.GRAMMAR: (0.8,) * 11,
     Source.RECENT: (0.1, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.8, 0.9),
 }
 """Chances that are assumed before anything is measured, by class; each counts as `PRIOR_TRIALS` tokens."""

@@ -173,6 +173,15 @@ class Drafter:
 
     # Steps
 
+    def foretold(self, slot: int, tokens: Int32Array) -> None:
+        """Let a sequence draft what its grammar demands."""
+        follower = self._followers.get(slot)
+        if follower is None or not len(tokens) or tokens.min() < 0:
+            return
+        self._placed -= follower.place is not None
+        follower.foretold(tokens, self._acceptance)
+        self._placed += 1
+
     @property
     def is_calm(self) -> bool:
         """Whether there will be no guesses before many more tokens have come."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from trunkline.controller.drafts.acceptance import CHANCE_MAX, Acceptance, Fit, Others, Source
 from trunkline.controller.drafts.text_index import MATCH_MAX, NO_TOKEN, RUNS, TAIL_MAX, RunHashes, TextIndex
-from trunkline.controller.drafts.tree_texts import text_behind
+from trunkline.controller.drafts.tree_texts import TreeText, text_behind
 from trunkline.controller.sequences.sequence import Sequence
 from trunkline.kvstore.chunks import Int32Array, unpack_int32
 
@@ -178,6 +178,13 @@ class Follower:
             self._interval = 1
         else:  # it fails again and again: less often
             self._interval = min(max(2 * self._interval, INTERVAL_LEAST), INTERVAL_MAX)
+
+    def foretold(self, tokens: Int32Array, acceptance: Acceptance) -> None:
+        """Go on along what the grammar demands behind the sequence's tokens so far."""
+        if self._waiting:
+            self.advance(acceptance, None, 0)
+        self.place = Place(TreeText(tokens), Source.GRAMMAR, 0, MATCH_MAX)
+        self._interval = 1
 
     @property
     def output(self) -> Int32Array:

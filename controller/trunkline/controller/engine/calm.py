@@ -96,7 +96,7 @@ class CalmSteps:
         answered, places = self._inflight[0], len(self._rows)
         if result.step != answered.step or result.epoch != epoch or len(result.tokens) != 4 * places:
             return None
-        if result.waited_us or result.moved_blocks:
+        if result.waited_us or result.moved_blocks or result.forced:
             return None
         if result.logprobs or result.beams or result.prompt_logprobs:
             return None

@@ -109,7 +109,7 @@ class Engine:
         tree, fetching = self.scheduler.kv.tree, self.scheduler.fetching
         self.traffic = TierOrders(tree, config.ranks)
         self.prefetcher = Prefetcher(tree, fetching, self.traffic, Holders(tree, self.scheduler.costs))
-        self._requests.grammars = GrammarBook(self.grammars.next_id)
+        self._requests.grammars = GrammarBook(self.grammars.next_id, foretell=config.speculation == "auto")
         self._inflight.clear()
         self._step = 0
 

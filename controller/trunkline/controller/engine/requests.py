@@ -225,11 +225,13 @@ class GrammarBook:
     do that beside their steps, so running requests do not wait for it. Ids are never used twice.
     """
 
-    def __init__(self, first_id: int = 1) -> None:
+    def __init__(self, first_id: int = 1, *, foretell: bool = False) -> None:
         """
         Args:
             first_id: id of the first grammar.
+            foretell: whether the workers tell what grammars demand next (`CompileGrammar.foretell`).
         """
+        self._foretell = foretell
         self._by_content: OrderedDict[tuple[str, str, bool], GrammarEntry] = OrderedDict()
         """The grammars by kind, text and spacing; the one that was asked for least recently comes first."""
         self._by_id: dict[int, GrammarEntry] = {}
@@ -252,7 +254,9 @@ class GrammarBook:
             # Also if it is being compiled for another tenant: this tenant's turn may come earlier.
             entry.tenants.add(grammar.tenant)
             self._messages.append(
-                CompileGrammar(entry.id, grammar.kind, grammar.text, grammar.spaced, grammar.tenant)
+                CompileGrammar(
+                    entry.id, grammar.kind, grammar.text, grammar.spaced, grammar.tenant, self._foretell
+                )
             )
         self._by_content.move_to_end(key)
         entry.users.add(request)
@@ -372,6 +376,10 @@ def apply_step_result(
         _accept(requests, scheduler, rows, tokens, result.logprobs, now)
     if result.beams:
         _advance_searches(requests, scheduler, result.beams, now)
+    if result.forced:
+        if any(len(packed) % 4 for packed in result.forced.values()):
+            raise ProtocolError(f"step {result.step} foretells what is no int32 ids")
+        scheduler.drafting.foretold(result.forced)
 
 
 def _score(requests: RequestTable, step: InflightStep, scores: dict[int, PromptLogprobs]) -> None:

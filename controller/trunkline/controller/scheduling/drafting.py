@@ -33,7 +33,7 @@ from trunkline.controller.scheduling.fair_queue import FairQueue
 from trunkline.controller.sequences.draft_source import DraftSource, Slots
 from trunkline.controller.sequences.plan_builder import BEAM, DecodeRows, InflightStep, PlanBuilder, RowSet
 from trunkline.controller.tiers.costs import StepCosts
-from trunkline.kvstore.chunks import Int32Array
+from trunkline.kvstore.chunks import Int32Array, unpack_int32
 
 
 class Drafting:
@@ -73,6 +73,17 @@ class Drafting:
         """
         if self.source is not None:
             self.source.settle(slots, tokens, steps)
+
+    def foretold(self, forced: dict[int, bytes]) -> None:
+        """Tell the source what grammars demand next.
+
+        Args:
+            forced: packed int32 ids by the sequence's id in the batch. Sequences may have ended meanwhile.
+        """
+        for batch_seq_id, packed in forced.items():
+            slots = np.flatnonzero(self._rows.batch_seq_ids == batch_seq_id)
+            if self.source is not None and len(slots):
+                self.source.foretold(int(slots[0]), unpack_int32(packed))
 
     def waits(self) -> bool:
         """Return whether to wait for the step in flight, which has no drafts, so that the next one can have

@@ -38,6 +38,10 @@ class DraftSource(Protocol):
         calls, position by position."""
         ...
 
+    def foretold(self, slot: int, tokens: Int32Array) -> None:
+        """Note what a sequence's grammar demands behind its tokens so far, as it is usually spelled."""
+        ...
+
     @property
     def is_calm(self) -> bool:
         """Whether there will be no guesses before many more tokens have come. The tokens of some steps may then

@@ -367,7 +367,8 @@ def _out_of_range(report: StepResult | WorkerReady, ranges: dict[str, int]) -> s
 def _problem_of_ids(result: StepResult, vocab_size: int) -> str:
     """The next workers would be given them as tokens of a prompt. -1: behind a refused draft."""
     beams = [beams.tokens for beams in result.beams.values()] if result.beams else []
-    for packed in (result.tokens, *beams):
+    forced = result.forced.values() if result.forced else ()
+    for packed in (result.tokens, *beams, *forced):
         if packed and len(packed) % 4 == 0:
             ids = memoryview(packed).cast("i")
             if min(ids) < -1 or max(ids) >= vocab_size:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterable
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +28,10 @@ _NOT_IN_TEXT: Final = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
 WHITESPACE_MAX: Final = 16
 """Largest number of white-space characters in a row between two parts of a JSON text, where white space is free:
 enough to indent, and small models do not get lost."""
+FORETOLD_MAX: Final = 256
+"""Largest number of characters that are foretold at once."""
+FORETELL_S_MAX: Final = 0.002
+"""CPU time beyond which an output is foretold no more."""
 COMPACT_PROPERTIES_MAX: Final = 400
 """Largest number of properties of an object without free white space."""
 _NAMES: Final = {
@@ -60,7 +66,7 @@ class Vocabulary:
             model: the model's folder.
             vocab_size: of the model; the ids beyond the tokenizer's are never allowed.
         """
-        tokenizer = TokenizerFile(model / "tokenizer.json")
+        self._tokenizer = tokenizer = TokenizerFile(model / "tokenizer.json")
         encoded = xgrammar.TokenizerInfo.from_huggingface(
             tokenizer,  # type: ignore[arg-type]  # of the class that it takes for the right one
             vocab_size=vocab_size,
@@ -93,6 +99,11 @@ class Vocabulary:
         # xgrammar lets strings of a limited length contain control characters, which JSON does not.
         self._json = compiler([b"" if _NOT_IN_JSON.search(text) else text for text in hidden])
         self._tags = compiler([b"" if _NOT_IN_TEXT.search(text) else text for text in spelled])
+
+    def spell(self, text: str) -> list[int]:
+        """Return the ids as which the tokenizer writes a text, as far as the model has them."""
+        ids: list[int] = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        return list(takewhile(lambda token: token < self.size, ids))
 
     def compile(self, kind: str, text: str, *, spaced: bool = False) -> TokenGrammar:
         """Compile a grammar (`CompileGrammar`); may take very long, without holding the GIL.
@@ -205,9 +216,14 @@ class Matcher:
     """
 
     def __init__(self, grammar: TokenGrammar, stop_ids: Iterable[int]) -> None:
-        vocabulary = grammar.vocabulary
+        self._vocabulary = vocabulary = grammar.vocabulary
         self.accepted = 0
         """Number of output tokens taken in so far."""
+        self.spent_s = 0.0
+        """CPU time that was spent on the next token already, before `fill`."""
+        self._foretold: list[int] = []
+        """What was foretold and has not come yet; as long as it comes, nothing more is foretold."""
+        self._foretells = True
         self._stop_ids = sorted({token for token in stop_ids if 0 <= token < vocabulary.size})
         self._finished = False
         self._end = vocabulary.end
@@ -223,8 +239,24 @@ class Matcher:
         """Take in the next output tokens, also those that the grammar does not allow."""
         for token in tokens:
             self.accepted += 1
+            self._foretold = self._foretold[1:] if self._foretold[:1] == [token] else []
             if not self._finished:
                 self._finished = not self._matcher.accept_token(token) or self._matcher.is_terminated()
+
+    def foretell(self) -> list[int]:
+        """Return the ids that spell what the grammar demands next, if that is more than was foretold already.
+
+        A demanded text can be spelled by other tokens, too, and its last one may go on with what is free: the ids
+        leave the last one out, and are what a model is likely to draw, no more.
+        """
+        if self._finished or self._foretold or not self._foretells:
+            return []
+        start = time.thread_time()
+        text: str = self._matcher.find_jump_forward_string()[:FORETOLD_MAX]
+        if len(text) > 1:
+            self._foretold = self._vocabulary.spell(text)[:-1]
+        self._foretells = time.thread_time() - start < FORETELL_S_MAX
+        return self._foretold
 
     def fill(self, words: Int32Array) -> None:
         """Write the allowed next ids.

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 import structlog
 
 from trunkline.controller.messages import GrammarReady
-from trunkline.kvstore.chunks import Int32Array, unpack_int32
+from trunkline.kvstore.chunks import Int32Array, pack_int32, unpack_int32
 from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.errors import PlanError
 from trunkline.worker.grammar.checks import GrammarError, prepare
@@ -81,6 +81,8 @@ class GrammarStore:
         self._grammars: dict[int, TokenGrammar] = {}
         self.outputs: dict[int, tuple[BatchSequence, Matcher]] = {}
         """The state of each sequence that follows a grammar, by the sequence's id."""
+        self.foretelling: set[int] = set()
+        """The grammars of which `foretell` tells."""
 
     def compile(self, grammar: int, kind: str, text: str, *, spaced: bool = False, tenant: bytes = b"") -> None:
         """Begin to compile a grammar; `poll` says when it is ready. Does not wait.
@@ -127,6 +129,7 @@ class GrammarStore:
     def forget(self, grammar: int) -> None:
         """Forget a grammar that no sequence uses any more."""
         self._grammars.pop(grammar, None)
+        self.foretelling.discard(grammar)
         if grammar in self.pending:
             self.pending.remove(grammar)
             self._threads.remove(grammar)
@@ -148,14 +151,30 @@ class GrammarStore:
         Raises:
             PlanError: the grammar is not compiled, or the output is not known.
         """
-        start = time.thread_time()
         matcher = self._matcher(sequence)
-        begin = sequence.prompt_len - sequence.first + matcher.accepted
-        matcher.accept(sequence.tokens[begin:])
+        start, matcher.spent_s = time.thread_time() - matcher.spent_s, 0.0
+        _follow(matcher, sequence)
         matcher.fill(words)
         if time.thread_time() - start > TOKEN_S_MAX:
             log.warning("a grammar is too slow to follow: the output ends", sequence=sequence.id)
             matcher.finish()
+
+    def foretell(self, samples: Iterable[BatchSequence]) -> dict[int, bytes] | None:
+        """Return by id what the grammars of sequences demand next of them (`Matcher.foretell`), as packed int32
+        ids. To be called behind a step, for the sequences that have drawn a token in it."""
+        if not (self.foretelling and self.outputs):
+            return None
+        found = {}
+        for sequence in {one.id: one for one in samples if one.sampling.grammar in self.foretelling}.values():
+            known = self.outputs.get(sequence.id)
+            if known is None or known[0] is not sequence:
+                continue
+            matcher, start = known[1], time.thread_time()
+            _follow(matcher, sequence)
+            matcher.spent_s += time.thread_time() - start
+            if tokens := matcher.foretell():
+                found[sequence.id] = pack_int32(tokens)
+        return found or None
 
     def _matcher(self, sequence: BatchSequence) -> Matcher:
         known = self.outputs.get(sequence.id)
@@ -174,6 +193,12 @@ class GrammarStore:
     def close(self) -> None:
         """End threads and processes; a compilation that is under way is abandoned."""
         self._threads.close()
+
+
+def _follow(matcher: Matcher, sequence: BatchSequence) -> None:
+    """Take in the output tokens that the matcher does not have yet."""
+    begin = sequence.prompt_len - sequence.first + matcher.accepted
+    matcher.accept(sequence.tokens[begin:])
 
 
 class _CompileThreads:
