@@ -21,6 +21,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from trunkline.controller.messages import Ping, RouterRequest
 from trunkline.router.messages import Outputs, RouterMessage, State, TierState
+from trunkline.runtime.wire_flags import NOBLOCK
 from trunkline.runtime.wire_keys import WireKeysError, is_network
 from trunkline.runtime.wire_sockets import HANDSHAKE_FAILED, WirePeer
 
@@ -104,7 +105,7 @@ class ControllerSocket:
         if self._closed:
             return False
         try:
-            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+            self._socket.send(self._encoder.encode(message), NOBLOCK)
         except zmq.Again:
             return False
         # ZeroMQ's descriptor signals edges only, and this send may have consumed one.
@@ -120,10 +121,10 @@ class ControllerSocket:
             if self._closed:
                 return
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frame = self._socket.recv(NOBLOCK)
             except zmq.Again:
                 return
-            self._receive(frames[-1])
+            self._receive(frame)
         self._loop.call_soon(self._on_readable)
 
     def _receive(self, frame: bytes) -> None:
