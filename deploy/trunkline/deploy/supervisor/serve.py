@@ -85,15 +85,7 @@ def plan_cluster(
     folder = stretched.folder_of(settings)
     settings, placement = settle(settings, folder, beside)
     device = placement.device
-    if settings.kernels in ("cpu", "cuda") and settings.kernels != device:
-        raise UserError(
-            f"--kernels is {settings.kernels}, but the model runs on device {device}; use --kernels auto"
-        )
-    if settings.kv_dtype != "auto" and device != "cpu":
-        raise UserError(
-            f"--kv-dtype is {settings.kv_dtype}, for which there are kernels on CPUs only, but the model runs on "
-            f"device {device}; use --kv-dtype auto, or --device cpu"
-        )
+    _check_device(settings, device)
     dtype = models.resolve_dtype(folder, settings.dtype, device)
     try:
         if settings.quantization != "none" and has_blocks(folder):
@@ -142,6 +134,19 @@ def plan_cluster(
     _check_host_tier(settings, chunk_bytes)
     check_configs(plan)
     return plan
+
+
+def _check_device(settings: ServeSettings, device: str) -> None:
+    """Check that there are kernels for what was asked for."""
+    if settings.kernels in ("cpu", "cuda") and settings.kernels != device:
+        raise UserError(
+            f"--kernels is {settings.kernels}, but the model runs on device {device}; use --kernels auto"
+        )
+    if settings.kv_dtype != "auto" and device != "cpu":
+        raise UserError(
+            f"--kv-dtype is {settings.kv_dtype}, for which there are kernels on CPUs only, but the model runs on "
+            f"device {device}; use --kv-dtype auto, or --device cpu"
+        )
 
 
 def _reading(tell: Callable[[str], None]) -> Callable[[int], None]:
