@@ -53,6 +53,7 @@ from trunkline.router.membership.static_source import write_members
 from trunkline.runtime.process import enter_role
 from trunkline.worker.errors import WorkerError
 from trunkline.worker.model.families import check_model
+from trunkline.worker.model.model_config import ModelConfig
 from trunkline.worker.model.tensor_index import has_blocks
 
 __all__ = ["ClusterPlan", "children", "plan_cluster", "plan_models", "serve"]
@@ -96,12 +97,7 @@ def plan_cluster(
         model = check_model(folder, settings.ranks, dtype, settings.max_context or 0)
     except WorkerError as error:
         raise UserError(str(error)) from error
-    max_context = settings.max_context or model.max_positions
-    if max_context > model.max_positions:
-        raise UserError(
-            f"--max-context is {max_context}; {settings.model} allows at most {model.max_positions} tokens, or "
-            "more with --rope-scaling yarn"
-        )
+    max_context = _context(settings, model)
     chunk = model.chunk_format(settings.chunk_size, dtype, settings.kv_dtype)
     chunk_bytes = chunk.of_rank(settings.ranks).chunk_bytes
     _check_kv_memory(settings, chunk_bytes, device)
@@ -134,6 +130,17 @@ def plan_cluster(
     _check_host_tier(settings, chunk_bytes)
     check_configs(plan)
     return plan
+
+
+def _context(settings: ServeSettings, model: ModelConfig) -> int:
+    """Return the longest sequence in tokens, checked."""
+    max_context = settings.max_context or model.max_positions
+    if max_context > model.max_positions:
+        raise UserError(
+            f"--max-context is {max_context}; {settings.model} allows at most {model.max_positions} tokens, or "
+            "more with --rope-scaling yarn"
+        )
+    return max_context
 
 
 def _check_device(settings: ServeSettings, device: str) -> None:
