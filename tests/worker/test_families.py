@@ -83,7 +83,7 @@ def test_a_good_model(folder: Path) -> None:
             ModelError,
             "long_factor has 1 entries; 4 positive",
         ),
-        ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantization_config: quantised"),
+        ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantization_config: quant_method is None"),
         ({"num_hidden_layers": None}, ModelError, "'num_hidden_layers' is missing"),
         ({"num_key_value_heads": 3}, ModelError, "4 attention heads cannot share 3 KV heads"),
         ({"hidden_size": "wide"}, ModelError, "invalid literal"),

@@ -23,6 +23,8 @@ from trunkline.worker.errors import CheckpointError
 from trunkline.worker.model.architecture import NormKind
 from trunkline.worker.model.gguf.weights import GgufSlices
 from trunkline.worker.model.model_config import Mixture, Piece, Shard
+from trunkline.worker.model.packed_files import PackedMatrix
+from trunkline.worker.model.packed_weights import read_packed
 from trunkline.worker.model.tensor_index import find_prefix, read_tensor_index
 
 Progress = Callable[[str, float], None]
@@ -127,6 +129,7 @@ class _Files:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, stack: ExitStack) -> None:
         self.index = read_tensor_index(folder)
+        self._sources = {name: entry.file for name, entry in self.index.items()}
         self._counted = 0
         self._blocks = GgufSlices(dtype, device)
         self._opened: dict[Path, Any] = {}
@@ -135,7 +138,10 @@ class _Files:
 
     def part(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Weight:
         """Return a part of a matrix, in blocks if it is stored so; `columns` without `rows`."""
-        stored = self.index[name].stored
+        stored, packed = self.index[name].stored, self.index[name].packed
+        if packed is not None:
+            whole = self._packed(packed)
+            return whole.rows(rows or slice(None)) if columns is None else whole.columns(columns)
         if stored is None:
             return self.slice(name, rows, columns)
         found = self._blocks.read(stored, rows, columns)
@@ -149,17 +155,32 @@ class _Files:
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Return a part of a tensor, contiguous; `columns` are of a matrix, without `rows`."""
-        file, _, _, blocks = self.index[name]
-        if blocks is not None:
-            found = self._blocks.read(blocks, rows, columns)
+        file, _, _, blocks, packed = self.index[name]
+        if blocks is not None or packed is not None:
+            found = self.part(name, rows, columns) if blocks is None else self._blocks.read(blocks, rows, columns)
             dense = found.dequantise(dtype or self._dtype) if isinstance(found, GroupedWeight) else found
             return self._own(dense, dtype)
-        if file not in self._opened:
-            self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt"))
-        stored = self._opened[file].get_slice(name)
+        stored = self._open(file).get_slice(name)
         part: Tensor = stored[:, columns] if columns is not None else stored[rows or slice(None)]
         self._counted += part.numel() * part.element_size()
         return self._own(part, dtype)
+
+    def _open(self, file: Path) -> Any:
+        if file not in self._opened:
+            self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+        return self._opened[file]
+
+    def _packed(self, matrix: PackedMatrix) -> GroupedWeight:
+        """Return a whole matrix: its words are not divided as its rows and columns are."""
+
+        def tensor(name: str) -> Tensor | None:
+            if name not in self._sources:
+                return None
+            found: Tensor = self._open(self._sources[name]).get_tensor(name)
+            self._counted += found.nbytes
+            return found.to(self.device)
+
+        return read_packed(matrix, tensor, self._dtype)
 
     @property
     def bytes_read(self) -> int:

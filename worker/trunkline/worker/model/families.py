@@ -18,6 +18,7 @@ from typing import Final
 from trunkline.worker.config import DTYPES
 from trunkline.worker.errors import ModelError, UnsupportedModelError
 from trunkline.worker.model.model_config import ModelConfig, check_parallelism
+from trunkline.worker.model.packed_files import read_scheme
 from trunkline.worker.model.reader_base import Reader
 from trunkline.worker.model.reader_experts import EXPERTS_READERS
 from trunkline.worker.model.reader_llama import LLAMA_READERS
@@ -70,9 +71,9 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise UnsupportedModelError(
             f"{path}: unsupported architecture: {given}{reason}; supported: {', '.join(sorted(READERS))}"
         )
-    if raw.get("quantization_config"):
-        raise UnsupportedModelError(f"{path}: quantization_config: quantised checkpoints are not supported")
     try:
+        if raw.get("quantization_config"):
+            read_scheme(raw["quantization_config"])
         return READERS[name](raw)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{path}: {name}: {error}") from error

@@ -22,6 +22,7 @@ from trunkline.worker.model.architecture import Architecture, NormKind, Qkv
 from trunkline.worker.model.gguf.container import TYPES
 from trunkline.worker.model.gguf.names import StoredTensor, read_stored
 from trunkline.worker.model.model_config import ModelConfig, obstacles
+from trunkline.worker.model.packed_files import PackedMatrix, packed_matrices, scheme_of
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -50,11 +51,13 @@ class TensorEntry(NamedTuple):
     """Type of the tensor in the format's words: "F32", "BF16", "U8", "Q4_K", …"""
     stored: StoredTensor | None = None
     """How a GGUF file has it; None: it is in a safetensors file."""
+    packed: PackedMatrix | None = None
+    """The tensors that it is packed in; None: it is a tensor itself."""
 
     @property
     def is_float(self) -> bool:
         """Whether weights can be read from the tensor's type."""
-        return self.stored is not None or self.dtype in _FLOAT_TYPES
+        return self.stored is not None or self.packed is not None or self.dtype in _FLOAT_TYPES
 
 
 class _MalformedError(Exception):
@@ -81,6 +84,15 @@ def read_tensor_index(folder: Path) -> dict[str, TensorEntry]:
             raise CheckpointError(f"{file} has a malformed header: {error}") from error
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
+    if (scheme := scheme_of(folder)) is None:
+        return tensors
+    try:
+        packed = packed_matrices(scheme, {name: (each.shape, each.dtype) for name, each in tensors.items()})
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    for name, (matrix, shape) in packed.items():
+        method = f"{scheme.method}, {scheme.bits} bits"
+        tensors[f"{matrix.name}.weight"] = TensorEntry(tensors[name].file, shape, method, packed=matrix)
     return tensors
 
 
@@ -98,7 +110,8 @@ def has_blocks(folder: Path) -> bool:
         ModelError: as `read_tensor_index`.
     """
     return any(
-        each.stored is not None and each.dtype not in _FLOAT_TYPES for each in read_tensor_index(folder).values()
+        (each.stored is not None and each.dtype not in _FLOAT_TYPES) or each.packed is not None
+        for each in read_tensor_index(folder).values()
     )
 
 
@@ -313,9 +326,10 @@ def check_weights(config: ModelConfig, folder: Path, tp: int = 1) -> None:
 def _check_groups(config: ModelConfig, found: dict[str, TensorEntry], tp: int) -> None:
     names, groups = config.architecture.names, {kind.name: kind.group for kind in TYPES.values()}
     widths = [
-        (name, entry.shape[1], groups[entry.dtype])
+        (name, entry.shape[1], entry.packed.group if entry.packed else groups[entry.dtype])
         for name, entry in found.items()
-        if entry.stored and name.endswith((f"{names.attention_out}.weight", f"{names.down}.weight"))
+        if (entry.stored or entry.packed)
+        and name.endswith((f"{names.attention_out}.weight", f"{names.down}.weight"))
     ]
 
     def divided(ranks: int) -> list[str]:

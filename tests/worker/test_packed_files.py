@@ -1,0 +1,251 @@
+"""Checkpoints of packed integers: logits, slices of ranks, and everything that is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from worker.checkpoints import assert_greedy, largest_difference, make_checkpoint
+from worker.driver import generate, run_config
+
+from trunkline.kernels.grouped import GroupedWeight
+from trunkline.worker.errors import CheckpointError, UnsupportedModelError
+from trunkline.worker.model.families import check_model
+from trunkline.worker.model.packed_files import packed_matrices, read_scheme
+from trunkline.worker.model.packed_weights import read_packed
+from trunkline.worker.model.tensor_index import has_blocks, read_tensor_index
+from trunkline.worker.runner import Runner
+
+SHAPE: Final[dict[str, Any]] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+AWQ: Final[dict[str, Any]] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+GPTQ: Final[dict[str, Any]] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+
+
+def compressed(layout: str, bits: int, **weights: Any) -> dict[str, Any]:
+    own = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "channel", **weights}
+    groups = {"group_0": {"targets": ["Linear"], "weights": own, "input_activations": None}}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups, "ignore": ["lm_head"]}
+
+
+CASES: Final[dict[str, dict[str, Any]]] = {
+    "awq": AWQ,
+    "gptq": {**GPTQ, "checkpoint_format": "gptq"},
+    "gptq symmetric": {**GPTQ, "sym": True},
+    "gptq 8 bits, rows": {**GPTQ, "bits": 8, "group_size": -1},
+    "gptq v2": {**GPTQ, "checkpoint_format": "gptq_v2"},
+    "packed 4": compressed("pack-quantized", 4, strategy="group", group_size=32),
+    "packed 8": compressed("pack-quantized", 8),
+    "int8": compressed("int-quantized", 8),
+}
+AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The place in a word, from its lowest bits on, of each of eight outputs."""
+
+
+def words(codes: Tensor, bits: int, places: tuple[int, ...] = ()) -> Tensor:
+    """Pack codes along rows, number by number, as the formats are described."""
+    per_word = 32 // bits
+    packed = torch.zeros(codes.shape[0], codes.shape[1] // per_word, dtype=torch.int64)
+    for column in range(codes.shape[1]):
+        place = places[column % per_word] if places else column % per_word
+        packed[:, column // per_word] |= codes[:, column].long() << (bits * place)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
+
+
+class Rounded(NamedTuple):
+    """A matrix as integers; `[out, in]`, scales and zero points `[out, groups]`."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+
+    @property
+    def weight(self) -> Tensor:
+        group = self.codes.shape[1] // self.scale.shape[1]
+        scale, zero = (part.repeat_interleave(group, dim=1).float() for part in (self.scale, self.zero))
+        return scale * (self.codes.float() - zero)
+
+
+def rounded(weight: Tensor, bits: int, group: int, symmetric: bool) -> Rounded:
+    parts = weight.unfold(1, group, group) if group > 0 else weight[:, None]
+    low, high, top = parts.amin(dim=2), parts.amax(dim=2), 2**bits - 1
+    if symmetric:
+        scale = (parts.abs().amax(dim=2) / (2 ** (bits - 1) - 1)).half()
+        zero = torch.full_like(scale, 2 ** (bits - 1))
+    else:
+        scale = ((high - low) / top).half()
+        zero = (-low / scale.float()).round().clamp(1, top)
+    codes = (parts / scale.float()[..., None] + zero.float()[..., None]).round().clamp(0, top)
+    return Rounded(codes.flatten(1).to(torch.uint8), scale, zero.to(torch.uint8))
+
+
+def stored(name: str, matrix: Rounded, config: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a matrix in a method's format."""
+    method = config["quant_method"]
+    if method == "awq":
+        return {
+            f"{name}.qweight": words(matrix.codes.T, 4, AWQ_PLACES),
+            f"{name}.qzeros": words(matrix.zero.T, 4, AWQ_PLACES),
+            f"{name}.scales": matrix.scale.T.contiguous(),
+        }
+    if method == "gptq":
+        bits, group = config["bits"], matrix.codes.shape[1] // matrix.scale.shape[1]
+        taken = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+        return {
+            f"{name}.qweight": words(matrix.codes, bits).T.contiguous(),
+            f"{name}.qzeros": words(matrix.zero.T - taken, bits),
+            f"{name}.scales": matrix.scale.T.contiguous(),
+            f"{name}.g_idx": (torch.arange(matrix.codes.shape[1]) // group).to(torch.int32),
+        }
+    bits = config["config_groups"]["group_0"]["weights"]["num_bits"]
+    scale = {f"{name}.weight_scale": matrix.scale}
+    if config["format"] == "int-quantized":
+        return {f"{name}.weight": (matrix.codes.int() - 128).to(torch.int8), **scale}
+    shape = {f"{name}.weight_shape": torch.tensor(matrix.codes.shape)}
+    return {f"{name}.weight_packed": words(matrix.codes, bits), **shape, **scale}
+
+
+def described(config: dict[str, Any]) -> tuple[int, int, bool]:
+    """Bits, group and whether a method's integers are symmetric."""
+    if config["quant_method"] != "compressed-tensors":
+        return config["bits"], config["group_size"], config.get("sym", False)
+    weights = config["config_groups"]["group_0"]["weights"]
+    return weights["num_bits"], weights.get("group_size", -1), True
+
+
+class Pair(NamedTuple):
+    packed: Path
+    plain: Path
+    """The same with its rounded weights in float32."""
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    made: dict[str, Pair] = {}
+
+    def pair(name: str) -> Pair:
+        if name not in made:
+            made[name] = make_pair(tmp_path_factory.mktemp("packed"), CASES[name])
+        return made[name]
+
+    return pair
+
+
+def make_pair(root: Path, config: dict[str, Any]) -> Pair:
+    plain, packed = make_checkpoint(root / "plain", "gqa", **SHAPE), root / "packed"
+    packed.mkdir()
+    tensors, own = load_file(plain / "model.safetensors"), {}
+    for name, tensor in list(tensors.items()):
+        if not name.endswith("_proj.weight"):
+            own[name] = tensor
+            continue
+        matrix = rounded(tensor.float(), *described(config))
+        tensors[name] = matrix.weight
+        own.update(stored(name.removesuffix(".weight"), matrix, config))
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file({name: each.contiguous() for name, each in own.items()}, packed / "model.safetensors")
+    given = json.loads((plain / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps({**given, "quantization_config": config}))
+    return Pair(packed, plain)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_the_rounded_weights(name: str, pairs: Callable[[str], Pair]) -> None:
+    pair = pairs(name)
+    assert has_blocks(pair.packed)
+    runner = Runner.load(
+        run_config(pair.packed, kernels="auto" if name == "awq" else "reference"), lambda *_: None
+    )
+    for stream in generate(runner):
+        assert largest_difference(pair.plain, stream) <= 1e-4
+        assert_greedy(pair.plain, stream)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matrices_are_the_stored_numbers(name: str, pairs: Callable[[str], Pair]) -> None:
+    """To the last bit, and so are a rank's columns and rows."""
+    pair = pairs(name)
+    check_model(pair.packed, 2, "float32")
+    files = load_file(pair.packed / "model.safetensors")
+    plain = load_file(pair.plain / "model.safetensors")
+    packed = {key: entry.packed for key, entry in read_tensor_index(pair.packed).items() if entry.packed}
+    assert len(packed) == 14
+    for key, matrix in packed.items():
+        weight = read_packed(matrix, files.get, torch.float32)
+        assert isinstance(weight, GroupedWeight)
+        assert weight.bits == described(CASES[name])[0]
+        torch.testing.assert_close(weight.dequantise(), plain[key], rtol=2e-7, atol=1e-7)
+        half = weight.shape[1] // 2
+        torch.testing.assert_close(
+            weight.columns(slice(half, 2 * half)).dequantise(), plain[key][:, half:], rtol=2e-7, atol=1e-7
+        )
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"bits": 4}, "quant_method is None; accepted are awq"),
+        ([4], "quant_method is None"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes'; accepted"),
+        ({**AWQ, "version": "gemv"}, "awq with version 'gemv'"),
+        ({**AWQ, "bits": 8}, "awq with bits 8"),
+        ({**AWQ, "bits": True}, "awq with bits True"),
+        ({**AWQ, "zero_point": False}, "zero_point False"),
+        ({**AWQ, "group_size": 24}, "group_size 24; accepted are multiples of 16, and -1"),
+        ({**AWQ, "group_size": "32"}, "group_size '32'"),
+        ({**GPTQ, "desc_act": True}, "gptq with desc_act True"),
+        ({**GPTQ, "bits": 3}, "gptq with bits 3"),
+        ({**GPTQ, "bits": None}, "gptq with bits None"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        (compressed("float-quantized", 8, type="float"), "format 'float-quantized'"),
+        (compressed("int-quantized", 4), "int-quantized with num_bits 4"),
+        (compressed("pack-quantized", 4, symmetric=False), "symmetric False"),
+        (compressed("pack-quantized", 4, strategy="tensor"), "strategy 'tensor'"),
+        (compressed("pack-quantized", 4, actorder="group"), "actorder 'group'"),
+        ({**compressed("int-quantized", 8), "config_groups": {}}, "config_groups is not one group"),
+        (
+            {**compressed("int-quantized", 8), "config_groups": {"a": {}, "b": {}}},
+            "config_groups is not one group",
+        ),
+    ],
+)
+def test_what_is_refused_by_name(config: Any, message: str, pairs: Callable[[str], Pair], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_scheme(config)
+    given = json.loads((pairs("int8").packed / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**given, "quantization_config": config}))
+    with pytest.raises(UnsupportedModelError, match="quantization_config"):
+        check_model(tmp_path, 1, "float32")
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    scheme = read_scheme(GPTQ)
+    good = {"a.qweight": ((8, 24), "I32"), "a.qzeros": ((2, 3), "I32"), "a.scales": ((2, 24), "F16")}
+    ((matrix, shape),) = packed_matrices(scheme, good).values()
+    assert (matrix.name, matrix.group, shape) == ("a", 32, (24, 64))
+    changes: list[tuple[str, tuple[tuple[int, ...], str], str]] = [
+        ("a.qweight", ((8, 24), "F16"), "a.qweight is F16"),
+        ("a.qweight", ((8, 24, 1), "I32"), "expected are I32 matrices"),
+        ("a.qweight", ((6, 24), "I32"), "48 inputs are no whole groups of 32"),
+        ("a.qzeros", ((2, 4), "I32"), r"a.qzeros is I32 \[2, 4\]; beside a.qweight it is \[2, 3\]"),
+        ("a.scales", ((1, 24), "F16"), r"a.scales is F16 \[1, 24\]"),
+    ]
+    for name, changed, message in changes:
+        with pytest.raises(CheckpointError, match=message):
+            packed_matrices(scheme, {**good, name: changed})
+    with pytest.raises(CheckpointError, match=r"a\.scales is missing"):
+        packed_matrices(scheme, {name: each for name, each in good.items() if name != "a.scales"})
+
+
+def test_inputs_in_another_order_are_refused(pairs: Callable[[str], Pair]) -> None:
+    files = load_file(pairs("gptq").packed / "model.safetensors")
+    matrix = next(each.packed for each in read_tensor_index(pairs("gptq").packed).values() if each.packed)
+    index = f"{matrix.name}.g_idx"
+    files[index] = files[index].flip(0)
+    with pytest.raises(CheckpointError, match=r"g_idx: the inputs of a group do not adjoin; desc_act"):
+        read_packed(matrix, files.get, torch.float32)
