@@ -46,8 +46,8 @@ def weights_of(kind: str, block: bytes) -> list[float]:
     if kind in ("Q5_0", "Q5_1"):
         start = 2 if kind == "Q5_0" else 4
         (high,) = struct.unpack_from("<I", block, start)
-        low = [byte & 15 for byte in block[start + 4 :]] + [byte >> 4 for byte in block[start + 4 :]]
-        codes = [code | (high >> place & 1) << 4 for place, code in enumerate(low)]
+        codes = [byte & 15 for byte in block[start + 4 :]] + [byte >> 4 for byte in block[start + 4 :]]
+        codes = [code | (high >> place & 1) << 4 for place, code in enumerate(codes)]
         if kind == "Q5_0":
             return [half(block, 0) * (code - 16) for code in codes]
         return [half(block, 0) * code + half(block, 2) for code in codes]
