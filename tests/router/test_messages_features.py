@@ -12,7 +12,7 @@ from router.fake_controller import FakeController, prompt_of
 from router.harness import ANSWER, RunningRouter
 
 from trunkline.router.api.anthropic import MessagesRequest
-from trunkline.router.api.anthropic_content import Warnings, to_messages
+from trunkline.router.api.anthropic_turns import translated
 from trunkline.router.text.reasoning_styles import THINK
 from trunkline.router.text.tokenizer import Tokenizer
 
@@ -240,4 +240,4 @@ def test_thoughts_that_are_not_shown_come_back(
     broken = {**thought, "signature": "tl_?"}
     for given, known in ((thought, seen["thinking"]), (seen, seen["thinking"]), (other, ""), (broken, "")):
         turns = [*HI, {"role": "assistant", "content": [given]}, *HI]
-        assert to_messages(None, turns, Warnings())[1]["reasoning_content"] == known
+        assert translated(turns, None, b"").messages[1]["reasoning_content"] == known

@@ -24,11 +24,12 @@ from trunkline.router.api.anthropic_content import (
     Warnings,
     cache_lifetime,
     signature_of,
+    system_text,
     to_choice,
     to_functions,
-    to_messages,
     with_marks,
 )
+from trunkline.router.api.anthropic_turns import behind_system, translated
 from trunkline.router.api.blocks import (
     AnswerBlocks,
     Block,
@@ -56,9 +57,10 @@ from trunkline.router.jobs.known_parameters import KNOWN
 from trunkline.router.jobs.parameter_table import Endpoint, row
 from trunkline.router.jobs.parameters import Count, Stops
 from trunkline.router.jobs.request_models import ChatRequest, Message
-from trunkline.router.request_context import draw_hex
+from trunkline.router.request_context import current, draw_hex
 from trunkline.router.service import RouterService
 from trunkline.router.streams.generation import Generation, Outlet
+from trunkline.router.tenancy.auth import cache_salt
 from trunkline.router.text.document_marks import DocumentMarks
 from trunkline.router.text.edits import AppliedEdit, Edit
 from trunkline.router.text.truncation import span_tokens
@@ -230,13 +232,14 @@ async def messages(request: Request) -> Response:
         warnings.add("`container` has no effect: no code is executed here")
     edits = body.edits()
     marks = None if edits else marks_of(body)
-    chat, plan = await beside_loop(request, lambda: _translated(service, body, fields, warnings, marks))
+    chat, plan, lifetime = await beside_loop(request, lambda: _translated(service, body, fields, warnings, marks))
     edited = await edited_prompt(service, chat, plan, edits)
     job = await modular_job(service, chat, plan, marks, edited=edited)
     job = job or await chat_job(service, unmarked(chat, marks), plan, edited=edited)
     job = replace(job, max_tokens=min(job.max_tokens, body.max_tokens))
     generation = await while_connected(request, start(service, job, arrived_at))
     writer = _MessageWriter(service, body, generation, plan, warnings)
+    writer.lifetime = lifetime
     writer.applied = () if edited is None else edited.applied
     if body.stream:
         events = writer.events(request.scope.get(BODY_OUTLET))
@@ -255,7 +258,7 @@ async def count_tokens(request: Request) -> Response:
     service = check_model(service, body.model)
     edits = body.edits()
     marks = None if edits else marks_of(body)
-    chat, plan = await beside_loop(request, lambda: _translated(service, body, {}, Warnings(), marks))
+    chat, plan, _ = await beside_loop(request, lambda: _translated(service, body, {}, Warnings(), marks))
     check_length(sum(map(_characters, chat.messages)), "messages")
     edited = await edited_prompt(service, chat, plan, edits)
     if edited is None:
@@ -279,7 +282,8 @@ def _translated(
     fields: Object,
     warnings: Warnings,
     marks: DocumentMarks | None,
-) -> tuple[ChatRequest, ToolPlan]:
+) -> tuple[ChatRequest, ToolPlan, str | None]:
+    """Return a request as a chat, its tools, and the lifetime that its `cache_control` asks for, "5m" or "1h"."""
     functions = to_functions(body.tools, warnings)
     choice, parallel = to_choice(body.tool_choice, functions)
     tokenizer = service.tokenizer
@@ -288,17 +292,24 @@ def _translated(
     system, rule = without_volatile(body.system, service.config.show_lines)
     if rule:
         warnings.add(f"a line of `system` that changes with every request was left out (rule {rule})")
-    borders: list[int | None] = []
-    messages = to_messages(system, with_marks(body.messages, marks, warnings), warnings, borders)
+    text, memory = system_text(system, warnings), current().conversations
+    known = None if memory is None else memory.turns
+    turns = translated(with_marks(body.messages, marks, warnings), known, cache_salt(body.cache_salt))
+    for _, warning in turns.warnings:
+        warnings.add(warning)
+    messages, borders = behind_system(text, turns)
     if body.mcp_servers:
         warnings.add("the tools of `mcp_servers` are not available to the model")
-    translated: Object = {"messages": messages, "chat_template_kwargs": variables, **fields}
-    translated |= {"pml": body.pml, "trailing": body.trailing}
+    given: Object = {"messages": messages, "chat_template_kwargs": variables, **fields}
+    given |= {"pml": body.pml, "trailing": body.trailing}
     if body.drop:
-        translated["drop"] = dropped_messages(body.drop, [*borders, len(messages)])
+        given["drop"] = dropped_messages(body.drop, [*borders, len(messages)])
     if messages[-1]["role"] == "assistant":
-        translated["continue_final_message"] = True
-    return as_chat(body, translated), plan
+        given["continue_final_message"] = True
+    marked = {"cache_control": body.cache_control}
+    lifetimes = {cache_lifetime(marked, body.system, body.tools), *(each for _, each in turns.lifetimes)}
+    lifetime = next((each for each in ("1h", "5m") if each in lifetimes), None)
+    return as_chat(body, given), plan, lifetime
 
 
 class _MessageWriter:
@@ -323,8 +334,8 @@ class _MessageWriter:
         """What the edits of `context_management` have done."""
         self._hides = body.thinking is not None and body.thinking.display == "omitted"
         """Whether thinking blocks do not show their text."""
-        marked = {"cache_control": body.cache_control}
-        self._lifetime = cache_lifetime(marked, body.system, body.tools, body.messages)
+        self.lifetime: str | None = None
+        """How long `cache_control` asks for the prompt to be kept; None: it stands nowhere."""
 
     async def whole(self) -> Object:
         """Return the whole message."""
@@ -379,12 +390,11 @@ class _MessageWriter:
             "cache_read_input_tokens": generation.cached_tokens,
             "output_tokens": generation.output_tokens,
         }
-        if self._lifetime is not None:
+        if self.lifetime is not None:
             # All that is computed is kept, whatever is marked.
             usage |= {"input_tokens": 0, "cache_creation_input_tokens": computed}
             usage["cache_creation"] = {
-                f"ephemeral_{life}_input_tokens": computed if life == self._lifetime else 0
-                for life in ("5m", "1h")
+                f"ephemeral_{life}_input_tokens": computed if life == self.lifetime else 0 for life in ("5m", "1h")
             }
         details = draft_details(generation)
         if self._thinks:

@@ -26,7 +26,7 @@ from trunkline.router.tools.plan import (
 )
 
 Message = dict[str, Any]
-_ROLES: Final = ("user", "assistant", "system")
+ROLES: Final = ("user", "assistant", "system")
 _ALLOWED: Final = {
     "user": "text, document, search_result, tool_result",
     "assistant": "text, tool_use, thinking",
@@ -50,37 +50,13 @@ class Warnings:
             self.texts.append(text)
 
 
-def to_messages(
-    system: Any, turns: list[Any], warnings: Warnings, borders: list[int | None] | None = None
-) -> list[Message]:
-    """Translate `system` and `messages`.
-
-    Args:
-        borders: Gets for each of `turns` the number of messages before it; None where it continues the one before.
+def system_text(system: Any, warnings: Warnings) -> str:
+    """Return the text of `system`.
 
     Raises:
-        ApiError: 400, naming the place of the error (`messages[2].content[0]`).
+        ApiError: 400, naming the place of the error (`system[0]`).
     """
-    messages: list[Message] = []
-    if system is not None:
-        text = _text_of(system, "system", warnings, only_text=True)
-        if text:
-            messages.append({"role": "system", "content": text})
-    if not turns:
-        raise bad_value("messages", "`messages` must not be empty")
-    for index, turn in enumerate(turns):
-        path = f"messages[{index}]"
-        role = turn.get("role") if isinstance(turn, dict) else None
-        if role not in _ROLES:
-            raise bad_value(f"{path}.role", f'`{path}.role` must be "user", "assistant" or "system"')
-        before = len(messages)
-        translated = _turn(role, turn.get("content"), f"{path}.content", warnings)
-        for message in translated:
-            _append(messages, message)
-        if borders is not None:
-            is_new = len(messages) > before and messages[before] is translated[0]
-            borders.append(before if is_new else None)
-    return messages
+    return "" if system is None else _text_of(system, "system", warnings, only_text=True)
 
 
 def with_marks(turns: list[Any], marks: DocumentMarks | None, warnings: Warnings) -> list[Any]:
@@ -88,7 +64,7 @@ def with_marks(turns: list[Any], marks: DocumentMarks | None, warnings: Warnings
     blocks of text.
 
     Raises:
-        ApiError: As in `to_messages`.
+        ApiError: As in `turn_messages`.
     """
     if marks is None:
         return turns
@@ -102,7 +78,7 @@ def with_marks(turns: list[Any], marks: DocumentMarks | None, warnings: Warnings
         blocks = _blocks(content, f"messages[{index}].content")
         places = [f"messages[{index}].content[{place}]" for place in range(len(blocks))]
         shown = [
-            {"type": "text", "text": marks.around(_text_in(block, place, warnings))}
+            {**block, "type": "text", "text": marks.around(_text_in(block, place, warnings))}
             if block["type"] in _TEXTS
             else block
             for block, place in zip(blocks, places, strict=True)
@@ -111,20 +87,12 @@ def with_marks(turns: list[Any], marks: DocumentMarks | None, warnings: Warnings
     return marked
 
 
-def _append(messages: list[Message], message: Message) -> None:
-    last: Message = messages[-1] if messages else {"role": ""}
-    if message["role"] == "tool" or last["role"] != message["role"]:
-        messages.append(message)
-        return
-    last["content"] = "\n".join(text for text in (last["content"], message["content"]) if text)
-    if "reasoning_content" in message:
-        thoughts = (last.get("reasoning_content", ""), message["reasoning_content"])
-        last["reasoning_content"] = "\n".join(thought for thought in thoughts if thought)
-    if "tool_calls" in message:
-        last["tool_calls"] = [*last.get("tool_calls", []), *message["tool_calls"]]
+def turn_messages(role: str, content: Any, path: str, warnings: Warnings) -> list[Message]:
+    """Translate a turn, a message for each block.
 
-
-def _turn(role: str, content: Any, path: str, warnings: Warnings) -> list[Message]:
+    Raises:
+        ApiError: 400, naming the place of the error below `path`.
+    """
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     messages: list[Message] = []

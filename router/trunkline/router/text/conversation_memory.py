@@ -125,18 +125,21 @@ class ConversationMemory:
 
     def __init__(self, bytes_max: int, lock: AbstractContextManager[Any] | None = None) -> None:
         """`bytes_max`, `lock`: as those of `Beginnings`."""
-        self.bodies = BodyMemory(bytes_max // 3, lock)
+        self.bodies = BodyMemory(bytes_max // 4, lock)
         """Messages as clients have sent them, by the bytes of bodies."""
-        self.checked: Beginnings[list[Any]] = Beginnings(bytes_max // 3, lock)
+        self.checked: Beginnings[list[Any]] = Beginnings(bytes_max // 4, lock)
         """Checked messages, by what clients have sent."""
-        self.rendered: Beginnings[RenderedChat] = Beginnings(bytes_max // 3, lock)
+        self.rendered: Beginnings[RenderedChat] = Beginnings(bytes_max // 4, lock)
         """Texts, by checked messages."""
+        self.turns: Beginnings[Any] = Beginnings(bytes_max // 4, lock)
+        """Turns of `/v1/messages` as messages (`api/anthropic_turns.py`), by what clients have sent."""
 
     def forget(self, scope: bytes) -> None:
         """Forget all conversations whose scope begins with `scope`."""
         self.bodies.forget(scope)
         self.checked.forget(scope)
         self.rendered.forget(scope)
+        self.turns.forget(scope)
 
 
 def beginning(contents: Iterable[object]) -> Hashable:
