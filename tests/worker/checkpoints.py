@@ -198,6 +198,8 @@ FAMILIES: Final[dict[str, Variant]] = {
     ),
     "glm4": _variant("Glm4", LLAMA_LIKE, head_dim=16, attention_bias=True),
     "glm": _variant("Glm", LLAMA_LIKE, num_key_value_heads=1),
+    "olmoe": _variant("Olmoe", LLAMA_LIKE, num_experts=8, num_experts_per_tok=3),
+    "gemma": _variant("Gemma", LLAMA_LIKE, head_dim=16, num_key_value_heads=1),
     "gemma2": _variant("Gemma2", GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
     "gemma3": _variant(
         "Gemma3",

@@ -96,7 +96,16 @@ SPLIT_IN_FOUR = (
 """As many, fewer and far fewer KV heads than ranks in each of the layouts; experts that do not divide."""
 
 
-SPLIT_ALIKE = ("qwen3-moe", "qwen3-moe-some-dense", "granite", "ministral", "olmo3", "glm")
+SPLIT_ALIKE = (
+    "qwen3-moe",
+    "qwen3-moe-some-dense",
+    "granite",
+    "ministral",
+    "olmo3",
+    "olmoe",
+    "gemma",
+    "glm",
+)
 """Families whose weights are split as another one's."""
 SPLIT_IN_TWO = (*(name for name in FAMILIES if name not in SPLIT_ALIKE), *("mha", "gqa", "mqa-tied", "biases"))
 

@@ -232,6 +232,8 @@ OLMO2: Final = replace(
         mlp_post_norm="post_feedforward_layernorm",
     ),
 )
+OLMOE: Final = replace(QWEN3_MOE, family="olmoe", wide_norms=True)
+GEMMA: Final = replace(LLAMA, family="gemma", norm=NormKind.RMS_OFFSET)
 GEMMA2: Final = replace(
     LLAMA,
     family="gemma2",

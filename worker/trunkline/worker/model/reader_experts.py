@@ -35,6 +35,15 @@ def _qwen3_moe(raw: Mapping[str, Any]) -> ModelConfig:
     return replace(config, mixture=Mixture(experts, width, routing, dense_layers=dense))
 
 
+def _olmoe(raw: Mapping[str, Any]) -> ModelConfig:
+    fields = Fields(raw, num_local_experts="num_experts")
+    fields.refuse("clip_qkv")
+    config = with_attention_bias(llama_like(fields, records.OLMOE, norm_eps=1e-5), fields)
+    experts = fields.whole("num_local_experts", 64)
+    routing = _routing(fields, experts, 8, normalised=fields.flag("norm_topk_prob", False))
+    return replace(config, mixture=Mixture(experts, config.intermediate_size, routing))
+
+
 def _glm4_moe(raw: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(raw, num_local_experts="n_routed_experts")
     architecture = records.GLM4_MOE
@@ -93,5 +102,6 @@ def _checked(routing: Routing, experts: int) -> Routing:
 EXPERTS_READERS: Final[Mapping[str, Reader]] = {
     "Glm4MoeForCausalLM": _glm4_moe,
     "MixtralForCausalLM": _mixtral,
+    "OlmoeForCausalLM": _olmoe,
     "Qwen3MoeForCausalLM": _qwen3_moe,
 }

@@ -119,6 +119,15 @@ def _ropes_by_kind(
     )
 
 
+def _gemma1(raw: Mapping[str, Any]) -> ModelConfig:
+    # The first files say "gelu" and mean its approximation.
+    named = "gelu_pytorch_tanh" if raw.get("hidden_act") in (None, "gelu") else raw["hidden_act"]
+    fields = Fields({**raw, "hidden_act": named})
+    fields.refuse("use_bidirectional_attention", False)
+    config = with_attention_bias(llama_like(fields, records.GEMMA, tied=True, head_dim=256), fields)
+    return replace(config, embedding_scale=config.hidden_size**0.5)
+
+
 def _gemma2(raw: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(raw, hidden_act="hidden_activation")
     config = _gemma(fields, records.GEMMA2, period=2)
@@ -152,6 +161,7 @@ def _gemma(fields: Fields, architecture: Architecture, period: int) -> ModelConf
 
 LLAMA_READERS: Final[Mapping[str, Reader]] = {
     "Gemma2ForCausalLM": _gemma2,
+    "GemmaForCausalLM": _gemma1,
     "Gemma3ForCausalLM": _gemma3,
     "Glm4ForCausalLM": _glm4,
     "GlmForCausalLM": _glm,
