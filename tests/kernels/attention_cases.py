@@ -8,10 +8,11 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from kernels.forests import FILLINGS, Forest, Row, Shape, fill_pool, pool_data, random_forest
+from kernels.forests import FILLINGS, Forest, Row, Shape, fill_pool, pool_data, random_forest, wrap
 from kernels.oracle import assert_as_exact_as, attention_oracle, has_positions, random_spec
 from torch import Tensor
 
+from trunkline.kernels.int8_kv import from_rows
 from trunkline.kernels.ops import AttentionSpec, Kernels, KvPool
 from trunkline.kernels.plan import DecodePlan, PrefillPlan
 
@@ -31,6 +32,8 @@ class Case:
     q: Tensor
     exact: Tensor
     plain: Tensor
+    kv_dtype: str = "auto"
+    """In which type pools keep the data; results are those of what they keep."""
 
     def assert_result(self, out: Tensor) -> None:
         """Compare a result. Two sums are rounded: that of a score, over the head, and that of values, over tokens.
@@ -43,7 +46,12 @@ class Case:
 
 
 def make_case(
-    forest: Forest, spec: AttentionSpec, dtype: torch.dtype, seed: int, counts: list[int] | None = None
+    forest: Forest,
+    spec: AttentionSpec,
+    dtype: torch.dtype,
+    seed: int,
+    counts: list[int] | None = None,
+    kv_dtype: str = "auto",
 ) -> Case:
     counts = [1] * len(forest.rows) if counts is None else counts
     data = pool_data(forest, spec, dtype, seed)
@@ -51,7 +59,8 @@ def make_case(
     # Mild to peaked softmax: partial results whose peaks differ are where merges go wrong.
     size = (0.3, 1.0, 3.0)[seed % 3]
     q = (size * torch.randn(sum(counts), spec.heads, spec.head_dim, generator=generator)).to(dtype)
-    return Case(forest, counts, spec, data, q, *attention_oracle(forest, counts, q, data, 1, spec))
+    kept = data if kv_dtype == "auto" else from_rows(wrap(data, kv_dtype).data, torch.float32)
+    return Case(forest, counts, spec, data, q, *attention_oracle(forest, counts, q, kept, 1, spec), kv_dtype)
 
 
 def own_tokens(row: Row) -> int:
@@ -62,7 +71,13 @@ def own_tokens(row: Row) -> int:
 
 @functools.lru_cache(maxsize=8)
 def random_decode_case(
-    seed: int, chunk_size: int, head_dim: int, dtype: torch.dtype, *, rows: int | None = None
+    seed: int,
+    chunk_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    kv_dtype: str = "auto",
+    *,
+    rows: int | None = None,
 ) -> Case:
     rng = np.random.default_rng(seed)
     spec, longest = random_spec(rng, head_dim), 900 // chunk_size
@@ -76,11 +91,13 @@ def random_decode_case(
         holes=bool(rng.random() < 0.5),
         modules=int(rng.choice([0, 0, 1, 3])),
     )
-    return make_case(random_forest(rng, shape), spec, dtype, seed)
+    return make_case(random_forest(rng, shape), spec, dtype, seed, kv_dtype=kv_dtype)
 
 
 @functools.lru_cache(maxsize=8)
-def random_prefill_case(seed: int, chunk_size: int, head_dim: int, dtype: torch.dtype) -> Case:
+def random_prefill_case(
+    seed: int, chunk_size: int, head_dim: int, dtype: torch.dtype, kv_dtype: str = "auto"
+) -> Case:
     rng = np.random.default_rng(seed)
     spec, longest = random_spec(rng, head_dim), 500 // chunk_size
     shape = Shape(
@@ -94,7 +111,7 @@ def random_prefill_case(seed: int, chunk_size: int, head_dim: int, dtype: torch.
     )
     forest = random_forest(rng, shape)
     counts = [int(rng.integers(1, own_tokens(row) + 1)) for row in forest.rows]
-    return make_case(forest, spec, dtype, seed, counts)
+    return make_case(forest, spec, dtype, seed, counts, kv_dtype)
 
 
 def decode(
@@ -138,20 +155,20 @@ def _run(attention: Any, plan: Any, case: Case, pool: KvPool, strided: bool) -> 
 def check_decode(kernels: Kernels, case: Case, seed: int) -> None:
     """Run decode attention on a pool that was filled in one of three ways; compare results and counters."""
     filling = FILLINGS[seed % 5 % 3]
-    pool = fill_pool(kernels, case.data, case.spec, np.random.default_rng(seed), filling)
+    pool = fill_pool(kernels, case.data, case.spec, np.random.default_rng(seed), filling, case.kv_dtype)
     case.assert_result(decode(kernels, case, pool, strided=seed % 2 == 0))
     counters, spec = kernels.counters, case.spec
     assert (counters.calls["decode_attention"], counters.decode_plans) == (1, 1)
     # Sharing that does not pay, and blocks outside a window, may be left; nothing is read twice for one row.
     assert counters.decode_tokens_read <= sum(row.tokens for row in case.forest.rows)
     assert counters.decode_tokens_read >= case.forest.distinct_tokens() or spec.window
-    token_bytes = 2 * spec.kv_heads * spec.head_dim * case.data.element_size()
-    assert counters.decode_bytes_read == counters.decode_tokens_read * token_bytes
+    assert counters.decode_bytes_read == counters.decode_tokens_read * pool.format.layer_token_bytes
 
 
 def check_prefill(kernels: Kernels, case: Case, seed: int) -> None:
     """As `check_decode`, for prefill attention."""
-    pool = fill_pool(kernels, case.data, case.spec, np.random.default_rng(seed), FILLINGS[seed % 5 % 3])
+    filling = FILLINGS[seed % 5 % 3]
+    pool = fill_pool(kernels, case.data, case.spec, np.random.default_rng(seed), filling, case.kv_dtype)
     case.assert_result(prefill(kernels, case, pool, strided=seed % 2 == 0))
     assert kernels.counters.calls["prefill_attention"] == 1
     most = sum(row.tokens for row in case.forest.rows)

@@ -15,8 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trunkline.kernels.int8_kv import to_rows
 from trunkline.kernels.ops import AttentionSpec, Kernels, KvPool
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, Segments, WritePlan, build_decode_plan
+from trunkline.kvstore.chunk_format import kv_format
 from trunkline.kvstore.chunks import Int32Array
 
 LAYERS: Final = 2
@@ -298,16 +300,29 @@ FILLINGS: Final[tuple[Filling, ...]] = ("wrapped", "scattered", "written")
 """How a pool got its contents: kernels may hold what they wrote themselves in an order of their own."""
 
 
+def wrap(data: Tensor, kv_dtype: str = "auto") -> KvPool:
+    """A pool in plain order around a copy of keys and values, rounded to `kv_dtype`."""
+    _, layers, _, heads, chunk_size, head_dim = data.shape
+    form = kv_format((layers, heads, chunk_size, head_dim), str(data.dtype).removeprefix("torch."), kv_dtype)
+    return KvPool.wrap(to_rows(data) if form.is_quantised else data.clone(), form)
+
+
 def fill_pool(
-    kernels: Kernels, data: Tensor, spec: AttentionSpec, rng: np.random.Generator, filling: Filling
+    kernels: Kernels,
+    data: Tensor,
+    spec: AttentionSpec,
+    rng: np.random.Generator,
+    filling: Filling,
+    kv_dtype: str = "auto",
 ) -> KvPool:
     """A pool with such contents; `data` stays as it is."""
+    plain = wrap(data, kv_dtype)
     if filling == "wrapped":
-        return KvPool.wrap(data.clone())
-    pool = KvPool.wrap(torch.full_like(data, float("nan")))
+        return plain
+    pool = wrap(torch.full_like(data, float("nan")), kv_dtype)
     if filling == "scattered":
         blocks = rng.permutation(data.shape[0]).astype(np.int32)
-        kernels.scatter_blocks(pool, blocks, range(LAYERS), data[torch.from_numpy(blocks).long()])
+        kernels.scatter_blocks(pool, blocks, range(LAYERS), plain.data[torch.from_numpy(blocks).long()])
         return pool
     chunk_size = data.shape[4]
     slots = np.flatnonzero(~data[:, 0, 0, 0, :, 0].isnan().numpy().reshape(-1))

@@ -35,11 +35,19 @@ from trunkline.kernels.ops import Kernels, KvPool
 everywhere = pairwise(implementation=(*CPU, *CUDA))
 
 
-@pairwise(seeded=True, chunk_size=CHUNKS, implementation=CPU, head_dim=HEAD_DIMS, dtype=DTYPES)
+@pairwise(
+    seeded=True,
+    chunk_size=CHUNKS,
+    implementation=CPU,
+    head_dim=(10, *HEAD_DIMS),
+    dtype=DTYPES,
+    kv_dtype=("auto", "int8"),
+)
 def test_random_forests(
-    chunk_size: int, implementation: str, head_dim: int, dtype: torch.dtype, seed: int
+    chunk_size: int, implementation: str, head_dim: int, dtype: torch.dtype, kv_dtype: str, seed: int
 ) -> None:
-    check_decode(make_kernels(implementation), random_decode_case(seed, chunk_size, head_dim, dtype), seed)
+    case = random_decode_case(seed, chunk_size, head_dim, dtype, kv_dtype)
+    check_decode(make_kernels(implementation), case, seed)
 
 
 @pytest.mark.soak

@@ -11,12 +11,13 @@ from typing import Final
 import numpy as np
 import pytest
 import torch
-from kernels.forests import Forest, Range, Row, contents, no_runs, same_bits
+from kernels.forests import Forest, Range, Row, contents, no_runs, same_bits, wrap
 from kernels.implementations import CPU, CUDA, DTYPES, REFERENCE, make_kernels
 from kernels.oracle import assert_as_exact_as, attention_oracle, make_spec
 from kernels.pairwise import pairwise
 from torch import Tensor
 
+from trunkline.kernels.int8_kv import from_rows, to_rows
 from trunkline.kernels.load import load_kernels
 from trunkline.kernels.ops import AttentionSpec, Kernels, KvPool
 from trunkline.kernels.plan import WritePlan
@@ -31,14 +32,21 @@ class Model:
     """An implementation's pool beside the plain one; every operation goes to both."""
 
     def __init__(
-        self, kernels: Kernels, spec: AttentionSpec, chunk_size: int, dtype: torch.dtype, seed: int
+        self,
+        kernels: Kernels,
+        spec: AttentionSpec,
+        chunk_size: int,
+        dtype: torch.dtype,
+        seed: int,
+        kv_dtype: str = "auto",
     ) -> None:
         self.kernels = kernels
         self.spec = spec
         self.rng = np.random.default_rng(seed)
         shape = (BLOCKS, LAYERS, 2, spec.kv_heads, chunk_size, spec.head_dim)
-        self.plain = torch.full(shape, float("nan"), dtype=dtype)
-        self.pool = KvPool.wrap(self.plain.clone())
+        self.dtype = dtype
+        self.pool = wrap(torch.full(shape, float("nan"), dtype=dtype), kv_dtype)
+        self.plain = self.pool.data.clone()
 
     @property
     def chunk_size(self) -> int:
@@ -46,7 +54,15 @@ class Model:
 
     def random(self, *shape: int) -> Tensor:
         """Numbers that tell positions apart."""
-        return torch.from_numpy(self.rng.standard_normal(shape, dtype=np.float32)).to(self.plain.dtype)
+        return torch.from_numpy(self.rng.standard_normal(shape, dtype=np.float32)).to(self.dtype)
+
+    def rows(self, vectors: Tensor) -> Tensor:
+        """What the pool keeps of keys or values `[..., head_dim]`."""
+        return to_rows(vectors) if self.pool.format.is_quantised else vectors
+
+    def vectors(self) -> Tensor:
+        """The keys and values that are kept."""
+        return from_rows(self.plain, torch.float32) if self.pool.format.is_quantised else self.plain
 
     def write(self, slots: list[int], layers: range) -> None:
         """Store random keys and values; -1 is skipped."""
@@ -57,7 +73,7 @@ class Model:
             for token, slot in enumerate(slots):
                 if slot >= 0:
                     kv = heads[token].view(2, spec.kv_heads, spec.head_dim)
-                    self.plain[slot // self.chunk_size, layer, :, :, slot % self.chunk_size] = kv
+                    self.plain[slot // self.chunk_size, layer, :, :, slot % self.chunk_size] = self.rows(kv)
             self.kernels.write_kv(plan, qkv, None, self.pool, layer, spec)
 
     def fill(self, block: int) -> None:
@@ -98,7 +114,7 @@ class Model:
     def scatter(self) -> None:
         blocks = self.rng.permutation(BLOCKS)[: int(self.rng.integers(1, BLOCKS))].astype(np.int32)
         layers = self.some_layers()
-        data = self.random(len(blocks), len(layers), *self.plain.shape[2:])
+        data = self.rows(self.random(len(blocks), len(layers), *self.plain.shape[2:-1], self.spec.head_dim))
         if self.rng.random() < 0.5:
             self.kernels.scatter_blocks(self.pool, blocks, layers, data.clone())
         else:
@@ -134,7 +150,8 @@ class Model:
     def attend(self) -> None:
         """Two rows over all that is whole in a layer; each has a tail of its own, perhaps with a part unused."""
         layer = int(self.rng.integers(0, LAYERS))
-        whole = ~self.plain[:, layer].isnan().flatten(1).any(dim=1)
+        kept = self.vectors()
+        whole = ~kept[:, layer].isnan().flatten(1).any(dim=1)
         blocks = whole.nonzero().flatten().tolist()
         if len(blocks) < 2:
             return
@@ -151,7 +168,7 @@ class Model:
         q = self.random(2, self.spec.heads, self.spec.head_dim)
         out = torch.full_like(q, float("nan"))
         self.kernels.decode_attention(forest.decode_plan(), q, self.pool, layer, self.spec, out)
-        exact, plain = attention_oracle(forest, [1, 1], q, self.plain, layer, self.spec)
+        exact, plain = attention_oracle(forest, [1, 1], q, kept, layer, self.spec)
         assert_as_exact_as(out, exact, plain, sum_terms=rows[0].tokens)
 
     def run(self, name: str) -> None:
@@ -164,18 +181,22 @@ class Model:
 OPERATIONS = ("fill", "fill", "overwrite", "copy", "scatter", "gather", "attend")
 
 
-def check(name: str, seed: int, chunk_size: int, dtype: torch.dtype, operations: list[str]) -> None:
+def check(
+    name: str, seed: int, chunk_size: int, dtype: torch.dtype, operations: list[str], kv_dtype: str = "auto"
+) -> None:
     kernels = make_kernels(name, threads=1 + seed % 2)
-    model = Model(kernels, make_spec(4, 2, (64, 80)[seed % 2]), chunk_size, dtype, seed)
+    model = Model(kernels, make_spec(4, 2, (64, 80)[seed % 2]), chunk_size, dtype, seed, kv_dtype)
     for operation in operations:
         model.run(operation)
     assert same_bits(contents(kernels, model.pool), model.plain)
 
 
-@pairwise(seeded=True, chunk_size=CHUNKS, implementation=CPU, dtype=DTYPES)
-def test_operations_in_any_order(chunk_size: int, implementation: str, dtype: torch.dtype, seed: int) -> None:
+@pairwise(seeded=True, chunk_size=CHUNKS, implementation=CPU, dtype=DTYPES, kv_dtype=("auto", "int8"))
+def test_operations_in_any_order(
+    chunk_size: int, implementation: str, dtype: torch.dtype, kv_dtype: str, seed: int
+) -> None:
     rng = np.random.default_rng([chunk_size, seed])
-    check(implementation, seed, chunk_size, dtype, rng.choice(OPERATIONS, size=14).tolist())
+    check(implementation, seed, chunk_size, dtype, rng.choice(OPERATIONS, size=14).tolist(), kv_dtype)
 
 
 @pairwise(implementation=(*CPU, *CUDA), dtype=DTYPES, chunk_size=(1, 16, 64))

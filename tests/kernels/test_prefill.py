@@ -30,11 +30,19 @@ LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 130, 257)
 everywhere = pairwise(implementation=(*CPU, *CUDA))
 
 
-@pairwise(seeded=True, chunk_size=CHUNKS, implementation=CPU, head_dim=HEAD_DIMS, dtype=DTYPES)
+@pairwise(
+    seeded=True,
+    chunk_size=CHUNKS,
+    implementation=CPU,
+    head_dim=HEAD_DIMS,
+    dtype=DTYPES,
+    kv_dtype=("auto", "int8"),
+)
 def test_random_sequences(
-    chunk_size: int, implementation: str, head_dim: int, dtype: torch.dtype, seed: int
+    chunk_size: int, implementation: str, head_dim: int, dtype: torch.dtype, kv_dtype: str, seed: int
 ) -> None:
-    check_prefill(make_kernels(implementation), random_prefill_case(seed, chunk_size, head_dim, dtype), seed)
+    case = random_prefill_case(seed, chunk_size, head_dim, dtype, kv_dtype)
+    check_prefill(make_kernels(implementation), case, seed)
 
 
 @pytest.mark.soak

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from simulation.driver import Simulation
 from worker.driver import run_config
 
@@ -28,9 +29,13 @@ class RealWorkers:
 
 def make_simulation(folder: Path, blocks: int, **settings: Any) -> Simulation:
     """An engine over a real runner, whose pool begins with what must never be read."""
-    config = run_config(folder, pool_blocks=blocks, host_memory_bytes=settings.pop("host_memory_bytes", 0))
+    worker = {
+        "host_memory_bytes": settings.pop("host_memory_bytes", 0),
+        "kv_dtype": settings.pop("kv_dtype", "auto"),
+    }
+    config = run_config(folder, pool_blocks=blocks, **worker)
     runner = Runner.load(config, lambda *_: None)
-    runner.pool.data.fill_(float("nan"))
+    runner.pool.data.view(torch.uint8).fill_(255)  # NaN in every type, scales of int8 among them
     settings = {"max_context": 400, "host_slots": runner.host_slots, **settings}
     simulation = Simulation(EngineConfig(num_blocks=blocks, chunk_size=8, **settings))
     simulation.workers = RealWorkers(runner)  # type: ignore[assignment]

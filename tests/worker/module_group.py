@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 from zlib import crc32
 
 import numpy as np
+import torch
 from engine_loop import Done
 from msgspec.structs import replace
 from router.pml.words import PLAIN, SPECIAL, Words
@@ -107,7 +108,7 @@ class ModuleGroup(TieredLoop):
         """
         settings = {"max_context": engine.max_context, **worker}
         super().__init__(folder, replace(engine, preemption="auto"), settings)  # the host pool is not known yet
-        self.runner.pool.data.fill_(float("nan"))
+        self.runner.pool.data.view(torch.uint8).fill_(255)  # NaN in every type, scales of int8 among them
         now = time.perf_counter()
         self.persistence = Persistence(str(index or ""), b"00", time.time(), now)
         limits: EngineConfig = replace(self.engine.config, preemption=engine.preemption)

@@ -15,17 +15,21 @@ from worker.engine_driver import make_simulation
 
 from trunkline.controller.messages import BeamSearch
 from trunkline.controller.sequences.sequence import Sequence
+from trunkline.kvstore.chunk_format import KV_DTYPES
 
 
-def simulate(folder: Path, prompts: dict[int, list[int]], blocks: int) -> tuple[list[list[int]], Simulation]:
+def simulate(
+    folder: Path, prompts: dict[int, list[int]], blocks: int, kv_dtype: str
+) -> tuple[list[list[int]], Simulation]:
     """Sampled output of all prompts (by seed), submitted together."""
-    simulation = make_simulation(folder, blocks)
+    simulation = make_simulation(folder, blocks, kv_dtype=kv_dtype)
     ids = [simulation.submit(prompt, 20, seed=seed) for seed, prompt in prompts.items()]
     simulation.run()
     return [simulation.streams[request].output for request in ids], simulation
 
 
-def test_text_does_not_depend_on_what_the_engine_does(folder: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_text_does_not_depend_on_what_the_engine_does(folder: Path, kv_dtype: str) -> None:
     rng = np.random.default_rng(0)
     prefix = rng.integers(VOCAB_SIZE, size=45).tolist()
     heads = [prefix[: int(rng.integers(0, 46))] for _ in range(8)]
@@ -33,12 +37,12 @@ def test_text_does_not_depend_on_what_the_engine_does(folder: Path) -> None:
         seed: head + rng.integers(VOCAB_SIZE, size=int(rng.integers(1, 30))).tolist()
         for seed, head in enumerate(heads)
     }
-    alone = [simulate(folder, {seed: prompt}, 60)[0][0] for seed, prompt in prompts.items()]
-    roomy, simulation = simulate(folder, prompts, 200)
+    alone = [simulate(folder, {seed: prompt}, 60, kv_dtype)[0][0] for seed, prompt in prompts.items()]
+    roomy, simulation = simulate(folder, prompts, 200, kv_dtype)
     assert roomy == alone
     assert simulation.engine.counters.cached_tokens > 0
     assert simulation.engine.scheduler.counters.preemptions == 0
-    tight, simulation = simulate(folder, prompts, 24)
+    tight, simulation = simulate(folder, prompts, 24, kv_dtype)
     assert tight == alone
     assert simulation.engine.scheduler.counters.preemptions > 0
 
