@@ -1,0 +1,108 @@
+"""What KV in 8 bits costs and brings: the demo model's perplexity, decode attention, and bytes.
+
+    python benchmarks/kv_dtype.py [--quick] [--json PATH]
+
+`perplexity` is that of the demo model on text it was not trained on, in separate windows of 512 tokens, computed
+by the worker's decoder; every token attends to KV as it is kept. `kl_divergence` is the mean over the tokens of
+KL(float32 || this). `token_bytes` is the KV of one token, all layers.
+
+`attention_time` is decode attention of one layer, one thread, in CPU time: a row of so many tokens whose KV, with
+that of the other layers, is larger than the caches; both formats take turns. `gain` is the time of KV as it is
+computed over that in 8 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import torch
+from quantisation import CHUNK, CPU, DTYPES, WINDOW, Model, heldout_windows, int32, losses
+from report import Report, argument_parser, median_seconds
+
+from trunkline.deploy.config.models import DEMO_FOLDER
+from trunkline.kernels.int8_kv import to_rows
+from trunkline.kernels.load import load_kernels
+from trunkline.kernels.ops import AttentionSpec, Kernels
+from trunkline.kernels.plan import Segments, build_decode_plan
+from trunkline.kvstore.chunk_format import KV_DTYPES, kv_format
+from trunkline.worker.model.decoder import Decoder, make_kv_pool
+from trunkline.worker.tensor_parallel import TensorParallel
+
+POOL_BYTES: Final = 150e6
+"""Bytes of the KV of all layers, in bfloat16."""
+SHAPES: Final = ((8, 8, 128), (32, 8, 128), (8, 2, 64))
+"""Heads, KV heads, head size: all heads with KV of their own; four to one; the demo model's."""
+LENGTHS: Final = (1024, 4096, 16384)
+
+
+def run_perplexity(kernels: Kernels, quick: bool, report: Report) -> None:
+    forms = [(dtype, kv_dtype) for dtype in DTYPES for kv_dtype in KV_DTYPES]
+    models = []
+    for dtype, kv_dtype in forms:
+        model = Model(DEMO_FOLDER, dtype, "", kernels, 1)
+        shard = model.decoder.shard
+        form = shard.config.chunk_format(CHUNK, dtype, kv_dtype)
+        pool = make_kv_pool(WINDOW // CHUNK, form, CPU)
+        model.decoder = Decoder(shard, model.weights, kernels, TensorParallel.alone(CPU), pool)
+        models.append(model)
+    found = losses(models, heldout_windows(12 if quick else None))
+    for (dtype, kv_dtype), model, loss in zip(forms, models, found, strict=True):
+        case = {"model": "demo", "dtype": dtype, "kv": kv_dtype, "tokens": loss.tokens}
+        report.add(case, "perplexity", math.exp(loss.nats / loss.tokens), "", 1)
+        report.add(case, "kl_divergence", 1e6 * loss.divergence / loss.tokens, "1e-6 nats", 1)
+        report.add(case, "token_bytes", model.decoder.pool.format.chunk_bytes / CHUNK, "B", 1)
+
+
+def attention(kernels: Kernels, kv_dtype: str, shape: tuple[int, int, int], tokens: int) -> Callable[[], object]:
+    """Decode attention of a row, over one layer after the other."""
+    heads, kv_heads, d = shape
+    blocks = tokens // CHUNK
+    layers = max(1, min(16, int(POOL_BYTES / (tokens * kv_heads * d * 4))))
+    form = kv_format((layers, kv_heads, CHUNK, d), "bfloat16", kv_dtype)
+    pool = make_kv_pool(blocks, form, CPU)
+    for block in range(blocks):  # as sealed chunks
+        vectors = torch.randn(1, *form.shape[:-1], d).to(torch.bfloat16)
+        rows = to_rows(vectors) if form.is_quantised else vectors
+        kernels.scatter_blocks(pool, int32([block]), range(layers), rows)
+    each, zeros = np.arange(blocks, dtype=np.int32), int32([0] * blocks)
+    segments = Segments(zeros, each, each, zeros, zeros + CHUNK, each * CHUNK, zeros)
+    plan = build_decode_plan(segments, int32([tokens - 1]), int32(np.zeros((0, 4))), CHUNK)
+    q = torch.randn(1, heads, d).to(torch.bfloat16)
+    spec, out, layer = AttentionSpec(heads, kv_heads, d, d**-0.5), torch.empty_like(q), 0
+
+    def step() -> None:
+        nonlocal layer
+        layer = (layer + 1) % layers
+        kernels.decode_attention(plan, q, pool, layer, spec, out)
+
+    return step
+
+
+def run_attention(kernels: Kernels, quick: bool, report: Report) -> None:
+    for shape in SHAPES:
+        for tokens in LENGTHS:
+            calls = [attention(kernels, kv_dtype, shape, tokens) for kv_dtype in KV_DTYPES]
+            seconds, runs = median_seconds(calls, 1, 0.5 if quick else 3.0)
+            for kv_dtype, taken in zip(KV_DTYPES, seconds, strict=True):
+                case = {"heads": f"{shape[0]}/{shape[1]}", "d": shape[2], "tokens": tokens, "kv": kv_dtype}
+                report.add(case, "attention_time", taken * 1e3, "ms", runs)
+                report.add(case, "gain", seconds[0] / taken, "x", runs)
+
+
+def main() -> None:
+    arguments = argument_parser(__doc__).parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    report = Report("kv_dtype")
+    kernels = load_kernels("cpu", "cpu", 1)
+    with torch.inference_mode():
+        run_perplexity(kernels, arguments.quick, report)
+        run_attention(kernels, arguments.quick, report)
+    report.finish(arguments.json, wide=True)
+
+
+if __name__ == "__main__":
+    main()
