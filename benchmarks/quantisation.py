@@ -1,11 +1,13 @@
 """What int8 weights cost and bring: the demo model's perplexity, the small model's decode step, and bytes.
 
-    python benchmarks/quantisation.py [--quick] [--json PATH] [--threads N]
+    python benchmarks/quantisation.py [--quick] [--json PATH] [--threads N] [--gguf FILE …]
 
 `perplexity` is that of the demo model on text it was not trained on (`heldout.txt`), in separate windows of 512
 tokens as in the model's README, computed by the worker's decoder in each type with and without quantisation
-(`int8`: the layers' matrices, one scale per output; embeddings and head stay as they are). `kl_divergence` is the
-mean over the tokens of KL(float32 || this), which shows what perplexity averages out.
+(`int8`: the layers' matrices, one scale per output; embeddings and head stay as they are), and from GGUF files
+(`Q8_0`, …: all matrices in blocks, rounded by gguf_blocks.py; with `--gguf` also files of the demo model that
+other programs made, such as llama.cpp's quantiser). `kl_divergence` is the mean over the tokens of
+KL(float32 || this), which shows what perplexity averages out.
 
 `step_time` is a decode step of the small model (110 M parameters, out of the caches) at a context of 64 tokens;
 `linear_time` its linear layers alone, the head's included; `weight_bytes` what these read. Plain and quantised
@@ -17,17 +19,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from gguf_file import write_gguf
 from report import Report, argument_parser, median_seconds
 from small_model import small_model
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from trunkline.deploy.config.models import DEMO_FOLDER
+from trunkline.deploy.config.models import DEMO_FOLDER, resolve
 from trunkline.kernels.load import load_kernels
 from trunkline.kernels.ops import Kernels, PackedLinear, Quantisation
 from trunkline.kernels.plan import PrefillPlan, Segments, WritePlan, build_decode_plan
@@ -44,6 +48,7 @@ CHUNK: Final = 64
 BATCHES: Final = (1, 2, 4, 6, 7, 8, 32)
 CPU: Final = torch.device("cpu")
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+GGUF_KINDS: Final = ("Q8_0", "Q6_K", "Q4_K", "Q4_0")
 FORMS: Final[tuple[Quantisation, ...]] = ("", "int8")
 
 
@@ -179,11 +184,29 @@ def losses(models: list[Model], windows: list[Tensor]) -> list[Loss]:
     return [Loss(nats, divergence, tokens) for nats, divergence in sums.tolist()]
 
 
-def run_perplexity(kernels: Kernels, windows: list[Tensor], report: Report) -> None:
+def gguf_folders(given: list[Path], scratch: Path) -> Iterator[tuple[str, Path]]:
+    """Yield a name and a folder for the demo model in blocks of each kind, and for each given file."""
+    for kind in GGUF_KINDS:
+        folder = scratch / kind
+        folder.mkdir()
+        write_gguf(DEMO_FOLDER, folder / "model.gguf", kind, "qwen2")
+        (folder / "config.json").write_text((DEMO_FOLDER / "config.json").read_text())
+        yield kind, folder
+    for file in given:
+        yield file.stem, resolve(str(file))
+
+
+def run_perplexity(kernels: Kernels, windows: list[Tensor], given: list[Path], report: Report) -> None:
+    blocks = WINDOW // CHUNK
     forms = [(dtype, form) for dtype in DTYPES for form in FORMS]
-    models = [Model(DEMO_FOLDER, dtype, form, kernels, WINDOW // CHUNK) for dtype, form in forms]
-    for (dtype, form), model, loss in zip(forms, models, losses(models, windows), strict=True):
-        case = {"model": "demo", "dtype": dtype, "weights": form or dtype, "tokens": loss.tokens}
+    names = [(dtype, form or dtype) for dtype, form in forms]
+    models = [Model(DEMO_FOLDER, dtype, form, kernels, blocks) for dtype, form in forms]
+    with TemporaryDirectory() as scratch:
+        for name, folder in gguf_folders(given, Path(scratch)):
+            names.append(("float32", name))
+            models.append(Model(folder, "float32", "", kernels, blocks))
+    for (dtype, form), model, loss in zip(names, models, losses(models, windows), strict=True):
+        case = {"model": "demo", "dtype": dtype, "weights": form, "tokens": loss.tokens}
         report.add(case, "perplexity", math.exp(loss.nats / loss.tokens), "", 1)
         report.add(case, "kl_divergence", 1e6 * loss.divergence / loss.tokens, "1e-6 nats", 1)
         report.add(case, "weight_bytes", model.weight_bytes / 1e6, "MB", 1)
@@ -208,6 +231,7 @@ def run_speed(kernels: Kernels, threads: int, quick: bool, report: Report) -> No
 
 def main() -> None:
     parser = argument_parser(__doc__)
+    parser.add_argument("--gguf", type=Path, nargs="*", default=[], help="files of the demo model")
     parser.add_argument("--threads", type=int, default=1, help="of the kernels")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -215,7 +239,7 @@ def main() -> None:
     report = Report("quantisation")
     kernels = load_kernels("cpu", "cpu", arguments.threads)
     with torch.inference_mode():
-        run_perplexity(kernels, heldout_windows(12 if arguments.quick else None), report)
+        run_perplexity(kernels, heldout_windows(12 if arguments.quick else None), arguments.gguf, report)
         run_speed(kernels, arguments.threads, arguments.quick, report)
     report.finish(arguments.json, wide=True)
 

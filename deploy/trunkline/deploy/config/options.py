@@ -110,8 +110,8 @@ FIELD_DEFAULTS: Final = {
 SERVE_OPTIONS: Final = (
     CliOption(
         "model",
-        "What to serve: 'demo' (it comes with Trunkline), a folder in Hugging Face format, or a hub name "
-        "OWNER/NAME.",
+        "What to serve: 'demo' (it comes with Trunkline), a folder in Hugging Face format, a GGUF file, or a hub "
+        "name OWNER/NAME.",
         MODEL,
         metavar="MODEL",
         is_argument=True,
