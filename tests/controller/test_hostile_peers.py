@@ -157,6 +157,7 @@ SCORES = PromptLogprobs(1, bytes(4), bytes(4), bytes(8), bytes(8))
         (StepResult(1, 1, pack_int32([0, VOCAB]), 5), f"draws tokens 0 to {VOCAB} of {VOCAB}"),
         (StepResult(1, 1, pack_int32([-2]), 5), "draws tokens -2 to -2"),
         (StepResult(1, 1, b"", 5, beams={1: BeamStep(b"", pack_int32([VOCAB]), b"")}), "draws tokens"),
+        (StepResult(1, 1, b"", 5, forced={1: pack_int32([VOCAB])}), "draws tokens"),
         (StepResult(1, 1, b"", 5, kv_bytes_read=1 << 63), "kv_bytes_read is"),
         (StepResult(1, 1, b"", 5, {0: TopLogprobs(0.0, bytes(4), bytes(8))}), "do not go with"),
         (StepResult(1, 1, b"", 5, {0: TopLogprobs(0.0, b"", b"", bytes(8))}), ""),

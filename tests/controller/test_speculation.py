@@ -101,41 +101,82 @@ def test_off_is_off() -> None:
         replace(ROOMY, speculation="on").validate()
 
 
+class Alone:
+    """A request alone on an engine, whose answer is known."""
+
+    def __init__(self, prompt: list[int], answer: list[int], step_us: int, demanded: int = 0) -> None:
+        """
+        Args:
+            demanded: behind every 20 tokens the workers foretell so many.
+        """
+        self.calm = 0
+        self.drafted: list[tuple[int, int]] = []
+        """Of each step: tokens of the answer so far, and drafts."""
+        self.engine = Engine(replace(ROOMY, chunk_size=64, max_context=1600))
+        submit = Submit(1, pack_int32(prompt), len(prompt), len(answer), Sampling(), prediction=b"")
+        events: list[Event] = [Request.of(1, submit)]
+        plans: deque[StepPlan] = deque()
+        now, self.drawn, self.answer = 0.0, 0, answer
+        while not self.engine.is_idle or events:
+            before = self.engine._calm._planned
+            ready = self.engine.step(events, now)
+            assert not ready.problem
+            self.calm += self.engine._calm._planned == before + 1
+            if ready.plan is not None:
+                plans.append(ready.plan)
+            events = []
+            if ready.again or not plans:
+                continue
+            now += step_us / 1e6
+            before = self.drawn // 20
+            tokens = self._carry_out(plan := plans.popleft())
+            forced = {}
+            if demanded and self.drawn // 20 != before:
+                forced = {1: pack_int32(answer[self.drawn : self.drawn + demanded]), 7: pack_int32([5])}
+            events = [StepResult(plan.step, plan.epoch, pack_int32(tokens), step_us - 100, forced=forced)]
+
+    def _carry_out(self, plan: StepPlan) -> list[int]:
+        guesses = unpack_int32(plan.drafts[0]).tolist() if plan.drafts else []
+        draws = self.drawn or not plan.prefill or unpack_int32(plan.prefill, 5)[0, 4]
+        tokens = [-1] * (1 + len(guesses)) if draws else []
+        for place in range(len(tokens)):
+            tokens[place] = self.answer[min(self.drawn, len(self.answer) - 1)]
+            self.drawn += 1
+            if place == len(guesses) or guesses[place] != tokens[place]:
+                break
+        self.drafted.append((self.drawn, len(guesses)))
+        return tokens
+
+
 def test_steps_are_calm_until_something_is_foreseen() -> None:
     """A text that cannot be foreseen, then a copy of the prompt: drafts begin, though steps were calm before."""
     rng = random.Random(5)
     prompt, new = [rng.randrange(50_000) for _ in range(300)], [rng.randrange(50_000) for _ in range(900)]
-    answer, drafted, calm = [*new, *prompt], [], 0
-    engine = Engine(replace(ROOMY, chunk_size=64, max_context=1600))
-    submit = Submit(1, pack_int32(prompt), len(prompt), len(answer), Sampling(), prediction=b"")
-    events: list[Event] = [Request.of(1, submit)]
-    plans: deque[StepPlan] = deque()
-    now, drawn, busy_until = 0.0, 0, 0.0
-    while not engine.is_idle or events:
-        before = engine._calm._planned
-        ready = engine.step(events, now)
-        calm += engine._calm._planned == before + 1
-        if ready.plan is not None:
-            plans.append(ready.plan)
-        events = []
-        if ready.again or not plans:
-            continue
-        plan = plans.popleft()
-        guesses = unpack_int32(plan.drafts[0]).tolist() if plan.drafts else []
-        draws = drawn or not plan.prefill or unpack_int32(plan.prefill, 5)[0, 4]
-        tokens = [-1] * (1 + len(guesses)) if draws else []
-        for place in range(len(tokens)):
-            tokens[place] = answer[min(drawn, len(answer) - 1)]
-            drawn += 1
-            if place == len(guesses) or guesses[place] != tokens[place]:
-                break
-        drafted.append((drawn, len(guesses)))
-        now = max(now, busy_until) + 0.001
-        busy_until = now
-        events = [StepResult(plan.step, plan.epoch, pack_int32(tokens), 900)]
-    assert calm > 200
-    assert sum(count for at, count in drafted if at <= len(new)) < 20
-    assert sum(count for _, count in drafted) > 100
-    source = engine.scheduler.drafting.source
+    alone = Alone(prompt, [*new, *prompt], 1000)
+    assert alone.calm > 200
+    assert sum(count for at, count in alone.drafted if at <= len(new)) < 20
+    assert sum(count for _, count in alone.drafted) > 100
+    source = alone.engine.scheduler.drafting.source
     assert isinstance(source, Drafter)
     assert not source._lengths.bubble._planned, "all steps are answered"
+
+
+@pytest.mark.parametrize("step_us", [1000, 10_000])
+def test_what_a_grammar_demands_is_drafted(step_us: int) -> None:
+    """Of every 20 tokens twelve: also behind calm steps, and though nothing else can be foreseen."""
+    rng = random.Random(6)
+    answer = [rng.randrange(50_000) for _ in range(1000)]
+    plain, told = Alone([1, 2, 3], answer, step_us), Alone([1, 2, 3], answer, step_us, demanded=12)
+    assert told.engine.counters.accepted_drafts > 300
+    assert len(told.drafted) < 0.75 * len(plain.drafted)
+    assert told.engine.counters.output_tokens == plain.engine.counters.output_tokens
+
+
+def test_what_is_foretold_must_be_ids() -> None:
+    alone = Alone([1, 2, 3], [4, 5], 1000)
+    engine = alone.engine
+    submit = Submit(2, pack_int32([1, 2]), 2, 9, Sampling(), prediction=b"")
+    plan = engine.step([Request.of(2, submit)], 1.0).plan
+    assert plan is not None
+    ready = engine.step([StepResult(plan.step, plan.epoch, pack_int32([4]), 9, forced={2: b"abc"})], 1.1)
+    assert "no int32" in ready.problem
