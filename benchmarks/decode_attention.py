@@ -37,7 +37,7 @@ from trunkline.kernels.cpu_plans import CpuDecodeWork, Planning
 from trunkline.kernels.large_pages import advise_large_pages
 from trunkline.kernels.native import isa_levels, library
 from trunkline.kernels.ops import AttentionSpec, KernelCounters, KvPool
-from trunkline.kernels.plan import DecodePlan, Segments, build_decode_plan
+from trunkline.kernels.plan import DecodePlan, Segments, build_decode_plan, plan_decode_work
 from trunkline.kvstore.chunks import Int32Array
 
 POOL_BYTES_MIN: Final = 192 << 20
@@ -309,7 +309,7 @@ def plan(report: Report, quick: bool) -> None:
     for round_ in range(rounds):
         segments, positions, runs, chunk = inputs[round_ % len(inputs)]
         start = time.perf_counter()
-        CpuDecodeWork(build_decode_plan(segments, positions, runs, chunk), options)
+        CpuDecodeWork(plan_decode_work(build_decode_plan(segments, positions, runs, chunk), options))
         times.append(time.perf_counter() - start)
         blocks.append(len(segments.row) / (SEARCHES * WIDTH))
     case = {"part": "plan", "rows": SEARCHES * WIDTH, "blocks": round(median(blocks), 1)}

@@ -16,7 +16,7 @@ from gpu_cases import ACCEPT_US, GOAL_US, TABLE_3, Buffers, Cell, make_buffers, 
 from gpu_checks import LIMITS
 from gpu_device import Call, Gpu, Output, Visit
 
-from trunkline.kernels import cuda
+from trunkline.kernels import cuda_decode
 from trunkline.kernels.cuda import CudaKernels
 
 BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 96)
@@ -123,7 +123,10 @@ def planning_us(gpu: Gpu, kernels: CudaKernels, cell: Cell, buffers: Buffers) ->
 @contextmanager
 def cut_into(pieces: int, tokens_min: int) -> Iterator[None]:
     """Kernels made inside cut their work so."""
-    with patch.object(cuda, "PIECES_PER_WORKER", pieces), patch.object(cuda, "PIECE_TOKENS_MIN", tokens_min):
+    with (
+        patch.object(cuda_decode, "PIECES_PER_WORKER", pieces),
+        patch.object(cuda_decode, "PIECE_TOKENS_MIN", tokens_min),
+    ):
         yield
 
 

@@ -7,9 +7,12 @@ import functools
 import numpy as np
 import pytest
 import torch
-from kernels.attention_cases import Case, prefill
+from kernels.attention_cases import Case, own_tokens, prefill
 from kernels.cuda_emulated import CXX, H200, configure, emulated_library
+from kernels.forests import Shape, random_forest
 from kernels.module_forest import module_case
+from kernels.plain_prefill import PlainPrefillWork
+from seeds import seeds
 from torch import Tensor
 
 from trunkline.kernels.cuda import CudaKernels
@@ -138,3 +141,33 @@ def test_sums_are_float32() -> None:
     CountingKernels(1 << 20)
     assert not matmul.allow_bf16_reduced_precision_reduction
     assert not matmul.allow_fp16_reduced_precision_reduction
+
+
+@pytest.mark.parametrize("seed", seeds(12))
+def test_words_are_those_of_plain_python(seed: int) -> None:
+    """Of random prompts, whole and in parts."""
+    rng = np.random.default_rng(seed)
+    shape = Shape(int(rng.integers(1, 12)), int(rng.choice([1, 4, 16])), shifts=seed % 2 == 1, modules=seed % 3)
+    forest = random_forest(rng, shape)
+    counts = [int(rng.integers(1, own_tokens(row) + 1)) for row in forest.rows]
+    plan = forest.prefill_plan(counts)
+    cut = PrefillCut(
+        rows_per_tile=int(rng.integers(1, 20)),
+        units_wanted=int(rng.integers(1, 100)),
+        piece_tokens_min=int(rng.choice([1, 8, 64])),
+        piece_tokens=int(rng.choice([0, 0, 32])),
+        partials_max=int(rng.choice([1, 50, 1 << 62])),
+    )
+    work, plain = PrefillWork(plan, cut), PlainPrefillWork(plan, cut)
+    words, starts = plain.words()
+    assert [(*part[:5], part.needs_merge) for part in work.parts] == [tuple(part) for part in plain.parts]
+    assert [part.word for part in work.parts] == starts
+    assert torch.equal(work.words, words)
+
+
+def test_contradictory_prefill_plans_are_refused() -> None:
+    for start, stop, sentence in ((1, 100, "query_indptr is wrong"), (0, 99, "query_indptr is wrong")):
+        plan = long_plan(100, 1, 64, 16)
+        plan.query_indptr[:] = start, stop
+        with pytest.raises(ValueError, match=sentence):
+            PrefillWork(plan, PrefillCut(rows_per_tile=16, units_wanted=66, piece_tokens_min=256))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from kernels.forests import Forest, Range, Row, Shape, beam_forest, random_forest
-from numpy.typing import NDArray
+from kernels.work_words import Work, decode
 from seeds import seeds
 
 from trunkline.kernels.plan import DecodePlan, WorkOptions, plan_decode_work
@@ -17,59 +17,6 @@ from trunkline.kernels.plan import DecodePlan, WorkOptions, plan_decode_work
 pytestmark = pytest.mark.sanitized
 
 OPTIONS = WorkOptions(kv_heads=2, group=2, kv_token_bytes=512, partial_bytes=1024)
-HEADER = (
-    "magic words pieces items entries rows partials tokens widest piece_items piece_entries item_block item_first "
-    "item_count item_base item_tail entry_row entry_shift entry_ordinal row_partials query_position"
-).split()
-MAGIC = 0x54504157
-
-
-@dataclass
-class Piece:
-    """One piece, decoded."""
-
-    items: list[tuple[int, int, int, int, int]]
-    """Block, first, count, base, tail."""
-    entries: list[tuple[int, int, int]]
-    """Row, shift, ordinal."""
-
-    @property
-    def tokens(self) -> int:
-        return sum(item[2] for item in self.items)
-
-
-@dataclass
-class Work:
-    """The planner's buffer, decoded independently of `WorkView`."""
-
-    pieces: list[Piece]
-    tokens: int
-    row_partials: list[int]
-    query_position: list[int]
-
-
-def decode(words: NDArray[np.int32]) -> Work:
-    head = dict(zip(HEADER, words[: len(HEADER)].tolist(), strict=True))
-    assert head["magic"] == MAGIC
-    assert head["words"] == len(words)
-
-    def array(name: str, length: int) -> list[int]:
-        return [int(x) for x in words[head[name] : head[name] + length]]
-
-    pieces, items, entries, rows = (head[name] for name in ("pieces", "items", "entries", "rows"))
-    item_start, entry_start = array("piece_items", pieces + 1), array("piece_entries", pieces + 1)
-    item_names = ("item_block", "item_first", "item_count", "item_base", "item_tail")
-    item_rows = list(zip(*(array(name, items) for name in item_names), strict=True))
-    entry_names = ("entry_row", "entry_shift", "entry_ordinal")
-    entry_rows = list(zip(*(array(name, entries) for name in entry_names), strict=True))
-    decoded = [
-        Piece(item_rows[item_start[i] : item_start[i + 1]], entry_rows[entry_start[i] : entry_start[i + 1]])
-        for i in range(pieces)
-    ]
-    assert head["widest"] == max((len(piece.entries) for piece in decoded), default=0)
-    assert head["partials"] == len(entry_rows)
-    partials = array("row_partials", rows + 1)
-    return Work(decoded, head["tokens"], partials, array("query_position", rows))
 
 
 def work_of(plan: DecodePlan, options: WorkOptions = OPTIONS) -> Work:

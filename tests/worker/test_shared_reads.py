@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -19,27 +18,15 @@ from worker.driver import VOCAB_SIZE
 from worker.engine_driver import RealWorkers, make_simulation
 
 from trunkline.controller.messages import StepResult
-from trunkline.controller.sequences import plan_builder
-from trunkline.controller.sequences.plan_builder import shared_runs
-from trunkline.kvstore.chunks import Int32Array, unpack_int32
+from trunkline.kernels import cpu_plans
+from trunkline.kernels.plan import WorkOptions
+from trunkline.kvstore.chunks import unpack_int32
 from trunkline.worker.messages import StepPlan
 
 CHUNK: Final = 8
 FIRST, SECOND = 32, 24
 OWN: Final = (5, 6, 7, 8)
 OUTPUT: Final = 12
-
-Runs = Callable[[Int32Array, Int32Array], Int32Array]
-MUTANTS: Final[dict[str, tuple[Runs, int]]] = {
-    "nothing shared": (lambda tables, counts: shared_runs(tables, counts)[:0], 3 * FIRST + 2 * SECOND),
-    "the first level only": (lambda tables, counts: shared_runs(tables, counts)[:1], 2 * SECOND),
-    "the second level only": (lambda tables, counts: shared_runs(tables, counts)[1:], 3 * FIRST),
-    "a chunk less": (
-        lambda tables, counts: shared_runs(tables, counts - 1) - np.array([0, 0, 0, 1], dtype=np.int32),
-        3 * CHUNK + 2 * CHUNK,
-    ),
-}
-"""Wrong sharing plans, and the tokens that each has read again in a step of all four rows."""
 
 
 class Watched(RealWorkers):
@@ -95,12 +82,10 @@ def test_every_chunk_of_a_tree_is_read_once(folder: Path) -> None:
     assert reads == [once(step) for step in range(1, OUTPUT)]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_wrong_sharing_plan_is_noticed(folder: Path, mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_again_without_sharing_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It changes no text, and only the count of bytes tells it."""
     outputs, _ = decode(folder)
-    plan, again = MUTANTS[mutant]
-    monkeypatch.setattr(plan_builder, "shared_runs", plan)
-    mutated, reads = decode(folder)
-    assert mutated == outputs
-    assert reads == [once(step) + again for step in range(1, OUTPUT)]
+    monkeypatch.setattr(cpu_plans, "WorkOptions", lambda **options: WorkOptions(**(options | {"share": False})))
+    alone, reads = decode(folder)
+    assert alone == outputs
+    assert reads == [once(step) + 3 * FIRST + 2 * SECOND for step in range(1, OUTPUT)]

@@ -26,6 +26,7 @@ from trunkline.kernels.cpu_plans import (
 )
 from trunkline.kernels.grouped import GroupedWeight
 from trunkline.kernels.large_pages import advise_large_pages
+from trunkline.kernels.live_plan import AnyDecodePlan
 from trunkline.kernels.native import ISA_LEVELS, NativeContext, library
 from trunkline.kernels.ops import (
     Activation,
@@ -38,7 +39,7 @@ from trunkline.kernels.ops import (
     Quantisation,
     Weight,
 )
-from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan
+from trunkline.kernels.plan import PrefillPlan, WritePlan
 from trunkline.kernels.quantisation import quantise, stored_weight
 from trunkline.kvstore.chunks import Int32Array
 
@@ -101,7 +102,7 @@ class CpuKernels:
         return qkv.view(qkv.shape[0], -1, spec.head_dim)[:, : spec.heads]
 
     def decode_attention(
-        self, plan: DecodePlan, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor
+        self, plan: AnyDecodePlan, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor
     ) -> None:
         counters = self.counters
         counters.called("decode_attention")

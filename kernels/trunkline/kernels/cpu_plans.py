@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trunkline.kernels.live_plan import AnyDecodePlan, LiveDecodePlan
 from trunkline.kernels.ops import AttentionSpec, KernelCounters, KvPool
-from trunkline.kernels.plan import DecodePlan, PrefillPlan, WorkOptions, WritePlan, plan_decode_work
+from trunkline.kernels.plan import PrefillPlan, WorkOptions, WritePlan, plan_decode_work
 from trunkline.kvstore.chunks import Int32Array
 
 INVARIANT_TOKENS: Final = 512
@@ -64,10 +65,15 @@ def turns_queries(spec: AttentionSpec) -> bool:
 
 
 class CpuDecodeWork:
-    """The pieces of a decode plan for certain head counts."""
+    """The pieces of a decode plan for certain head counts: `plan_decode_work`'s words, or those of a live plan."""
 
-    def __init__(self, plan: DecodePlan, options: WorkOptions) -> None:
-        self.words = plan_decode_work(plan, options)
+    def __init__(self, words_of_plan: Tensor, made: int = 0) -> None:
+        """
+        Args:
+            made: `LiveWork.made` of the words.
+        """
+        self.words = words_of_plan
+        self.made = made
         words = self.words.numpy()
         self.tokens = int(words[WORK_TOKENS])
         self.shifts: ShiftTable | None = None
@@ -155,12 +161,14 @@ class Planning:
             )
         return made
 
-    def decode_work(self, plan: DecodePlan, pool: KvPool, spec: AttentionSpec) -> CpuDecodeWork:
+    def decode_work(self, plan: AnyDecodePlan, pool: KvPool, spec: AttentionSpec) -> CpuDecodeWork:
         """Return the pieces of a plan for layers of this shape.
 
         Raises:
             ValueError: A plan that contradicts itself or the pool.
         """
+        if isinstance(plan, LiveDecodePlan):
+            return self._live_work(plan, pool, spec)
         state = plan.state
         if not isinstance(state, CpuDecodeState):
             _check_items(plan.block, plan.first, plan.count, plan.chunk_size)
@@ -176,7 +184,16 @@ class Planning:
         options = self.options(spec, pool.format.row_bytes)
         work = state.works.get(options)
         if work is None:
-            state.works[options] = work = CpuDecodeWork(plan, options)
+            state.works[options] = work = CpuDecodeWork(plan_decode_work(plan, options))
+        return work
+
+    def _live_work(self, plan: LiveDecodePlan, pool: KvPool, spec: AttentionSpec) -> CpuDecodeWork:
+        live = plan.work(self.options(spec, pool.format.row_bytes))
+        _check_pool(pool.data.shape, plan.chunk_size, live.last_block)
+        work, made = live.state, live.made
+        if not isinstance(work, CpuDecodeWork) or work.made != made:
+            live.state = work = CpuDecodeWork(live.words, made)
+            self._counters.decode_plans += 1
         return work
 
 

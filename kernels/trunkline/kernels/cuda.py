@@ -21,6 +21,7 @@ from torch import Tensor
 
 from trunkline.kernels import native
 from trunkline.kernels.cuda_build import CudaBuildError
+from trunkline.kernels.cuda_decode import PIECE_TOKENS_MIN, PIECES_PER_WORKER, DecodePlans
 from trunkline.kernels.cuda_library import (
     ACTIVATION_NUMBERS,
     DTYPE_NUMBERS,
@@ -55,6 +56,7 @@ from trunkline.kernels.cuda_work import (
     partial_floats,
     refuse_capture,
 )
+from trunkline.kernels.live_plan import AnyDecodePlan, LiveDecodePlan
 from trunkline.kernels.ops import (
     Activation,
     Angles,
@@ -67,16 +69,11 @@ from trunkline.kernels.ops import (
     Weight,
     check_copies,
 )
-from trunkline.kernels.plan import DecodePlan, PrefillPlan, WorkOptions, WritePlan, plan_decode_work
+from trunkline.kernels.plan import PrefillPlan, WritePlan
 from trunkline.kernels.quantisation import linear_quantised, stored_bytes, stored_weight
 from trunkline.kvstore.chunks import Int32Array
 
-PIECE_TOKENS_MIN: Final = 256
 INVARIANT_TOKENS: Final = 512
-VECTORS_PER_READ: Final = 128
-"""Number of query vectors whose products take about as long as reading their tokens (kernels.md: 790 TFLOP/s, 4.3
-TB/s)."""
-PIECES_PER_WORKER: Final = 2
 
 
 class CudaKernels:
@@ -121,19 +118,17 @@ class CudaKernels:
         self._shapes: dict[tuple[torch.dtype, int], AttentionShape] = {}
         self._constants: dict[int, tuple[Tensor, Tensor]] = {}
         self._workspace: Workspace | None = None
-        self._device_work: DeviceWork | None = None
+        self._decode_plans = DecodePlans(self._library, self.counters, self._stream, lambda: self._is_capturing())
 
     # --- attention
 
     def decode_attention(
-        self, plan: DecodePlan, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor
+        self, plan: AnyDecodePlan, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor
     ) -> None:
         counters = self.counters
         counters.called("decode_attention")
         call = self._attention_call(plan, q, pool, layer, spec, out)
-        state = self._decode_state(plan, pool, spec)
-        check_shifts(state.has_shifts, spec)
-        device_work = self._place(plan, state, pool, spec)
+        state, device_work = self._place(plan, pool, spec)
         tokens = state.tokens + plan.steps * plan.num_rows
         counters.decode_tokens_read += tokens
         counters.decode_bytes_read += tokens * pool.format.layer_token_bytes
@@ -143,7 +138,7 @@ class CudaKernels:
             self._take_workspace(call, state.partials, pool.data.device)
         self._library.call("attention", byref(call), self._stream())
 
-    def prepare_replay(self, plan: DecodePlan, pool: KvPool, spec: AttentionSpec) -> None:
+    def prepare_replay(self, plan: AnyDecodePlan, pool: KvPool, spec: AttentionSpec) -> None:
         """Bring a plan and its step to the device memory that a captured graph reads. Call it before every replay.
 
         The plan may be another one than the captured one, with as many rows. If this changes `graph_generation`,
@@ -151,13 +146,18 @@ class CudaKernels:
         """
         check_pool(pool, plan.chunk_size)
         self._constants_of(spec, pool.data.device)
-        self._place(plan, self._decode_state(plan, pool, spec), pool, spec)
+        self._place(plan, pool, spec)
 
     @property
     def graph_generation(self) -> int:
         """Number that changes when the graphs of decode steps captured so far have come to hold stale
         addresses."""
-        return sum(part.generation for part in (self._device_work, self._workspace) if part is not None)
+        return self._decode_plans.generation + (self._workspace.generation if self._workspace is not None else 0)
+
+    @property
+    def uploaded_words(self) -> int:
+        """Number of int32 words of decode plans that were sent to the device so far."""
+        return self._decode_plans.uploaded_words
 
     def prefill_attention(
         self, plan: PrefillPlan, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor
@@ -197,46 +197,15 @@ class CudaKernels:
             share=self._share,
         )
 
-    def _decode_state(self, plan: DecodePlan, pool: KvPool, spec: AttentionSpec) -> CudaDecodeWork:
-        key, state = self._work_key(pool, spec), plan.state
-        if not isinstance(state, CudaDecodeWork) or state.key != key:
-            options = WorkOptions(
-                kv_heads=spec.kv_heads,
-                group=spec.group,
-                kv_token_bytes=2 * pool.format.row_bytes,
-                partial_bytes=2 * 4 * (spec.head_dim + 2),
-                tile_rows=max(key.tile_rows, spec.group),
-                workers=key.grid,
-                pieces_per_worker=PIECES_PER_WORKER,
-                piece_tokens_min=PIECE_TOKENS_MIN,
-                invariant_tokens=self._invariant_tokens,
-                share=self._share,
-                vectors_per_read=VECTORS_PER_READ,
-            )
-            plan.state = state = CudaDecodeWork(plan, key, plan_decode_work(plan, options))
-        check_items(pool, state.last_block)
-        return state
-
-    def _place(self, plan: DecodePlan, state: CudaDecodeWork, pool: KvPool, spec: AttentionSpec) -> DeviceWork:
-        """Bring the plan and its step to the device, if they are not there ("lazy copy", ChunkAttention §3.3)."""
-        if plan.steps > plan.steps_left:
-            raise ValueError(f"decode plan is valid for {plan.steps_left} steps, not for {plan.steps}")
-        work = self._device_work
-        if work is None:
-            work = self._device_work = DeviceWork(pool.data.device)
-        if work.resident is state and work.steps == plan.steps:
-            return work
-        # An upload or a count in the graph would be repeated by every replay.
-        refuse_capture(self._is_capturing(), "the plan or its step is not on the device yet")
-        if work.resident is not state:
-            # Before any capture, and also where this plan needs none: a captured step always merges.
-            self._reserve(pool.data.device).take(state.partials, spec.heads, spec.head_dim)
-            work.upload(state, plan.steps)
-            self.counters.decode_plans += 1
-        else:
-            self._library.call("add_steps", work.steps_address, plan.steps - work.steps, self._stream())
-            work.steps = plan.steps
-        return work
+    def _place(self, plan: AnyDecodePlan, pool: KvPool, spec: AttentionSpec) -> tuple[CudaDecodeWork, DeviceWork]:
+        """Bring the plan and its step to the device, if they are not there."""
+        work = self._decode_plans.work(plan, self._work_key(pool, spec), spec, pool.format.row_bytes)
+        check_items(pool, work.last_block)
+        check_shifts(work.has_shifts, spec)
+        workspace, device = self._reserve(pool.data.device), pool.data.device
+        return work, self._decode_plans.place(
+            plan, work, device, lambda partials: workspace.take(partials, spec.heads, spec.head_dim)
+        )
 
     def _prefill_state(self, plan: PrefillPlan, pool: KvPool, spec: AttentionSpec) -> PrefillDeviceWork:
         key, state = self._work_key(pool, spec), plan.state
@@ -254,9 +223,16 @@ class CudaKernels:
         return state
 
     def _attention_call(
-        self, plan: DecodePlan | PrefillPlan, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor
+        self,
+        plan: AnyDecodePlan | PrefillPlan,
+        q: Tensor,
+        pool: KvPool,
+        layer: int,
+        spec: AttentionSpec,
+        out: Tensor,
     ) -> AttentionCall:
-        data, rows = pool.data, len(plan.query_position)
+        data = pool.data
+        rows = plan.num_rows if isinstance(plan, LiveDecodePlan) else len(plan.query_position)
         check_pool(pool, plan.chunk_size)
         check_heads(pool, layer, spec)
         shape = self._shape(pool, spec)

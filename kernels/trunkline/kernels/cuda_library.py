@@ -90,6 +90,7 @@ _ARGUMENTS: Final[dict[str, list[Any]]] = {
     "trunkline_attention_shape": [c_int32, c_int32, POINTER(AttentionShape)],
     "trunkline_attention": [POINTER(AttentionCall), c_void_p],
     "trunkline_add_steps": [c_void_p, c_int32, c_void_p],
+    "trunkline_patch_words": [c_void_p, c_void_p, c_int32, c_void_p],
     "trunkline_write_kv": [POINTER(WriteCall), c_void_p],
     "trunkline_copy_blocks": [c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p],
     "trunkline_move_regions": [POINTER(MoveCall), c_void_p],

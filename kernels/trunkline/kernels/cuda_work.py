@@ -1,7 +1,8 @@
 """Work plans on the device: the buffer of the decode plan, and how prefill plans are made.
 
-Decode: one buffer of fixed capacity holds [steps, padding, the plan's words]. It is overwritten only when the plan
-changes, by a copy on the stream from one of two pinned staging buffers; between changes a kernel adds to `steps`.
+Decode: one buffer of fixed capacity holds [steps, padding, the plan's words]. It is overwritten, or single words
+of it (`cuda_decode`), only when the plan changes, by a copy on the stream from one of two pinned staging buffers;
+between changes a kernel adds to `steps`.
 A captured CUDA graph reads the plan and the step that the buffer holds when the graph is replayed. So the graph
 stays valid until a buffer must grow (to the next power of two), which changes `generation`. The graph itself
 changes neither plan nor step: `CudaKernels.prepare_replay` updates both before each replay. An update during a
@@ -16,20 +17,21 @@ pieces in the same order, so results are the same bits.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from trunkline.kernels.cuda_library import CudaError
-from trunkline.kernels.plan import DecodePlan, PrefillPlan
+from trunkline.kernels.cuda_library import CudaError, CudaLibrary
+from trunkline.kernels.live_plan import LiveWork
+from trunkline.kernels.native import NativeLibraryError, library
+from trunkline.kernels.plan import PrefillPlan, WorkOptions
+from trunkline.kvstore.chunks import Int32Array
 
 # Words of the header (csrc/common/work_plan.h, WorkHeader).
-MAGIC: Final = 0x54504157
-HEADER_WORDS: Final = 24
 ROWS: Final = 5
 PARTIALS: Final = 6
 TOKENS: Final = 7
@@ -40,9 +42,7 @@ MIN_WORDS: Final = 1 << 14
 WORKSPACE_BYTES: Final = 256 << 20
 """Bytes of the memory for partial results, allocated at the first use. Prefill never takes more; decode enlarges
 the memory if it must: 256 rows of 32 heads of 128 values with 60 pieces each just fit."""
-WORDS_ALIGNED: Final = 4
-"""Alignment of the parts of a prefill plan: the words of each part begin at a multiple of this many words (16
-bytes)."""
+_NO_CHANGES: Final = np.zeros((0, 2), dtype=np.int32)
 
 
 def grown(capacity: int, needed: int, least: int) -> int:
@@ -77,14 +77,23 @@ class WorkKey(NamedTuple):
 class CudaDecodeWork:
     """A decode plan's words; private to `CudaKernels`."""
 
-    def __init__(self, plan: DecodePlan, key: WorkKey, words: Tensor) -> None:
-        self.key = key
+    def __init__(
+        self, options: WorkOptions, words: Tensor, has_shifts: bool, live: LiveWork | None = None
+    ) -> None:
+        """
+        Args:
+            live: What the words follow; None: they do not change.
+        """
+        self.options = options
         self.words = words
+        self.live = live
+        self.made = 0 if live is None else live.made
         self.partials = int(words[PARTIALS])
         self.tokens = int(words[TOKENS])
-        self.needs_merge = self.partials != plan.num_rows
-        self.has_shifts = bool(plan.shifts.any())
-        self.last_block = int(plan.block.max(initial=-1))
+        self.needs_merge = self.partials != int(words[ROWS])
+        self.has_shifts = has_shifts
+        self.last_block = -1
+        """A bound of the blocks that the plan reads."""
 
 
 def partial_floats(heads: int, head_dim: int) -> int:
@@ -129,8 +138,13 @@ class DeviceWork:
         """The plan that the buffer holds."""
         self.steps = 0
         """The step that the buffer holds."""
+        self.uploaded_words = 0
+        """Number of words that were copied to the device so far."""
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.int32, device=device)
+        self._changes = self._buffer
+        self._generation = -1
+        """That of the live plan's words, of which the buffer is a mirror."""
         self._staging: list[Tensor] = []
         self._copied: list[torch.cuda.Event] = []
         self._turn = 0
@@ -143,22 +157,56 @@ class DeviceWork:
     def words_address(self) -> int:
         return self._buffer.data_ptr() + 4 * STEPS_WORDS
 
-    def upload(self, work: CudaDecodeWork, steps: int) -> None:
-        """Replace the plan, in stream order: work that was enqueued before still reads the old one."""
-        words = work.words
+    def follow(self, work: CudaDecodeWork, steps: int, library: CudaLibrary, stream: int) -> None:
+        """Make the buffer hold the plan at a step, in stream order: work that was enqueued before still reads what
+        was there."""
+        live, resident = work.live, self.resident
+        if live is None:
+            changes = None if resident is not work else _NO_CHANGES
+        else:
+            changes = live.take_changes()
+            if resident is None or resident.live is not live or self._generation != live.generation:
+                changes = None
+            self._generation = live.generation
+        if changes is None or 4 * len(changes) > len(work.words):
+            self._upload(work.words, steps)
+        elif len(changes):
+            self._patch(changes, steps, library, stream)
+        elif steps != self.steps:
+            library.call("add_steps", self.steps_address, steps - self.steps, stream)
+        self.resident, self.steps = work, steps
+
+    def _upload(self, words: Tensor, steps: int) -> None:
+        """Replace the plan."""
         needed = STEPS_WORDS + len(words)
         if needed > len(self._buffer):
             self._grow(needed)
-        staging = self._staging[self._turn]
-        if self._copied:
-            self._copied[self._turn].synchronize()  # of the plan before the last one: almost always long done
+        staging = self._take_staging()
         staging[0] = steps
         staging[STEPS_WORDS:needed] = words
-        self._buffer[:needed].copy_(staging[:needed], non_blocking=True)
+        self._send(staging[:needed], self._buffer)
+
+    def _patch(self, changes: Int32Array, steps: int, library: CudaLibrary, stream: int) -> None:
+        """Write single words, the step among them."""
+        staging, count = self._take_staging(), len(changes) + 1
+        pairs = staging[: 2 * count].numpy().reshape(-1, 2)
+        pairs[0] = 0, steps
+        pairs[1:] = changes
+        pairs[1:, 0] += STEPS_WORDS
+        self._send(staging[: 2 * count], self._changes)
+        library.call("patch_words", self._buffer.data_ptr(), self._changes.data_ptr(), count, stream)
+
+    def _take_staging(self) -> Tensor:
+        self._turn ^= 1
+        if self._copied:
+            self._copied[self._turn].synchronize()  # of the copy before the last one: almost always long done
+        return self._staging[self._turn]
+
+    def _send(self, staged: Tensor, to: Tensor) -> None:
+        to[: len(staged)].copy_(staged, non_blocking=True)
         if self._copied:
             self._copied[self._turn].record()
-        self._turn ^= 1
-        self.resident, self.steps = work, steps
+        self.uploaded_words += len(staged)
 
     def _grow(self, needed: int) -> None:
         capacity = grown(len(self._buffer), needed, MIN_WORDS)
@@ -166,6 +214,7 @@ class DeviceWork:
         for event in self._copied:
             event.synchronize()
         self._buffer = torch.empty(capacity, dtype=torch.int32, device=self._device)
+        self._changes = torch.empty(capacity, dtype=torch.int32, device=self._device)
         self._staging = [torch.zeros(capacity, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in range(2)] if on_gpu else []  # type: ignore[no-untyped-call]
         self.generation += 1
@@ -195,122 +244,37 @@ class PrefillPart(NamedTuple):
     piece_start: int
     piece_stop: int
     partials: int
-    needs_merge: bool
+    word: int
+    """Index of the part's first word, a multiple of 4 (16 bytes)."""
+
+    @property
+    def needs_merge(self) -> bool:
+        return self.partials > self.row_stop - self.row_start
 
 
 class PrefillWork:
-    """The words of a prefill plan (`work_plan.h`), part by part, and their sizes."""
+    """The words of a prefill plan (`csrc/common/prefill_plan.h`), part by part, and their sizes."""
 
     def __init__(self, plan: PrefillPlan, cut: PrefillCut) -> None:
-        self._plan = plan
-        self._items: list[NDArray[np.int64]] = []
-        """For each piece, the indices of its items in the plan."""
-        self._rows: list[tuple[int, int]] = []
-        """For each piece, the range of its queries: start and stop."""
-        self._shifts: list[int] = []
-        self._ordinals: list[int] = []
-        queries = len(plan.query_position)
-        self._row_counts = np.zeros(queries, dtype=np.int64)
-        tiles = [
-            (entry, start, min(start + cut.rows_per_tile, int(plan.query_indptr[entry + 1])))
-            for entry in range(plan.num_entries)
-            for start in range(int(plan.query_indptr[entry]), int(plan.query_indptr[entry + 1]), cut.rows_per_tile)
-        ]
-        pieces_per_tile = -(-cut.units_wanted // max(1, len(tiles)))
-        piece_ends: list[int] = []
-        for entry, start, stop in tiles:
-            self._add_tile(entry, (start, stop), cut, pieces_per_tile)
-            piece_ends.append(len(self._items))
-        self.tokens_read = int(plan.count.sum())
-        self.parts = self._split([(start, stop) for _, start, stop in tiles], piece_ends, cut.partials_max)
-
-    def _split(
-        self, tiles: list[tuple[int, int]], piece_ends: list[int], partials_max: int
-    ) -> tuple[PrefillPart, ...]:
-        """Cut the work into parts of consecutive tiles; return the parts.
-
-        A part has at most `partials_max` partial results, unless a single tile has more. If every row has only one
-        partial result, nothing is merged, and there is one part.
-
-        Args:
-            tiles: The rows of each tile.
-            piece_ends: For each tile, the index behind its last piece.
         """
-        ends = np.concatenate([[0], np.cumsum(self._row_counts)])
-        if int(ends[-1]) == len(self._row_counts):
-            partials_max = int(ends[-1])
-        parts: list[PrefillPart] = []
-        row, piece = 0, 0
-        for index, (_, stop) in enumerate(tiles):
-            following = tiles[index + 1][1] if index + 1 < len(tiles) else stop
-            is_last = index + 1 == len(tiles)
-            if not is_last and int(ends[following] - ends[row]) <= partials_max:
-                continue
-            partials = int(ends[stop] - ends[row])
-            parts.append(PrefillPart(row, stop, piece, piece_ends[index], partials, partials > stop - row))
-            row, piece = stop, piece_ends[index]
-        return tuple(parts)
-
-    def _add_tile(self, entry: int, rows: tuple[int, int], cut: PrefillCut, pieces: int) -> None:
-        plan = self._plan
-        items = np.arange(int(plan.item_indptr[entry]), int(plan.item_indptr[entry + 1]))
-        last = int(plan.query_position[rows[0] : rows[1]].max())
-        items = items[plan.base[items].astype(np.int64) + plan.shift[items] <= last]
-        tokens = int(plan.count[items].sum())
-        length = cut.piece_tokens or max(cut.piece_tokens_min, -(-tokens // pieces))
-        ordinal = 0
-        # Runs of equal shift, each cut where its tokens pass a multiple of the length.
-        shifts = plan.shift[items]
-        breaks = np.flatnonzero(np.diff(shifts)) + 1
-        for run in np.split(items, breaks) if len(items) else [items]:
-            before = np.cumsum(plan.count[run]) - plan.count[run]
-            for part in np.split(run, np.flatnonzero(np.diff(before // length)) + 1):
-                self._items.append(part)
-                self._rows.append(rows)
-                self._shifts.append(int(plan.shift[part[0]]) if len(part) else 0)
-                self._ordinals.append(ordinal)
-                ordinal += 1
-        self._row_counts[rows[0] : rows[1]] = ordinal
-
-    def words(self) -> tuple[Tensor, list[int]]:
-        """Return the int32 words of all parts, on the host, and the index at which each part begins."""
-        parts = [self._words(part) for part in self.parts]
-        lengths = [-(-len(words) // WORDS_ALIGNED) * WORDS_ALIGNED for words in parts]
-        starts = np.cumsum([0, *lengths]).tolist()
-        joined = np.zeros(starts[-1], dtype=np.int32)
-        for start, words in zip(starts, parts, strict=False):
-            joined[start : start + len(words)] = words
-        return torch.from_numpy(joined), starts[:-1]
-
-    def _words(self, part: PrefillPart) -> NDArray[np.int32]:
-        """Return the words of one part, whose rows count from 0."""
-        plan, pieces = self._plan, slice(part.piece_start, part.piece_stop)
-        rows = self._rows[pieces]
-        sizes = [len(items) for items in self._items[pieces]]
-        widths = [stop - start for start, stop in rows]
-        items = np.concatenate([*self._items[pieces], np.zeros(0, dtype=np.int64)]).astype(np.int64)
-        entry_rows = [np.arange(start, stop) - part.row_start for start, stop in rows]
-        arrays = (
-            np.cumsum([0, *sizes]),
-            np.cumsum([0, *widths]),
-            plan.block[items],
-            plan.first[items],
-            plan.count[items],
-            plan.base[items],
-            np.zeros(len(items)),  # tails do not grow
-            np.concatenate([*entry_rows, np.zeros(0, dtype=np.int64)]),
-            np.repeat(self._shifts[pieces], widths),
-            np.repeat(self._ordinals[pieces], widths),
-            np.cumsum([0, *self._row_counts[part.row_start : part.row_stop].tolist()]),
-            plan.query_position[part.row_start : part.row_stop],
+        Raises:
+            ValueError: Arrays of the plan contradict each other.
+            NativeLibraryError: The library is not installed.
+        """
+        module: Any = library()
+        if module is None:
+            raise NativeLibraryError("the compiled CPU kernels, which hold the planner, are not installed")
+        items = (plan.block, plan.first, plan.count, plan.base, plan.shift)
+        arrays = (plan.query_indptr, plan.item_indptr, plan.query_position, *items)
+        sizes = (plan.num_entries, len(plan.query_position), len(plan.block))
+        words, parts = module.plan_prefill(
+            torch.from_numpy(np.concatenate(arrays, dtype=np.int32)), [*sizes, *dataclasses.astuple(cut)]
         )
-        offsets = np.cumsum([HEADER_WORDS, *map(len, arrays)])
-        header = np.zeros(HEADER_WORDS, dtype=np.int32)
-        row_count = part.row_stop - part.row_start
-        counts = (len(sizes), len(items), sum(widths), row_count, part.partials, self.tokens_read)
-        header[: len(counts) + 3] = [MAGIC, offsets[-1], *counts, max(widths, default=0)]
-        header[len(counts) + 3 : len(counts) + 3 + len(arrays)] = offsets[:-1]
-        return np.concatenate([header, *(array.astype(np.int32) for array in arrays)])
+        self.words = torch.from_numpy(np.from_dlpack(words))
+        """The int32 words of all parts, on the host."""
+        rows = np.from_dlpack(parts).reshape(-1, 6).tolist()
+        self.parts = tuple(PrefillPart(*row) for row in rows)
+        self.tokens_read = int(plan.count.sum())
 
 
 class PrefillDeviceWork:
@@ -319,9 +283,7 @@ class PrefillDeviceWork:
     def __init__(self, key: WorkKey, work: PrefillWork, plan: PrefillPlan) -> None:
         self.key = key
         self.work = work
-        words, starts = work.words()
-        self._words = words.to(key.device)
-        self._starts = starts
+        self._words = work.words.to(key.device)
         self.has_shifts = bool(plan.shift.any())
         self.last_block = int(plan.block.max(initial=-1))
 
@@ -329,4 +291,4 @@ class PrefillDeviceWork:
     def parts(self) -> list[tuple[PrefillPart, int]]:
         """The parts, each with the address of its words."""
         base = self._words.data_ptr()
-        return [(part, base + 4 * start) for part, start in zip(self.work.parts, self._starts, strict=True)]
+        return [(part, base + 4 * part.word) for part in self.work.parts]

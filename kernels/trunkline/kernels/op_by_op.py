@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trunkline.kernels.live_plan import AnyDecodePlan
 from trunkline.kernels.ops import Angles, Kernels, KvPool, make_angles
-from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan
+from trunkline.kernels.plan import PrefillPlan, WritePlan
 from trunkline.kernels.program import (
     Activate,
     Add,
@@ -55,7 +56,7 @@ class StepBatch(Protocol):
     @property
     def write(self) -> WritePlan: ...
     @property
-    def decode(self) -> DecodePlan | None: ...
+    def decode(self) -> AnyDecodePlan | None: ...
     @property
     def prefill(self) -> PrefillPlan | None: ...
     @property

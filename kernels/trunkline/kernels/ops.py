@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from trunkline.kernels.grouped import GroupedWeight
-from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan
-from trunkline.kvstore.chunks import Int32Array
+from trunkline.kernels.live_plan import AnyDecodePlan
+from trunkline.kernels.plan import PrefillPlan, WritePlan
 from trunkline.kvstore.chunk_format import ChunkFormat, kv_format
+from trunkline.kvstore.chunks import Int32Array
 
 
 class Angles(NamedTuple):
@@ -41,9 +42,9 @@ class KvPool:
     """uint8 `[blocks, layers]`. 1: the block's tiles of that layer are permuted in place, into an order private to
     the kernels that wrote them. Other code reads such a block through `gather_blocks`, which always gives the
     plain order."""
-
     format: ChunkFormat
     """What a chunk is in this pool, the rank's part of it."""
+
     @classmethod
     def wrap(cls, data: Tensor, chunk: ChunkFormat | None = None) -> KvPool:
         """Return a pool around a tensor in plain order.
@@ -185,7 +186,7 @@ class Kernels(Protocol):
         ...
 
     def decode_attention(
-        self, plan: DecodePlan, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor
+        self, plan: AnyDecodePlan, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor
     ) -> None:
         """Compute attention of one query per row in two phases (ChunkAttention §3.2; PagedAttention §4.1: blocks).
 

@@ -258,7 +258,7 @@ class WorkOptions:
     unit_vectors: int = 0
 
 
-_option_values = operator.attrgetter(*WorkOptions.__dataclass_fields__)
+option_values = operator.attrgetter(*WorkOptions.__dataclass_fields__)
 
 
 def plan_decode_work(plan: DecodePlan, options: WorkOptions) -> Tensor:
@@ -285,5 +285,5 @@ def plan_decode_work(plan: DecodePlan, options: WorkOptions) -> Tensor:
     arrays = (plan.block, plan.first, plan.count, plan.base, plan.row_indptr, plan.rows, plan.shifts)
     words = torch.from_numpy(np.concatenate((*arrays, plan.tail_item, plan.query_position), dtype=np.int32))
     sizes = [items, entries, rows, plan.shared_items]
-    made = module.plan_work(words, [*sizes, *map(int, _option_values(options))])
+    made = module.plan_work(words, [*sizes, *map(int, option_values(options))])
     return torch.from_numpy(np.from_dlpack(made))

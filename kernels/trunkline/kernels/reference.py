@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trunkline.kernels.int8_kv import to_rows
+from trunkline.kernels.live_plan import AnyDecodePlan, LiveDecodePlan
 from trunkline.kernels.ops import (
     Activation,
     Angles,
@@ -29,7 +30,7 @@ from trunkline.kernels.ops import (
     check_copies,
     swap_halves,
 )
-from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan
+from trunkline.kernels.plan import PrefillPlan, WritePlan
 from trunkline.kernels.quantisation import linear_quantised, stored_bytes, stored_weight
 from trunkline.kernels.reference_attention import ReferencePrefillState, check_plain
 from trunkline.kernels.reference_decode import ReferenceDecodeState
@@ -91,10 +92,12 @@ class ReferenceKernels:
         return q
 
     def decode_attention(
-        self, plan: DecodePlan, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor
+        self, plan: AnyDecodePlan, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor
     ) -> None:
         counters = self.counters
         counters.called("decode_attention")
+        if isinstance(plan, LiveDecodePlan):
+            plan = plan.rebuilt()
         state = plan.state
         if not isinstance(state, ReferenceDecodeState):
             plan.state = state = ReferenceDecodeState(plan, pool)

@@ -70,7 +70,7 @@ class Runner:
         self.kernels = kernels
         device = decoder.pool.data.device
         self._sequences = SequenceTable(self.num_blocks)
-        self._batches = BatchBuilder(self._sequences, config.chunk_size, device)
+        self._batches = BatchBuilder(self._sequences, config.chunk_size, device, live=kernels.name != "reference")
         self._searches = BeamSearches()
         shard = decoder.shard
         vocab_size = shard.config.vocab_size

@@ -1,8 +1,7 @@
 """Build the flat arrays of one forward pass from a step plan, which says only what changed.
 
 In the steady state of decoding nothing but counters move: positions and slots grow by one and the decode plan
-advances. The plan is rebuilt only when rows, runs or blocks change, or when a row has filled its block (the
-lazy copy of ChunkAttention §3.3).
+goes on (`decode_rows`, the lazy copy of ChunkAttention §3.3).
 
 Logits are asked for in this order: decode rows, prefill entries that sample, prompt positions that are scored:
 
@@ -25,14 +24,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan, build_decode_plan
+from trunkline.kernels.live_plan import AnyDecodePlan
+from trunkline.kernels.plan import PrefillPlan, WritePlan
 from trunkline.kvstore.chunks import NO_BLOCK, Int32Array, unpack_int32
+from trunkline.worker.batch.decode_rows import DecodeRows, LiveRows, RebuiltRows
 from trunkline.worker.batch.draft_rows import DraftRows
 from trunkline.worker.batch.sequences import BatchSequence, SequenceTable, segments_of
 from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import StepPlan
 
 _NO_RUNS = np.zeros((0, 4), dtype=np.int32)
+_NO_ROWS = np.zeros(0, dtype=np.int32)
 
 
 class ScoredPrompt(NamedTuple):
@@ -70,7 +72,7 @@ class ForwardBatch:
     num_rows: int
     """Number of decode rows, drafts included."""
     write: WritePlan
-    decode: DecodePlan | None
+    decode: AnyDecodePlan | None
     prefill: PrefillPlan | None
     samples: list[BatchSequence]
     """Sequences whose next token is drawn, in the order of `StepResult.tokens`: rows, prefill entries, forks."""
@@ -112,15 +114,17 @@ class ForwardBatch:
 class BatchBuilder:
     """Builds the batch of each step; keeps the decode rows between steps."""
 
-    def __init__(self, sequences: SequenceTable, chunk_size: int, device: torch.device) -> None:
+    def __init__(self, sequences: SequenceTable, chunk_size: int, device: torch.device, *, live: bool) -> None:
+        """
+        Args:
+            live: Whether the kernels execute live plans; else plans are made from nothing.
+        """
         self._sequences = sequences
         self._chunk_size = chunk_size
         self._device = device
         self._rows: list[BatchSequence] = []
         self._runs: Int32Array = _NO_RUNS
-        self._plan: DecodePlan | None = None
-        self._positions = np.zeros(0, dtype=np.int32)
-        self._slots = np.zeros(0, dtype=np.int32)
+        self._decode: DecodeRows = LiveRows(chunk_size) if live else RebuiltRows(chunk_size)
         self._had_prefill_samples = False
         self._had_drafts = False
 
@@ -133,15 +137,16 @@ class BatchBuilder:
         rebuilt = self._update_rows(plan)
         drafted = DraftRows.of(self._rows, plan.drafts) if plan.drafts else None
         rows = self._rows if drafted is None else drafted.sequences
-        self._plan_rows(drafted)
         num_rows = len(rows)
+        if num_rows:
+            self._decode.step(self._rows, self._runs, drafted)
         entries = unpack_int32(plan.prefill, columns=5)
         prefill = _Prefill(entries, self._sequences, self._chunk_size) if len(entries) else None
         if drafted is not None:
             ids = drafted.ids
         else:
             ids = np.fromiter((row.tokens[-1] for row in rows), dtype=np.int32, count=num_rows)
-        positions, slots = self._positions, self._slots
+        positions, slots = (self._decode.positions, self._decode.slots) if num_rows else (_NO_ROWS, _NO_ROWS)
         samples, state_rows = rows, None
         fork_rows: tuple[int, ...] = ()
         scored: tuple[ScoredPrompt, ...] = ()
@@ -170,7 +175,7 @@ class BatchBuilder:
             positions=self._tensor(positions),
             num_rows=num_rows,
             write=WritePlan(self._chunk_size, slots),
-            decode=self._plan,
+            decode=self._decode.plan if num_rows else None,
             prefill=prefill.plan(self._chunk_size) if prefill is not None else None,
             samples=samples,
             samples_changed=changed,
@@ -182,8 +187,8 @@ class BatchBuilder:
         )
 
     def forget_plan(self) -> None:
-        """Make the next step build a new decode plan: beams have exchanged block tables."""
-        self._plan = None
+        """Make the next step plan the beams anew: they have exchanged block tables."""
+        self._decode.beams_changed()
 
     def _fork(self, plan: StepPlan, prefill: _Prefill) -> tuple[list[BatchSequence], list[int]]:
         """Make the plan's forks; return them, and for each the index of its parent among the prefill samples.
@@ -215,50 +220,13 @@ class BatchBuilder:
                 raise PlanError(f"sequences {stale} leave, but the plan keeps their rows")
         if plan.runs is not None:
             self._runs = unpack_int32(plan.runs, columns=4)
+            if len(self._runs) and not (self._runs.min() >= 0 and self._runs[:, :2].max() <= len(self._rows)):
+                raise PlanError(f"runs {self._runs.tolist()} reach outside {len(self._rows)} rows")
         if plan.rows is not None or plan.runs is not None:
-            self._plan = None
-        if plan.blocks:  # only then can an entry of a table have been replaced
-            for row in self._rows:
-                if row.rewritten:
-                    self._plan = None
-                row.rewritten = False
+            self._decode.rows_changed()
+        if plan.blocks:
+            self._decode.tables_changed(unpack_int32(plan.blocks, columns=3)[:, 0].tolist())
         return plan.rows is not None
-
-    def _plan_rows(self, drafted: DraftRows | None) -> None:
-        """Move the decode rows on by one token, or plan them anew: always with drafts, and in the step after, when
-        the rows have come further by different numbers of tokens."""
-        if not self._rows:
-            self._plan = None
-            self._positions = self._slots = np.zeros(0, dtype=np.int32)
-        elif drafted is not None:
-            blocks = max(len(row.blocks) for row in self._rows)
-            self._rebuild(drafted.sequences, drafted.lengths, drafted.runs(self._runs, blocks))
-        elif self._had_drafts or self._plan is None or self._plan.steps == self._plan.steps_left:
-            known = np.array([row.known for row in self._rows], dtype=np.int32)
-            self._rebuild(self._rows, known, self._runs)
-        else:
-            self._plan.advance()
-            self._positions = self._positions + np.int32(1)
-            self._slots = self._slots + np.int32(1)
-
-    def _rebuild(self, rows: list[BatchSequence], lengths: Int32Array, runs: Int32Array) -> None:
-        """Plan rows that see the first `lengths` tokens of their sequences; the last of these is computed."""
-        chunk_size = self._chunk_size
-        segments = segments_of(rows, lengths, chunk_size)
-        if all(row.layout.is_plain for row in rows):
-            frame = lengths - np.int32(1)
-        else:
-            frame = np.concatenate(
-                [row.layout.frame_positions(n - 1, n) for row, n in zip(rows, lengths.tolist(), strict=True)]
-            )
-        try:
-            self._plan = build_decode_plan(segments, frame, runs, chunk_size)
-        except ValueError as error:
-            raise PlanError(str(error)) from error
-        self._positions = frame
-        tails = self._plan.tail_item
-        last = self._plan.first[tails] + self._plan.count[tails] - 1
-        self._slots = self._plan.block[tails] * np.int32(chunk_size) + last
 
 
 class _Prefill:

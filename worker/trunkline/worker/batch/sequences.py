@@ -298,7 +298,7 @@ _Numbers = NDArray[np.int64] | int
 class ContextLayout:
     """The extents of one sequence. Does not change; forks share it."""
 
-    __slots__ = ("_frames", "_own_start", "_starts", "is_plain", "open_start", "spans")
+    __slots__ = ("_frames", "_own_start", "_starts", "is_plain", "open_start", "opening", "spans")
 
     def __init__(self, extents: tuple[Extent, ...]) -> None:
         """
@@ -325,6 +325,9 @@ class ContextLayout:
         """Index from which on tokens may be computed, in the order of their indices."""
         self.open_start = int(starts[-1])
         """Index of the first token of the open extent."""
+        last = extents[-1]
+        self.opening = (last.table_start, last.first_token, last.base_position, self.open_start)
+        """Of the open extent: its table entry, first token, base position, and index of its first token."""
         self.is_plain = extents == PLAIN_LAYOUT
 
     def frame_positions(self, start: int, stop: int) -> Int32Array:

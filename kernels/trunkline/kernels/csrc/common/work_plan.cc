@@ -46,13 +46,7 @@ class Planner {
   [[noreturn]] static void fail(const std::string& sentence) { throw std::invalid_argument(sentence); }
 
   void check() const {
-    if (options_.kv_heads < 1 || options_.group < 1) fail("kv_heads and group must be positive");
-    if (options_.workers < 1 || options_.pieces_per_worker < 1)
-      fail("workers and pieces_per_worker must be positive");
-    if (options_.unit_vectors < 0) fail("unit_vectors must not be negative");
-    if (options_.tile_rows != 0 && options_.tile_rows < options_.group) {
-      fail("tile_rows must hold at least the group of one row");
-    }
+    check_options(options_);
     if (in_.row_indptr[0] != 0) fail("row_indptr must start at 0");
     for (int32_t item = 0; item < in_.items; ++item) {
       const int32_t begin = in_.row_indptr[item], end = in_.row_indptr[item + 1];
@@ -340,7 +334,7 @@ class Planner {
       widest = std::max(widest, run.rows.size());
     }
     const size_t pieces = pieces_.size(), rows = static_cast<size_t>(in_.num_rows);
-    const size_t words = kWorkHeaderWords + 2 * (pieces + 1) + 5 * num_items + 3 * num_entries + (rows + 1) + rows;
+    const size_t words = kWorkHeaderWords + 3 * pieces + 1 + 5 * num_items + 3 * num_entries + (rows + 1) + rows;
     std::vector<int32_t> out(words, 0);
     size_t at = kWorkHeaderWords;
     const auto reserve = [&](WorkHeader field, size_t length) {
@@ -349,7 +343,7 @@ class Planner {
       at += length;
       return begin;
     };
-    int32_t* piece_items = reserve(kWorkPieceItems, pieces + 1);
+    int32_t* piece_items = reserve(kWorkPieceItems, 2 * pieces);
     int32_t* piece_entries = reserve(kWorkPieceEntries, pieces + 1);
     int32_t* block = reserve(kWorkItemBlock, num_items);
     int32_t* first = reserve(kWorkItemFirst, num_items);
@@ -365,7 +359,7 @@ class Planner {
     int32_t item_at = 0, entry_at = 0, tokens = 0;
     for (size_t piece = 0; piece < pieces; ++piece) {
       const Run& run = pieces_[piece];
-      piece_items[piece] = item_at;
+      piece_items[2 * piece] = item_at;
       piece_entries[piece] = entry_at;
       tokens += run.tokens;
       for (int32_t item : run.items) {
@@ -373,9 +367,10 @@ class Planner {
         first[item_at] = in_.first[item];
         count[item_at] = in_.count[item];
         base[item_at] = in_.base[item];
-        tail[item_at] = is_tail_[static_cast<size_t>(item)];
+        tail[item_at] = is_tail_[static_cast<size_t>(item)] != 0 ? INT32_MAX : 0;  // checked to have room
         ++item_at;
       }
+      piece_items[2 * piece + 1] = item_at;
       for (size_t i = 0; i < run.rows.size(); ++i) {
         row[entry_at] = run.rows[i];
         shift[entry_at] = run.shifts[i];
@@ -383,7 +378,6 @@ class Planner {
         ++entry_at;
       }
     }
-    piece_items[pieces] = item_at;
     piece_entries[pieces] = entry_at;
     for (size_t i = 0; i < rows; ++i) {
       row_partials[i + 1] = row_partials[i] + partials[i];
@@ -409,6 +403,16 @@ class Planner {
 };
 
 }  // namespace
+
+void check_options(const WorkOptions& options) {
+  const auto fail = [](const char* sentence) { throw std::invalid_argument(sentence); };
+  if (options.kv_heads < 1 || options.group < 1) fail("kv_heads and group must be positive");
+  if (options.workers < 1 || options.pieces_per_worker < 1) fail("workers and pieces_per_worker must be positive");
+  if (options.unit_vectors < 0) fail("unit_vectors must not be negative");
+  if (options.tile_rows != 0 && options.tile_rows < options.group) {
+    fail("tile_rows must hold at least the group of one row");
+  }
+}
 
 std::vector<int32_t> plan_decode_work(const DecodeItems& items, const WorkOptions& options) {
   return Planner(items, options).plan();

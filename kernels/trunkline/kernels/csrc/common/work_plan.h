@@ -86,6 +86,10 @@ enum WorkHeader : int32_t {
   kWorkEntryOrdinal,
   kWorkRowPartials,
   kWorkQueryPosition,
+  // Of a plan that goes on (live_plan.h): whether any entry has a shift, the largest block, how often pieces were made.
+  kWorkShifted,
+  kWorkLastBlock,
+  kWorkMade,
   kWorkHeaderWords = 24,
 };
 constexpr int32_t kWorkMagicValue = 0x54504157;
@@ -99,13 +103,13 @@ constexpr int32_t kWorkMagicValue = 0x54504157;
 // The arrays inside such a buffer.
 struct WorkView {
   int32_t pieces, entries, rows, partials, tokens, widest;
-  const int32_t* piece_items;    // [pieces + 1] into the item arrays
+  const int32_t* piece_items;    // [pieces, 2] into the item arrays: first, and behind the last
   const int32_t* piece_entries;  // [pieces + 1] into the entry arrays
   const int32_t* item_block;
   const int32_t* item_first;
-  const int32_t* item_count;  // at step 0
+  const int32_t* item_count;  // at step 0; may be negative where it grows
   const int32_t* item_base;
-  const int32_t* item_tail;  // 1: grows by one token per step
+  const int32_t* item_tail;  // not 0: the count grows by one token per step, from 0 on and up to this many
   const int32_t* entry_row;  // ascending within a piece
   const int32_t* entry_shift;
   const int32_t* entry_ordinal;   // this piece makes the row's partial number ...
@@ -132,6 +136,16 @@ struct WorkView {
         row_partials(w + w[kWorkRowPartials]),
         query_position(w + w[kWorkQueryPosition]) {}
 };
+
+// How many tokens an item has at a step.
+TRUNKLINE_HOST_DEVICE inline int32_t item_tokens(int32_t count, int32_t tail, int32_t steps) {
+  if (tail == 0) return count;
+  const int32_t grown = count + steps;
+  return grown < 0 ? 0 : grown < tail ? grown : tail;
+}
+
+// Throws std::invalid_argument for options that no plan can follow.
+void check_options(const WorkOptions& options);
 
 // Throws std::invalid_argument for items that contradict each other.
 std::vector<int32_t> plan_decode_work(const DecodeItems& items, const WorkOptions& options);

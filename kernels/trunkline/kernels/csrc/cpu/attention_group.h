@@ -39,14 +39,16 @@ struct Part {
 
 // Where a unit is in its items.
 struct Cursor {
-  const int32_t *block, *first, *count, *base, *tail;  // tail: null or 1 where the count grows by steps
+  const int32_t *block, *first, *count, *base, *tail;  // tail: null, or as WorkView::item_tail
   int steps;
   int item, end;
   int done;  // tokens of `item` that earlier groups took
   // Tokens at positions outside [see_from, see_to] need not be read.
   int32_t see_from, see_to;
 
-  TRUNKLINE_INLINE int count_of(int i) const { return count[i] + (tail != nullptr ? tail[i] * steps : 0); }
+  TRUNKLINE_INLINE int count_of(int i) const {
+    return tail == nullptr ? count[i] : item_tokens(count[i], tail[i], steps);
+  }
 };
 
 template <class T>

@@ -337,7 +337,7 @@ void take_decode(Program& program, const TensorView& words, int64_t steps, const
       words.numel() >= kWorkHeaderWords && at[kWorkMagic] == kWorkMagicValue && at[kWorkWords] == words.numel(),
       "work must be what plan_work returns");
   require(at[kWorkRows] == step.decode_rows, "the plan has other rows than the step");
-  require(steps >= 0 && steps <= program.pool.chunk, "steps must be within a chunk");
+  require(steps >= 0 && steps <= INT32_MAX, "steps must not be negative");
   step.decode_words = at, step.decode_steps = static_cast<int32_t>(steps);
   if (entry_query.numel() == 0) return;
   require(entry_query.numel() == at[kWorkEntries] && turns.ndim() == 2 && turns.size(1) == 2,

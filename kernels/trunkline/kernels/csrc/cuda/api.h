@@ -107,6 +107,8 @@ int32_t trunkline_set_device(int32_t device);
 int32_t trunkline_attention_shape(int32_t dtype, int32_t head_dim, AttentionShape* shape);  // host memory
 int32_t trunkline_attention(const AttentionCall* call, void* stream);                       // call: host memory
 int32_t trunkline_add_steps(int32_t* steps, int32_t delta, void* stream);
+// changes: [n, 2] index of a word, its value; no index twice.
+int32_t trunkline_patch_words(int32_t* words, const int32_t* changes, int32_t n, void* stream);
 int32_t trunkline_write_kv(const WriteCall* call, void* stream);
 // copies: [n, 4] source block, destination block, first token, token count; all layers.
 int32_t trunkline_copy_blocks(void* pool, const int32_t* copies, int32_t n, int32_t tiles_per_block,

@@ -107,6 +107,11 @@ MergePointer merge_of(int32_t dtype) {
 // Adds by a kernel and not by a copy, so that in a captured graph every replay adds.
 __global__ void add_steps_kernel(int32_t* steps, int32_t delta) { *steps += delta; }
 
+__global__ void patch_words_kernel(int32_t* words, const int32_t* changes, int32_t n) {
+  const auto i = static_cast<int32_t>(blockIdx.x) * kThreads + static_cast<int32_t>(threadIdx.x);
+  if (i < n) words[changes[2 * i]] = changes[2 * i + 1];
+}
+
 // Kernels are loaded at their first use, which must not be while a graph is captured.
 cudaError_t load(const void* kernel) {
   cudaFuncAttributes attributes;
@@ -156,6 +161,7 @@ int32_t trunkline_attention_shape(int32_t dtype, int32_t head_dim, AttentionShap
   error = allow_shared(reinterpret_cast<const void*>(kernel), shared_allowed);
   if (error == cudaSuccess) error = load(reinterpret_cast<const void*>(merge_of(dtype)));
   if (error == cudaSuccess) error = load(reinterpret_cast<const void*>(add_steps_kernel));
+  if (error == cudaSuccess) error = load(reinterpret_cast<const void*>(patch_words_kernel));
   int blocks = 0;
   if (error == cudaSuccess) {
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads,
@@ -180,6 +186,11 @@ int32_t trunkline_attention(const AttentionCall* call, void* stream) {
 
 int32_t trunkline_add_steps(int32_t* steps, int32_t delta, void* stream) {
   return launch(add_steps_kernel, dim3(1), 1, 0, stream, steps, delta);
+}
+
+int32_t trunkline_patch_words(int32_t* words, const int32_t* changes, int32_t n, void* stream) {
+  const dim3 grid(static_cast<unsigned>((n + kThreads - 1) / kThreads));
+  return launch(patch_words_kernel, grid, kThreads, 0, stream, words, changes, n);
 }
 
 }  // extern "C"

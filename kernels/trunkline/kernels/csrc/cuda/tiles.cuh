@@ -64,7 +64,7 @@ class TileCursor {
     while (offset_ >= item_tokens_) {
       if (++item_ >= item_stop_) return false;
       offset_ = 0;
-      item_tokens_ = work_.item_count[item_] + (work_.item_tail[item_] ? steps_ : 0);
+      item_tokens_ = item_tokens(work_.item_count[item_], work_.item_tail[item_], steps_);
       item_base_ = work_.item_base[item_];
       // Behind every row's window: not even read.
       if (window_ > 0 && item_base_ + item_tokens_ - 1 <= oldest_ - window_) item_tokens_ = 0;
@@ -90,8 +90,8 @@ class TileCursor {
     kv_head_ = unit_ - piece * kv_heads_;
     entry_start_ = work_.piece_entries[piece];
     const int entry_stop = work_.piece_entries[piece + 1];
-    item_start_ = work_.piece_items[piece];
-    item_stop_ = work_.piece_items[piece + 1];
+    item_start_ = work_.piece_items[2 * piece];
+    item_stop_ = work_.piece_items[2 * piece + 1];
     vectors_ = (entry_stop - entry_start_) * group_;
     vector_start_ = 0;
     if (window_ > 0) {

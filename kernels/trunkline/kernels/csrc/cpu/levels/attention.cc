@@ -154,8 +154,8 @@ void decode_unit(const DecodeCall& call, const DecodeUnit& chosen, char* scratch
             work.item_base,
             work.item_tail,
             call.steps,
-            work.piece_items[chosen.piece],
-            work.piece_items[chosen.piece + 1],
+            work.piece_items[2 * chosen.piece],
+            work.piece_items[2 * chosen.piece + 1],
             0,
             INT32_MIN,
             INT32_MAX};

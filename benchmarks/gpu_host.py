@@ -1,0 +1,180 @@
+"""What the host does for attention in each step, without a device: planning, and words that a device would get.
+
+    python benchmarks/gpu_host.py [--quick] [--json PATH]
+
+Rows of about 4,096 tokens decode; their chunks of 64 fill at different steps. "rebuilt": the plan is made
+from nothing wherever it does not only grow, and sent whole, as before plans went on; "live": it is told
+what changed, and only words that differ are sent. `plan_mean` and `plan_p50` are CPU time of all steps,
+those in which nothing changes included. `churn`: in every step a row leaves and another one joins. Both
+ways get the same steps in turn, in one process. `launches`: kernels and copies of a step that bring the
+plan to the device; attention adds two to each layer.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import mean, median
+
+import numpy as np
+from report import Report, parse_arguments
+
+from trunkline.kernels.cuda_work import STEPS_WORDS, PrefillCut, PrefillWork
+from trunkline.kernels.plan import DecodePlan, PrefillPlan, WorkOptions, plan_decode_work
+from trunkline.kvstore.chunks import Int32Array, pack_int32
+from trunkline.worker.batch.decode_rows import LiveRows, RebuiltRows
+from trunkline.worker.batch.sequences import BatchSequence
+from trunkline.worker.messages import Join, Sampling
+
+CHUNK, CONTEXT = 64, 4096
+GPU = WorkOptions(
+    kv_heads=8,
+    group=4,
+    kv_token_bytes=512,
+    partial_bytes=1040,
+    tile_rows=64,
+    workers=264,
+    pieces_per_worker=2,
+    piece_tokens_min=256,
+    vectors_per_read=128,
+)
+"""As the CUDA kernels cut work for a model of 32 heads on an H100."""
+
+
+class Batch:
+    """Sequences that decode."""
+
+    def __init__(self, rows: int, shared: int) -> None:
+        self.rng = np.random.default_rng(rows)
+        self.shared = list(range(shared // CHUNK))
+        self.used = len(self.shared)
+        self.joined = 0
+        self.rows = [self.join() for _ in range(rows)]
+        self.touched: list[int] = []
+
+    def blocks(self, count: int) -> list[int]:
+        self.used += count
+        return list(range(self.used - count, self.used))
+
+    def join(self) -> BatchSequence:
+        tokens = CONTEXT - int(self.rng.integers(CHUNK))
+        self.joined += 1
+        table = self.shared + self.blocks(-(-tokens // CHUNK) - len(self.shared))
+        return BatchSequence(Join(self.joined, pack_int32([0]), tokens - 1, tokens, pack_int32(table), Sampling()))
+
+    def step(self, *, churn: bool) -> None:
+        """Each row has a token more, and a block where it needs one."""
+        self.touched.clear()
+        if churn:
+            self.rows = [*self.rows]
+            self.rows[int(self.rng.integers(len(self.rows)))] = self.join()
+        for row in self.rows:
+            row.append(0)
+            if row.known > len(row.blocks) * CHUNK:
+                row.set_block(len(row.blocks), self.blocks(1)[0])
+                self.touched.append(row.id)
+
+    def runs(self) -> Int32Array:
+        rows = [[0, len(self.rows), 0, len(self.shared)]] if self.shared and len(self.rows) > 1 else []
+        return np.array(rows, dtype=np.int32).reshape(-1, 4)
+
+
+class Rebuilt:
+    """Plans made from nothing."""
+
+    def __init__(self) -> None:
+        self.rows = RebuiltRows(CHUNK)
+        self.made: DecodePlan | None = None
+
+    def step(self, batch: Batch, churn: bool) -> tuple[int, int]:
+        """Return words sent, and launches and copies."""
+        if churn:
+            self.rows.rows_changed()
+        self.rows.step(batch.rows, batch.runs(), None)
+        plan = self.rows.plan
+        if plan is self.made:
+            return 0, 1  # the step is counted
+        self.made = plan
+        return STEPS_WORDS + len(plan_decode_work(plan, GPU)), 1
+
+
+class Live:
+    """Plans that go on."""
+
+    def __init__(self) -> None:
+        self.rows = LiveRows(CHUNK)
+        self.generation = -1
+
+    def step(self, batch: Batch, churn: bool) -> tuple[int, int]:
+        """Return words sent, and launches and copies."""
+        if churn:
+            self.rows.rows_changed()
+        self.rows.tables_changed(batch.touched)
+        self.rows.step(batch.rows, batch.runs(), None)
+        work = self.rows.plan.work(GPU, self)
+        changes = work.take_changes()
+        if work.generation != self.generation:
+            self.generation = work.generation
+            return STEPS_WORDS + len(work.words), 1
+        return (2 + changes.size, 2) if len(changes) else (0, 1)
+
+
+def decode(report: Report, rows: int, shared: int, steps: int, *, churn: bool) -> None:
+    batch = Batch(rows, shared)
+    ways: dict[str, Rebuilt | Live] = {"rebuilt": Rebuilt(), "live": Live()}
+    found: dict[str, list[tuple[float, int, int]]] = {name: [] for name in ways}
+    for step in range(steps + 2):
+        batch.step(churn=churn)
+        for name in ways if step % 2 else reversed(ways):
+            start = time.thread_time()
+            words, launches = ways[name].step(batch, churn)
+            if step > 1:  # the first plans are whole anyway
+                found[name].append((1e6 * (time.thread_time() - start), words, launches))
+    for name, each in found.items():
+        times, words, launches = zip(*each, strict=True)
+        case = {"part": "churn" if churn else "decode", "rows": rows, "shared": shared, "way": name}
+        report.add(case, "plan_p50", median(times), "us", steps)
+        report.add(case, "plan_mean", mean(times), "us", steps)
+        report.add(case, "words", mean(words), "1/step", steps)
+        report.add(case, "launches", mean(launches), "1/step", steps)
+
+
+def prefill(report: Report, tokens: int, runs: int) -> None:
+    """One prompt's tokens against themselves."""
+    count = tokens // CHUNK
+    zeros = np.zeros(count, dtype=np.int32)
+    order = np.arange(count, dtype=np.int32)
+    plan = PrefillPlan(
+        chunk_size=CHUNK,
+        query_indptr=np.array([0, tokens], dtype=np.int32),
+        query_position=np.arange(tokens, dtype=np.int32),
+        item_indptr=np.array([0, count], dtype=np.int32),
+        block=order,
+        first=zeros,
+        count=np.full(count, CHUNK, dtype=np.int32),
+        base=order * np.int32(CHUNK),
+        shift=zeros,
+    )
+    cut = PrefillCut(rows_per_tile=16, units_wanted=66, piece_tokens_min=256)
+    times = []
+    for _ in range(runs):
+        start = time.thread_time()
+        PrefillWork(plan, cut)
+        times.append(1e6 * (time.thread_time() - start))
+    report.add({"part": "prefill", "tokens": tokens}, "plan_p50", median(times), "us", runs)
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__)
+    report = Report("gpu_host")
+    steps = 60 if arguments.quick else 400
+    for churn in (False, True):
+        for rows in (1, 32, 256):
+            for shared in (0, CONTEXT // 2):
+                decode(report, rows, shared, steps, churn=churn)
+    for tokens in (2048, 8192):
+        prefill(report, tokens, 20 if arguments.quick else 100)
+    report.finish(arguments.json, wide=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Decode plans on the device: where their words lie, and how they follow the plans on the host.
+
+A plan made from nothing is copied whole into a buffer (`cuda_work.DeviceWork`) where another one was. A live plan
+has a buffer for each set of options, and is copied once; later only the words that have changed are sent, as pairs
+of index and value that one launch writes, and nothing at all where rows only grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from trunkline.kernels.cuda_library import CudaLibrary
+from trunkline.kernels.cuda_work import CudaDecodeWork, DeviceWork, WorkKey, refuse_capture
+from trunkline.kernels.live_plan import AnyDecodePlan, LiveDecodePlan
+from trunkline.kernels.ops import AttentionSpec, KernelCounters
+from trunkline.kernels.plan import DecodePlan, WorkOptions, plan_decode_work
+
+PIECE_TOKENS_MIN: Final = 256
+VECTORS_PER_READ: Final = 128
+"""Number of query vectors whose products take about as long as reading their tokens (kernels.md: 790 TFLOP/s, 4.3
+TB/s)."""
+PIECES_PER_WORKER: Final = 2
+
+
+class DecodePlans:
+    """The decode plans of one `CudaKernels`."""
+
+    def __init__(
+        self,
+        library: CudaLibrary,
+        counters: KernelCounters,
+        stream: Callable[[], int],
+        is_capturing: Callable[[], bool],
+    ) -> None:
+        self._library = library
+        self._counters = counters
+        self._stream = stream
+        self._is_capturing = is_capturing
+        self._options: dict[tuple[WorkKey, int], WorkOptions] = {}
+        self._devices: dict[WorkOptions | None, DeviceWork] = {}
+
+    @property
+    def generation(self) -> int:
+        """Number of reallocations of buffers: graphs captured before the last one are stale."""
+        return sum(device.generation for device in self._devices.values())
+
+    @property
+    def uploaded_words(self) -> int:
+        """Number of int32 words that were sent to the device so far."""
+        return sum(device.uploaded_words for device in self._devices.values())
+
+    def work(self, plan: AnyDecodePlan, key: WorkKey, spec: AttentionSpec, row_bytes: int) -> CudaDecodeWork:
+        """Return the words of a plan and what the host knows of them.
+
+        Args:
+            row_bytes: Bytes of one token's key, or value, of one head.
+        """
+        options = self._options.get((key, row_bytes))
+        if options is None:
+            options = self._options[key, row_bytes] = WorkOptions(
+                kv_heads=spec.kv_heads,
+                group=spec.group,
+                kv_token_bytes=2 * row_bytes,
+                partial_bytes=2 * 4 * (spec.head_dim + 2),
+                tile_rows=max(key.tile_rows, spec.group),
+                workers=key.grid,
+                pieces_per_worker=PIECES_PER_WORKER,
+                piece_tokens_min=PIECE_TOKENS_MIN,
+                invariant_tokens=key.invariant_tokens,
+                share=key.share,
+                vectors_per_read=VECTORS_PER_READ,
+            )
+        if isinstance(plan, LiveDecodePlan):
+            live = plan.work(options, self)
+            work = live.state
+            if not isinstance(work, CudaDecodeWork) or work.made != live.made:
+                live.state = work = CudaDecodeWork(options, live.words, live.is_shifted, live)
+            work.last_block = live.last_block
+            return work
+        work = plan.state
+        if not isinstance(work, CudaDecodeWork) or work.options is not options:
+            plan.state = work = CudaDecodeWork(options, plan_decode_work(plan, options), bool(plan.shifts.any()))
+            work.last_block = int(plan.block.max(initial=-1))
+        return work
+
+    def place(
+        self, plan: AnyDecodePlan, work: CudaDecodeWork, device: torch.device, reserve: Callable[[int], object]
+    ) -> DeviceWork:
+        """Bring the plan and its step to the device, if they are not there ("lazy copy", ChunkAttention §3.3).
+
+        Args:
+            reserve: Makes room for so many partial results.
+
+        Raises:
+            CudaError: A graph is being captured, and the plan or its step is not on the device.
+        """
+        if isinstance(plan, DecodePlan) and plan.steps > plan.steps_left:
+            raise ValueError(f"decode plan is valid for {plan.steps_left} steps, not for {plan.steps}")
+        # Plans made from nothing take turns in one buffer.
+        owner = None if work.live is None else work.options
+        at = self._devices.get(owner)
+        if at is None:
+            at = self._devices[owner] = DeviceWork(device)
+        if at.resident is work and at.steps == plan.steps:
+            return at
+        # An upload or a count in the graph would be repeated by every replay.
+        refuse_capture(self._is_capturing(), "the plan or its step is not on the device yet")
+        if at.resident is not work:
+            # Before any capture, and also where this plan needs none: a captured step always merges.
+            reserve(work.partials)
+            self._counters.decode_plans += 1
+        at.follow(work, plan.steps, self._library, self._stream())
+        return at

@@ -1,0 +1,151 @@
+"""Attention by plans that go on, on the CPU and on a device that only gets the words that change."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from kernels.cuda_emulated import CXX, H200, configure, make_emulated
+from kernels.implementations import make_kernels
+from kernels.oracle import make_spec
+from seeds import seeds
+from torch import Tensor
+from worker.row_world import RowWorld
+
+from trunkline.kernels.cuda import CudaKernels
+from trunkline.kernels.live_plan import ROWS, LiveDecodePlan, LiveWork
+from trunkline.kernels.native import isa_levels
+from trunkline.kernels.ops import Kernels, KvPool
+from trunkline.kernels.plan import DecodePlan, WorkOptions
+from trunkline.kernels.reference import ReferenceKernels
+from trunkline.worker.batch.decode_rows import LiveRows
+
+NO_RUNS = np.zeros((0, 4), dtype=np.int32)
+BLOCKS = 700
+
+
+def only_read(data: Tensor, plan: DecodePlan) -> Tensor:
+    """The pool with NaN wherever no row reads."""
+    token = np.arange(data.shape[4])
+    read = np.zeros((len(data), data.shape[4]), dtype=bool)
+    np.logical_or.at(
+        read, plan.block, (token >= plan.first[:, None]) & (token < (plan.first + plan.count)[:, None])
+    )
+    hidden = torch.from_numpy(~read)[:, None, None, None, :, None]
+    return data.masked_fill(hidden, float("nan"))
+
+
+def take_step(world: RowWorld, rows: LiveRows) -> None:
+    world.step()
+    if world.rows_changed:
+        rows.rows_changed()
+    rows.tables_changed(world.touched)
+    if world.exchanged:
+        rows.beams_changed()
+    if world.rows:
+        rows.step(world.rows, NO_RUNS, world.drafts)
+
+
+def check_attention(kernels: Kernels, seed: int, steps: int, head_dim: int, dtype: torch.dtype) -> None:
+    rng, chunk = np.random.default_rng(seed), 16
+    world, rows = RowWorld(rng, chunk, rows_max=5), LiveRows(chunk)
+    spec, reference = make_spec(4, 2, head_dim), ReferenceKernels()
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.randn(BLOCKS, 1, 2, 2, chunk, head_dim, generator=generator).to(dtype)
+    for _ in range(steps):
+        take_step(world, rows)
+        if not world.rows:
+            continue
+        plan = rows.plan
+        q = torch.randn(plan.num_rows, 4, head_dim, generator=generator).to(dtype)
+        pool = KvPool.wrap(only_read(data, plan.rebuilt()))
+        out, expected = torch.full_like(q, float("nan")), torch.full_like(q, float("nan"))
+        kernels.decode_attention(plan, q, pool, 0, spec, out)
+        reference.decode_attention(plan, q, pool, 0, spec, expected)
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=5e-3)
+        if isinstance(kernels, CudaKernels):
+            check_mirror(kernels, plan)
+
+
+def check_mirror(kernels: CudaKernels, plan: LiveDecodePlan) -> None:
+    """The device's buffer is what the host's planner has."""
+    (device,) = kernels._decode_plans._devices.values()
+    assert device.resident is not None
+    live = device.resident.live
+    assert isinstance(live, LiveWork)
+    assert int(device._buffer[0]) == plan.steps == live.version
+    assert np.array_equal(device._buffer[4:][: len(live.array)].numpy(), live.array)
+
+
+@pytest.mark.parametrize("seed", seeds(2))
+def test_attention_on_the_cpu(seed: int) -> None:
+    check_attention(make_kernels(isa_levels()[0]), seed, 40, 32, torch.float32)
+
+
+@pytest.mark.skipif(CXX is None, reason="no C++ compiler for the emulation")
+@pytest.mark.parametrize("seed", seeds(1))
+def test_attention_over_the_mirror_of_a_device(seed: int) -> None:
+    configure(H200, seed % 7)
+    check_attention(make_emulated(), seed, 20, 64, torch.float16)
+
+
+@pytest.mark.skipif(CXX is None, reason="no C++ compiler for the emulation")
+def test_nothing_is_uploaded_while_rows_only_grow() -> None:
+    """And little where one gets a block or leaves."""
+    configure(H200, 0)
+    world = RowWorld(np.random.default_rng(0), 16, rows_max=6, kinds=("plain",))
+    # So long that what 20 steps add is not cut anew.
+    world.rows = [
+        world._sequence([world._block() for _ in range(30 + n)], 16 * (29 + n) + 3, []) for n in range(4)
+    ]
+    rows, kernels, spec = LiveRows(16), make_emulated(), make_spec(4, 2, 64)
+    pool = KvPool.wrap(torch.zeros(BLOCKS, 1, 2, 2, 16, 64, dtype=torch.float16))
+
+    def uploaded() -> int:
+        before = kernels.uploaded_words
+        rows.step(world.rows, NO_RUNS, None)
+        q = torch.zeros(len(world.rows), 4, 64, dtype=torch.float16)
+        kernels.decode_attention(rows.plan, q, pool, 0, spec, torch.empty_like(q))
+        check_mirror(kernels, rows.plan)
+        return kernels.uploaded_words - before
+
+    for row in world.rows:
+        while len(row.blocks) < row.known // 16 + 3:
+            row.set_block(len(row.blocks), world._block())
+    whole = uploaded()
+    for _ in range(20):  # over a chunk's border in every row
+        for row in world.rows:
+            row.append(0)
+        assert uploaded() == 0
+    grown = world.rows[1]
+    grown.append(0)
+    grown.set_block(len(grown.blocks), world._block())
+    rows.tables_changed([grown.id])
+    others = [row for row in world.rows if row is not grown]
+    for row in others:
+        row.append(0)
+    assert 0 < uploaded() <= 2 * 10
+    for row in world.rows:
+        row.append(0)
+    world.rows = others
+    rows.rows_changed()
+    assert 0 < uploaded() < whole / 4
+
+
+def test_changes_that_contradict_the_plan_are_refused() -> None:
+    options = WorkOptions(kv_heads=2, group=2, kv_token_bytes=512, partial_bytes=1024)
+    row = [2, 0, 5, 1, 0, 0, 0, 0, 2**31 - 1, 0]
+    for changes, sentence in (
+        ([1, 9], "unknown change"),
+        ([1, ROWS, 3, -1], "end too early"),
+        ([1, ROWS, 1, 0], "row 0 changes; there are 0"),
+        ([1, ROWS, 1, -1], "was not told"),
+        ([1, ROWS, 1, -1, *row, 1, -4], "negative block"),
+        ([1, ROWS, 1, -1, *row, 0], "open part of a row is empty"),
+        ([1, ROWS, 1, -1, *row[:2], 17, *row[3:], 1, 3], "needs another block"),
+        ([1, ROWS, 1, -1, *row, 1, 3, ROWS, 2, 0, 0], "goes on as two"),
+        ([1, ROWS, 1, -1, *row, 1, 3, 5, 0, 0, 5], "cannot be like itself"),
+        ([-1], "steps do not go back"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            LiveWork(options, 16, keep_changes=False).apply(np.array(changes, dtype=np.int32))
