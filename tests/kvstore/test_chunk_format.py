@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from seeds import seeds
 
-from trunkline.kvstore.chunk_format import NUMBER_BYTES, ChunkFormat, Numbers, kv_format
+from trunkline.kvstore.chunk_format import NUMBER_BYTES, ChunkFormat, Numbers, kv_format, type_name
 from trunkline.kvstore.shards import HeadShard, rows_of
 
 
@@ -25,6 +25,8 @@ def test_int8_has_its_scales_in_the_chunk() -> None:
     chunk = kv_format((2, 4, 64, 128), "bfloat16", "int8")
     assert (chunk.shape, chunk.element) == ((2, 2, 4, 64, 132), "int8")
     assert (chunk.row_bytes, chunk.is_quantised, chunk.computed) == (132, True, "bfloat16")
+    assert chunk.name == type_name("bfloat16", "int8") == "bfloat16 with int8 KV"
+    assert kv_format((2, 4, 64, 128), "bfloat16").name == type_name("bfloat16", "auto") == "bfloat16"
     assert chunk.chunk_bytes / kv_format((2, 4, 64, 128), "bfloat16").chunk_bytes == 132 / 256
 
 
