@@ -271,6 +271,11 @@ class ChangeLog(Generic[ChunkT]):
     def __contains__(self, chunk: ChunkT) -> bool:
         return self._items is not None and chunk in self._items
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was noted since the last call of `take`."""
+        return not self._items
+
     def take(self) -> dict[ChunkT, None]:
         """Return the chunks noted since the last call, in the order in which they were noted first."""
         taken = self._items

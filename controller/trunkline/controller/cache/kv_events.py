@@ -139,6 +139,10 @@ class KvEventLog:
 
     # Announcing
 
+    def has_followed(self, tree: RadixCache) -> bool:
+        """Return whether nothing has changed since the last call of `follow`."""
+        return tree is self._tree and tree.changed.is_empty
+
     def follow(self, tree: RadixCache, *, look_again: bool = False) -> list[EventBatch]:
         """Return what has changed since the last call, in as many batches as needed; often none.
 

@@ -30,7 +30,7 @@ from trunkline.controller.sequences.plan_builder import NO_ROWS, InflightStep
 from trunkline.kvstore.chunks import Int32Array, unpack_int32
 from trunkline.worker.messages import StepPlan
 
-CALM_S: Final = 0.25
+CALM_S: Final = 1.0
 """Seconds after which calm steps end: time alone lets chunks expire, ends pauses of tiers, and the like."""
 CALM_ROWS_MAX: Final = 32
 """Largest number of rows of a calm step: of more rows one fills its chunk in almost every step."""

@@ -192,6 +192,9 @@ class EventPublisher:
             return
         batches = []
         if engine is not None:
+            is_known = engine.epoch == self._epoch and self.log.has_followed(engine.scheduler.kv.tree)
+            if is_known and now < self._next_beat:
+                return
             # Not every chunk of workers that were lost may have been noted as changed.
             regrouped = engine.epoch != self._epoch
             self._epoch = engine.epoch
