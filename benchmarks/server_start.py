@@ -47,7 +47,8 @@ class Server:
     def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
         self._started = process
         self._process = psutil.Process(process.pid)
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S)
+        self.url = f"http://127.0.0.1:{port}"
+        self._client = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
 
     def wait_until_it_serves(self) -> None:
         """Ask for its health until it is well."""
