@@ -15,8 +15,12 @@ from worker.checkpoints import assert_greedy, largest_difference, make_checkpoin
 from worker.driver import generate, run_config
 
 from trunkline.kernels.grouped import GroupedWeight
+from trunkline.kernels.ops import PackedLinear, Quantisation, Weight
+from trunkline.kernels.reference import ReferenceKernels
 from trunkline.worker.errors import CheckpointError, UnsupportedModelError
+from trunkline.worker.model.checkpoint import load_weights
 from trunkline.worker.model.families import check_model
+from trunkline.worker.model.model_config import Shard
 from trunkline.worker.model.packed_files import packed_matrices, read_scheme
 from trunkline.worker.model.packed_weights import read_packed
 from trunkline.worker.model.tensor_index import has_blocks, read_tensor_index
@@ -249,3 +253,22 @@ def test_inputs_in_another_order_are_refused(pairs: Callable[[str], Pair]) -> No
     files[index] = files[index].flip(0)
     with pytest.raises(CheckpointError, match=r"g_idx: the inputs of a group do not adjoin; desc_act"):
         read_packed(matrix, files.get, torch.float32)
+
+
+def test_half_types_round_their_inputs(pairs: Callable[[str], Pair]) -> None:
+    """float32 multiplies the stored weights as they are; half types do so with inputs of 8 bits."""
+    layers: dict[str, bool] = {}
+
+    class Watching(ReferenceKernels):
+        def pack_linear(
+            self, weight: Weight, bias: Tensor | None, quantisation: Quantisation = ""
+        ) -> PackedLinear:
+            if isinstance(weight, GroupedWeight):
+                layers[str(weight.dtype)] = weight.int8_inputs
+            return super().pack_linear(weight, bias, quantisation)
+
+    folder = pairs("awq").packed
+    for dtype in (torch.float32, torch.bfloat16):
+        shard = Shard(check_model(folder, 1, "float32"), 0, 1)
+        load_weights(folder, shard, dtype, torch.device("cpu"), Watching(), lambda *_: None)
+    assert layers == {"torch.float32": False, "torch.bfloat16": True}

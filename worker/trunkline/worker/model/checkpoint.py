@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -137,7 +137,16 @@ class _Files:
         self._dtype, self.device = dtype, device
 
     def part(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Weight:
-        """Return a part of a matrix, in blocks if it is stored so; `columns` without `rows`."""
+        """Return a part of a matrix, in blocks if it is stored so; `columns` without `rows`.
+
+        Half types round what they multiply anyway; with them the layer rounds its inputs to int8, which costs
+        little of what rounding the weights did. float32 is for who wants the stored weights' own results.
+        """
+        found = self._part(name, rows, columns)
+        rounds = self._dtype != torch.float32
+        return replace(found, int8_inputs=rounds) if isinstance(found, GroupedWeight) else found
+
+    def _part(self, name: str, rows: slice | None, columns: slice | None) -> Weight:
         stored, packed = self.index[name].stored, self.index[name].packed
         if packed is not None:
             whole = self._packed(packed)
