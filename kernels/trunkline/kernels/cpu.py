@@ -311,9 +311,7 @@ class DenseOps:
     ) -> PackedLinear:
         if isinstance(weight, GroupedWeight):
             stored_weight(weight, quantisation)
-            if hasattr(self._module, "linear_pack_groups"):
-                return self._packed_groups(weight, bias, activation)
-            weight = weight.dequantise(weight.dtype)
+            return self._packed_groups(weight, bias, activation)
         type_of_x = DENSE_TYPES.get(weight.dtype, -1)  # of others the library says what it takes
         weight, scale = quantise(weight) if quantisation else (weight.detach(), NONE)
         if weight.dim() == 2 and weight.stride(1) != 1:
