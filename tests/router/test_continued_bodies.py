@@ -33,6 +33,8 @@ def random_value(rng: random.Random) -> Any:
 def random_message(rng: random.Random) -> Any:
     if rng.random() < 0.05:
         return random_value(rng)
+    if rng.random() < 0.05:
+        return {"role": "user", "content": [{"text": rng.choice(TEXTS), "cache_control": {"type": "ephemeral"}}]}
     return {
         "role": rng.choice(["user", "assistant"]),
         "content": rng.choice([*TEXTS, [{"text": rng.choice(TEXTS)}]]),
@@ -110,6 +112,28 @@ def test_a_body_is_read_as_without_memory(seed: int, monkeypatch: pytest.MonkeyP
     assert saved > STEPS // 20
     memory.forget(b"")
     assert memory.bodies.bytes == 0
+
+
+def test_marks_of_caches_that_move_are_no_other_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last message and the last but two say where a cache is to end, in each request others."""
+    parsed: list[int] = []
+
+    def noted(body: bytes) -> dict[str, Any]:
+        parsed.append(len(body))
+        return parse_json_object(body)
+
+    monkeypatch.setattr(continued_bodies, "parse_json_object", noted)
+    memory = ConversationMemory(1 << 24)
+    messages = [{"role": "user", "content": [{"type": "text", "text": f"{at} " + "x" * 2000}]} for at in range(40)]
+    with known(conversations=memory):
+        for number in range(20, 40):
+            sent = deepcopy(messages[:number])
+            for message in (sent[-1], sent[-3]):
+                message["content"][0]["cache_control"] = {"type": "ephemeral"}  # type: ignore[index]
+            body = json.dumps({"messages": sent}).encode()
+            parsed.clear()
+            assert parse_body(body) == {"messages": sent}
+            assert number == 20 or parsed == [pytest.approx(4 * 2100, rel=0.1)], "what is marked now or was before"
 
 
 def test_what_a_body_weighs_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,9 @@
 
 Bytes decide whether a body goes on as another one, so what is read is what the whole body has. Where the parser
 finds no mark in place of the first message, or anything wrong, the whole body is parsed.
+
+Clients that mark where a cache is to end (`cache_control`) move the marks to what is new: the last messages come
+back without. So of the last messages those from the first one with such a mark on are not remembered.
 """
 
 from __future__ import annotations
@@ -31,6 +34,12 @@ _MARK: Final = secrets.token_hex(16)
 _MARK_JSON: Final = f'"{_MARK}"'.encode()
 
 
+_MOVED: Final = b'"cache_control"'
+_MOVED_MAX: Final = 4
+"""Number of last messages that are looked at for marks that move: clients have them in two turns, and an answer
+between."""
+
+
 class _Listed(msgspec.Struct):
     """The messages of a body as they stand there."""
 
@@ -42,12 +51,14 @@ class _Places(NamedTuple):
 
     number: int
     """Number of messages."""
+    kept: int
+    """Number of first messages that are to be remembered."""
     head: int
     """Where the first one begins."""
     head_end: int
     """Where the first one ends."""
     end: int
-    """Where the last one ends."""
+    """Where the last one ends that is to be remembered."""
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
@@ -69,8 +80,8 @@ def parse_body(body: bytes) -> dict[str, Any]:
     messages = fields.get("messages")
     if isinstance(messages, list) and len(messages) >= LEAST and (weight := marks_at_most(body)) <= LIGHT_MARKS:
         places = _places(body)
-        if places is not None and places.number == len(messages):
-            known = KnownBody(body[: places.end], places.head, tuple(messages), weight)
+        if places is not None and places.number == len(messages) and places.kept:
+            known = KnownBody(body[: places.end], places.head, tuple(messages[: places.kept]), weight)
             memory.bodies.put(scope, known, None)
     return fields
 
@@ -79,8 +90,7 @@ def _continued(memory: BodyMemory, scope: bytes, known: KnownBody, body: bytes) 
     """Return the fields of a body that begins as a known one; None: it must be parsed as a whole."""
     head, prefix = known.head, len(known.prefix)
     short = b"".join((body[:head], _MARK_JSON, body[prefix:]))
-    weight = known.weight + marks_at_most(short)
-    if weight > LIGHT_MARKS:
+    if known.weight + marks_at_most(short) > LIGHT_MARKS:
         return None
     try:
         fields = parse_json_object(short)
@@ -91,11 +101,11 @@ def _continued(memory: BodyMemory, scope: bytes, known: KnownBody, body: bytes) 
         return None
     if (places.head, places.head_end) != (head, head + len(_MARK_JSON)):
         return None
-    messages = (*known.messages, *new[1:])
-    fields["messages"] = list(messages)
-    if len(new) > 1:
+    fields["messages"] = [*known.messages, *new[1:]]
+    if places.kept > 1:
         end = places.end - len(_MARK_JSON) - head + prefix
-        memory.put(scope, KnownBody(body[:end], head, messages, weight), known)
+        weight = known.weight + marks_at_most(short[places.head_end : places.end])
+        memory.put(scope, KnownBody(body[:end], head, (*known.messages, *new[1 : places.kept]), weight), known)
     return fields
 
 
@@ -107,10 +117,15 @@ def _places(body: bytes) -> _Places | None:
         return None
     if not found:
         return None
+    kept = len(found)
+    for at in range(max(0, kept - _MOVED_MAX), kept):
+        if _MOVED in bytes(found[at]):
+            kept = at
+            break
     # Each is a view of the body.
-    first, last = (np.frombuffer(raw, np.uint8) for raw in (found[0], found[-1]))
+    first, last = (np.frombuffer(raw, np.uint8) for raw in (found[0], found[max(0, kept - 1)]))
     start = np.frombuffer(body, np.uint8).ctypes.data
     head, tail = first.ctypes.data - start, last.ctypes.data - start
     if not 0 <= head <= tail < len(body):
         return None
-    return _Places(len(found), head, head + len(first), tail + len(last))
+    return _Places(len(found), kept, head, head + len(first), tail + len(last))
