@@ -130,12 +130,12 @@ def decode(report: Report, rows: int, shared: int, steps: int, *, churn: bool) -
             if step > 1:  # the first plans are whole anyway
                 found[name].append((1e6 * (time.thread_time() - start), words, launches))
     for name, each in found.items():
-        times, words, launches = zip(*each, strict=True)
+        times, sent, launched = ([row[column] for row in each] for column in range(3))
         case = {"part": "churn" if churn else "decode", "rows": rows, "shared": shared, "way": name}
         report.add(case, "plan_p50", median(times), "us", steps)
         report.add(case, "plan_mean", mean(times), "us", steps)
-        report.add(case, "words", mean(words), "1/step", steps)
-        report.add(case, "launches", mean(launches), "1/step", steps)
+        report.add(case, "words", mean(sent), "1/step", steps)
+        report.add(case, "launches", mean(launched), "1/step", steps)
 
 
 def prefill(report: Report, tokens: int, runs: int) -> None:

@@ -13,6 +13,7 @@ from worker.driver import generate, run_config
 
 from trunkline.kernels.cuda import CudaKernels
 from trunkline.kernels.cuda_library import AttentionCall
+from trunkline.kernels.live_plan import LiveDecodePlan
 from trunkline.kvstore.chunks import unpack_int32
 from trunkline.worker import runner as runner_module
 from trunkline.worker.batch.batch import BatchBuilder
@@ -158,7 +159,8 @@ def test_the_largest_steps_run_before_the_pool_is_made(
         batch = build(self, plan)  # type: ignore[arg-type]
         seen["tokens"] = max(seen["tokens"], len(batch.ids))
         seen["rows"] = max(seen["rows"], batch.num_rows)
-        seen["shared"] += batch.decode.shared_items if batch.decode else 0
+        if isinstance(batch.decode, LiveDecodePlan):
+            seen["shared"] += batch.decode.rebuilt().shared_items
         seen["context"] += int(batch.prefill.query_position[0]) if batch.prefill else 0
         seen["scored"] += sum(len(entry.targets) for entry in batch.scored)
         return batch

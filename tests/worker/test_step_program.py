@@ -20,6 +20,7 @@ from worker.driver import VOCAB_SIZE, Driver, run_config
 
 from trunkline.kernels.cpu import CpuKernels
 from trunkline.kernels.cpu_program import KINDS, OP_WORDS, CpuProgram
+from trunkline.kernels.live_plan import LiveDecodePlan
 from trunkline.kernels.native import ISA_VARIABLE, isa_levels, library
 from trunkline.kernels.op_by_op import OpByOp, compare
 from trunkline.kernels.ops import KvPool
@@ -382,13 +383,14 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_steady_steps_allocate_nothing(name: str, models: Models) -> None:
     """A step of rows that only decode: no tensor is made, no buffer moves, one native call."""
     runner, program = load(models(name))
-    forward, seen = runner._decoder.forward, []
+    forward, seen, made = runner._decoder.forward, [], [0]
 
     def watched(batch: ForwardBatch, *arguments: Any) -> Tensor | None:
         with Counting() as counting:
             logits = forward(batch, *arguments)
-        fresh = batch.decode is None or batch.decode.steps == 0
-        seen.append((fresh, counting.calls, program.addresses()))
+        assert batch.decode is None or isinstance(batch.decode, LiveDecodePlan)
+        made.append(-1 if batch.decode is None else sum(work.made for work in batch.decode._works.values()))
+        seen.append((made[-1] < 0 or made[-1] != made[-2], counting.calls, program.addresses()))
         return logits
 
     watch(runner, watched)

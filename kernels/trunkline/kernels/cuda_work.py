@@ -272,8 +272,8 @@ class PrefillWork:
         )
         self.words = torch.from_numpy(np.from_dlpack(words))
         """The int32 words of all parts, on the host."""
-        rows = np.from_dlpack(parts).reshape(-1, 6).tolist()
-        self.parts = tuple(PrefillPart(*row) for row in rows)
+        rows = np.asarray(np.from_dlpack(parts), dtype=np.int32).reshape(-1, 6)
+        self.parts = tuple(PrefillPart(*map(int, row)) for row in rows)
         self.tokens_read = int(plan.count.sum())
 
 

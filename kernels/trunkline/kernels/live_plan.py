@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+import tvm_ffi
 
 from trunkline.kernels.native import NativeLibraryError, library
 from trunkline.kernels.plan import DecodePlan, WorkOptions, option_values
@@ -74,7 +75,7 @@ class LiveWork:
         Raises:
             ValueError: They contradict the plan, which is unusable from then on.
         """
-        generation = self._apply(self._handle, torch.from_numpy(changes))
+        generation = self._apply(self._handle, tvm_ffi.from_dlpack(changes))
         if generation != self.generation:
             self.generation = generation
             self.words = torch.from_numpy(np.from_dlpack(self._words(self._handle)))
