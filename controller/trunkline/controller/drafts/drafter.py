@@ -115,7 +115,7 @@ class Drafter:
         if follower in self._unindexed:
             self._unindexed.remove(follower)
         if len(output := follower.output):
-            self._recent_of(follower.salt).extend(np.append(output, np.int32(NO_TOKEN)))
+            self._recent_of(follower.sequence.salt).extend(np.append(output, np.int32(NO_TOKEN)))
 
     def _recent_of(self, salt: bytes) -> TextIndex:
         index = self._recent.get(salt)
@@ -149,7 +149,7 @@ class Drafter:
             runs, price = len(RUNS), THOROUGH_US
         self._allowance.spend(price)
         self._placed -= follower.place is not None
-        follower.advance(self._acceptance, self._recent.get(follower.salt), runs)
+        follower.advance(self._acceptance, self._recent.get(follower.sequence.salt), runs)
         self._placed += follower.place is not None
 
     def _is_thorough(self, follower: Follower) -> bool:
@@ -229,7 +229,7 @@ class Drafter:
                 found.append(_NO_DRAFT)
                 continue
             count = DRAFT_MAX + ahead if room is None else min(DRAFT_MAX, room[index])
-            recent = self._recent.get(row.salt)
+            recent = self._recent.get(row.sequence.salt)
             found.append(row.draft(self._acceptance, count, least, recent, thorough=self._is_thorough(row)))
         return found
 

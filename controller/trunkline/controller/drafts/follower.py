@@ -74,12 +74,10 @@ class Follower:
         "_waiting",
         "came",
         "context",
-        "count",
         "fits",
         "is_indexed",
         "place",
         "prediction",
-        "salt",
         "sequence",
     )
 
@@ -91,14 +89,11 @@ class Follower:
         """
         tokens = sequence.tokens
         self.sequence = sequence
-        self.salt = sequence.salt
         self.place: Place | None = None
         self.context: TextIndex | None = None
         """Index of the sequence's own tokens; None: it has none (yet)."""
         self.prediction: TextIndex | None = None
         self.fits: dict[Source, Fit] = {}
-        self.count = tokens.count
-        """Number of the sequence's tokens so far."""
         self._chunk_size = chunk_size
         self._tree_looked = -1
         """Number of chunks of the sequence's path behind which the tree has no other text; -1: not looked."""
@@ -123,6 +118,11 @@ class Follower:
             self.prediction.extend(np.append(likely, np.int32(NO_TOKEN)))
             if tokens.count == sequence.prompt_len:
                 self.place = Place(self.prediction, Source.PREDICTION, 0, 0)
+
+    @property
+    def count(self) -> int:
+        """Number of the sequence's tokens that were looked at."""
+        return self._to_index + len(self.came)
 
     @property
     def nbytes(self) -> int:
@@ -167,7 +167,6 @@ class Follower:
         self._hashes.extend(tokens)
         self.came.extend(tokens)
         self._late += len(tokens)
-        self.count += len(tokens)
         if runs and (place is None or (thorough and place.match < SURE)):
             place = self._look(place, self._hashes.mixed(), recent, self.came[-self._late :], runs)
         if thorough or self._late >= LATE_MAX:
