@@ -40,6 +40,7 @@ LATE_IMPORTS: Final = {
     # A Ctrl-C meanwhile must not show a traceback.
     "deploy/trunkline/deploy/main.py": {"trunkline.deploy.cli", "trunkline.deploy.supervisor"},
     # Too slow to import for a command that may not need it.
+    "deploy/trunkline/deploy/config/gguf_models.py": {"tokenizers"},
     "deploy/trunkline/deploy/config/models.py": {"huggingface_hub", "huggingface_hub.errors"},
     "deploy/trunkline/deploy/cli/pml_sources.py": {
         "trunkline.router.stores.model_text",
