@@ -45,11 +45,10 @@ from trunkline.kernels.program import (
     Scale,
     Select,
     SoftCap,
-    SquareSums,
     StoreKv,
-    WideNorm,
 )
 from trunkline.kernels.routing import Routing
+from trunkline.kernels.wide_norms import SquareSums, WideNorm
 from trunkline.kvstore.chunks import Int32Array
 
 KV_TYPES: Final = {"float32": 0, "float16": 1, "bfloat16": 2}

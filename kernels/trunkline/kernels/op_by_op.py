@@ -37,11 +37,10 @@ from trunkline.kernels.program import (
     Scale,
     Select,
     SoftCap,
-    SquareSums,
     StoreKv,
-    WideNorm,
 )
 from trunkline.kernels.routing import Routing
+from trunkline.kernels.wide_norms import SquareSums, WideNorm
 
 
 class StepBatch(Protocol):

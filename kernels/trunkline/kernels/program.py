@@ -65,6 +65,10 @@ class Op:
         names = [name for role in roles or ("reads", "writes", "changes") for name in getattr(self, role)]
         return [buffer for name in names if (buffer := getattr(self, name)) is not None]
 
+    def facts(self) -> Facts:
+        """Return what has to be equal, besides what is checked for each kind here."""
+        return []
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embed(Op):
@@ -194,35 +198,6 @@ class Add(Op):
     changes = ("into",)
     x: Buffer
     into: Buffer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SquareSums(Op):
-    """`out` = the sums of the squares of the queries and of the keys of each token that are here."""
-
-    kind = "square_sums"
-    reads = ("qkv",)
-    writes = ("out",)
-    qkv: Buffer
-    widths: tuple[int, int]
-    """Columns of all queries, in front, and of all keys behind them."""
-    out: Buffer
-    """float32, width 2."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WideNorm(Op):
-    """RMS norms of all queries as one vector and of all keys as one, in place, by sums over all ranks."""
-
-    kind = "wide_norm"
-    reads = ("sums",)
-    changes = ("qkv",)
-    sums: Buffer
-    qkv: Buffer
-    ranks: int
-    """How many ranks' squares are in the sums."""
-    norm: QkNorm
-    """With a weight for each column that is here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,7 +375,7 @@ def _check_op(op: Op, written: dict[str, Buffer]) -> None:
             raise ProgramError(f"{buffer.name!r} is read and written over")
         if written.setdefault(buffer.name, buffer) != buffer:
             raise ProgramError(f"there are two buffers {buffer.name!r}")
-    for name, expected, found in _CHECKS.get(type(op), _no_facts)(op):
+    for name, expected, found in (*_CHECKS.get(type(op), _no_facts)(op), *op.facts()):
         if expected != found:
             raise ProgramError(f"{name} is {found}; expected is {expected}")
 
@@ -464,21 +439,6 @@ def _store_facts(op: StoreKv) -> Facts:
     return facts
 
 
-def _square_facts(op: SquareSums) -> Facts:
-    return [
-        ("the shape of out", (2, torch.float32, op.qkv.rows), (op.out.width, op.out.dtype, op.out.rows)),
-        ("whether queries and keys are in qkv", True, sum(op.widths) <= op.qkv.width),
-    ]
-
-
-def _wide_norm_facts(op: WideNorm) -> Facts:
-    columns = len(op.norm.q_weight) + len(op.norm.k_weight)
-    return [
-        ("the shape of the sums", (2, torch.float32, op.qkv.rows), (op.sums.width, op.sums.dtype, op.sums.rows)),
-        ("whether queries and keys are in qkv", True, columns <= op.qkv.width),
-    ]
-
-
 def _attend_facts(op: Attend) -> Facts:
     spec = op.spec
     return [
@@ -524,8 +484,6 @@ _CHECKS: Final[dict[type[Op], Any]] = {
     LayerNorm: _norm_facts,
     Linear: _linear_facts,
     Rotations: _rotation_facts,
-    SquareSums: _square_facts,
-    WideNorm: _wide_norm_facts,
     StoreKv: _store_facts,
     Attend: _attend_facts,
     Experts: _experts_facts,

@@ -33,10 +33,9 @@ from trunkline.kernels.program import (
     Scale,
     Select,
     SoftCap,
-    SquareSums,
     StoreKv,
-    WideNorm,
 )
+from trunkline.kernels.wide_norms import SquareSums, WideNorm
 from trunkline.worker.model.architecture import Mlp, NormKind, Residual
 from trunkline.worker.model.checkpoint import ExpertWeights, LayerWeights, NormWeights, Weights
 from trunkline.worker.model.model_config import LayerAttention, RopeConfig, Shard
