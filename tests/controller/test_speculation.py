@@ -107,7 +107,7 @@ class Alone:
     def __init__(self, prompt: list[int], answer: list[int], step_us: int, demanded: int = 0) -> None:
         """
         Args:
-            demanded: behind every 20 tokens the workers foretell so many.
+            demanded: behind every 20 tokens from the 600th on the workers foretell so many.
         """
         self.calm = 0
         self.drafted: list[tuple[int, int]] = []
@@ -131,7 +131,7 @@ class Alone:
             before = self.drawn // 20
             tokens = self._carry_out(plan := plans.popleft())
             forced = {}
-            if demanded and self.drawn // 20 != before:
+            if demanded and self.drawn > 600 and self.drawn // 20 != before:
                 forced = {1: pack_int32(answer[self.drawn : self.drawn + demanded]), 7: pack_int32([5])}
             events = [StepResult(plan.step, plan.epoch, pack_int32(tokens), step_us - 100, forced=forced)]
 
@@ -165,10 +165,10 @@ def test_steps_are_calm_until_something_is_foreseen() -> None:
 def test_what_a_grammar_demands_is_drafted(step_us: int) -> None:
     """Of every 20 tokens twelve: also behind calm steps, and though nothing else can be foreseen."""
     rng = random.Random(6)
-    answer = [rng.randrange(50_000) for _ in range(1000)]
+    answer = [rng.randrange(50_000) for _ in range(1200)]
     plain, told = Alone([1, 2, 3], answer, step_us), Alone([1, 2, 3], answer, step_us, demanded=12)
-    assert told.engine.counters.accepted_drafts > 300
-    assert len(told.drafted) < 0.75 * len(plain.drafted)
+    assert told.engine.counters.accepted_drafts > 200
+    assert len(told.drafted) < len(plain.drafted) - 200
     assert told.engine.counters.output_tokens == plain.engine.counters.output_tokens
 
 
