@@ -254,8 +254,8 @@ def make_checkpoint(folder: Path, name: str = "gqa", *, seed: int = 0, **overrid
                 parameter.normal_(std=0.2)
             else:  # zeros and ones would hide mistakes
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-        for name, buffer in model.named_buffers():
-            if name.endswith("score_correction_bias"):
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("score_correction_bias"):
                 buffer.normal_(std=0.2)
     model.save_pretrained(folder, max_shard_size="20KB" if name == "sharded" else "1GB")
     return folder
