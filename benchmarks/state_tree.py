@@ -178,7 +178,7 @@ class StateTree:
 
     def check(self) -> None:
         """Raise AssertionError unless what stands at the top of this file holds."""
-        children: dict[Node, int] = {}
+        children: dict[Node | None, int] = {}
         for name, node in self.nodes.items():
             assert node.name == name
             assert node.parent is not None
@@ -195,9 +195,9 @@ class StateTree:
 def _only_for(snapshot: Snapshot) -> Iterable[Node]:
     """Yield the chunks that nothing but this snapshot holds, from its own upwards."""
     node, children = snapshot.node, snapshot.node.children
-    while node.parent is not None and not children and (node is snapshot.node or node.snapshot is None):
+    while (parent := node.parent) is not None and not children and (node is snapshot.node or not node.snapshot):
         yield node
-        node, children = node.parent, node.parent.children - 1
+        node, children = parent, parent.children - 1
 
 
 Places = Callable[[int, int, int, int], Mapping[int, str]]
