@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trunkline.kernels.large_pages import advise_large_pages
+from trunkline.kernels.cpu import PackedMemory
+from trunkline.kernels.large_pages import LARGE_PAGE_BYTES, advise_large_pages, collect_large_pages
 
 
 def advised(address: int) -> bool:
@@ -37,3 +38,22 @@ def test_a_large_tensor_is_advised() -> None:
 def test_what_cannot_be_advised() -> None:
     assert not advise_large_pages(torch.empty(100, dtype=torch.uint8))
     assert not advise_large_pages(torch.empty(1 << 20, device="meta"))
+
+
+def test_written_memory_is_collected_and_stays_as_it_is() -> None:
+    memory = PackedMemory()
+    taken = []
+    for number, size in enumerate((100, 3 << 20, 5 << 20, 20 << 20, 64)):
+        part = memory.take(size)
+        assert part.numel() == size
+        assert part.data_ptr() % 64 == 0
+        part.fill_(number + 1)
+        memory.written(part)
+        taken.append(part)
+    for number, part in enumerate(taken):
+        assert bool((part == number + 1).all())
+
+
+def test_what_holds_no_large_page_is_not_collected() -> None:
+    assert not collect_large_pages(torch.zeros(LARGE_PAGE_BYTES // 2, dtype=torch.uint8))
+    assert not collect_large_pages(torch.empty(1 << 24, device="meta"))

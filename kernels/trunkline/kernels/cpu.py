@@ -25,7 +25,7 @@ from trunkline.kernels.cpu_plans import (
     write_slots,
 )
 from trunkline.kernels.grouped import GroupedWeight
-from trunkline.kernels.large_pages import advise_large_pages
+from trunkline.kernels.large_pages import LARGE_PAGE_BYTES, advise_large_pages, collect_large_pages
 from trunkline.kernels.live_plan import AnyDecodePlan
 from trunkline.kernels.native import ISA_LEVELS, NativeContext, library
 from trunkline.kernels.ops import (
@@ -207,7 +207,6 @@ ACTIVATIONS: Final[dict[Activation, int]] = {"silu": 1, "gelu": 2, "gelu_tanh": 
 DENSE_TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The number of each `DenseType` in `csrc/cpu/linear.h`."""
 
-LARGE_PAGE_BYTES: Final = 2 << 20
 SLAB_BYTES: Final = 64 << 20
 """Address space of a slab: so large that its memory is fresh, not reused. Unused pages stay unmapped."""
 
@@ -220,17 +219,28 @@ class PackedMemory:
     """
 
     def __init__(self) -> None:
-        self._free = torch.empty(0, dtype=torch.uint8)
+        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+        """Bytes of the slab that are taken."""
 
     def take(self, size: int) -> Tensor:
         """Return uint8 `[size]`, aligned to a cache line."""
         rounded = -(-size // 64) * 64
         if rounded > SLAB_BYTES // 4:
             return self._fresh(rounded)[:size]
-        if rounded > self._free.numel():
-            self._free = self._fresh(SLAB_BYTES)
-        taken, self._free = self._free[:size], self._free[rounded:]
+        if rounded > self._slab.numel() - self._used:
+            self._slab, self._used = self._fresh(SLAB_BYTES), 0
+        taken = self._slab[self._used : self._used + size]
+        self._used += rounded
         return taken
+
+    def written(self, taken: Tensor) -> None:
+        """What was taken last has been written: see that it is on large pages."""
+        if taken.numel() > SLAB_BYTES // 4:
+            collect_large_pages(taken)
+        else:  # with the pages that it shares with others
+            first = (self._used - taken.numel()) // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES
+            collect_large_pages(self._slab[first : -(-self._used // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES])
 
     def _fresh(self, size: int) -> Tensor:
         pages = -(-size // LARGE_PAGE_BYTES)
@@ -319,6 +329,7 @@ class DenseOps:
         widened = NONE if bias is None else bias.detach().float().contiguous()
         memory = self._memory.take(self._packed_bytes(weight, activation))
         handle = self._pack(self._handle, weight, scale, widened, type_of_x, activation, memory)
+        self._memory.written(memory)
         packed = PackedWeight(memory, handle, activation != 0)
         weakref.finalize(packed, self._delete, handle)
         parts = 2 if activation else 1
@@ -337,6 +348,7 @@ class DenseOps:
         numbers = [weight.bits, weight.group, weight.zero, DENSE_TYPES[weight.dtype], activation]
         numbers_tensor = torch.tensor([*numbers, int(weight.int8_inputs)])
         handle = self._module.linear_pack_groups(self._handle, *tensors, widened, numbers_tensor, memory)
+        self._memory.written(memory)
         packed = PackedWeight(memory, handle, activation != 0)
         weakref.finalize(packed, self._delete, handle)
         parts = 2 if activation else 1

@@ -13,8 +13,11 @@ from typing import Final
 
 from torch import Tensor
 
+LARGE_PAGE_BYTES: Final = 2 << 20
 _MADV_HUGEPAGE: Final = 14
 """Linux's number for the advice to use large pages (`madvise`)."""
+_MADV_COLLAPSE: Final = 25
+"""Linux's number for putting memory that is written already on large pages, now; since 6.1."""
 
 
 def advise_large_pages(tensor: Tensor) -> bool:
@@ -25,11 +28,30 @@ def advise_large_pages(tensor: Tensor) -> bool:
     """
     if sys.platform != "linux" or tensor.device.type != "cpu":
         return False
+    return _advise(tensor, mmap.PAGESIZE, _MADV_HUGEPAGE)
+
+
+def collect_large_pages(tensor: Tensor) -> bool:
+    """Put the whole large pages of a tensor in host memory, after it was written, on large pages.
+
+    Where memory was in many pieces when it was written, the hint before may have had no effect; to collect large
+    pages the system moves what is in the way.
+
+    Returns:
+        Whether all of it is on large pages.
+    """
+    if sys.platform != "linux" or tensor.device.type != "cpu":
+        return False
+    return _advise(tensor, LARGE_PAGE_BYTES, _MADV_COLLAPSE)
+
+
+def _advise(tensor: Tensor, page: int, advice: int) -> bool:
+    """Give advice about the whole pages of a tensor; return whether the system took it for all of them."""
     start, length = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-    whole = (start + length - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    first = -(-start // page) * page
+    whole = (start + length - first) // page * page
     if whole <= 0:
         return False
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return int(madvise(first, whole, _MADV_HUGEPAGE)) == 0
+    return int(madvise(first, whole, advice)) == 0
