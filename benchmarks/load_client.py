@@ -155,11 +155,7 @@ async def decode_steadily(target: Target, prompts: list[list[int]], output_token
     if len(steady) < 2 or steady[-1].state.steps == steady[0].state.steps:
         raise SystemExit("the decode was over before it could be watched; raise --decode-tokens")
     before, after = steady[0].state, steady[-1].state
-    figures = {
+    return {
         "decode_rate": (after.output_tokens - before.output_tokens) / (steady[-1].at - steady[0].at),
-        "plan_copies_expected": len(prompts) / target.cluster.chunk_size,
+        "plan_copies": (after.plan_copies - before.plan_copies) / (after.steps - before.steps),
     }
-    # Engines of before the lazy plan do not count; they serve as the baseline of comparisons.
-    if hasattr(after, "plan_copies"):
-        figures["plan_copies"] = (after.plan_copies - before.plan_copies) / (after.steps - before.steps)
-    return figures

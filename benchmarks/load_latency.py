@@ -13,8 +13,8 @@ and the arrivals are drawn.
   get the same requests in turn. `shared` is the fraction of requests that have the common system prompt. The cache
   is empty when a trace begins. The limit beside it, `unloaded`: requests of the same kind, each alone.
 - chunks (PagedAttention §7.2): chunk sizes at the middle rate, with the prefix cache; half of the requests share.
-- plan (ChunkAttention §3.3): steps for which the workers rebuilt the decode plan, in a long decode whose rows fill
-  their chunks at different steps. `plan_copies_expected` is batch / chunk size.
+- plan (ChunkAttention §3.3): steps before which rows or tables of the workers' decode plan changed, in a long
+  decode whose rows fill their chunks at different steps.
 
 Metrics of a trace (load_client.py):
 
@@ -67,7 +67,6 @@ UNITS: Final = {
     "send_delay_max": "ms",
     "decode_rate": "tokens/s",
     "plan_copies": "1/step",
-    "plan_copies_expected": "1/step",
 }
 """Of all metrics, in the order of the tables."""
 

@@ -52,8 +52,7 @@ _COUNTERS: Final = (
     (
         "plan_copies",
         "plan_copies",
-        "Forward passes for which the decode plan was rebuilt; in steady state about 1 / chunk size per sequence "
-        "and step.",
+        "Forward passes before which rows or block tables of the decode plan changed; others use it as it is.",
     ),
     ("kv_bytes_read", "kv_read_bytes", "KV read by decode attention on rank 0, shared chunks once."),
     ("forks", "forks", "Samples and beams that came out of another's prompt."),
