@@ -120,14 +120,22 @@ class Chaos:
     """Kills workers and controllers, one at a time, in an order that follows from a seed, but for those of a group
     that has nothing to do at the moment."""
 
-    def __init__(self, view: View, seed: int, kills_max: int, pause_s: tuple[float, float] = (0.5, 1.5)) -> None:
+    def __init__(
+        self,
+        view: View,
+        seed: int,
+        kills_max: int,
+        hits_min: int = 0,
+        pause_s: tuple[float, float] = (0.5, 1.5),
+    ) -> None:
         """
         Args:
-            kills_max: after so many the rest is left in peace.
+            kills_max: after so many, of which so many (`hits_min`) have hit a stream, the rest is left in peace.
             pause_s: shortest and longest time from the group's recovery to the next kill.
         """
         self.kills: list[Kill] = []
         self._kills_max = kills_max
+        self._hits_min = hits_min
         self._view = view
         self._rng = random.Random(f"chaos {seed}")
         self._pause_s = pause_s
@@ -140,7 +148,7 @@ class Chaos:
     async def reign(self, audience: Audience) -> None:
         """Kill until the audience has its answers, and wait until the cluster is well again."""
         groups = await asyncio.to_thread(self._view.groups, "worker", "controller")
-        while not audience.is_done and len(self.kills) < self._kills_max:
+        while not audience.is_done and (len(self.kills) < self._kills_max or self.hits < self._hits_min):
             await asyncio.sleep(self._rng.uniform(*self._pause_s))
             inflight = await asyncio.to_thread(self._view.inflight)
             victims = self._rng.sample(sorted(groups), len(groups))

@@ -53,7 +53,7 @@ def check(cluster: Cluster, seed: int, played: Sequence[Script], hits_min: int, 
     view = View(cluster)
     expected = in_peace(cluster, played)
     restarts = view.restarts()
-    chaos = Chaos(view, seed, kills_max)
+    chaos = Chaos(view, seed, kills_max, hits_min)
     crowds = in_chaos(cluster, played, chaos, hits_min)
     events = {
         event: cluster.metric("dispatches_total", event=event)
