@@ -21,7 +21,7 @@ about the same statistics are drawn from a seed.
   They take turns. So many agents work at once for `--seconds`; then more, until all limits are broken: `--ttft-ms`
   for nine of ten requests that are not the first of their agent, `--token-ms` for the median of the time per later
   token; several of both are pairs. `of_ideal` is the share of those tokens of prompts that were sent or answered
-  before and that the server says it had cached. What servers compute while nobody asks them is said first.
+  before and that the server says it had cached. What idle servers compute is said first.
   `--tenants` gives agents API keys of so many tenants. `--during` lets a group be drained, or all be restarted one
   after the other, in the middle of each time; `later` figures are of the requests after it.
 

@@ -234,7 +234,7 @@ class Running(Server):
 
 
 def idle(servers: Sequence[Running], seconds: float) -> None:
-    """Say what the servers compute while nobody asks them."""
+    """Say what the servers compute while they are idle."""
     before = [server.cpu_s() for server in servers]
     time.sleep(seconds)
     for server, spent in zip(servers, before, strict=True):

@@ -167,7 +167,7 @@ class DecodeRows:
         return np.flatnonzero((self.batch_seq_ids > 0) & (self.planned + 1 < self.limit))
 
     def calm_steps(self, slots: NDArray[np.intp]) -> tuple[int, int]:
-        """Return how many further plans of these rows need no block and are nobody's last, and how many further
+        """Return how many further plans of these rows need no block and are no row's last, and how many further
         results fill no chunk and end no row by its length."""
         known, planned, limit, size = self.known[slots], self.planned[slots], self.limit[slots], self.chunk_size
         room = self.block_counts[slots] * np.int64(size) - planned

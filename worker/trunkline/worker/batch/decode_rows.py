@@ -183,7 +183,7 @@ class LiveRows:
             keys[(row.id << 32) + places[index]] = index
         known, before = self._keys, self._rows
         mapping = [known.get(key, -1) for key in keys]
-        # Ids come again behind a restart of whoever gives them.
+        # Ids come again behind a restart of the controller, which gives them.
         mapping = [old if old >= 0 and before[old] is row else -1 for old, row in zip(mapping, rows, strict=True)]
         changes: list[int] = []
         if len(rows) != len(known) or mapping != list(range(len(rows))):

@@ -167,7 +167,7 @@ def scheme_of(folder: Path) -> PackedScheme | None:
     try:
         given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None  # whoever reads the configuration says so
+        return None  # reading the configuration says so
     config = given.get("quantization_config") if isinstance(given, dict) else None
     return read_scheme(config) if config else None
 

@@ -11,7 +11,7 @@
 //
 // Sharing: each part of a row's context that acts at one shift is a *path*, its blocks in order. Paths are kept
 // sorted, with the number of segments that each has in common with the one before it; two paths share exactly their
-// common beginning (a prefix tree without nodes: ChunkAttention §3.1). So nobody has to say which rows share what,
+// common beginning (a prefix tree without nodes: ChunkAttention §3.1). So no caller says which rows share what,
 // and rows may be in any order. Cost rule, balance and invariant mode are those of work_plan.h, with two differences:
 // a row's private tokens in front of and behind a packed run are two pieces, and a cut of the balance stays where it
 // was until rows change or contexts have grown by an eighth.

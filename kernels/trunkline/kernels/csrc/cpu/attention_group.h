@@ -217,7 +217,7 @@ class GroupReader {
     return reinterpret_cast<const B*>(tile + pool_.chunk * kScaleBytes);
   }
 
-  // Scales of a part's columns. What nobody wrote may be anything, and is not read.
+  // Scales of a part's columns. What was never written may be anything, and is not read.
   TRUNKLINE_INLINE void load_scales(const Part<T>& part, const char* tile, float* scales) {
     const int start = part.token / kTokenStep * kTokenStep, lower = part.token - start, upper = part.stop - start;
     float* to = scales + part.column;

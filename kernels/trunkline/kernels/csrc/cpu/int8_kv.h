@@ -13,7 +13,7 @@
 //                                                            - 128 * sum of the 16-bit integers)
 //
 // Every sum of integers is exact modulo 2^32, and the total lies within it for up to 512 terms. Integers are never
-// NaN: what slots hold that nobody wrote costs nothing as long as their scale is not read.
+// NaN: what slots hold that were never written costs nothing as long as their scale is not read.
 #pragma once
 
 #include <cstddef>
