@@ -86,8 +86,9 @@ def test_a_client_that_leaves_aborts_its_request(
     with httpx.Client(base_url=router.url, trust_env=False) as leaving:
         if stream:
             with leaving.stream("POST", "/v1/completions", json=LONG | {"stream": True}, timeout=60) as response:
+                chunks = response.iter_bytes()  # if it were let go of, so would be the connection
                 if not hold:
-                    next(response.iter_bytes())
+                    next(chunks)
                 wait_until(lambda: fake.live == 1)
         else:
             with asking(router, "/v1/completions", LONG):
