@@ -307,7 +307,8 @@ def test_a_batch_whose_client_leaves(http: httpx.Client, fake: FakeController, r
     fake.behaviour.seconds_per_token = 0.005
     body = {"prompt": [[5], [6], [7]], "max_tokens": 1500, "ignore_eos": True, "stream": True}
     with http.stream("POST", "/v1/completions", json=body) as response:
-        next(response.iter_bytes())
+        chunks = response.iter_bytes()  # kept: without it the connection would be let go of
+        next(chunks)
     wait_until(lambda: len(fake.behaviour.aborts) == 3 and fake.live == 0 and router.inflight == 0)
 
 

@@ -6,8 +6,8 @@ A document with too many parts is refused before any part becomes an object.
       └── pieces between the marks, each of PIECE_BYTES at most ──from_json──► parts ──joined──► the value
 
 One call of the parser takes 60 to 150 ns for each object or key, during which no other thread of the process runs:
-16 MiB of `{}` would stop all streams for half a second, and take half a gigabyte. A long string is divided, too, where
-no character and no escape is cut: 12 MiB of it in one call take 3 to 50 ms.
+16 MiB of `{}` would stop all streams for half a second, and take half a gigabyte. A long string, of which 12 MiB
+take 3 to 50 ms in one call, is divided, too, where no character and no escape is cut.
 
 A document within the limits is accepted if and only if `from_json` accepts it whole, with the same value.
 """
@@ -264,7 +264,7 @@ class _Reader:
 def _border(text: bytes, start: int, end: int) -> int:
     """Return the last place up to `end` at which a string may be cut whose last cut is at `start`.
 
-    Characters and escapes stay whole, also the two escapes of one character, so it is at most 11 bytes before `end`.
+    Characters and escapes stay whole, also the two escapes of one character: it is at most 11 bytes before `end`.
     """
     border = end
     while border > end - 3 and text[border] & 0xC0 == 0x80:  # within a character
@@ -285,6 +285,6 @@ def _behind_half(text: bytes, start: int, border: int) -> int:
 
 
 def _is_escape(text: bytes, start: int, place: int) -> bool:
-    """Return whether an escape begins with the byte at `place`: an odd number of backslashes since `start` ends there."""
+    """Return whether an escape begins at `place`: an odd number of backslashes since `start` ends there."""
     before = text[start : place + 1]
     return (len(before) - len(before.rstrip(b"\\"))) % 2 == 1
