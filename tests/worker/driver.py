@@ -37,6 +37,8 @@ class Stream:
     logprobs: list[TopLogprobs] = field(default_factory=list)
     forks: list[Stream] = field(default_factory=list)
     """Further samples: they come out of this one at the end of its prompt."""
+    adapter: bytes = b""
+    """Key of its adapter."""
 
 
 class Driver:
@@ -146,6 +148,7 @@ class Driver:
             len(stream.prompt),
             pack_int32(stream.blocks),
             stream.sampling,
+            adapter=stream.adapter,
         )
 
     def _grow(self, stream: Stream, length: int) -> list[tuple[int, int, int]]:

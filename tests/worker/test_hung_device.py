@@ -50,9 +50,9 @@ def serve_hung(config: WorkerConfig, marker: Path) -> None:
             block_bytes=1024,
             host_slots=0,
             swap_us_per_block=0.0,
-            is_compiling=False,
+            is_preparing=False,
             check=lambda: None,
-            grammar_reports=list,
+            reports=list,
             execute=wait_for_the_device,
         )
 

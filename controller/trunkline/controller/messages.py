@@ -9,6 +9,7 @@ from typing import Final
 
 import msgspec
 
+from trunkline.controller.adapter_messages import AdapterCall, AdapterReady
 from trunkline.worker.messages import Sampling
 
 ENDED_CHARACTERS_MAX: Final = 128
@@ -301,8 +302,7 @@ class OffersCall(msgspec.Struct, array_like=True, frozen=True, tag="offers"):
 
 
 class Handed(msgspec.Struct, array_like=True, frozen=True, tag="handed"):
-    """The router has handed over what it could of a group that drains: the group need not wait any longer. There
-    is no answer."""
+    """The router has handed over what it could of a group that drains, which need not wait any more. No answer."""
 
 
 RouterRequest = (
@@ -319,6 +319,7 @@ RouterRequest = (
     | DescribeTree
     | OffersCall
     | Handed
+    | AdapterCall
 )
 
 
@@ -494,6 +495,5 @@ class WorkerFailed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
     """Whether this rank is sound and leaves only because another rank, or the network to it, failed."""
 
 
-WorkerReport = (
-    WorkerHello | WorkerReady | LoadProgress | StepResult | GrammarReady | WorkerFailed | MovesDone | Probed
-)
+EngineReport = GrammarReady | MovesDone | Probed
+WorkerReport = WorkerHello | WorkerReady | LoadProgress | StepResult | EngineReport | AdapterReady | WorkerFailed

@@ -13,6 +13,7 @@ import weakref
 from typing import Any, Final, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trunkline.kernels.cpu_plans import (
@@ -37,6 +38,7 @@ from trunkline.kernels.ops import (
     PackedLinear,
     QkNorm,
     Quantisation,
+    RowAddend,
     Weight,
 )
 from trunkline.kernels.plan import PrefillPlan, WritePlan
@@ -202,10 +204,23 @@ class CpuKernels:
         self._module.scatter_slots(self.context.handle, *chosen, layers.start, layers.stop, host)
 
 
+def _padded(addend: RowAddend | None, rows: int) -> tuple[Tensor, Tensor]:
+    """Return an addend as `Addend` of `csrc/cpu/linear.h` has it: values, with a vector's lanes behind them, and
+    for each row of x its row of the values, or -1."""
+    if addend is None:
+        return NONE, NONE
+    place = torch.full((rows,), -1, dtype=torch.int32)
+    place[addend.rows] = torch.arange(len(addend.rows), dtype=torch.int32)
+    return F.pad(addend.values.float().flatten(), (0, LANES_MAX)), place
+
+
 ACTIVATIONS: Final[dict[Activation, int]] = {"silu": 1, "gelu": 2, "gelu_tanh": 3}
 """The number of each `Activation` in `csrc/cpu/linear.h`; 0: not gated."""
 DENSE_TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The number of each `DenseType` in `csrc/cpu/linear.h`."""
+
+LANES_MAX: Final = 16
+"""Numbers of the widest vector (`kPanelQuantum`)."""
 
 SLAB_BYTES: Final = 64 << 20
 """Address space of a slab: so large that its memory is fresh, not reused. Unused pages stay unmapped."""
@@ -297,11 +312,17 @@ class DenseOps:
     def pack_linear(self, weight: Weight, bias: Tensor | None, quantisation: Quantisation = "") -> PackedLinear:
         return self._packed(weight, bias, 0, quantisation)
 
-    def linear(self, x: Tensor, layer: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+    def linear(
+        self,
+        x: Tensor,
+        layer: PackedLinear,
+        out_dtype: torch.dtype | None = None,
+        addend: RowAddend | None = None,
+    ) -> Tensor:
         self._counters.called("linear")
         x = x.contiguous()
         out = torch.empty(x.shape[0], layer.out_features, dtype=out_dtype or x.dtype)
-        self._linear(self._handle, layer.data.handle, x, out)
+        self._linear(self._handle, layer.data.handle, x, out, *_padded(addend, len(x)))
         return out
 
     def pack_gated_linear(
@@ -309,11 +330,11 @@ class DenseOps:
     ) -> PackedLinear:
         return self._packed(weight, bias, ACTIVATIONS[activation], quantisation)
 
-    def gated_linear(self, x: Tensor, layer: PackedLinear) -> Tensor:
+    def gated_linear(self, x: Tensor, layer: PackedLinear, addend: RowAddend | None = None) -> Tensor:
         self._counters.called("gated_linear")
         x = x.contiguous()
         out = torch.empty(x.shape[0], layer.out_features, dtype=x.dtype)
-        self._linear(self._handle, layer.data.handle, x, out)
+        self._linear(self._handle, layer.data.handle, x, out, *_padded(addend, len(x)))
         return out
 
     def _packed(

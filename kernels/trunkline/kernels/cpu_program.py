@@ -11,9 +11,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from trunkline.kernels.adapters import AdapterLayers, AdapterRows
 from trunkline.kernels.cpu import DENSE_TYPES, CpuKernels
 from trunkline.kernels.cpu_plans import (
     NONE,
@@ -208,6 +210,47 @@ def _reals(op: Op) -> tuple[float, float]:
     return 0.0, 0.0
 
 
+class _Adapters:
+    """The adapters that the library has, by numbers that are used again."""
+
+    def __init__(
+        self, ops: tuple[Op, ...], take: Callable[[int, Tensor], None], use: Callable[[Tensor], None]
+    ) -> None:
+        """
+        Args:
+            take: gives the library the layers of an adapter, or forgets it (no handles).
+            use: gives it the number of the adapter of each token of a step.
+        """
+        self._places = [op.place if isinstance(op, Linear) else "" for op in ops]
+        self._take, self._use = take, use
+        self._kept: list[AdapterLayers | None] = []
+        """By number; None: the number is free."""
+        self._numbers: dict[bytes, int] = {}
+
+    def set(self, key: bytes, layers: AdapterLayers | None) -> None:
+        number = self._numbers.get(key)
+        if layers is None:
+            if number is not None:
+                self._take(number, torch.empty(0, dtype=torch.int64))
+                self._kept[self._numbers.pop(key)] = None
+            return
+        if number is None:
+            number = next((at for at, kept in enumerate(self._kept) if kept is None), len(self._kept))
+        handles = torch.zeros(len(self._places), 2, dtype=torch.int64)
+        for index, place in enumerate(self._places):
+            if place and (own := layers.get(place)) is not None:
+                handles[index, 0], handles[index, 1] = own.down.data.handle, own.up.data.handle
+        self._take(number, handles)
+        if number == len(self._kept):
+            self._kept.append(None)
+        self._kept[number], self._numbers[key] = layers, number
+
+    def use(self, rows: AdapterRows) -> None:
+        """Take the adapters of the tokens of the step that has begun."""
+        numbers = np.array([*(self._numbers[key] for key in rows.keys), -1], dtype=np.int32)
+        self._use(torch.from_numpy(numbers[rows.of_token]))
+
+
 class _Memory:
     """Where the buffers are: memory that stays, and grows in powers of two."""
 
@@ -347,6 +390,8 @@ class CpuProgram:
         weakref.finalize(self, module.program_delete, self._handle)
         self._memory = _Memory(words.buffers, partial(module.program_bind, self._handle))
         self._counting = _Counting(program.ops, kernels.counters, pool.format.layer_token_bytes)
+        calls = (partial(call, self._handle) for call in (module.program_adapter, module.program_adapt))
+        self._adapters = _Adapters(program.ops, *calls)
         self._held: tuple[object, ...] = ()
         self._segments: dict[tuple[int, int], list[tuple[bool, int, int]]] = {}
         self._others = OpByOp(program, kernels, pool, group) if not all(words.is_native) else None
@@ -386,6 +431,8 @@ class CpuProgram:
             prefill_angles,
         )
         self._begin(self._handle, tokens, batch.num_rows, rows[Rows.STATES], rows[Rows.LOGITS], steps, *held)
+        if batch.adapters is not None:
+            self._adapters.use(batch.adapters)
         if self._others is not None:
             self._others.begin(batch)
 
@@ -408,6 +455,11 @@ class CpuProgram:
 
     def set_value(self, buffer: Buffer, value: Tensor) -> None:
         self.value(buffer).copy_(value)
+
+    def set_adapter(self, key: bytes, layers: AdapterLayers | None) -> None:
+        self._adapters.set(key, layers)
+        if self._others is not None:
+            self._others.set_adapter(key, layers)
 
     def addresses(self) -> list[int]:
         """Return where the buffers are, which steady decoding does not change."""

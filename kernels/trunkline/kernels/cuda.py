@@ -66,7 +66,9 @@ from trunkline.kernels.ops import (
     PackedLinear,
     QkNorm,
     Quantisation,
+    RowAddend,
     Weight,
+    add_rows,
     check_copies,
 )
 from trunkline.kernels.plan import PrefillPlan, WritePlan
@@ -440,8 +442,17 @@ class CudaKernels:
         stored = stored_weight(weight, quantisation)
         return PackedLinear(weight.shape[0], weight.shape[1], (stored, bias), stored_bytes(stored, bias))
 
-    def linear(self, x: Tensor, layer: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+    def linear(
+        self,
+        x: Tensor,
+        layer: PackedLinear,
+        out_dtype: torch.dtype | None = None,
+        addend: RowAddend | None = None,
+    ) -> Tensor:
         self.counters.called("linear")
+        return add_rows(self._linear(x, layer, out_dtype), addend)
+
+    def _linear(self, x: Tensor, layer: PackedLinear, out_dtype: torch.dtype | None) -> Tensor:
         weight, bias = layer.data
         if not isinstance(weight, Tensor):
             return linear_quantised(x, weight, bias).to(out_dtype or x.dtype)
@@ -460,11 +471,12 @@ class CudaKernels:
         data = (stored, bias, activation)
         return PackedLinear(weight.shape[0] // 2, weight.shape[1], data, stored_bytes(stored, bias))
 
-    def gated_linear(self, x: Tensor, layer: PackedLinear) -> Tensor:
+    def gated_linear(self, x: Tensor, layer: PackedLinear, addend: RowAddend | None = None) -> Tensor:
         self.counters.called("gated_linear")
         weight, bias, activation = layer.data
         is_plain = isinstance(weight, Tensor)
         gate_up = F.linear(x, weight, bias) if is_plain else linear_quantised(x, weight, bias)
+        gate_up = add_rows(gate_up, addend)
         rows, width = x.shape[0], layer.out_features
         out = torch.empty(rows, width, dtype=gate_up.dtype, device=x.device)
         numbers = (DTYPE_NUMBERS[out.dtype], ACTIVATION_NUMBERS[activation], rows, width)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trunkline.kernels.adapters import AdapterGroups, AdapterLayers, AdapterRows
 from trunkline.kernels.live_plan import AnyDecodePlan
 from trunkline.kernels.ops import Angles, Kernels, KvPool, make_angles
 from trunkline.kernels.plan import PrefillPlan, WritePlan
@@ -62,6 +63,8 @@ class StepBatch(Protocol):
     def state_rows(self) -> Tensor | None: ...
     @property
     def logits_rows(self) -> int: ...
+    @property
+    def adapters(self) -> AdapterRows | None: ...
 
 
 class Collective(Protocol):
@@ -98,6 +101,10 @@ class StepRunner(Protocol):
         """Overwrite a buffer's rows, for comparisons."""
         ...
 
+    def set_adapter(self, key: bytes, layers: AdapterLayers | None) -> None:
+        """Take an adapter for the steps that follow, or forget it (None). Not within a step."""
+        ...
+
 
 _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "relu": F.relu_,
@@ -117,6 +124,8 @@ class OpByOp:
         self._group = group
         self._values: dict[str, Tensor] = {}
         self._batch: StepBatch
+        self._adapters: dict[bytes, AdapterLayers] = {}
+        self._adapted: dict[Rows, AdapterGroups] = {}
         calls: dict[type[Op], Callable[[Any], None]] = {
             Embed: self._embed,
             AddPositions: self._add_positions,
@@ -143,6 +152,11 @@ class OpByOp:
     def begin(self, batch: StepBatch) -> None:
         self._batch = batch
         self._values.clear()
+        self._adapted.clear()
+        if batch.adapters is not None:
+            device = batch.ids.device
+            self._adapted[Rows.TOKENS] = AdapterGroups(batch.adapters, None, device)
+            self._adapted[Rows.STATES] = AdapterGroups(batch.adapters, batch.state_rows, device)
 
     def run(self, start: int, stop: int) -> None:
         for call, op in self._bound[start:stop]:
@@ -153,6 +167,12 @@ class OpByOp:
 
     def set_value(self, buffer: Buffer, value: Tensor) -> None:
         self._values[buffer.name] = value
+
+    def set_adapter(self, key: bytes, layers: AdapterLayers | None) -> None:
+        if layers is None:
+            self._adapters.pop(key, None)
+        else:
+            self._adapters[key] = layers
 
     def _embed(self, op: Embed) -> None:
         ids, size = self._batch.ids, len(op.table)
@@ -193,11 +213,14 @@ class OpByOp:
         x, out = self._values[op.x.name], op.out
         if out.rows is Rows.LOGITS and op.x.rows is Rows.STATES:
             x = x[: self._batch.logits_rows]
+        addend = None
+        if op.place and self._adapted:
+            addend = self._adapted[out.rows].addend(self._kernels, self._adapters, op.place, x)
         if op.gated:
-            self._values[out.name] = self._kernels.gated_linear(x, op.layer)
+            self._values[out.name] = self._kernels.gated_linear(x, op.layer, addend)
         else:
             dtype = None if out.dtype == x.dtype else out.dtype
-            self._values[out.name] = self._kernels.linear(x, op.layer, dtype)
+            self._values[out.name] = self._kernels.linear(x, op.layer, dtype, addend)
 
     def _activate(self, op: Activate) -> None:
         self._values[op.into.name] = _ACTIVATIONS[op.activation](self._values[op.into.name])

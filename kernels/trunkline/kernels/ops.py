@@ -104,6 +104,15 @@ class PackedLinear:
     """Bytes of weight, scales and bias: the layer's memory, and what a call with few tokens reads."""
 
 
+class RowAddend(NamedTuple):
+    """What is added to some rows of a layer's result, before it is activated and rounded: what adapters add."""
+
+    rows: Tensor
+    """int64 `[n]`: the rows of `x`, distinct."""
+    values: Tensor
+    """float32 `[n, out]`; of a gated layer `[n, 2 * out]`, those of the gate first."""
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
     """The constants of a layer's attention on this rank."""
@@ -269,7 +278,13 @@ class Kernels(Protocol):
         """
         ...
 
-    def linear(self, x: Tensor, layer: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+    def linear(
+        self,
+        x: Tensor,
+        layer: PackedLinear,
+        out_dtype: torch.dtype | None = None,
+        addend: RowAddend | None = None,
+    ) -> Tensor:
         """Apply a layer to `x` `[tokens, in]`, contiguous.
 
         Returns:
@@ -284,9 +299,14 @@ class Kernels(Protocol):
         """Prepare `activation(gate) * up` of `x @ weight.T + bias`; `weight` is `[2 * n, in]`: gate, then up."""
         ...
 
-    def gated_linear(self, x: Tensor, layer: PackedLinear) -> Tensor:
+    def gated_linear(self, x: Tensor, layer: PackedLinear, addend: RowAddend | None = None) -> Tensor:
         """Apply a gated layer to `x` `[tokens, in]`; return `[tokens, n]`."""
         ...
+
+
+def add_rows(out: Tensor, addend: RowAddend | None) -> Tensor:
+    """Add to a layer's result, in place; return it."""
+    return out if addend is None else out.index_add_(0, addend.rows, addend.values.to(out.dtype))
 
 
 def check_copies(pool: KvPool, copies: Int32Array) -> None:

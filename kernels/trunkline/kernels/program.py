@@ -167,6 +167,8 @@ class Linear(Op):
     layer: PackedLinear
     gated: bool
     out: Buffer
+    place: str = ""
+    """Name of the layer for adapters (`trunkline.kernels.adapters`); "": they have nothing for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,6 +305,9 @@ class Program:
                 _check_op(op, written)
             except ProgramError as error:
                 raise ProgramError(f"op {index} ({op.kind}): {error}") from None
+        places = [op.place for op in self.ops if isinstance(op, Linear) and op.place]
+        if len(set(places)) < len(places):
+            raise ProgramError("two layers have the same name for adapters")
         for result in (self.states, self.logits):
             if written.get(result.name) != result:
                 raise ProgramError(f"no op writes the result {result.name!r}")
@@ -417,6 +422,8 @@ def _linear_facts(op: Linear) -> Facts:
     ]
     if (op.x.rows, op.out.rows) != (Rows.STATES, Rows.LOGITS):
         facts.append(("the rows of out", op.x.rows, op.out.rows))
+    if op.place:
+        facts.append(("whether adapters know its rows", True, op.out.rows is not Rows.LOGITS))
     if op.gated or op.out.dtype != torch.float32:
         facts.append(("the type of out", op.x.dtype, op.out.dtype))
     return facts

@@ -26,7 +26,9 @@ from trunkline.kernels.ops import (
     PackedLinear,
     QkNorm,
     Quantisation,
+    RowAddend,
     Weight,
+    add_rows,
     check_copies,
     swap_halves,
 )
@@ -166,13 +168,19 @@ class ReferenceKernels:
         stored = stored_weight(weight, quantisation)
         return PackedLinear(weight.shape[0], weight.shape[1], (stored, bias), stored_bytes(stored, bias))
 
-    def linear(self, x: Tensor, layer: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+    def linear(
+        self,
+        x: Tensor,
+        layer: PackedLinear,
+        out_dtype: torch.dtype | None = None,
+        addend: RowAddend | None = None,
+    ) -> Tensor:
         self.counters.called("linear")
         weight, bias = layer.data
         if not isinstance(weight, Tensor):
-            return linear_quantised(x, weight, bias).to(out_dtype or x.dtype)
+            return add_rows(linear_quantised(x, weight, bias), addend).to(out_dtype or x.dtype)
         if out_dtype is None or out_dtype == x.dtype:
-            return F.linear(x, weight, bias)
+            return add_rows(F.linear(x, weight, bias), addend)
         # F.linear would round to the type of x first. Converted in parts: the output layer of a model is large.
         wide = torch.promote_types(x.dtype, out_dtype)
         out = torch.empty(x.shape[0], layer.out_features, dtype=out_dtype, device=x.device)
@@ -180,7 +188,7 @@ class ReferenceKernels:
         for start in range(0, layer.out_features, WIDENED_ROWS):
             rows = slice(start, min(start + WIDENED_ROWS, layer.out_features))
             out[:, rows] = F.linear(x, weight[rows].to(wide), None if bias is None else bias[rows].to(wide))
-        return out
+        return add_rows(out, addend)
 
     def pack_gated_linear(
         self, weight: Weight, bias: Tensor | None, activation: Activation, quantisation: Quantisation = ""
@@ -189,13 +197,14 @@ class ReferenceKernels:
         data = (stored, bias, activation)
         return PackedLinear(weight.shape[0] // 2, weight.shape[1], data, stored_bytes(stored, bias))
 
-    def gated_linear(self, x: Tensor, layer: PackedLinear) -> Tensor:
+    def gated_linear(self, x: Tensor, layer: PackedLinear, addend: RowAddend | None = None) -> Tensor:
         self.counters.called("gated_linear")
         weight, bias, activation = layer.data
         if not isinstance(weight, Tensor):
             gate_up = linear_quantised(x, weight, bias)
         else:
             gate_up = F.linear(x, weight, bias)
+        gate_up = add_rows(gate_up, addend)
         gate, up = gate_up[:, : layer.out_features], gate_up[:, layer.out_features :]
         if activation == "silu":
             return F.silu(gate).mul_(up).to(x.dtype)

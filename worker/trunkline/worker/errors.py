@@ -35,6 +35,10 @@ class CheckpointError(ModelError):
     """Weights that are missing, cut off or of the wrong shape."""
 
 
+class AdapterError(WorkerError):
+    """An adapter that cannot be used with this model."""
+
+
 class PeerLostError(WorkerError):
     """A collective failed: another rank of the group died or cannot be reached."""
 

@@ -138,6 +138,8 @@ class Join(msgspec.Struct, array_like=True, frozen=True):
     extents: bytes = b""
     """Layout of the sequence, int32 `[n, 5]` (`trunkline.kvstore.chunks.Extent`); empty: `PLAIN_LAYOUT`."""
     beam_position: BeamPosition | None = None
+    adapter: bytes = b""
+    """Key of the adapter that the sequence uses (`trunkline.kvstore.adapters`); empty: the base model."""
 
 
 class Fork(msgspec.Struct, array_like=True, frozen=True):
@@ -347,4 +349,32 @@ class ForgetGrammar(msgspec.Struct, array_like=True, frozen=True, tag="forget"):
     grammar: int
 
 
-WorkerMessage = Welcome | Refused | StepPlan | Shutdown | CompileGrammar | ForgetGrammar | TierOrder
+class LoadAdapter(msgspec.Struct, array_like=True, frozen=True, tag="load_adapter"):
+    """Read an adapter beside the steps; every rank answers `AdapterReady`. No `Join` names it before that."""
+
+    ticket: int
+    """Number of the order, never used twice by a controller."""
+    name: str
+    path: str
+    """Its folder, on the rank's host."""
+    rank_max: int
+    """Largest rank that is accepted."""
+
+
+class UnloadAdapter(msgspec.Struct, array_like=True, frozen=True, tag="unload_adapter"):
+    """No sequence uses the adapter any more."""
+
+    key: bytes
+
+
+WorkerMessage = (
+    Welcome
+    | Refused
+    | StepPlan
+    | Shutdown
+    | CompileGrammar
+    | ForgetGrammar
+    | TierOrder
+    | LoadAdapter
+    | UnloadAdapter
+)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trunkline.controller.adapter_messages import AdapterReady
 from trunkline.controller.messages import GrammarReady, StepResult
 from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kernels.plan import PrefillPlan, WritePlan
@@ -36,6 +37,7 @@ from trunkline.worker.device import (
 from trunkline.worker.errors import PlanError, WorkerConfigError
 from trunkline.worker.grammar.compiler import GrammarStore
 from trunkline.worker.messages import CompileGrammar, StepPlan
+from trunkline.worker.model.adapter_store import AdapterStore
 from trunkline.worker.model.checkpoint import Progress, load_weights
 from trunkline.worker.model.decoder import Decoder, make_kv_pool
 from trunkline.worker.model.families import check_model
@@ -80,6 +82,14 @@ class Runner:
         self._selector = Selector(group, self._sampler, self._searches, shard, config.chunk_size)
         # The states are the same on every rank, so one is enough.
         self._pooler = Pooler() if group.rank == 0 else None
+        self.adapters = AdapterStore(
+            shard,
+            TORCH_DTYPES[config.dtype],
+            device,
+            # Kernels of a CPU are for one thread, and have memory for packed layers of their own.
+            lambda: choose_kernels(config, 1) if kernels.name == "cpu" else kernels,
+            decoder.runner.set_adapter,
+        )
         self.copier = copier
         """Copies between device and host pool; None without a host pool."""
         self.swap_us_per_block = 0.0
@@ -196,6 +206,7 @@ class Runner:
     def close(self) -> None:
         """Leave the group, end the grammar compiler, give the host pool back. Nothing works afterwards."""
         self._group.close()
+        self.adapters.close()
         if self._grammars is not None:
             self._grammars.close()
         if self.copier is not None:
@@ -221,7 +232,7 @@ class Runner:
         return self.copier.start_trace(length)
 
     def compile_grammar(self, request: CompileGrammar) -> None:
-        """Begin to compile a grammar beside the steps. On rank 0 `grammar_reports` says when it is ready."""
+        """Begin to compile a grammar beside the steps. On rank 0 `reports` says when it is ready."""
         if self._grammars is not None:
             self._grammars.compile(
                 request.grammar, request.kind, request.text, spaced=request.spaced, tenant=request.tenant
@@ -235,13 +246,15 @@ class Runner:
             self._grammars.forget(grammar)
 
     @property
-    def is_compiling(self) -> bool:
-        """Whether `grammar_reports` has, or will soon have, a report."""
-        return self._grammars is not None and bool(self._grammars.pending)
+    def is_preparing(self) -> bool:
+        """Whether `reports` has, or will soon have, a report."""
+        return self.adapters.is_loading or (self._grammars is not None and bool(self._grammars.pending))
 
-    def grammar_reports(self) -> list[GrammarReady]:
-        """Return the grammars that became ready or were refused since the last call. Does not wait."""
-        return self._grammars.poll() if self._grammars is not None and self._grammars.pending else []
+    def reports(self) -> list[GrammarReady | AdapterReady]:
+        """Return the grammars and adapters that became ready or were refused since the last call. Does not
+        wait."""
+        grammars = self._grammars.poll() if self._grammars is not None and self._grammars.pending else []
+        return [*grammars, *(self.adapters.poll() if self.adapters.is_loading else ())]
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -327,6 +340,8 @@ class Runner:
             if self._pooler is not None:
                 self._pooler.forget(gone)
         for join in plan.joins:
+            if join.adapter and join.adapter not in self.adapters.keys:
+                raise PlanError(f"sequence {join.sequence} uses adapter {join.adapter.hex()}, which is not loaded")
             if join.beam_position is not None:
                 self._searches.add(self._sequences[join.sequence])
 

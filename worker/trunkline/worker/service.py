@@ -49,10 +49,12 @@ from trunkline.worker.messages import (
     CompileGrammar,
     ForgetGrammar,
     Leave,
+    LoadAdapter,
     Refused,
     Shutdown,
     StepPlan,
     TierOrder,
+    UnloadAdapter,
     Welcome,
     WorkerMessage,
     member_topic,
@@ -465,7 +467,7 @@ def _loop(
         if not started and now >= next_ready:
             link.offer(ready)
             next_ready = now + _READY_EVERY_S
-        message = link.receive(_COMPILING_POLL_MS if runner.is_compiling else _POLL_MS)
+        message = link.receive(_COMPILING_POLL_MS if runner.is_preparing else _POLL_MS)
         started |= message is not None and not isinstance(message, Welcome)  # which may come twice
         if isinstance(message, StepPlan):
             began = time.monotonic()
@@ -480,14 +482,18 @@ def _loop(
             runner.compile_grammar(message)
         elif isinstance(message, ForgetGrammar):
             runner.forget_grammar(message.grammar)
+        elif isinstance(message, LoadAdapter):
+            runner.adapters.load(message)
+        elif isinstance(message, UnloadAdapter):
+            runner.adapters.unload(message.key)
         elif isinstance(message, Shutdown):
             log.info("shutting down")
             return 0
         elif watchdog.controller_gone.is_set():
             log.error("the controller is gone")
             return EXIT_LEFT
-        elif message is None and traces.is_on and not runner.is_compiling:
+        elif message is None and traces.is_on and not runner.is_preparing:
             traces.idle()
         runner.check()
-        for report in runner.grammar_reports():
+        for report in runner.reports():
             link.report(report)

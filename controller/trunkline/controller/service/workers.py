@@ -18,6 +18,7 @@ import msgspec
 import structlog
 import zmq
 
+from trunkline.controller.adapter_messages import AdapterReady
 from trunkline.controller.config import ControllerConfig
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import (
@@ -39,6 +40,7 @@ from trunkline.controller.service.membership import (
     WorkerLoss,
     disagreement,
 )
+from trunkline.kvstore.adapters import KEY_BYTES
 from trunkline.runtime.process import RareLog, is_worker, node_id
 from trunkline.runtime.wire_flags import MORE, NOBLOCK
 from trunkline.runtime.wire_keys import Role
@@ -344,6 +346,9 @@ def problem_of_report(report: WorkerReport, ranks: int, vocab_size: int) -> str:
             return _problem_of_rank(report.rank, ranks)
         case GrammarReady():
             return ""
+        case AdapterReady():
+            bad_key = "" if len(report.key) in (0, KEY_BYTES) else f"an adapter's key has {len(report.key)} bytes"
+            return _problem_of_rank(report.rank, ranks) or _too_long(report.problem) or bad_key
         case WorkerFailed():
             return ""  # its epoch ends in any case, and operators need to see its reason
 

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trunkline.kernels.adapters import AdapterRows
 from trunkline.kernels.live_plan import AnyDecodePlan
 from trunkline.kernels.plan import PrefillPlan, WritePlan
 from trunkline.kvstore.chunks import NO_BLOCK, Int32Array, unpack_int32
@@ -89,6 +90,8 @@ class ForwardBatch:
     pooled: tuple[PooledPiece, ...] = ()
     guesses: Int32Array | None = None
     """The draft that stands at each decode row (`DraftRows.guesses`); None: no row has drafts."""
+    adapters: AdapterRows | None = None
+    """The adapters of the tokens' sequences; None: no token has one."""
 
     @property
     def needs_states(self) -> bool:
@@ -184,7 +187,19 @@ class BatchBuilder:
             scored=scored,
             pooled=pooled,
             guesses=None if drafted is None else drafted.guesses,
+            adapters=self._adapters(rows, prefill) if self._sequences.adapted else None,
         )
+
+    @staticmethod
+    def _adapters(rows: list[BatchSequence], prefill: _Prefill | None) -> AdapterRows | None:
+        """Return the adapter of each token: of the decode rows, then of the prefill entries."""
+        used = [*rows, *(prefill.sequences if prefill is not None else ())]
+        numbers: dict[bytes, int] = {b"": -1}
+        of_sequence = [numbers.setdefault(each.adapter, len(numbers) - 1) for each in used]
+        if len(numbers) == 1:
+            return None
+        tokens = [1] * len(rows) + ([] if prefill is None else [len(ids) for ids in prefill.ids])
+        return AdapterRows(tuple(numbers)[1:], np.repeat(np.array(of_sequence, dtype=np.int32), tokens))
 
     def forget_plan(self) -> None:
         """Make the next step plan the beams anew: they have exchanged block tables."""
@@ -242,7 +257,7 @@ class _Prefill:
         self.scored: list[ScoredPrompt] = []
         self.scored_tokens: list[NDArray[np.int64]] = []
         """Indices, among all prefill tokens, of the token before each scored one."""
-        self._sequences: list[BatchSequence] = []
+        self.sequences: list[BatchSequence] = []
         self._stops: list[int] = []
         """For each entry, the index in its sequence behind the entry's last token."""
         self._pooled: list[tuple[BatchSequence, int, int, int]] = []
@@ -256,7 +271,7 @@ class _Prefill:
             slots[: max(0, min(count, write_from - start))] = NO_BLOCK
             self.slots.append(slots)
             self.positions.append(sequence.layout.frame_positions(start, stop))
-            self._sequences.append(sequence)
+            self.sequences.append(sequence)
             self._stops.append(stop)
             if sequence.sampling.prompt_logprobs >= 0:
                 self._score(sequence, start, stop, total)
@@ -312,8 +327,8 @@ class _Prefill:
         return tuple(pieces), further
 
     def plan(self, chunk_size: int) -> PrefillPlan:
-        segments = segments_of(self._sequences, np.array(self._stops, dtype=np.int32), chunk_size)
-        items = np.bincount(segments.row, minlength=len(self._sequences))
+        segments = segments_of(self.sequences, np.array(self._stops, dtype=np.int32), chunk_size)
+        items = np.bincount(segments.row, minlength=len(self.sequences))
         return PrefillPlan(
             chunk_size=chunk_size,
             query_indptr=np.cumsum([0, *map(len, self.ids)], dtype=np.int32),

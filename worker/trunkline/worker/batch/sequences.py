@@ -39,6 +39,7 @@ class BatchSequence:
     """A sequence in the batch, from its `Join` or `Fork` until it leaves."""
 
     __slots__ = (
+        "adapter",
         "beam_position",
         "blocks",
         "first",
@@ -63,6 +64,8 @@ class BatchSequence:
         self.sampling: Sampling = join.sampling
         self.beam_position: BeamPosition | None = join.beam_position
         """The sequence's place in a beam search; None for a sequence that is drawn from by itself."""
+        self.adapter = join.adapter
+        """Key of the adapter that the sequence uses; empty: the base model."""
         self.layout = _read_layout(join)
         self.rewritten = False
         """Whether an entry of the block table was replaced since the last batch."""
@@ -99,6 +102,7 @@ class BatchSequence:
             fork.blocks,
             sampling,
             beam_position=fork.beam_position,
+            adapter=parent.adapter,
         )
         child = cls(join)
         child.layout = parent.layout
@@ -176,6 +180,8 @@ class SequenceTable:
     def __init__(self, pool_blocks: int) -> None:
         self._pool_blocks = pool_blocks
         self._by_id: dict[int, BatchSequence] = {}
+        self.adapted = 0
+        """Number of sequences that use an adapter."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -193,8 +199,10 @@ class SequenceTable:
             PlanError: an unknown or already known sequence, or a block outside the pool.
         """
         for sequence in unpack_int32(plan.leaves).tolist():
-            if self._by_id.pop(sequence, None) is None:
+            gone = self._by_id.pop(sequence, None)
+            if gone is None:
                 raise PlanError(f"the plan lets sequence {sequence} leave, which has not joined")
+            self.adapted -= bool(gone.adapter)
         for join in plan.joins:
             self._add(BatchSequence(join))
         entries = unpack_int32(plan.blocks, columns=3)
@@ -217,6 +225,7 @@ class SequenceTable:
             raise PlanError(f"sequence {sequence.id} joins, but is here already")
         self._check_blocks(np.array(sequence.blocks, dtype=np.int32))
         self._by_id[sequence.id] = sequence
+        self.adapted += bool(sequence.adapter)
 
     def _check_blocks(self, blocks: Int32Array) -> None:
         if len(blocks) and not (blocks.min() >= 0 and blocks.max() < self._pool_blocks):

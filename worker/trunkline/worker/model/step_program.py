@@ -66,6 +66,8 @@ class _Compiler:
         """Rows of the buffers that are made from here on."""
         self._rotations: dict[RopeConfig, tuple[Buffer, Buffer]] = {}
         self._ops: list[Op] = []
+        self._layer = 0
+        """Index of the layer that is being compiled."""
 
     def compile(self) -> Program:
         config, weights = self._config, self._weights
@@ -73,6 +75,7 @@ class _Compiler:
         residual = self._embed()
         delta: Buffer | None = None
         for index, layer in enumerate(weights.layers):
+            self._layer = index
             x = self._norm(layer.attention_norm, delta, residual)
             attended = self._attention(index, layer, x)
             if index == config.layers - 1:
@@ -126,7 +129,7 @@ class _Compiler:
         """Return attention's output, before its projection."""
         own = self._config.attention[index]
         spec = self._specs[own]
-        qkv = self._linear(x, layer.qkv, "qkv")
+        qkv = self._linear(x, layer.qkv, "qkv", place="qkv")
         if self._config.qkv_clip:
             self._ops.append(Clamp(limit=self._config.qkv_clip, into=qkv))
         cos, sin = self._rotations[own.rope] if own.rope else (None, None)
@@ -160,7 +163,7 @@ class _Compiler:
             The residual, and what is still to be added to it.
         """
         kind = self._config.architecture.residual
-        delta = self._linear(attended, layer.attention_out, "delta")
+        delta = self._linear(attended, layer.attention_out, "delta", place="attention_out")
         if kind is Residual.PARALLEL:  # the MLP does not wait for attention
             if self._config.architecture.names.mlp_norm:
                 x = self._norm(layer.mlp_norm, None, residual)
@@ -185,10 +188,10 @@ class _Compiler:
         if isinstance(weights, ExpertWeights):
             return self._experts(weights, x, name)
         is_plain = config.architecture.mlp is Mlp.PLAIN
-        inner = self._linear(x, weights.up, "inner", gated=not is_plain)
+        inner = self._linear(x, weights.up, "inner", gated=not is_plain, place="up")
         if is_plain:
             self._ops.append(Activate(activation=config.activation, into=inner))
-        return self._linear(inner, weights.down, name)
+        return self._linear(inner, weights.down, name, place="down")
 
     def _experts(self, weights: ExpertWeights, x: Buffer, name: str) -> Buffer:
         """Return the sum over the chosen experts that are here, and this rank's part of those all tokens go to."""
@@ -206,13 +209,18 @@ class _Compiler:
         )
         self._ops.append(chosen)
         if weights.shared is not None:
-            inner = self._linear(x, weights.shared.up, "shared_inner", gated=True)
-            self._ops.append(Add(x=self._linear(inner, weights.shared.down, "shared"), into=out))
+            inner = self._linear(x, weights.shared.up, "shared_inner", gated=True, place="shared_up")
+            shared = self._linear(inner, weights.shared.down, "shared", place="shared_down")
+            self._ops.append(Add(x=shared, into=out))
         return out
 
-    def _linear(self, x: Buffer, layer: PackedLinear, name: str, *, gated: bool = False) -> Buffer:
+    def _linear(
+        self, x: Buffer, layer: PackedLinear, name: str, *, gated: bool = False, place: str = ""
+    ) -> Buffer:
+        """Compile a linear op. `place`: its name within the layer for adapters; "": they cannot change it."""
         out = self._buffer(name, layer.out_features)
-        self._ops.append(Linear(x=x, layer=layer, gated=gated, out=out))
+        named = f"{self._layer}.{place}" if place else ""
+        self._ops.append(Linear(x=x, layer=layer, gated=gated, out=out, place=named))
         return out
 
     def _norm(

@@ -78,12 +78,7 @@ def read_tensor_index(folder: Path) -> dict[str, TensorEntry]:
         }
     tensors: dict[str, TensorEntry] = {}
     for file in _files(folder):
-        try:
-            tensors.update(_read_header(file))
-        except _MalformedError as error:
-            raise CheckpointError(f"{file} has a malformed header: {error}") from error
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
+        tensors.update(read_header(file))
     if (scheme := scheme_of(folder)) is None:
         return tensors
     try:
@@ -94,6 +89,20 @@ def read_tensor_index(folder: Path) -> dict[str, TensorEntry]:
         method = f"{scheme.method}, {scheme.bits} bits"
         tensors[f"{matrix.name}.weight"] = TensorEntry(tensors[name].file, shape, method, packed=matrix)
     return tensors
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """Return the tensors of a safetensors file.
+
+    Raises:
+        CheckpointError: it cannot be read, is cut off or malformed.
+    """
+    try:
+        return _read_header(file)
+    except _MalformedError as error:
+        raise CheckpointError(f"{file} has a malformed header: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
 def gguf_files(folder: Path) -> list[Path]:
@@ -240,11 +249,11 @@ def expected_shapes(config: ModelConfig, prefix: str) -> dict[str, tuple[int, ..
     shapes.update((prefix + name, shape) for name, shape in _norm(config, names.final_norm))
     for layer in range(config.layers):
         start = prefix + names.layer.format(layer)
-        shapes.update((start + name, shape) for name, shape in _layer_shapes(config, layer))
+        shapes.update((start + name, shape) for name, shape in layer_shapes(config, layer))
     return shapes
 
 
-def _layer_shapes(config: ModelConfig, layer: int) -> Shapes:
+def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     """Yield the tensors of a layer; names are without its prefix."""
     names, hidden = config.architecture.names, config.hidden_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim

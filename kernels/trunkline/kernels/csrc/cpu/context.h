@@ -26,6 +26,7 @@ struct CpuContext {
   Scratch lists;                        // of units
   Scratch routing;                      // where tokens go
   Scratch experts;                      // rows sorted by expert
+  Scratch adapters;                     // rows sorted by adapter, and what is added to their results
   std::atomic<bool> in_use{false};
 
   // To be called before the pool runs bodies that use `scratch`: they must not throw, so they must not allocate.

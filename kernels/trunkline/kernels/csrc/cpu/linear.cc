@@ -118,7 +118,21 @@ void run_linear(CpuContext& shared, const LinearCall& call) { run_linears(shared
 
 namespace {
 
-void linear(int64_t context, int64_t handle, TensorView x, TensorView out) {
+void check_addend(const LinearLayer& layer, const TensorView& values, const TensorView& place, int64_t rows,
+                  Addend& addend) {
+  const int64_t width = layer.activation == Activation::kNone ? layer.out_features : 2 * layer.out_features;
+  const int64_t slack = kPanelQuantum, count = std::max<int64_t>(0, values.numel() - slack) / width;
+  require(is_float32(values) && values.IsContiguous() && values.numel() == count * width + slack &&
+              has_dtype(place, kDLInt, 32) && place.IsContiguous() && place.numel() == rows,
+          "an addend is float32, a row after the other and 16 numbers behind them, and int32 per row of x");
+  addend = {static_cast<const float*>(values.data_ptr()), static_cast<const int32_t*>(place.data_ptr()), width};
+  const bool fits =
+      std::all_of(addend.place, addend.place + rows, [&](int32_t at) { return at >= -1 && at < count; });
+  require(fits, "a row of x names no row of the addend");
+}
+
+// `values`, `place`: an `Addend`; empty: nothing is added.
+void linear(int64_t context, int64_t handle, TensorView x, TensorView out, TensorView values, TensorView place) {
   const LinearLayer& layer = layer_of(handle);
   const DenseType type = dense_type(x, "x"), out_type = dense_type(out, "out");
   if (type != layer.type || x.ndim() != 2 || x.size(1) != layer.in_features) {
@@ -139,6 +153,7 @@ void linear(int64_t context, int64_t handle, TensorView x, TensorView out) {
   call.out = out.data_ptr();
   call.float_out = out_type == DenseType::kFloat32;
   call.rows = x.size(0);
+  if (values.numel() > 0) check_addend(layer, values, place, call.rows, call.addend);
   const ContextUse use(context);
   run_linear(use.context(), call);
 }

@@ -89,12 +89,20 @@ struct LinearLayer {
   const float* bias;        // likewise; null: none
 };
 
+// What is added to some rows' sums before they are activated and rounded: what adapters add (`adapters.h`).
+struct Addend {
+  const float* values = nullptr;   // [rows of it, width], and a vector's lanes behind the last; null: none
+  const int32_t* place = nullptr;  // for each row of the call its row of `values`; -1: nothing is added
+  int64_t width = 0;               // outputs; of a gated layer twice as many, those of the gate first
+};
+
 struct LinearCall {
   const LinearLayer* layer;
   const void* x;  // [rows, in_features]
   void* out;      // [rows, out_features]
   bool float_out;
   int64_t rows;
+  Addend addend = {};
 };
 
 // A thread's memory during one call for a block of rows in the form that the product reads, if it is another one

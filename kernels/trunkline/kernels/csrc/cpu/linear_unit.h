@@ -74,23 +74,41 @@ struct LaneConstants {
   }
 };
 
+// The addend of a unit's rows at the outputs of a panel.
+struct PanelAddend {
+  const Addend& addend;
+  int64_t row_begin, first;  // output
+
+  TRUNKLINE_INLINE const float* row(int row) const {
+    if (addend.values == nullptr || addend.place[row_begin + row] < 0) return nullptr;
+    return addend.values + addend.place[row_begin + row] * addend.width + first;
+  }
+};
+
+TRUNKLINE_INLINE Vec plus_lanes(Vec sum, const float* addend, int64_t lane) {
+  return addend == nullptr ? sum : add(sum, load(addend + lane));
+}
+
 template <class Out>
-void store_sums(int rows, const float* sums, LaneConstants constants, typename Out::Storage* out, int64_t ldo,
-                int count) {
+void store_sums(int rows, const float* sums, LaneConstants constants, PanelAddend addend,
+                typename Out::Storage* out, int64_t ldo, int count) {
   for (int row = 0; row < rows; ++row, sums += kPanelWidth, out += ldo) {
+    const float* added = addend.row(row);
     for (int lane = 0; lane < count; lane += kLanes) {
-      store_lanes<Out>(out + lane, constants.apply(load(sums + lane), lane), count - lane);
+      const Vec sum = plus_lanes(constants.apply(load(sums + lane), lane), added, lane);
+      store_lanes<Out>(out + lane, sum, count - lane);
     }
   }
 }
 
 template <class Out, Vec activate(Vec)>
-void store_gated(int rows, const float* gates, const float* ups, LaneConstants constants, int width,
-                 typename Out::Storage* out, int64_t ldo, int count) {
+void store_gated(int rows, const float* gates, const float* ups, LaneConstants constants, PanelAddend addend,
+                 int width, typename Out::Storage* out, int64_t ldo, int count) {
   for (int row = 0; row < rows; ++row, gates += kPanelWidth, ups += kPanelWidth, out += ldo) {
+    const float* added = addend.row(row);
     for (int lane = 0; lane < count; lane += kLanes) {
-      const Vec gate = constants.apply(load(gates + lane), lane);
-      const Vec up = constants.apply(load(ups + lane), width + lane);
+      const Vec gate = plus_lanes(constants.apply(load(gates + lane), lane), added, lane);
+      const Vec up = plus_lanes(constants.apply(load(ups + lane), width + lane), added, ldo + lane);
       store_lanes<Out>(out + lane, mul(activate(gate), up), count - lane);
     }
   }
@@ -111,14 +129,15 @@ void gated_panels(const LinearCall& call, int rows, int64_t row_begin, int64_t p
     const LaneConstants constants(layer, lanes);
     auto* out = static_cast<typename T::Storage*>(call.out) + row_begin * layer.out_features + panel * kPanelWidth;
     const int count = smaller(kPanelWidth, layer.out_features - panel * kPanelWidth);
+    const PanelAddend addend{call.addend, row_begin, panel * kPanelWidth};
     switch (layer.activation) {
       case Activation::kGelu:
-        store_gated<T, gelu_erf>(rows, gates, ups, constants, width, out, layer.out_features, count);
+        store_gated<T, gelu_erf>(rows, gates, ups, constants, addend, width, out, layer.out_features, count);
         break;
       case Activation::kGeluTanh:
-        store_gated<T, gelu_tanh>(rows, gates, ups, constants, width, out, layer.out_features, count);
+        store_gated<T, gelu_tanh>(rows, gates, ups, constants, addend, width, out, layer.out_features, count);
         break;
-      default: store_gated<T, silu>(rows, gates, ups, constants, width, out, layer.out_features, count);
+      default: store_gated<T, silu>(rows, gates, ups, constants, addend, width, out, layer.out_features, count);
     }
   }
 }
@@ -138,12 +157,13 @@ void linear_panels(const LinearCall& call, int rows, int64_t row_begin, int64_t 
     const LaneConstants constants(layer, lanes);
     const int64_t offset = row_begin * layer.out_features + lanes;
     const int count = smaller(kPanelWidth, layer.out_features - lanes);
+    const PanelAddend addend{call.addend, row_begin, lanes};
     if (call.float_out) {
-      store_sums<Float32>(rows, sums, constants, static_cast<float*>(call.out) + offset, layer.out_features,
-                          count);
+      store_sums<Float32>(rows, sums, constants, addend, static_cast<float*>(call.out) + offset,
+                          layer.out_features, count);
     } else {
       auto* out = static_cast<typename T::Storage*>(call.out) + offset;
-      store_sums<T>(rows, sums, constants, out, layer.out_features, count);
+      store_sums<T>(rows, sums, constants, addend, out, layer.out_features, count);
     }
   }
 }

@@ -165,7 +165,15 @@ void Program::linear(const ProgramOp& op) {
   call.x = x.data, call.out = out.data;
   call.float_out = out.type == DenseType::kFloat32;
   call.rows = rows_of(out);
-  if (call.rows > 0) run_linear(*context, call);
+  if (call.rows == 0) return;
+  if (out.rows != RowKind::kLogits) {
+    const AdaptedRows& adapted = step.adapted[static_cast<size_t>(out.rows)];
+    const auto index = static_cast<size_t>(&op - ops.data());
+    if (!adapted.groups.empty()) {
+      call.addend = adapter_addend(*context, *op.linear, adapted, adapters, index, call.x);
+    }
+  }
+  run_linear(*context, call);
 }
 
 void Program::experts(const ProgramOp& op) {

@@ -14,6 +14,7 @@
 #include <memory>
 #include <vector>
 
+#include "adapters.h"
 #include "attention.h"
 #include "context.h"
 #include "elementwise.h"
@@ -100,6 +101,8 @@ struct ProgramStep {
   int64_t turn_count = 0;
   PrefillCall prefill{};
   bool has_prefill = false;
+  // Of tokens, and of those whose states are needed; without groups: no row has an adapter.
+  std::array<AdaptedRows, 2> adapted;
   // By rope; empty: nothing is shifted.
   std::vector<Constant> decode_angles, prefill_angles;
 };
@@ -113,6 +116,7 @@ struct Program {
   int64_t ropes = 0;
   int64_t group = 0;  // handle of a SharedGroup; 0: none
   bool buffered = false, invariant = false;
+  std::vector<AdapterLayers> adapters;
   ProgramStep step;
   Scratch turned;
 

@@ -6,6 +6,7 @@
 #include <tvm/ffi/tvm_ffi.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "attention_checks.h"
 #include "common/checks.h"
@@ -383,6 +384,9 @@ void program_begin(int64_t handle, int64_t tokens, int64_t decode_rows, int64_t 
   Program& program = program_of(handle);
   ProgramStep& step = program.step;
   step.rows = {0, 0, 0};  // a refused step leaves nothing to run on
+  for (AdaptedRows& adapted : step.adapted) {
+    if (!adapted.groups.empty()) adapted.clear();
+  }
   require(tokens >= 0 && decode_rows >= 0 && decode_rows <= tokens && logits >= 0 && logits <= states,
           "a step's rows contradict each other");
   step.ids = int64_data(ids, "ids"), step.positions = int64_data(positions, "positions");
@@ -414,6 +418,55 @@ void program_begin(int64_t handle, int64_t tokens, int64_t decode_rows, int64_t 
   step.rows = {tokens, states, logits};
 }
 
+// Takes an adapter's layers: int64 [ops, 2], for each op the handles of A and B, or zeros. Empty: the adapter is gone.
+// Python keeps the layers until they are replaced.
+void program_adapter(int64_t handle, int64_t adapter, TensorView handles) {
+  Program& program = program_of(handle);
+  const auto ops = static_cast<int64_t>(program.ops.size());
+  const int64_t* at = int64_data(handles, "handles");
+  require(adapter >= 0 && adapter <= static_cast<int64_t>(program.adapters.size()),
+          "adapters are numbered from 0");
+  require(handles.numel() == 0 || handles.numel() == 2 * ops, "an adapter has two layers per op");
+  AdapterLayers layers(static_cast<size_t>(handles.numel() / 2));
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const auto* down = reinterpret_cast<const PackedLayer*>(at[2 * i]);
+    const auto* up = reinterpret_cast<const PackedLayer*>(at[2 * i + 1]);
+    require((down == nullptr) == (up == nullptr), "an adapter has A and B of an op, or neither");
+    if (down == nullptr) continue;
+    const ProgramOp& op = program.ops[i];
+    require(op.kind == OpKind::kLinear && program.buffers[static_cast<size_t>(op.out)].rows != RowKind::kLogits,
+            "an adapter is of linear ops before the head");
+    const LinearLayer& own = *op.linear;
+    const int64_t outputs = own.activation == Activation::kNone ? own.out_features : 2 * own.out_features;
+    require(down->type == own.type && up->type == own.type && down->in_features == own.in_features &&
+                up->out_features == outputs && up->in_features == down->out_features &&
+                down->activation == Activation::kNone && up->activation == Activation::kNone,
+            "an adapter's layers do not fit their op");
+    layers[i] = {down, up};
+  }
+  program.step.adapted[0].clear(), program.step.adapted[1].clear();
+  if (adapter == static_cast<int64_t>(program.adapters.size())) program.adapters.emplace_back();
+  program.adapters[static_cast<size_t>(adapter)] = std::move(layers);
+}
+
+// Takes the adapter of each token of the step that has begun, int32 [tokens]; -1: none.
+void program_adapt(int64_t handle, TensorView of_token) {
+  Program& program = program_of(handle);
+  ProgramStep& step = program.step;
+  const int32_t* at = int32_data(of_token, "of_token");
+  require(of_token.numel() == step.rows[0], "there is an adapter, or none, for each token");
+  for (int64_t token = 0; token < step.rows[0]; ++token) {
+    const auto adapter = static_cast<size_t>(at[token]);
+    require(at[token] == -1 ||
+                (at[token] >= 0 && adapter < program.adapters.size() && !program.adapters[adapter].empty()),
+            "a token has an adapter that is not there");
+  }
+  const size_t adapters = program.adapters.size();
+  step.adapted[0].sort(step.rows[0], adapters, [&](int64_t row) { return at[row]; });
+  step.adapted[1].sort(step.rows[1], adapters,
+                       [&](int64_t row) { return at[step.state_rows == nullptr ? row : step.state_rows[row]]; });
+}
+
 void program_run(int64_t handle, int64_t start, int64_t stop) {
   Program& program = program_of(handle);
   require(start >= 0 && start <= stop && stop <= static_cast<int64_t>(program.ops.size()),
@@ -433,4 +486,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_new, trunkline::program_new)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_delete, trunkline::program_delete)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_bind, trunkline::program_bind)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_begin, trunkline::program_begin)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_adapter, trunkline::program_adapter)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_adapt, trunkline::program_adapt)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_run, trunkline::program_run)

@@ -1,0 +1,301 @@
+"""Adapters: rows of a batch with several, equal to `transformers` with merged weights; ranks; what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from worker.checkpoints import FAMILIES, Models, assert_greedy, largest_difference
+from worker.driver import VOCAB_SIZE, Driver, Stream, run_config
+from worker.peft_folders import PeftFolder, load
+from worker.ranks import Rank, run_ranks
+
+from trunkline.worker.errors import AdapterError, PlanError
+from trunkline.worker.messages import Sampling
+from trunkline.worker.model.adapters import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from trunkline.worker.model.families import read_model_config
+from trunkline.worker.runner import Runner
+
+GREEDY: Final = Sampling(temperature=0, logprobs=VOCAB_SIZE)
+ATTENTION: Final = ("q_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "Wqkv", "c_attn", "dense")
+ONE_OF_EACH: Final = (
+    *("gqa", "biases", "gpt2", "opt-350m", "pythia", "falcon-40b", "mpt", "gemma2", "glm4", "glm4-moe"),
+    *("qwen3-moe-some-dense", "phi3", "olmo2", "mixtral"),
+)
+"""Every way in which matrices are stored, fused, gated and come together."""
+REFERENCE: Final = ("gpt2", "phi3", "glm4-moe")
+"""Fused and transposed matrices, gates in one matrix, shared experts: with the reference kernels, too."""
+
+
+class Adapted(NamedTuple):
+    """A checkpoint with two adapters, and the two merged checkpoints."""
+
+    base: Path
+    folders: tuple[Path, Path]
+    merged: tuple[Path, Path]
+
+
+AdaptedModels = Callable[[str], Adapted]
+
+
+@pytest.fixture(scope="module")
+def adapted(models: Models, tmp_path_factory: pytest.TempPathFactory) -> AdaptedModels:
+    """Checkpoints of a name with adapters: one of all linear layers, one of attention in a layer alone."""
+    made: dict[str, Adapted] = {}
+    root = tmp_path_factory.mktemp("adapters")
+
+    def of(name: str) -> Adapted:
+        if name not in made:
+            base = models(name)
+            whole = PeftFolder(root / f"{name}-whole", base, seed=1)
+            part = PeftFolder(
+                *(root / f"{name}-part", base, ATTENTION),
+                seed=2,
+                r=3,
+                use_rslora=True,
+                layers_to_transform=[1],
+                rank_pattern={"v_proj": 5},
+                alpha_pattern={"o_proj": 1},
+            )
+            merged = tuple(each.merged(root / f"{each.folder.name}-merged") for each in (whole, part))
+            made[name] = Adapted(base, (whole.folder, part.folder), merged)  # type: ignore[arg-type]
+        return made[name]
+
+    return of
+
+
+def generate_mixed(runner: Runner, keys: list[bytes]) -> list[Stream]:
+    """Streams of the base model and of two adapters beside each other, some on top of others' blocks."""
+    driver = Driver(runner.execute, num_blocks=96, chunk_size=8, seed=1)
+    rng = np.random.default_rng(2)
+    prefix = rng.integers(VOCAB_SIZE, size=17).tolist()
+    first = []
+    for key in (b"", *keys):
+        first.append(driver.add(prefix, GREEDY))
+        first[-1].adapter = key
+    driver.run(first, 3)
+    second: list[Stream] = []
+    for like in (first[1], first[2], first[0], first[1]):
+        tail = rng.integers(VOCAB_SIZE, size=1 + len(second)).tolist()
+        second.append(driver.add(prefix[:16] + tail, GREEDY, like=like, shared=16))
+        second[-1].adapter = like.adapter
+    driver.run(second, 7)
+    return first + second
+
+
+def check(streams: list[Stream], model: Adapted, keys: list[bytes]) -> None:
+    folders = dict(zip((b"", *keys), (model.base, *model.merged), strict=True))
+    for stream in streams:
+        assert largest_difference(folders[stream.adapter], stream) <= 1e-4, folders[stream.adapter].name
+        assert_greedy(folders[stream.adapter], stream)
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        *((name, "auto") for name in ONE_OF_EACH),
+        *((name, "reference") for name in REFERENCE),
+        *(pytest.param(name, "auto", marks=pytest.mark.soak) for name in FAMILIES if name not in ONE_OF_EACH),
+    ],
+)
+def test_equal_to_merged_weights(name: str, kernels: str, adapted: AdaptedModels) -> None:
+    model = adapted(name)
+    config = run_config(model.base, kernels=kernels, pool_blocks=96, threads=2)
+    runner = Runner.load(config, lambda *_: None)
+    runner.pool.data.fill_(float("nan"))
+    keys = []
+    for number, folder in enumerate(model.folders):
+        report = load(runner, f"adapter-{number}", folder)
+        assert not report.problem
+        keys.append(report.key)
+    streams = generate_mixed(runner, keys)
+    check(streams, model, keys)
+    assert streams[0].output != streams[1].output or streams[0].output != streams[2].output
+    runner.close()
+
+
+def generate_on(rank: Rank, cases: list[Adapted]) -> list[tuple[list[Stream], list[bytes]]]:
+    found = []
+    for case in cases:
+        runner = rank.load(case.base, pool_blocks=96)
+        reports = [load(runner, f"adapter-{number}", folder) for number, folder in enumerate(case.folders)]
+        keys = [report.key for report in reports]
+        found.append((generate_mixed(runner, keys), keys))
+        runner.close()
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("tp", "names"),
+    [
+        (2, ("gqa", "gpt2", "falcon-40b", "phi3", "glm4-moe")),
+        (4, ("gqa", "mqa-tied")),
+        pytest.param(2, ("pythia", "glm4", "qwen3-moe-some-dense", "mpt"), marks=pytest.mark.soak),
+    ],
+)
+def test_ranks_give_the_same(tp: int, names: tuple[str, ...], adapted: AdaptedModels) -> None:
+    cases = [adapted(name) for name in names]
+    results, *_ = run_ranks(generate_on, tp, cases)
+    for case, (streams, keys) in zip(cases, results, strict=True):
+        check(streams, case, keys)
+
+
+@pytest.mark.parametrize("fields", [{"dtype": "bfloat16"}, {"quantisation": "int8"}])
+def test_half_types_and_quantised_bases(fields: dict[str, Any], adapted: AdaptedModels) -> None:
+    """Rows without an adapter are the same bits as without any beside them; the others differ from them."""
+    model = adapted("gqa")
+    texts = []
+    for with_adapters in (True, False):
+        runner = Runner.load(run_config(model.base, pool_blocks=96, **fields), lambda *_: None)
+        keys = [load(runner, str(number), folder).key for number, folder in enumerate(model.folders)]
+        streams = generate_mixed(runner, keys if with_adapters else [b"", b""])
+        texts.append([[report.top_logprobs for report in stream.logprobs] for stream in streams])
+    assert texts[0][0] == texts[1][0]
+    assert texts[0][1] != texts[1][1] != texts[0][2]
+
+
+def test_load_unload_and_load_again(adapted: AdaptedModels) -> None:
+    model = adapted("gqa")
+    runner = Runner.load(run_config(model.base, pool_blocks=96), lambda *_: None)
+    keys = [load(runner, "a", model.folders[0]).key, load(runner, "b", model.folders[1]).key]
+    assert load(runner, "c", model.folders[0]).key not in keys  # the name counts, too
+    runner.adapters.unload(keys[0])
+    driver = Driver(runner.execute, num_blocks=96, chunk_size=8, seed=1)
+    stream = driver.add([1, 2, 3], GREEDY)
+    stream.adapter = keys[0]
+    with pytest.raises(PlanError, match="not loaded"):
+        driver.run([stream], 1)
+    runner = Runner.load(run_config(model.base, pool_blocks=96), lambda *_: None)
+    for folder in model.folders:  # the first number is used again
+        runner.adapters.unload(load(runner, "x", folder).key)
+    assert [load(runner, "a", model.folders[0]).key, load(runner, "b", model.folders[1]).key] == keys
+    check(generate_mixed(runner, keys), model, keys)
+
+
+def edited(**settings: Any) -> Callable[[PeftFolder], None]:
+    def edit(adapter: PeftFolder) -> None:
+        adapter.settings.update(settings)
+        adapter.write()
+
+    return edit
+
+
+def renamed(old: str, new: str) -> Callable[[PeftFolder], None]:
+    def edit(adapter: PeftFolder) -> None:
+        adapter.tensors = {name.replace(old, new): each for name, each in adapter.tensors.items()}
+        adapter.write()
+
+    return edit
+
+
+def half_gone(adapter: PeftFolder) -> None:
+    adapter.tensors.popitem()
+    adapter.write()
+
+
+def emptied(adapter: PeftFolder) -> None:
+    adapter.tensors.clear()
+    adapter.write()
+
+
+def no_json(adapter: PeftFolder) -> None:
+    (adapter.folder / CONFIG_FILE).write_text("{")
+
+
+def cut_off(adapter: PeftFolder) -> None:
+    file = adapter.folder / WEIGHTS_FILE
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def as_pickle(adapter: PeftFolder) -> None:
+    (adapter.folder / WEIGHTS_FILE).rename(adapter.folder / "adapter_model.bin")
+
+
+def of_another_base(adapter: PeftFolder) -> None:
+    adapter.tensors = {
+        name: torch.zeros(each.shape[0], 40) if ".lora_A." in name else each
+        for name, each in adapter.tensors.items()
+    }
+    adapter.write()
+
+
+REFUSED: Final[dict[str, tuple[Callable[[PeftFolder], None], str]]] = {
+    "dora": (edited(use_dora=True), "use_dora is 'True'; only False"),
+    "bias": (edited(bias="all"), "bias is 'all'; only 'none'"),
+    "modules_to_save": (edited(modules_to_save=["lm_head"]), "modules_to_save"),
+    "another kind": (edited(peft_type="IA3"), "peft_type is 'IA3'; only LORA"),
+    "rank in the settings": (edited(r=5), "has rank 4; adapter_config.json says 5"),
+    "no alpha": (edited(lora_alpha="x"), "lora_alpha is 'x'; expected is a number"),
+    "no pattern": (edited(alpha_pattern={"(": 1}), "is no pattern"),
+    "embedding": (renamed("layers.0.self_attn.q_proj", "embed_tokens"), "not embeddings or the head"),
+    "lora of an embedding": (renamed("lora_A.weight", "lora_embedding_A"), "is of an embedding"),
+    "magnitudes": (renamed("lora_A.weight", "lora_magnitude_vector.weight"), "is of DoRA"),
+    "unknown module": (
+        renamed("q_proj", "query"),
+        "none that adapters can change in this model; those are self_attn",
+    ),
+    "layer": (renamed("layers.1.", "layers.7."), "none of this model's 2 layers"),
+    "half": (half_gone, "but not the other matrix"),
+    "no tensors": (emptied, "has no tensors"),
+    "another base": (of_another_base, "inputs and 32 outputs, so the adapter is of another base model"),
+    "cut off": (cut_off, "is cut off"),
+    "no weights": (lambda adapter: (adapter.folder / WEIGHTS_FILE).unlink(), f"there is no {WEIGHTS_FILE}"),
+    "a pickle": (as_pickle, "a pickle, which is not read"),
+    "no settings": (lambda adapter: (adapter.folder / CONFIG_FILE).unlink(), f"there is no {CONFIG_FILE}"),
+    "no JSON": (no_json, "is no JSON"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_reason(name: str, folder: Path, tmp_path: Path) -> None:
+    adapter = PeftFolder(tmp_path / "adapter", folder, ("q_proj", "down_proj"))
+    config = read_model_config(folder)
+    assert len(read_adapter("mine", adapter.folder, config).modules) == 4
+    edit, message = REFUSED[name]
+    edit(adapter)
+    with pytest.raises(AdapterError, match=r"^adapter 'mine' \(.*adapter") as caught:
+        read_adapter("mine", adapter.folder, config)
+    assert message in str(caught.value)
+
+
+def test_rank_above_the_limit_and_experts(folder: Path, models: Models, tmp_path: Path) -> None:
+    adapter = PeftFolder(tmp_path / "adapter", folder, ("q_proj",), r=9)
+    with pytest.raises(AdapterError, match="rank 9; --max-lora-rank allows 8"):
+        read_adapter("mine", adapter.folder, read_model_config(folder), 8)
+    tensors = {
+        f"base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_{half}.weight": torch.zeros(4, 4)
+        for half in "AB"
+    }
+    save_file(tensors, adapter.folder / WEIGHTS_FILE)
+    with pytest.raises(AdapterError, match="experts are no targets"):
+        read_adapter("mine", adapter.folder, read_model_config(models("qwen3-moe")))
+
+
+def test_damaged_files_are_refused_or_read(folder: Path, tmp_path: Path) -> None:
+    """400 mutations of headers and settings."""
+    adapter = PeftFolder(tmp_path / "adapter", folder, ("q_proj", "down_proj"))
+    config, rng = read_model_config(folder), np.random.default_rng(5)
+    files = {name: (adapter.folder / name).read_bytes() for name in (CONFIG_FILE, WEIGHTS_FILE)}
+    refused = 0
+    for _ in range(400):
+        name = (CONFIG_FILE, WEIGHTS_FILE)[int(rng.integers(2))]
+        data = bytearray(files[name])
+        for _ in range(int(rng.integers(1, 4))):
+            data[int(rng.integers(min(len(data), 1200)))] = int(rng.integers(256))
+        (adapter.folder / name).write_bytes(
+            data[: len(data) - int(rng.integers(2)) * int(rng.integers(len(data)))]
+        )
+        try:
+            read_adapter("mine", adapter.folder, config)
+        except AdapterError:
+            refused += 1
+        (adapter.folder / name).write_bytes(files[name])
+    assert refused > 200
+    assert json.loads(files[CONFIG_FILE])
