@@ -17,6 +17,8 @@ from torch import Tensor
 from trunkline.kernels.ops import AttentionSpec, KvPool, QkNorm, make_angles
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, Segments, WritePlan, build_decode_plan
 from trunkline.kernels.reference import ReferenceKernels
+from trunkline.kernels.reference_sampling import ReferenceSampling
+from trunkline.kernels.sampling import Biases, Draws, LogitEdits, Masks, Penalties, SamplingOps
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 SMALL_HEAD_DIMS = (64, 128)
@@ -169,6 +171,44 @@ def check_dense(gpu: Gpu, seed: int, dtype: torch.dtype) -> Iterator[tuple[str, 
         yield f"gated_{activation}", relative_error(gated, reference.gated_linear(x.double(), packed))
 
 
+def check_sampling(gpu: Gpu, seed: int) -> Iterator[tuple[str, float]]:
+    """Tokens drawn with all kinds of limits, after a bias, masks and penalties: infinite if any differs."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, vocabulary = 9, 3001 + seed % 7
+    logits, results = torch.randn(rows, vocabulary, generator=generator) * 3, []
+    factors = torch.tensor([[0.7, 1.0, 30.0], [0.9, 1.0, 0.5], [-3.0, float("-inf"), -1.0]]).repeat(1, 3)
+    factors[0, 0] = 0.0
+    draws = Draws(
+        torch.randint(-(1 << 62), 1 << 62, (rows,), generator=generator),
+        torch.arange(rows),
+        torch.tensor([0, 5, 0, 50, 1, 0, 0, 999, 0], dtype=torch.int32),
+        factors,
+        limited=True,
+    )
+    numbers = torch.arange(0, rows, 2, dtype=torch.int32)
+    count = vocabulary // 3
+    tokens = torch.randperm(vocabulary, generator=generator)[:count].int().repeat(len(numbers))
+    words = torch.randint(-(1 << 31), 1 << 31, (len(numbers), -(-vocabulary // 32)), generator=generator).int()
+    edits = LogitEdits(
+        Biases(numbers, numbers * 7, torch.rand(len(numbers), generator=generator)),
+        Masks(numbers, words),
+        Penalties(
+            numbers,
+            torch.arange(len(numbers) + 1) * count,
+            tokens,
+            tokens % 3,
+            torch.rand(len(numbers), 3, generator=generator) + 0.5,
+        ),
+    )
+    ways: tuple[SamplingOps, ...] = (gpu.kernels().sampling(), ReferenceSampling())
+    for ops, x in zip(ways, (logits.to(gpu.device), logits.clone()), strict=True):
+        ops.edit_logits(x, edits)
+        results.append((x.cpu(), ops.draw(x, draws).cpu()))
+    (edited, drawn), (exact, expected) = results
+    yield "edit_logits", 0.0 if torch.equal(edited, exact) else float("inf")
+    yield "draw", 0.0 if torch.equal(drawn, expected) else float("inf")
+
+
 def check_replays(gpu: Gpu, trials: list[Trial], dtype: torch.dtype) -> Iterator[tuple[str, float]]:
     """A captured step, replayed over other plans of as many rows: each must compute what its plan says now."""
     first = trials[0]
@@ -202,6 +242,7 @@ def check_replays(gpu: Gpu, trials: list[Trial], dtype: torch.dtype) -> Iterator
 def one_round(gpu: Gpu, seed: int, dtype: torch.dtype, head_dims: tuple[int, ...]) -> Iterator[tuple[str, float]]:
     """Every op once per head size."""
     yield from check_dense(gpu, seed, dtype)
+    yield from check_sampling(gpu, seed)
     for head_dim in head_dims:
         yield from check_attention(gpu, random_trial(seed, head_dim), dtype)
         yield from check_writes(gpu, seed, head_dim, dtype)

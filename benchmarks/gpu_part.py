@@ -21,6 +21,7 @@ from gpu_checks import check_all
 from gpu_device import Gpu, Output, Visit, measure_ceilings
 from gpu_model import measure_model
 from gpu_prefill import Prompt, flashinfer_prefill, measure_prefill, measure_prompt
+from gpu_sampling import measure_sampling
 from gpu_start import sanitize, start
 from gpu_tiers import measure_tiers
 from gpu_tokens import check_engine
@@ -50,6 +51,7 @@ RUNS: Final[dict[str, Run]] = {
     "decode": measure_decode,
     "flashinfer": compare_all,
     "prefill": measure_prefill,
+    "sampling": measure_sampling,
     "model": measure_model,
     "tiers": measure_tiers,
 }

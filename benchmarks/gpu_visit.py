@@ -54,10 +54,11 @@ PARTS: Final = (
     Part("ops", 90, "Every op against the reference; the whole engine's tokens against a CPU's"),
     Part("sanitizer", 60, "Memory accesses and races"),
     Part("ceilings", 10, "What the device gives at most"),
-    Part("decode", 130, "Decode attention: ChunkAttention's Table 3, batches, cuts and stages"),
+    Part("decode", 120, "Decode attention: ChunkAttention's Table 3, batches, cuts and stages"),
     Part("flashinfer", 60, "Decode attention beside FlashInfer and torch, on the same buffers, in turn"),
     Part("prefill", 30, "Prefill attention beside cuDNN, FlashAttention-2 and FlashInfer"),
-    Part("model", 150, "A model of 8 billion parameters in the real runner"),
+    Part("sampling", 15, "Drawing tokens beside torch's sorts"),
+    Part("model", 145, "A model of 8 billion parameters in the real runner"),
     Part("tiers", 30, "Copies to and from main memory; two ranks on one GPU"),
 )
 

@@ -25,11 +25,14 @@ from gpu_device import Gpu, Output, Visit, measure_ceilings, times_by_kernel
 from gpu_model import ModelShape, measure_model
 from gpu_part import RUNS
 from gpu_prefill import Prompt, measure_prefill
+from gpu_sampling import WAYS, measure_sampling
 from gpu_tiers import Copies, measure_copies
 from gpu_tokens import Engine, Trial
 from gpu_visit import PARTS, Findings
 from kernels.cuda_emulated import CXX
 from kernels.emulated_gpu import EmulatedGpu
+
+from trunkline.kernels.cuda_sampling import CudaSampling
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler for the emulation")
 
@@ -61,6 +64,7 @@ def test_start_calls_every_op_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert called == {
         *("decode_attention", "decode_attention_invariant", "prefill_attention", "replays_of_other_plans"),
         *("write_kv", "pool_moves", "rms_norm", "add_rms_norm", "linear"),
+        *("edit_logits", "draw"),
         *("gated_silu", "gated_gelu", "gated_gelu_tanh"),
     }
     assert found.facts["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
@@ -191,6 +195,18 @@ def test_prefill_beside_others() -> None:
     for missing in ("cuDNN", "FlashInfer"):
         assert any(missing in note for note in found.notes), "not here: said, and the others go on"
     assert len({result["case"]["context"] for result in found.results}) == 2
+
+
+def test_sampling_beside_torch() -> None:
+    found = found_by(measure_sampling, (1, 2), 600)
+    assert found.problems == []
+    assert metrics(found) == {"ours", "torch"}
+    assert len(found.results) == 2 * 2 * len(WAYS)
+
+
+def test_tokens_that_differ_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaSampling, "draw", lambda self, logits, draws: torch.zeros(len(logits)).long())
+    assert "2 of 2 rows drew other tokens" in " ".join(found_by(measure_sampling, (2,), 600).problems)
 
 
 TINY = ModelShape(

@@ -44,6 +44,7 @@ from trunkline.kernels.cuda_library import (
     library_of_device,
     staged,
 )
+from trunkline.kernels.cuda_sampling import CudaSampling
 from trunkline.kernels.cuda_work import (
     WORKSPACE_BYTES,
     CudaDecodeWork,
@@ -121,6 +122,10 @@ class CudaKernels:
         self._constants: dict[int, tuple[Tensor, Tensor]] = {}
         self._workspace: Workspace | None = None
         self._decode_plans = DecodePlans(self._library, self.counters, self._stream, lambda: self._is_capturing())
+
+    def sampling(self) -> CudaSampling:
+        """Return the ops of sampling on the same device and stream."""
+        return CudaSampling(self._library, self._stream, lambda: self._is_capturing())
 
     # --- attention
 

@@ -84,7 +84,27 @@ class NormCall(ctypes.Structure):
     ]
 
 
-_STRUCTURES: Final = (AttentionCall, AttentionShape, WriteCall, MoveCall, NormCall)
+class DrawCall(ctypes.Structure):
+    """The arguments of drawing a token from each row of logits."""
+
+    _fields_: ClassVar[_Fields] = [
+        *_fields(c_void_p, "logits seeds output_index top_k temperature top_p log_min_p out scratch"),
+        ("row_stride", c_int64),
+        *_fields(c_int32, "rows vocab_size limited"),
+    ]
+
+
+class EditCall(ctypes.Structure):
+    """The arguments of a change of logits in place: biases, masks, or penalties."""
+
+    _fields_: ClassVar[_Fields] = [
+        *_fields(c_void_p, "logits rows tokens values words indptr counts"),
+        ("row_stride", c_int64),
+        *_fields(c_int32, "n vocab_size"),
+    ]
+
+
+_STRUCTURES: Final = (AttentionCall, AttentionShape, WriteCall, MoveCall, NormCall, DrawCall, EditCall)
 _ARGUMENTS: Final[dict[str, list[Any]]] = {
     "trunkline_set_device": [c_int32],
     "trunkline_attention_shape": [c_int32, c_int32, POINTER(AttentionShape)],
@@ -96,6 +116,11 @@ _ARGUMENTS: Final[dict[str, list[Any]]] = {
     "trunkline_move_regions": [POINTER(MoveCall), c_void_p],
     "trunkline_rms_norm": [POINTER(NormCall), c_void_p],
     "trunkline_gated_activation": [c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p],
+    "trunkline_draw_scratch_bytes": [c_int32, c_int32, POINTER(c_int64)],
+    "trunkline_draw": [POINTER(DrawCall), c_void_p],
+    "trunkline_add_biases": [POINTER(EditCall), c_void_p],
+    "trunkline_mask_logits": [POINTER(EditCall), c_void_p],
+    "trunkline_penalise": [POINTER(EditCall), c_void_p],
 }
 
 

@@ -9,6 +9,7 @@
 // within a launch, and time.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -63,6 +64,8 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 
@@ -85,6 +88,8 @@ struct PendingCopy {
 
 struct Fiber {
   ucontext_t context;
+  jmp_buf jump;
+  bool has_begun = false;
   State state = State::kReady;
   int index = 0;
   std::vector<std::vector<PendingCopy>> groups;  // of asynchronous copies, the open one last
@@ -132,7 +137,7 @@ class ThreadBlock {
   std::vector<Combine> combine_;
   const std::function<void()>& kernel_;
   std::mt19937& random_;
-  ucontext_t scheduler_;
+  jmp_buf scheduler_;
   int current_ = 0;
 };
 

@@ -30,11 +30,11 @@ unsigned char* stack_of(int thread) {
   return stacks[static_cast<size_t>(thread)].get();
 }
 
-void prepare(Fiber& fiber, ucontext_t* next, void (*enter)()) {
+void prepare(Fiber& fiber, void (*enter)()) {
   getcontext(&fiber.context);
   fiber.context.uc_stack.ss_sp = stack_of(fiber.index);
   fiber.context.uc_stack.ss_size = kStackBytes;
-  fiber.context.uc_link = next;
+  fiber.context.uc_link = nullptr;
   makecontext(&fiber.context, enter, 0);
 }
 
@@ -63,7 +63,7 @@ ThreadBlock::ThreadBlock(int threads, size_t shared_bytes, const std::function<v
     auto fiber = std::make_unique<Fiber>();
     fiber->index = i;
     fiber->groups.emplace_back();
-    prepare(*fiber, &scheduler_, &ThreadBlock::enter);
+    prepare(*fiber, &ThreadBlock::enter);
     fibers_.push_back(std::move(fiber));
   }
 }
@@ -71,18 +71,24 @@ ThreadBlock::ThreadBlock(int threads, size_t shared_bytes, const std::function<v
 void ThreadBlock::enter() {
   block().kernel_();
   block().current().state = State::kDone;
+  _longjmp(block().scheduler_, 1);
 }
 
+// A fiber begins by its context, and goes on by a jump: swapping contexts would ask the system for signal masks.
 void ThreadBlock::wait(State state) {
   Fiber& fiber = current();
   fiber.state = state;
-  swapcontext(&fiber.context, &scheduler_);
+  if (_setjmp(fiber.jump) == 0) _longjmp(scheduler_, 1);
 }
 
 void ThreadBlock::resume(int index) {
   current_ = index;
-  fibers_[static_cast<size_t>(index)]->state = State::kReady;
-  swapcontext(&scheduler_, &fibers_[static_cast<size_t>(index)]->context);
+  Fiber& fiber = *fibers_[static_cast<size_t>(index)];
+  fiber.state = State::kReady;
+  if (_setjmp(scheduler_) != 0) return;
+  if (fiber.has_begun) _longjmp(fiber.jump, 1);
+  fiber.has_begun = true;
+  setcontext(&fiber.context);
 }
 
 bool ThreadBlock::release_warps() {

@@ -157,7 +157,7 @@ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
 }
 
 struct Shuffle {
-  uint32_t value;
+  uint64_t value;
   int mask;
 };
 
@@ -173,14 +173,21 @@ inline void combine_shuffle(emulation::Fiber* lanes[32]) {
 
 template <class T>
 T shuffle_xor(T x, int mask) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
   emulation::Fiber& fiber = emulation::block().current();
-  const Shuffle in{bit_copy<uint32_t>(x), mask};
+  Shuffle in{0, mask};
+  std::memcpy(&in.value, &x, sizeof(x));
   std::memcpy(fiber.in, &in, sizeof(in));
   emulation::block().warp_operation(combine_shuffle);
-  uint32_t value;
-  std::memcpy(&value, fiber.out, sizeof(value));
-  return bit_copy<T>(value);
+  std::memcpy(&x, fiber.out, sizeof(x));
+  return x;
 }
+
+inline uint32_t bits_of(float x) { return bit_copy<uint32_t>(x); }
+inline float float_of(uint32_t bits) { return bit_copy<float>(bits); }
+
+// Fibers run one at a time, up to the next barrier or warp operation.
+inline void atomic_add_shared(uint32_t* word, uint32_t value) { *word += value; }
 
 inline float exp2_approximate(float x) { return std::exp2(x); }
 

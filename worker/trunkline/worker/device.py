@@ -30,6 +30,7 @@ import torch
 
 from trunkline.kernels.cpu import CpuKernels
 from trunkline.kernels.cpu_sampling import CpuSampling
+from trunkline.kernels.cuda import CudaKernels
 from trunkline.kernels.load import KernelsUnavailableError, load_kernels
 from trunkline.kernels.ops import Kernels
 from trunkline.kernels.reference_sampling import ReferenceSampling
@@ -77,6 +78,8 @@ def choose_sampling(kernels: Kernels) -> SamplingOps:
     """Return the ops of sampling that go with these kernels."""
     if isinstance(kernels, CpuKernels):
         return CpuSampling(kernels.context)
+    if isinstance(kernels, CudaKernels):
+        return kernels.sampling()
     return ReferenceSampling()
 
 

@@ -98,6 +98,37 @@ struct NormCall {
   float eps;
 };
 
+// Drawing a token from each row of logits; the tensors of `trunkline.kernels.sampling.Draws`.
+struct DrawCall {
+  const float* logits;          // [rows, vocab_size], each row contiguous
+  const int64_t* seeds;         // [rows]
+  const int64_t* output_index;  // [rows]
+  const int32_t* top_k;         // [rows]
+  const float* temperature;     // [rows]
+  const float* top_p;           // [rows]
+  const float* log_min_p;       // [rows]
+  int64_t* out;                 // [rows]
+  void* scratch;                // trunkline_draw_scratch_bytes, aligned to 16
+  int64_t row_stride;           // of the logits, in elements
+  int32_t rows;
+  int32_t vocab_size;
+  int32_t limited;  // 0: no row that draws has a limit
+};
+
+// Changes of logits in place; the tensors of `trunkline.kernels.sampling.LogitEdits`.
+struct EditCall {
+  float* logits;          // [.., vocab_size]
+  const int32_t* rows;    // [n] of the logits
+  const int32_t* tokens;  // biases: [n]; penalties: [indptr[n]]
+  const float* values;    // biases: [n]; penalties: [n, 3] repetition, frequency, presence
+  const int32_t* words;   // masks: [n, ceil(vocab_size / 32)]
+  const int64_t* indptr;  // penalties: [n + 1]
+  const int32_t* counts;  // penalties: [indptr[n]]
+  int64_t row_stride;     // of the logits, in elements
+  int32_t n;
+  int32_t vocab_size;
+};
+
 extern "C" {
 // Sizes of the structures above, in order, so that the caller can check its mirror of them. Host memory.
 void trunkline_struct_bytes(int32_t* sizes);
@@ -118,6 +149,11 @@ int32_t trunkline_rms_norm(const NormCall* call, void* stream);
 // gate_up: [rows, 2 * width]; out: [rows, width].
 int32_t trunkline_gated_activation(const void* gate_up, void* out, int32_t dtype, int32_t activation, int32_t rows,
                                    int32_t width, void* stream);
+int32_t trunkline_draw_scratch_bytes(int32_t rows, int32_t vocab_size, int64_t* bytes);  // host memory
+int32_t trunkline_draw(const DrawCall* call, void* stream);
+int32_t trunkline_add_biases(const EditCall* call, void* stream);  // no token twice in a row
+int32_t trunkline_mask_logits(const EditCall* call, void* stream);
+int32_t trunkline_penalise(const EditCall* call, void* stream);
 }
 
 }  // namespace trunkline::cuda

@@ -106,6 +106,8 @@ void trunkline_struct_bytes(int32_t* sizes) {
   sizes[2] = sizeof(WriteCall);
   sizes[3] = sizeof(MoveCall);
   sizes[4] = sizeof(NormCall);
+  sizes[5] = sizeof(DrawCall);
+  sizes[6] = sizeof(EditCall);
 }
 
 int32_t trunkline_set_device(int32_t device) { return cudaSetDevice(device); }

@@ -123,6 +123,12 @@ __device__ __forceinline__ T shuffle_xor(T x, int mask) {
   return __shfl_xor_sync(0xffffffffu, x, mask);
 }
 
+__device__ __forceinline__ uint32_t bits_of(float x) { return __float_as_uint(x); }
+__device__ __forceinline__ float float_of(uint32_t bits) { return __uint_as_float(bits); }
+
+// Add to a word of shared memory that other threads of the block add to as well.
+__device__ __forceinline__ void atomic_add_shared(uint32_t* word, uint32_t value) { atomicAdd(word, value); }
+
 // 2^x, to 2 units in the last place; 0 for -inf, NaN for NaN.
 __device__ __forceinline__ float exp2_approximate(float x) {
   float y;
