@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler for the emu
 
 SIZES = ((1, 2), (64, 4), (1000, 6), (4097, 4), (32_003, 1), (256_000, 1))
 """Vocabularies, and rows to draw from each; of an odd size rows begin at odd addresses."""
-LONG_SIZES = ((1000, 200), (2048, 100), (4097, 100), (32_000, 24), (128_256, 12), (256_000, 12))
+LONG_SIZES = ((1000, 60), (2048, 30), (4097, 30), (32_000, 8), (128_256, 4), (256_000, 4))
 
 
 def emulated(seed: int = 0) -> CudaSampling:
