@@ -7,7 +7,7 @@ from functools import partial
 from typing import Final
 
 import torch
-from gpu_device import Gpu, Output, Visit
+from gpu_device import Call, Gpu, Output, Visit
 from torch import Tensor
 
 from trunkline.kernels.reference_sampling import ReferenceSampling
@@ -109,7 +109,10 @@ def measure_sampling(
                 different = int((drawn != expected).sum())
                 out.problem(f"{way.name}: {different} of {rows} rows drew other tokens than the reference")
             arguments = (logits.clone(), edits, draws)
-            calls = {"ours": partial(sample, ours, *arguments), "torch": partial(sample, reference, *arguments)}
+            calls: dict[str, Call] = {
+                "ours": partial(sample, ours, *arguments),
+                "torch": partial(sample, reference, *arguments),
+            }
             case = {"rows": rows, "vocabulary": vocabulary, "drawn": way.name}
             for name, value in gpu.interleaved_us(calls, runs=5).items():
                 out.add(case, name, value, "us", 5)

@@ -162,12 +162,12 @@ def test_what_lies_outside_is_refused_or_left_out() -> None:
     ops, logits = emulated(), torch.zeros(2, 40)
     draws = make_draws(2, 40, torch.Generator().manual_seed(0))
     for changed, sentence in (
-        ({"seeds": torch.zeros(1, dtype=torch.int64)}, "seeds must be"),
-        ({"top_k": torch.zeros(2, dtype=torch.int64)}, "top_k must be"),
-        ({"factors": torch.zeros(3, 1)}, "factors must be"),
+        (draws._replace(seeds=torch.zeros(1, dtype=torch.int64)), "seeds must be"),
+        (draws._replace(top_k=torch.zeros(2, dtype=torch.int64)), "top_k must be"),
+        (draws._replace(factors=torch.zeros(3, 1)), "factors must be"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            ops.draw(logits, draws._replace(**changed))
+            ops.draw(logits, changed)
     with pytest.raises(ValueError, match="float32 matrix"):
         ops.draw(logits.double(), draws)
     row = torch.tensor([1], dtype=torch.int32)
