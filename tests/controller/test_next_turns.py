@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from controller.tier_harness import CHUNK, TIERED, Session, simulate
+from controller.tier_harness import CHUNK, TIERED, Session, settle, simulate, sink, tiers_of
 from msgspec.structs import replace
 from simulation.driver import Simulation
 
 from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.engine.events import AnswerTold, GoesOnElsewhere
+from trunkline.kvstore.tier import TierKind
 
 PREDICTED = replace(
     TIERED, tier_policy="predicted", disk_slots=0, remote=False, host_slots=0, preemption="recompute"
@@ -111,3 +112,18 @@ def test_who_says_when_it_returns_stays_longer_than_who_returns_later() -> None:
     simulation.run()
     left = [cached(simulation, prompt) for prompt in prompts]
     assert left[2] < left[0] == left[1] == 10, "the last one used is needed last"
+
+
+@pytest.mark.parametrize("policy", ["predicted", "look-ahead"])
+def test_what_has_sunk_is_fetched_before_its_session_is_back(policy: str) -> None:
+    simulation = simulate(replace(TIERED, tier_policy=policy))
+    prompt = list(range(100, 140))
+    simulation.submit(prompt, 1, next_s=300.0)
+    simulation.run()
+    sink(simulation, TierKind.DISK)
+    simulation.now += 250.0
+    settle(simulation)
+    again = simulation.submit([*prompt, 1, 2], 1)
+    simulation.run()
+    found = tiers_of(simulation.streams[again])
+    assert found == ([0, 40, 0, 0] if policy == "predicted" else [0, 0, 40, 0])

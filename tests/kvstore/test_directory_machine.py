@@ -232,6 +232,7 @@ class Life:
                 arrived=self.now - self.rng.random(),
                 prompt_chunks=self.rng.randint(0, len(path)),
                 prompt_tokens=self.rng.randrange(9),
+                expected_s=self.rng.choice([0.0, 0.5, 5.0, 500.0]),
                 is_last=self.rng.random() < 0.1,
             )
             self.directory.next_use.ended(path, end, self.now)

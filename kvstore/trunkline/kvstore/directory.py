@@ -300,6 +300,7 @@ class Directory(Generic[ChunkT]):
     def moves(self, now: float) -> list[Move[ChunkT]]:
         """Return new moves. They may use slots of all plans made so far, so send those plans first."""
         self.next_use.tick(now)
+        self.mover.ahead.add(self.next_use.take_nearing())
         self.copies.trim_remote(self.config.remote_known)
         for chunk in [chunk for chunk in self._released if not chunk.wants]:
             self.copies.drop_peer(chunk)

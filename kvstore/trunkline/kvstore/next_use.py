@@ -124,6 +124,7 @@ class NextUse(Generic[ChunkT]):
         """A heap of the times at which turns reach their next interval. Other turns are dropped at the top."""
         self._serial = count()
         self._on_device: dict[ChunkT, None] = {}
+        self._nearing: dict[Turn, None] = {}
 
     def __len__(self) -> int:
         return len(self._away)
@@ -196,6 +197,8 @@ class NextUse(Generic[ChunkT]):
                 self._schedule(turn)
                 if turn.wait > before:
                     self._may_go(turn)
+                elif turn.wait < before and turn in self._away:
+                    self._nearing[turn] = None
 
     def forget(self, chunk: TieredChunk) -> None:
         """Note that a chunk's owner removes it. Call it before the chunk is taken from its parent."""
@@ -206,6 +209,11 @@ class NextUse(Generic[ChunkT]):
     def take_on_device(self) -> list[ChunkT]:
         """Return chunks of the device that may be evicted sooner than when this was called last."""
         found, self._on_device = list(self._on_device), {}
+        return found
+
+    def take_nearing(self) -> list[Turn]:
+        """Return the turns whose waits have become shorter since the last call."""
+        found, self._nearing = list(self._nearing), {}
         return found
 
     def _returned(self, names: Iterable[ChunkName], prompt_tokens: int, arrived: float) -> list[Turn]:
@@ -266,6 +274,7 @@ class NextUse(Generic[ChunkT]):
 
     def _forget(self, turn: Turn) -> None:
         self._away.pop(turn, None)
+        self._nearing.pop(turn, None)
         if turn.name is not None and self._by_name.get(turn.name) is turn:
             del self._by_name[turn.name]
         if self._by_request.get(turn.request) is turn:

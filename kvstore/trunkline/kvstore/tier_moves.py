@@ -1,13 +1,15 @@
 """The moves between host memory and the tiers below it: which to order next, and what their results mean.
 
-Moves are ordered for three reasons, in this order (CachedAttention §3.3):
+Moves are ordered for four reasons, in this order (CachedAttention §3.3):
 
 1. *refill*: some host slots are kept free, so that saves and fetches never wait. The chunks that the policy
    chooses make room: they are dropped at once if they have another copy, else they are written to a tier below
    first.
 2. *fetch*: the chunks of waiting jobs are read, in the order of the queue, as long as they replace chunks that are
    wanted later. If this came before the refill, the refill would evict what was just fetched.
-3. *write-behind*: chunks that are in host memory only are copied into free disk slots and to the remote tier, so
+3. *fetch ahead*: if nothing is to be fetched for a waiting job, the chunks of sessions that are expected soon are
+   read (`trunkline.kvstore.fetch_ahead`).
+4. *write-behind*: chunks that are in host memory only are copied into free disk slots and to the remote tier, so
    they survive a restart and can be dropped at once later.
 
 Every move is transactional. No copy is given up before the other one is verified. A failed move leaves its source.
@@ -26,11 +28,15 @@ from typing import Final, Generic
 
 from trunkline.kvstore.chunks import NO_PEER, NO_SLOT, ChunkT, SlotId
 from trunkline.kvstore.copies import Copies, may_leave
+from trunkline.kvstore.fetch_ahead import FetchAhead
 from trunkline.kvstore.peers import PeerBook
 from trunkline.kvstore.tier import TierKind, TierTotals
 from trunkline.kvstore.tier_health import TierHealth
 from trunkline.kvstore.tier_policy import (
+    DISK,
+    REMOTE,
     DirectoryConfig,
+    EvictionPolicy,
     HeapVerdict,
     Source,
     WaitingJobs,
@@ -126,6 +132,7 @@ class TierMover(Generic[ChunkT]):
         self.is_starved = False
         """Whether the last round of orders found no host slot for the chunk to be fetched next."""
         self._orders: list[Move[ChunkT]] = []
+        self.ahead: FetchAhead[ChunkT] = FetchAhead()
 
     def orders(self, now: float) -> list[Move[ChunkT]]:
         """Return new moves, reads first."""
@@ -139,6 +146,8 @@ class TierMover(Generic[ChunkT]):
             if self._make_room(now) is not Room.MADE:
                 break
         self._fetch(now)
+        if self._config.policy is EvictionPolicy.PREDICTED:
+            self._fetch_ahead(now)
         for tier in self._health:
             self._write_unsaved(tier, now)
         orders, self._orders = self._orders, []
@@ -209,6 +218,31 @@ class TierMover(Generic[ChunkT]):
             assert slot is not None, "room was made"
             self._order(chunk, source, is_write=False, now=now, borrows=room is Room.BORROWED)
 
+    def _fetch_ahead(self, now: float) -> None:
+        """Read what sessions need that are expected soon, with at most half of the reads that a tier may have in
+        flight: a job that comes now is to find the others free."""
+        while not self._jobs.lacking_at() and (chunk := self.ahead.next(now)) is not None:
+            source = DISK if chunk.disk_ready else REMOTE
+            health = self._health[source.tier]
+            if not health.may_read() or health.reading >= max(1, self._config.reads_in_flight // 2):
+                return
+            self.ahead.takes(health.predicted_us(self.ahead.lacking_count) / 1e6)
+            chunk.busy += 1  # as in `_fetch`
+            room = self._room_for(chunk, now)
+            chunk.busy -= 1
+            self._copies.offer(chunk)
+            if room is not Room.MADE:
+                if room is Room.NONE:
+                    self.ahead.pause(now)
+                return
+            slot = self._copies.reserve_host(chunk)
+            assert slot is not None, "room was made"
+            self._order(chunk, source, is_write=False, now=now)
+
+    def _gives_way(self, chunk: ChunkT, to: ChunkT) -> bool:
+        """Return whether a chunk may be evicted from host memory so that `to` can be fetched."""
+        return wanted_later(chunk, to) if to.wants else self.ahead.displaces(chunk)
+
     def _room_for(self, chunk: ChunkT, now: float) -> Room:
         """Make a host slot free for a fetch without using up the slots that are kept free.
 
@@ -244,7 +278,7 @@ class TierMover(Generic[ChunkT]):
                 return HeapVerdict.SKIP
             if replaced_by is not None and shares.is_protected(chunk, TierKind.HOST, replaced_by):
                 return HeapVerdict.STOP
-            if replaced_by is not None and not wanted_later(chunk, replaced_by):
+            if replaced_by is not None and not self._gives_way(chunk, replaced_by):
                 return not_worth_it
             return HeapVerdict.TAKE
 
