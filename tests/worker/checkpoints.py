@@ -50,6 +50,23 @@ GEMMA: Final[dict[str, Any]] = {
     "query_pre_attn_scalar": 24,
 }
 
+LATENT: Final[dict[str, Any]] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+
 
 class Variant(NamedTuple):
     """A family, and settings under which it takes another way through the decoder."""
@@ -168,6 +185,25 @@ FAMILIES: Final[dict[str, Variant]] = {
         routed_scaling_factor=1.5,
         use_qk_norm=True,
         attention_bias=True,
+    ),
+    "deepseek-v2-lite": _variant("DeepseekV2", LATENT, q_lora_rank=None, first_k_dense_replace=0),
+    "deepseek-v2": _variant(
+        "DeepseekV2",
+        LATENT,
+        q_lora_rank=14,
+        attention_bias=True,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+    ),
+    "deepseek-v3": _variant(
+        "DeepseekV3",
+        LATENT,
+        q_lora_rank=14,
+        n_group=4,
+        topk_group=2,
+        **_rope("yarn", original_max_position_embeddings=128, mscale=0.8, mscale_all_dim=1.4),
     ),
     "granite": _variant(
         "Granite",

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trunkline.kernels.adapters import AdapterGroups, AdapterLayers, AdapterRows
+from trunkline.kernels.latent import Absorb, Expand
 from trunkline.kernels.live_plan import AnyDecodePlan
 from trunkline.kernels.ops import Angles, Kernels, KvPool, make_angles
 from trunkline.kernels.plan import PrefillPlan, WritePlan
@@ -140,6 +141,8 @@ class OpByOp:
             Add: self._add,
             SquareSums: self._square_sums,
             WideNorm: self._wide_norm,
+            Absorb: self._absorb,
+            Expand: self._expand,
             StoreKv: self._store_kv,
             Attend: self._attend,
             Experts: self._experts,
@@ -243,6 +246,22 @@ class OpByOp:
             factor = (total / (len(weight) * op.ranks) + op.norm.eps).rsqrt()
             part.copy_(part.float() * factor[:, None] * weight.float())
 
+    def _absorb(self, op: Absorb) -> None:
+        queries, rotary = self._values[op.queries.name], op.rotary.width
+        by_head = queries.view(len(queries), len(op.layers), -1)
+        made = by_head.new_empty(len(queries), len(op.layers) + 1, rotary + op.latent.width)
+        made[:, :-1, :rotary] = by_head[..., :rotary]
+        for head, layer in enumerate(op.layers):
+            made[:, head, rotary:] = self._kernels.linear(by_head[:, head, rotary:].contiguous(), layer)
+        made[:, -1, :rotary], made[:, -1, rotary:] = self._values[op.rotary.name], self._values[op.latent.name]
+        self._values[op.out.name] = made.view(len(queries), -1)
+
+    def _expand(self, op: Expand) -> None:
+        x = self._values[op.x.name]
+        parts = x.view(len(x), len(op.layers), -1).unbind(1)
+        made = [self._kernels.linear(part.contiguous(), own) for part, own in zip(parts, op.layers, strict=True)]
+        self._values[op.out.name] = torch.cat(made, dim=-1)
+
     def _store_kv(self, op: StoreKv) -> None:
         angles = None
         if op.cos is not None and op.sin is not None:
@@ -255,7 +274,7 @@ class OpByOp:
         kernels, spec, pool, batch = self._kernels, op.spec, self._pool, self._batch
         qkv = self._values[op.qkv.name]
         q = qkv.view(len(qkv), -1, spec.head_dim)[:, : spec.heads]
-        out = q.new_empty(q.shape)
+        out = q.new_empty(len(qkv), spec.heads, spec.value_dim)
         rows = batch.num_rows
         if batch.decode is not None:
             kernels.decode_attention(batch.decode, q[:rows], pool, op.layer, spec, out[:rows])
@@ -308,7 +327,8 @@ def route(outputs: Tensor, routing: Routing, choice_bias: Tensor | None) -> tupl
     choice = scores if choice_bias is None else scores + choice_bias
     if routing.groups_per_token < routing.groups:
         grouped = choice.view(len(choice), routing.groups, choice.shape[-1] // routing.groups)
-        sums = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(dim=-1)
+        best = min(routing.group_best, grouped.shape[-1])
+        sums = grouped.topk(best, dim=-1).values.sum(dim=-1)
         kept = torch.zeros_like(sums, dtype=torch.bool)
         kept.scatter_(-1, sums.topk(routing.groups_per_token, dim=-1).indices, True)
         choice = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)

@@ -36,8 +36,8 @@ class KvPool:
     """The device tier of the KV cache on one rank."""
 
     data: Tensor
-    """KV of all blocks, `[blocks, *format.shape]`: layers, keys and values, heads of this rank, tokens, a row;
-    contiguous: one chunk is one region for tier moves, and a strided view per layer."""
+    """KV of all blocks, `[blocks, *format.shape]`: layers, keys and values (or latents), heads of this rank, tokens,
+    a row; contiguous: one chunk is one region for tier moves, and a strided view per layer."""
     packed: Tensor
     """uint8 `[blocks, layers]`. 1: the block's tiles of that layer are permuted in place, into an order private to
     the kernels that wrote them. Other code reads such a block through `gather_blocks`, which always gives the
@@ -122,6 +122,7 @@ class AttentionSpec:
     """Number of KV heads. Query heads `[i * group, (i + 1) * group)` read KV head `i`, `group = heads //
     kv_heads`."""
     head_dim: int
+    """Numbers of a query or a key."""
     scale: float
     """Factor of the scores; usually `head_dim ** -0.5`."""
     inverse_frequencies: Tensor | None = None
@@ -132,10 +133,28 @@ class AttentionSpec:
     """Number of latest positions that a query sees, its own included; 0: all before it."""
     soft_cap: float = 0.0
     """Scaled scores become `soft_cap * tanh(score / soft_cap)`, before a bias; 0: as they are."""
+    latent_dim: int = 0
+    """Latent attention: so many numbers at the end of a key are also its value, and nothing else is stored of a
+    token; 0: values are stored beside keys."""
 
     @property
     def group(self) -> int:
         return self.heads // self.kv_heads
+
+    @property
+    def bands(self) -> int:
+        """Number of vectors that are stored of a token and KV head."""
+        return 1 if self.latent_dim else 2
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a value, and of a head's result."""
+        return self.latent_dim or self.head_dim
+
+    @property
+    def qkv_width(self) -> int:
+        """Numbers of a token's queries and of what is stored of it."""
+        return (self.heads + self.bands * self.kv_heads) * self.head_dim
 
 
 @dataclass
@@ -182,8 +201,8 @@ class Kernels(Protocol):
 
         Args:
             plan: Where each token's key and value go.
-            qkv: `[tokens, (heads + 2 * kv_heads) * head_dim]`, contiguous; queries and keys
-                are normalised and rotated in place.
+            qkv: `[tokens, spec.qkv_width]`, contiguous: queries, keys, then values if they are stored beside
+                keys; queries and keys are normalised and rotated in place.
             angles: rotary factors, None: nothing is rotated.
             layer: index into the pool's second dimension.
             spec: head counts.
@@ -202,7 +221,7 @@ class Kernels(Protocol):
         Args:
             plan: the work list, at its current `steps`.
             q: `[rows, heads, head_dim]`, rotated.
-            out: `[rows, heads, head_dim]`, overwritten. A row without any token gets zeros.
+            out: `[rows, heads, value_dim]`, overwritten. A row without any token gets zeros.
         """
         ...
 
@@ -214,7 +233,7 @@ class Kernels(Protocol):
         Args:
             plan: the work list.
             q: `[queries, heads, head_dim]`, rotated.
-            out: `[queries, heads, head_dim]`, overwritten.
+            out: `[queries, heads, value_dim]`, overwritten.
         """
         ...
 
@@ -234,7 +253,7 @@ class Kernels(Protocol):
         """Copy layers of blocks into one tensor, in plain order however the pool holds them.
 
         Args:
-            out: `[n, len(layers), 2, kv_heads, chunk_size, head_dim]`, overwritten.
+            out: `[n, len(layers), bands, kv_heads, chunk_size, row]`, overwritten.
         """
         ...
 
@@ -248,7 +267,7 @@ class Kernels(Protocol):
         """Copy layers of blocks straight into main memory, for tier moves (CachedAttention §3.2).
 
         Args:
-            host: `[slots, all layers, 2, kv_heads, chunk_size, head_dim]`, contiguous, on the CPU; pinned if the
+            host: `[slots, all layers, bands, kv_heads, chunk_size, row]`, contiguous, on the CPU; pinned if the
                 pool is on a GPU, where the copies are only enqueued.
             slots: where each block's layers go; distinct.
         """

@@ -437,7 +437,7 @@ def _rotation_facts(op: Rotations) -> Facts:
 def _store_facts(op: StoreKv) -> Facts:
     spec = op.spec
     facts: Facts = [
-        ("the width of qkv", (spec.heads + 2 * spec.kv_heads) * spec.head_dim, op.qkv.width),
+        ("the width of qkv", spec.qkv_width, op.qkv.width),
         ("the rows of qkv", Rows.TOKENS, op.qkv.rows),
         ("the presence of sin", op.cos is not None, op.sin is not None),
     ]
@@ -449,8 +449,8 @@ def _store_facts(op: StoreKv) -> Facts:
 def _attend_facts(op: Attend) -> Facts:
     spec = op.spec
     return [
-        ("the width of qkv", (spec.heads + 2 * spec.kv_heads) * spec.head_dim, op.qkv.width),
-        ("the width of out", spec.heads * spec.head_dim, op.out.width),
+        ("the width of qkv", spec.qkv_width, op.qkv.width),
+        ("the width of out", spec.heads * spec.value_dim, op.out.width),
         ("the rows of out", Rows.TOKENS, op.out.rows),
         ("the type of out", op.qkv.dtype, op.out.dtype),
     ]

@@ -77,19 +77,19 @@ class ReferenceKernels:
         state = plan.state
         if not isinstance(state, ReferenceWriteState):
             plan.state = state = ReferenceWriteState(plan, pool)
-        heads = qkv.view(qkv.shape[0], spec.heads + 2 * spec.kv_heads, spec.head_dim)
+        heads = qkv.view(qkv.shape[0], spec.heads + spec.bands * spec.kv_heads, spec.head_dim)
         q, k = heads[:, : spec.heads], heads[:, spec.heads : spec.heads + spec.kv_heads]
         if norm is not None:
             q.copy_(_rms_norm(q, norm.q_weight, norm.eps))
             k.copy_(_rms_norm(k, norm.k_weight, norm.eps))
         if angles is not None:
             _rotate(heads[:, : spec.heads + spec.kv_heads], angles)
-        new = heads[:, spec.heads :].view(qkv.shape[0], 2, spec.kv_heads, spec.head_dim)
+        new = heads[:, spec.heads :].view(qkv.shape[0], spec.bands, spec.kv_heads, spec.head_dim)
         if state.tokens is not None:
             new = new[state.tokens]
         if pool.format.is_quantised:
             new = to_rows(new)
-        # [blocks, chunk_size, 2, kv_heads, row]: the two indexed dimensions in front.
+        # [blocks, chunk_size, bands, kv_heads, row]: the two indexed dimensions in front.
         pool.data[:, layer].permute(0, 3, 1, 2, 4)[state.block, state.offset] = new
         return q
 

@@ -77,9 +77,9 @@ class _Entry:
         items = slice(int(plan.item_indptr[index]), int(plan.item_indptr[index + 1]))
         first, count = plan.first[items], plan.count[items]
         block, base, shift = plan.block[items], plan.base[items], plan.shift[items]
-        _, layers, _, heads, _, _ = pool.data.shape
-        # Rows of the pool seen as [blocks * layers * 2 * kv_heads, chunk_size * row], head by head.
-        first_rows = torch.from_numpy(block.astype(np.int64)).to(device) * (layers * 2 * heads)
+        _, layers, bands, heads, _, _ = pool.data.shape
+        # Rows of the pool seen as [blocks * layers * bands * kv_heads, chunk_size * row], head by head.
+        first_rows = torch.from_numpy(block.astype(np.int64)).to(device) * (layers * bands * heads)
         self.key_index = (first_rows + torch.arange(heads, device=device)[:, None]).view(-1)
         self.num_tokens, self.capacity = int(count.sum()), len(block) * chunk_size
         in_item = np.arange(self.num_tokens, dtype=np.int32) - np.repeat(np.cumsum(count) - count, count)
@@ -96,9 +96,12 @@ class _Entry:
             out[self.queries] = 0.0
             return
         fine = pool.data.view(-1, pool.chunk_size * pool.data.shape[-1])
-        index = self.key_index + layer * 2 * spec.kv_heads
+        index = self.key_index + layer * spec.bands * spec.kv_heads
         k = vectors_of(pool, self._select(fine.index_select(0, index), spec), q.dtype)
-        v = vectors_of(pool, self._select(fine.index_select(0, index + spec.kv_heads), spec), q.dtype)
+        if spec.latent_dim:
+            v = k[..., -spec.latent_dim :]
+        else:
+            v = vectors_of(pool, self._select(fine.index_select(0, index + spec.kv_heads), spec), q.dtype)
         angles = self.angles.of(spec, pool)
         if angles is not None:
             k = turn(k.transpose(0, 1), angles).transpose(0, 1).to(q.dtype)
@@ -115,7 +118,7 @@ class _Entry:
             self.masks[spec.window] = mask
         # Batch dimension: KV heads; heads: the query heads of a group, for which K and V are not copied.
         grouped = q[self.queries].view(count, spec.kv_heads, spec.group, spec.head_dim).permute(1, 2, 0, 3)
-        expanded = (spec.kv_heads, spec.group, self.num_tokens, spec.head_dim)
+        expanded = (spec.kv_heads, spec.group, self.num_tokens, -1)
         result = F.scaled_dot_product_attention(
             grouped,
             k[:, None].expand(expanded),
@@ -126,7 +129,7 @@ class _Entry:
         )
         if mask.blind is not None:
             result.index_fill_(2, mask.blind, 0.0)
-        out[self.queries] = result.permute(2, 0, 1, 3).reshape(count, spec.heads, spec.head_dim)
+        out[self.queries] = result.permute(2, 0, 1, 3).reshape(count, spec.heads, spec.value_dim)
 
     def _in_blocks(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, out: Tensor) -> None:
         dtype = compute_dtype(q.dtype)
@@ -143,7 +146,7 @@ class _Entry:
             distance = key_position - query_position[start - self.queries.start :][:rows]
             adjust_scores(by_row, spec, distance)
             by_row.masked_fill_((distance > 0)[:, None], float("-inf"))
-            result = attend(scores, v).output().view(spec.kv_heads, rows, spec.group, spec.head_dim)
+            result = attend(scores, v).output().view(spec.kv_heads, rows, spec.group, spec.value_dim)
             out[chosen] = result.transpose(0, 1).flatten(1, 2).to(out.dtype)
 
     def _select(self, gathered: Tensor, spec: AttentionSpec) -> Tensor:
@@ -238,7 +241,7 @@ class SoftmaxState(NamedTuple):
     """Unnormalised attention over a part of the context."""
 
     acc: Tensor
-    """Sum of `exp(score - peak) * value`, `[..., head_dim]`."""
+    """Sum of `exp(score - peak) * value`, `[..., value_dim]`."""
     peak: Tensor
     """Largest score, `[...]`; -inf: there is no score."""
     total: Tensor

@@ -129,17 +129,17 @@ class _Run:
     """Shared items with the same rows and shifts: the chunk-first phase."""
 
     def __init__(self, plan: DecodePlan, items: NDArray[np.int64], pool: KvPool) -> None:
-        _, layers, _, heads, chunk_size, _ = pool.data.shape
+        _, layers, bands, heads, chunk_size, _ = pool.data.shape
         device = pool.data.device
         start, stop = plan.row_indptr[items[0]], plan.row_indptr[items[0] + 1]
         self.rows = plan.rows[start:stop].astype(np.int64)
         self.row_index = torch.from_numpy(self.rows).to(device)
         shifts = plan.shifts[start:stop]
         self.angles = ShiftAngles(-shifts)
-        # Rows of the pool seen as [blocks * layers * 2 * kv_heads, chunk_size * row], head by head, so
+        # Rows of the pool seen as [blocks * layers * bands * kv_heads, chunk_size * row], head by head, so
         # that the gathered copy is [kv_heads, tokens, row] without a transposition.
         blocks = torch.from_numpy(plan.block[items].astype(np.int64)).to(device)
-        first_rows = blocks * (layers * 2 * heads)
+        first_rows = blocks * (layers * bands * heads)
         self.key_index = (first_rows + torch.arange(heads, device=device)[:, None]).view(-1)
         offset = np.arange(chunk_size, dtype=np.int32)
         first, count = plan.first[items, None], plan.count[items, None]
@@ -156,12 +156,13 @@ class _Run:
     def attend(self, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec) -> SoftmaxState:
         row = pool.data.shape[-1]
         fine = pool.data.view(-1, pool.chunk_size * row)
-        index = self.key_index + layer * 2 * spec.kv_heads
-        k = fine.index_select(0, index).view(spec.kv_heads, -1, row)
-        v = fine.index_select(0, index + spec.kv_heads).view(spec.kv_heads, -1, row)
+        index = self.key_index + layer * spec.bands * spec.kv_heads
+        stored = k = fine.index_select(0, index).view(spec.kv_heads, -1, row)
+        if not spec.latent_dim:
+            stored = fine.index_select(0, index + spec.kv_heads).view(spec.kv_heads, -1, row)
         if self.unused_rows is not None:
-            v.view(-1, row).index_fill_(0, self.unused_rows, 0)
-        k, v = vectors_of(pool, k, q.dtype), vectors_of(pool, v, q.dtype)
+            stored.view(-1, row).index_fill_(0, self.unused_rows, 0)
+        k, v = vectors_of(pool, k, q.dtype), vectors_of(pool, stored, q.dtype)[..., -spec.value_dim :]
         rows = len(self.rows)
         picked = turn(q.index_select(0, self.row_index), self.angles.of(spec, pool))
         grouped = picked.view(rows, spec.kv_heads, spec.group, spec.head_dim).transpose(0, 1)
@@ -180,7 +181,7 @@ class _Bucket:
     """Items that have equally many rows: the sequence-first phase (one row), and small shared items."""
 
     def __init__(self, plan: DecodePlan, items: NDArray[np.int64], pool: KvPool) -> None:
-        _, layers, _, self.kv_heads, self.chunk_size, row = pool.data.shape
+        _, layers, bands, self.kv_heads, self.chunk_size, row = pool.data.shape
         device = pool.data.device
         self.items = items
         self.first = plan.first[items]
@@ -195,12 +196,14 @@ class _Bucket:
         key_position = (plan.base[items] - self.first)[:, None] + offset
         query_position = plan.query_position[rows][..., None]
         self.distance = _Distance(key_position[:, None] + shifts[..., None], query_position, device)
-        # Rows of the pool seen as [blocks * layers * 2, kv_heads * chunk_size * row].
+        # Rows of the pool seen as [blocks * layers * bands, kv_heads * chunk_size * row].
         blocks = torch.from_numpy(plan.block[items].astype(np.int64)).to(device)
-        self.key_index = blocks * (layers * 2)
+        self.key_index = blocks * (layers * bands)
         # Kept between layers and steps: fresh pages for a copy this large cost more than the copy.
         shape = (len(items), self.kv_heads * self.chunk_size * row)
-        self.keys, self.values = pool.data.new_empty(shape), pool.data.new_empty(shape)
+        self.keys = self.values = pool.data.new_empty(shape)
+        if bands > 1:
+            self.values = pool.data.new_empty(shape)
         self.hidden: Tensor | None = None
         self.unused_rows: Tensor | None = None
 
@@ -221,14 +224,15 @@ class _Bucket:
 
     def attend(self, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec) -> SoftmaxState:
         items, width = len(self.items), self.width
-        coarse, index = pool.data.view(-1, self.keys.shape[1]), self.key_index + layer * 2
+        coarse, index = pool.data.view(-1, self.keys.shape[1]), self.key_index + layer * spec.bands
         torch.index_select(coarse, 0, index, out=self.keys)
-        torch.index_select(coarse, 0, index + 1, out=self.values)
+        if not spec.latent_dim:
+            torch.index_select(coarse, 0, index + 1, out=self.values)
         if self.unused_rows is not None:
             self.values.view(-1, pool.data.shape[-1]).index_fill_(0, self.unused_rows, 0)
         shape = (items, spec.kv_heads, self.chunk_size, pool.data.shape[-1])
         k = vectors_of(pool, self.keys.view(shape), q.dtype)
-        v = vectors_of(pool, self.values.view(shape), q.dtype)
+        v = vectors_of(pool, self.values.view(shape), q.dtype)[..., -spec.value_dim :]
         picked = turn(q if self.is_identity else q.index_select(0, self.row_index), self.angles.of(spec, pool))
         grouped = picked.view(items, width, spec.kv_heads, spec.group, spec.head_dim)
         if width > 1:

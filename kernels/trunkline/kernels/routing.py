@@ -21,4 +21,6 @@ class Routing:
     groups: int = 1
     """Groups of neighbouring experts, all of one size."""
     groups_per_token: int = 1
-    """Groups that a token's experts come from: those whose two best scores have the largest sum."""
+    """Groups that a token's experts come from: those whose best scores have the largest sum."""
+    group_best: int = 2
+    """How many of a group's scores are in that sum: 2, or 1."""

@@ -10,7 +10,8 @@ is every layer:
       row row row  row row row  row row row  row row row              row: 64 bfloat16, or 64 int8 and their scale
 
 Ranks divide the heads and nothing else (`trunkline.kvstore.shards`); a chunk of one head is whole on every rank.
-docs/decisions/0018 says what else fits: latent attention, pools per window.
+Latent attention has one band and one head: what is kept of a token is at once the key and the value of all heads.
+docs/decisions/0018 says what else fits: pools per window.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Final
 
 KEYS_AND_VALUES: Final = ("keys", "values")
 """The bands of attention with keys and values of its own."""
+LATENTS: Final = ("latents",)
+"""The only band of latent attention."""
 NUMBER_BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 """Bytes of a number, by the name of its type."""
 KV_DTYPES: Final = ("auto", "int8")
@@ -31,7 +34,7 @@ class Numbers:
     """Numbers of one type behind each other in a row."""
 
     name: str
-    """What they are: "vector", "scale"."""
+    """What they are: "vector", "scale"; "rotary", "latent"."""
     dtype: str
     """One of `NUMBER_BYTES`."""
     count: int
@@ -107,8 +110,8 @@ class ChunkFormat:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether a row has a scale behind its numbers."""
-        return len(self.row) > 1
+        """Whether a row's numbers are rounded, with their scale behind them."""
+        return self.row[0].dtype != self.computed
 
     @property
     def name(self) -> str:
@@ -157,3 +160,18 @@ def kv_format(
     if kv_dtype == "int8":
         row = (Numbers("vector", "int8", head_dim), Numbers("scale", "float32", 1))
     return ChunkFormat(layers, heads, chunk_size, row, dtype, positions=positions, shifts=shifts)
+
+
+def latent_format(
+    sizes: tuple[int, int, int, int], dtype: str, *, positions: str = "", shifts: bool = True
+) -> ChunkFormat:
+    """Return the format of chunks of latent attention (DeepSeek-V2, §2.1): a row has the rotary part of a key, which
+    all heads share, and the latent, of which the rest of each head's key and its value are made.
+
+    Args:
+        sizes: Layers, tokens of a chunk, numbers of the rotary part, numbers of the latent.
+        dtype: The type that KV is computed and kept in.
+    """
+    layers, chunk_size, rotary, latent = sizes
+    row = (Numbers("rotary", dtype, rotary), Numbers("latent", dtype, latent))
+    return ChunkFormat(layers, 1, chunk_size, row, dtype, LATENTS, positions=positions, shifts=shifts)

@@ -36,6 +36,7 @@ class Qkv(StrEnum):
     SEPARATE = "three matrices"
     STACKED = "one matrix: all queries, all keys, all values"
     GROUPED = "one matrix: for each KV head its queries, its key, its value"
+    LATENT = "queries, a latent and a rotary key for all heads, and what makes keys and values of the latent"
 
 
 class Mlp(StrEnum):
@@ -81,6 +82,15 @@ class WeightNames:
     query_norm: str = ""
     """RMS norm of each query head before rotation, or of all together (`Architecture.wide_norms`)."""
     key_norm: str = ""
+    query_down: str = ""
+    """`LATENT`: projection to the vector that queries are made of, with a norm; empty if they are made of the hidden
+    state."""
+    query_down_norm: str = ""
+    latent: str = ""
+    """`LATENT`: one matrix, first the latent's rows, then those of the rotary key."""
+    latent_norm: str = ""
+    expand: str = ""
+    """`LATENT`: for each head the rows that make a key of the latent, then those that make a value."""
     gate: str = ""
     """The same as `up` if one matrix has both: first the gate's rows."""
     attention_post_norm: str = ""
@@ -193,6 +203,26 @@ GLM4_MOE: Final = replace(
         shared_experts="mlp.shared_experts.",
         choice_bias="mlp.gate.e_score_correction_bias",
     ),
+)
+DEEPSEEK_V3: Final = replace(
+    GLM4_MOE,
+    family="deepseek_v3",
+    qkv=Qkv.LATENT,
+    interleaved=True,
+    names=replace(
+        GLM4_MOE.names,
+        query_down="self_attn.q_a_proj",
+        query_down_norm="self_attn.q_a_layernorm",
+        query="self_attn.q_b_proj",
+        key="",
+        value="",
+        latent="self_attn.kv_a_proj_with_mqa",
+        latent_norm="self_attn.kv_a_layernorm",
+        expand="self_attn.kv_b_proj",
+    ),
+)
+DEEPSEEK_V2: Final = replace(
+    DEEPSEEK_V3, family="deepseek_v2", names=replace(DEEPSEEK_V3.names, choice_bias="")
 )
 PHI3: Final = replace(
     LLAMA,

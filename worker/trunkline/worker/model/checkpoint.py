@@ -22,7 +22,7 @@ from trunkline.kernels.ops import Activation, Kernels, PackedLinear, QkNorm, Qua
 from trunkline.worker.errors import CheckpointError
 from trunkline.worker.model.architecture import NormKind
 from trunkline.worker.model.gguf.weights import GgufSlices
-from trunkline.worker.model.model_config import Mixture, Piece, Shard
+from trunkline.worker.model.model_config import LatentAttention, Mixture, Piece, Shard
 from trunkline.worker.model.packed_files import PackedMatrix
 from trunkline.worker.model.packed_weights import read_packed
 from trunkline.worker.model.tensor_index import find_prefix, read_tensor_index
@@ -36,6 +36,26 @@ class NormWeights(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
+
+
+class LatentWeights(NamedTuple):
+    """The projections into latent attention on one rank: its heads, and all of the latent."""
+
+    query_down: PackedLinear | None
+    """To the vector that queries are made of; None: they are made of the hidden state."""
+    query_norm: Tensor | None
+    """Weights of that vector's norm."""
+    query: PackedLinear
+    """To the heads' queries, `[heads * (rotary + plain), …]`."""
+    rotary: PackedLinear
+    """To the rotary part of the key, `[rotary, hidden]`."""
+    latent: PackedLinear
+    """To the latent, `[latent, hidden]`."""
+    latent_norm: Tensor
+    keys: tuple[PackedLinear, ...]
+    """For each head `[latent, plain]`: what makes keys of latents, transposed, so that it brings a query there."""
+    values: tuple[PackedLinear, ...]
+    """For each head `[value, latent]`."""
 
 
 class MlpWeights(NamedTuple):
@@ -67,7 +87,7 @@ class LayerWeights:
     """One decoder layer on one rank."""
 
     attention_norm: NormWeights | None
-    qkv: PackedLinear
+    qkv: PackedLinear | LatentWeights
     """Projections to queries, keys and values, `[(heads + 2 * kv_heads) * head_dim, hidden]`."""
     qk_norm: QkNorm | None
     attention_out: PackedLinear
@@ -240,10 +260,10 @@ class _ShardReader:
             mlp = self._experts(prefix, mixture)
         return LayerWeights(
             attention_norm=self._norm(prefix, names.attention_norm),
-            qkv=self._qkv(prefix),
+            qkv=self._qkv(prefix) if config.latent is None else self._latent(prefix, config.latent),
             qk_norm=self._qk_norm(prefix),
             attention_out=self._row_parallel(
-                prefix + names.attention_out, shard.query_rows, config.attention_out_bias and shard.rank == 0
+                prefix + names.attention_out, shard.out_columns, config.attention_out_bias and shard.rank == 0
             ),
             attention_post_norm=self._norm(prefix, names.attention_post_norm),
             mlp_norm=self._norm(prefix, names.mlp_norm),
@@ -255,10 +275,33 @@ class _ShardReader:
         shard = self._shard
         weight, bias = self._column_parallel(prefix, shard.qkv_pieces(), self._config.attention_bias)
         if self._architecture.interleaved:
-            rows = torch.tensor(shard.parted_rows(), device=self._files.device)
-            weight = weight.rows(rows) if isinstance(weight, GroupedWeight) else weight[rows]
-            bias = None if bias is None else bias[rows]
+            return self._pack(*_reordered(weight, bias, shard.parted_rows()))
         return self._pack(weight, bias)
+
+    def _latent(self, prefix: str, sizes: LatentAttention) -> LatentWeights:
+        """Return the projections into latent attention, rotary parts in front of queries."""
+        names, shard, kernels = self._names, self._shard, self._kernels
+        apart, has_bias = self._architecture.interleaved, self._config.attention_bias
+        query_down = query_norm = None
+        if sizes.query_rank:
+            piece = Piece(names.query_down, slice(None))
+            query_down = self._pack(*self._column_parallel(prefix, [piece], has_bias))
+            query_norm = self._norm_weight(prefix + names.query_down_norm)
+        order = [head * sizes.query + row for head in range(shard.heads) for row in sizes.query_order(apart)]
+        queries = self._matrix(f"{prefix}{names.query}.weight", shard.query_rows)
+        stored = self._column_parallel(prefix, [Piece(names.latent, slice(None))], has_bias)
+        expand = self._files.slice(f"{prefix}{names.expand}.weight", shard.head_rows(sizes.plain + sizes.value))
+        by_head = [part.split((sizes.plain, sizes.value)) for part in expand.split(sizes.plain + sizes.value)]
+        return LatentWeights(
+            query_down,
+            query_norm,
+            self._pack(*_reordered(queries, None, order)),
+            self._pack(*_reordered(*stored, sizes.key_order(apart))),
+            self._pack(*_reordered(*stored, list(range(sizes.latent)))),
+            self._norm_weight(prefix + names.latent_norm),
+            tuple(kernels.pack_linear(key.T.contiguous(), None, self._quantisation) for key, _ in by_head),
+            tuple(kernels.pack_linear(value, None, self._quantisation) for _, value in by_head),
+        )
 
     def _mlp(self, prefix: str, width: int) -> MlpWeights:
         """Return this rank's part of an MLP."""
@@ -353,6 +396,13 @@ class _ShardReader:
         rows = self._files.slice(name, self._shard.vocab_rows)
         padding = self._shard.vocab_size - rows.shape[0]
         return torch.cat([rows, rows.new_zeros(padding, rows.shape[1])]) if padding else rows
+
+
+def _reordered(weight: Weight, bias: Tensor | None, order: list[int]) -> tuple[Weight, Tensor | None]:
+    """Return these output rows of a layer, in this order."""
+    rows = torch.tensor(order, device=weight.codes.device if isinstance(weight, GroupedWeight) else weight.device)
+    picked = weight.rows(rows) if isinstance(weight, GroupedWeight) else weight[rows]
+    return picked, None if bias is None else bias[rows]
 
 
 def _stacked(parts: list[Weight]) -> Weight:

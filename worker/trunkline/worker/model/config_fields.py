@@ -131,11 +131,12 @@ def make_rope(given: Mapping[str, Any], rotary_dim: int, theta: float, max_posit
             low_freq_factor=float(given["low_freq_factor"]),
             high_freq_factor=float(given["high_freq_factor"]),
         )
-    if given.get("mscale") or given.get("mscale_all_dim"):
-        raise UnsupportedModelError("yarn with mscale is not supported")
     attention_factor = given.get("attention_factor")
     if attention_factor is None:
-        attention_factor = 1.0 if factor <= 1 else 0.1 * log(factor) + 1.0
+        scale, all_dim = given.get("mscale"), given.get("mscale_all_dim")
+        attention_factor = yarn_scale(factor)
+        if scale and all_dim:
+            attention_factor = yarn_scale(factor, float(scale)) / yarn_scale(factor, float(all_dim))
     return RopeConfig(
         theta,
         rotary_dim,
@@ -147,6 +148,11 @@ def make_rope(given: Mapping[str, Any], rotary_dim: int, theta: float, max_posit
         attention_factor=float(attention_factor),
         truncate=bool(given.get("truncate", True)),
     )
+
+
+def yarn_scale(factor: float, scale: float = 1.0) -> float:
+    """Return YaRN's temperature for a context that is `factor` times longer."""
+    return 1.0 if factor <= 1 else 0.1 * scale * log(factor) + 1.0
 
 
 def _longrope(given: Mapping[str, Any], rope: RopeConfig, max_positions: int) -> RopeConfig:

@@ -20,6 +20,7 @@ from trunkline.worker.errors import ModelError, UnsupportedModelError
 from trunkline.worker.model.model_config import ModelConfig, check_parallelism
 from trunkline.worker.model.packed_files import read_scheme
 from trunkline.worker.model.reader_base import Reader
+from trunkline.worker.model.reader_deepseek import DEEPSEEK_READERS
 from trunkline.worker.model.reader_experts import EXPERTS_READERS
 from trunkline.worker.model.reader_llama import LLAMA_READERS
 from trunkline.worker.model.reader_others import OTHER_READERS
@@ -82,12 +83,15 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise ModelError(f"{path}: {what}") from error
 
 
-READERS: Final[Mapping[str, Reader]] = {**LLAMA_READERS, **EXPERTS_READERS, **OTHER_READERS}
+READERS: Final[Mapping[str, Reader]] = {
+    **LLAMA_READERS,
+    **EXPERTS_READERS,
+    **DEEPSEEK_READERS,
+    **OTHER_READERS,
+}
 """The reader of each name in config.json's `architectures`."""
 
 REFUSED: Final[Mapping[str, str]] = {
-    "DeepseekV2ForCausalLM": "its latent attention is not computed",
-    "DeepseekV3ForCausalLM": "its latent attention is not computed",
     "Gemma3ForConditionalGeneration": "it reads images too; save its text model as Gemma3ForCausalLM",
     "GptOssForCausalLM": "its attention has sinks, which are not computed",
     "Llama4ForCausalLM": "its attention in chunks of positions is not computed",

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from trunkline.kernels.routing import Routing
-from trunkline.kvstore.chunk_format import ChunkFormat, kv_format
-from trunkline.worker.errors import ParallelismError
+from trunkline.kvstore.chunk_format import ChunkFormat, kv_format, latent_format
+from trunkline.worker.errors import ParallelismError, UnsupportedModelError
 from trunkline.worker.model.architecture import Architecture, Positions, Qkv
 
 
@@ -71,6 +71,40 @@ class Mixture:
 
 
 @dataclass(frozen=True)
+class LatentAttention:
+    """The sizes of latent attention (DeepSeek-V2, §2.1), in numbers of a head."""
+
+    latent: int
+    """Numbers of the latent, of which all heads' keys and values are made."""
+    rotary: int
+    """The part of queries and keys that is rotated; keys of all heads have the same."""
+    plain: int
+    """The rest of queries and keys."""
+    value: int
+    query_rank: int = 0
+    """Numbers of the vector that queries are made of; 0: they are made of the hidden state."""
+    norm_eps: float = 1e-6
+    """Of the norms of latent and vector, whatever the model's other norms have."""
+
+    @property
+    def query(self) -> int:
+        """Numbers of a query."""
+        return self.plain + self.rotary
+
+    def query_order(self, interleaved: bool) -> list[int]:
+        """Return a query's rows in the checkpoint in the order that kernels take: the rotary part comes first."""
+        return [*(self.plain + row for row in self._rotary_order(interleaved)), *range(self.plain)]
+
+    def key_order(self, interleaved: bool) -> list[int]:
+        """Return the rows of the rotary key in the matrix that also has the latent's."""
+        return [self.latent + row for row in self._rotary_order(interleaved)]
+
+    def _rotary_order(self, interleaved: bool) -> list[int]:
+        every = range(self.rotary)
+        return [*every[::2], *every[1::2]] if interleaved else list(every)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A model: its family's architecture, and what its config.json adds."""
 
@@ -80,6 +114,7 @@ class ModelConfig:
     heads: int
     kv_heads: int
     head_dim: int
+    """Numbers of a query or a key; with latent attention, of what is stored of a token."""
     intermediate_size: int
     """Width of the MLP where a layer has one."""
     vocab_size: int
@@ -110,6 +145,8 @@ class ModelConfig:
     """Factor of what attention and MLP add to the residual."""
     logit_scale: float = 1.0
     mixture: Mixture | None = None
+    latent: LatentAttention | None = None
+    """Keys and values are made of latents; then `kv_heads` is 1."""
 
     def mixture_of(self, layer: int) -> Mixture | None:
         """Return the mixture of experts of a layer; None if it has a plain MLP."""
@@ -138,9 +175,20 @@ class ModelConfig:
         Args:
             dtype: The type of the computation.
             kv_dtype: One of `chunk_format.KV_DTYPES`.
+
+        Raises:
+            UnsupportedModelError: KV of this model cannot be kept in that type.
         """
         # Their text names all fields: a field that is added changes it, and KV is computed again.
         positions = repr((self.architecture.positions, self.attention, self.alibi_slopes, self.max_positions))
+        if (own := self.latent) is not None:
+            if kv_dtype != "auto":
+                raise UnsupportedModelError(
+                    f"KV in {kv_dtype} is not supported with latent attention: a latent stands for the keys and "
+                    "values of all heads, and no kernel reads it rounded; use auto"
+                )
+            latents = (self.layers, chunk_size, own.rotary, own.latent)
+            return latent_format(latents, dtype, positions=positions, shifts=self.positions_shift)
         sizes = (self.layers, self.kv_heads, chunk_size, self.head_dim)
         return kv_format(sizes, dtype, kv_dtype, positions=positions, shifts=self.positions_shift)
 
@@ -179,8 +227,18 @@ class Shard:
 
     @property
     def query_rows(self) -> slice:
-        """This rank's rows in a matrix of all queries, and its columns in attention's output matrix."""
-        width = self.config.head_dim
+        """This rank's rows in a matrix of all queries."""
+        latent = self.config.latent
+        return self.head_rows(latent.query if latent else self.config.head_dim)
+
+    @property
+    def out_columns(self) -> slice:
+        """This rank's columns in attention's output matrix."""
+        latent = self.config.latent
+        return self.head_rows(latent.value if latent else self.config.head_dim)
+
+    def head_rows(self, width: int) -> slice:
+        """This rank's rows in a matrix that has `width` for each query head."""
         return slice(self.first_head * width, (self.first_head + self.heads) * width)
 
     @property

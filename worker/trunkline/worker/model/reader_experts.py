@@ -55,7 +55,7 @@ def _glm4_moe(raw: Mapping[str, Any]) -> ModelConfig:
     config = llama_like(fields, architecture, norm_eps=1e-5, fraction=0.5)
     experts, width = fields.whole("num_local_experts", 128), fields.whole("moe_intermediate_size", 1408)
     routing = Routing(
-        _chosen(fields, experts, 8),
+        chosen_experts(fields, experts, 8),
         "sigmoid",
         normalised=fields.flag("norm_topk_prob", True),
         factor=fields.number("routed_scaling_factor", 1.0),
@@ -65,7 +65,7 @@ def _glm4_moe(raw: Mapping[str, Any]) -> ModelConfig:
     mixture = Mixture(
         experts,
         width,
-        _checked(routing, experts),
+        checked_routing(routing, experts),
         shared_width=width * fields.whole("n_shared_experts", 1),
         dense_layers=frozenset(range(fields.whole("first_k_dense_replace", 1))),
     )
@@ -78,17 +78,18 @@ def _routing(fields: Fields, experts: int, chosen: int, *, normalised: bool = Tr
     Args:
         chosen: experts per token, where the file does not say.
     """
-    return Routing(_chosen(fields, experts, chosen), normalised=normalised)
+    return Routing(chosen_experts(fields, experts, chosen), normalised=normalised)
 
 
-def _chosen(fields: Fields, experts: int, default: int) -> int:
+def chosen_experts(fields: Fields, experts: int, default: int) -> int:
+    """Return how many experts a token goes to, checked."""
     chosen = fields.whole("num_experts_per_tok", default)
     if not 1 <= chosen <= experts:
         raise ValueError(f"num_experts_per_tok is {chosen}; there are {experts} experts")
     return chosen
 
 
-def _checked(routing: Routing, experts: int) -> Routing:
+def checked_routing(routing: Routing, experts: int) -> Routing:
     """Return the routing if its groups are possible."""
     if routing.groups < 1 or experts % routing.groups:
         raise ValueError(f"n_group is {routing.groups}; there are {experts} experts")

@@ -10,7 +10,9 @@ layer only the tokens go on whose final states are needed.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from trunkline.kernels.latent import Absorb, Expand
 from trunkline.kernels.ops import AttentionSpec, PackedLinear, QkNorm
 from trunkline.kernels.program import (
     Activate,
@@ -37,7 +39,7 @@ from trunkline.kernels.program import (
 )
 from trunkline.kernels.wide_norms import SquareSums, WideNorm
 from trunkline.worker.model.architecture import Mlp, NormKind, Residual
-from trunkline.worker.model.checkpoint import ExpertWeights, LayerWeights, NormWeights, Weights
+from trunkline.worker.model.checkpoint import ExpertWeights, LatentWeights, LayerWeights, NormWeights, Weights
 from trunkline.worker.model.model_config import LayerAttention, RopeConfig, Shard
 from trunkline.worker.model.ropes import exact_frequencies
 
@@ -129,10 +131,18 @@ class _Compiler:
         """Return attention's output, before its projection."""
         own = self._config.attention[index]
         spec = self._specs[own]
+        cos, sin = self._rotations[own.rope] if own.rope else (None, None)
+        if isinstance(layer.qkv, LatentWeights):
+            qkv = self._absorb(layer.qkv, x, spec)
+            self._ops.append(StoreKv(qkv=qkv, layer=index, spec=spec, cos=cos, sin=sin, norm=None))
+            latents = self._buffer("latents", spec.heads * spec.value_dim)
+            self._ops.append(Attend(qkv=qkv, layer=index, spec=spec, out=latents))
+            attended = self._buffer("attended", sum(value.out_features for value in layer.qkv.values))
+            self._ops.append(Expand(x=latents, layers=layer.qkv.values, out=attended))
+            return attended
         qkv = self._linear(x, layer.qkv, "qkv", place="qkv")
         if self._config.qkv_clip:
             self._ops.append(Clamp(limit=self._config.qkv_clip, into=qkv))
-        cos, sin = self._rotations[own.rope] if own.rope else (None, None)
         norm = layer.qk_norm
         if norm is not None and self._config.architecture.wide_norms:
             self._wide_norm(qkv, norm)
@@ -141,6 +151,27 @@ class _Compiler:
         attended = self._buffer("attended", spec.heads * spec.head_dim)
         self._ops.append(Attend(qkv=qkv, layer=index, spec=spec, out=attended))
         return attended
+
+    def _absorb(self, weights: LatentWeights, x: Buffer, spec: AttentionSpec) -> Buffer:
+        """Return the queries in the space of what is stored, behind them what is stored of the token."""
+        source = x
+        if weights.query_down is not None and weights.query_norm is not None:
+            down = self._linear(x, weights.query_down, "query_down")
+            source = self._latent_norm(down, weights.query_norm, "query_source")
+        queries = self._linear(source, weights.query, "queries")
+        latent = self._linear(x, weights.latent, "latent_raw")
+        latent = self._latent_norm(latent, weights.latent_norm, "latent")
+        rotary = self._linear(x, weights.rotary, "rotary_key")
+        out = self._buffer("qkv", spec.qkv_width)
+        self._ops.append(Absorb(queries=queries, rotary=rotary, latent=latent, layers=weights.keys, out=out))
+        return out
+
+    def _latent_norm(self, x: Buffer, weight: Tensor, name: str) -> Buffer:
+        sizes = self._config.latent
+        assert sizes is not None
+        out = self._buffer(name, x.width)
+        self._ops.append(RmsNorm(x=x, residual=None, weight=weight, eps=sizes.norm_eps, out=out))
+        return out
 
     def _wide_norm(self, qkv: Buffer, norm: QkNorm) -> None:
         sums = Buffer("square_sums", qkv.rows, 2, torch.float32)
@@ -274,6 +305,7 @@ def _specs(
             alibi_slopes=slopes if shard.alibi_slopes else None,
             window=own.window,
             soft_cap=own.soft_cap,
+            latent_dim=config.latent.latent if config.latent else 0,
         )
         for own in set(config.attention)
     }

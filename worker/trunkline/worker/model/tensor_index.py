@@ -21,7 +21,7 @@ from trunkline.worker.errors import CheckpointError, ParallelismError
 from trunkline.worker.model.architecture import Architecture, NormKind, Qkv
 from trunkline.worker.model.gguf.container import TYPES
 from trunkline.worker.model.gguf.names import StoredTensor, read_stored
-from trunkline.worker.model.model_config import ModelConfig, obstacles
+from trunkline.worker.model.model_config import LatentAttention, ModelConfig, obstacles
 from trunkline.worker.model.packed_files import PackedMatrix, packed_matrices, scheme_of
 
 SINGLE_FILE: Final = "model.safetensors"
@@ -263,12 +263,15 @@ def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     for norm, columns in ((names.query_norm, queries), (names.key_norm, keys)):
         if norm:
             yield f"{norm}.weight", (columns if wide else config.head_dim,)
-    if config.architecture.qkv is Qkv.SEPARATE:
+    if config.latent is not None:
+        yield from _latent_shapes(config, config.latent)
+    elif config.architecture.qkv is Qkv.SEPARATE:
         for name, rows in ((names.query, queries), (names.key, keys), (names.value, keys)):
             yield from _linear(config, name, rows, hidden, config.attention_bias)
     else:
         yield from _linear(config, names.qkv, queries + 2 * keys, hidden, config.attention_bias)
-    yield from _linear(config, names.attention_out, hidden, queries, config.attention_out_bias)
+    out = queries if config.latent is None else config.heads * config.latent.value
+    yield from _linear(config, names.attention_out, hidden, out, config.attention_out_bias)
     mixture = config.mixture_of(layer)
     if mixture is None:
         yield from _mlp(config, names.dense, config.intermediate_size)
@@ -280,6 +283,17 @@ def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
         yield from _mlp(config, names.expert.format(expert), mixture.width)
     if mixture.shared_width:
         yield from _mlp(config, names.shared_experts, mixture.shared_width)
+
+
+def _latent_shapes(config: ModelConfig, sizes: LatentAttention) -> Shapes:
+    names, hidden, bias = config.architecture.names, config.hidden_size, config.attention_bias
+    if sizes.query_rank:
+        yield from _linear(config, names.query_down, sizes.query_rank, hidden, bias)
+        yield f"{names.query_down_norm}.weight", (sizes.query_rank,)
+    yield from _linear(config, names.query, config.heads * sizes.query, sizes.query_rank or hidden, False)
+    yield from _linear(config, names.latent, sizes.latent + sizes.rotary, hidden, bias)
+    yield f"{names.latent_norm}.weight", (sizes.latent,)
+    yield from _linear(config, names.expand, config.heads * (sizes.plain + sizes.value), sizes.latent, False)
 
 
 def _mlp(config: ModelConfig, prefix: str, width: int) -> Shapes:
