@@ -22,6 +22,7 @@ import torch
 from gpu_device import Gpu, Output, Visit
 from safetensors.torch import save_file
 
+from trunkline.kernels.ops import PackedLinear
 from trunkline.kvstore.chunks import blocks_for, pack_int32
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.messages import Join, Sampling, StepPlan
@@ -257,6 +258,7 @@ def products_ms(gpu: Gpu, runner: Runner, shape: ModelShape, rows: int) -> float
 
     def products() -> None:
         for layer in weights.layers:
+            assert isinstance(layer.qkv, PackedLinear)
             kernels.linear(x, layer.qkv)
             kernels.linear(x, layer.attention_out)
             assert isinstance(layer.mlp, MlpWeights)

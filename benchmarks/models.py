@@ -69,6 +69,21 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
         **ROUTED,
         "num_experts_per_tok": 7,
     },
+    "deepseek-v2": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "num_key_value_heads": 12,
+        "q_lora_rank": None,
+        "kv_lora_rank": 192,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 64,
+        "n_routed_experts": 32,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        **ROUTED,
+        "norm_topk_prob": False,
+        "num_experts_per_tok": 7,
+    },
 }
 """config.json of each, beside `SHAPE`."""
 ROWS: Final = (1, 8, 32)

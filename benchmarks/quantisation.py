@@ -74,6 +74,7 @@ class Model:
         """In the order of a step, and whether each is gated."""
         for layer in self.weights.layers:
             assert isinstance(layer.mlp, MlpWeights)
+            assert isinstance(layer.qkv, PackedLinear)
             yield from ((layer.qkv, False), (layer.attention_out, False))
             yield from ((layer.mlp.up, True), (layer.mlp.down, False))
         yield self.weights.head, False

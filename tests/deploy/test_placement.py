@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import typer
+from safetensors.torch import save_file
 
 from trunkline.deploy.cli.app import app
 from trunkline.deploy.config import machine, models
@@ -25,6 +28,8 @@ from trunkline.deploy.node import node
 from trunkline.deploy.supervisor.configs import configs_of
 from trunkline.deploy.supervisor.serve import grown, plan_cluster
 from trunkline.worker.config import WorkerConfig
+from trunkline.worker.model.families import read_model_config
+from trunkline.worker.model.tensor_index import expected_shapes
 
 ShowGpus = Callable[[int], None]
 ROOT = Path(__file__).parents[2]
@@ -206,3 +211,42 @@ def test_the_images_default_command_lets_the_machine_decide() -> None:
     assert command[0] == "serve"
     given = serve_command.commands["serve"].make_context("serve", command[1:]).params
     assert (given["tp"], given["groups"], given["device"]) == (None, 1, "auto")
+
+
+def make_latent_model(folder: Path) -> Path:
+    """Write a model with latent attention, beside the demo model's tokenizer; return `folder`."""
+    folder.mkdir()
+    for file in DEMO.glob("*.json"):
+        if file.name != "model.safetensors.index.json":
+            shutil.copy(file, folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    own = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "kv_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "q_lora_rank": None,
+    }
+    vocabulary = {"vocab_size": json.loads((DEMO / "config.json").read_text())["vocab_size"]}
+    (folder / "config.json").write_text(json.dumps({**sizes, **experts, **own, **vocabulary}))
+    shapes = expected_shapes(read_model_config(folder), "model.")
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
+    return folder
+
+
+def test_latent_attention_is_refused_where_it_has_no_kernels(tmp_path: Path, show_gpus: ShowGpus) -> None:
+    model = str(make_latent_model(tmp_path / "latent"))
+    show_gpus(1)
+    with pytest.raises(
+        UserError, match=r"latent attention, for which there are kernels on CPUs only, .*--device cpu"
+    ):
+        plan_cluster(ServeSettings(model=model, port=0))
+    assert plan_cluster(ServeSettings(model=model, port=0, kernels="reference")).settings.kernels == "reference"
+    show_gpus(0)
+    with pytest.raises(UserError, match="KV in int8 is not supported with latent attention"):
+        plan_cluster(ServeSettings(model=model, port=0, kv_dtype="int8"))
+    # A chunk is whole on every rank.
+    parts = [plan_cluster(ServeSettings(model=model, port=0, tp=tp)).disk for tp in (1, 4)]
+    assert parts[0] is not None
+    assert parts[1] is not None
+    assert parts[0].chunk_bytes == parts[1].chunk_bytes == 64 * (24 + 8) * 4

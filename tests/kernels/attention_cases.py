@@ -124,7 +124,7 @@ def decode(
 ) -> Tensor:
     """Run decode attention with everything around its operands poisoned; without `pool` on the plain data."""
     plan = plan or case.forest.decode_plan()
-    return _run(kernels.decode_attention, plan, case, pool or KvPool.wrap(case.data), strided)
+    return _run(kernels.decode_attention, plan, case, pool or wrap(case.data), strided)
 
 
 def prefill(
@@ -137,16 +137,16 @@ def prefill(
 ) -> Tensor:
     """As `decode`, for prefill attention."""
     plan = plan or case.forest.prefill_plan(case.counts)
-    return _run(kernels.prefill_attention, plan, case, pool or KvPool.wrap(case.data), strided)
+    return _run(kernels.prefill_attention, plan, case, pool or wrap(case.data), strided)
 
 
 def _run(attention: Any, plan: Any, case: Case, pool: KvPool, strided: bool) -> Tensor:
     queries, heads, head_dim = case.q.shape
-    width = heads + 2 * case.spec.kv_heads if strided else heads
+    width = heads + case.spec.bands * case.spec.kv_heads if strided else heads
     around = torch.full((queries + 4, width, head_dim), float("nan"), dtype=case.q.dtype)
     q = around[2:-2, :heads]
     q.copy_(case.q)
-    results = torch.full((queries + 4, heads, head_dim), float("nan"), dtype=case.q.dtype)
+    results = torch.full((queries + 4, heads, case.spec.value_dim), float("nan"), dtype=case.q.dtype)
     attention(plan, q, pool, 1, case.spec, results[2:-2])
     assert bool(results[:2].isnan().all() & results[-2:].isnan().all()), "written outside of its rows"
     return results[2:-2]

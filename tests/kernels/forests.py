@@ -18,7 +18,7 @@ from torch import Tensor
 from trunkline.kernels.int8_kv import to_rows
 from trunkline.kernels.ops import AttentionSpec, Kernels, KvPool
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, Segments, WritePlan, build_decode_plan
-from trunkline.kvstore.chunk_format import kv_format
+from trunkline.kvstore.chunk_format import kv_format, latent_format
 from trunkline.kvstore.chunks import Int32Array
 
 LAYERS: Final = 2
@@ -289,7 +289,7 @@ def no_runs() -> Int32Array:
 def pool_data(forest: Forest, spec: AttentionSpec, dtype: torch.dtype, seed: int, *, spare: int = 0) -> Tensor:
     """Contents in plain order, NaN where nothing is covered."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (forest.blocks, LAYERS, 2, spec.kv_heads, forest.chunk_size, spec.head_dim)
+    shape = (forest.blocks, LAYERS, spec.bands, spec.kv_heads, forest.chunk_size, spec.head_dim)
     data = torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
     used = torch.from_numpy(forest.covered(spare))[:, None, None, None, :, None]
     return data.masked_fill_(~used, float("nan"))
@@ -301,9 +301,12 @@ FILLINGS: Final[tuple[Filling, ...]] = ("wrapped", "scattered", "written")
 
 
 def wrap(data: Tensor, kv_dtype: str = "auto") -> KvPool:
-    """A pool in plain order around a copy of keys and values, rounded to `kv_dtype`."""
-    _, layers, _, heads, chunk_size, head_dim = data.shape
-    form = kv_format((layers, heads, chunk_size, head_dim), str(data.dtype).removeprefix("torch."), kv_dtype)
+    """A pool in plain order around a copy of keys and values, rounded to `kv_dtype`, or of latents."""
+    _, layers, bands, heads, chunk_size, head_dim = data.shape
+    dtype = str(data.dtype).removeprefix("torch.")
+    if bands == 1:  # which part is rotary, only specs say
+        return KvPool.wrap(data.clone(), latent_format((layers, chunk_size, 0, head_dim), dtype))
+    form = kv_format((layers, heads, chunk_size, head_dim), dtype, kv_dtype)
     return KvPool.wrap(to_rows(data) if form.is_quantised else data.clone(), form)
 
 
@@ -334,7 +337,7 @@ def fill_pool(
 
 
 def write_slots(kernels: Kernels, pool: KvPool, slots: NDArray[np.int64], kv: Tensor, spec: AttentionSpec) -> None:
-    """Store tokens' keys and values `[tokens, layers, 2, kv_heads, head_dim]` as they are, in all layers."""
+    """Store tokens' keys and values `[tokens, layers, bands, kv_heads, head_dim]` as they are, in all layers."""
     plan = WritePlan(pool.chunk_size, slots.astype(np.int32))
     for layer in range(kv.shape[1]):
         queries = torch.full((len(slots), spec.heads * spec.head_dim), float("nan"), dtype=kv.dtype)

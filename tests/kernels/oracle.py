@@ -67,15 +67,15 @@ def turn_by(x: Tensor, positions: Tensor, spec: AttentionSpec) -> Tensor:
     return torch.cat((turned, x[..., width:]), dim=-1)
 
 
-def keys_and_values(row: Row, data: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """A row's keys and values `[tokens, kv_heads, head_dim]` as stored."""
-    k, v = (
+def keys_and_values(row: Row, data: Tensor, layer: int, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """A row's keys and values `[tokens, kv_heads, head_dim]` as stored; a latent key ends with its value."""
+    stored = [
         torch.cat(
             [data[r.block, layer, part, :, r.first : r.first + r.tokens].transpose(0, 1) for r in row.ranges]
         )
-        for part in (0, 1)
-    )
-    return k, v
+        for part in range(spec.bands)
+    ]
+    return stored[0], stored[-1][..., -spec.value_dim :]
 
 
 def _biased(scores: Tensor, key_position: Tensor, positions: Tensor, spec: AttentionSpec) -> Tensor:
@@ -95,7 +95,7 @@ def exact_attention(
     row: Row, q: Tensor, positions: Tensor, data: Tensor, layer: int, spec: AttentionSpec
 ) -> Tensor:
     """float64 `[queries, heads, head_dim]`: every key turned to where it acts, one plain softmax."""
-    k, v = (x.double().repeat_interleave(spec.group, dim=1) for x in keys_and_values(row, data, layer))
+    k, v = (x.double().repeat_interleave(spec.group, dim=1) for x in keys_and_values(row, data, layer, spec))
     shifts = torch.from_numpy(np.repeat([r.shift for r in row.ranges], [r.tokens for r in row.ranges]))
     if bool(shifts.any()):
         k = turn_by(k, shifts, spec)
@@ -114,7 +114,7 @@ def plain_attention(
     any fused attention); sums and exponentials are in float32, the result is rounded once.
     """
     dtype, wide = q.dtype, torch.float32 if q.dtype.itemsize == 2 else q.dtype
-    k, v = (x.to(wide).repeat_interleave(spec.group, dim=1) for x in keys_and_values(row, data, layer))
+    k, v = (x.to(wide).repeat_interleave(spec.group, dim=1) for x in keys_and_values(row, data, layer, spec))
     shifts = np.repeat([r.shift for r in row.ranges], [r.tokens for r in row.ranges])
     scores = torch.empty(spec.heads, len(q), len(k), dtype=wide)
     for shift in np.unique(shifts):

@@ -43,7 +43,7 @@ class Model:
         self.kernels = kernels
         self.spec = spec
         self.rng = np.random.default_rng(seed)
-        shape = (BLOCKS, LAYERS, 2, spec.kv_heads, chunk_size, spec.head_dim)
+        shape = (BLOCKS, LAYERS, spec.bands, spec.kv_heads, chunk_size, spec.head_dim)
         self.dtype = dtype
         self.pool = wrap(torch.full(shape, float("nan"), dtype=dtype), kv_dtype)
         self.plain = self.pool.data.clone()
@@ -68,11 +68,11 @@ class Model:
         """Store random keys and values; -1 is skipped."""
         spec, plan = self.spec, WritePlan(self.chunk_size, np.array(slots, dtype=np.int32))
         for layer in layers:
-            qkv = self.random(len(slots), (spec.heads + 2 * spec.kv_heads) * spec.head_dim)
+            qkv = self.random(len(slots), spec.qkv_width)
             heads = qkv.clone().view(len(slots), -1, spec.head_dim)[:, spec.heads :]
             for token, slot in enumerate(slots):
                 if slot >= 0:
-                    kv = heads[token].view(2, spec.kv_heads, spec.head_dim)
+                    kv = heads[token].view(spec.bands, spec.kv_heads, spec.head_dim)
                     self.plain[slot // self.chunk_size, layer, :, :, slot % self.chunk_size] = self.rows(kv)
             self.kernels.write_kv(plan, qkv, None, self.pool, layer, spec)
 
@@ -166,7 +166,7 @@ class Model:
         runs = np.array([[0, 2, 0, len(blocks)]], dtype=np.int32)
         forest = Forest(size, rows, runs, BLOCKS)
         q = self.random(2, self.spec.heads, self.spec.head_dim)
-        out = torch.full_like(q, float("nan"))
+        out = torch.full((2, self.spec.heads, self.spec.value_dim), float("nan"), dtype=q.dtype)
         self.kernels.decode_attention(forest.decode_plan(), q, self.pool, layer, self.spec, out)
         exact, plain = attention_oracle(forest, [1, 1], q, kept, layer, self.spec)
         assert_as_exact_as(out, exact, plain, sum_terms=rows[0].tokens)
@@ -182,21 +182,24 @@ OPERATIONS = ("fill", "fill", "overwrite", "copy", "scatter", "gather", "attend"
 
 
 def check(
-    name: str, seed: int, chunk_size: int, dtype: torch.dtype, operations: list[str], kv_dtype: str = "auto"
+    name: str, seed: int, chunk_size: int, dtype: torch.dtype, operations: list[str], kept: str = "auto"
 ) -> None:
     kernels = make_kernels(name, threads=1 + seed % 2)
-    model = Model(kernels, make_spec(4, 2, (64, 80)[seed % 2]), chunk_size, dtype, seed, kv_dtype)
+    spec, kv_dtype = make_spec(4, 2, (64, 80)[seed % 2]), kept
+    if kept == "latents":
+        spec, kv_dtype = make_spec(4, 1, (64, 84)[seed % 2], rotary_dim=16, latent_dim=(48, 68)[seed % 2]), "auto"
+    model = Model(kernels, spec, chunk_size, dtype, seed, kv_dtype)
     for operation in operations:
         model.run(operation)
     assert same_bits(contents(kernels, model.pool), model.plain)
 
 
-@pairwise(seeded=True, chunk_size=CHUNKS, implementation=CPU, dtype=DTYPES, kv_dtype=("auto", "int8"))
+@pairwise(seeded=True, chunk_size=CHUNKS, implementation=CPU, dtype=DTYPES, kept=("auto", "int8", "latents"))
 def test_operations_in_any_order(
-    chunk_size: int, implementation: str, dtype: torch.dtype, kv_dtype: str, seed: int
+    chunk_size: int, implementation: str, dtype: torch.dtype, kept: str, seed: int
 ) -> None:
     rng = np.random.default_rng([chunk_size, seed])
-    check(implementation, seed, chunk_size, dtype, rng.choice(OPERATIONS, size=14).tolist(), kv_dtype)
+    check(implementation, seed, chunk_size, dtype, rng.choice(OPERATIONS, size=14).tolist(), kept)
 
 
 @pairwise(implementation=(*CPU, *CUDA), dtype=DTYPES, chunk_size=(1, 16, 64))

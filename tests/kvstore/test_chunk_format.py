@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from seeds import seeds
 
-from trunkline.kvstore.chunk_format import NUMBER_BYTES, ChunkFormat, Numbers, kv_format, type_name
+from trunkline.kvstore.chunk_format import NUMBER_BYTES, kv_format, latent_format, type_name
 from trunkline.kvstore.shards import HeadShard, rows_of
 
 
@@ -32,8 +32,9 @@ def test_int8_has_its_scales_in_the_chunk() -> None:
 
 def test_latent_attention_fits() -> None:
     """One latent and one rotary part per token and layer, whole on every rank."""
-    row = (Numbers("latent", "bfloat16", 512), Numbers("rotary", "bfloat16", 64))
-    chunk = ChunkFormat(3, 1, 64, row, "bfloat16", bands=("latents",))
+    chunk = latent_format((3, 64, 64, 512), "bfloat16")
+    assert (chunk.is_quantised, chunk.name, chunk.stretches) == (False, "bfloat16", 3)
+    assert chunk.text != latent_format((3, 64, 32, 544), "bfloat16").text  # as many numbers, other ones
     assert (chunk.shape, chunk.element, chunk.row_bytes) == ((3, 1, 1, 64, 576), "bfloat16", 1152)
     assert chunk.of_rank(4) == chunk
     assert HeadShard(1, 3, 4).pieces(2)[0].rank == 1  # taken whole from either

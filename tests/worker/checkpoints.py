@@ -256,11 +256,12 @@ RELATIVE: Final = tuple(name for name in MODELS if not name.startswith(("gpt2", 
 """Those whose positions are not learned, so that their KV may stand elsewhere."""
 ALIKE: Final = set(MODELS) - {
     *("gpt2", "opt", "gqa", "linear-rope", "llama3-rope", "yarn-rope", "mistral", "qwen3", "pythia"),
-    *("falcon-rw", "mpt", "mpt-six-heads", "gemma3", "glm4"),
+    *("falcon-rw", "mpt", "mpt-six-heads", "gemma3", "glm4", "deepseek-v3"),
 }
 """Models whose positions and windows work in the way of another one's."""
-KINDS: Final = ("gqa", "gpt2", "opt-350m", "pythia", "falcon-rw", "mpt", "gemma3")
-"""Rotary, learned and linear positions, windows, norms, and ways in which attention and MLP come together."""
+KINDS: Final = ("gqa", "gpt2", "opt-350m", "pythia", "falcon-rw", "mpt", "gemma3", "deepseek-v3")
+"""Rotary, learned and linear positions, windows, norms, latents, and ways in which attention and MLP come
+together."""
 
 
 def with_kernels(names: Collection[str], soak: Iterable[str] = ()) -> pytest.MarkDecorator:

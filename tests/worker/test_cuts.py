@@ -41,7 +41,7 @@ from trunkline.worker.model.families import read_model_config
 TOLERANCE = 1e-4
 FAR = 2_000_000
 """A history index far beyond any model's maximum."""
-PAIRS_BESIDE = ("glm", "glm4")
+PAIRS_BESIDE = ("glm", "glm4", "deepseek_v2")
 """Families that turn neighbouring dimensions together; others, those half of the rotated part apart."""
 
 
@@ -54,14 +54,19 @@ class Judge:
         self._rotated_at: list[int] = []
         """Position of each cached key's rotation."""
         self._keys: list[Tensor] = []
-        """By layer, `[1, kv_heads, tokens, head_dim]`, as they were computed."""
+        """By layer, `[1, kv_heads, tokens, head_dim]`, as they were computed; of latent attention the latents."""
         self._values: list[Tensor] = []
+        """Of latent attention the rotary parts of keys."""
+        self._has_latents = hasattr(self._model.config, "kv_lora_rank")
 
     def read(self, tokens: list[int]) -> Logprobs:
         """What comes after each of the next tokens."""
         cache, start = DynamicCache(), len(self._rotated_at)
         for layer, (keys, values) in enumerate(zip(self._keys, self._values, strict=True)):
-            cache.update(self._embedded(layer, keys), values, layer)
+            if self._has_latents:
+                cache.update(keys, self._embedded(layer, values), layer)
+            else:
+                cache.update(self._embedded(layer, keys), values, layer)
         with torch.inference_mode():
             logits: Tensor = self._model(torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits[0]
         made: list[Any] = list(cache.layers)

@@ -74,10 +74,13 @@ def test_what_is_said_does_not_depend_on_drafts(runner: Runner, name: str, seed:
     assert fewer < steps
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_drafts_change_no_bit_of_what_rows_compute(models: Models, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("gqa", "bfloat16"), ("gqa", "float32"), ("deepseek-v3", "bfloat16"), ("deepseek-v3", "float32")],
+)
+def test_drafts_change_no_bit_of_what_rows_compute(models: Models, name: str, dtype: str) -> None:
     """With compiled kernels on a CPU: reports are equal, not only close."""
-    folder = models(head_dim=16)
+    folder = models(name, head_dim=16) if name == "gqa" else models(name)
     runner = Runner.load(run_config(folder, kernels="cpu", dtype=dtype, invariant_rows=True), lambda *_: None)
     samplings = [Sampling(temperature=t, seed=n, logprobs=VOCAB_SIZE) for n, t in enumerate((0.0, 1.0, 2.0))]
     texts = [text * 4 for text in prompts(3, 5)]

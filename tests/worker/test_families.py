@@ -62,7 +62,7 @@ def test_a_good_model(folder: Path) -> None:
         (
             {"architectures": ["GPT7"]},
             UnsupportedModelError,
-            "GPT7; supported: FalconForCausalLM, GPT2LMHeadModel",
+            "GPT7; supported: DeepseekV2ForCausalLM, ",
         ),
         (
             {"architectures": ["Gemma3ForConditionalGeneration"]},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from trunkline.worker.errors import CheckpointError, ModelError, ParallelismErro
 from trunkline.worker.model.config_fields import bloom_slopes, mpt_slopes
 from trunkline.worker.model.families import check_model, read_model_config
 from trunkline.worker.model.model_config import (
+    LatentAttention,
     LayerAttention,
     Mixture,
     ModelConfig,
@@ -60,6 +62,8 @@ def possible(config: ModelConfig) -> list[int]:
         ("gemma-3-1b", [1, 2, 4]),
         ("qwen3-235b-a22b", [1, 2, 4, 8, 16]),
         ("glm-4.5-air", [1, 2, 4, 8, 16]),
+        ("deepseek-v2-lite", [1, 2, 4, 8, 16]),
+        ("deepseek-v3", [1, 2, 4, 8, 16]),
     ],
 )
 def test_group_sizes(name: str, sizes: list[int], tmp_path: Path) -> None:
@@ -147,6 +151,31 @@ def test_mixtures(tmp_path: Path) -> None:
     assert possible(read(tmp_path, "qwen3-235b-a22b", intermediate_size=1)) == [1, 2, 4, 8, 16]
 
 
+def test_latent_attention(tmp_path: Path) -> None:
+    config = read(tmp_path, "deepseek-v3")
+    assert config.latent == LatentAttention(512, 64, 128, 128, query_rank=1536)
+    assert config.mixture == Mixture(256, 2048, Routing(8, "sigmoid", True, 2.5, 8, 4), 2048, frozenset(range(3)))
+    (own,) = set(config.attention)
+    # The temperature is wholly in the scale, none of it in the rotation.
+    assert own.rope == RopeConfig(10000.0, 64, "yarn", 40.0, 4096, attention_factor=1.0)
+    assert own.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    chunk = config.chunk_format(64, "bfloat16")
+    assert chunk.chunk_bytes == 61 * 64 * 576 * 2
+    assert chunk.of_rank(8) == chunk
+    assert config.positions_shift
+    assert config.architecture.interleaved
+    assert not read(tmp_path, "deepseek-v3", rope_interleave=False).architecture.interleaved
+    lite = read(tmp_path, "deepseek-v2-lite")
+    assert lite.latent == LatentAttention(512, 64, 128, 128)
+    assert lite.architecture.names.query == "self_attn.q_proj"
+    assert lite.mixture == Mixture(64, 1408, Routing(6, normalised=False), 2816, frozenset([0]))
+    grouped = read(tmp_path, "deepseek-v2-lite", topk_method="group_limited_greedy", n_group=8, topk_group=3)
+    assert grouped.mixture is not None
+    assert grouped.mixture.routing == Routing(6, normalised=False, groups=8, groups_per_token=3, group_best=1)
+    with pytest.raises(UnsupportedModelError, match="KV in int8 is not supported with latent attention"):
+        lite.chunk_format(64, "bfloat16", "int8")
+
+
 def test_factors(tmp_path: Path) -> None:
     config = read(tmp_path, "granite-3.1-8b")
     assert (config.embedding_scale, config.residual_scale, config.logit_scale) == (12.0, 0.22, 1 / 16)
@@ -205,6 +234,21 @@ def test_slopes_equal_transformers(heads: int) -> None:
         ("gemma-2-2b", {"layer_types": ["chunked_attention"] * 26}, "layer_types has 'chunked_attention'"),
         ("gpt2", {"quantization_config": {"bits": 8}}, "quantization_config"),
         ("granite-3.1-8b", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+        ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; supported .*: 'sigmoid'"),
+        ("deepseek-v3", {"topk_method": "greedy"}, "topk_method is 'greedy'; supported .*: 'noaux_tc'"),
+        ("deepseek-v3", {"num_key_value_heads": 8}, "num_key_value_heads is 8; supported .*: 128"),
+        ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
+        (
+            "deepseek-v3",
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            "rope scaling 'linear' .*: default, yarn",
+        ),
+        ("deepseek-v3", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope scaling 'dynamic'"),
+        ("deepseek-v3", {"partial_rotary_factor": 0.5}, "32 of 64 dimensions"),
+        ("deepseek-v3", {"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ("deepseek-v2-lite", {"norm_topk_prob": True}, "norm_topk_prob is True"),
+        ("deepseek-v2-lite", {"mlp_bias": True}, "mlp_bias is True"),
+        ("deepseek-v2-lite", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
         ("mixtral-8x7b", {"architectures": ["GptOssForCausalLM"]}, "GptOssForCausalLM .its attention has sinks"),
     ],
 )
@@ -221,6 +265,9 @@ def test_what_is_refused_by_name(name: str, changes: dict[str, Any], message: st
         ("glm-4.5-air", {"n_group": 3}, "n_group is 3; there are 128 experts"),
         ("glm-4.5-air", {"topk_group": 2}, "topk_group is 2; there are 1 groups"),
         ("glm-4.5-air", {"n_group": 32}, "1 groups have fewer than 8 experts"),
+        ("deepseek-v3", {"kv_lora_rank": 511}, "kv_lora_rank, .* the first one even"),
+        ("deepseek-v3", {"qk_rope_head_dim": 63}, "63 dimensions of a head are rotated"),
+        ("deepseek-v3", {"n_group": 7}, "n_group is 7; there are 256 experts"),
         ("gemma-2-2b", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 26 layers"),
         ("pythia-1.4b", {"rotary_pct": 0.04}, "5 dimensions of a head are rotated"),
         ("falcon-40b", {"num_kv_heads": 7}, "128 attention heads cannot share 7 KV heads"),

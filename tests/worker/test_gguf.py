@@ -23,6 +23,7 @@ from worker.gguf_files import METADATA, TENSORS, file_of
 
 from trunkline.kernels.gguf_blocks import BLOCKS, from_blocks
 from trunkline.kernels.grouped import GroupedWeight
+from trunkline.kernels.ops import PackedLinear
 from trunkline.kernels.reference import ReferenceKernels
 from trunkline.worker.errors import CheckpointError, ModelError, ParallelismError, UnsupportedModelError
 from trunkline.worker.model.checkpoint import load_weights
@@ -146,6 +147,7 @@ def test_ranks_read_their_slices(name: str, pairs: Callable[[str], Pair]) -> Non
         )
         assert weights.bytes_read > 0
         first, kernels = weights.layers[0], ReferenceKernels()
+        assert isinstance(first.qkv, PackedLinear)
         attended = x[:, : config.heads * config.head_dim].chunk(tp, dim=1)[rank]
         query = kernels.linear(x[:, : config.hidden_size], first.qkv)[:, : config.heads // tp * config.head_dim]
         return kernels.linear(attended, first.attention_out), query

@@ -38,7 +38,7 @@ from trunkline.worker.messages import Sampling
 
 SAME = 1e-5
 """Of log-probabilities that come from the same KV."""
-POSITIONS = {"gqa": True, "gpt2": False, "falcon-rw": True, "mpt": True, "gemma3": True}
+POSITIONS = {"gqa": True, "deepseek-v3": True, "gpt2": False, "falcon-rw": True, "mpt": True, "gemma3": True}
 """Families by whether their KV may stand elsewhere."""
 HOST_BYTES = 1 << 22
 
@@ -300,7 +300,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("name", "kv_dtype"), [("gqa", "int8"), ("gpt2", "auto")])
+@pytest.mark.parametrize(("name", "kv_dtype"), [("gqa", "int8"), ("gpt2", "auto"), ("deepseek-v3", "auto")])
 @pytest.mark.usefixtures("patience")
 def test_answers_are_the_same_from_every_tier(
     name: str, kv_dtype: str, make_bench: MakeBench, tiers: dict[str, Any], redis_server: RedisServer

@@ -51,6 +51,7 @@ ONE_OF_EACH: Final = (
     "falcon-7b",
     "mpt",
     "mixtral",
+    "deepseek-v3",
     "gemma2",
     "qwen3",
     "glm4-moe",
@@ -106,7 +107,7 @@ def reference_of(runner: Runner) -> OpByOp:
         lambda *_: None,
         config.quantisation,
     )
-    pool = KvPool.wrap(torch.zeros_like(runner.pool.data))
+    pool = KvPool.wrap(torch.zeros_like(runner.pool.data), runner.pool.format)
     made = Decoder(decoder.shard, weights, kernels, TensorParallel.alone(CPU), pool).runner
     assert isinstance(made, OpByOp)
     return made
@@ -124,6 +125,8 @@ def reference_of(runner: Runner) -> OpByOp:
         ("qwen3-moe-some-dense", {"threads": 2}),
         ("olmo2", {"dtype": "bfloat16", "threads": 2}),
         ("mixtral-five-experts", {"quantisation": "int8", "threads": 3}),
+        ("deepseek-v2", {"quantisation": "int8", "threads": 2}),
+        ("deepseek-v3", {"dtype": "bfloat16", "threads": 2}),
     ],
 )
 def test_each_op_equals_the_reference(name: str, fields: dict[str, Any], models: Models) -> None:

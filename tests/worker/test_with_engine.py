@@ -10,6 +10,7 @@ import pytest
 from simulation.drafts import RandomDrafts, draft_from
 from simulation.driver import Simulation
 from worker.beam_driver import Case, check, expected_hypotheses, with_likely_stops
+from worker.checkpoints import Models
 from worker.driver import VOCAB_SIZE
 from worker.engine_driver import make_simulation
 
@@ -28,8 +29,9 @@ def simulate(
     return [simulation.streams[request].output for request in ids], simulation
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_text_does_not_depend_on_what_the_engine_does(folder: Path, kv_dtype: str) -> None:
+@pytest.mark.parametrize(("name", "kv_dtype"), [*(("gqa", kept) for kept in KV_DTYPES), ("deepseek-v3", "auto")])
+def test_text_does_not_depend_on_what_the_engine_does(name: str, kv_dtype: str, models: Models) -> None:
+    folder = models(name)
     rng = np.random.default_rng(0)
     prefix = rng.integers(VOCAB_SIZE, size=45).tolist()
     heads = [prefix[: int(rng.integers(0, 46))] for _ in range(8)]

@@ -140,18 +140,18 @@ class Planning:
         self.invariant_tokens = invariant_tokens
         self._threads = threads
         self._share = share
-        self._made: dict[tuple[int, int, int, int], WorkOptions] = {}
+        self._made: dict[tuple[int, int, int, int, int], WorkOptions] = {}
 
     def options(self, spec: AttentionSpec, row_bytes: int) -> WorkOptions:
         """Return the options for a layer: always the same object, because each layer of each step needs it."""
-        key = (spec.kv_heads, spec.heads, spec.head_dim, row_bytes)
+        key = (spec.kv_heads, spec.heads, spec.head_dim, spec.latent_dim, row_bytes)
         made = self._made.get(key)
         if made is None:
             made = self._made[key] = WorkOptions(
                 kv_heads=spec.kv_heads,
                 group=spec.group,
-                kv_token_bytes=2 * row_bytes,
-                partial_bytes=2 * 4 * (spec.head_dim + 2),
+                kv_token_bytes=spec.bands * row_bytes,
+                partial_bytes=2 * 4 * (spec.value_dim + 2),
                 tile_rows=max(TILE_VECTORS, spec.group),
                 workers=self._threads,
                 invariant_tokens=self.invariant_tokens,

@@ -23,9 +23,10 @@ from trunkline.kernels.cpu_plans import (
     prefill_state,
     turns_queries,
 )
+from trunkline.kernels.latent import Absorb, Expand
 from trunkline.kernels.native import library
 from trunkline.kernels.op_by_op import Collective, OpByOp, StepBatch
-from trunkline.kernels.ops import KernelCounters, KvPool
+from trunkline.kernels.ops import KernelCounters, KvPool, PackedLinear
 from trunkline.kernels.program import (
     Activate,
     Add,
@@ -75,6 +76,8 @@ KINDS: Final[dict[type[Op], int]] = {
     Experts: 17,
     SquareSums: 18,
     WideNorm: 19,
+    Absorb: 20,
+    Expand: 21,
 }
 """The number of each op in `csrc/cpu/program.h`."""
 HOST: Final = 0
@@ -136,9 +139,13 @@ class _Words:
                 return [buffer(op.x), op.layer.data.handle, buffer(op.out), int(op.gated)]
             case Experts():
                 layers = (op.router, *(layer for expert in op.experts for layer in expert))
-                handles = torch.tensor([layer.data.handle for layer in layers], dtype=torch.int64)
-                routed = [buffer(op.x), constant(handles), buffer(op.out), op.first]
+                routed = [buffer(op.x), constant(_handles(layers)), buffer(op.out), op.first]
                 return [*routed, *_routing_words(op.routing), constant(op.choice_bias)]
+            case Absorb():
+                read = [buffer(op.queries), buffer(op.rotary), buffer(op.latent)]
+                return [*read, constant(_handles(op.layers)), buffer(op.out)]
+            case Expand():
+                return [buffer(op.x), constant(_handles(op.layers)), buffer(op.out)]
             case SquareSums():
                 return [buffer(op.qkv), buffer(op.out), *op.widths]
             case WideNorm():
@@ -168,6 +175,10 @@ class _Words:
         return next((index for index, known in enumerate(self.ropes) if known is frequencies), -1)
 
 
+def _handles(layers: tuple[PackedLinear, ...]) -> Tensor:
+    return torch.tensor([layer.data.handle for layer in layers], dtype=torch.int64)
+
+
 def _type_beside(pool: KvPool) -> int:
     """Return the number of the type that KV is computed in, where the pool's tensor does not say it; else 0."""
     return KV_TYPES[pool.format.computed] if pool.format.is_quantised else 0
@@ -180,12 +191,13 @@ def _is_native(op: Op, shares_memory: bool) -> bool:
         shares_memory: whether the ranks do, if there are several.
     """
     if isinstance(op, Experts):
-        return op.routing.scores == "sigmoid" or (op.choice_bias is None and op.routing.groups == 1)
+        one_best = op.routing.groups == 1 or op.routing.group_best == 1
+        return op.routing.scores == "sigmoid" or (op.choice_bias is None and one_best)
     return shares_memory or not isinstance(op, AllReduce)
 
 
 def _routing_words(routing: Routing) -> list[int]:
-    flags = int(routing.scores == "sigmoid") + 2 * int(not routing.normalised)
+    flags = int(routing.scores == "sigmoid") + 2 * int(not routing.normalised) + 4 * int(routing.group_best == 1)
     return [routing.per_token, flags, routing.groups, routing.groups_per_token]
 
 

@@ -6,8 +6,8 @@ rotary part and `K c`, its value `V c`, with matrices `K` and `V` of its own. Th
       score     q_rotary · k_rotary + q_plain · (K c)  =  (q_rotary, Kᵀ q_plain) · (k_rotary, c)
       result    Σ weight · (V c)                       =  V (Σ weight · c)
 
-So a query is brought to the latents' space (`Absorb`), attention reads the row as the key of all heads and its end as
-their value (`AttentionSpec.latent_dim`), and what it returns becomes the heads' results behind it (`Expand`).
+So a query is brought to the latents' space (`Absorb`), attention reads the row as the key of all heads and its end
+as their value (`AttentionSpec.latent_dim`), and what it returns becomes the heads' results behind it (`Expand`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from trunkline.kernels.program import Buffer, Facts, Op, Rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Absorb(Op):
-    """`out` = for each head its query's rotary part and `layer(plain part)`; behind them, once, the rotary part of the
-    key and the latent: what `StoreKv` and `Attend` take."""
+    """`out` = for each head its query's rotary part and `layer(plain part)`; behind them, once, the rotary part of
+    the key and the latent: what `StoreKv` and `Attend` take."""
 
     kind = "absorb"
     reads = ("queries", "rotary", "latent")

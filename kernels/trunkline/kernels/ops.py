@@ -36,8 +36,8 @@ class KvPool:
     """The device tier of the KV cache on one rank."""
 
     data: Tensor
-    """KV of all blocks, `[blocks, *format.shape]`: layers, keys and values (or latents), heads of this rank, tokens,
-    a row; contiguous: one chunk is one region for tier moves, and a strided view per layer."""
+    """KV of all blocks, `[blocks, *format.shape]`: layers, keys and values (or latents), heads of this rank,
+    tokens, a row; contiguous: one chunk is one region for tier moves, and a strided view per layer."""
     packed: Tensor
     """uint8 `[blocks, layers]`. 1: the block's tiles of that layer are permuted in place, into an order private to
     the kernels that wrote them. Other code reads such a block through `gather_blocks`, which always gives the

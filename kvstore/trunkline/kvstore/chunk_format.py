@@ -165,8 +165,8 @@ def kv_format(
 def latent_format(
     sizes: tuple[int, int, int, int], dtype: str, *, positions: str = "", shifts: bool = True
 ) -> ChunkFormat:
-    """Return the format of chunks of latent attention (DeepSeek-V2, §2.1): a row has the rotary part of a key, which
-    all heads share, and the latent, of which the rest of each head's key and its value are made.
+    """Return the format of chunks of latent attention (DeepSeek-V2, §2.1): a row has the rotary part of a key,
+    which all heads share, and the latent, of which the rest of each head's key and its value are made.
 
     Args:
         sizes: Layers, tokens of a chunk, numbers of the rotary part, numbers of the latent.

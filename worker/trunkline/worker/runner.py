@@ -142,6 +142,8 @@ class Runner:
         progress("joining the group", 0.0)
         group = connect(config, device)
         kernels = choose_kernels(config, config.threads)
+        if model.latent is not None and kernels.name == "cuda":
+            raise WorkerConfigError("latent attention has no CUDA kernels; use device cpu, or kernels reference")
         # The native kernels have threads of their own; torch's would wait for work by spinning on their cores.
         torch.set_num_threads(1 if kernels.name == "cpu" else config.threads)
         shard = Shard(model, config.rank, config.tp)

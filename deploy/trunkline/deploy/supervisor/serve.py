@@ -95,10 +95,11 @@ def plan_cluster(
                 "the option out"
             )
         model = check_model(folder, settings.ranks, dtype, settings.max_context or 0)
+        _check_latents(settings, model, device)
+        chunk = model.chunk_format(settings.chunk_size, dtype, settings.kv_dtype)
     except WorkerError as error:
         raise UserError(str(error)) from error
     max_context = _context(settings, model)
-    chunk = model.chunk_format(settings.chunk_size, dtype, settings.kv_dtype)
     chunk_bytes = chunk.of_rank(settings.ranks).chunk_bytes
     _check_kv_memory(settings, chunk_bytes, device)
     weights = models.weights_digest(folder, _reading(tell))
@@ -153,6 +154,15 @@ def _check_device(settings: ServeSettings, device: str) -> None:
         raise UserError(
             f"--kv-dtype is {settings.kv_dtype}, for which there are kernels on CPUs only, but the model runs on "
             f"device {device}; use --kv-dtype auto, or --device cpu"
+        )
+
+
+def _check_latents(settings: ServeSettings, model: ModelConfig, device: str) -> None:
+    """Check that there are kernels for latent attention, if the model has it."""
+    if model.latent is not None and device == "cuda" and settings.kernels != "reference":
+        raise UserError(
+            f"{settings.model} has latent attention, for which there are kernels on CPUs only, but the model runs "
+            "on device cuda; use --device cpu, or, for tests, --kernels reference"
         )
 
 

@@ -78,6 +78,8 @@ def read_adapter(name: str, folder: Path, config: ModelConfig, rank_max: int = R
             above `rank_max`. The message names it and says what would be accepted.
     """
     try:
+        if config.latent is not None:
+            raise AdapterError("the model has latent attention, for which adapters are not implemented")
         settings, raw = _read_settings(folder)
         file = folder / WEIGHTS_FILE
         if not file.is_file():

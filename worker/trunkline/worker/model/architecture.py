@@ -83,8 +83,8 @@ class WeightNames:
     """RMS norm of each query head before rotation, or of all together (`Architecture.wide_norms`)."""
     key_norm: str = ""
     query_down: str = ""
-    """`LATENT`: projection to the vector that queries are made of, with a norm; empty if they are made of the hidden
-    state."""
+    """`LATENT`: projection to the vector that queries are made of, with a norm; empty if they are made of the
+    hidden state."""
     query_down_norm: str = ""
     latent: str = ""
     """`LATENT`: one matrix, first the latent's rows, then those of the rotary key."""
@@ -221,9 +221,7 @@ DEEPSEEK_V3: Final = replace(
         expand="self_attn.kv_b_proj",
     ),
 )
-DEEPSEEK_V2: Final = replace(
-    DEEPSEEK_V3, family="deepseek_v2", names=replace(DEEPSEEK_V3.names, choice_bias="")
-)
+DEEPSEEK_V2: Final = replace(DEEPSEEK_V3, family="deepseek_v2", names=replace(DEEPSEEK_V3.names, choice_bias=""))
 PHI3: Final = replace(
     LLAMA,
     family="phi3",

@@ -280,7 +280,7 @@ class _ShardReader:
 
     def _latent(self, prefix: str, sizes: LatentAttention) -> LatentWeights:
         """Return the projections into latent attention, rotary parts in front of queries."""
-        names, shard, kernels = self._names, self._shard, self._kernels
+        names, shard, pack = self._names, self._shard, self._kernels.pack_linear
         apart, has_bias = self._architecture.interleaved, self._config.attention_bias
         query_down = query_norm = None
         if sizes.query_rank:
@@ -291,7 +291,7 @@ class _ShardReader:
         queries = self._matrix(f"{prefix}{names.query}.weight", shard.query_rows)
         stored = self._column_parallel(prefix, [Piece(names.latent, slice(None))], has_bias)
         expand = self._files.slice(f"{prefix}{names.expand}.weight", shard.head_rows(sizes.plain + sizes.value))
-        by_head = [part.split((sizes.plain, sizes.value)) for part in expand.split(sizes.plain + sizes.value)]
+        by_head = expand.view(shard.heads, sizes.plain + sizes.value, sizes.latent)
         return LatentWeights(
             query_down,
             query_norm,
@@ -299,8 +299,8 @@ class _ShardReader:
             self._pack(*_reordered(*stored, sizes.key_order(apart))),
             self._pack(*_reordered(*stored, list(range(sizes.latent)))),
             self._norm_weight(prefix + names.latent_norm),
-            tuple(kernels.pack_linear(key.T.contiguous(), None, self._quantisation) for key, _ in by_head),
-            tuple(kernels.pack_linear(value, None, self._quantisation) for _, value in by_head),
+            tuple(pack(own[: sizes.plain].T.contiguous(), None, self._quantisation) for own in by_head),
+            tuple(pack(own[sizes.plain :], None, self._quantisation) for own in by_head),
         )
 
     def _mlp(self, prefix: str, width: int) -> MlpWeights:

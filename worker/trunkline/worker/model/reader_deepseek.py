@@ -92,14 +92,16 @@ def _with_latents(
     rope = read_rope(fields, sizes.rotary)
     if rope.kind not in ROPE_KINDS or rope.rotary_dim != sizes.rotary:
         raise UnsupportedModelError(
-            f"rope scaling {rope.kind!r} of {rope.rotary_dim} of {sizes.rotary} dimensions is not supported for this "
-            f"architecture; supported: {', '.join(ROPE_KINDS)} of all"
+            f"rope scaling {rope.kind!r} of {rope.rotary_dim} of {sizes.rotary} dimensions is not supported for "
+            f"this architecture; supported: {', '.join(ROPE_KINDS)} of all"
         )
     given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     temperature = yarn_scale(rope.factor, float(given.get("mscale_all_dim") or 0.0))
     scale = sizes.query**-0.5 * temperature**2
     dense = frozenset(range(fields.whole("first_k_dense_replace", dense_layers)))
-    config = with_attention(with_attention_bias(config, fields), lambda _, own: replace(own, scale=scale, rope=rope))
+    config = with_attention(
+        with_attention_bias(config, fields), lambda _, own: replace(own, scale=scale, rope=rope)
+    )
     return replace(config, latent=sizes, mixture=replace(mixture, dense_layers=dense))
 
 

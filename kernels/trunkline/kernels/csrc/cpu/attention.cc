@@ -52,7 +52,7 @@ ScoreRule rule_of(double scale, double soft_cap, int64_t window, const TensorVie
 void prepare_states(CpuContext& context, DecodeCall& call, int64_t heads, bool buffered) {
   const WorkView& work = call.work;
   const size_t slots = static_cast<size_t>(buffered ? work.partials : work.rows) * static_cast<size_t>(heads);
-  const size_t floats = static_cast<size_t>(state_floats(call.pool.head_dim));
+  const size_t floats = static_cast<size_t>(state_floats(call.pool.value_dim));
   call.states = reinterpret_cast<float*>(context.states.reserve(slots * floats * 4));
   call.turns = nullptr;
   if (!buffered) {
@@ -91,7 +91,7 @@ void run_decode(CpuContext& context, DecodeCall& call, bool buffered) {
   for (int32_t row = 0; row < call.work.rows; ++row) {
     if (call.work.row_partials[row] == call.work.row_partials[row + 1]) {
       std::memset(call.out + row * call.out_stride, 0,
-                  static_cast<size_t>(heads * call.pool.head_dim * call.pool.element_bytes));
+                  static_cast<size_t>(heads * call.pool.value_dim * call.pool.element_bytes));
     }
   }
   const AttentionTable& table = attention_table_of(context);
@@ -128,11 +128,11 @@ void decode_attention(int64_t handle, TensorView work, TensorView q, TensorView 
   DecodeCall call{pool_of(data, packed, layer, kv_type_of(q, "q")), {}, WorkView(words)};
   call.layer = static_cast<int32_t>(layer), call.steps = static_cast<int32_t>(steps);
   require(steps >= 0 && steps <= INT32_MAX, "steps must not be negative");
-  call.q_stride = vectors_stride(q, call.pool, "q");
-  call.out_stride = vectors_stride(out, call.pool, "out");
+  call.q_stride = vectors_stride(q, call.pool, call.pool.head_dim, "q");
+  call.out_stride = results_stride(out, call.pool);
   const int64_t heads = q.size(1);
   require(out.size(1) == heads && q.size(0) == call.work.rows && out.size(0) == call.work.rows,
-          "q and out must be [rows, heads, head_dim] of the plan's rows");
+          "q and out must be [rows, heads, width] of the plan's rows");
   call.rule = rule_of(scale, soft_cap, window, slopes, heads);
   call.group = static_cast<int32_t>(heads / call.pool.kv_heads);
   call.q = bytes_of(q), call.out = bytes_of(out);
@@ -247,11 +247,11 @@ void prefill_attention(int64_t handle, TensorView words, TensorView q, TensorVie
   call.pool = pool_of(data, packed, layer, kv_type_of(q, "q"));
   read_prefill_words(words, call, &queries);
   call.layer = static_cast<int32_t>(layer);
-  call.q_stride = vectors_stride(q, call.pool, "q");
-  call.out_stride = vectors_stride(out, call.pool, "out");
+  call.q_stride = vectors_stride(q, call.pool, call.pool.head_dim, "q");
+  call.out_stride = results_stride(out, call.pool);
   const int64_t heads = q.size(1);
   require(out.size(1) == heads && q.size(0) == queries && out.size(0) == queries,
-          "q and out must be [queries, heads, head_dim] of the plan's queries");
+          "q and out must be [queries, heads, width] of the plan's queries");
   call.rule = rule_of(scale, soft_cap, window, slopes, heads);
   call.group = static_cast<int32_t>(heads / call.pool.kv_heads);
   call.q = bytes_of(q), call.out = bytes_of(out);

@@ -2,8 +2,9 @@
 //
 // Plain data only, and no function that the linker could merge over levels (see simd.h).
 //
-// The pool is `[blocks, layers, 2, kv_heads, chunk, row]`; a *tile* is the `chunk` rows of one block, layer, K or V,
-// and head. A row is the `d` elements of a token, or `d` int8 and the float32 by which they are multiplied. Where
+// The pool is `[blocks, layers, bands, kv_heads, chunk, row]`; a *tile* is the `chunk` rows of one block, layer, band
+// and head. Bands are K and V, or, in latent attention, one whose rows are keys and end with their values; its tiles
+// are always in plain order, since a product over keys and one over values want different ones. A row is the `d` elements of a token, or `d` int8 and the float32 by which they are multiplied. Where
 // `PoolView::packable`, a full chunk's tiles are permuted in place once it is sealed, into the form of gemm.h's B,
 // the same at every level:
 //
@@ -38,12 +39,14 @@ constexpr int kTotalLanes = 16;  // a row's sum of weights is kept per lane
 struct PoolView {
   char* data;
   uint8_t* packed;  // [blocks, layers]
-  int64_t blocks, layers, kv_heads, chunk, head_dim;
+  int64_t blocks, layers, bands, kv_heads, chunk, head_dim;
+  int64_t value_dim;  // of a value and of results: the last numbers of a key if there is one band
   int64_t element_bytes, row_bytes, tile_bytes;
   KvType type;  // of queries, results, and of keys and values before they are stored; `element_bytes` is its size
   bool is_int8;
   bool packable;
 
+  int64_t value_start() const { return head_dim - value_dim; }
   int form() const { return type + (is_int8 ? kKvTypes : 0); }
 };
 
@@ -57,7 +60,7 @@ struct ScoreRule {
 
 // One partial result of one query head, `state_floats` long: sum of weighted values, peak, total. The weights are
 // 2^(score - peak), scores being multiplied by log2(e), here as everywhere.
-static constexpr int64_t state_floats(int64_t head_dim) { return (head_dim + 15) / 16 * 16 + 16; }
+static constexpr int64_t state_floats(int64_t value_dim) { return (value_dim + 15) / 16 * 16 + 16; }
 
 struct DecodeCall {
   PoolView pool;

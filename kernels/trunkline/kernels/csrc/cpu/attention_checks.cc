@@ -22,12 +22,15 @@ PoolView pool_of(const TensorView& data, const TensorView& packed, int64_t layer
   pool.is_int8 = data.device().device_type == kDLCPU && has_dtype(data, kDLInt, 8);
   pool.type = pool.is_int8 ? computed : kv_type_of(data, "the pool");
   constexpr int64_t kScaleBytes = 4;
-  if (data.ndim() != 6 || data.size(2) != 2 || !data.IsContiguous() ||
+  if (data.ndim() != 6 || data.size(2) < (pool.is_int8 ? 2 : 1) || data.size(2) > 2 || !data.IsContiguous() ||
       (pool.is_int8 && data.size(5) <= kScaleBytes)) {
-    TVM_FFI_THROW(ValueError) << "the pool must be contiguous, [blocks, layers, 2, kv_heads, chunk, row]";
+    TVM_FFI_THROW(ValueError)
+        << "the pool must be contiguous, [blocks, layers, bands, kv_heads, chunk, row], with two "
+           "bands, or one that is not int8";
   }
-  pool.blocks = data.size(0), pool.layers = data.size(1), pool.kv_heads = data.size(3);
+  pool.blocks = data.size(0), pool.layers = data.size(1), pool.bands = data.size(2), pool.kv_heads = data.size(3);
   pool.chunk = data.size(4), pool.head_dim = data.size(5) - (pool.is_int8 ? kScaleBytes : 0);
+  pool.value_dim = pool.head_dim;
   if (!has_dtype(packed, kDLUInt, 8) || !packed.IsContiguous() || packed.ndim() != 2 ||
       packed.size(0) != pool.blocks || packed.size(1) != pool.layers) {
     TVM_FFI_THROW(ValueError) << "the pool's packed flags must be contiguous uint8 [" << pool.blocks << ", "
@@ -41,7 +44,7 @@ PoolView pool_of(const TensorView& data, const TensorView& packed, int64_t layer
   pool.element_bytes = pool.type == kKvFloat32 ? 4 : 2;
   pool.row_bytes = pool.is_int8 ? pool.head_dim + kScaleBytes : pool.head_dim * pool.element_bytes;
   pool.tile_bytes = pool.chunk * pool.row_bytes;
-  pool.packable = pool.chunk % kTokenStep == 0 && pool.head_dim % 16 == 0;
+  pool.packable = pool.bands == 2 && pool.chunk % kTokenStep == 0 && pool.head_dim % 16 == 0;
   constexpr int64_t kInt8HeadMost = 512;  // sums of products of integers fit 32 bits
   if (pool.is_int8 && pool.head_dim > kInt8HeadMost) {
     TVM_FFI_THROW(ValueError) << "head_dim " << pool.head_dim << ": with KV in int8 at most " << kInt8HeadMost;
@@ -52,17 +55,30 @@ PoolView pool_of(const TensorView& data, const TensorView& packed, int64_t layer
   return pool;
 }
 
-int64_t vectors_stride(const TensorView& tensor, const PoolView& pool, const char* name) {
-  const bool fits = tensor.ndim() == 3 && kv_type_of(tensor, name) == pool.type &&
-                    tensor.size(2) == pool.head_dim && tensor.size(1) % pool.kv_heads == 0 && tensor.size(1) > 0 &&
-                    tensor.stride(2) == 1 && (tensor.size(1) == 1 || tensor.stride(1) == pool.head_dim);
+int64_t vectors_stride(const TensorView& tensor, const PoolView& pool, int64_t width, const char* name) {
+  const bool fits = tensor.ndim() == 3 && kv_type_of(tensor, name) == pool.type && tensor.size(2) == width &&
+                    tensor.size(1) % pool.kv_heads == 0 && tensor.size(1) > 0 && tensor.stride(2) == 1 &&
+                    (tensor.size(1) == 1 || tensor.stride(1) == width);
   // The stride of a single vector is not used, and may be anything.
   const int64_t stride = fits && tensor.size(0) > 1 ? tensor.stride(0) * pool.element_bytes : 0;
   if (!fits || stride % 4 != 0 || reinterpret_cast<uintptr_t>(bytes_of(tensor)) % 4 != 0) {
-    TVM_FFI_THROW(ValueError) << name << " must be [n, heads, " << pool.head_dim
+    TVM_FFI_THROW(ValueError) << name << " must be [n, heads, " << width
                               << "] in the pool's type, heads a multiple of " << pool.kv_heads << " and adjoining";
   }
   return stride;
+}
+
+void set_value_dim(PoolView& pool, int64_t value_dim) {
+  if (value_dim < 1 || (pool.bands == 2 ? value_dim != pool.head_dim : value_dim > pool.head_dim)) {
+    TVM_FFI_THROW(ValueError) << "values of " << value_dim << " numbers: a pool of " << pool.bands
+                              << " bands has rows of " << pool.head_dim;
+  }
+  pool.value_dim = value_dim;
+}
+
+int64_t results_stride(const TensorView& tensor, PoolView& pool) {
+  if (tensor.ndim() == 3) set_value_dim(pool, tensor.size(2));
+  return vectors_stride(tensor, pool, pool.value_dim, "out");
 }
 
 const AttentionTable& attention_table_of(const CpuContext& context) {

@@ -21,8 +21,13 @@ PoolView pool_of(const TensorView& data, const TensorView& packed, int64_t layer
 // Whether a tensor's elements are those of a pool's rows.
 bool holds_rows_of(const PoolView& pool, const TensorView& tensor);
 
-// `[n, heads, d]` of the pool's type, heads adjoining; returns the bytes from one to the next of n.
-int64_t vectors_stride(const TensorView& tensor, const PoolView& pool, const char* name);
+// `[n, heads, width]` of the pool's type, heads adjoining; returns the bytes from one to the next of n.
+int64_t vectors_stride(const TensorView& tensor, const PoolView& pool, int64_t width, const char* name);
+
+// The same of results, whose width says what of a key is its value if there is one band.
+int64_t results_stride(const TensorView& tensor, PoolView& pool);
+// Sets that number; a ValueError for one that the pool cannot have.
+void set_value_dim(PoolView& pool, int64_t value_dim);
 
 const AttentionTable& attention_table_of(const CpuContext& context);
 const BlockTable& block_table_of(const CpuContext& context);

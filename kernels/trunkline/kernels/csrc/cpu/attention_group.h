@@ -21,8 +21,9 @@ namespace {
 
 TRUNKLINE_INLINE long round_up(long n, long step) { return (n + step - 1) / step * step; }
 
-TRUNKLINE_INLINE char* tile_of(const PoolView& pool, long block, long layer, long value, long head) {
-  return pool.data + (((block * pool.layers + layer) * 2 + value) * pool.kv_heads + head) * pool.tile_bytes;
+TRUNKLINE_INLINE char* tile_of(const PoolView& pool, long block, long layer, long band, long head) {
+  return pool.data +
+         (((block * pool.layers + layer) * pool.bands + band) * pool.kv_heads + head) * pool.tile_bytes;
 }
 
 // Columns whose keys lie together, and whose values do, for the head that was loaded last.
@@ -30,8 +31,9 @@ template <class T>
 struct Part {
   const typename T::B* keys;  // lanes along tokens
   long key_stride;
-  const typename T::B* values;  // lanes along d, `padded d` per step
-  int column, columns;          // columns is a multiple of kTokenStep
+  const typename T::B* values;  // lanes along d
+  long value_stride;
+  int column, columns;  // columns is a multiple of kTokenStep
   int value_column, value_steps;
   int block, token, stop;  // tokens [token, stop) of a block
   bool packed;
@@ -62,7 +64,7 @@ struct Group {
   int32_t origin;                // near all positions that count: a float holds 24 bits of their differences
   int32_t lowest, highest;       // positions
   typename T::B* key_scratch;    // [steps of d][kScoreStride]
-  typename T::B* value_scratch;  // [kGroupTokens / kStep][padded d]
+  typename T::B* value_scratch;  // [kGroupTokens / kStep][padded width of a value]
   // int8: of the columns' tokens, for the head that was loaded last; 0 where there is none. [kScoreStride]
   float *key_scale, *value_scale;
 };
@@ -80,7 +82,9 @@ class GroupReader {
         tokens_(tokens),
         layer_(layer),
         d_(pool.head_dim),
-        padded_(round_up(pool.head_dim, 16)),
+        value_dim_(pool.value_dim),
+        value_start_(pool.value_start()),
+        padded_(round_up(pool.value_dim, 16)),
         aligned_(pool.chunk % kTokenStep == 0) {}
 
   // The next group; false: nothing is left. A group may be empty if all its tokens are out of sight. Without
@@ -144,7 +148,7 @@ class GroupReader {
   void load_values(Group<T>& group, long head) {
     for (int p = 0; aligned_ && p < group.size; ++p) {
       Part<T>& part = group.parts[p];
-      load_part_values(part, tile_of(pool_, part.block, layer_, 1, head), group);
+      load_part_values(part, tile_of(pool_, part.block, layer_, pool_.bands - 1, head), group);
     }
   }
 
@@ -167,6 +171,7 @@ class GroupReader {
   TRUNKLINE_INLINE void load_part_values(Part<T>& part, const char* tile, Group<T>& group) {
     const bool packed = part.packed;
     const int token = part.token, stop = part.stop, start = token / kTokenStep * kTokenStep;
+    part.value_stride = padded_;
     if constexpr (kInt8) {
       load_scales(part, tile, group.value_scale);
       part.value_column = part.column, part.value_steps = part.columns / T::kStep;
@@ -188,23 +193,24 @@ class GroupReader {
       }
       uint32_t* to = group.value_scratch + part.value_column / 2 * padded_;
       part.values = to;
-      const uint16_t* plain = reinterpret_cast<const uint16_t*>(tile) + even * d_;
+      const uint16_t* plain = reinterpret_cast<const uint16_t*>(tile) + even * d_ + value_start_;
       for (int pair = 0; pair < pairs; ++pair) {
         uint32_t* row = to + pair * padded_;
         if (packed) {
           std::memcpy(row, in_place + pair * d_, static_cast<size_t>(d_) * 4);
         } else {
-          interleave(plain + 2 * pair * d_, plain + (2 * pair + 1) * d_, row, d_);
+          interleave(plain + 2 * pair * d_, plain + (2 * pair + 1) * d_, row, value_dim_);
         }
-        for (long j = d_; j < padded_; ++j) row[j] = 0;
+        for (long j = value_dim_; j < padded_; ++j) row[j] = 0;
       }
       if (token % 2 != 0) mask_words(to, 0xffff0000u);
       if (stop % 2 != 0) mask_words(to + (pairs - 1) * padded_, 0x0000ffffu);
     } else {
-      const Storage* plain = reinterpret_cast<const Storage*>(tile) + token * d_;
+      const Storage* plain = reinterpret_cast<const Storage*>(tile) + token * d_ + value_start_;
       part.value_column = part.column + token - start, part.value_steps = stop - token;
-      part.values = plain;
-      if (padded_ != d_) {
+      part.values = plain, part.value_stride = d_;
+      if (padded_ != value_dim_) {
+        part.value_stride = padded_;
         B* to = group.value_scratch + part.value_column * padded_;
         part.values = to;
         for (int i = 0; i < stop - token; ++i) copy_value_row(plain + i * d_, to + i * padded_);
@@ -241,15 +247,16 @@ class GroupReader {
   }
 
   void copy_value_row(const Storage* from, B* to) {
-    for (long j = 0; j < d_; ++j) to[j] = from[j];
-    for (long j = d_; j < padded_; ++j) to[j] = 0;
+    for (long j = 0; j < value_dim_; ++j) to[j] = from[j];
+    for (long j = value_dim_; j < padded_; ++j) to[j] = 0;
   }
 
   // Chunks that are no multiple of kTokenStep: tokens of several items follow each other in scratch memory.
   void append(int block, long head, int token, int stop, int position, Group<T>& group) {
     if constexpr (kInt8) return append_int8(block, head, token, stop, position, group);
     const Storage* keys = reinterpret_cast<const Storage*>(tile_of(pool_, block, layer_, 0, head));
-    const Storage* values = reinterpret_cast<const Storage*>(tile_of(pool_, block, layer_, 1, head));
+    const auto* values =
+        reinterpret_cast<const Storage*>(tile_of(pool_, block, layer_, pool_.bands - 1, head)) + value_start_;
     const int columns = stop - token;
     for (int i = 0; i < columns; ++i) {
       const int column = group.columns + i;
@@ -259,7 +266,7 @@ class GroupReader {
         uint32_t* row = group.value_scratch + column / 2 * padded_;
         // An even column clears the other half, which may stay without a token.
         for (long j = 0; j < padded_; ++j) {
-          const uint32_t half = j < d_ ? value[j] : 0;
+          const uint32_t half = j < value_dim_ ? value[j] : 0;
           row[j] = column % 2 == 0 ? half : row[j] | (half << 16);
         }
       } else {
@@ -305,7 +312,7 @@ class GroupReader {
     Part<T>& part = group.parts[0];
     group.size = 1;
     part.keys = group.key_scratch, part.key_stride = kScoreStride;
-    part.values = group.value_scratch;
+    part.values = group.value_scratch, part.value_stride = padded_;
     part.column = part.value_column = 0;
     part.columns = columns;
     part.value_steps = (group.columns + T::kStep - 1) / T::kStep;
@@ -332,7 +339,8 @@ class GroupReader {
 
   const PoolView& pool_;
   const int tokens_;
-  const long layer_, d_, padded_;
+  const long layer_, d_, value_dim_, value_start_;
+  const long padded_;  // width of a value
   const bool aligned_;
 };
 

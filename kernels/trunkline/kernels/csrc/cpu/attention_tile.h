@@ -26,7 +26,7 @@ constexpr float kPeakSlack = 8.0f;
 struct UnitMemory {
   const void** query_rows;         // [vectors] of T::A
   const void** weight_rows;        // [kRowBlock] of T::A
-  float* acc;                      // [vectors, padded d]
+  float* acc;                      // [vectors, padded width of a value]
   float* total;                    // [vectors, kTotalLanes]
   float* peak;                     // [vectors]
   float* slope;                    // [vectors], times log2(e)
@@ -102,6 +102,7 @@ class AttentionUnit {
         rule_(rule),
         d_(static_cast<int>(pool.head_dim)),
         padded_(static_cast<int>(round_up(pool.head_dim, 16))),
+        values_(static_cast<int>(round_up(pool.value_dim, 16))),
         head_(head),
         heads_(heads),
         vectors_(vectors) {
@@ -113,12 +114,13 @@ class AttentionUnit {
   }
 
   UnitMemory& memory() { return memory_; }
-  int padded() const { return padded_; }
+  // Floats of a vector's sums.
+  int padded() const { return values_; }
 
   // Empties the states. Query vectors, positions and slopes (where the rule needs them) are the caller's to set.
   void reset() {
     const int all = heads_ * vectors_;
-    std::memset(memory_.acc, 0, static_cast<size_t>(all) * padded_ * 4);
+    std::memset(memory_.acc, 0, static_cast<size_t>(all) * values_ * 4);
     std::memset(memory_.total, 0, static_cast<size_t>(all) * kTotalLanes * 4);
     for (int i = 0; i < all; ++i) memory_.peak[i] = kMinusInfinity;
   }
@@ -173,7 +175,7 @@ class AttentionUnit {
 
   // The result of query vector `i`; zeros if it saw nothing.
   TRUNKLINE_INLINE void write_output(int i, char* out) const {
-    write_normalised<T>(memory_.acc + i * padded_, total(i), d_, out);
+    write_normalised<T>(memory_.acc + i * values_, total(i), static_cast<int>(pool_.value_dim), out);
   }
 
   template <class U>
@@ -223,7 +225,7 @@ class AttentionUnit {
     const int item = next->item + p;
     if (item >= next->end) return 0;
     const long blocks = static_cast<long>(next->block[item]) - part.block;
-    const long tiles = blocks * pool_.layers * 2 * pool_.kv_heads;
+    const long tiles = blocks * pool_.layers * pool_.bands * pool_.kv_heads;
     return (heads_ > 1 ? tiles - pool_.kv_heads - heads_ + 1 : tiles) * tile;
   }
 
@@ -269,8 +271,8 @@ class AttentionUnit {
       for (int i = 0; i < rows; ++i) {
         weights[i] = reinterpret_cast<const A*>(memory_.scores + (from + i) * kScoreStride) + word;
       }
-      gemm<T>(rows, padded_, part.value_steps, weights, part.values, padded_, memory_.acc + first * padded_,
-              padded_, true, ahead_of(p, h, true, next));
+      gemm<T>(rows, values_, part.value_steps, weights, part.values, part.value_stride,
+              memory_.acc + first * values_, values_, true, ahead_of(p, h, true, next));
     }
   }
 
@@ -395,8 +397,8 @@ class AttentionUnit {
 
   void rescale(int row, float exponent) {
     const Vec factor = exp2(set1(exponent));
-    float* acc = memory_.acc + row * padded_;
-    for (int j = 0; j < padded_; j += kLanes) store(acc + j, mul(load(acc + j), factor));
+    float* acc = memory_.acc + row * values_;
+    for (int j = 0; j < values_; j += kLanes) store(acc + j, mul(load(acc + j), factor));
     float* lanes = memory_.total + row * kTotalLanes;
     for (int j = 0; j < kTotalLanes; j += kLanes) store(lanes + j, mul(load(lanes + j), factor));
   }
@@ -405,6 +407,7 @@ class AttentionUnit {
   const PoolView& pool_;
   const ScoreRule& rule_;
   const int d_, padded_;
+  const int values_;  // padded width of a value: that of keys if they are not the end of those
   const long head_;
   const int heads_, vectors_;  // per head
   UnitMemory memory_;

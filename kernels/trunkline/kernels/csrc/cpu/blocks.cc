@@ -21,7 +21,7 @@ namespace {
 constexpr int64_t kParallelElements = 1 << 15;
 
 char* region_of(const PoolView& pool, int64_t block, int64_t layer) {
-  return pool.data + (block * pool.layers + layer) * 2 * pool.kv_heads * pool.tile_bytes;
+  return pool.data + (block * pool.layers + layer) * pool.bands * pool.kv_heads * pool.tile_bytes;
 }
 
 uint8_t& flag_of(const PoolView& pool, int64_t block, int64_t layer) {
@@ -39,7 +39,7 @@ struct Blocks {
     context.reserve_scratch(static_cast<size_t>(pool.tile_bytes + 8 * pool.head_dim + 64));
   }
 
-  int64_t tiles() const { return 2 * pool.kv_heads; }
+  int64_t tiles() const { return pool.bands * pool.kv_heads; }
   char* scratch(int thread) const { return context.scratch(thread); }
 
   template <class Body>
@@ -121,7 +121,7 @@ void check_slots(const PoolView& pool, const int32_t* slots, int64_t tokens) {
 
 void run_write(CpuContext& context, const WriteCall& call, int64_t tokens) {
   const Blocks blocks(context, call.pool);
-  const int64_t width = (call.heads + 2 * call.pool.kv_heads) * call.pool.head_dim;
+  const int64_t width = (call.heads + blocks.tiles()) * call.pool.head_dim;
   unpack_written(blocks, call.slots, tokens, call.layer);
   const auto write = blocks.table.write_token[call.pool.form()];
   blocks.run(tokens, width, [&](int64_t token, int thread) { write(call, token, blocks.scratch(thread)); });
@@ -161,12 +161,13 @@ void write_kv(int64_t handle, TensorView slots, TensorView qkv, TensorView cos, 
   call.pool = pool;
   call.layer = static_cast<int32_t>(layer);
   call.slots = int32_data(slots, "slots");
+  const int64_t stored = pool.bands * pool.kv_heads;
   require(kv_type_of(qkv, "qkv") == pool.type && qkv.ndim() == 2 && qkv.IsContiguous() &&
-              qkv.size(1) % pool.head_dim == 0 && qkv.size(1) / pool.head_dim > 2 * pool.kv_heads,
-          "qkv must be contiguous [tokens, (heads + 2 * kv_heads) * head_dim], in the pool's type");
+              qkv.size(1) % pool.head_dim == 0 && qkv.size(1) / pool.head_dim > stored,
+          "qkv must be contiguous [tokens, (heads + bands * kv_heads) * head_dim], in the pool's type");
   const int64_t tokens = qkv.size(0);
   require(slots.numel() == tokens, "slots must be one per token");
-  call.heads = static_cast<int32_t>(qkv.size(1) / pool.head_dim - 2 * pool.kv_heads);
+  call.heads = static_cast<int32_t>(qkv.size(1) / pool.head_dim - stored);
   call.qkv = bytes_of(qkv);
   set_angles(call, qkv, cos, sin);
   set_norm(call, q_weight, k_weight, eps);
@@ -245,7 +246,7 @@ struct Move {
 
 Move check_move(const PoolView& pool, const TensorView& blocks, const TensorView* slots, int64_t start,
                 int64_t stop, const TensorView& other) {
-  const int64_t region_bytes = 2 * pool.kv_heads * pool.tile_bytes;
+  const int64_t region_bytes = pool.bands * pool.kv_heads * pool.tile_bytes;
   Move move{int32_data(blocks, "blocks"),
             slots != nullptr ? int32_data(*slots, "slots") : nullptr,
             blocks.numel(),
@@ -267,11 +268,11 @@ Move check_move(const PoolView& pool, const TensorView& blocks, const TensorView
   const int64_t other_bytes = other.numel() * (other.dtype().bits / 8);
   if (slots == nullptr) {
     require(other_bytes == move.units() * region_bytes,
-            "the moved tensor must be [n, layers, 2, kv_heads, chunk, row]");
+            "the moved tensor must be [n, layers, bands, kv_heads, chunk, row]");
   } else {
     const int64_t whole = pool.layers * region_bytes, count = other_bytes / whole;
     require(slots->numel() == move.blocks && other_bytes == count * whole,
-            "slots must be one per block, of a tensor [slots, all layers, 2, kv_heads, chunk, row]");
+            "slots must be one per block, of a tensor [slots, all layers, bands, kv_heads, chunk, row]");
     for (int64_t i = 0; i < move.blocks; ++i) {
       if (move.slot[i] < 0 || move.slot[i] >= count) {
         TVM_FFI_THROW(ValueError) << "slot " << move.slot[i] << ": there are " << count;

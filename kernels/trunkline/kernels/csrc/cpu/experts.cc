@@ -42,12 +42,12 @@ char* carved(char*& at, int64_t bytes) {
 
 Routing routing_of(CpuContext& context, const ExpertsLayer& layer, int64_t tokens) {
   const int64_t all = layer.router->out_features, pairs = tokens * layer.per_token;
-  const int64_t key_words = layer.sigmoid ? tokens * all : 0;
+  const int64_t key_words = layer.has_keys() ? tokens * all : 0;
   const int64_t words = tokens * all + key_words + 3 * pairs + layer.count;
   char* at = context.routing.reserve(static_cast<size_t>(words * 4 + 6 * 64));
   Routing routing{};
   routing.scores = reinterpret_cast<float*>(carved(at, tokens * all * 4));
-  routing.keys = layer.sigmoid ? reinterpret_cast<float*>(carved(at, key_words * 4)) : routing.scores;
+  routing.keys = layer.has_keys() ? reinterpret_cast<float*>(carved(at, key_words * 4)) : routing.scores;
   routing.chosen = reinterpret_cast<int32_t*>(carved(at, pairs * 4));
   routing.share = reinterpret_cast<float*>(carved(at, pairs * 4));
   routing.place = reinterpret_cast<int32_t*>(carved(at, pairs * 4));
@@ -64,9 +64,10 @@ void for_tokens(CpuContext& context, int64_t tokens, Body&& body) {
   });
 }
 
-// The sum of a group's two largest keys, or its only one.
-float group_score(const float* keys, int64_t size) {
+// The sum of a group's two largest keys, or of the largest alone.
+float group_score(const float* keys, int64_t size, int64_t best) {
   if (size == 1) return keys[0];
+  if (best == 1) return *std::max_element(keys, keys + size);
   float first = std::max(keys[0], keys[1]), second = std::min(keys[0], keys[1]);
   for (int64_t i = 2; i < size; ++i) {
     second = std::max(second, std::min(first, keys[i]));
@@ -80,7 +81,7 @@ void keep_groups(const ExpertsLayer& layer, float* keys, std::vector<float>& sco
   const int64_t size = layer.router->out_features / layer.groups;
   scores.resize(static_cast<size_t>(layer.groups));
   for (int64_t group = 0; group < layer.groups; ++group) {
-    scores[static_cast<size_t>(group)] = group_score(keys + group * size, size);
+    scores[static_cast<size_t>(group)] = group_score(keys + group * size, size, layer.group_best);
   }
   for (int64_t group = 0; group < layer.groups; ++group) {
     const float own = scores[static_cast<size_t>(group)];
@@ -94,10 +95,11 @@ void keep_groups(const ExpertsLayer& layer, float* keys, std::vector<float>& sco
   }
 }
 
-// Makes scores sigmoids, and keys by which a token's experts are chosen.
+// Makes keys by which a token's experts are chosen; scores become sigmoids, where they are to be. The order of a
+// softmax is that of the router's outputs.
 void make_keys(const ExpertsLayer& layer, float* scores, float* keys) {
   for (int64_t expert = 0; expert < layer.router->out_features; ++expert) {
-    scores[expert] = 1.0f / (1.0f + std::exp(-scores[expert]));
+    if (layer.sigmoid) scores[expert] = 1.0f / (1.0f + std::exp(-scores[expert]));
     keys[expert] = scores[expert] + (layer.choice_bias == nullptr ? 0.0f : layer.choice_bias[expert]);
   }
   if (layer.groups_per_token == layer.groups) return;
@@ -127,7 +129,7 @@ void make_shares(const ExpertsLayer& layer, const float* scores, const int32_t* 
 void choose(const ExpertsLayer& layer, float* scores, float* keys, int32_t* chosen, float* share) {
   const int64_t experts = layer.router->out_features, count = layer.per_token;
   const bool are_numbers = std::none_of(scores, scores + experts, [](float score) { return std::isnan(score); });
-  if (layer.sigmoid) make_keys(layer, scores, keys);
+  if (layer.has_keys()) make_keys(layer, scores, keys);
   for (int64_t expert = 0; expert < experts; ++expert) {
     int64_t at = std::min(expert, count);
     if (at == count && !(keys[expert] > keys[chosen[count - 1]])) continue;

@@ -26,8 +26,12 @@ struct ExpertsLayer {
   bool normalised;           // shares are divided by their sum
   float factor;              // of the shares, behind that
   const float* choice_bias;  // one per expert of the layer, for the choice alone; null: none. Only with sigmoid
-  int64_t groups;            // of neighbouring experts; 1 without sigmoid
-  int64_t groups_per_token;  // those whose two best scores have the largest sum
+  int64_t groups;            // of neighbouring experts
+  int64_t groups_per_token;  // those whose best scores have the largest sum
+  int64_t group_best;        // how many of a group's scores: 2, or 1, as always without sigmoid
+
+  // Whether experts are not simply chosen by the router's outputs.
+  bool has_keys() const { return sigmoid || groups_per_token < groups; }
 };
 
 // Sums results by shares: out[token] = sum over i of share[token, i] * made[place[token, i]], in this order.

@@ -11,6 +11,7 @@
 #include "context.h"
 #include "elementwise.h"
 #include "experts.h"
+#include "latent.h"
 #include "linear.h"
 
 namespace trunkline {
@@ -21,6 +22,9 @@ void run_linears(CpuContext& context, const LinearCall* calls, size_t count);
 void run_norm(CpuContext& context, const NormCall& call, DenseType type, int64_t rows);
 void run_elements(CpuContext& context, ElementOp op, DenseType type, const ElementCall& call, int64_t count);
 void run_layer_norm(CpuContext& context, const LayerNormCall& call, DenseType type, int64_t rows);
+
+void run_heads(CpuContext& context, const HeadsCall& call);
+void run_absorb(CpuContext& context, const AbsorbCall& call);
 
 void run_experts(CpuContext& context, const ExpertsLayer& layer, const void* x, void* out, int64_t tokens);
 void run_mix(CpuContext& context, const MixCall& call, DenseType type, int64_t tokens);

@@ -80,6 +80,8 @@ void Program::run_op(const ProgramOp& op, SharedGroup* sums) {
     case OpKind::kAdd: return elements(op, ElementOp::kAdd);
     case OpKind::kSquareSums: return square_sums(op);
     case OpKind::kWideNorm: return wide_norm(op);
+    case OpKind::kAbsorb: return absorb(op);
+    case OpKind::kExpand: return expand(op);
     case OpKind::kStoreKv: return store_kv(op);
     case OpKind::kAttend:
       if (step.decode_rows > 0) decode(op);
@@ -216,6 +218,27 @@ void Program::wide_norm(const ProgramOp& op) {
   }
 }
 
+void Program::absorb(const ProgramOp& op) {
+  const ProgramBuffer &queries = at(op.x), &rotary = at(op.other), &latent = at(op.latent), &out = at(op.out);
+  const auto heads = static_cast<int64_t>(op.by_head.size());
+  AbsorbCall call{};
+  call.layers = op.by_head.data(), call.heads = heads, call.rows = rows_of(out);
+  call.queries = queries.data, call.rotary = rotary.data, call.latent = latent.data, call.out = out.data;
+  call.rotary_bytes = rotary.row_bytes(), call.latent_bytes = latent.row_bytes();
+  call.query_bytes = queries.row_bytes() / heads;
+  run_absorb(*context, call);
+}
+
+void Program::expand(const ProgramOp& op) {
+  const ProgramBuffer &x = at(op.x), &out = at(op.out);
+  const auto heads = static_cast<int64_t>(op.by_head.size());
+  HeadsCall call{};
+  call.layers = op.by_head.data(), call.heads = heads, call.rows = rows_of(out);
+  call.x = x.data, call.x_row = x.row_bytes(), call.x_head = x.row_bytes() / heads;
+  call.out = out.data, call.out_row = out.row_bytes(), call.out_head = out.row_bytes() / heads;
+  run_heads(*context, call);
+}
+
 void Program::store_kv(const ProgramOp& op) {
   const ProgramBuffer& qkv = at(op.into);
   WriteCall call{};
@@ -245,6 +268,7 @@ void Program::decode(const ProgramOp& op) {
   call.group = static_cast<int32_t>(op.heads / pool.kv_heads);
   call.q = qkv.data, call.q_stride = qkv.row_bytes();
   call.out = out.data, call.out_stride = out.row_bytes();
+  call.pool.value_dim = out.width / op.heads;
   call.invariant = invariant;
   if (step.entry_query != nullptr && op.rope >= 0) {
     const Constant& angles = step.decode_angles[static_cast<size_t>(op.rope)];
@@ -265,6 +289,7 @@ void Program::prefill(const ProgramOp& op) {
   const ProgramBuffer &qkv = at(op.x), &out = at(op.out);
   PrefillCall call = step.prefill;
   call.pool = pool, call.rule = rule_of(op);
+  call.pool.value_dim = out.width / op.heads;
   call.layer = static_cast<int32_t>(op.number);
   call.group = static_cast<int32_t>(op.heads / pool.kv_heads);
   call.q_stride = qkv.row_bytes(), call.out_stride = out.row_bytes();

@@ -46,8 +46,10 @@ enum class OpKind : int64_t {
   kExperts = 17,
   kSquareSums = 18,
   kWideNorm = 19,
+  kAbsorb = 20,
+  kExpand = 21,
 };
-constexpr int64_t kOpKinds = 20;
+constexpr int64_t kOpKinds = 22;
 
 enum class RowKind : int64_t { kTokens = 0, kStates = 1, kLogits = 2 };
 constexpr int64_t kRowKinds = 3;
@@ -74,10 +76,12 @@ struct ProgramOp {
   int x = -1;      // buffer that is read
   int into = -1;   // buffer that is changed: a norm's residual, the qkv of StoreKv
   int out = -1;    // buffer that is written
-  int other = -1;  // sines
+  int other = -1;  // sines, rotary parts of keys
+  int latent = -1;
   const LinearLayer* linear = nullptr;
   ExpertsLayer routed{};  // but its experts, which are here:
   std::vector<Expert> experts;
+  std::vector<const LinearLayer*> by_head;
   Constant weight, bias;  // a table, frequencies, a norm's weights, slopes
   int64_t number = 0;     // first id or column, layer, activation, columns of queries
   int64_t heads = 0;      // or columns of keys
@@ -134,6 +138,8 @@ struct Program {
   void elements(const ProgramOp& op, ElementOp kind);
   void square_sums(const ProgramOp& op);
   void wide_norm(const ProgramOp& op);
+  void absorb(const ProgramOp& op);
+  void expand(const ProgramOp& op);
   void store_kv(const ProgramOp& op);
   void decode(const ProgramOp& op);
   void prefill(const ProgramOp& op);

@@ -138,8 +138,9 @@ void read_experts(const OpReader& reader, ProgramOp& op) {
   require(fits(*routed.router, x.width, all, false) && routed.per_token >= 1 && routed.per_token <= all &&
               routed.first >= 0 && routed.first <= all - routed.count,
           "the router does not fit its experts");
-  const bool is_plain = routed.groups == 1 && reader.words[9] == -1;
-  require((routed.sigmoid || is_plain) && routed.groups >= 1 && all % routed.groups == 0 &&
+  routed.group_best = (reader.words[6] & 4) != 0 ? 1 : 2;
+  const bool by_outputs = (routed.groups == 1 || routed.group_best == 1) && reader.words[9] == -1;
+  require((routed.sigmoid || by_outputs) && routed.groups >= 1 && all % routed.groups == 0 &&
               routed.groups_per_token >= 1 && routed.groups_per_token <= routed.groups &&
               routed.per_token <= routed.groups_per_token * (all / routed.groups),
           "experts cannot be chosen so");
@@ -155,6 +156,47 @@ void read_experts(const OpReader& reader, ProgramOp& op) {
             "an expert does not fit its buffers");
     op.experts.push_back({&up, &down});
   }
+}
+
+// The constant is int64: handles of a layer for each head.
+void read_heads(const OpReader& reader, ProgramOp& op, int word, int64_t in, int64_t outputs, DenseType type) {
+  reader.constant(word);
+  const TensorView handles(reader.constants[static_cast<size_t>(reader.words[word])]);
+  const int64_t* at = int64_data(handles, "handles");
+  require(handles.numel() > 0 && in % handles.numel() == 0 && outputs % handles.numel() == 0,
+          "heads do not divide the buffers of their layers");
+  for (int64_t i = 0; i < handles.numel(); ++i) {
+    require(at[i] != 0, "a head has no layer");
+    const LinearLayer& layer = *reinterpret_cast<const PackedLayer*>(at[i]);
+    require(layer.type == type && layer.activation == Activation::kNone &&
+                layer.in_features == in / handles.numel() && layer.out_features == outputs / handles.numel(),
+            "a head's layer does not fit its buffers");
+    op.by_head.push_back(&layer);
+  }
+}
+
+void read_absorb(const OpReader& reader, ProgramOp& op) {
+  op.x = reader.buffer(1), op.other = reader.buffer(2), op.latent = reader.buffer(3), op.out = reader.buffer(5);
+  const ProgramBuffer &queries = reader.at(op.x), &rotary = reader.at(op.other), &latent = reader.at(op.latent);
+  const ProgramBuffer& out = reader.at(op.out);
+  for (const int read : {op.x, op.other, op.latent}) {
+    require(reader.at(read).rows == out.rows && reader.at(read).type == out.type,
+            "the buffers of an op must be alike");
+    require_apart(read, op.out);
+  }
+  const int64_t row = rotary.width + latent.width, heads = out.width / row - 1;
+  require(heads > 0 && out.width % row == 0 && queries.width > heads * rotary.width,
+          "queries do not fit what is stored of a token");
+  read_heads(reader, op, 4, queries.width - heads * rotary.width, heads * latent.width, out.type);
+  require(static_cast<int64_t>(op.by_head.size()) == heads, "there are other heads than layers");
+}
+
+void read_expand(const OpReader& reader, ProgramOp& op) {
+  op.x = reader.buffer(1), op.out = reader.buffer(3);
+  const ProgramBuffer &x = reader.at(op.x), &out = reader.at(op.out);
+  require(x.rows == out.rows && x.type == out.type, "the buffers of an op must be alike");
+  require_apart(op.x, op.out);
+  read_heads(reader, op, 2, x.width, out.width, x.type);
 }
 
 void read_squares(const OpReader& reader, ProgramOp& op) {
@@ -190,7 +232,7 @@ void read_attention(const OpReader& reader, ProgramOp& op, const PoolView& pool,
   require(op.number >= 0 && op.number < pool.layers, "an op is of a layer that the pool does not have");
   require(op.heads > 0 && op.heads <= INT32_MAX && op.heads % pool.kv_heads == 0,
           "query heads must be a multiple of the KV heads");
-  require(qkv.width == (op.heads + 2 * pool.kv_heads) * pool.head_dim && qkv.rows == RowKind::kTokens &&
+  require(qkv.width == (op.heads + pool.bands * pool.kv_heads) * pool.head_dim && qkv.rows == RowKind::kTokens &&
               qkv.type == dense_type_of(pool.type),
           "qkv does not fit the pool");
   if (stores) {
@@ -210,8 +252,10 @@ void read_attention(const OpReader& reader, ProgramOp& op, const PoolView& pool,
   }
   op.out = reader.buffer(4), op.rope = reader.words[5], op.window = reader.words[7];
   const ProgramBuffer& out = reader.at(op.out);
-  require(out.width == op.heads * pool.head_dim && out.rows == RowKind::kTokens && out.type == qkv.type,
+  require(out.width % op.heads == 0 && out.rows == RowKind::kTokens && out.type == qkv.type,
           "attention's output does not fit");
+  PoolView read = pool;
+  set_value_dim(read, out.width / op.heads);
   require(op.rope >= -1 && op.rope < ropes && op.window >= 0 && op.window <= INT32_MAX && op.factor > 0.0 &&
               op.cap >= 0.0,
           "attention has no such rope, window, scale or cap");
@@ -271,6 +315,8 @@ ProgramOp read_op(const OpReader& reader, const double* reals, int64_t ropes) {
     case OpKind::kExperts: read_experts(reader, op); break;
     case OpKind::kSquareSums:
     case OpKind::kWideNorm: read_squares(reader, op); break;
+    case OpKind::kAbsorb: read_absorb(reader, op); break;
+    case OpKind::kExpand: read_expand(reader, op); break;
     case OpKind::kStoreKv:
     case OpKind::kAttend: read_attention(reader, op, reader.program.pool, ropes); break;
     case OpKind::kSelect:

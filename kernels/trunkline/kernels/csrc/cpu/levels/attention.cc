@@ -78,7 +78,7 @@ void finish_vector(const DecodeCall& call, AttentionUnit<T>& unit, int vector, i
   }
   merge_into(state, acc, memory.peak[vector], unit.total(vector), padded);
   if (ordinal == partials - 1) {
-    const int d = static_cast<int>(call.pool.head_dim);
+    const int d = static_cast<int>(call.pool.value_dim);
     AttentionUnit<T>::template write_normalised<T>(state.acc, *state.total, d, out);
   }
 }
@@ -86,7 +86,7 @@ void finish_vector(const DecodeCall& call, AttentionUnit<T>& unit, int vector, i
 template <class T>
 void finish(const DecodeCall& call, AttentionUnit<T>& unit, const DecodeUnit& chosen) {
   const WorkView& work = call.work;
-  const int64_t vector_bytes = call.pool.head_dim * static_cast<int64_t>(sizeof(typename T::Storage));
+  const int64_t vector_bytes = call.pool.value_dim * static_cast<int64_t>(sizeof(typename T::Storage));
   const int first_entry = work.piece_entries[chosen.piece], last_entry = work.piece_entries[chosen.piece + 1];
   int vector = 0;
   for (int64_t head = chosen.head; head < chosen.head + chosen.heads; ++head) {
@@ -168,9 +168,9 @@ void decode_unit(const DecodeCall& call, const DecodeUnit& chosen, char* scratch
 // Buffer: all partials of a row, in the order of ordinals.
 template <class T>
 void decode_merge(const DecodeCall& call, int64_t row) {
-  const int padded = static_cast<int>(round_up(call.pool.head_dim, 16));
+  const int padded = static_cast<int>(round_up(call.pool.value_dim, 16));
   const int64_t heads = call.pool.kv_heads * call.group;
-  const int64_t vector_bytes = call.pool.head_dim * static_cast<int64_t>(sizeof(typename T::Storage));
+  const int64_t vector_bytes = call.pool.value_dim * static_cast<int64_t>(sizeof(typename T::Storage));
   const int start = call.work.row_partials[row], stop = call.work.row_partials[row + 1];
   if (stop - start < 2) return;
   for (int64_t head = 0; head < heads; ++head) {
@@ -179,7 +179,7 @@ void decode_merge(const DecodeCall& call, int64_t row) {
       const State other = state_at(call.states, slot * heads + head, padded);
       merge_into(state, other.acc, *other.peak, *other.total, padded);
     }
-    AttentionUnit<T>::template write_normalised<T>(state.acc, *state.total, static_cast<int>(call.pool.head_dim),
+    AttentionUnit<T>::template write_normalised<T>(state.acc, *state.total, static_cast<int>(call.pool.value_dim),
                                                    call.out + row * call.out_stride + head * vector_bytes);
   }
 }
@@ -251,10 +251,11 @@ void prefill_unit(const PrefillCall& call, const PrefillUnit& chosen, char* scra
     unit.attend(at, true, lowest - shift, highest - shift);
     item = stop;
   }
+  const int64_t result_bytes = call.pool.value_dim * static_cast<int64_t>(sizeof(typename T::Storage));
   for (int token = 0, vector = 0; token < chosen.queries; ++token) {
     const int64_t query = chosen.first_query + token;
-    char* out = call.out + query * call.out_stride + chosen.head * call.group * block.vector_bytes();
-    for (int g = 0; g < call.group; ++g, ++vector, out += block.vector_bytes()) unit.write_output(vector, out);
+    char* out = call.out + query * call.out_stride + chosen.head * call.group * result_bytes;
+    for (int g = 0; g < call.group; ++g, ++vector, out += result_bytes) unit.write_output(vector, out);
   }
 }
 

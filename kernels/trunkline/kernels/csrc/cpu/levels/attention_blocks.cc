@@ -75,7 +75,7 @@ void write_token(const WriteCall& call, int64_t token, char* scratch) {
     cos = widened<T>(call.cos, token, rotary, call.wide_angles, angles);
     sin = widened<T>(call.sin, token, rotary, call.wide_angles, angles + rotary);
   }
-  Storage* x = reinterpret_cast<Storage*>(call.qkv) + token * (call.heads + 2 * pool.kv_heads) * d;
+  Storage* x = reinterpret_cast<Storage*>(call.qkv) + token * (call.heads + pool.bands * pool.kv_heads) * d;
   const auto* q_weight = reinterpret_cast<const Storage*>(call.q_weight);
   const auto* k_weight = reinterpret_cast<const Storage*>(call.k_weight);
   for (int head = 0; head < call.heads; ++head, x += d) {
@@ -88,9 +88,9 @@ void write_token(const WriteCall& call, int64_t token, char* scratch) {
   const int32_t slot = call.slots[token];
   if (slot < 0) return;
   const int64_t block = slot / pool.chunk, offset = slot % pool.chunk;
-  char* to = pool.data + (block * pool.layers + call.layer) * 2 * pool.kv_heads * pool.tile_bytes +
-             offset * pool.row_bytes;
-  for (int64_t i = 0; i < 2 * pool.kv_heads; ++i) {  // keys of all heads, then values of all heads
+  const int64_t tiles = pool.bands * pool.kv_heads;
+  char* to = pool.data + (block * pool.layers + call.layer) * tiles * pool.tile_bytes + offset * pool.row_bytes;
+  for (int64_t i = 0; i < tiles; ++i) {  // keys of all heads, then values of all heads
     if constexpr (kIsInt8Kv<T>) {
       store_int8_row<T>(keys + i * d, d, to + i * pool.tile_bytes);
     } else {
