@@ -278,6 +278,12 @@ def test_rank_above_the_limit_and_experts(folder: Path, models: Models, tmp_path
         read_adapter("mine", adapter.folder, read_model_config(models("qwen3-moe")))
 
 
+def test_a_model_with_latent_attention_has_no_adapters(folder: Path, models: Models, tmp_path: Path) -> None:
+    adapter = PeftFolder(tmp_path / "adapter", folder, ("down_proj",))
+    with pytest.raises(AdapterError, match="latent attention, for which adapters are not implemented"):
+        read_adapter("mine", adapter.folder, read_model_config(models("deepseek-v3")))
+
+
 def test_damaged_files_are_refused_or_read(folder: Path, tmp_path: Path) -> None:
     """400 mutations of headers and settings."""
     adapter = PeftFolder(tmp_path / "adapter", folder, ("q_proj", "down_proj"))
