@@ -1,7 +1,7 @@
 // A step as a program: a flat list of ops over fixed buffers (docs/decisions/0017-a-step-is-a-program.md), and the
 // interpreter that runs a range of it in one call.
 //
-// `trunkline/kernels/program.py` says what the ops mean; `program_load.cc` reads and checks them once, `program.cc`
+// `trunkline/kernels/program.py` says what the ops mean; `program_ops.cc` reads and checks them once, `program.cc`
 // runs them. A buffer is `[rows, width]` in memory that Python owns; its rows in a step are the tokens, the tokens
 // whose states are needed, or the first of those, whose logits are needed.
 #pragma once
