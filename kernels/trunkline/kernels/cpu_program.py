@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trunkline.kernels.adapters import AdapterLayers, AdapterRows
 from trunkline.kernels.cpu import DENSE_TYPES, CpuKernels
+from trunkline.kernels.cpu_counting import Counting
 from trunkline.kernels.cpu_plans import (
     NONE,
     ShiftTable,
@@ -26,7 +27,7 @@ from trunkline.kernels.cpu_plans import (
 from trunkline.kernels.latent import Absorb, Expand
 from trunkline.kernels.native import library
 from trunkline.kernels.op_by_op import Collective, OpByOp, StepBatch
-from trunkline.kernels.ops import KernelCounters, KvPool, PackedLinear
+from trunkline.kernels.ops import KvPool, PackedLinear
 from trunkline.kernels.program import (
     Activate,
     Add,
@@ -307,65 +308,6 @@ class _Memory:
         return [self._of[buffer].data_ptr() for buffer in self._buffers]
 
 
-class _Calls:
-    """How often a range of ops calls what `KernelCounters` counts."""
-
-    def __init__(self, ops: tuple[Op, ...]) -> None:
-        self.by_name: dict[str, int] = {}
-        for op in ops:
-            if name := _counted(op):
-                self.by_name[name] = self.by_name.get(name, 0) + 1
-        self.attends = sum(isinstance(op, Attend) for op in ops)
-
-
-class _Counting:
-    """Counts what native ranges of ops call and read."""
-
-    def __init__(self, ops: tuple[Op, ...], counters: KernelCounters, token_bytes: int) -> None:
-        """
-        Args:
-            token_bytes: bytes of a token's KV in a layer.
-        """
-        self._ops, self._counters, self._token_bytes = ops, counters, token_bytes
-        self._calls: dict[tuple[int, int], _Calls] = {}
-        self._decode_tokens: int | None = None
-        self._prefill_tokens: int | None = None
-
-    def take(self, decode_tokens: int | None, prefill_tokens: int | None) -> None:
-        """Take the tokens that a layer of a step reads; None: nothing is decoded, or prefilled."""
-        self._decode_tokens, self._prefill_tokens = decode_tokens, prefill_tokens
-
-    def ran(self, start: int, stop: int) -> None:
-        """Count ops `[start, stop)`."""
-        found = self._calls.get((start, stop))
-        if found is None:
-            found = self._calls[start, stop] = _Calls(self._ops[start:stop])
-        counters, attends = self._counters, found.attends
-        calls = counters.calls
-        for name, number in found.by_name.items():
-            calls[name] = calls.get(name, 0) + number
-        if attends and self._decode_tokens is not None:
-            calls["decode_attention"] = calls.get("decode_attention", 0) + attends
-            counters.decode_tokens_read += attends * self._decode_tokens
-            counters.decode_bytes_read += attends * self._decode_tokens * self._token_bytes
-        if attends and self._prefill_tokens is not None:
-            calls["prefill_attention"] = calls.get("prefill_attention", 0) + attends
-            counters.prefill_tokens_read += attends * self._prefill_tokens
-
-
-def _counted(op: Op) -> str:
-    match op:
-        case RmsNorm():
-            return "rms_norm" if op.residual is None else "add_rms_norm"
-        case Linear():
-            return "gated_linear" if op.gated else "linear"
-        case StoreKv():
-            return "write_kv"
-        case Experts():
-            return "experts"
-    return ""
-
-
 class CpuProgram:
     """Implements `StepRunner` for `CpuKernels`."""
 
@@ -401,7 +343,7 @@ class CpuProgram:
         )
         weakref.finalize(self, module.program_delete, self._handle)
         self._memory = _Memory(words.buffers, partial(module.program_bind, self._handle))
-        self._counting = _Counting(program.ops, kernels.counters, pool.format.layer_token_bytes)
+        self._counting = Counting(program.ops, kernels.counters, pool.format.layer_token_bytes)
         calls = (partial(call, self._handle) for call in (module.program_adapter, module.program_adapt))
         self._adapters = _Adapters(program.ops, *calls)
         self._held: tuple[object, ...] = ()
