@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import httpx
 import pytest
+from router.fake_controller import FakeController
 from seeds import seeds
 
 from trunkline.router.jobs.hints import NEXT_MAX_S, PRIORITY_MAX, Hints, hints_of
@@ -64,3 +66,27 @@ def test_hints_of_any_shape_are_no_error(seed: int) -> None:
         assert 0.0 <= hints.next_s <= NEXT_MAX_S
         assert hints.priority == request.priority
         assert hints.priority is None or abs(hints.priority) <= PRIORITY_MAX
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 5},
+    "/v1/completions": {"prompt": "Hello", "max_tokens": 5},
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 5},
+    "/v1/messages": {"model": "demo", "messages": MESSAGES, "max_tokens": 5},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_controller_hears_of_the_next_request(http: httpx.Client, fake: FakeController, path: str) -> None:
+    for said in (
+        {"nvext": {"agent_hints": {"iat": 2500, "priority": 3}}},
+        {"agent_hints": {"last": True}},
+        {"agent_hint": ["nonsense", {"iat": {}}]},
+    ):
+        answer = http.post(path, json=BODIES[path] | said)
+        assert answer.status_code == 200, answer.text
+    first, second, third = fake.behaviour.submits
+    assert (first.next_s, first.is_last, first.priority) == (2.5, False, -3)
+    assert (second.next_s, second.is_last, second.priority) == (0.0, True, 0)
+    assert (third.next_s, third.is_last) == (0.0, False)
+    assert first.tokens == second.tokens == third.tokens

@@ -263,3 +263,17 @@ def test_responses(client: openai.OpenAI, fake: FakeController) -> None:
     [(start, stop)] = drops_of(fake.behaviour.submits[0])
     assert answer.usage is not None
     assert answer.usage.input_tokens == fake.behaviour.submits[0].prompt_len - (stop - start)
+
+
+def test_messages(http: httpx.Client, fake: FakeController) -> None:
+    system, *turns = talk(30)
+    body = {"model": "demo", "system": system["content"], "messages": turns, "max_tokens": 50}
+    assert http.post("/v1/messages", json=body).status_code == 400
+    answer = http.post("/v1/messages", json=body | {"truncation": "auto"})
+    assert answer.status_code == 200, answer.text
+    [submit] = fake.behaviour.submits
+    [(start, stop)] = drops_of(submit)
+    assert (stop - start) % 1024 == 0
+    usage = answer.json()["usage"]
+    read = usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"]
+    assert read == submit.prompt_len - (stop - start)
