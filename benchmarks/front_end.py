@@ -3,7 +3,8 @@
     python benchmarks/front_end.py [--quick] [--json PATH]
 
 A `whole` client keeps nothing at the server: each request has the whole conversation, as chat clients and coding
-agents send it. The answers end with white space that the client trims, so that they come back otherwise than
+agents send it; a `messages` client does the same at `/v1/messages`, and marks its last message with
+`cache_control`. The answers end with white space that the client trims, so that they come back otherwise than
 they were written. A `stored` one has a session, in memory, and sends what is new. All parts are the router's
 own, called in the order in which a request meets them: JSON, validation, the prompt (template and tokenizer, or
 what is remembered of it), the choice among two controllers by the names of its chunks, the message to the
@@ -30,6 +31,9 @@ from typing import Any, Final, TypeVar
 import msgspec
 from report import Report, parse_arguments
 
+from trunkline.router.api.anthropic import MESSAGES, MessagesRequest, as_conversation
+from trunkline.router.api.anthropic_content import Warnings
+from trunkline.router.api.document_prompts import marks_of
 from trunkline.router.api.prompting import chat_job
 from trunkline.router.api.responses import ChatMessage
 from trunkline.router.api.turn import open_turn
@@ -47,7 +51,7 @@ from trunkline.router.stores.session_history import History
 from trunkline.router.stores.session_state import SessionState
 from trunkline.router.streams.streams import submission
 from trunkline.router.text.tokenizer import Tokenizer
-from trunkline.router.tools.plan import prepare_tools
+from trunkline.router.tools.plan import ToolPlan, prepare_tools
 
 DEMO_MODEL: Final = Path(__file__).resolve().parents[1] / "deploy/trunkline/deploy/demo_model"
 IDENTITY: Final = KvIdentity(b"model", "bfloat16", 64)
@@ -77,11 +81,16 @@ class Client:
         """Return any text."""
         return " ".join(self._rng.choice(WORDS) for _ in range(words))
 
-    def ask(self, *, whole: bool) -> bytes:
-        """Return the body of the next turn. `whole`: with the whole conversation, not only what is new."""
+    def ask(self, kind: str) -> bytes:
+        """Return the body of the next turn of a client of this kind."""
         self.messages.append({"role": "user", "content": self.text(200)})
-        messages = self.messages if whole else self.messages[-1:]
-        return json.dumps({"model": "demo", "messages": messages, "max_tokens": 200}).encode()
+        messages = self.messages[-1:] if kind == "stored" else self.messages
+        body: dict[str, Any] = {"model": "demo", "messages": messages, "max_tokens": 200}
+        if kind == "messages":
+            system, *turns = messages
+            text = {"type": "text", "text": turns[-1]["content"], "cache_control": {"type": "ephemeral"}}
+            body |= {"messages": [*turns[:-1], {"role": "user", "content": [text]}], "system": system["content"]}
+        return json.dumps(body).encode()
 
     def answer(self) -> list[int]:
         """Return the tokens of an answer; the client keeps its text, trimmed."""
@@ -93,8 +102,12 @@ class Client:
 class FrontEnd:
     """The parts of a router that a request meets."""
 
-    def __init__(self, tokenizer: Tokenizer, *, remembers: bool, history: list[dict[str, Any]] | None) -> None:
-        """`history`: messages of the stored session that all turns belong to; None: there is none."""
+    def __init__(self, tokenizer: Tokenizer, kind: str, *, remembers: bool, history: list[dict[str, Any]]) -> None:
+        """
+        Args:
+            kind: That of the client.
+            history: Messages of the session that all turns of a `stored` client belong to.
+        """
         config = RouterConfig(
             model_path=str(DEMO_MODEL),
             controllers=["ipc:///nowhere"],
@@ -108,7 +121,8 @@ class FrontEnd:
             self._core.set_available(controller, True, 0.0)
         self._loop = asyncio.new_event_loop()
         self._turns = 0
-        self._session = self._run(self._stored(history)) if history else ""
+        self._kind = kind
+        self._session = self._run(self._stored(history)) if kind == "stored" else ""
         self.times: dict[str, list[float]] = defaultdict(list)
 
     @contextmanager
@@ -126,10 +140,7 @@ class FrontEnd:
         with self._timed("json"):
             fields = parse_body(body)
         with self._timed("validate"):
-            CHAT.read(fields)
-            request = validate(ChatRequest, fields)
-            tokenizer = self._service.tokenizer
-            plan = prepare_tools(None, None, None, tokenizer.tool_style, tokenizer.reasoning)
+            request, plan = self._read(fields)
         turn = None
         with self._timed("prompt"):
             if self._session:
@@ -155,6 +166,18 @@ class FrontEnd:
         self._turns += 1
         return job
 
+    def _read(self, fields: dict[str, Any]) -> tuple[ChatRequest, ToolPlan]:
+        if self._kind == "messages":
+            MESSAGES.read(fields)
+            body = validate(MessagesRequest, fields)
+            marks_of(body)
+            request, plan, _ = as_conversation(self._service, body, {}, Warnings(), None)
+            return request, plan
+        CHAT.read(fields)
+        tokenizer = self._service.tokenizer
+        plan = prepare_tools(None, None, None, tokenizer.tool_style, tokenizer.reasoning)
+        return validate(ChatRequest, fields), plan
+
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         return self._loop.run_until_complete(work)
 
@@ -170,16 +193,16 @@ class FrontEnd:
         self._loop.close()
 
 
-def measure(history: int, turns: int, *, remembers: bool, stored: bool) -> tuple[int, dict[str, float]]:
+def measure(kind: str, history: int, turns: int, *, remembers: bool) -> tuple[int, dict[str, float]]:
     """Return the tokens of the last prompt, and the median of each step's seconds, by its name."""
     tokenizer = Tokenizer(DEMO_MODEL)
     client = Client(tokenizer, history)
-    front = FrontEnd(tokenizer, remembers=remembers, history=client.messages[:] if stored else None)
+    front = FrontEnd(tokenizer, kind, remembers=remembers, history=client.messages[:])
     for number in range(turns + 1):
         gc.collect()
         if number == 1:  # the first turn is the one in which nothing is known
             front.times.clear()
-        job = front.turn(client.ask(whole=not stored), client.answer())
+        job = front.turn(client.ask(kind), client.answer())
     front.close()
     return len(job.prompt), {step: median(front.times[step]) for step in STEPS}
 
@@ -189,9 +212,9 @@ def main() -> None:
     arguments = parse_arguments(__doc__)
     report = Report("front_end")
     turns = 5 if arguments.quick else 15
-    for kind, remembers in (("whole", False), ("whole", True), ("stored", True)):
+    for kind, remembers in (("whole", False), ("whole", True), ("messages", True), ("stored", True)):
         for history in (10_000, 50_000, 200_000):
-            tokens, seconds = measure(history, turns, remembers=remembers, stored=kind == "stored")
+            tokens, seconds = measure(kind, history, turns, remembers=remembers)
             case = {"client": kind, "remembers": remembers, "history": history}
             report.add(case, "length", tokens, "tokens", turns)
             for step, value in {**seconds, "all": sum(seconds.values())}.items():

@@ -232,7 +232,9 @@ async def messages(request: Request) -> Response:
         warnings.add("`container` has no effect: no code is executed here")
     edits = body.edits()
     marks = None if edits else marks_of(body)
-    chat, plan, lifetime = await beside_loop(request, lambda: _translated(service, body, fields, warnings, marks))
+    chat, plan, lifetime = await beside_loop(
+        request, lambda: as_conversation(service, body, fields, warnings, marks)
+    )
     edited = await edited_prompt(service, chat, plan, edits)
     job = await modular_job(service, chat, plan, marks, edited=edited)
     job = job or await chat_job(service, unmarked(chat, marks), plan, edited=edited)
@@ -258,7 +260,7 @@ async def count_tokens(request: Request) -> Response:
     service = check_model(service, body.model)
     edits = body.edits()
     marks = None if edits else marks_of(body)
-    chat, plan, _ = await beside_loop(request, lambda: _translated(service, body, {}, Warnings(), marks))
+    chat, plan, _ = await beside_loop(request, lambda: as_conversation(service, body, {}, Warnings(), marks))
     check_length(sum(map(_characters, chat.messages)), "messages")
     edited = await edited_prompt(service, chat, plan, edits)
     if edited is None:
@@ -276,7 +278,7 @@ def _characters(message: Message) -> int:
     return len(message.content) + sum(len(call.function.arguments) for call in message.tool_calls or ())
 
 
-def _translated(
+def as_conversation(
     service: RouterService,
     body: CountTokensRequest,
     fields: Object,

@@ -127,6 +127,12 @@ class SessionTurn:
             marks = (HistoryMark(known.characters, len(known.tokens)),)
             self._known = KnownPrompt(text, remembered.ids, reused, marks)
             return self._known.tokens, remembered
+        if mark.tokens and len(known.tokens) <= min(reused, mark.tokens):  # the usual case: little is copied
+            behind = history[len(known.tokens) : mark.tokens].tolist()
+            behind += await self._tokenizer.encode_rest(text[mark.characters :])
+            remembered = prompts.keep(text, salt, known, behind)
+            self._known = KnownPrompt(text, remembered.ids, mark.tokens)
+            return self._known.tokens, remembered
         tokens = await self._from_history(text, mark, add_special_tokens=False)
         if agreed_tokens(known.tokens, np.asarray(tokens, np.int32)) < len(known.tokens):
             known = NOTHING

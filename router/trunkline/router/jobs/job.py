@@ -20,6 +20,7 @@ from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest
 from trunkline.router.text.reasoning_styles import ThoughtState
 from trunkline.router.text.remembered_prompts import RememberedPrompt
 from trunkline.router.text.stop_expressions import StopExpression, compile_expression
+from trunkline.router.text.token_ids import TokenIds
 from trunkline.router.text.tokenizer import SamplingDefaults
 from trunkline.router.text.truncation import PromptCut
 from trunkline.router.tools.plan import ToolPlan
@@ -146,7 +147,7 @@ class Job(msgspec.Struct, frozen=True):
 
     def packed_prompt(self) -> bytes:
         """Return the prompt as it is sent to a controller."""
-        return pack_int32(self.prompt)
+        return self.prompt.packed if isinstance(self.prompt, TokenIds) else pack_int32(self.prompt)
 
     def packed_drops(self) -> bytes:
         """Return the dropped ranges of the prompt as they are sent to a controller."""

@@ -70,7 +70,8 @@ class History(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Return the history of a prompt and its answer. Discards within the reused tokens are kept."""
         reused, agreed = prompt.reused_tokens, agreed_length(self.text, prompt.text)
         text = prompt.text + text_of(answer, vocabulary)
-        tokens = self.tokens[: 4 * reused] + pack_int32([*prompt.tokens[reused:], *answer])
+        new = pack_int32([*prompt.tokens[reused:], *answer])
+        tokens = b"".join((memoryview(self.tokens)[: 4 * reused], new))
         marks = [
             *(mark for mark in self.marks if mark.tokens <= reused and mark.characters <= agreed),
             *prompt.marks,

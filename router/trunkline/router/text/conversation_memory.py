@@ -160,7 +160,11 @@ def beginning_of_fields(messages: Sequence[Any]) -> Hashable:
 def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return the length of the common beginning of two texts, or of two lists."""
     low, high = 0, min(len(one), len(other))
-    if one[:high] == other[:high]:  # the usual case: one continues the other
+    if isinstance(one, (str, bytes)) and len(one) == high:
+        goes_on = other.startswith(one)  # type: ignore[attr-defined] # nothing is copied
+    else:
+        goes_on = one[:high] == other[:high]
+    if goes_on:  # the usual case
         return high
     while low < high:
         middle = (low + high + 1) // 2

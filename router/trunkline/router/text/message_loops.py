@@ -100,8 +100,9 @@ class Rendering:
         old = None if self._before is None else self._before.loops.get(number)
         if old is None or old.values != frozen or not old.states or old.states[0] != state:
             return ""
-        same = next((at for at, is_same in enumerate(map(operator.is_, old.items, items)) if not is_same), None)
-        agreed = min(len(old.items), len(items)) if same is None else same
+        agreed = min(len(old.items), len(items))
+        if not all(map(operator.is_, old.items, items)):
+            agreed = list(map(operator.is_, old.items, items)).index(False)
         turns = min(agreed, len(old.places)) - 1  # the text of the last one may depend on what follows it
         if turns <= 0:
             return ""

@@ -29,6 +29,7 @@ import numpy as np
 
 from trunkline.kvstore.chunks import Int32Array
 from trunkline.router.text.borders import NO_PLACES, BorderTokens, Places, agreed_length, joined, starts
+from trunkline.router.text.growing_tokens import GrowingTokens
 
 Scope = tuple[str, bytes]
 """Main name of a model, and the salt of the KV: who may know what the entries hold."""
@@ -100,6 +101,8 @@ class Entry:
 
     scope: Scope
     text: str
+    memory: GrowingTokens
+    """What has its tokens, and perhaps more behind them."""
     tokens: Int32Array
     places: Places
     names: ChunkNames
@@ -109,7 +112,7 @@ class Entry:
 
     def measured(self) -> int:
         """Return the bytes of memory that it takes, about."""
-        arrays = self.tokens.nbytes + self.places.nbytes + _NAME_BYTES * sum(map(len, self.names.values()))
+        arrays = self.memory.nbytes + self.places.nbytes + _NAME_BYTES * sum(map(len, self.names.values()))
         return sys.getsizeof(self.text) + arrays + sum(answer.size for answer in self.answers) + _ENTRY_BYTES
 
     def first_names(self, tokens: int) -> ChunkNames:
@@ -128,6 +131,8 @@ class Reuse(NamedTuple):
     """Those of `tokens` that a model wrote, and that were not part of a remembered prompt before."""
     names: ChunkNames = {}  # noqa: RUF012 (never changed)
     """Names of the part's chunks."""
+    memory: GrowingTokens | None = None
+    """What begins with `tokens`; None: they stand nowhere else."""
 
 
 NOTHING: Final = Reuse()
@@ -216,7 +221,8 @@ class PromptMemory:
             if found is not None:
                 self._use(other)
                 return found
-        return Reuse(characters, entry.tokens[:tokens], entry.places[:count], names=entry.first_names(tokens))
+        names = entry.first_names(tokens)
+        return Reuse(characters, entry.tokens[:tokens], entry.places[:count], names=names, memory=entry.memory)
 
     def remember(
         self, scope: Scope, text: str, reuse: Reuse, rest: Sequence[int], borders: BorderTokens
@@ -232,11 +238,13 @@ class PromptMemory:
     def remember_part(self, scope: Scope, text: str, reuse: Reuse, rest: Part) -> Prompt:
         """Remember a prompt and return it with its tokens, as `remember` does."""
         self.counts.add(reuse, len(rest.tokens))
-        tokens = np.concatenate((reuse.tokens, rest.tokens))
-        places = joined(reuse.places, rest.places, reuse.characters, len(reuse.tokens))
+        known = len(reuse.tokens)
+        memory = (reuse.memory or GrowingTokens(reuse.tokens)).extended(known, rest.tokens)
+        tokens = memory.first(known + len(rest.tokens))
+        places = joined(reuse.places, rest.places, reuse.characters, known)
         start = Border(*places[-1].tolist()) if len(places) else _BEGINNING
         names = dict(reuse.names)
-        entry = Entry(scope, text, tokens, places, names)
+        entry = Entry(scope, text, memory, tokens, places, names)
         if entry.measured() * _ENTRIES_LEAST <= self.bytes_max:
             self._put(entry, start)
         return Prompt(scope, text, tokens, start, names)
@@ -345,8 +353,10 @@ def _agreed_places(entry: Entry, agreed: int, borders: BorderTokens) -> int:
 
 
 def agreed_tokens(one: Int32Array, other: Int32Array) -> int:
-    """Return how many first tokens of two texts agree."""
+    """Return how many first tokens of two texts agree. Nothing is compared where both are the same memory."""
     length = min(len(one), len(other))
+    if length and one.ctypes.data == other.ctypes.data:
+        return length
     differ = one[:length] != other[:length]
     return int(differ.argmax()) if differ.any() else length
 
@@ -370,14 +380,16 @@ def _spliced(
         if not least < answer.prompt <= most or not text.startswith(entry.text[: answer.prompt]):
             continue
         if contents is None:
-            marks = np.unique(entry.tokens[entry.places[:, 1]])[:_END_TOKENS_MAX].tolist()
+            ids = np.sort(entry.tokens[entry.places[:, 1]])  # `np.unique` would import much of NumPy first
+            marks = ids[np.flatnonzero(np.diff(ids, prepend=-1))][:_END_TOKENS_MAX].tolist()
             contents = borders.ends | borders.of(marks)
         end = _end_of(answer, text, contents | borders.of(answer.tokens.tolist()), same)
         if end:
             before = int(np.searchsorted(entry.places[:, 0], answer.start.characters, "right"))
-            ids = np.concatenate((entry.tokens[: answer.start.tokens], answer.tokens))
-            names = entry.first_names(answer.start.tokens)
-            return Reuse(end, ids, entry.places[:before], answer.written, names)
+            start = answer.start.tokens
+            memory = entry.memory.extended(start, answer.tokens)
+            tokens, names = memory.first(start + len(answer.tokens)), entry.first_names(start)
+            return Reuse(end, tokens, entry.places[:before], answer.written, names, memory)
     return None
 
 

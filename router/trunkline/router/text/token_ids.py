@@ -10,18 +10,26 @@ from typing import Any, overload
 
 import numpy as np
 
-from trunkline.kvstore.chunks import Int32Array
+from trunkline.kvstore.chunks import Int32Array, pack_int32
 
 
 class TokenIds(Sequence[int]):
     """Token ids that never change. A part of them is a list."""
 
-    __slots__ = ("array",)
+    __slots__ = ("_packed", "array")
 
     def __init__(self, array: Int32Array) -> None:
         """`array`: int32 `[n]`, which must not change any more."""
         self.array = array
         """int32 `[n]`."""
+        self._packed = b""
+
+    @property
+    def packed(self) -> bytes:
+        """The ids as `pack_int32` packs them, made once."""
+        if not self._packed:
+            self._packed = pack_int32(self.array)
+        return self._packed
 
     @classmethod
     def of(cls, first: Int32Array, rest: Sequence[int]) -> TokenIds:
