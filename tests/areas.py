@@ -31,6 +31,8 @@ AREAS: Final[dict[str, tuple[str, ...]]] = {
         "tests/kernels/*cuda*",
         "tests/kernels/*emulat*",
     ),
+    # A cluster with adapters that come and go.
+    "adapters": ("*adapter*", "tests/worker/peft_folders.py", "router/trunkline/router/request_context.py"),
     # What a visit to a machine with GPUs runs, as far as it goes without one.
     "gpu-kit": ("benchmarks/gpu*", "tests/kernels/test_gpu*", "tests/kernels/*emulat*"),
     # The wheel and the source archive, built and installed.

@@ -245,7 +245,7 @@ class Group:
                 break
         else:
             raise AssertionError("something of the hostile router goes on")
-        assert not service.engine.request_ids()
+        assert not service.engine.requests()
         check_integrity(service.engine.scheduler)
 
     def close(self) -> None:

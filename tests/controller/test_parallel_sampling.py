@@ -94,8 +94,8 @@ def test_the_last_sample_that_is_given_up_ends_the_request(simulation: Simulatio
     simulation.step_until(lambda: simulation.streams[request].outputs[1])
     for sample in (0, 0):  # the second time it is not there any more
         simulation.abort(request, sample)
-        assert simulation.engine.request_ids() == [request]
+        assert list(simulation.engine.requests()) == [request]
         assert simulation.scheduler.running_count == 1
     simulation.abort(request, sample=1)
-    assert simulation.engine.request_ids() == []
+    assert list(simulation.engine.requests()) == []
     simulation.finish()

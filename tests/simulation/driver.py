@@ -186,7 +186,7 @@ class Simulation:
         if has_forked and len(samples) > 1:
             self.streams[request_id].given_up |= samples & {sample}
         self.receive(AbortRequest(request_id, sample))
-        assert has_forked or request_id in self.engine.request_ids(), "a request ended with samples to come"
+        assert has_forked or request_id in self.engine.requests(), "a request ended with samples to come"
 
     def flush_cache(self) -> None:
         self.receive(DropCache())
@@ -375,7 +375,7 @@ class Simulation:
                 continue
             else:
                 # Only a result, a request or a grammar makes the service plan again: it would wait for ever.
-                raise AssertionError(f"requests {self.engine.request_ids()} wait, and nothing runs")
+                raise AssertionError(f"requests {list(self.engine.requests())} wait, and nothing runs")
         raise AssertionError(f"requests are still running after {steps_max} steps")
 
     def take_ended(self) -> list[int]:

@@ -220,7 +220,7 @@ class Traffic:
         elif self.mix.losses and self._chance(self.mix.losses):
             self._lose_workers()
         elif self.live and self._chance(self.mix.aborts):
-            simulation.abort(rng.choice(simulation.engine.request_ids()))
+            simulation.abort(rng.choice(list(simulation.engine.requests())))
         elif self._chance(self.mix.aborts):
             several = [number for number, stream in simulation.streams.items() if stream.n > 1 and stream.started]
             if several:
@@ -294,7 +294,7 @@ class Traffic:
                 simulation.replace_workers()
             if not simulation.step():
                 waiting = simulation.grammars or simulation.wanted.wake_at < float("inf")
-                assert waiting, f"requests {engine.request_ids()} wait, and nothing runs"
+                assert waiting, f"requests {list(engine.requests())} wait, and nothing runs"
             for message in list(simulation.grammars.values()):
                 simulation.compiled(message.grammar, "it is bad" if message.text == BAD_GRAMMAR else "")
             self.settle()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
+
 from trunkline.controller.engine_config import ConfigError, EngineConfig, EngineLimits, require
 from trunkline.router.messages import GroupIdentity
 from trunkline.runtime.wire_keys import Role, problem_of
 
+ADAPTERS_MAX: Final = 256
+"""Largest number of adapters of a group."""
 ROLES: Final = ("both", "prefill", "decode")
 """What a group may be for: to compute prompts and go on with streams, to compute long prompts for other groups, or
 to go on with streams and compute short prompts."""
@@ -47,6 +51,10 @@ class ControllerConfig(EngineLimits, frozen=True, kw_only=True):
     """Digest of the checkpoint as it is stored, hexadecimal; "": not known."""
     model_is_named: bool = False
     """Whether `model_name` was given, so that it is not just the name of the model's folder."""
+    adapters: dict[str, str] = msgspec.field(default_factory=dict)
+    """Folders of the adapters (LoRA) that the group has from the start, on the hosts of its workers, by name."""
+    lora_rank_max: int = 64
+    """Largest rank of an adapter that is loaded."""
     index_path: str = ""
     """SQLite file with the disk tier's chunks; "": there is no disk tier."""
     tier_fingerprint: str = ""
@@ -134,6 +142,10 @@ class ControllerConfig(EngineLimits, frozen=True, kw_only=True):
             "index_path is given, but no tier_fingerprint; without it another model's chunks could be read",
         )
         require(self.vocab_size >= 0, f"vocab_size is {self.vocab_size}; it counts tokens, or is 0 if unknown")
+        require(
+            len(self.adapters) <= ADAPTERS_MAX, f"there are {len(self.adapters)} adapters; at most {ADAPTERS_MAX}"
+        )
+        require(self.lora_rank_max >= 1, f"lora_rank_max is {self.lora_rank_max}; a rank is at least 1")
         silence, drain = self.router_silence_seconds_max, self.drain_seconds
         require(silence > 0, f"router_silence_seconds_max is {silence}; routers ping once a second")
         require(self.epoch >= 0, f"epoch is {self.epoch}; it is a number, or 0 to go by the clock")

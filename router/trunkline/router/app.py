@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trunkline.router.api import (
+    adapter_routes,
     admin,
     anthropic,
     chat,
@@ -183,7 +184,8 @@ def _include(app: FastAPI) -> None:
     """Add all endpoints to an application."""
     generating = (chat, completions, openai_responses, anthropic, embeddings, scoring, ollama)
     stored = (stored_responses, conversations, schemas, sessions)
-    for module in (*generating, *stored, files, batches, message_batches, tokens, model_routes, admin, ui):
+    served = (tokens, model_routes, adapter_routes)
+    for module in (*generating, *stored, files, batches, message_batches, *served, admin, ui):
         app.include_router(module.routes)
 
 

@@ -177,6 +177,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How the model writes tool calls, one of `TOOL_CALL_PARSERS`; "auto": as its files suggest."""
     reasoning_parser: str = "auto"
     """How the model marks its thoughts, one of `REASONING_PARSERS`; "auto": as its files suggest."""
+    lora_updates: bool = False
+    """Whether adapters may be loaded and unloaded by requests."""
     show_lines: list[str] = []
     """Names of the rules for volatile lines (`text/volatile_lines.py`) that are switched off."""
     max_context: int = 0

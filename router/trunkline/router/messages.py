@@ -197,6 +197,15 @@ class GroupIdentity(msgspec.Struct, array_like=True, frozen=True):
     """Whether the name was given, so that it is not just that of the model's folder."""
 
 
+class LoadedAdapter(msgspec.Struct, array_like=True, frozen=True):
+    """An adapter that a group has."""
+
+    name: str
+    path: str
+    key: bytes
+    """Begins the salts of requests that use it (`trunkline.kvstore.adapters`)."""
+
+
 class State(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """The controller's load and health, in answer to each `Ping` and when it changes."""
 
@@ -284,6 +293,19 @@ class State(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """Drafts of next tokens that steps have tried."""
     accepted_drafts: int = 0
     """Drafts that were the tokens drawn, so that each saved a step for its sequence."""
+    adapters: list[LoadedAdapter] = []
+    """The adapters that requests may use."""
+
+
+class AdapterReply(msgspec.Struct, array_like=True, frozen=True, tag="adapter"):
+    """Answer to `AdapterCall`. The `State` before it has the adapters as they are then."""
+
+    seq: int
+    ticket: int
+    problem: str = ""
+    """Why nothing was changed; "": it was done."""
+    was_so: bool = False
+    """Whether the group had the adapter already, or has none of this name to unload."""
 
 
 class Flushed(msgspec.Struct, array_like=True, frozen=True, tag="flushed"):
@@ -437,4 +459,6 @@ class Offers(msgspec.Struct, array_like=True, frozen=True, tag="offers"):
     """Whether another page follows."""
 
 
-RouterMessage = EventsReply | Outputs | State | Flushed | Prefetched | ModulesReply | TreeDescription | Offers
+RouterMessage = (
+    EventsReply | Outputs | State | Flushed | Prefetched | ModulesReply | TreeDescription | Offers | AdapterReply
+)

@@ -51,6 +51,14 @@ class RequestRandom:
         return hashlib.blake2b(f"{purpose} {number}".encode(), key=self.name, digest_size=size).digest()
 
 
+@dataclass(slots=True)
+class AdapterChoice:
+    """The adapter of a request. It changes while the request is read, also in tasks of its own."""
+
+    name: str = ""
+    key: bytes = b""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestContext:
     """The parts of a request's context; None: the part is not set yet, or the request has none."""
@@ -69,6 +77,18 @@ class RequestContext:
     """Whether the request is made by a task (`tasks/`), not sent by a client."""
     is_behind: bool = False
     """Whether the request stands behind all requests that clients wait for, as those of batches do."""
+    choice: AdapterChoice | None = None
+    """The adapter that the request has chosen, once its body is read."""
+
+    @property
+    def adapter(self) -> str:
+        """Name of the adapter that the request has chosen as its model; "": the base model."""
+        return "" if self.choice is None else self.choice.name
+
+    @property
+    def adapter_key(self) -> bytes:
+        """The key of that adapter, with which the salts of the request's KV begin."""
+        return b"" if self.choice is None else self.choice.key
 
 
 _current: Final[ContextVar[RequestContext]] = ContextVar("request_context", default=RequestContext())  # noqa: B039
@@ -87,6 +107,13 @@ def known(**parts: Any) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+def choose_adapter(name: str, key: bytes) -> None:
+    """Set the adapter of the request at hand; "": the base model."""
+    choice = _current.get().choice
+    if choice is not None:
+        choice.name, choice.key = name, key
 
 
 def request_name() -> bytes:

@@ -109,7 +109,7 @@ class RouterService:
         """The model of the requests that use this service."""
         self._is_chosen = False
         """Whether requests have asked for this very model. Until a request's body is read, any model will do."""
-        self.links = Links()
+        self.links = self.models.links = Links()
         self.metrics = Metrics(
             lambda: self.links,
             LiveGauges(

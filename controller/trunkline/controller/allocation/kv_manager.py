@@ -25,6 +25,7 @@ from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import PENDING, Match, Node
 from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import ALL_ENTRIES, PrefixMatch, Sequence, Stem
+from trunkline.kvstore.adapters import adapter_of
 from trunkline.kvstore.chunks import BlockId, chunk_name, pack_int32
 from trunkline.worker.messages import Join, Sampling
 
@@ -495,4 +496,5 @@ def _join_message(sequence: Sequence, sampling: Sampling) -> Join:
         sampling=sampling,
         extents=pack_int32([value for extent in extents for value in extent]) if extents else b"",
         beam_position=sequence.beam_position,
+        adapter=adapter_of(sequence.salt),
     )

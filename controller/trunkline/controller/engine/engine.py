@@ -16,7 +16,7 @@ is planned before its result is there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import inf
 
 import msgspec
@@ -241,9 +241,9 @@ class Engine:
         step = self._inflight[0]
         return self.scheduler.costs.step_us(step.decode_rows, step.prefill_tokens) / 1e6
 
-    def request_ids(self) -> list[int]:
-        """Return the ids of the requests that have not ended."""
-        return list(self._requests.groups)
+    def requests(self) -> Mapping[int, SequenceGroup]:
+        """Return the requests that have not ended, by their ids."""
+        return self._requests.groups
 
     def open_calls(self) -> list[int]:
         """Return the ids of the calls about texts that have not been answered."""

@@ -155,6 +155,10 @@ class ModuleCalls:
         """Return the ids of the open calls."""
         return list(self._calls)
 
+    def salts(self) -> list[bytes]:
+        """Return the salts of the open calls."""
+        return [call.salt for call in self._calls.values()]
+
     def advance(self, step: int, arrival: int, now: float) -> bool:
         """Go on with the open calls; return whether new jobs were started.
 

@@ -20,6 +20,7 @@ import msgspec
 import structlog
 import zmq
 
+from trunkline.controller.adapter_messages import AdapterCall
 from trunkline.controller.config import ControllerConfig
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import (
@@ -65,8 +66,8 @@ from trunkline.controller.service.offers import LIVE
 from trunkline.controller.service.request_log import RequestLog
 from trunkline.controller.service.router_events import event_of
 from trunkline.controller.service.routers import NUMBER_MASK, ROUTER_SHIFT, Routers
-from trunkline.controller.service.status import Descriptions, EventPublisher, state_of
-from trunkline.controller.service.turns import Deadlines, Leaving, Pending, Status
+from trunkline.controller.service.status import Descriptions, EventPublisher, adapters_in_use, state_of
+from trunkline.controller.service.turns import SETTLE_SECONDS_MAX, Deadlines, Leaving, Pending, Status
 from trunkline.controller.service.wakeup import WakeUps
 from trunkline.controller.service.workers import WorkerGroup
 from trunkline.controller.storage.persistence import Persistence
@@ -88,8 +89,6 @@ POLL_SECONDS_MAX: Final = 1.0
 _STOPPING = "the controller is stopping"
 READ_SECONDS_MAX = 2.0
 """Longest time in seconds for which a controller that stops waits for routers to read how their streams end."""
-SETTLE_SECONDS_MAX = 2.0
-"""Longest time for which a controller that stops waits for chunks to be written to disk."""
 
 log = structlog.get_logger()
 
@@ -275,7 +274,11 @@ class ControllerService:
                 self._lose(reason, now)
                 self._step(now)
             self._request_log.look(self.engine, (), now)
+        if self.group.adapters.turn(lambda: adapters_in_use(self.engine)):
+            self._pending.state_for.update(self.routers.indices())
         self._send_state()
+        for router, reply in self.group.adapters.take_replies():
+            self.routers.send(router, reply)
         for router, description in self.descriptions.turn(self.engine, now):
             self.routers.send(router, description)
         for router, offers in self._leaving.offering.turn(self.engine, now):
@@ -353,7 +356,7 @@ class ControllerService:
         if self.status is not Status.STARTING:
             return
         self.detail = "; ".join(filter(None, [self.group.loss.reason, self.group.describe()]))
-        if not self.group.is_complete:
+        if not self.group.is_equipped:
             return
         group = self.group
         limits = group.engine_config(self.config)
@@ -368,6 +371,8 @@ class ControllerService:
         if self.engine is None:
             self.engine = Engine(limits, group.epoch, self.persistence.first_generation, stored, now)
         else:
+            if not adapters_in_use(self.engine) <= group.adapters.present | {b""}:
+                self._pending.events.append(EndAll("an adapter of a request cannot be loaded any more"))
             self._pending.events.append(WorkersBack(limits, stored))
         group.loss.ended()
         log.info("ready", epoch=group.epoch, blocks=limits.num_blocks, max_context=limits.longest_sequence)
@@ -411,6 +416,8 @@ class ControllerService:
                     self._leaving.wait.asked(router)
             case Handed():
                 self._leaving.wait.handed(router)
+            case AdapterCall():
+                self.group.call_adapter(router, message)
 
     def _submit(self, router: int, message: Submit) -> None:
         refusal = self._refusal(message)
@@ -430,7 +437,7 @@ class ControllerService:
             self._pending.events.append(ExpectRequest(caller, request, message.root, message.names))
 
     def _modules_call(self, router: int, call: ModulesCall) -> None:
-        problem = problem_of_call(call, self.config.vocab_size)
+        problem = problem_of_call(call, self.config.vocab_size) or self.group.adapters.problem_of(call.salt)
         if not is_request_number(call.ticket):
             return
         frees = call.op in ("cancel", "unpin", "forget")  # allowed while the controller stops, too
@@ -451,6 +458,8 @@ class ControllerService:
             return Finished(message.request, FinishReason.ENGINE_FAILED, f"the group is starting: {self.detail}")
         if problem := problem_of_submit(message, self.config.vocab_size):
             return Finished(message.request, FinishReason.INVALID, problem)
+        if problem := self.group.adapters.problem_of(message.salt):  # other groups may have it
+            return Finished(message.request, FinishReason.ENGINE_FAILED, problem)
         return None
 
     def _abort_all(self, router: int) -> None:
@@ -458,7 +467,7 @@ class ControllerService:
         if self.engine is None:
             return
         events = self._pending.events
-        requests = [*self.engine.request_ids(), *(event.id for event in events if isinstance(event, Request))]
+        requests = [*self.engine.requests(), *(event.id for event in events if isinstance(event, Request))]
         calls = [*self.engine.open_calls(), *(event.id for event in events if isinstance(event, CallTexts))]
         mine = [request for request in requests if request >> ROUTER_SHIFT == router]
         self._pending.events += [AbortRequest(request) for request in mine]
@@ -474,17 +483,9 @@ class ControllerService:
     def _send_state(self) -> None:
         """Send the state to the routers that wait for it: after a ping, or a change of status."""
         for router in self._pending.state_for:
-            group = self.group
-            state = state_of(
-                self.engine,
-                self.status,
-                self.detail,
-                group.block_bytes,
-                self.config.identity,
-                group.exports,
-                self.config.role,
-            )
-            self.routers.send(router, state)
+            group, config = self.group, self.config
+            facts = (group.block_bytes, config.identity, group.exports, config.role, group.adapters.loaded)
+            self.routers.send(router, state_of(self.engine, self.status, self.detail, *facts))
         self._pending.state_for.clear()
 
     def _fail(self, reason: str) -> None:

@@ -23,8 +23,17 @@ from trunkline.controller.cache.kv_events import KvEventLog
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.messages import DescribeTree
 from trunkline.controller.service.tree_view import UNITS_PER_TURN, TreeWalk
+from trunkline.kvstore.adapters import adapter_of
 from trunkline.kvstore.tier import TierKind, TierStats
-from trunkline.router.messages import PROTOCOL, GroupIdentity, KvEvents, State, TierState, TreeDescription
+from trunkline.router.messages import (
+    PROTOCOL,
+    GroupIdentity,
+    KvEvents,
+    LoadedAdapter,
+    State,
+    TierState,
+    TreeDescription,
+)
 from trunkline.runtime.wire_keys import Role
 from trunkline.runtime.wire_sockets import SUBSCRIPTION_BYTES_MAX, Gate
 
@@ -71,6 +80,7 @@ def state_of(
     group: GroupIdentity = _NOBODY,
     exports: Sequence[str] = (),
     role: str = "both",
+    adapters: Sequence[LoadedAdapter] = (),
 ) -> State:
     """Return the state of a controller; without an engine, all counts are zero.
 
@@ -122,8 +132,20 @@ def state_of(
         queued_tokens=queued_tokens,
         exports=list(exports) if config.peers and not engine.is_away else [],
         role=role,
+        adapters=list(adapters),
         pulls_given_up=dict(counters.pulls_given_up),
     )
+
+
+def adapters_in_use(engine: Engine | None) -> set[bytes]:
+    """Return the keys of the adapters that requests and open calls use; those of the base model have the empty
+    one."""
+    if engine is None:
+        return set()
+    encoding = engine.scheduler.encoding
+    groups = (*engine.requests().values(), *encoding.jobs.groups())
+    salts = (*(group.request.submit.salt for group in groups), *encoding.calls.salts())
+    return {adapter_of(salt) for salt in salts}
 
 
 def load_of(engine: Engine) -> tuple[int, int]:
@@ -132,7 +154,7 @@ def load_of(engine: Engine) -> tuple[int, int]:
     The tokens are an estimate: those that other requests compute for a waiting request are counted, too."""
     scheduler = engine.scheduler
     begun = sum(sequence.prefill_stop - sequence.computed for sequence in scheduler.prefilling)
-    return len(engine.request_ids()), scheduler.queue.tokens + begun
+    return len(engine.requests()), scheduler.queue.tokens + begun
 
 
 def _load_us(engine: Engine) -> list[float]:

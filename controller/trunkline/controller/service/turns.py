@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final
 
 from trunkline.controller.engine.events import Event
 from trunkline.controller.service.handover import HandoverWait
 from trunkline.controller.service.offers import Offering
+
+SETTLE_SECONDS_MAX: Final = 2.0
+"""Longest time for which a controller that stops waits for chunks to be written to disk."""
 
 
 class Status(StrEnum):

@@ -18,10 +18,11 @@ import msgspec
 import structlog
 import zmq
 
-from trunkline.controller.adapter_messages import AdapterReady
+from trunkline.controller.adapter_messages import AdapterCall, AdapterReady
 from trunkline.controller.config import ControllerConfig
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import (
+    EngineReport,
     GrammarReady,
     LoadProgress,
     MovesDone,
@@ -33,6 +34,7 @@ from trunkline.controller.messages import (
     WorkerReady,
     WorkerReport,
 )
+from trunkline.controller.service.adapters import Adapters
 from trunkline.controller.service.membership import (
     REASON_WITHIN_S,
     GroupLostError,
@@ -113,6 +115,7 @@ class WorkerGroup:
         self._membership = Membership(config.tp, node_id(), config.epoch or _wall_ms())
         self.loss = WorkerLoss(config.step_timeout_s, config.resume_seconds_max)
         self._terms = config.terms
+        self.adapters = Adapters(config.adapters, config.lora_rank_max, config.tp)
         self._step_limits = (config.token_budget, config.max_rows)
         self._vocab_size = config.vocab_size
         self._progress: dict[int, LoadProgress] = {}
@@ -134,6 +137,13 @@ class WorkerGroup:
     def is_complete(self) -> bool:
         """Return whether every rank has subscribed and loaded."""
         return self._membership.is_complete
+
+    @property
+    def is_equipped(self) -> bool:
+        """Return whether the ranks are complete and have their adapters."""
+        are_loaded = self.is_complete and self.adapters.are_loaded()
+        self.send_adapter_orders()
+        return are_loaded
 
     @property
     def ready(self) -> dict[int, WorkerReady]:
@@ -228,6 +238,7 @@ class WorkerGroup:
     def lose(self, reason: str, now: float) -> None:
         """End the epoch: ask all its ranks to leave, and wait for new ones."""
         self.loss.began(reason, now)
+        self.adapters.lost_workers()
         self._membership.lose(_wall_ms(), now)
         self._progress.clear()
         self._leave_at = now
@@ -253,6 +264,21 @@ class WorkerGroup:
             GroupLostError: a rank that was there is gone.
         """
         self._membership.check_loss(now)
+        self.send_adapter_orders()
+
+    def send_adapter_orders(self) -> None:
+        """Send what the adapters' table wants of the ranks. That a rank has stopped reading is noticed with the
+        next plan."""
+        orders = self.adapters.orders
+        with suppress(GroupLostError):
+            while self.is_complete and orders:
+                self.send(orders[0])
+                del orders[0]
+
+    def call_adapter(self, router: int, call: AdapterCall) -> None:
+        """Begin to load an adapter, or unload one."""
+        self.adapters.call(router, call)
+        self.send_adapter_orders()
 
     def membership_events(self, now: float) -> None:
         """Read which subscriptions have begun or ended, and tell the membership."""
@@ -266,14 +292,14 @@ class WorkerGroup:
             else:
                 self._membership.unsubscribed(event[1:], now)
 
-    def receive(self, now: float) -> list[StepResult | GrammarReady | MovesDone | Probed]:
+    def receive(self, now: float) -> list[StepResult | EngineReport]:
         """Read waiting reports up to the next step's result or the end of a rank, and return those that are for
         the engine. If there are more, the next poll returns at once.
 
         Raises:
             GroupLostError: a rank says that it cannot go on, or something that is no report.
         """
-        results: list[StepResult | GrammarReady | MovesDone | Probed] = []
+        results: list[StepResult | EngineReport] = []
         while True:
             try:
                 report = self._decoder.decode(self.reports.recv(NOBLOCK))
@@ -293,6 +319,8 @@ class WorkerGroup:
                     return results
                 case GrammarReady() | MovesDone() | Probed():
                     results.append(report)
+                case AdapterReady():
+                    self.adapters.report(report)
                 case WorkerHello() if problem := disagreement(self._terms, report):
                     self._refuse(report, problem)
                 case WorkerHello():

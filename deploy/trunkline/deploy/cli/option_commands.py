@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
+from trunkline.deploy.config.cli_option import FIELD_DEFAULTS, FIELD_TYPES, OPERATION, CliOption
 from trunkline.deploy.config.option_values import nearest
-from trunkline.deploy.config.options import FIELD_DEFAULTS, FIELD_TYPES, OPERATION, CliOption
 from trunkline.deploy.errors import DeployError
 from trunkline.deploy.launch.document import load
 from trunkline.deploy.launch.unit_options import plain
@@ -50,12 +50,15 @@ HINTS: Final = {
     "--no-enable-prefix-caching": "Did you mean --no-prefix-cache?",
     "--disable-radix-cache": "Did you mean --no-prefix-cache?",
     "--api-key": "Did you mean --api-key-file? Other users of a machine can read command lines.",
+    "--lora-modules": "Did you mean --lora NAME=PATH?",
+    "--lora-paths": "Did you mean --lora NAME=PATH?",
+    "--enable-lora": "Adapters need no switch: --lora NAME=PATH, and --lora-updates for run time.",
     "--model": _MODEL,
     "--model-path": _MODEL,
 }
 """Hints for users of vLLM, SGLang and llama.cpp, by the other server's option that they typed."""
 
-LISTS: Final = frozenset({"--served-model-name"})
+LISTS: Final = frozenset({"--served-model-name", "--lora"})
 """Options whose values are lists: given several times, their values are joined with commas."""
 
 

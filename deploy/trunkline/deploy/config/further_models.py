@@ -13,8 +13,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
+from trunkline.deploy.config.cli_option import FIELD_DEFAULTS
 from trunkline.deploy.config.option_values import DiskOption, FurtherModel, nearest
-from trunkline.deploy.config.options import FIELD_DEFAULTS, OF_A_MODEL, SERVE_OPTIONS
+from trunkline.deploy.config.options import OF_A_MODEL, SERVE_OPTIONS
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
 

@@ -324,6 +324,23 @@ def parse_names(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (part.strip() for part in text.split(","))))
 
 
+def parse_adapters(text: str) -> tuple[tuple[str, str], ...]:
+    """Return the names and folders of adapters in a text of the form `NAME=PATH,…`.
+
+    Raises:
+        UserError: The text has another form, or gives a name twice.
+    """
+    found: dict[str, str] = {}
+    for part in parse_names(text):
+        name, _, path = part.partition("=")
+        if not name or not path:
+            raise UserError(f"--lora has {part!r}; write NAME=PATH, with commas between several")
+        if name in found:
+            raise UserError(f"--lora names {name!r} twice")
+        found[name] = str(Path(path).expanduser().absolute())
+    return tuple(found.items())
+
+
 def keys_needed(tenants: str, api_key_file: str) -> bool:
     """Return whether clients need keys: because a key is given, or because the file of tenants has some.
 

@@ -6,14 +6,22 @@ place where `--help` should show it. Its type is the field's, unless the typed t
 
 from __future__ import annotations
 
-import types
-import typing
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, Final, get_type_hints
+from typing import Final
 
-from trunkline.deploy.config.node_settings import Kind, NodeSettings
+from trunkline.deploy.config.cli_option import (
+    CLUSTER,
+    MEMORY,
+    MODEL,
+    NODE,
+    OPERATION,
+    SERVER,
+    SWITCHES,
+    TUNING,
+    CliOption,
+)
+from trunkline.deploy.config.node_settings import Kind
 from trunkline.deploy.config.option_values import (
+    parse_adapters,
     parse_bytes,
     parse_disk_tier,
     parse_limit,
@@ -21,91 +29,7 @@ from trunkline.deploy.config.option_values import (
     parse_names,
     parse_tenant_limits,
 )
-from trunkline.deploy.config.settings import POLICIES, ServeSettings
-
-MODEL: Final = "Model"
-CLUSTER: Final = "Cluster"
-MEMORY: Final = "Memory for the KV cache"
-SERVER: Final = "Server and API keys"
-NODE: Final = "This part of the cluster"
-TUNING: Final = "Rarely needed: scheduling"
-OPERATION: Final = "Rarely needed: operation"
-SWITCHES: Final = "Rarely needed: switches"
-
-Scalar = str | int | float | bool
-"""The value of an option, as a file gives it."""
-
-
-@dataclass(frozen=True)
-class CliOption:
-    """The command-line option for a field of the settings."""
-
-    field: str
-    help: str
-    panel: str
-    name: str = ""
-    """The parameter's name where it differs from the field's."""
-    flags: tuple[str, ...] = ()
-    """The flags, such as `--on/--off`, if they do not follow from the parameter's name."""
-    metavar: str | None = None
-    parse: Callable[[str], Any] | None = None
-    """Function that returns the value of a typed text, or raises `UserError`; None: the text is converted to the
-    field's type."""
-    is_argument: bool = False
-    variable: str | None = None
-    """An environment variable that can also give the value, because other users must not see it on a command
-    line."""
-
-    @property
-    def parameter(self) -> str:
-        """The name of the command's parameter."""
-        return self.name or self.field
-
-    @property
-    def flag(self) -> str:
-        """The flag, and behind a slash the one that turns a switch off."""
-        return self.flags[0] if self.flags else f"--{self.parameter.replace('_', '-')}"
-
-    @property
-    def kind(self) -> type:
-        """The type of a typed value: `int` for a field of `int | None`, `str` for a text that is parsed."""
-        found = FIELD_TYPES[self.field]
-        if self.parse is not None:
-            return str
-        if isinstance(found, types.UnionType):
-            found = next(each for each in typing.get_args(found) if each is not type(None))
-        return found if isinstance(found, type) else str
-
-    def words(self, value: Scalar) -> list[str]:
-        """Return the words of a command line that give the option this value.
-
-        Raises:
-            ValueError: The option cannot have this value.
-        """
-        flag, _, off = self.flag.partition("/")
-        if self.kind is bool:
-            if not isinstance(value, bool):
-                raise ValueError(f"is {value!r}; allowed are true and false")
-            return [flag] if value else [off] if off else []
-        if isinstance(value, bool):
-            raise ValueError(f"is {str(value).lower()}, but takes a value")
-        if self.kind is int and not isinstance(value, int):
-            raise ValueError(f"is {value!r}; it takes a whole number")
-        if self.kind is float and isinstance(value, str):
-            raise ValueError(f"is {value!r}; it takes a number")
-        text = str(value)
-        if "\0" in text:
-            raise ValueError("has a zero byte in it")
-        return [f"{flag}={text}"]
-
-
-FIELD_TYPES: Final = {**get_type_hints(ServeSettings), **get_type_hints(NodeSettings)}
-"""The types of the settings' fields."""
-FIELD_DEFAULTS: Final = {
-    field.name: field.default for record in (ServeSettings, NodeSettings) for field in fields(record)
-}
-"""The defaults of the settings' fields."""
-
+from trunkline.deploy.config.settings import POLICIES
 
 SERVE_OPTIONS: Final = (
     CliOption(
@@ -132,6 +56,22 @@ SERVE_OPTIONS: Final = (
         name="more_models",
         metavar="NAME=MODEL,…",
         parse=parse_models,
+    ),
+    CliOption(
+        "adapters",
+        "LoRA adapters of the model, PEFT folders, which requests choose by NAME as their model; several with "
+        "commas or by giving the option again.",
+        MODEL,
+        name="lora",
+        metavar="NAME=PATH,…",
+        parse=parse_adapters,
+    ),
+    CliOption("max_lora_rank", "Largest rank of an adapter that is loaded.", MODEL),
+    CliOption(
+        "lora_updates",
+        "Let requests with an admin's key load and unload adapters (/v1/load_lora_adapter).",
+        MODEL,
+        flags=("--lora-updates/--no-lora-updates",),
     ),
     CliOption("max_context", "Longest prompt and answer together, in tokens. Default: the model's limit.", MODEL),
     CliOption(
@@ -465,12 +405,13 @@ _CLUSTER_ONLY: Final = frozenset({"groups", "ranks_here", "models"})
 _ROUTER_ONLY: Final = frozenset(
     """served_model_name tool_call_parser reasoning_parser routers policy resume_seconds host port tenants
     tenant_limits tenant_header idempotency_ttl records records_max_bytes records_tenant_bytes file_bytes_max
-    prompt_memory_bytes api_key_file allow_anonymous allowed_hosts cors_origins show_lines""".split()
+    prompt_memory_bytes api_key_file allow_anonymous allowed_hosts cors_origins show_lines
+    lora_updates""".split()
 )
 _ENGINE_ONLY: Final = frozenset(
     """tp dtype kv_dtype device threads kernels quantization chunk_size kv_memory_bytes gpu_memory_fraction
     host_tier_bytes disk_tier remote_tier peers role tier_policy session_ttl preemption target_itl_ms max_batch
-    token_budget max_waiting prefix_cache speculation""".split()
+    token_budget max_waiting prefix_cache speculation adapters max_lora_rank""".split()
 )
 OF_A_MODEL: Final = _ENGINE_ONLY | {
     "groups",
@@ -481,7 +422,8 @@ OF_A_MODEL: Final = _ENGINE_ONLY | {
 }
 """Fields that further models of a cluster can have values of their own for."""
 _CONTROLLER_ONLY: Final = frozenset(
-    "tier_policy role preemption target_itl_ms max_batch token_budget max_waiting speculation".split()
+    """tier_policy role preemption target_itl_ms max_batch token_budget max_waiting speculation adapters
+    max_lora_rank""".split()
 )
 _KEYS: Final = ("wire_keys", "plain_tcp", "health_host", "health_port")
 

@@ -100,6 +100,12 @@ class ServeSettings:
     models: tuple[FurtherModel, ...] = ()
     """Further models, each with groups of its own (`further_models.py`). The other fields describe the first one,
     which requests mean that name none."""
+    adapters: tuple[tuple[str, str], ...] = ()
+    """Names and folders of LoRA adapters."""
+    max_lora_rank: int = 64
+    """Largest rank of an adapter."""
+    lora_updates: bool = False
+    """Whether requests with an admin's key may load and unload adapters."""
     chunk_size: int = 64
     """Tokens per chunk, the unit of storage; sharing is exact to the token whatever it is."""
     kv_memory_bytes: int | None = None
@@ -337,6 +343,7 @@ _RANGES: Final[dict[str, tuple[float, float, str]]] = {
     "chunk_size": (1, 1024, "allowed are 1 to 1024 tokens"),
     "max_context": _least(2),
     "threads": _least(1),
+    "max_lora_rank": _least(1),
     "max_batch": _least(1),
     "max_waiting": _least(1),
     "drain_seconds": (0, 3600, "allowed are 0 to 3600"),

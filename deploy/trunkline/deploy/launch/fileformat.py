@@ -15,8 +15,8 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from trunkline.deploy.config.cli_option import Scalar
 from trunkline.deploy.config.option_values import nearest, parse_bytes
-from trunkline.deploy.config.options import Scalar
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.launch.document import Document, Path
 from trunkline.router.config import problem_of_model_name

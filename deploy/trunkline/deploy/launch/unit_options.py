@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from trunkline.deploy.config.cli_option import CliOption, Scalar
 from trunkline.deploy.config.option_values import nearest
-from trunkline.deploy.config.options import OPTIONS_OF, CliOption, Scalar
+from trunkline.deploy.config.options import OPTIONS_OF
 from trunkline.deploy.launch.document import Document, Path
 from trunkline.deploy.launch.fileformat import Cluster, Options, Tiers
 

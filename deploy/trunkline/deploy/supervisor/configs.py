@@ -25,7 +25,7 @@ Config = RouterConfig | ControllerConfig | WorkerConfig
 # Settings that a process gets as they were given, under their own names.
 _OF_ROUTERS: Final = """policy routers host resume_seconds drain_seconds tool_call_parser reasoning_parser
     tenant_limits tenant_header allow_anonymous trace_sample records_tenant_bytes file_bytes_max
-    prompt_memory_bytes"""
+    prompt_memory_bytes lora_updates"""
 _OF_CONTROLLERS: Final = """chunk_size token_budget max_waiting prefix_cache preemption target_itl_ms tier_policy
     speculation drain_seconds"""
 _OF_WORKERS: Final = "kernels chunk_size"
@@ -162,6 +162,8 @@ def _controller_config(
         session_ttl_s=settings.session_ttl,
         positions_shift=plan.positions_shift,
         vocab_size=plan.vocab_size,
+        adapters=dict(settings.adapters),
+        lora_rank_max=settings.max_lora_rank,
     )
 
 

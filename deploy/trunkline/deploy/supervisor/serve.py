@@ -52,6 +52,7 @@ from trunkline.router.membership.member import Member as GroupMember
 from trunkline.router.membership.static_source import write_members
 from trunkline.runtime.process import enter_role
 from trunkline.worker.errors import WorkerError
+from trunkline.worker.model.adapters import read_adapter
 from trunkline.worker.model.families import check_model
 from trunkline.worker.model.model_config import ModelConfig
 from trunkline.worker.model.tensor_index import has_blocks
@@ -97,6 +98,8 @@ def plan_cluster(
         model = check_model(folder, settings.ranks, dtype, settings.max_context or 0)
         _check_latents(settings, model, device)
         chunk = model.chunk_format(settings.chunk_size, dtype, settings.kv_dtype)
+        for name, path in settings.adapters:
+            read_adapter(name, Path(path), model, settings.max_lora_rank)
     except WorkerError as error:
         raise UserError(str(error)) from error
     max_context = _context(settings, model)

@@ -18,6 +18,7 @@ from trunkline.router.config import is_pattern
 from trunkline.router.errors import bad_value
 from trunkline.router.http.answers import JsonResponse
 from trunkline.router.service import RouterService
+from trunkline.router.streams.adapters import offered
 
 routes = APIRouter()
 _VERSION_HEADER: Final = "anthropic-version"
@@ -27,8 +28,9 @@ Object = dict[str, Any]
 
 
 def listed_names(service: RouterService) -> list[str]:
-    """Return the names that lists of models show: those that stand for one model."""
-    return [name for name in service.models.names if not is_pattern(name)]
+    """Return the names that lists of models show: those that stand for one model, then those of adapters."""
+    names = [name for name in service.models.names if not is_pattern(name)]
+    return [*names, *(each.name for each in offered(service.links) if each.name not in names)]
 
 
 def display_name(service: RouterService, name: str) -> str:
@@ -75,14 +77,15 @@ async def tokenizer_info(request: Request) -> Response:
 
 def _card(service: RouterService, name: str) -> Object:
     original = service.tokenizer.files.stretched_from
+    adapter = service.models.adapter(name)
     return {
         "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "trunkline",
         "display_name": display_name(service, name),
-        "root": service.model_name,
-        "parent": None,
+        "root": service.model_name if adapter is None else name,
+        "parent": None if adapter is None else service.model_name,
         "max_model_len": service.limits.max_context,
         **({"context_stretched_from": original} if original else {}),
     }

@@ -8,6 +8,7 @@ from contextlib import suppress
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.router.api.module_prompts import as_roles, place, truncated
 from trunkline.router.api.prompting import Rendering, instruction_tokens
+from trunkline.router.api.requests import of_session
 from trunkline.router.api.turn import stored_messages
 from trunkline.router.errors import ApiError
 from trunkline.router.routing.request import RouteRequest
@@ -31,7 +32,7 @@ async def delete_history(service: RouterService, store: SessionStore, history_id
     route = None
     with suppress(ApiError):  # what cannot be continued any more can be deleted all the same
         session = (await store.peek(history_id)).session
-        route, _ = await next_route(service.of_model(session.model), history_id, session)
+        route, _ = await next_route(of_session(service, session), history_id, session)
     await store.delete(history_id)
     if route is not None and route.tokens:
         service.forget(route)

@@ -129,7 +129,8 @@ def _find(service: RouterService, model: str | None) -> RouterService:
         ApiError: 404.
     """
     plain = model.removesuffix(_TAG) if model is not None else None
-    return check_model(service, plain if plain in service.models.names else model)
+    is_known = plain is not None and (plain in service.models.names or service.models.adapter(plain) is not None)
+    return check_model(service, plain if is_known else model)
 
 
 def _family(service: RouterService) -> str:

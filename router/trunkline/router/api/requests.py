@@ -13,7 +13,10 @@ from trunkline.router.http.body import read_request
 from trunkline.router.http.continued_bodies import parse_body
 from trunkline.router.jobs.generation_parameters import RequestBody
 from trunkline.router.jobs.parameter_table import Endpoint, Reading
+from trunkline.router.request_context import choose_adapter
 from trunkline.router.service import RouterService
+from trunkline.router.stores.session_state import SessionState
+from trunkline.router.streams.adapters import offered
 
 SEEN_MAX: Final = 256
 """Largest number of unknown parameters that a router logs."""
@@ -30,19 +33,32 @@ def service_of(request: Request) -> RouterService:
 
 
 def check_model(service: RouterService, model: str | None) -> RouterService:
-    """Return the service of the model that a request asks for. None stands for the first model.
+    """Return the service of the model that a request asks for, and note its adapter if it asks for one. None
+    stands for the first model.
 
     Raises:
         ApiError: 404.
     """
     if model is not None and service.models.find(model) is None:
+        names = [*service.models.names, *(each.name for each in offered(service.links))]
         raise ApiError(
             404,
-            f"the model {model[:200]!r} does not exist here; served: {', '.join(service.models.names)}",
+            f"the model {model[:200]!r} does not exist here; served: {', '.join(names)}",
             param="model",
             code="model_not_found",
         )
+    adapter = None if model is None else service.models.adapter(model)
+    choose_adapter("", b"") if adapter is None else choose_adapter(adapter.name, adapter.key)
     return service.of_model(service.models.first.name if model is None else model)
+
+
+def of_session(service: RouterService, session: SessionState) -> RouterService:
+    """Return the service of the model of a stored session, and note its adapter.
+
+    Raises:
+        ApiError: 404, its adapter is not loaded any more.
+    """
+    return check_model(service, session.adapter) if session.adapter else service.of_model(session.model)
 
 
 TOKENIZE_CHARACTERS_MAX: Final = 4 << 20

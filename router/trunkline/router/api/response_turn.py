@@ -18,11 +18,12 @@ from msgspec.structs import replace
 
 from trunkline.router.api.blocks import renamed
 from trunkline.router.api.openai_items import Object, ResponsesRequest
+from trunkline.router.api.requests import of_session
 from trunkline.router.api.turn import SessionTurn
 from trunkline.router.errors import ApiError, in_conflict, not_found
 from trunkline.router.http.answers import encoded
 from trunkline.router.jobs.request_models import Message
-from trunkline.router.request_context import request_name
+from trunkline.router.request_context import current, request_name
 from trunkline.router.service import RouterService
 from trunkline.router.stores.owned_records import store_errors
 from trunkline.router.stores.session_history import History
@@ -103,7 +104,7 @@ class ResponseTurn(SessionTurn):
 
     async def _store_response(self, answer: Object, history: History) -> Object:
         state = SessionState(
-            model=self.session.model,
+            model=self.session.adapter or self.session.model,
             turns=self.session.turns + 1,
             parent=self.previous or "",
             answer=bytes(encoded(answer)),
@@ -137,7 +138,7 @@ async def open_response_turn(service: RouterService, body: ResponsesRequest) -> 
         await service.histories.responses.check_room()
     elif body.store is False or service.records.away:
         return None
-    return ResponseTurn(service, body, SessionState(model=body.model or service.model_name))
+    return ResponseTurn(service, body, _new_state(service, body))
 
 
 async def open_reading_turn(service: RouterService, body: ResponsesRequest) -> ResponseTurn:
@@ -151,10 +152,15 @@ async def open_reading_turn(service: RouterService, body: ResponsesRequest) -> R
         with renamed({"conversation_id": "conversation"}):
             stored = await service.histories.conversations.get(body.conversation)
         service = _service_for(service, body, stored.session)
-        return ResponseTurn(service, body, replace(stored.session, model=service.model_name), stored.base)
+        return ResponseTurn(
+            service,
+            body,
+            replace(stored.session, model=service.model_name, adapter=current().adapter),
+            stored.base,
+        )
     if body.previous_response_id is not None:
         return await _continue_response(service, body, body.previous_response_id)
-    return ResponseTurn(service, body, SessionState(model=body.model or service.model_name))
+    return ResponseTurn(service, body, _new_state(service, body))
 
 
 async def _continue_conversation(
@@ -165,7 +171,7 @@ async def _continue_conversation(
     try:
         await lease.undo(request_name())
         service = _service_for(service, body, lease.session)
-        lease.session.model = service.model_name
+        lease.session.model, lease.session.adapter = service.model_name, current().adapter
         return ResponseTurn(service, body, lease.session, lease.base, lease)
     except BaseException:
         lease.close()
@@ -187,7 +193,7 @@ async def _continue_response(service: RouterService, body: ResponsesRequest, pre
             ) from None
         stored = found
     service = _service_for(service, body, stored.session)
-    session = replace(stored.session, model=service.model_name)
+    session = replace(stored.session, model=service.model_name, adapter=current().adapter)
     return ResponseTurn(service, body, session, stored.base)
 
 
@@ -222,4 +228,8 @@ async def _once_made(service: RouterService, previous: str, *, extends: bool) ->
 
 def _service_for(service: RouterService, body: ResponsesRequest, session: SessionState) -> RouterService:
     """Return the service of the model that a request asks for or, if it names none, the one before it had."""
-    return service.of_model(session.model) if body.model is None else service
+    return of_session(service, session) if body.model is None else service
+
+
+def _new_state(service: RouterService, body: ResponsesRequest) -> SessionState:
+    return SessionState(model=body.model or service.model_name, adapter=current().adapter)

@@ -20,7 +20,7 @@ from trunkline.router.api.module_prompts import as_roles, place
 from trunkline.router.api.next_route import delete_history, next_route
 from trunkline.router.api.paging import PAGE_PARAMETERS, answer_of, components_of, make_page, page_of
 from trunkline.router.api.prompting import Rendering
-from trunkline.router.api.requests import check_length, check_model, check_session, service_of
+from trunkline.router.api.requests import check_length, check_model, check_session, of_session, service_of
 from trunkline.router.api.session_types import (
     DISCARDS_MAX,
     DiscardRequest,
@@ -40,6 +40,7 @@ from trunkline.router.errors import bad_value, not_found
 from trunkline.router.http.answers import JsonResponse, while_connected
 from trunkline.router.http.body import beside_loop, parse_json_object, read_body, read_request, validate
 from trunkline.router.jobs.request_models import Message
+from trunkline.router.request_context import current
 from trunkline.router.service import RouterService
 from trunkline.router.stores.history_kinds import SESSIONS
 from trunkline.router.stores.session_history import History, HistoryMark, token_at
@@ -68,7 +69,8 @@ async def create_session(request: Request) -> JsonResponse:
     service = service_of(request)
     body = await read_request(request, SessionRequest, service.config.max_body_bytes, check_session)
     service = check_model(service, body.model)
-    session = SessionState(model=body.model or service.model_name, truncation=RetentionPolicy())
+    model, adapter = body.model or service.model_name, current().adapter
+    session = SessionState(model=model, adapter=adapter, truncation=RetentionPolicy())
     await _bind(service, session, body)
     body.apply(session)
     if body.messages is not None:
@@ -174,7 +176,7 @@ async def prefetch_session(request: Request, session_id: str) -> JsonResponse:
     """Announce a request of a session, so that its KV is fetched from slow tiers."""
     service = service_of(request)
     session = (await service.sessions.get(_stored_id(session_id))).session
-    service = service.of_model(session.model)
+    service = of_session(service, session)
     route, module_tokens = await next_route(service, session_id, session)
     tokens = len(unpack_int32(route.tokens)) + module_tokens
     known = coming = 0
@@ -192,7 +194,7 @@ async def discard_tokens(request: Request, session_id: str) -> JsonResponse:
     body = await read_request(request, DiscardRequest, service.config.max_body_bytes)
     lease = await service.sessions.acquire(_stored_id(session_id))
     try:
-        session, service = lease.session, service.of_model(lease.session.model)
+        session, service = lease.session, of_session(service, lease.session)
         session.history = session.history.in_vocabulary(service.tokenizer.fingerprint)
         if session.modules is not None:
             raise bad_value("session_id", "nothing can be discarded in a session with modules")
@@ -281,7 +283,7 @@ def _answer(stored: StoredSession, *, messages: bool = False) -> JsonResponse:
             last_used_at=int(record.used),
             expires_at=int(record.used + record.ttl),
             ttl=int(SESSIONS.ttl_of(session)),
-            model=session.model,
+            model=session.adapter or session.model,
             parent=session.parent or None,
             schema=None if session.modules is None else session.modules.schema,
             turns=session.turns,

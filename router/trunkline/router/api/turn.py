@@ -14,11 +14,11 @@ import numpy as np
 from msgspec.structs import replace
 
 from trunkline.kvstore.chunks import unpack_int32
-from trunkline.router.api.requests import check_length
+from trunkline.router.api.requests import check_length, of_session
 from trunkline.router.api.responses import ChatMessage
 from trunkline.router.errors import bad_value
 from trunkline.router.jobs.request_models import STORED_MESSAGES, ChatRequest, CompletionRequest, Message
-from trunkline.router.request_context import request_name
+from trunkline.router.request_context import current, request_name
 from trunkline.router.service import RouterService
 from trunkline.router.stores.session_changes import MESSAGE_BYTES_MAX
 from trunkline.router.stores.session_history import (
@@ -252,7 +252,8 @@ async def open_turn(
     try:
         await lease.undo(request_name())
         if body.model is None:
-            service = service.of_model(lease.session.model)
+            service = of_session(service, lease.session)
+        lease.session.adapter = current().adapter
         if lease.session.model not in service.model.names:
             lease.session.model = service.model_name  # it had another name, or another model goes on from here
         return SessionTurn(service, lease.session, form, lease)

@@ -31,7 +31,7 @@ from trunkline.router.http.answers import (
     error_response,
     is_anthropic,
 )
-from trunkline.router.request_context import known
+from trunkline.router.request_context import AdapterChoice, known
 from trunkline.router.telemetry.metrics import Metrics
 from trunkline.router.telemetry.request_record import PROVIDER, RequestRecord, RequestTrace, operation_of
 from trunkline.router.tenancy.auth import (
@@ -109,7 +109,7 @@ class RequestMiddleware:
         ids = {"request_id": request_id}
         if record.trace is not None:
             ids["trace_id"] = record.trace.context.trace_id.hex()
-        parts = {"record": record, "conversations": self._conversations()}
+        parts = {"record": record, "conversations": self._conversations(), "choice": AdapterChoice()}
 
         async def send_with_id(message: Message) -> None:
             nonlocal status

@@ -20,6 +20,7 @@ from typing import Final
 import numpy as np
 
 from trunkline.controller.messages import Holder, KeptChunks
+from trunkline.kvstore.adapters import adapter_of
 from trunkline.kvstore.chunks import blocks_for
 from trunkline.router.errors import RouterError
 from trunkline.router.routing.controllers import (
@@ -170,9 +171,9 @@ class RoutingCore:
         """Return by which identity a controller names its chunks; None: not known."""
         return self._traits.identity(controller)
 
-    def set_model(self, controller: int, model: str) -> None:
-        """Set which model a controller serves, by its main name."""
-        self._traits.set_model(controller, model)
+    def set_model(self, controller: int, model: str, adapters: Sequence[bytes] = ()) -> None:
+        """Set which model a controller serves, by its main name, and the keys of its adapters."""
+        self._traits.set_model(controller, model, adapters)
 
     def set_costs(self, controller: int, prefill_us: float, load_us: Sequence[float]) -> None:
         """Set what a controller has measured of the time per prompt token.
@@ -363,8 +364,8 @@ class RoutingCore:
         """Return the controllers that can take a request, and the prefill groups that can compute its prompt for
         one of them."""
         usable = self._available
-        if request.model:
-            usable = usable & self._traits.serves(request.model)
+        if request.model or request.salt:
+            usable = usable & self._traits.serves(request.model, adapter_of(request.salt))
         served = usable
         paused = [i for i in self._failing if not self._breakers[i].allows(now)]
         if paused:

@@ -20,6 +20,40 @@ _UNKNOWN_CHUNK: Final = 64
 _NOBODY: Final = np.zeros(0, np.int64)
 
 
+class _Models:
+    """Which model controllers serve, and which adapters they have."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._of = np.zeros(0, np.int64)
+        """Number of the model that each controller serves; 0: not known."""
+        self._adapters: dict[int, frozenset[bytes]] = {}
+        """Keys of the adapters of those controllers that have any."""
+
+    def grow(self, controllers: int) -> None:
+        self._of = resized(self._of, controllers)
+
+    def forget(self, controller: int) -> None:
+        self._of[controller] = 0
+        self._adapters.pop(controller, None)
+
+    def set(self, controller: int, model: str, adapters: Sequence[bytes]) -> None:
+        self._of[controller] = self._numbers.setdefault(model, len(self._numbers) + 1)
+        if adapters:
+            self._adapters[controller] = frozenset(adapters)
+        else:
+            self._adapters.pop(controller, None)
+
+    def serves(self, model: str, adapter: bytes) -> NDArray[np.bool_]:
+        served = np.ones(len(self._of), bool)
+        if model:
+            served = self._of == self._numbers.get(model, -1)
+        if adapter:
+            lacking = [i for i in range(len(served)) if adapter not in self._adapters.get(i, ())]
+            served[lacking] = False
+        return served
+
+
 class Traits:
     """What controllers have told of themselves; arrays are by controller."""
 
@@ -43,9 +77,7 @@ class Traits:
         """The controllers of each identity that export chunks and pull them."""
         self._exports: dict[int, list[str]] = {}
         self._identities: dict[int, KvIdentity] = {}
-        self._model_numbers: dict[str, int] = {}
-        self._models = np.zeros(0, np.int64)
-        """Number of the model that each controller serves; 0: not known."""
+        self._models = _Models()
         self._default_worth = (1.0, host_worth, disk_worth, 1.0)
         self._measured_pull_worth = np.zeros(0)
         self._default_pull_worth = peer_worth
@@ -57,7 +89,7 @@ class Traits:
         self.pull_worth = resized(self.pull_worth, controllers)
         self.leaves = resized(self.leaves, controllers)
         self.times = resized(self.times, controllers)
-        self._models = resized(self._models, controllers)
+        self._models.grow(controllers)
         self._measured_pull_worth = resized(self._measured_pull_worth, controllers)
 
     def reset(self, controller: int) -> None:
@@ -65,7 +97,7 @@ class Traits:
         self.chunk_size[controller] = _UNKNOWN_CHUNK
         self.worth[controller] = self._default_worth
         self._measured_pull_worth[controller] = self._default_pull_worth
-        self._models[controller] = 0
+        self._models.forget(controller)
         self.times[controller] = 0.0
         self._roles.pop(controller, None)
         self.set_exports(controller, [])
@@ -83,14 +115,13 @@ class Traits:
             self.chunk_size[controller] = identity.chunk_size
             self._group()
 
-    def set_model(self, controller: int, model: str) -> None:
-        """Set which model a controller serves, by its main name."""
-        self._models[controller] = self._model_numbers.setdefault(model, len(self._model_numbers) + 1)
+    def set_model(self, controller: int, model: str, adapters: Sequence[bytes] = ()) -> None:
+        """Set which model a controller serves, by its main name, and the keys of its adapters."""
+        self._models.set(controller, model, adapters)
 
-    def serves(self, model: str) -> NDArray[np.bool_]:
-        """Return by controller whether it serves a model."""
-        served: NDArray[np.bool_] = self._models == self._model_numbers.get(model, -1)
-        return served
+    def serves(self, model: str, adapter: bytes = b"") -> NDArray[np.bool_]:
+        """Return by controller whether it serves a model and has the adapter with this key. Empty: whatever."""
+        return self._models.serves(model, adapter)
 
     def set_costs(self, controller: int, prefill_us: float, load_us: Sequence[float]) -> None:
         """Set the times per prompt token that a controller has measured (`RoutingCore.set_costs`)."""

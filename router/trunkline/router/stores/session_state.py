@@ -61,6 +61,8 @@ class SessionState(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Tokens of the history as it was stored, for those who read only headers."""
     message_count: int = 0
     """Messages of the history as it was stored."""
+    adapter: str = ""
+    """Name of the adapter with which the last turn was made; "": the model alone."""
     history: History = _NO_HISTORY
 
 

@@ -193,7 +193,7 @@ class Dispatcher:
         exports = [] if state is None or link.problem else state.exports
         core.set_exports(link.index, exports, leaves=state is not None and state.status == "draining")
         if state is not None:
-            core.set_model(link.index, link.standing.model)
+            core.set_model(link.index, link.standing.model, [each.key for each in state.adapters])
             core.set_role(link.index, state.role)
             if state.chunk_size:
                 core.set_identity(link.index, identity_of(state))

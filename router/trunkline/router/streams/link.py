@@ -24,6 +24,7 @@ import numpy as np
 import structlog
 import zmq
 
+from trunkline.controller.adapter_messages import AdapterCall
 from trunkline.controller.messages import (
     Abort,
     DescribeTree,
@@ -43,6 +44,7 @@ from trunkline.router.errors import unavailable
 from trunkline.router.membership.member import Member
 from trunkline.router.messages import (
     PROTOCOL,
+    AdapterReply,
     EventsReply,
     Finished,
     FinishReason,
@@ -66,8 +68,8 @@ _RECONNECT_POLL_SECONDS: Final = 0.05
 _LASTING_SECONDS: Final = 1.0
 """Time in seconds after which a lost connection is replaced at once. If it was lost sooner, the timer opens the
 next one."""
-Call = FlushCache | Prefetch | ModulesCall | EventsCall | DescribeTree | OffersCall
-Answer = Flushed | Prefetched | ModulesReply | EventsReply | TreeDescription | Offers
+Call = FlushCache | Prefetch | ModulesCall | EventsCall | DescribeTree | OffersCall | AdapterCall
+Answer = Flushed | Prefetched | ModulesReply | EventsReply | TreeDescription | Offers | AdapterReply
 _log = structlog.get_logger("trunkline.router.streams.link")
 _rare = RareLog("trunkline.router.streams.link")
 

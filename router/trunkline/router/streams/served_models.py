@@ -22,6 +22,7 @@ from trunkline.router.config import ModelConfig, RouterConfig, is_pattern
 from trunkline.router.jobs.job import ModelLimits
 from trunkline.router.membership.member import Member
 from trunkline.router.messages import State
+from trunkline.router.streams.adapters import OfferedAdapter, offered
 from trunkline.router.streams.link import ControllerLink, Standing
 from trunkline.router.streams.weights_in_force import Said, WeightsInForce
 from trunkline.router.text.conversation_memory import ConversationMemory
@@ -103,6 +104,8 @@ class ServedModels(Collection[ServedModel]):
         self._by_name = {name: model for model in reversed(self._models) for name in model.names}
         patterns = sorted(filter(is_pattern, self._by_name), key=len, reverse=True)
         self._by_beginning = [(name[:-1], self._by_name[name]) for name in patterns]
+        self.links: Iterable[ControllerLink] = ()
+        """The connections to the groups, which say what adapters there are."""
         self._ids_are_told = bool(config.members)
         self._model_is_named = config.model_is_named
         self._in_force = {model.name: WeightsInForce[ControllerLink]() for model in self._models}
@@ -126,10 +129,19 @@ class ServedModels(Collection[ServedModel]):
         """Every name that a request may use, of all models; some may stand for many (`is_pattern`)."""
         return tuple(name for model in self._models for name in model.names)
 
+    def adapter(self, name: str) -> OfferedAdapter | None:
+        """Return the adapter that a request with this name asks for. None: there is none, or the name is a
+        model's."""
+        if name in self._by_name:
+            return None
+        return next((each for each in offered(self.links) if each.name == name), None)
+
     def find(self, name: str) -> ServedModel | None:
-        """Return the model that a request with this name asks for: that with the name or else with the longest
-        pattern that fits. None: there is none."""
+        """Return the model that a request with this name asks for: that with the name, or the base of the adapter
+        with the name, or else that with the longest pattern that fits. None: there is none."""
         found = self._by_name.get(name)
+        if found is None and (adapter := self.adapter(name)) is not None:
+            found = self._by_name.get(adapter.model) or self._models[0]
         return found or next((model for begin, model in self._by_beginning if name.startswith(begin)), None)
 
     def of_link(self, link: ControllerLink) -> ServedModel:

@@ -23,6 +23,7 @@ from typing import Final
 
 import msgspec
 
+from trunkline.kvstore.adapters import adapter_salt
 from trunkline.router.config import NO_LIMITS, TenantLimits
 from trunkline.router.errors import ApiError, bad_value
 from trunkline.router.request_context import current
@@ -123,6 +124,8 @@ _EXACT: Final = {
     "/metrics": Access.METRICS,
     "/flush_cache": Access.ADMIN,
     "/reset_prefix_cache": Access.ADMIN,
+    "/v1/load_lora_adapter": Access.ADMIN,
+    "/v1/unload_lora_adapter": Access.ADMIN,
     "/tokenize": Access.USER,
     "/detokenize": Access.USER,
     "/tokenizer_info": Access.USER,
@@ -253,8 +256,8 @@ def current_identity() -> Identity:
 
 
 def cache_salt(given: str | None) -> bytes:
-    """Return the salt of the request's KV: its tenant's salt, then `given`, its own."""
-    return current_identity().salt + (given or "").encode()
+    """Return the salt of the request's KV: its adapter's key, its tenant's salt, then `given`, its own."""
+    return adapter_salt(current().adapter_key, current_identity().salt + (given or "").encode())
 
 
 def tenant_salt(name: str) -> bytes:

@@ -16,7 +16,7 @@ from trunkline.router.api.blocks import renamed
 from trunkline.router.api.edited_prompts import edited_prompt
 from trunkline.router.api.module_prompts import Placed, modules_job, placed_prompt
 from trunkline.router.api.prompting import Rendering, chat_job, completion_job, has_modules
-from trunkline.router.api.requests import check_model
+from trunkline.router.api.requests import check_model, of_session
 from trunkline.router.api.turn import SessionTurn
 from trunkline.router.errors import ApiError, bad_value
 from trunkline.router.http.body import parse_json_object, validate
@@ -79,7 +79,7 @@ async def _pieces(service: RouterService, body: ChatRequest | CompletionRequest)
     if body.session_id is not None and is_stored(body.session_id):
         stored = await service.sessions.peek(body.session_id)
         if body.model is None:
-            service = service.of_model(stored.session.model)
+            service = of_session(service, stored.session)
         turn = SessionTurn(service, stored.session, "chat" if isinstance(body, ChatRequest) else "text")
     if isinstance(body, ChatRequest):
         return await _chat(service, body, turn)
