@@ -47,7 +47,7 @@ OPEN = {
     "/ui/",
     "/ui/static/{name:path}",
 }
-ADMINS = {"/flush_cache", "/reset_prefix_cache"}
+ADMINS = {"/flush_cache", "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 
 
 def all_routes(app: FastAPI) -> list[Any]:

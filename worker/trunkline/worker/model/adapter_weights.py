@@ -42,10 +42,12 @@ def load_adapter(
         AdapterError: The file cannot be read any more.
     """
     layers: dict[str, AdapterLayer] = {}
+    left = set(adapter.modules)
     try:
         with safe_open(adapter.file, framework="pt") as file:
             for index in sorted({layer for layer, _ in adapter.modules}):
                 for site in _sites(shard, index):
+                    left -= {(index, piece.name) for piece in site.pieces}
                     pair = _matrices(adapter, index, site, file)
                     if pair is not None:
                         down, up = (each.to(device=device, dtype=dtype).contiguous() for each in pair)
@@ -53,6 +55,8 @@ def load_adapter(
                         layers[f"{index}.{site.place}"] = packed
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{adapter.file} cannot be read: {error}") from error
+    if left:
+        raise AdapterError(f"{adapter.file}: {min(left)[1]!r} of layer {min(left)[0]} cannot be changed here")
     return layers
 
 
