@@ -22,14 +22,7 @@ from trunkline.router.api.requests import check_length
 from trunkline.router.api.turn import SessionTurn
 from trunkline.router.errors import PromptError, bad_value
 from trunkline.router.jobs.decoding import owned
-from trunkline.router.jobs.job import (
-    Job,
-    ModelLimits,
-    Prompt,
-    bad_word_ids,
-    make_job,
-    wanted_tokens,
-)
+from trunkline.router.jobs.job import Job, ModelLimits, Prompt, bad_word_ids, make_job, wanted_tokens
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, Message
 from trunkline.router.request_context import current, draw_seed
 from trunkline.router.service import RouterService
@@ -40,6 +33,7 @@ from trunkline.router.text.chat_template import RenderedChat
 from trunkline.router.text.conversation_memory import LEAST, beginning
 from trunkline.router.text.reasoning_styles import ThoughtState
 from trunkline.router.text.remembered_prompts import RememberedPrompt
+from trunkline.router.text.token_ids import TokenIds
 from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
 from trunkline.router.text.truncation import (
     CutError,
@@ -415,7 +409,7 @@ def _job(
         reused -= span_tokens(clip_spans(cut.drops, reused))
         tokens, cut = cut.without_dropped(tokens)
         encoded = encoded._replace(remembered=None)
-    prompt = Prompt(tokens, cut=cut, thought=encoded.thought, remembered=encoded.remembered)
+    prompt = Prompt(TokenIds.given(tokens), cut=cut, thought=encoded.thought, remembered=encoded.remembered)
     job = job_for(service, body, prompt, tools=plan)
     if turn is None:
         return job

@@ -191,6 +191,8 @@ def check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
     Raises:
         ApiError: 400 with the id.
     """
+    if isinstance(ids, TokenIds) and ids.are_below(vocab_size):
+        return
     bad = next((token for token in ids if not 0 <= token < vocab_size), None)
     if bad is not None:
         raise bad_value(param, f"`{param}`: {bad} is not a token id; they are 0 to {vocab_size - 1}")

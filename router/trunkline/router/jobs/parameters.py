@@ -118,7 +118,7 @@ def _one_prompt(value: Any) -> str | list[int]:
         if not value:
             raise PydanticCustomError("empty", "must not be empty")
         return value
-    if not isinstance(value, list) or not all(type(item) is int for item in value):
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:  # a pass in C
         raise PydanticCustomError("prompt", "must be a string or a list of token ids")
     if not value:
         raise PydanticCustomError("empty", "must not be empty")

@@ -36,6 +36,22 @@ class TokenIds(Sequence[int]):
         """Return the ids of an array `[n]`, followed by those of a list."""
         return cls(np.concatenate((first, np.array(rest, np.int32))))
 
+    @classmethod
+    def given(cls, ids: Sequence[int]) -> Sequence[int]:
+        """Return ids as an array, so that each later pass over them is one in C; the same ids again if one of them
+        is no int32."""
+        if isinstance(ids, cls):
+            return ids
+        try:
+            return cls(np.array(ids, np.int32))
+        except OverflowError:
+            return ids
+
+    def are_below(self, vocab_size: int) -> bool:
+        """Return whether all ids are 0 to `vocab_size` - 1."""
+        array = self.array
+        return not len(array) or (int(array.min()) >= 0 and int(array.max()) < vocab_size)
+
     def __len__(self) -> int:
         return len(self.array)
 
