@@ -151,6 +151,35 @@ def test_impossible_results_are_refused(change: dict[str, Any]) -> None:
     assert ready.plan is None
 
 
+def test_starts_come_with_first_tokens_that_come_soon() -> None:
+    """A router that hears of a start takes the processor from the step, so it hears with the result of a short
+    one; of a long one, and what else there is to say, at once."""
+    config = EngineConfig(num_blocks=80, chunk_size=16, max_context=600, token_budget=512, max_rows=4)
+
+    def submit(request: int, tokens: int) -> Request:
+        return Request.of(request, Submit(request, pack_int32(range(tokens)), tokens, 2, Sampling()))
+
+    for tokens, waits in ((3, True), (500, False)):  # 2 and 27 ms, before any step was measured
+        engine = Engine(config)
+        first = engine.step([submit(1, tokens)], 0.0)
+        assert (first.plan is not None, first.again, first.outputs is None) == (True, True, waits)
+        assert engine.holds_starts == waits
+        assert engine.step((), 0.0).outputs is None  # the row's next step is planned
+        result = StepResult(step=1, epoch=1, tokens=pack_int32([7]), elapsed_us=1)
+        then = engine.step([result], 0.0).outputs
+        assert then is not None
+        assert not engine.holds_starts
+        told = [start.request for outputs in (first.outputs, then) if outputs for start in outputs.started]
+        assert told == [1]
+        assert then.tokens[0].tolist() == [7]
+
+    engine = Engine(config)
+    engine.step([submit(1, 3)], 0.0)
+    refused = engine.step([submit(2, 600)], 0.0).outputs
+    assert refused is not None
+    assert ([start.request for start in refused.started], refused.finished[0].request) == ([1], 2)
+
+
 @pytest.mark.parametrize("given", [0, 1, 5, 11])
 def test_resumed_stream_continues_the_same_text(given: int) -> None:
     simulation = Simulation(SMALL)

@@ -64,7 +64,7 @@ class CalmSteps:
         rows, inflight = scheduler.row_set, self._inflight
         if ready.plan is None or ready.again or ready.wake_at < inf or not 0 < len(rows) <= CALM_ROWS_MAX:
             return
-        if not self._is_quiet(scheduler):
+        if self._requests.pending_outputs or not self._is_quiet(scheduler):
             return
         if any(step.rows is not rows or step.drafts or step.prefill_tokens for step in inflight):
             return

@@ -145,7 +145,7 @@ class Engine:
             plan=plan,
             disk_changes=disk_changes,
             orders=orders,
-            outputs=self.take_outputs(),
+            outputs=None if self.holds_starts else self.take_outputs(),
             ended=self._requests.timelines.take_done(),
             problem=problem,
             again=plan is not None and not self._is_full,
@@ -199,11 +199,7 @@ class Engine:
         if done:
             self._requests.pending_outputs.modules += done
             done.clear()
-        outputs = self._requests.pending_outputs
-        if not outputs:
-            return None
-        self._requests.pending_outputs = EngineOutputs()
-        return outputs
+        return self._requests.take_outputs()
 
     # Questions
 
@@ -229,6 +225,11 @@ class Engine:
         return self.is_idle and not (tree.has_unsaved or self.traffic.in_flight or tree.tiers.has_unwritten)
 
     @property
+    def holds_starts(self) -> bool:
+        """Whether routers hear which requests have started together with first tokens, which come soon."""
+        return bool(self._inflight) and self._requests.pending_outputs.may_wait(self.predicted_step_s)
+
+    @property
     def oldest_step(self) -> int:
         """The number of the step that the workers must answer next; 0: no step is in flight."""
         return self._inflight[0].step if self._inflight else 0
@@ -236,10 +237,8 @@ class Engine:
     @property
     def predicted_step_s(self) -> float:
         """Seconds that the oldest step in flight should take the workers."""
-        if not self._inflight:
-            return 0.0
-        step = self._inflight[0]
-        return self.scheduler.costs.step_us(step.decode_rows, step.prefill_tokens) / 1e6
+        oldest, costs = next(iter(self._inflight), None), self.scheduler.costs
+        return 0.0 if oldest is None else costs.step_us(oldest.decode_rows, oldest.prefill_tokens) / 1e6
 
     def requests(self) -> Mapping[int, SequenceGroup]:
         """Return the requests that have not ended, by their ids."""

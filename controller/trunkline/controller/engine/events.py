@@ -43,6 +43,9 @@ Caller = tuple[int, int]
 
 EVENTS_MAX: Final = 64
 """Largest number of parts of its prompt, and of losses of its workers, that a traced request's timeline lists."""
+STARTS_WAIT_S: Final = 0.02
+"""Longest time in seconds that a step may be predicted to take if routers are to hear with its result which
+requests have started. A router that is woken for this alone takes the processor from the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +200,20 @@ class EngineOutputs(msgspec.Struct):
     """Answers to `CallTexts`; the `ticket` of an answer is the id of the call."""
     replies: list[tuple[int, Flushed | Prefetched]] = []
     """Answers to `DropCache` and `ExpectRequest`, each with the index of its router."""
+    is_due: bool = False
+    """Whether a step's result has been taken in, so that nothing waits for it any more."""
 
     def __bool__(self) -> bool:
-        streams = self.started or self.tokens or self.prompt_logprobs or self.beams or self.finished
+        return bool(self.started) or self._has_more
+
+    def may_wait(self, step_s: float) -> bool:
+        """Return whether this only says which requests have started, and may be told with the result of a step
+        that takes so many seconds."""
+        return bool(self.started) and step_s <= STARTS_WAIT_S and not (self.is_due or self._has_more)
+
+    @property
+    def _has_more(self) -> bool:
+        streams = self.tokens or self.prompt_logprobs or self.beams or self.finished
         return bool(streams or self.modules or self.replies)
 
 
@@ -333,7 +347,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     orders: Sequence[TierOrder]
     """Send these orders to all workers after `plan`, whose saves and loads they follow."""
     outputs: EngineOutputs | None
-    """Send each router its part. The next `Ready` continues these outputs, so none may be left out."""
+    """Send each router its part. The next `Ready` continues these outputs, so none may be left out. Which requests
+    have started may come with their first tokens (`Engine.holds_starts`)."""
     ended: Sequence[RequestTimeline]
     """Log the requests that have ended, and emit their spans. This may be done at any later time."""
     problem: str = ""

@@ -53,7 +53,14 @@ class RequestTable:
         self.timelines = Timelines()
         self.counters = Totals()
         self.pending_outputs = EngineOutputs()
-        """The outputs since the last `Engine.take_outputs`."""
+        """The outputs since the last `take_outputs`."""
+
+    def take_outputs(self) -> EngineOutputs | None:
+        """Return the outputs since the last call; None if there are none."""
+        outputs = self.pending_outputs
+        if outputs or outputs.is_due:
+            self.pending_outputs = EngineOutputs()
+        return outputs or None
 
     def started(self, group: SequenceGroup, now: float) -> None:
         """Report a request whose prompt is computed with the step that is being planned."""
@@ -346,6 +353,7 @@ def apply_step_result(
         ProtocolError: the result does not fit the step. What was applied before that is sound.
     """
     rows = step.rows
+    requests.pending_outputs.is_due = True
     requests.counters.plan_copies += result.plan_copies
     requests.counters.kv_bytes_read += result.kv_bytes_read
     costs = scheduler.costs
