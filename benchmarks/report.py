@@ -46,6 +46,25 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
+def place_in(page: Path, name: str) -> tuple[str, str]:
+    """Return what a page has up to its mark `<!-- NAME -->`, and from its mark `<!-- /NAME -->` on.
+
+    Raises:
+        SystemExit: The page does not have both, once.
+    """
+    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
+    parts = page.read_text(encoding="utf-8").split(begin)
+    if len(parts) != 2 or parts[1].count(end) != 1:
+        raise SystemExit(f"{page}: what is written there lies between {begin.strip()} and {end.strip()}, once")
+    return parts[0] + begin, end + parts[1].split(end)[1]
+
+
+def fill(page: Path, name: str, lines: list[str]) -> None:
+    """Replace what a page has between two marks (`place_in`)."""
+    before, behind = place_in(page, name)
+    page.write_text(before + "".join(f"{line}\n" for line in lines) + behind, encoding="utf-8")
+
+
 def wide_tables(results: list[dict[str, Any]]) -> list[str]:
     """Lines of Markdown: a row per case, a column per metric; cases that are told apart by other keys get another
     table."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 import torch
 from cluster.harness import Cluster
 from peer_servers import TRUNKLINE, Server
 from peers import Lengths, Speed, Table
+from report import fill
 from serving import Prompts, model_name
 
 from trunkline.deploy.config.models import DEMO_FOLDER
@@ -33,3 +35,23 @@ def test_every_cell_is_measured(cluster: Cluster) -> None:
     ]
     assert all(float(row[2].split()[0].replace(",", "")) > 0 for row in rows)
     assert [bool(row[4]) for row in rows] == [True, False, True, False, False], "what has a limit"
+
+
+def test_a_run_fills_its_place_in_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Head\n<!-- peers.py -->\nold\n<!-- /peers.py -->\nrest\n")
+    fill(page, "peers.py", ["| a |", "|---|"])
+    fill(page, "peers.py", ["| b |", "|---|", "| 1 |"])
+    assert page.read_text() == "# Head\n<!-- peers.py -->\n| b |\n|---|\n| 1 |\n<!-- /peers.py -->\nrest\n"
+    with pytest.raises(SystemExit, match="between <!-- other --> and <!-- /other -->, once"):
+        fill(page, "other", [])
+    (page := tmp_path / "twice.md").write_text("<!-- x -->\n<!-- /x -->\n" * 2)
+    with pytest.raises(SystemExit, match="once"):
+        fill(page, "x", [])
+
+
+def test_the_page_of_benchmarks_has_a_place(tmp_path: Path) -> None:
+    page = tmp_path / "benchmarks.md"
+    page.write_text((Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8"))
+    fill(page, "peers.py", ["| new |"])
+    assert "\n| new |\n" in page.read_text(encoding="utf-8")
