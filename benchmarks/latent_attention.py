@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -86,10 +86,10 @@ def attention(kernels: CpuKernels, form: Form, heads: int, tokens: int) -> Calla
 
 def peak(kernels: CpuKernels) -> float:
     """Return floating-point operations per second of products within the first-level cache."""
-    like, rates = torch.empty(1, dtype=torch.bfloat16), []
+    like, rates, module = torch.empty(1, dtype=torch.bfloat16), [], cast("Any", library())
     for _ in range(5):
         start = time.process_time()
-        done = library().limit_multiply(kernels.context.handle, like, PEAK_REPEATS)  # type: ignore[union-attr]
+        done = float(module.limit_multiply(kernels.context.handle, like, PEAK_REPEATS))
         rates.append(done / (time.process_time() - start))
     return sorted(rates)[len(rates) // 2]
 
