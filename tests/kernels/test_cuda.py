@@ -267,6 +267,36 @@ def test_gathers_and_scatters_are_copies(kernels: Kernels) -> None:
     assert torch.equal(target.data, expected)
 
 
+def test_slots_are_copied_by_one_launch_where_a_kernel_reaches_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else through a buffer on the device: the same bytes."""
+    kernels, launches = make_emulated(), list[str]()
+    library, data = emulated_library(), torch.randn(6, 4, 2, 2, 16, 64).to(torch.bfloat16)
+    call = library.call
+
+    def record(name: str, *arguments: Any) -> None:
+        launches.append(name)
+        call(name, *arguments)
+
+    monkeypatch.setattr(library, "call", record)
+    pool, blocks, slots = KvPool.wrap(data), np.array([5, 0, 3], np.int32), np.array([2, 3, 0], np.int32)
+    near, wide = torch.zeros(4, *data.shape[1:]).bfloat16(), torch.zeros(4, 8, *data.shape[2:]).bfloat16()
+    for host in (near, wide[:, :4]):
+        kernels.gather_slots(pool, blocks, range(1, 4), host, slots)
+        target = KvPool.wrap(torch.zeros_like(data))
+        kernels.scatter_slots(target, blocks, range(1, 4), host, slots)
+        assert torch.equal(target.data[[5, 0, 3], 1:], data[[5, 0, 3], 1:])
+        assert torch.equal(host[[2, 3, 0], 1:], data[[5, 0, 3], 1:])
+        assert not target.data[:, 0].any()
+        assert not host[:, 0].any()
+    assert launches == ["move_regions"] * 4
+    monkeypatch.setattr("trunkline.kernels.cuda_moves.reaches", lambda *_: True)
+    for bad, sentence in ((near.float(), "slots are torch.bfloat16"), (near[:3], "of 3 slots")):
+        with pytest.raises(ValueError, match=sentence):
+            kernels.gather_slots(pool, blocks, range(4), bad, slots)
+    with pytest.raises(ValueError, match="6 blocks"):
+        kernels.scatter_slots(pool, blocks + 1, range(4), near, slots)
+
+
 def test_what_cannot_be_computed_is_refused() -> None:
     kernels = make_emulated()
     forest = Forest(8, [one_row(8, 12)], no_runs(), 2)

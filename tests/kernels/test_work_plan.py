@@ -141,6 +141,25 @@ def test_long_runs_are_cut_to_equal_cost() -> None:
     assert min(piece.tokens for piece in shared) >= 256
 
 
+@pytest.mark.parametrize("rows", [2, 32, 128])
+def test_partial_results_are_charged_to_cuts(rows: int) -> None:
+    """Parts of a run read at least twice the bytes of their partial results; tiles of rows count as units."""
+    blocks, chunk = 64, 64
+    shared = [Range(index, index, 0, chunk, index * chunk, 0) for index in range(blocks)]
+    batch = [Row(position=blocks * chunk) for _ in range(rows)]
+    for number, row in enumerate(batch):
+        row.ranges = [*shared, Range(blocks, blocks + number, 0, 1, blocks * chunk, 0)]
+    forest = Forest(chunk, batch, np.array([(0, rows, 0, blocks)], dtype=np.int32), blocks + rows)
+    options = replace(OPTIONS, kv_heads=8, group=4, partial_bytes=1040, workers=264, tile_rows=64)
+    work = work_of(forest.decode_plan(), replace(options, pieces_per_worker=2, piece_tokens_min=256))
+    check(work, forest)
+    tiles = [piece for piece in work.pieces if len(piece.entries) > 1]
+    parts = len(tiles) / -(-rows * 4 // 64)
+    added = parts * rows * options.group * options.partial_bytes
+    assert added <= max(rows * 4 * 1040, blocks * chunk * options.kv_token_bytes / 2)
+    assert parts == {2: 16, 32: 7, 128: 1}[rows]
+
+
 def test_a_row_is_cut_along_its_tokens_where_a_worker_takes_several_heads() -> None:
     """Units stay as many: the more heads are taken at once, the more pieces."""
     row = Row(position=1026)

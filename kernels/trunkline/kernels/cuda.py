@@ -28,22 +28,18 @@ from trunkline.kernels.cuda_library import (
     AttentionCall,
     AttentionShape,
     CudaLibrary,
-    MoveCall,
     NormCall,
     WriteCall,
-    block_bytes,
     check_heads,
     check_items,
-    check_moved,
     check_pool,
     check_queries,
     check_shifts,
     check_slots,
     check_written,
-    layer_bytes,
     library_of_device,
-    staged,
 )
+from trunkline.kernels.cuda_moves import PoolMoves
 from trunkline.kernels.cuda_sampling import CudaSampling
 from trunkline.kernels.cuda_work import (
     WORKSPACE_BYTES,
@@ -70,7 +66,6 @@ from trunkline.kernels.ops import (
     RowAddend,
     Weight,
     add_rows,
-    check_copies,
 )
 from trunkline.kernels.plan import PrefillPlan, WritePlan
 from trunkline.kernels.quantisation import linear_quantised, stored_bytes, stored_weight
@@ -121,6 +116,7 @@ class CudaKernels:
         self._shapes: dict[tuple[torch.dtype, int], AttentionShape] = {}
         self._constants: dict[int, tuple[Tensor, Tensor]] = {}
         self._workspace: Workspace | None = None
+        self._moves = PoolMoves(self._library, self._stream, self._indices)
         self._decode_plans = DecodePlans(self._library, self.counters, self._stream, lambda: self._is_capturing())
 
     def sampling(self) -> CudaSampling:
@@ -355,62 +351,27 @@ class CudaKernels:
 
     def copy_blocks(self, pool: KvPool, copies: Int32Array) -> None:
         self.counters.called("copy_blocks")
-        _, layers, _, kv_heads, chunk_size, _ = pool.data.shape
-        check_pool(pool, chunk_size)
-        check_copies(pool, copies)
-        if not len(copies):
-            return
-        on_device = self._indices(copies, pool.data.device)
-        token_bytes = pool.format.row_bytes
-        tiles = layers * 2 * kv_heads
-        pointers = (pool.data.data_ptr(), on_device.data_ptr())
-        self._library.call("copy_blocks", *pointers, len(copies), tiles, chunk_size, token_bytes, self._stream())
+        self._moves.copy(pool, copies)
 
     def gather_blocks(self, pool: KvPool, blocks: Int32Array, layers: range, out: Tensor) -> None:
         self.counters.called("gather_blocks")
-        check_moved(pool, blocks, layers, out)
-        index = self._indices(blocks, pool.data.device)
-        on_device = out.device == pool.data.device and out.is_contiguous()
-        target = out if on_device else torch.empty(out.shape, dtype=pool.data.dtype, device=pool.data.device)
-        call = MoveCall(region_bytes=len(layers) * layer_bytes(pool), regions=len(blocks))
-        call.source, call.destination = self._layer_address(pool, layers), target.data_ptr()
-        call.source_stride_bytes, call.destination_stride_bytes = block_bytes(pool), call.region_bytes
-        call.source_index = index.data_ptr()
-        self._library.call("move_regions", byref(call), self._stream())
-        if not on_device:
-            out.copy_(target)
+        self._moves.gather(pool, blocks, layers, out)
 
     def scatter_blocks(self, pool: KvPool, blocks: Int32Array, layers: range, data: Tensor) -> None:
         self.counters.called("scatter_blocks")
-        source = data.to(pool.data.device, pool.data.dtype).contiguous()
-        check_moved(pool, blocks, layers, source)
-        index = self._indices(blocks, pool.data.device)
-        call = MoveCall(region_bytes=len(layers) * layer_bytes(pool), regions=len(blocks))
-        call.source, call.destination = source.data_ptr(), self._layer_address(pool, layers)
-        call.source_stride_bytes, call.destination_stride_bytes = call.region_bytes, block_bytes(pool)
-        call.destination_index = index.data_ptr()
-        self._library.call("move_regions", byref(call), self._stream())
+        self._moves.scatter(pool, blocks, layers, data)
 
     def gather_slots(
         self, pool: KvPool, blocks: Int32Array, layers: range, host: Tensor, slots: Int32Array
     ) -> None:
-        for start, stop in staged(pool, len(blocks), layers):
-            staging = pool.data.new_empty((stop - start, len(layers), *pool.data.shape[2:]))
-            self.gather_blocks(pool, blocks[start:stop], layers, staging)
-            for index, slot in enumerate(slots[start:stop].tolist()):
-                host[slot, layers.start : layers.stop].copy_(staging[index], non_blocking=True)
+        self.counters.called("gather_slots")
+        self._moves.gather_slots(pool, blocks, layers, host, slots)
 
     def scatter_slots(
         self, pool: KvPool, blocks: Int32Array, layers: range, host: Tensor, slots: Int32Array
     ) -> None:
-        for start, stop in staged(pool, len(blocks), layers):
-            staging = pool.data.new_empty((stop - start, len(layers), *pool.data.shape[2:]))
-            for index, slot in enumerate(slots[start:stop].tolist()):
-                staging[index].copy_(host[slot, layers.start : layers.stop], non_blocking=True)
-            self.scatter_blocks(pool, blocks[start:stop], layers, staging)
-
-    def _layer_address(self, pool: KvPool, layers: range) -> int:
-        return pool.data.data_ptr() + layers.start * layer_bytes(pool)
+        self.counters.called("scatter_slots")
+        self._moves.scatter_slots(pool, blocks, layers, host, slots)
 
     # --- linear layers and norms
 

@@ -70,7 +70,7 @@ class MoveCall(ctypes.Structure):
     _fields_: ClassVar[_Fields] = [
         *_fields(c_void_p, "source destination source_index destination_index"),
         *_fields(c_int64, "region_bytes source_stride_bytes destination_stride_bytes"),
-        ("regions", c_int32),
+        *_fields(c_int32, "regions blocks_max"),
     ]
 
 
@@ -259,13 +259,18 @@ def check_written(plan: WritePlan, qkv: Tensor, pool: KvPool, spec: AttentionSpe
         raise ValueError(f"{len(plan.slots)} slots for {len(qkv)} tokens")
 
 
-def check_moved(pool: KvPool, blocks: Int32Array, layers: range, moved: Tensor) -> None:
-    """Check a gather or a scatter of some layers of some blocks."""
+def check_blocks(pool: KvPool, blocks: Int32Array, layers: range) -> None:
+    """Check which layers of which blocks are moved."""
     check_pool(pool, pool.chunk_size)
     if len(blocks) and not (int(blocks.min()) >= 0 and int(blocks.max()) < pool.blocks):
         raise ValueError(f"blocks {int(blocks.min())} to {int(blocks.max())}: the pool has {pool.blocks} blocks")
     if layers.step != 1 or not 0 <= layers.start <= layers.stop <= pool.data.shape[1]:
         raise ValueError(f"layers {layers}: the pool has {pool.data.shape[1]}, moved in order")
+
+
+def check_moved(pool: KvPool, blocks: Int32Array, layers: range, moved: Tensor) -> None:
+    """Check a gather or a scatter of some layers of some blocks."""
+    check_blocks(pool, blocks, layers)
     expected = (len(blocks), len(layers), *pool.data.shape[2:])
     if tuple(moved.shape) != expected or moved.dtype != pool.data.dtype:
         raise ValueError(
@@ -273,8 +278,28 @@ def check_moved(pool: KvPool, blocks: Int32Array, layers: range, moved: Tensor) 
         )
 
 
+def check_slot_move(pool: KvPool, blocks: Int32Array, layers: range, host: Tensor, slots: Int32Array) -> None:
+    """Check a move of some layers of some blocks to or from slots of host memory."""
+    data = pool.data
+    check_blocks(pool, blocks, layers)
+    if host.dtype != data.dtype or host.shape[1:] != data.shape[1:]:
+        raise ValueError(
+            f"slots are {data.dtype} {tuple(data.shape[1:])}, not {host.dtype} {tuple(host.shape[1:])}"
+        )
+    if len(slots) != len(blocks) or (len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < len(host)):
+        raise ValueError(f"{len(slots)} slots for {len(blocks)} blocks, of {len(host)} slots")
+
+
 STAGING_BYTES: Final = 64 << 20
 """Largest number of bytes that are staged at once; a single larger piece is staged whole."""
+TIER_BLOCKS: Final = 32
+"""Thread blocks that copy between the pool and host memory. They keep 512 KiB under way, several times what a PCIe
+or NVLink-C2C link needs, and leave most processors to the computation."""
+
+
+def reaches(pool: KvPool, host: Tensor) -> bool:
+    """Return whether a kernel can read and write this host memory by itself."""
+    return host.is_contiguous() and (host.device == pool.data.device or host.is_pinned())
 
 
 def layer_bytes(pool: KvPool) -> int:

@@ -57,10 +57,9 @@ class HostPool:
             capacity_slots, pool.format.stretches, pool.format.heads, pool.format.head_bytes
         )
         self.is_pinned = data.is_cuda
-        if self.is_pinned:
+        advise_large_pages(self._bytes)
+        if self.is_pinned:  # this takes all of the memory, so in large pages if there are any
             _pin(self._bytes)
-        else:
-            advise_large_pages(self._bytes)
 
     # --- what the plans say
 

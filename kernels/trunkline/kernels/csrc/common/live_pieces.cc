@@ -165,11 +165,6 @@ bool LivePlan::is_worth_packing(int64_t rows, int64_t tokens) const {
   return options_.share && saved > added;
 }
 
-int64_t LivePlan::cost(const Piece& piece) const {
-  const int64_t vectors = int64_t{piece.entries} * options_.group;
-  return int64_t{piece.tokens} * (options_.vectors_per_read + vectors) + 1;
-}
-
 int32_t LivePlan::tokens_of(const Row& row, int32_t from, int32_t to) const {
   const Segment& last = row.segments.back();
   const auto offset = [&](int32_t segment) {
@@ -202,16 +197,13 @@ void LivePlan::order_cuts() {
 void LivePlan::balance() {
   if (options_.workers == 1) return;
   int64_t total = 0;
-  for (const Piece& piece : pieces_) total += cost(piece);
+  for (const Piece& piece : pieces_) total += piece_cost(options_, piece.tokens, piece.entries);
   const int64_t units = int64_t{options_.workers} * options_.pieces_per_worker;
   const int64_t aim = std::max<int64_t>(1, total * options_.kv_heads / units);
   std::vector<Piece> cut;
   for (Piece piece : pieces_) {
     const Row& row = rows_[static_cast<size_t>(piece.leader)];
-    const int64_t vectors = int64_t{piece.entries} * options_.group, tokens = piece.tokens;
-    const int64_t heads = std::clamp<int64_t>(options_.unit_vectors / vectors, 1, options_.kv_heads);
-    const int64_t most = std::max<int64_t>(1, tokens / std::max(1, options_.piece_tokens_min));
-    const int64_t parts = std::clamp<int64_t>((cost(piece) * heads + aim - 1) / aim, 1, most);
+    const int64_t tokens = piece.tokens, parts = balanced_parts(options_, tokens, piece.entries, aim);
     const int32_t begin = piece.from, end = std::min(piece.to, row.tail + 1);
     for (int64_t number = 1; number < parts; ++number) {
       // The first segment in front of which there are `number` parts or more, but at least one in this part.

@@ -114,7 +114,6 @@ class LivePlan {
   void add_cuts(size_t low, size_t high, int32_t from, int32_t to);
   void add_private_pieces();
   bool is_worth_packing(int64_t rows, int64_t tokens) const;
-  int64_t cost(const Piece& piece) const;
   int32_t tokens_of(const Row& row, int32_t from, int32_t to) const;
   int32_t visible(const Row& row) const;
   bool cuts_between(const Row& row, int32_t segment) const;

@@ -259,28 +259,17 @@ class Planner {
     }
   }
 
-  int64_t cost(const Run& run) const {
-    const auto vectors = static_cast<int64_t>(run.rows.size()) * options_.group;
-    return int64_t{run.tokens} * (options_.vectors_per_read + vectors) + 1;
-  }
-
-  // KV heads that a worker takes at once.
-  int64_t heads_of(const Run& run) const {
-    const int64_t vectors = static_cast<int64_t>(run.rows.size()) * options_.group;
-    return std::clamp<int64_t>(options_.unit_vectors / vectors, 1, options_.kv_heads);
-  }
-
   // Cuts pieces so that every worker has several of about equal cost to take.
   void balance() {
     if (options_.workers == 1) return;
     int64_t total = 0;
-    for (const Run& run : pieces_) total += cost(run);
+    for (const Run& run : pieces_)
+      total += piece_cost(options_, run.tokens, static_cast<int64_t>(run.rows.size()));
     const int64_t units = int64_t{options_.workers} * options_.pieces_per_worker;
     const int64_t aim = std::max<int64_t>(1, total * options_.kv_heads / units);
     std::vector<Run> cut;
     for (Run& run : pieces_) {
-      const int64_t most = std::max<int64_t>(1, run.tokens / std::max(1, options_.piece_tokens_min));
-      const int64_t parts = std::clamp<int64_t>((cost(run) * heads_of(run) + aim - 1) / aim, 1, most);
+      const int64_t parts = balanced_parts(options_, run.tokens, static_cast<int64_t>(run.rows.size()), aim);
       if (parts == 1) {
         cut.push_back(std::move(run));
         continue;
@@ -412,6 +401,24 @@ void check_options(const WorkOptions& options) {
   if (options.tile_rows != 0 && options.tile_rows < options.group) {
     fail("tile_rows must hold at least the group of one row");
   }
+}
+
+int64_t piece_cost(const WorkOptions& options, int64_t tokens, int64_t rows) {
+  return tokens * (options.vectors_per_read + rows * options.group) + 1;
+}
+
+int64_t balanced_parts(const WorkOptions& options, int64_t tokens, int64_t rows, int64_t aim) {
+  constexpr int64_t kBytesPerPartialByte = 2;
+  const int64_t vectors = rows * options.group;
+  // KV heads that a worker takes at once.
+  const int64_t heads = std::clamp<int64_t>(options.unit_vectors / vectors, 1, options.kv_heads);
+  const int64_t tile = options.tile_rows == 0 ? rows : options.tile_rows / options.group;
+  const int64_t unit = aim * ((rows + tile - 1) / tile);
+  const int64_t by_tokens = tokens / std::max(1, options.piece_tokens_min);
+  const int64_t by_bytes = tokens * options.kv_token_bytes /
+                           std::max<int64_t>(1, kBytesPerPartialByte * vectors * options.partial_bytes);
+  const int64_t most = std::max<int64_t>(1, std::min(by_tokens, by_bytes));
+  return std::clamp<int64_t>((piece_cost(options, tokens, rows) * heads + unit - 1) / unit, 1, most);
 }
 
 std::vector<int32_t> plan_decode_work(const DecodeItems& items, const WorkOptions& options) {

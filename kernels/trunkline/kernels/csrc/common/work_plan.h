@@ -147,6 +147,14 @@ TRUNKLINE_HOST_DEVICE inline int32_t item_tokens(int32_t count, int32_t tail, in
 // Throws std::invalid_argument for options that no plan can follow.
 void check_options(const WorkOptions& options);
 
+// What reading `tokens` for `rows` takes, in query vectors.
+int64_t piece_cost(const WorkOptions& options, int64_t tokens, int64_t rows);
+
+// Into how many parts `balance` cuts a piece so that a unit of work costs about `aim`. Units are parts times the tiles
+// of rows that one worker takes. Partial results are charged: a part reads at least twice the bytes that its partial
+// results are written and read with, or cuts would cost more than they spread.
+int64_t balanced_parts(const WorkOptions& options, int64_t tokens, int64_t rows, int64_t aim);
+
 // Throws std::invalid_argument for items that contradict each other.
 std::vector<int32_t> plan_decode_work(const DecodeItems& items, const WorkOptions& options);
 

@@ -75,7 +75,7 @@ struct WriteCall {
 };
 
 // Regions of equal size between two strided arrays: region i goes from source slot `source_index[i]` (null: i) to
-// `destination_index[i]` (null: i). Sizes and strides are multiples of 2 bytes.
+// `destination_index[i]` (null: i). Sizes and strides are multiples of 2 bytes. Arrays may lie in pinned host memory.
 struct MoveCall {
   const void* source;
   void* destination;
@@ -85,6 +85,7 @@ struct MoveCall {
   int64_t source_stride_bytes;
   int64_t destination_stride_bytes;
   int32_t regions;
+  int32_t blocks_max;  // thread blocks; 0: as many as there is work for
 };
 
 struct NormCall {

@@ -64,6 +64,26 @@ bool choose_stages(const AttentionKernel& kernel, const DeviceLimits& limits, At
   return false;
 }
 
+constexpr int kMergeQuad = 4;
+constexpr int kMergeQuads = kGeneralHeadDimMax / (kWarpLanes * kMergeQuad);
+static_assert(kMergeQuads * kWarpLanes * kMergeQuad >= kGeneralHeadDimMax);
+
+// For head sizes whose rows are not aligned to 16 bytes.
+template <class T>
+__device__ void merge_one_by_one(const AttentionCall& call, const float2* stats, int start, int stop,
+                                 float reference, T* out, int head) {
+  const int64_t heads = call.heads;
+  for (int i = static_cast<int>(threadIdx.x) % kWarpLanes; i < call.head_dim; i += kWarpLanes) {
+    float sum = 0.0f, total = 0.0f;
+    for (int slot = start; slot < stop; ++slot) {
+      const float weight = exp2f(stats[slot * heads].x - reference);
+      total += stats[slot * heads].y * weight;
+      sum += call.partial_acc[(slot * heads + head) * call.head_dim + i] * weight;
+    }
+    out[i] = from_float<T>(total == 0.0f ? 0.0f : sum * (1.0f / total));
+  }
+}
+
 // One warp per (row, head): the partials of a row, weighted in the order of their slots, so always alike.
 template <class T>
 __global__ void merge_kernel(const __grid_constant__ AttentionCall call) {
@@ -75,25 +95,42 @@ __global__ void merge_kernel(const __grid_constant__ AttentionCall call) {
   if (row >= work.rows) return;
   const int start = work.row_partials[row], stop = work.row_partials[row + 1];
   if (stop - start == 1) return;  // written as the output where it was computed
+  // Partials of a (row, head) are `heads` apart.
+  const auto* stats = reinterpret_cast<const float2*>(call.partial_stats) + head;
+  const int64_t heads = call.heads;
   float peak = kNegativeInfinity;
-  for (int slot = start; slot < stop; ++slot) {
-    peak = fmaxf(peak, call.partial_stats[(static_cast<int64_t>(slot) * call.heads + head) * 2]);
-  }
+  for (int slot = start + lane; slot < stop; slot += kWarpLanes) peak = fmaxf(peak, stats[slot * heads].x);
+  for (int mask = kWarpLanes / 2; mask > 0; mask /= 2) peak = fmaxf(peak, shuffle_xor(peak, mask));
   const float reference = finite_peak(peak);
+  T* out = static_cast<T*>(call.out) + row * call.out_row_stride + static_cast<int64_t>(head) * d;
+  if (d % kMergeQuad != 0) {
+    merge_one_by_one(call, stats, start, stop, reference, out, head);
+    return;
+  }
+  // Each partial is read once, 16 bytes a lane; several are under way, as no load waits for another.
+  float sums[kMergeQuads][kMergeQuad] = {};
   float total = 0.0f;
+#pragma unroll 4
   for (int slot = start; slot < stop; ++slot) {
-    const float* stats = call.partial_stats + (static_cast<int64_t>(slot) * call.heads + head) * 2;
-    total += stats[1] * exp2f(stats[0] - reference);
+    const float2 of = stats[slot * heads];
+    const float weight = exp2f(of.x - reference);
+    total += of.y * weight;
+    const float* acc = call.partial_acc + (slot * heads + head) * d;
+#pragma unroll
+    for (int quad = 0; quad < kMergeQuads; ++quad) {
+      const int first = (quad * kWarpLanes + lane) * kMergeQuad;
+      if (first >= d) break;
+      const uint4 read = *reinterpret_cast<const uint4*>(acc + first);
+      sums[quad][0] += float_of(read.x) * weight;
+      sums[quad][1] += float_of(read.y) * weight;
+      sums[quad][2] += float_of(read.z) * weight;
+      sums[quad][3] += float_of(read.w) * weight;
+    }
   }
   const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
-  T* out = static_cast<T*>(call.out) + row * call.out_row_stride + static_cast<int64_t>(head) * d;
-  for (int i = lane; i < d; i += kWarpLanes) {
-    float sum = 0.0f;
-    for (int slot = start; slot < stop; ++slot) {
-      const int64_t partial = static_cast<int64_t>(slot) * call.heads + head;
-      sum += call.partial_acc[partial * d + i] * exp2f(call.partial_stats[partial * 2] - reference);
-    }
-    out[i] = from_float<T>(sum * inverse);
+  for (int quad = 0; quad < kMergeQuads; ++quad) {
+    const int first = (quad * kWarpLanes + lane) * kMergeQuad;
+    for (int i = 0; i < kMergeQuad && first < d; ++i) out[first + i] = from_float<T>(sums[quad][i] * inverse);
   }
 }
 

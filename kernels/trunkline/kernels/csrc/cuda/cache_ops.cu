@@ -85,12 +85,13 @@ __global__ void __launch_bounds__(kMoveThreads)
   for (int i = static_cast<int>(threadIdx.x); i < count; i += kMoveThreads) to[i] = from[i];
 }
 
-// Grid-stride over all units of all regions.
+// Grid-stride over all units of all regions; several loads are under way, for host memory is far away.
 template <class Unit>
 __global__ void __launch_bounds__(kMoveThreads) move_kernel(const MoveCall call) {
   constexpr int64_t kSize = sizeof(Unit);
   const int64_t region_units = call.region_bytes / kSize, total = region_units * call.regions;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kMoveThreads;
+#pragma unroll 4
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kMoveThreads + threadIdx.x; i < total; i += step) {
     const int64_t region = i / region_units, offset = i - region * region_units;
     const int64_t from = call.source_index == nullptr ? region : call.source_index[region];
@@ -155,7 +156,8 @@ int32_t trunkline_move_regions(const MoveCall* call, void* stream) {
   const bool wide = divides(16, *call);
   if (!wide && !divides(2, *call)) return cudaErrorInvalidValue;
   const int64_t units = call->region_bytes / (wide ? 16 : 2) * call->regions;
-  const int64_t blocks = std::min<int64_t>((units + kMoveThreads - 1) / kMoveThreads, kMoveBlocksMax);
+  const int64_t most = call->blocks_max > 0 ? call->blocks_max : kMoveBlocksMax;
+  const int64_t blocks = std::min<int64_t>((units + kMoveThreads - 1) / kMoveThreads, most);
   const dim3 grid(static_cast<unsigned>(blocks));
   return wide ? launch(move_kernel<uint4>, grid, kMoveThreads, 0, stream, *call)
               : launch(move_kernel<uint16_t>, grid, kMoveThreads, 0, stream, *call);
