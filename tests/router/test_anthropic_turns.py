@@ -88,3 +88,22 @@ def test_only_what_is_new_is_looked_at() -> None:
         translated([*turns, {"role": "tool", "content": ""}], memory, b"one")
     with pytest.raises(ApiError, match="must not be empty"):
         translated([], memory, b"one")
+
+
+def test_a_mark_that_moves_with_each_turn_leaves_one_entry() -> None:
+    """Coding agents mark their newest turns with `cache_control`: the last turns differ from those sent before."""
+
+    def sent(count: int) -> list[Turn]:
+        turns: list[Turn] = [
+            {"role": ("user", "assistant")[at % 2], "content": [{"type": "text", "text": f"{at} " * 9}]}
+            for at in range(count)
+        ]
+        for newest in turns[-1:-4:-2]:
+            newest["content"][0]["cache_control"] = {"type": "ephemeral"}
+        return turns
+
+    memory, once = TurnMemory(1 << 20), TurnMemory(1 << 20)
+    for count in range(LEAST + 1, LEAST + 60, 2):
+        assert translated(sent(count), memory, b"") == translated(sent(count), None, b"")
+    translated(sent(count), once, b"")
+    assert memory.bytes == once.bytes > 0

@@ -51,12 +51,19 @@ def translated(turns: list[Any], memory: TurnMemory | None, scope: bytes) -> Tur
         return _extended(Turns([], [], [], []), turns)
     begins = _begins(turns)
     known = memory.find(scope, begins, turns)
-    found = _extended(Turns([], [], [], []) if known is None else _first(known.value, known.agreed), turns)
-    goes_on = known is not None and known.agreed == len(known.items)
-    size, start = (known.size, len(known.value.messages)) if known is not None and goes_on else (0, 0)
-    size += sum(len(message["content"]) + MESSAGE_BYTES for message in found.messages[start:])
+    first = Turns([], [], [], []) if known is None else _first(known.value, known.agreed)
+    found, size = _extended(first, turns), 0
+    shared = max(0, len(first.messages) - 1)  # the last one may have been continued
+    if known is not None:
+        size = known.size - _size(known.value.messages[shared:])
+    size += _size(found.messages[shared:])
     memory.put(scope, begins, turns, found, size)
     return found
+
+
+def _size(messages: Sequence[Message]) -> int:
+    """Return the bytes of memory that messages take, about."""
+    return sum(len(message["content"]) + MESSAGE_BYTES for message in messages)
 
 
 def _begins(turns: Sequence[Any]) -> Hashable:

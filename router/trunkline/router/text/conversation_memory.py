@@ -7,8 +7,9 @@ Pure.
 A conversation is found by its first messages, and compared with what is remembered message by message; nothing is
 trusted. What was made of the messages in common is used again, and must therefore never be changed.
 
-Who may see an entry is its *scope*. An entry is replaced by one that continues it. All entries together have a
-bound; those of the beginning that was not used for the longest time go.
+Who may see an entry is its *scope*. An entry is replaced by one that continues it, or that differs from it in its
+last few messages only: clients move their marks of what is to be cached to the newest messages. All entries
+together have a bound; those of the beginning that was not used for the longest time go.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ MESSAGE_BYTES: Final = 1500
 """Memory that a message takes besides its texts, about."""
 _ENTRIES_MAX: Final = 8
 """Largest number of conversations that begin alike."""
+_LAST: Final = 4
+"""Largest number of last messages by which an entry may differ from the one that replaces it. What another branch
+loses by it is the work for so many messages."""
 _FIRST: Final = 2
 """Number of first messages by which a conversation is found."""
 _SHOWN: Final = 64
@@ -103,7 +107,7 @@ class Beginnings(Generic[_Value]):
         with self._lock:
             entries = self._entries.setdefault((scope, begins), [])
             self._entries.move_to_end((scope, begins))
-            if entries and common_length(entries[-1].items, items) == len(entries[-1].items):
+            if entries and _goes_on(entries[-1].items, items):
                 self.bytes -= entries.pop().size
             entries.append(_Entry(items, value, size))
             self.bytes += size
@@ -155,6 +159,12 @@ def beginning_of_fields(messages: Sequence[Any]) -> Hashable:
     """Return the beginning of messages as clients send them, whatever they are."""
     first = messages[:_FIRST]
     return beginning(message.get("content") if isinstance(message, dict) else None for message in first)
+
+
+def _goes_on(old: Sequence[Any], new: Sequence[Any]) -> bool:
+    """Return whether a list stands for an older one, too."""
+    agreed = common_length(old, new)
+    return agreed == len(old) or agreed >= max(len(old), LEAST) - _LAST
 
 
 def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
