@@ -341,7 +341,7 @@ def test_contradictory_programs_are_refused(models: Models) -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(2))
-@pytest.mark.parametrize("name", ["glm4-moe", "olmo2"])
+@pytest.mark.parametrize("name", ["glm4-moe", "olmo2", "deepseek-v3"])
 def test_the_library_refuses_damaged_programs(name: str, seed: int, models: Models) -> None:
     """Any word of a program but the handles of packed layers, which only kernels make: refused, or harmless."""
     runner, program = load(models(name))
@@ -382,7 +382,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", ["gqa", "gpt2", "gemma2", "mixtral"])
+@pytest.mark.parametrize("name", ["gqa", "gpt2", "gemma2", "mixtral", "deepseek-v3"])
 def test_steady_steps_allocate_nothing(name: str, models: Models) -> None:
     """A step of rows that only decode: no tensor is made, no buffer moves, one native call."""
     runner, program = load(models(name))
