@@ -358,7 +358,7 @@ def random_traffic(seed: int, *, check: bool, modules: float = 0.0) -> Traffic:
     """Everything at once: all kinds of requests, cuts, preemptions, tiers that fail, lose, and die."""
     rng = random.Random(seed)
     cuts, preempts = rng.choice([0.0, 0.5]), rng.choice([0.0, 0.05])
-    mix = Mix(cuts=cuts, ttl=0.3, preempts=preempts, modules=modules, calls=modules / 20)
+    mix = Mix(cuts=cuts, ttl=0.3, hints=0.5, preempts=preempts, modules=modules, calls=modules / 20)
     traffic = Traffic(random_engine(rng), mix, seed, check=check)
     simulation = traffic.simulation
     simulation.pace_s = rng.choice([1.0, 0.01, 0.002])

@@ -150,6 +150,20 @@ def test_where_there_is_no_room_it_is_tried_again_a_little_later() -> None:
     assert settle(directory, 250.0 + AHEAD_PAUSE_S) == [chunk.name for chunk in path]
 
 
+@pytest.mark.parametrize("is_back", [False, True])
+def test_who_is_back_meanwhile_is_not_fetched_for(is_back: bool) -> None:
+    directory, path = two_sessions()
+    other = grow("b", 4)
+    take_turn(directory, other, 249.0, 80.0)
+    assert settle(directory, 250.0) == [], "there is no room"
+    if is_back:
+        directory.next_use.went_on([chunk.name for chunk in path], 1000, 250.5)
+    for chunk in reversed(other):
+        directory.forget(chunk)
+    read = settle(directory, 251.5)
+    assert all((chunk.name in read) is not is_back for chunk in path)
+
+
 def test_turns_are_bounded() -> None:
     ahead: FetchAhead[TieredChunk] = FetchAhead()
     turns = [Turn(None, float(number)) for number in range(2 * AHEAD_TURNS_MAX)]

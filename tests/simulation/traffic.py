@@ -60,6 +60,8 @@ class Mix:
     calls: float = 0.0
     """Of an event: something is asked about the texts of a schema."""
     ttl: float = 0.0
+    hints: float = 0.0
+    """Of a request: its client says when the next one follows, or that none does."""
     losses: float = 0.0
     """Of an event: the workers are lost, and others come some time later."""
     preempts: float = 0.0
@@ -138,6 +140,8 @@ class Traffic:
             options["drops"] = self._drops(len(prompt))
         if self._chance(mix.ttl):
             options["ttl"] = rng.choice([1.0, 20.0])
+        if mix.hints and self._chance(mix.hints):
+            options["next_s"], options["is_last"] = rng.choice([0.0, 0.1, 2.0, 60.0]), self._chance(0.1)
         max_tokens = rng.randrange(1, mix.output_max + 1)
         is_plain = "beam" not in options and options["n"] == 1 and not options.get("drops")
         if is_plain and self._pooled.random() < mix.pooled:
@@ -182,6 +186,8 @@ class Traffic:
             options["salt"] = b"tenant"
         if self._chance(mix.ttl):
             options["ttl"] = rng.choice([1.0, 20.0])
+        if mix.hints and self._chance(mix.hints):
+            options["next_s"], options["is_last"] = rng.choice([0.0, 0.1, 2.0, 60.0]), self._chance(0.1)
         max_tokens = rng.randrange(1, mix.output_max + 1)
         request = self.simulation.submit(own, max_tokens, **options)
         grammar = options.get("grammar")
