@@ -110,10 +110,7 @@ class ControllerService:
         self.descriptions = Descriptions()
         self._leaving = Leaving()
         self.persistence = Persistence(
-            config.index_path,
-            bytes.fromhex(config.tier_fingerprint),
-            time.time(),
-            time.monotonic(),
+            config.index_path, bytes.fromhex(config.tier_fingerprint), time.time(), time.monotonic()
         )
         self.engine: Engine | None = None
         self._pending = Pending()
