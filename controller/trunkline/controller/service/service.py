@@ -196,8 +196,7 @@ class ControllerService:
         return True
 
     def _let_routers_read(self) -> None:
-        """Wait a moment for routers that have not read how their streams end: what a connection still holds when
-        it is closed is lost."""
+        """Wait for routers that have not read how their streams end: closing a connection loses what it holds."""
         now = time.monotonic()
         until, silence = now + READ_SECONDS_MAX, self.config.router_silence_seconds_max
         self._pending.state_for.update(self.routers.behind(now, silence))  # to send shows which routers are gone
