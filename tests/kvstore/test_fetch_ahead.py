@@ -158,7 +158,10 @@ def test_who_is_back_meanwhile_is_not_fetched_for(is_back: bool) -> None:
     assert settle(directory, 250.0) == [], "there is no room"
     if is_back:
         directory.next_use.went_on([chunk.name for chunk in path], 1000, 250.5)
-    for chunk in reversed(other):
+    for chunk in [
+        *reversed(other),
+        *sorted(set(directory.stored()) - {*path, *other}, key=lambda each: -each.depth),
+    ]:
         directory.forget(chunk)
     read = settle(directory, 251.5)
     assert all((chunk.name in read) is not is_back for chunk in path)
