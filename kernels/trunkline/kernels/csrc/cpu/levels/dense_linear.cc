@@ -4,6 +4,8 @@
 // of the block pass over it in tiles of registers, partial sums waiting in a buffer of the stack. The epilogue
 // then scales (int8 weights), adds the bias, activates and rounds from that buffer.
 
+#include <type_traits>
+
 #include "cpu/linear_unit.h"
 #include "cpu/quantised.h"
 
@@ -41,7 +43,10 @@ template <class T>
 void multiply_plain_panel(int rows, const typename T::A* a, long lda, const typename T::B* b, int width,
                           int64_t steps, float* sums) {
   if constexpr (tile_vectors(kTileRows) * kLanes < kPanelWidth) {
-    if (rows > 1 && rows <= kTileRows) return multiply_few_rows<T>(rows, a, lda, b, width, steps, sums);
+    // Two rows take half a panel's lanes at a time. In float32 a pass over them is long enough to stream, as
+    // one row's is.
+    constexpr int kStreamed = std::is_same_v<T, Float32> ? 2 : 1;
+    if (rows > kStreamed && rows <= kTileRows) return multiply_few_rows<T>(rows, a, lda, b, width, steps, sums);
   }
   if (rows <= kTileRows) {
     const char* ahead = reinterpret_cast<const char*>(b) + kAheadBytes;
