@@ -229,8 +229,7 @@ class ControllerService:
         if not is_brief:
             self._read_routers(ready, now)
         self._step(now)
-        if self.engine is None or not self.engine.holds_starts:  # else what this would say comes with the token
-            self.events.turn(self.engine, now)
+        self.events.turn(self.engine, now)
         if not is_brief:
             self._look_around(now)
 

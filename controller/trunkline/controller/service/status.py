@@ -210,7 +210,7 @@ class EventPublisher:
 
     def turn(self, engine: Engine | None, now: float) -> None:
         """Publish what this turn has changed; without an engine, that this controller has no chunks."""
-        if self._socket is None:
+        if self._socket is None or (engine is not None and engine.holds_starts):  # routers hear all of it together
             return
         batches = []
         if engine is not None:
