@@ -90,7 +90,7 @@ class Batches:
         engine = self._engine
         for row in range(batch):
             self._requests += 1
-            prompt = self._rng.integers(2, 4000, 32)
+            prompt = self._rng.integers(2, 4000, 32).tolist()
             salt = adapter_salt(key_of(kind, row, self._keys), b"")
             sampling = Sampling(temperature=0.0)
             submit = Submit(self._requests, pack_int32(prompt), 32, tokens, sampling, salt=salt)
