@@ -71,8 +71,10 @@ class Runner:
         self._group = group
         self.kernels = kernels
         device = decoder.pool.data.device
-        self._sequences = SequenceTable(self.num_blocks)
-        self._batches = BatchBuilder(self._sequences, config.chunk_size, device, live=kernels.name != "reference")
+        self._sequences = SequenceTable(self.num_blocks, self.window)
+        self._batches = BatchBuilder(
+            self._sequences, config.chunk_size, device, live=kernels.name != "reference", window=self.window
+        )
         self._searches = BeamSearches()
         shard = decoder.shard
         vocab_size = shard.config.vocab_size
@@ -175,6 +177,11 @@ class Runner:
     @property
     def num_blocks(self) -> int:
         return self._decoder.pool.blocks
+
+    @property
+    def window(self) -> int:
+        """Number of tokens that any layer sees (`ModelConfig.window`); 0: all."""
+        return self._decoder.shard.config.window
 
     @property
     def block_bytes(self) -> int:

@@ -30,7 +30,7 @@ from trunkline.kernels.plan import PrefillPlan, WritePlan
 from trunkline.kvstore.chunks import NO_BLOCK, Int32Array, unpack_int32
 from trunkline.worker.batch.decode_rows import DecodeRows, LiveRows, RebuiltRows
 from trunkline.worker.batch.draft_rows import DraftRows
-from trunkline.worker.batch.sequences import BatchSequence, SequenceTable, segments_of
+from trunkline.worker.batch.sequences import BatchSequence, SequenceTable, entries_behind, segments_of
 from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import StepPlan
 
@@ -117,17 +117,21 @@ class ForwardBatch:
 class BatchBuilder:
     """Builds the batch of each step; keeps the decode rows between steps."""
 
-    def __init__(self, sequences: SequenceTable, chunk_size: int, device: torch.device, *, live: bool) -> None:
+    def __init__(
+        self, sequences: SequenceTable, chunk_size: int, device: torch.device, *, live: bool, window: int = 0
+    ) -> None:
         """
         Args:
             live: Whether the kernels execute live plans; else plans are made from nothing.
+            window: `ModelConfig.window`.
         """
+        self._window = window
         self._sequences = sequences
         self._chunk_size = chunk_size
         self._device = device
         self._rows: list[BatchSequence] = []
         self._runs: Int32Array = _NO_RUNS
-        self._decode: DecodeRows = LiveRows(chunk_size) if live else RebuiltRows(chunk_size)
+        self._decode: DecodeRows = (LiveRows if live else RebuiltRows)(chunk_size, window)
         self._had_prefill_samples = False
         self._had_drafts = False
 
@@ -179,7 +183,7 @@ class BatchBuilder:
             num_rows=num_rows,
             write=WritePlan(self._chunk_size, slots),
             decode=self._decode.plan if num_rows else None,
-            prefill=prefill.plan(self._chunk_size) if prefill is not None else None,
+            prefill=prefill.plan(self._chunk_size, self._window) if prefill is not None else None,
             samples=samples,
             samples_changed=changed,
             state_rows=None if state_rows is None else self._tensor(state_rows),
@@ -326,8 +330,11 @@ class _Prefill:
             states += count
         return tuple(pieces), further
 
-    def plan(self, chunk_size: int) -> PrefillPlan:
-        segments = segments_of(self.sequences, np.array(self._stops, dtype=np.int32), chunk_size)
+    def plan(self, chunk_size: int, window: int) -> PrefillPlan:
+        stops = np.array(self._stops, dtype=np.int32)
+        starts = stops - np.array([len(ids) for ids in self.ids], dtype=np.int32)
+        behind = entries_behind(self.sequences, starts, window, chunk_size)
+        segments = segments_of(self.sequences, stops, chunk_size, behind)
         items = np.bincount(segments.row, minlength=len(self.sequences))
         return PrefillPlan(
             chunk_size=chunk_size,

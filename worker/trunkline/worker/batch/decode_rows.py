@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from trunkline.kernels.live_plan import BLOCKS, LENGTH, LIKE, ROW, ROWS, LiveDecodePlan
 from trunkline.kernels.plan import DecodePlan, build_decode_plan
 from trunkline.kvstore.chunks import Int32Array
+from trunkline.kvstore.windows import chunks_behind
 from trunkline.worker.batch.draft_rows import DraftRows
-from trunkline.worker.batch.sequences import BatchSequence, segments_of
+from trunkline.worker.batch.sequences import BatchSequence, entries_behind, segments_of
 from trunkline.worker.errors import PlanError
 
 BoolArray = NDArray[np.bool_]
@@ -59,9 +60,17 @@ class DecodeRows(Protocol):
 
 
 class RebuiltRows:
-    """A plan that is made from nothing where it does not only grow."""
+    """A plan that is made from nothing where it does not only grow.
 
-    def __init__(self, chunk_size: int) -> None:
+    A row that has filled its block makes it anew, so what has come to lie behind the window is left out in time.
+    """
+
+    def __init__(self, chunk_size: int, window: int = 0) -> None:
+        """
+        Args:
+            window: `ModelConfig.window`.
+        """
+        self._window = window
         self.positions = self.slots = _NONE
         self._chunk_size = chunk_size
         self._plan: DecodePlan | None = None
@@ -104,7 +113,8 @@ class RebuiltRows:
     def _rebuild(self, rows: list[BatchSequence], lengths: Int32Array, runs: Int32Array) -> None:
         """Plan rows that see the first `lengths` tokens of their sequences; the last of these is computed."""
         chunk_size = self._chunk_size
-        segments = segments_of(rows, lengths, chunk_size)
+        behind = entries_behind(rows, lengths - np.int32(1), self._window, chunk_size)
+        segments = segments_of(rows, lengths, chunk_size, behind)
         if all(row.layout.is_plain for row in rows):
             frame = lengths - np.int32(1)
         else:
@@ -122,15 +132,25 @@ class RebuiltRows:
 
 
 class LiveRows:
-    """A plan that is told what changes."""
+    """A plan that is told what changes.
 
-    def __init__(self, chunk_size: int) -> None:
+    A plain row is told without the chunks behind its window, as if its context began at the first chunk that it
+    sees. When it gets a block, and further chunks lie behind the window, it is told anew."""
+
+    def __init__(self, chunk_size: int, window: int = 0) -> None:
+        """
+        Args:
+            window: `ModelConfig.window`.
+        """
+        self._window = window
         self.plan = LiveDecodePlan(chunk_size, self._whole, self._rebuilt)
         self.positions = self.slots = _NONE
         self._chunk_size = chunk_size
         self._rows: list[BatchSequence] = []
         self._lengths = _NONE
-        """Number of tokens that each row sees."""
+        """Number of tokens of each row's sequence up to the one that is computed."""
+        self._behind = _NONE
+        """Number of chunks of each row that the plan was not told, because they are behind the window."""
         self._keys: dict[int, int] = {}
         """For each key of a row, which names its sequence and its place among that sequence's rows, its index."""
         self._told: dict[int, int] = {}
@@ -193,16 +213,20 @@ class LiveRows:
         expected = (
             np.where(came_from >= 0, (before_lengths + np.int32(1))[came_from], 0) if len(known) else place * 0
         )
+        kept = came_from >= 0
+        self._behind, before_behind = np.zeros_like(lengths), self._behind
+        self._behind[kept] = before_behind[came_from[kept]]
         for index in np.flatnonzero((came_from < 0) & (place == 0)).tolist():
             self._tell_whole(index, changes)
         for key in known.keys() - keys.keys():
             if not key & 0xFFFFFFFF:
                 del self._told[key >> 32]
         self._tell_tables(changes)
-        for index in np.flatnonzero((came_from >= 0) & (place == 0) & (expected != lengths)).tolist():
-            changes += (LENGTH, index, int(lengths[index]))
+        for index in np.flatnonzero(kept & (place == 0) & (expected != lengths)).tolist():
+            changes += (LENGTH, index, self._seen(index))
         for index in np.flatnonzero(place).tolist():
-            changes += (LIKE, index, index - places[index], int(lengths[index]))
+            self._behind[index] = self._behind[index - places[index]]
+            changes += (LIKE, index, index - places[index], self._seen(index))
         if len(known):
             self.positions = self.positions[came_from] + np.int32(1)
             self.slots = self.slots[came_from] + np.int32(1)
@@ -238,7 +262,8 @@ class LiveRows:
             if index is None:
                 continue
             row, told = self._rows[index], self._told[sequence]
-            if row.rewritten or (self._exchanged and row.beam_position is not None):
+            is_narrower = self._window > 0 and self._behind_now(index) > self._behind[index]
+            if row.rewritten or is_narrower or (self._exchanged and row.beam_position is not None):
                 self._tell_whole(index, changes)
             elif len(row.blocks) > told:
                 changes += (BLOCKS, index, len(row.blocks) - told, *row.blocks[told:])
@@ -249,13 +274,25 @@ class LiveRows:
         row.rewritten = False
         self._told[row.id] = len(row.blocks)
         self._fresh.append(index)
+        self._behind[index] = self._behind_now(index)
         changes += self._row(index)
+
+    def _behind_now(self, index: int) -> int:
+        """Return how many chunks of a row are behind its window now."""
+        last = int(self._lengths[index]) - 1
+        return chunks_behind(last, self._window, self._chunk_size) if self._rows[index].layout.is_plain else 0
+
+    def _seen(self, index: int) -> int:
+        """Return how many tokens of a row the plan knows."""
+        return int(self._lengths[index]) - int(self._behind[index]) * self._chunk_size
 
     def _row(self, index: int) -> list[int]:
         """Return the change that tells a row whole."""
-        row = self._rows[index]
+        row, behind = self._rows[index], int(self._behind[index])
         spans = row.layout.spans.T.ravel().tolist()
-        return [ROW, index, int(self._lengths[index]), len(spans) // 6, *spans, len(row.blocks), *row.blocks]
+        if behind:
+            spans[0], spans[2] = behind, behind * self._chunk_size  # table entry and position of the first token
+        return [ROW, index, self._seen(index), len(spans) // 6, *spans, len(row.blocks), *row.blocks]
 
     def _whole(self) -> Int32Array:
         """Return the changes that make a new plan this one."""
@@ -263,13 +300,13 @@ class LiveRows:
         changes = [self.plan.steps, ROWS, count, *[-1] * count]
         for index, row in enumerate(self._rows):
             if index and self._rows[index - 1] is row:
-                changes += (LIKE, index, index - 1, int(self._lengths[index]))
+                changes += (LIKE, index, index - 1, self._seen(index))
             else:
                 changes += self._row(index)
         return np.array(changes, dtype=np.int32)
 
     def _rebuilt(self) -> DecodePlan:
         """Return the plan of these rows made from nothing, whichever of them share blocks."""
-        segments = segments_of(self._rows, self._lengths, self._chunk_size)
+        segments = segments_of(self._rows, self._lengths, self._chunk_size, self._behind)
         everything = [[0, len(self._rows), 0, int(segments.table_index.max()) + 1]]
         return build_decode_plan(segments, self.positions, np.array(everything, dtype=np.int32), self._chunk_size)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from dataclasses import fields
 from typing import Final
 
 import msgspec
@@ -30,7 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkline.kernels.plan import Segments
-from trunkline.kvstore.chunks import OPEN_COUNT, PLAIN_LAYOUT, Extent, Int32Array, unpack_int32
+from trunkline.kvstore.chunks import NO_BLOCK, OPEN_COUNT, PLAIN_LAYOUT, Extent, Int32Array, unpack_int32
+from trunkline.kvstore.windows import all_chunks_behind
 from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import BeamPosition, Fork, Join, Sampling, StepPlan
 
@@ -170,6 +172,10 @@ class BatchSequence:
                 f"it has {len(self.blocks)}"
             )
         blocks = np.frombuffer(self.blocks, dtype=np.int32)[entries]
+        if blocks.min() < 0:
+            raise PlanError(
+                f"sequence {self.id} computes indices [{start}, {stop}), not all of which have a block"
+            )
         slots: Int32Array = blocks * np.int32(chunk_size) + offsets
         return slots
 
@@ -177,8 +183,13 @@ class BatchSequence:
 class SequenceTable:
     """All sequences that this worker knows."""
 
-    def __init__(self, pool_blocks: int) -> None:
+    def __init__(self, pool_blocks: int, window: int = 0) -> None:
+        """
+        Args:
+            window: `ModelConfig.window`; with one, joins may leave out blocks that are behind it or come later.
+        """
         self._pool_blocks = pool_blocks
+        self._least_joined = NO_BLOCK if window else 0
         self._by_id: dict[int, BatchSequence] = {}
         self.adapted = 0
         """Number of sequences that use an adapter."""
@@ -206,7 +217,7 @@ class SequenceTable:
         for join in plan.joins:
             self._add(BatchSequence(join))
         entries = unpack_int32(plan.blocks, columns=3)
-        self._check_blocks(entries[:, 2])
+        self._check_blocks(entries[:, 2], 0)
         for sequence, index, block in entries.tolist():
             self[sequence].set_block(index, block)
 
@@ -223,25 +234,57 @@ class SequenceTable:
     def _add(self, sequence: BatchSequence) -> None:
         if sequence.id in self._by_id:
             raise PlanError(f"sequence {sequence.id} joins, but is here already")
-        self._check_blocks(np.array(sequence.blocks, dtype=np.int32))
+        self._check_blocks(np.array(sequence.blocks, dtype=np.int32), self._least_joined)
         self._by_id[sequence.id] = sequence
         self.adapted += bool(sequence.adapter)
 
-    def _check_blocks(self, blocks: Int32Array) -> None:
-        if len(blocks) and not (blocks.min() >= 0 and blocks.max() < self._pool_blocks):
+    def _check_blocks(self, blocks: Int32Array, least: int) -> None:
+        if len(blocks) and not (blocks.min() >= least and blocks.max() < self._pool_blocks):
             raise PlanError(f"blocks {blocks.min()} to {blocks.max()} named; the pool has {self._pool_blocks}")
 
 
-def segments_of(sequences: list[BatchSequence], lengths: Int32Array, chunk_size: int) -> Segments:
+def entries_behind(sequences: list[BatchSequence], positions: Int32Array, window: int, size: int) -> Int32Array:
+    """Return how many entries at the beginning of each block table no query from `positions` on sees.
+
+    Args:
+        positions: of each sequence, `[sequences]`.
+        window: `ModelConfig.window`. What is behind it is left out of plain sequences only; in others the kernels
+            hide it.
+        size: tokens per chunk.
+    """
+    behind = all_chunks_behind(positions, window, size)
+    if window and behind.any():
+        behind[[index for index, sequence in enumerate(sequences) if not sequence.layout.is_plain]] = 0
+    return behind
+
+
+def segments_of(
+    sequences: list[BatchSequence], lengths: Int32Array, chunk_size: int, behind: Int32Array | None = None
+) -> Segments:
     """Return the segments that sequences read, rows in order: of each sequence the tokens with indices below its
     length.
 
+    Args:
+        behind: number of entries at the beginning of each block table that are left out (`entries_behind`); None:
+            0 of each.
+
     Raises:
-        PlanError: a block table is too short.
+        PlanError: a block table is too short, or an entry that is read has no block.
     """
     if all(sequence.layout.is_plain for sequence in sequences):
-        return _plain_segments(sequences, lengths - 1, chunk_size)
-    return _laid_out_segments(sequences, lengths, chunk_size)
+        segments = _plain_segments(sequences, lengths - 1, chunk_size)
+    else:
+        segments = _laid_out_segments(sequences, lengths, chunk_size)
+    if behind is not None and behind.any():
+        seen = segments.table_index >= behind[segments.row]
+        segments = Segments(*(getattr(segments, column.name)[seen] for column in fields(Segments)))
+    if len(segments.block) and segments.block.min() < 0:
+        at = int(segments.block.argmin())
+        sequence = sequences[segments.row[at]]
+        raise PlanError(
+            f"sequence {sequence.id} reads block-table entry {segments.table_index[at]}: it has no block"
+        )
+    return segments
 
 
 def _plain_segments(sequences: list[BatchSequence], positions: Int32Array, chunk_size: int) -> Segments:

@@ -165,6 +165,11 @@ class ModelConfig:
         return replace(self, attention=tuple(changed[own] for own in self.attention))
 
     @property
+    def window(self) -> int:
+        """The number of tokens that the layer with the widest window sees; 0: some layer sees all tokens."""
+        return max(own.window for own in self.attention) if all(own.window for own in self.attention) else 0
+
+    @property
     def positions_shift(self) -> bool:
         """Whether KV computed at one position can act at another."""
         return self.architecture.positions is not Positions.LEARNED
