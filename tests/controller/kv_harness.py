@@ -59,7 +59,7 @@ class Bench:
         sequence.computed = sequence.tokens.count
         self.kv.mark_ready(sequence, plan)
         for source in plan.copy_sources:
-            self.tree.release(source, self.step)
+            self.tree.release(source, self.step, 1)
         plan.copy_sources = []
         return plan
 

@@ -71,7 +71,7 @@ class Cluster:
         for slot, group in enumerate(self.groups):
             group.step()
             tree = group.tree
-            told = [(node.name, announced_tiers(node, tree.chunk_bytes)) for node in tree.nodes()]
+            told = [(node.name, announced_tiers(node, tree)) for node in tree.nodes()]
             self.core.index.begin_snapshot(slot)
             self.core.index.add_snapshot(slot, b"".join(n for n, _ in told), bytes(tiers for _, tiers in told))
             self.core.index.end_snapshot(slot)

@@ -72,7 +72,7 @@ class Cluster:
         for other, group in enumerate(self.groups):
             self.core.index.forget(other)
             for node in group.tree.nodes():
-                tiers = announced_tiers(node, CHUNK * 4)
+                tiers = announced_tiers(node, group.tree)
                 self.core.index.apply(other, node.name, bytes([tiers]))
         drops = tuple((start, stop) for start, stop in unpack_int32(submit.drops, columns=2).tolist())
         decision = self.core.route(RouteRequest(submit.tokens, drops=drops, pinned=slot), 0.0)

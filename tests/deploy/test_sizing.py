@@ -46,6 +46,24 @@ def test_a_token_of_llama_3_8b_has_128_kib(folder: Path) -> None:
     assert found.running_bytes == 4 << 30
 
 
+def test_what_runs_needs_a_window_and_a_step_where_all_layers_have_a_window(folder: Path) -> None:
+    mistral = {
+        **LLAMA_8B,
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "sliding_window": 4096,
+    }
+    mistral["max_position_embeddings"] = 131072
+    (folder / "config.json").write_text(json.dumps(mistral))
+    demand = Demand(3600, 100_000, 60, 4)
+    found = memory_for(read_model_config(folder), demand, dtype="bfloat16", chunk_size=64, tp=1)
+    assert found.session_bytes == 1563 * 64 * (128 << 10)
+    assert found.running_bytes == 4 * 89 * 64 * (128 << 10)  # 4,096 + 1,024 tokens, and what begins within them
+    (folder / "config.json").write_text(json.dumps({**mistral, "sliding_window": None}))
+    whole = memory_for(read_model_config(folder), demand, dtype="bfloat16", chunk_size=64, tp=1)
+    assert whole.running_bytes == 4 * whole.session_bytes == 4 * found.session_bytes
+
+
 def test_the_rule_is_linear_in_sessions_and_time_and_never_below_what_is_needed(folder: Path) -> None:
     model, draw = read_model_config(folder), random.Random(8)
     for _ in range(100):

@@ -38,6 +38,8 @@ class Resident:
     """Hash of all hidden states that were computed of a prompt that is pooled over all of its tokens."""
     drafts: list[int] = field(default_factory=list)
     """Guesses that the present step tries behind the last token."""
+    start: int = 0
+    """No position before this one is computed any more."""
 
     @property
     def total(self) -> int:

@@ -103,11 +103,8 @@ class RandomDrafts(DraftSource):
         assert elapsed_us > 0
 
     def _expected(self, sequence: Sequence) -> list[int]:
-        return expected_stream(
-            self._simulation.streams[sequence.request],
-            sequence.sample,
-            self._simulation.engine.config.longest_sequence,
-        )
+        stream = self._simulation.streams[sequence.request]
+        return expected_stream(stream, sequence.sample, stream.longest(self._simulation.engine.config))
 
     def _guess(self, slot: int) -> Int32Array:
         if slot not in self.here:

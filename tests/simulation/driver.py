@@ -105,6 +105,7 @@ class Simulation:
         self.engine = Engine(config)
         self.seed = seed
         self.workers = SimulatedWorkers(config.num_blocks, config.chunk_size, config.host_slots, seed)
+        self.workers.window = config.window
         self.tiers = SimulatedTiers(self.workers.pool, config.ranks, seed)
         self.persistence: Persistence | None = None
         """What is on disk is found again by other workers if it is there."""
@@ -147,7 +148,13 @@ class Simulation:
             pack_int32(prompt),
             len(prompt),
             max_tokens,
-            Sampling(seed=seed, prompt_logprobs=scored, presence_penalty=penalty, pooling=pooling),
+            Sampling(
+                options.get("temperature", 1.0),
+                seed=seed,
+                prompt_logprobs=scored,
+                presence_penalty=penalty,
+                pooling=pooling,
+            ),
             stop_token_ids=list(stop_ids),
             salt=options.get("salt", b""),
             drops=pack_int32(np.array(drops, np.int32)),
@@ -317,6 +324,7 @@ class Simulation:
         self.workers = SimulatedWorkers(
             config.num_blocks, config.chunk_size, config.host_slots, self.seed + epoch, like=self.workers
         )
+        self.workers.window = config.window
         self.tiers = SimulatedTiers(self.workers.pool, config.ranks, self.seed + epoch, epoch)
         self.tiers.faults, self.tiers.disk, self.tiers.remote = tiers.faults, tiers.disk, tiers.remote
         self.tiers.network = tiers.network
@@ -343,7 +351,7 @@ class Simulation:
         """Run until everything has ended, and compare all streams with their oracles."""
         self.run(steps_max)
         for stream in self.streams.values():
-            verify(stream, self.engine.config.longest_sequence)
+            verify(stream, stream.longest(self.engine.config))
 
     def step_until(self, condition: Callable[[], object]) -> None:
         """Go on until a condition holds; fail if nothing is left to do before that."""

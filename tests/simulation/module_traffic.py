@@ -8,7 +8,7 @@ from typing import Final
 from simulation.driver import CallOptions, Simulation
 from simulation.module_prompts import Schemas
 
-from trunkline.controller.engine_config import HOLE_BLOCKS, EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import ModuleText, PromptLayout
 from trunkline.kvstore.chunks import blocks_for, unpack_int32
 
@@ -47,8 +47,7 @@ def texts_fit(config: EngineConfig, texts: list[ModuleText]) -> bool:
         blocks.append(above + blocks_for(count, config.chunk_size))
         if text.position + count > config.max_context:
             return False
-    table = blocks_for(config.longest_sequence, config.chunk_size) + HOLE_BLOCKS
-    return config.prefix_cache and max(blocks) <= min(config.num_blocks, table)
+    return config.prefix_cache and max(blocks) <= min(config.num_blocks, config.max_table_blocks)
 
 
 class ModuleCallers:

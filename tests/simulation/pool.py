@@ -91,12 +91,21 @@ class SimulatedPool:
         assert entry is not None, "a token attends to KV that nobody computed, or that is not loaded yet"
         return entry
 
-    def walk(self, table: list[int], count: int, step: int, batch_seq_id: int) -> bytes:
-        """Attend over the first `count` positions of a block table; the hash of all their tokens."""
+    def walk(self, table: list[int], count: int, step: int, batch_seq_id: int, unseen: int = 0) -> bytes:
+        """Attend over the first `count` positions of a block table but for the first `unseen`; the hash of all
+        their tokens."""
         assert count <= len(table) * self.chunk_size, "a sequence's table is too short for its tokens"
         current = b""
+        first, place = divmod(unseen, self.chunk_size)
         whole, rest = divmod(count, self.chunk_size)
-        for block in table[:whole]:
+        if unseen:
+            assert unseen < count, "a window of one token says nothing of the past"
+            for offset in range(place, min(self.chunk_size, count - first * self.chunk_size)):
+                entry = self.read(table[first], offset, step, batch_seq_id)
+                assert offset == place or entry.before == current, "a token attends to KV of another past"
+                current = entry.after
+            first += 1
+        for block in table[first:whole]:
             chain = self._chains[block]
             written, writer = self._writers.get(block, (0, 0))
             if chain is None or (written == step and writer != batch_seq_id):
@@ -104,7 +113,7 @@ class SimulatedPool:
                 self._chains[block] = chain
             assert chain[1] == current, "a token attends to KV of another past"
             current = chain[0]
-        if rest:
+        if rest and whole >= first:
             chain = self._chain(table[whole], rest, step, batch_seq_id)
             assert chain[1] == current, "a token attends to KV of another past"
             current = chain[0]

@@ -10,6 +10,7 @@ from simulation.model import pooled_prompt, prefix_hash, prompt_score
 from simulation.module_oracle import expected_module_output, seen_behind, seen_prompt
 from simulation.oracle import beam_search, expected_output
 
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import (
     BeamSearch,
     Grammar,
@@ -41,6 +42,7 @@ class Options(TypedDict, total=False):
     next_s: float
     is_last: bool
     layout: PromptLayout | None
+    temperature: float
     history: bool
     """Whether its sampling looks at all earlier tokens."""
 
@@ -83,6 +85,12 @@ class Stream:
 
     def __post_init__(self) -> None:
         self.outputs = [[] for _ in range(1 if self.beam else self.n)]
+
+    def longest(self, config: EngineConfig) -> int:
+        """How many tokens it can have: what is behind the window of a plain one needs no room."""
+        is_plain = self.n == 1 and self.beam is None and self.layout is None
+        is_plain = is_plain and self.prompt_logprobs < 0 and self.pooling != POOL_MEAN
+        return config.longest_plain if is_plain else config.longest_sequence
 
     @property
     def output(self) -> list[int]:

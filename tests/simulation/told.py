@@ -23,6 +23,8 @@ def truth(tree: RadixCache) -> dict[bytes, int]:
             elif node.token_count != tree.chunk_size:
                 continue
             tiers = (node.block != NO_BLOCK) | node.host_ready << 1 | node.disk_ready << 2
+            if tree.window and node.children and not tiers:
+                tiers = 1  # the way to others leads over it
             if tiers:
                 found[name] = found.get(name, 0) | tiers
     return found

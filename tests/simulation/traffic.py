@@ -70,9 +70,11 @@ class Mix:
     """Requests that wait or run at once, about."""
 
 
-def fits(config: EngineConfig, prompt_len: int, max_tokens: int, width: int) -> bool:
+def fits(config: EngineConfig, prompt_len: int, max_tokens: int, width: int, *, is_plain: bool) -> bool:
     """Whether a request can ever run: its sequences have rows, and at their longest share only whole prompt blocks
     (without the cache nothing, after a preemption)."""
+    if is_plain and config.longest_plain > config.longest_sequence:
+        return prompt_len < config.longest_plain
     longest = min(config.max_context, config.num_blocks * config.chunk_size)
     shared = prompt_len // config.chunk_size if config.prefix_cache else 0
     own = blocks_for(min(prompt_len + max_tokens, longest), config.chunk_size) - shared
@@ -148,10 +150,12 @@ class Traffic:
             options["pooling"], max_tokens = self._pooled.choice([POOL_LAST, POOL_MEAN]), 1
         beam = options.get("beam")
         width = beam.width if beam else options["n"]
+        is_single = "beam" not in options and options["n"] == 1
+        is_plain = is_single and "prompt_logprobs" not in options and options.get("pooling") != POOL_MEAN
         request = self.simulation.submit(prompt, max_tokens, **options)
         grammar = options.get("grammar")
         seen = len(self.simulation.streams[request].prompt)
-        if not fits(self.config, seen, max_tokens, width):
+        if not fits(self.config, seen, max_tokens, width, is_plain=is_plain):
             self._wrong[request] = "size"
         elif grammar is not None and grammar.text == BAD_GRAMMAR:
             self._wrong[request] = "grammar"
@@ -270,7 +274,7 @@ class Traffic:
         """Compare what has ended with the oracle, and forget it."""
         for request in self.simulation.take_ended():
             stream = self.simulation.streams.pop(request)
-            longest = self.config.longest_sequence
+            longest = stream.longest(self.config)
             wrong = self._wrong.pop(request, "")
             assert wrong != "size" or stream.reason == FinishReason.INVALID, "what cannot run was let in"
             assert wrong or stream.reason != FinishReason.INVALID, "what can run was refused"
@@ -316,6 +320,8 @@ class Traffic:
         tree, config = scheduler.kv.tree, self.config
         chunks = config.num_blocks + config.host_slots + config.disk_slots
         elsewhere = sum(map(len, tree.tiers.copies.at_peers.values()))  # chunks that only other groups may have
+        if config.window:  # chunks without KV stay while they lead to others
+            chunks *= config.max_blocks_per_sequence
         assert config.remote or tree.node_count <= chunks + elsewhere
         assert len(tree.idle_leaves) <= 4 * chunks + 65
         assert self.mix.cuts or self.mix.modules or len(list(tree.roots())) <= 2

@@ -38,6 +38,9 @@ MOVE_US = 10
 class SimulatedWorkers:
     """Executes plans in order; counts what real workers would have computed, copied and held."""
 
+    window: int = 0
+    """Tokens that a query sees; 0: all before it. What it does not see is not read."""
+
     def __init__(
         self,
         num_blocks: int,
@@ -128,6 +131,10 @@ class SimulatedWorkers:
         assert not plan.drafts or any(plan.drafts), "a plan names drafts and has none"
         for batch_seq_id, drafts in zip(self.rows, plan.drafts or [b""] * len(self.rows), strict=True):
             self.residents[batch_seq_id].drafts = unpack_int32(drafts).tolist()
+        for batch_seq_id, start, *_ in unpack_int32(plan.prefill, 5).tolist():
+            self.residents[batch_seq_id].start = start
+        for batch_seq_id in self.rows:
+            self.residents[batch_seq_id].start = self.residents[batch_seq_id].total - 1
         self._check_batch()
         result = self._compute(plan, len(saves) + len(late_saves) + len(loads))
         self.pool.computed(plan.step, late_saves)
@@ -179,7 +186,7 @@ class SimulatedWorkers:
         self._check_runs()
         self.holders = Counter()
         for resident in self.residents.values():
-            self.holders.update(resident.table)
+            self.holders.update(resident.table[self._behind(resident) :])
 
     def _check_runs(self) -> None:
         """Rows of a run agree on its blocks, those of searches excepted; nested runs cover disjoint ranges. A run
@@ -196,6 +203,7 @@ class SimulatedWorkers:
                 assert members[0].layout.has_modules, "a run of one row is of no use"
                 named |= {(first, index) for index in range(start, end)}
                 continue
+            start = max([start, *(self._behind(member) for member in members)])
             tables = [member.table[start:end] for member in members if member.beam_position is None]
             assert all(table == tables[0] for table in tables), "rows of a run read different blocks"
             cells = {(row, index) for row in range(first, stop) for index in range(start, end)}
@@ -214,6 +222,17 @@ class SimulatedWorkers:
         for cells in readers.values():
             if len({row for row, _ in cells}) > 1:
                 assert cells <= covered, "rows read a block each for itself"
+
+    def _unseen(self, position: int) -> int:
+        """Tokens that a query at a position does not see any more."""
+        return max(0, position - self.window + 1) if self.window else 0
+
+    def _behind(self, resident: Resident) -> int:
+        """Table entries that no query of a resident will see: what they name may be anything."""
+        if not resident.layout.is_plain or resident.beam_position is not None:
+            return 0
+        holes = next((i for i, block in enumerate(resident.table) if block >= 0), 0)
+        return max(holes, self._unseen(resident.start) // self.chunk_size)
 
     # Computing
 
@@ -319,7 +338,7 @@ class SimulatedWorkers:
         """Attend over a sequence's first `count` positions; the hash of what is seen there."""
         resident = self.residents[batch_seq_id]
         if resident.layout.is_plain:
-            return self.pool.walk(resident.table, count, self.last_step, batch_seq_id)
+            return self.pool.walk(resident.table, count, self.last_step, batch_seq_id, self._unseen(count))
         cells = resident.layout.cells(count)
         step = self.last_step
         entries = [self.pool.read(resident.table[cell.entry], cell.offset, step, batch_seq_id) for cell in cells]
@@ -446,7 +465,8 @@ class SimulatedWorkers:
         table = unpack_int32(fork.blocks).tolist()
         index, offset, _, _ = parent.layout.cell(parent.total - 1)
         whole, rest = divmod(index * self.chunk_size + offset + 1, self.chunk_size)
-        assert table[:whole] == parent.table[:whole], "a fork does not share its parent's blocks"
+        seen = next((index for index, block in enumerate(table) if block >= 0), 0)
+        assert table[seen:whole] == parent.table[seen:whole], "a fork does not share its parent's blocks"
         assert len(table) <= whole + bool(rest), "a fork has blocks that nobody needs yet"
         assert all(self.holders[block] == 0 for block in table[whole:]), "a fork's tail is not its own"
         self.holders.update(table)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from simulation.driver import Simulation
 from worker.driver import run_config
+from worker.ranks import Rank
 
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import StepResult
@@ -36,7 +37,15 @@ def make_simulation(folder: Path, blocks: int, **settings: Any) -> Simulation:
     config = run_config(folder, pool_blocks=blocks, **worker)
     runner = Runner.load(config, lambda *_: None)
     runner.pool.data.view(torch.uint8).fill_(255)  # NaN in every type, scales of int8 among them
-    settings = {"max_context": 400, "host_slots": runner.host_slots, **settings}
+    settings = {"max_context": 400, "host_slots": runner.host_slots, "window": runner.window, **settings}
     simulation = Simulation(EngineConfig(num_blocks=blocks, chunk_size=8, **settings))
     simulation.workers = RealWorkers(runner)  # type: ignore[assignment]
     return simulation
+
+
+def replay(rank: Rank, folder: Path, blocks: int, plans: list[StepPlan]) -> list[bytes]:
+    """Execute plans that another group was given; return the tokens of each step, of rank 0."""
+    runner = rank.load(folder, pool_blocks=blocks)
+    results = [runner.execute(plan) for plan in plans]
+    runner.close()
+    return [result.tokens for result in results if result is not None]

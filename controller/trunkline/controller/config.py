@@ -165,6 +165,7 @@ class ControllerConfig(EngineLimits, frozen=True, kw_only=True):
         swap_us_per_block: float = 0.0,
         disk_slots: int = 0,
         remote: bool = False,
+        window: int = 0,
     ) -> EngineConfig:
         """Return the engine's configuration, once the workers have reported what they hold."""
         return EngineConfig(
@@ -174,6 +175,7 @@ class ControllerConfig(EngineLimits, frozen=True, kw_only=True):
             swap_us_per_block=swap_us_per_block,
             disk_slots=disk_slots,
             remote=remote,
+            window=window,
             model_fingerprint=bytes.fromhex(self.model_fingerprint),
             **{name: getattr(self, name) for name in EngineLimits.__struct_fields__},
         )

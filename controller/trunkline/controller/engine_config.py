@@ -9,6 +9,7 @@ import msgspec
 
 from trunkline.kvstore.chunks import blocks_for
 from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy
+from trunkline.kvstore.windows import window_blocks
 
 PREEMPTIONS: Final = ("auto", "swap", "recompute")
 SPECULATIONS: Final = ("auto", "off")
@@ -87,11 +88,28 @@ class EngineConfig(EngineLimits, frozen=True, kw_only=True):
     tier."""
     remote: bool = False
     """Whether every rank has been given a remote tier."""
+    window: int = 0
+    """Number of tokens that a query sees in the layer with the widest window, its own included; 0: some layer sees
+    all tokens."""
 
     @property
     def longest_sequence(self) -> int:
-        """Largest number of tokens that one sequence can reach alone: the model's limit or the whole pool."""
+        """Largest number of tokens that a sequence can reach alone if it keeps all its KV: the model's limit or
+        the whole pool."""
         return min(self.max_context, self.num_blocks * self.chunk_size)
+
+    @property
+    def blocks_max(self) -> int:
+        """Largest number of blocks that a plain sequence holds at once; 0: as many as it has chunks."""
+        if not (self.window and self.prefix_cache):
+            return 0
+        return window_blocks(self.window, self.token_budget, self.chunk_size)
+
+    @property
+    def longest_plain(self) -> int:
+        """Largest number of tokens that a plain request of one sequence can reach alone: only the window of it
+        need be in the pool."""
+        return self.max_context if 0 < self.blocks_max < self.num_blocks else self.longest_sequence
 
     def validate(self) -> None:
         """Raise `ConfigError` for the first field that cannot work."""
@@ -154,7 +172,7 @@ class EngineConfig(EngineLimits, frozen=True, kw_only=True):
 
     @property
     def max_blocks_per_sequence(self) -> int:
-        return blocks_for(self.longest_sequence, self.chunk_size)
+        return blocks_for(self.longest_plain, self.chunk_size)
 
     @property
     def max_table_blocks(self) -> int:

@@ -403,6 +403,8 @@ class WorkerReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
     """Whether the rank was given a remote tier (which may be unreachable now and back later)."""
     exports: str = ""
     """Endpoint at which the rank exports the chunks in its host memory to peers; "": it exports none."""
+    window: int = 0
+    """Number of tokens that a query sees in the layer with the widest window; 0: some layer sees all."""
 
 
 class LoadProgress(msgspec.Struct, array_like=True, frozen=True, tag="progress"):
@@ -473,8 +475,7 @@ class MovesDone(msgspec.Struct, array_like=True, frozen=True, tag="moved"):
 
 
 class Probed(msgspec.Struct, array_like=True, frozen=True, tag="probed"):
-    """Answer to a `Probe`: how many of its first names this rank's remote tier has; -1: the tier is not
-    reachable."""
+    """Answer to a `Probe`: how many of its first names this rank's remote tier has; -1: it is not reachable."""
 
     rank: int
     epoch: int

@@ -17,17 +17,18 @@ from enum import Enum, auto
 
 import msgspec
 
-from trunkline.controller.allocation.modules import seen_tokens
+from trunkline.controller.allocation.join_message import join_message
 from trunkline.controller.allocation.prefix_match import match_prefix
 from trunkline.controller.allocation.turn_ends import turn_end
+from trunkline.controller.allocation.window_blocks import first_entries
+from trunkline.controller.allocation.window_match import split_at_far
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import PENDING, Match, Node
+from trunkline.controller.cache.window_cache import WindowCache
 from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import ALL_ENTRIES, PrefixMatch, Sequence, Stem
-from trunkline.kvstore.adapters import adapter_of
-from trunkline.kvstore.chunks import BlockId, chunk_name, pack_int32
-from trunkline.worker.messages import Join, Sampling
+from trunkline.kvstore.chunks import NO_BLOCK, BlockId, chunk_name
 
 
 class Admission(Enum):
@@ -137,13 +138,14 @@ class KVCacheManager:
             sequence.waits_on = match.pending
             self.tree.prune_root(stem.root)
             return Admission.PENDING
-        match, far = _split_at_far(match, load_entries)
+        found, far = split_at_far(self.tree, sequence, found, load_entries, plan.step)
+        stem, match = found
         if far and wait_for is not None and wait_for(far):
             self.tree.prune_root(stem.root)
             return Admission.FAR
         outcome = None
         if self._has_fixed_part(sequence, match):
-            outcome = self._reserve(sequence, PrefixMatch(stem, match), spare, plan, tails)
+            outcome = self._reserve(sequence, found, spare, plan, tails)
         if outcome is not None:
             return outcome
         self.tree.prune_root(stem.root)
@@ -175,36 +177,39 @@ class KVCacheManager:
         if not sequence.tokens.count % self.chunk_size:
             tails = 0  # decided only now: the match may have made it a plain prompt of another length
         anchor = match.path[-1] if len(match.path) > stem.base else stem.root
-        held = [*stem.pins, anchor]
-        for node in held:
+        read = len(match.path) - stem.behind
+        for node in stem.pins:
             self.tree.hold(node)
+        self.tree.hold(anchor, read)
         if match.partial is not None:
-            self.tree.hold(match.partial)
+            self.tree.hold(match.partial, 1)
         # Each once: two modules of a prompt may be the same text.
-        absent = list(dict.fromkeys(node for node in match.path if not node.on_device))
-        needed = sequence.blocks_needed(self.chunk_size) - len(match.path) + len(absent) + tails
+        absent = list(dict.fromkeys(node for node in match.path[stem.behind :] if not node.on_device))
+        entries = first_entries(self.tree, sequence, stem.behind)
+        needed = entries - len(match.path) + len(absent) + tails
         adopt = self._may_adopt_partial(sequence, match)
         copied = match.partial if match.partial is not None and match.partial.on_device and not adopt else None
         if copied is not None and self.available < needed + spare:
             # A copy needs its source beside its destination: in a full pool, compute these tokens instead.
-            self.tree.release(copied, plan.now)
+            self.tree.release(copied, plan.now, 1)
             match.partial, match.partial_tokens = None, 0
         has_fixed_part = self._has_fixed_part(sequence, match)
         if self.available < needed - adopt + spare or not has_fixed_part:
             if match.partial is not None:
-                self.tree.release(match.partial, plan.now)
-            for node in held:
+                self.tree.release(match.partial, plan.now, 1)
+            for node in stem.pins:
                 self.tree.release(node, plan.now)
+            self.tree.release(anchor, plan.now, read)
             return Admission.NO_BLOCKS if has_fixed_part else None
-        sequence.stem = stem
+        sequence.stem = stem._replace(reserved=entries)
         sequence.path = match.path
-        self.tree.tiers.used(match.path, plan.now)
+        self.tree.tiers.used(match.path[stem.behind :], plan.now)
         blocks = self._allocate(match, absent, needed, adopt, plan)
         sequence.tails = [blocks.pop() for _ in range(tails)]
         sequence.resident = len(match.path) * self.chunk_size + match.partial_tokens
         self._insert_pending(sequence, blocks, plan.now)
         self._own(sequence, sequence.path)
-        self.tree.release(anchor, plan.now)
+        self.tree.release(anchor, plan.now, read)
         self.drop_claim(sequence)
         self._join(sequence, plan)
         return Admission.ADMITTED
@@ -231,7 +236,7 @@ class KVCacheManager:
         """
         head, blocks = match.partial, list[BlockId]()
         if head is not None and adopt:
-            self.tree.release(head, plan.now)
+            self.tree.release(head, plan.now, 1)
             blocks.append(self.tree.remove(head))
         # Announce the reads first: making room may save chunks, which must not go into the slots that are read.
         far_head = head if head is not None and not adopt and not head.on_device else None
@@ -251,7 +256,7 @@ class KVCacheManager:
         else:
             # What the slot holds behind the common head is overwritten by the sequence's own tokens.
             self.tree.load(head_read, blocks[0], plan)
-            self.tree.release(head, plan.now)
+            self.tree.release(head, plan.now, 1)
         return blocks
 
     def _insert_pending(self, sequence: Sequence, blocks: list[BlockId], now: float) -> None:
@@ -263,15 +268,21 @@ class KVCacheManager:
             at = len(sequence.path) * self.chunk_size
             key = sequence.tokens.to_bytes(at, at + self.chunk_size)
             node = self._child(sequence, key)
-            if node is None:
+            if node is None and isinstance(self.tree, WindowCache) and not new:
+                node = self.tree.expect(sequence.anchor, key, now, sequence.stem.marker)
+                self._lives(sequence, node, now)
+            elif node is None:
                 node = self.tree.insert(sequence.anchor, key, new.pop(0), PENDING, now, sequence.stem.marker)
                 self._lives(sequence, node, now)
+            elif node.on_device or node.ready_step == PENDING:
+                break  # behind a gap in a window: computed again, in private blocks, until `seal` finds it equal
             else:  # in a tier that is too far away: other sequences wait for this computation instead
-                self.tree.place(node, new.pop(0))
+                if new:
+                    self.tree.place(node, new.pop(0))
                 node.ready_step = PENDING
             sequence.path.append(node)
         sequence.private = new
-        self.tree.hold(sequence.anchor)
+        self.tree.hold(sequence.anchor, sequence.read_chunks)
 
     def _child(self, sequence: Sequence, key: bytes) -> Node | None:
         """Return the tree's next chunk behind a sequence's path, which the sequence computes itself.
@@ -304,7 +315,7 @@ class KVCacheManager:
         sampling = sequence.sampling
         if sampling.prompt_logprobs >= 0 and not sequence.recompute_from_start:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=-1)  # they have been reported
-        plan.joins.append(_join_message(sequence, sampling))
+        plan.joins.append(join_message(sequence, sampling))
 
     def fork(self, parent: Sequence, child: Sequence, tail: BlockId | None) -> None:
         """Let `child` share the blocks of `parent`, whose tokens are all computed or planned.
@@ -316,7 +327,8 @@ class KVCacheManager:
         full, rest = divmod(parent.tokens.count, self.chunk_size)
         assert len(parent.path) + len(parent.private) == full + (rest > 0), "the parent grew before its fork"
         assert (tail is None) == (rest == 0), "a tail is wanted exactly if the tokens end within a chunk"
-        assert all(node.ready_step != PENDING for node in parent.path), "a pending chunk has one producer"
+        read = parent.path[parent.stem.behind :]
+        assert all(node.ready_step != PENDING for node in read), "a pending chunk has one producer"
         child.stem = parent.stem
         child.path = list(parent.path)
         child.private = parent.private[: full - len(parent.path)]
@@ -325,8 +337,21 @@ class KVCacheManager:
         if tail is not None:
             child.private.append(tail)
         child.resident, child.computed = parent.resident, parent.computed
-        for node in (*child.stem.pins, child.anchor):
+        for node in child.stem.pins:
             self.tree.hold(node)
+        self.tree.hold(child.anchor, child.read_chunks)
+
+    def move_window(self, sequence: Sequence, position: int) -> bool:
+        """Give up the chunks of a running sequence that no query from `position` on sees. They stay cached until
+        their blocks are needed. Return whether there are any."""
+        if not isinstance(self.tree, WindowCache) or not sequence.is_windowed:
+            return False
+        stem, behind = sequence.stem, min(self.tree.behind(position), len(sequence.path))
+        if behind <= stem.behind:
+            return False
+        self.tree.move_window(sequence.path, stem.behind, behind)
+        sequence.stem = stem._replace(behind=behind)
+        return True
 
     def mark_ready(self, sequence: Sequence, plan: PlanBuilder) -> None:
         """Make chunks readable whose last token this plan computes, and have them saved to the host."""
@@ -344,11 +369,14 @@ class KVCacheManager:
             (index, block) of the block-table entries that changed by such merging.
         """
         merged: list[tuple[int, BlockId]] = []
+        is_beam = sequence.group.request.submit.beam is not None
         while sequence.private and kv_tokens >= (len(sequence.path) + 1) * self.chunk_size:
             index = len(sequence.path)
             anchor = sequence.anchor
             key = sequence.tokens.to_bytes(index * self.chunk_size, (index + 1) * self.chunk_size)
             node = self._child(sequence, key)
+            if node is None and self.tree.window and self.pool.holders(sequence.private[0]) > 1 and not is_beam:
+                break  # a fork of the sequence reads the block, too, and nothing in the tree would say so
             if node is None:
                 node = self.tree.insert(anchor, key, sequence.private.pop(0), 0, now, sequence.stem.marker)
                 self._lives(sequence, node, now)
@@ -362,8 +390,9 @@ class KVCacheManager:
                 self.pool.release(block)
                 if block != node.block:
                     merged.append((index, node.block))
-            self.tree.hold(node)
-            self.tree.release(anchor, now)
+            read = sequence.read_chunks
+            self.tree.hold(node, read + 1)
+            self.tree.release(anchor, now, read)
             sequence.path.append(node)
         return merged
 
@@ -381,11 +410,12 @@ class KVCacheManager:
         while keep and sequence.path[keep - 1].ready_step == PENDING:
             keep -= 1
         unfinished = sequence.path[keep:]
-        held = sequence.anchor
+        held, read = sequence.anchor, sequence.read_chunks
         sequence.path = sequence.path[:keep]
-        self.tree.hold(sequence.anchor)
-        self.tree.release(held, now)
-        sequence.private = [self._take_back(node) for node in reversed(unfinished)][::-1] + sequence.private
+        self.tree.hold(sequence.anchor, sequence.read_chunks)
+        self.tree.release(held, now, read)
+        taken = [self._take_back(node) for node in reversed(unfinished)][::-1]
+        sequence.private = [block for block in taken if block != NO_BLOCK] + sequence.private
         if self.prefix_cache:
             self.seal(sequence, kv_tokens, now)
             tail = self._keep_tail(sequence, kv_tokens, now)
@@ -393,14 +423,16 @@ class KVCacheManager:
             self._keep(sequence, tail, now)
             if ends and not sequence.group.encodes:
                 end = turn_end(sequence, self.chunk_size, now)
-                self.tree.ended([*sequence.path[sequence.stem.base :], *tail], end, now)
+                own = max(sequence.stem.base, sequence.stem.behind)
+                self.tree.ended([*sequence.path[own:], *tail], end, now)
             if claim:
                 self.drop_claim(sequence)
-                sequence.claim = self.tree.claim(sequence.path + tail)
+                sequence.claim = self.tree.claim(sequence.path[sequence.stem.behind :] + tail)
         for block in sequence.private + sequence.tails:
             self.pool.release(block)
-        for node in (*sequence.stem.pins, sequence.anchor):
+        for node in sequence.stem.pins:
             self.tree.release(node, now)
+        self.tree.release(sequence.anchor, now, sequence.read_chunks)
         sequence.path, sequence.private, sequence.tails = [], [], []
 
     def _own(self, sequence: Sequence, chunks: list[Node]) -> None:
@@ -429,12 +461,12 @@ class KVCacheManager:
         self.tree.keep(path + tail, now, group.request.submit.ttl or self.ttl)
 
     def _take_back(self, node: Node) -> BlockId:
-        """Return the block of a pending chunk whose producer leaves."""
-        if not node.is_stored:
+        """Return the block of a pending chunk whose producer leaves; `NO_BLOCK`: it had none yet."""
+        if not (node.is_stored or self.tree.leads_on(node)):
             self.tree.drop_below(node)  # chunks that came from a tier or a peer while this one was to be computed
             return self.tree.remove(node)
         node.ready_step = 0
-        return self.tree.unplace(node)
+        return self.tree.unplace(node) if node.on_device else NO_BLOCK
 
     def drop_claim(self, sequence: Sequence) -> None:
         """Give up the claim of a sequence that has resumed, or ended while it waited."""
@@ -462,39 +494,3 @@ class KVCacheManager:
         leaf = self.tree.insert(sequence.anchor, key, sequence.private.pop(0), 0, now, sequence.stem.marker)
         self.tree.absorb_prefixes(leaf)
         return [leaf]
-
-
-def _split_at_far(match: Match, load_entries: int) -> tuple[Match, list[Node]]:
-    """Return the part of a match that can be used now, and the chunks behind it that could still be fetched."""
-    entries = len(match.path)
-    if load_entries <= entries and match.partial is not None and not match.partial.on_device:
-        match.partial, match.partial_tokens = None, 0
-    usable = (n.is_loadable if i < load_entries else n.on_device for i, n in enumerate(match.path))
-    near = next((i for i, is_usable in enumerate(usable) if not is_usable), entries)
-    if near == entries:
-        return match, []
-    return Match(match.path[:near], None, None, 0), match.path[near:load_entries]
-
-
-def _join_message(sequence: Sequence, sampling: Sampling) -> Join:
-    """Return the message by which the workers learn of a sequence; they count only tokens that are seen
-    (`trunkline.kvstore.cuts`)."""
-    cut, modules, holes = sequence.group.cut, sequence.group.modules, sequence.group.holes
-    first = 0 if sampling.needs_history else sequence.computed
-    tokens, extents = sequence.tokens.view(first), sequence.stem.extents
-    if cut is not None:
-        extents = cut.cut.extents()
-        tokens = tokens if first else cut.cut.seen(tokens)
-    elif modules is not None and not first:
-        tokens = seen_tokens(modules, tokens)
-    return Join(
-        sequence=sequence.batch_seq_id,
-        tokens=pack_int32(tokens),
-        first=first - holes if first else 0,
-        prompt_len=sequence.prompt_len - holes,
-        blocks=pack_int32(sequence.block_table()),
-        sampling=sampling,
-        extents=pack_int32([value for extent in extents for value in extent]) if extents else b"",
-        beam_position=sequence.beam_position,
-        adapter=adapter_of(sequence.salt),
-    )

@@ -26,8 +26,10 @@ import numpy as np
 from msgspec import structs
 
 from trunkline.controller.allocation.modules import find_text, match_modules
+from trunkline.controller.allocation.window_match import match_window
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import PENDING, Match, Node
+from trunkline.controller.cache.window_cache import WindowCache
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.sequences.sequence import (
     CutPrompt,
@@ -64,6 +66,8 @@ def match_prefix(tree: RadixCache, sequence: Sequence, stop: int, step: int) -> 
 
 def _match_plain(tree: RadixCache, sequence: Sequence, stop: int, step: int) -> PrefixMatch:
     root = tree.root(sequence.salt)
+    if isinstance(tree, WindowCache) and sequence.is_windowed:
+        return match_window(tree, root, sequence, stop, step)
     return PrefixMatch(Stem(root), tree.match(root, sequence.tokens.to_bytes(0, stop), step))
 
 
@@ -71,15 +75,16 @@ def expected_chunks(tree: RadixCache, sequence: Sequence, step: int) -> tuple[li
     """Return the chunks that a waiting sequence will use, wherever they are, as far as is known now.
 
     Returns:
-        whole chunks (and the last ones of texts), in order; and the chunk behind them of which only the beginning
-        will be used, if there is one.
+        whole chunks (and the last ones of texts), in order; and those of them whose KV will be read, with the
+        chunk behind them of which only the beginning will be used, if there is one.
     """
     group, stop = sequence.group, sequence.tokens.count
     if group.modules is not None:
         # Texts that are announced without a request's tokens have no tree for own tokens.
         found = match_modules(tree, sequence, group.modules, stop, step) if group.modules.runs else None
         if found is None or found.match.pending is not None:
-            return _present_texts(tree, sequence, step), []
+            path = _present_texts(tree, sequence, step)
+            return path, path
     elif group.cut is not None:
         found = match_behind_cut(tree, sequence, group.cut, stop, step)
         if found is None:
@@ -94,7 +99,7 @@ def expected_chunks(tree: RadixCache, sequence: Sequence, step: int) -> tuple[li
         rest = sequence.tokens.view(start, min(start + tree.chunk_size, stop))
         partial, _ = tree.most_similar_child(end, pack_int32(rest), step)
     tree.prune_root(stem.root)
-    return path, [partial] if partial is not None else []
+    return path, path[stem.behind :] + ([partial] if partial is not None else [])
 
 
 def _present_texts(tree: RadixCache, sequence: Sequence, step: int) -> list[Node]:

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from trunkline.kvstore.chunks import BlockId, SlotId
+from trunkline.kvstore.chunks import NO_BLOCK, BlockId, SlotId
 
 
 class BlockPool:
@@ -102,7 +102,7 @@ class Fences:
 
     def ready_after(self, blocks: list[BlockId]) -> int:
         """Return the number of the plan whose loads must be done before these blocks are read; 0: none."""
-        step = int(self._block_loaded[blocks].max()) if blocks else 0
+        step = max((int(self._block_loaded[block]) for block in blocks if block != NO_BLOCK), default=0)
         return step if step > self._loads_done else 0
 
     def reads(self, step: int) -> None:

@@ -25,7 +25,7 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from trunkline.controller.cache.radix_cache import RadixCache
-from trunkline.controller.cache.radix_tree import TOKEN_BYTES, Node
+from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.messages import EventsCall
 from trunkline.kvstore.chunks import NAME_BYTES, ChunkName
 from trunkline.kvstore.tier import TierKind
@@ -46,15 +46,16 @@ _ANNOUNCED: Final = 1 << TierKind.DEVICE | 1 << TierKind.HOST | 1 << TierKind.DI
 """Tiers that routers are told of. The remote tier is not among them, because all controllers share it."""
 
 
-def announced_tiers(node: Node, chunk_bytes: int) -> int:
+def announced_tiers(node: Node, tree: RadixCache) -> int:
     """Return the tiers of a chunk that routers are told, as a bit mask; 0 for chunks that are not announced.
 
-    Args:
-        chunk_bytes: bytes of a full chunk's tokens.
+    Routers look for chunks from the first one on. So in a tree with a window a hollow chunk counts as on the
+    device: the way to those below it leads over it, and costs no time.
     """
-    if node.parent is None or (len(node.key) != chunk_bytes and node.text_name is None):
+    if node.parent is None or (len(node.key) != tree.chunk_bytes and node.text_name is None):
         return 0
-    return node.tiers & _ANNOUNCED
+    leads_on = tree.window and node.children
+    return node.tiers & _ANNOUNCED or (leads_on and 1 << TierKind.DEVICE) or 0
 
 
 class EventBatch(NamedTuple):
@@ -156,9 +157,9 @@ class KvEventLog:
             self._begin(tree)
         elif look_again:
             _note_all(tree)
-        size, known = tree.chunk_size * TOKEN_BYTES, self.announced.tiers
+        known = self.announced.tiers
         for node in tree.changed.take():
-            now = announced_tiers(node, size)
+            now = announced_tiers(node, tree)
             if now != node.announced:
                 name = node.text_name or node.name
                 before.setdefault(name, known.get(name, 0))
@@ -272,7 +273,7 @@ def problem_of_log(tree: RadixCache) -> str:
     if not tree.changed.is_on:
         return ""
     for node in tree.nodes():
-        present = announced_tiers(node, tree.chunk_bytes)
+        present = announced_tiers(node, tree)
         if present != node.announced and node not in tree.changed:
             return (
                 f"a chunk is in the tiers {present:#b}, was announced in {node.announced:#b}, "

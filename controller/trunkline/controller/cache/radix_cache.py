@@ -65,6 +65,9 @@ class TierCopyPlan:
 class RadixCache(RadixTree):
     """The radix tree with its blocks and copies. Pure: time and step numbers are arguments."""
 
+    window: int = 0
+    """Number of tokens that a query sees, its own included; 0: all before it."""
+
     def __init__(
         self,
         pool: BlockPool,
@@ -120,7 +123,7 @@ class RadixCache(RadixTree):
         self.tiers.shares.count(node, TierKind.DEVICE, 1)
         self.changed.note(node)
         node.parent.device_children += 1
-        self.evictable += not node.active
+        self.evictable += not self.is_read(node)
         self._note_idle(node)
 
     def read(self, node: Node, plan: TierCopyPlan) -> tuple[SlotId, int]:
@@ -317,12 +320,12 @@ class RadixCache(RadixTree):
         return node.block
 
     def unplace(self, node: Node) -> BlockId:
-        """Take the block of an idle chunk, which stays in lower tiers; return the block, which the caller owns
-        from now on."""
+        """Take the block of a chunk that is not read, and which stays in lower tiers or leads to others; return
+        the block, which the caller owns from now on."""
         assert node.parent is not None
         assert node.on_device
-        assert not node.active
-        assert not node.device_children
+        assert not self.is_read(node)
+        assert self.window or not node.device_children
         block, node.block = node.block, NO_BLOCK
         self.tiers.shares.count(node, TierKind.DEVICE, -1)
         self.changed.note(node)
@@ -343,6 +346,15 @@ class RadixCache(RadixTree):
         self.evictable += node.on_device
         self._note_idle(node)
 
+    def is_read(self, node: Node) -> bool:
+        """Return whether a holder reads the chunk's KV, so that it must stay on the device."""
+        return node.active > 0
+
+    def leads_on(self, node: Node) -> bool:
+        """Return whether a chunk without any KV stays in the tree, because of the chunks below it."""
+        del node
+        return False
+
     def _is_idle_leaf(self, node: Node) -> bool:
         """Return whether the chunk could be evicted from the device now."""
         return node.on_device and not (node.active or node.device_children) and node.parent is not None
@@ -362,7 +374,7 @@ class RadixCache(RadixTree):
         while freed < blocks and (node := self.idle_leaves.pop()) is not None:
             if plan is not None and self._wants_copy(node):
                 self._reserve(node, plan, forced=node.claims > 0 or node.pins > 0)
-            if node.is_stored:
+            if node.is_stored or self.leads_on(node):
                 self._pool.release(self.unplace(node))
             else:
                 self._drop(node, MissReason.EVICTED)
@@ -375,7 +387,8 @@ class RadixCache(RadixTree):
         and that no job wants any more."""
         lost, unheld = self.tiers.lost(), self.tiers.take_unheld()
         for node in lost:
-            if node.parent is not None and not (node.on_device or node.active or node.is_stored):
+            is_somewhere = node.on_device or node.active or node.is_stored or self.leads_on(node)
+            if node.parent is not None and not is_somewhere:
                 is_lost = self.departed(node.name) is MissReason.LOST
                 gone = None if node in unheld else MissReason.EVICTED
                 self._drop(node, MissReason.LOST if is_lost else gone)

@@ -47,6 +47,8 @@ from trunkline.kvstore.cuts import PACKED_RANGE_BYTES, cut_name
 from trunkline.kvstore.tier import TierKind
 
 TOKEN_BYTES: Final = 4
+ALL_CHUNKS: Final = 1 << 62
+"""Value for "all chunks above": no path has so many."""
 PENDING: Final = 1 << 62
 """Value of `ready_step` for a chunk whose computation is not planned yet."""
 _DEVICE, _HOST, _DISK, _REMOTE, _PEER = (1 << tier for tier in TierKind)
@@ -64,8 +66,10 @@ class Node(TieredChunk):
         "exact",
         "holders",
         "key",
+        "readers",
         "ready_step",
         "sorted_keys",
+        "spent",
         "text_name",
         "uses",
     )
@@ -84,6 +88,11 @@ class Node(TieredChunk):
         """Number of sequences (and plans) that hold exactly this node."""
         self.active = 0
         """Number of holders plus active children; 0: the node is idle."""
+        self.readers = 0
+        """Number of holders that read the chunk's KV. Counted only in a tree with a window
+        (`trunkline.controller.cache.window_cache`)."""
+        self.spent = False
+        """Whether the chunk lies behind the window of all requests that are known to come this way."""
         self.device_children = 0
         """Number of children that have a block."""
         self.ready_step = PENDING
@@ -428,10 +437,14 @@ class RadixTree:
 
     # Holding
 
-    def hold(self, node: Node) -> None:
+    def hold(self, node: Node, chunks: int = ALL_CHUNKS) -> None:
         """Keep `node` and everything above it from being evicted, or a root from being pruned.
 
         Only while a plan is made may a held chunk be in lower tiers; between plans it is on the device.
+
+        Args:
+            chunks: number of the last chunks, `node` included, that the holder reads. It matters only in a tree
+                with a window (`trunkline.controller.cache.window_cache`); others keep all.
         """
         node.holders += 1
         current: Node | None = node
@@ -442,8 +455,8 @@ class RadixTree:
             self._now_active(current)
             current = current.parent
 
-    def release(self, node: Node, now: float) -> None:
-        """Undo one `hold`."""
+    def release(self, node: Node, now: float, chunks: int = ALL_CHUNKS) -> None:
+        """Undo one `hold` of as many chunks."""
         node.holders -= 1
         assert node.holders >= 0
         node.last_use = max(node.last_use, now)

@@ -285,7 +285,7 @@ class Engine:
         group = group_of(request, arrival, sampling, self.scheduler.kv.tree, self.config)
         self._requests.groups[request.id] = group
         if survivor is not None and not restore(survivor, group, sampling):
-            detail = f"the workers are new and hold {self.config.longest_sequence} tokens, fewer than it has"
+            detail = f"the workers are new and hold {request.longest(self.config)} tokens, fewer than it has"
             self._requests.end(self.scheduler, group, Finished(group.id, FinishReason.ENGINE_FAILED, detail), now)
             return
         self.scheduler.queue.add(group)

@@ -4,6 +4,7 @@
    in its table or among its tails. It is free exactly if it has none.
 2. A chunk's `holders` are the sequences whose path ends there, and the texts that are held or pinned; its `active`
    count follows from them. The evictable blocks are counted right: those of inactive chunks on the device.
+   In a tree with a window, `readers` are counted likewise, and decide what is evictable.
 3. A pending chunk is on the device, its children on the device are pending, too, and the path of a running
    sequence ends there or below.
 4. A child list is sorted and complete. Full chunks have `chunk_size` tokens; shorter ones have no children. Names
@@ -14,6 +15,7 @@
    from the root on, and there are no more claimed chunks than host slots.
 7. If routers are told where chunks are, they were told of every chunk that is not noted as changed.
 8. The tokens that must be computed for the queue are counted right.
+   In a tree with a window, 3, 5 and the paths of 6 hold for what is read only.
 9. A row's block table equals its sequence's path and private blocks (of a beam only in number), and covers the
    tokens that the row knows. Either all sequences of a group have a row, or none.
 """
@@ -96,6 +98,8 @@ def _check_blocks(pool: BlockPool, tree: RadixCache, running: list[Sequence]) ->
 def _check_tree(tree: RadixCache, running: list[Sequence], held: Iterable[Node]) -> None:
     holders = Counter(id(node) for sequence in running for node in (*sequence.stem.pins, sequence.anchor))
     holders.update(id(node) for node in held)
+    if tree.window:
+        _check_readers(tree, running, held)
     nodes = active = 0
     for root in tree.roots():
         _check(root.holders == holders[id(root)], f"a root has {root.holders} holders")
@@ -108,6 +112,25 @@ def _check_tree(tree: RadixCache, running: list[Sequence], held: Iterable[Node])
     _check(active == tree.active_count, f"the tree counts {tree.active_count} active chunks and has {active}")
     for sequence in running:
         _check_path(sequence)
+
+
+def _check_readers(tree: RadixCache, running: list[Sequence], held: Iterable[Node]) -> None:
+    """Check which chunks are read in a tree with a window: those that sequences have not left behind, and all
+    above chunks that are held as a whole."""
+    readers: Counter[int] = Counter()
+    for sequence in running:
+        readers.update(id(node) for node in sequence.path[max(sequence.stem.base, sequence.stem.behind) :])
+    for end in [*(pin for sequence in running for pin in sequence.stem.pins), *held]:
+        node: Node | None = end
+        while node is not None and node.parent is not None:
+            readers[id(node)] += 1
+            node = node.parent
+    for node in tree.nodes():
+        counted = readers[id(node)]
+        _check(node.readers == counted, f"a chunk has {node.readers} readers, counted are {counted}")
+        is_there = node.on_device or node.ready_step == PENDING
+        _check(is_there or not counted, "a chunk that is read is not on the device")
+        _check(not (counted and node.spent), "a chunk that is read is spent")
 
 
 def _check_path(sequence: Sequence) -> None:
@@ -144,8 +167,9 @@ def _check_node(tree: RadixCache, node: Node, holders: int) -> None:
     _check(full or (0 < node.token_count < tree.chunk_size and not node.children), "a partial chunk is inner")
     if node.ready_step == PENDING:
         _check(node.active, "a pending chunk has no producer")
-        waiting = all(child.ready_step == PENDING for child in node.children.values() if child.on_device)
-        _check(waiting and node.on_device, "a ready chunk is below a pending one")
+        on_device = [child for child in node.children.values() if child.on_device]
+        waiting = tree.window or all(child.ready_step == PENDING for child in on_device)
+        _check(waiting and (node.on_device or tree.window), "a ready chunk is below a pending one")
 
 
 def _check_device(pool: BlockPool, tree: RadixCache) -> None:
@@ -159,10 +183,13 @@ def _check_device(pool: BlockPool, tree: RadixCache) -> None:
         if node.parent is None:
             continue
         if not node.on_device:
-            _check(not below, "a chunk on the device is below one that is not")
-            _check(node.is_stored or node.children, "a chunk is nowhere")
-            _check(node.ready_step != PENDING and not node.active, "a chunk that is not on the device is in use")
-        elif not node.active:
+            _check(tree.window or not below, "a chunk on the device is below one that is not")
+            leads_on = node.children or (tree.window and node.active)
+            _check(node.is_stored or leads_on, "a chunk is nowhere")
+            is_used = node.ready_step == PENDING or tree.is_read(node)
+            is_coming = tree.window and node.ready_step == PENDING  # it gets a block before it is computed
+            _check(is_coming or not is_used, "a chunk that is not on the device is in use")
+        elif not tree.is_read(node):
             evictable += 1
             _check(pool.holders(node.block) == 1, "an idle chunk's block has another holder, too")
     counts = Counter(node.account for node in tree.nodes() if node.on_device)
@@ -182,7 +209,7 @@ def _check_claims(tree: RadixCache, running: list[Sequence], waiting: list[Seque
             node.claims == claims[id(node)], f"a chunk has {node.claims} claims, counted are {claims[id(node)]}"
         )
         assert node.parent is not None
-        over = node.parent.parent is None or node.parent.claims >= node.claims
+        over = tree.window or node.parent.parent is None or node.parent.claims >= node.claims
         _check(over, "a claimed chunk is below one that is not")
     counted = tree.tiers.claimed_count
     _check(claimed == counted, f"the directory counts {counted} claimed chunks and there are {claimed}")

@@ -196,7 +196,8 @@ def _group_of(
     is_announced: bool,
 ) -> SequenceGroup:
     seen = request.submit.prompt_len - sum(stop - start for start, stop in request.drops)
-    limit = min(seen + request.submit.max_tokens, config.longest_sequence)
+    longest = request.longest(config)
+    limit = min(seen + request.submit.max_tokens, longest)
     group = SequenceGroup(request, arrival, 0 if is_announced else limit, sampling)
     if request.drops:
         cut_group(group, tree, config)

@@ -353,7 +353,8 @@ def problem_of_request(request: Request, config: EngineConfig) -> tuple[str, str
 
     Return ("", "") if the request can run.
     """
-    submit, count, longest = request.submit, len(request.tokens), config.longest_sequence
+    submit, count = request.submit, len(request.tokens)
+    longest = request.longest(config)
     prompt_len = submit.prompt_len
     if not 0 < prompt_len <= count:
         return f"the prompt is empty or its length ({prompt_len}) does not fit {count} tokens", ""

@@ -28,16 +28,17 @@ import numpy as np
 from trunkline.controller.allocation.kv_manager import Admission, KVCacheManager
 from trunkline.controller.allocation.prefix_match import keep_or_compact
 from trunkline.controller.cache.block_pool import BlockPool
-from trunkline.controller.cache.radix_cache import RadixCache
+from trunkline.controller.cache.window_cache import make_cache
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.scheduling.admission import AdmissionOrder, Quarantine, explain
 from trunkline.controller.scheduling.drafting import Drafting
 from trunkline.controller.scheduling.fair_queue import FairQueue
 from trunkline.controller.scheduling.forks import Forks, move_beams, restore_output
 from trunkline.controller.scheduling.module_calls import ModuleEncoding
+from trunkline.controller.scheduling.prompt_blocks import extend_prompts
 from trunkline.controller.sequences.plan_builder import NO_ROWS, DecodeRows, PendingChanges, PlanBuilder
 from trunkline.controller.sequences.sequence import Phase, Sequence, SequenceGroup
-from trunkline.controller.tiers.costs import Preloads, StepCosts, load_entries, prefill_budget
+from trunkline.controller.tiers.costs import Preloads, StepCosts, load_entries, prefill_budget, swaps
 from trunkline.controller.tiers.prefetch import Fetching
 from trunkline.controller.totals import Totals
 from trunkline.kvstore.chunks import BlockId
@@ -68,8 +69,7 @@ class Scheduler:
         """
         self.config = config
         pool = BlockPool(config.num_blocks)
-        tiers = config.tiers(first_disk_generation)
-        tree = RadixCache(pool, config.chunk_size, config.model_fingerprint, config.dtype, tiers, counters)
+        tree = make_cache(pool, config, first_disk_generation, counters)
         self.kv = KVCacheManager(pool, tree, prefix_cache=config.prefix_cache, ttl=config.session_ttl_s)
         self.costs = StepCosts(config.swap_us_per_block)
         self.preloads = Preloads()
@@ -110,6 +110,7 @@ class Scheduler:
         self.kv.pool.taken.clear()
         self._end_encoded(step, now)
         self._grow(plan)
+        extend_prompts(self.kv, self.prefilling, self.config.token_budget, self._preempt_until_room, plan)
         copied = self.forks.copy_tails(plan)
         self._unpark(plan)
         if self._pending.rows_changed:
@@ -122,7 +123,7 @@ class Scheduler:
         self.drafting.plan(plan)
         self.kv.tree.save_waiting(plan)
         for source in plan.copy_sources:
-            self.kv.tree.release(source, now)
+            self.kv.tree.release(source, now, 1)
         for block in copied:
             self.kv.pool.release(block)
         if plan.is_empty:
@@ -175,7 +176,10 @@ class Scheduler:
         for sequence in sorted(rows, key=lambda s: (self.queue.rank(s.group), s.sample)):
             groups.setdefault(sequence.request, []).append(sequence)
         for members in groups.values():
-            self._preempt_until_room(members, plan)
+            for sequence in members:
+                if self.kv.move_window(sequence, int(self.rows.planned[sequence.slot])):
+                    self.rows.set_behind(sequence)
+            self._preempt_until_room(members, len(members), plan)
             if members[0].slot < 0:
                 continue  # this group was the newest, so it is preempted itself
             for sequence in members:
@@ -184,9 +188,9 @@ class Scheduler:
                 self.rows.read_alike(members[0], members[1:], int(self.rows.block_counts[members[0].slot]) - 1)
                 self._pending.rows_changed = True
 
-    def _preempt_until_room(self, members: list[Sequence], plan: PlanBuilder) -> None:
-        """Preempt the newest groups until each of these rows can have a block, or their own group is preempted."""
-        while members[0].slot >= 0 and not self.kv.make_room(len(members), plan):
+    def _preempt_until_room(self, members: list[Sequence], blocks: int, plan: PlanBuilder) -> None:
+        """Preempt the newest groups until these sequences can have so many blocks, or are preempted themselves."""
+        while members[0].batch_seq_id and not self.kv.make_room(blocks, plan):
             newest = max((s.group for s in self.running()), key=self.queue.rank)
             going = any(sequence.group is not newest for sequence in self.running())
             if not self.encoding.make_way(newest, plan.now, going=going):
@@ -199,7 +203,7 @@ class Scheduler:
 
     def preempt(self, group: SequenceGroup, now: float) -> None:
         """Take a whole group out of the batch; it resumes before new groups of its priority start."""
-        claim = self._swaps(group)
+        claim = swaps(group, self.config, self.costs)
         for sequence in reversed(group.members):  # children first: a tail that they still share is not cached
             if sequence.batch_seq_id:
                 self.release(sequence, now, claim=claim)
@@ -218,13 +222,6 @@ class Scheduler:
             self.queue.add(group)
         self.counters.preemptions += 1
         self.counters.swapped += claim
-
-    def _swaps(self, group: SequenceGroup) -> bool:
-        """Return whether a preempted group's chunks should be saved to the host when their blocks are needed."""
-        if self.config.preemption == "recompute" or not (self.config.host_slots and self.config.prefix_cache):
-            return False
-        blocks = len({block for s in group.members if s.batch_seq_id for block in s.block_table()})
-        return self.config.preemption == "swap" or self.costs.prefers_swap(blocks * self.config.chunk_size, blocks)
 
     def release(self, sequence: Sequence, now: float, *, claim: bool = False, ends: bool = False) -> None:
         """Take a running sequence out of the batch; what it computed stays cached.
@@ -450,6 +447,8 @@ class Scheduler:
         last = start + tokens == stop
         samples = last and stop == sequence.tokens.count and not group.encodes
         if tokens:
+            if not (plan.joins and plan.joins[-1].sequence == sequence.batch_seq_id):  # its loads are in this plan
+                self.kv.move_window(sequence, start)
             plan.compute(sequence, tokens, samples=samples, scored=scored)
         sequence.computed = start + tokens
         if self.config.prefix_cache:

@@ -150,6 +150,10 @@ class DecodeRows:
         self.tables[slot, index] = block
         self.block_counts[slot] = max(int(self.block_counts[slot]), index + 1)
 
+    def set_behind(self, sequence: Sequence) -> None:
+        """Forget the block-table entries of a row that are behind its window now."""
+        self.tables[sequence.slot, : sequence.stem.behind] = NO_BLOCK
+
     def flush(self, slot: int) -> None:
         """Move tokens that have arrived from the ring buffer to the sequence."""
         sequence = self.sequences[slot]

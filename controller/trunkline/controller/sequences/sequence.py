@@ -21,10 +21,11 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from trunkline.controller.cache.radix_tree import Match, Node
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import Submit
 from trunkline.controller.sequences.beam_search import BeamHistory
 from trunkline.controller.sequences.module_prompt import ModulePrompt
-from trunkline.kvstore.chunks import BlockId, ChunkName, Extent, Int32Array, blocks_for, unpack_int32
+from trunkline.kvstore.chunks import NO_BLOCK, BlockId, ChunkName, Extent, Int32Array, blocks_for, unpack_int32
 from trunkline.kvstore.cuts import ContextCut
 from trunkline.router.messages import Started
 from trunkline.runtime.spans import SpanContext
@@ -81,6 +82,18 @@ class Request:
     def width(self) -> int:
         """Number of sequences that decode at once."""
         return self.submit.n if self.submit.beam is None else self.submit.beam.width
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the request has one sequence, no modules, and computes each token once. If parts of its prompt
+        are left out, and what is kept behind them does not fit, it becomes a plain prompt of what is left."""
+        submit = self.submit
+        is_single = self.width == 1 and submit.beam is None
+        return is_single and submit.layout is None and not submit.sampling.needs_whole_prompt
+
+    def longest(self, config: EngineConfig) -> int:
+        """Return the largest number of tokens that one of the request's sequences can reach."""
+        return config.longest_plain if self.is_plain else config.longest_sequence
 
 
 class Phase(Enum):
@@ -139,6 +152,11 @@ class Stem(NamedTuple):
     """Name of what the sequence sees, if that is not its whole history (a cut, modules); else empty."""
     extents: tuple[Extent, ...] = ()
     """Positions of the sequence's tokens; empty without modules."""
+    behind: int = 0
+    """Number of the sequence's first chunks that none of its queries will see: they are behind the model's
+    window."""
+    reserved: int = 0
+    """Number of the first entries of the block table that were given blocks before the sequence decodes."""
 
 
 class PrefixMatch(NamedTuple):
@@ -392,8 +410,28 @@ class Sequence:
         node = self.waits_on
         return node is not None and node.parent is not None and node.ready_step >= step
 
+    @property
+    def read_chunks(self) -> int:
+        """Number of the last chunks of `path` that the sequence still reads."""
+        return len(self.path) - self.stem.behind
+
+    @property
+    def is_windowed(self) -> bool:
+        """Whether a model's window spares the sequence chunks. It does not behind cuts and with modules, where
+        positions are not those of the block table; in a beam search, whose members exchange their tables; and
+        while a prompt is scored or pooled, which is computed from its start whatever is cached."""
+        group = self.group
+        is_plain = group.cut is None and group.modules is None and group.request.submit.beam is None
+        return is_plain and not self.recompute_from_start
+
+    def first_query(self, cached: int) -> int:
+        """Return the position of the sequence's first query if its first `cached` tokens are cached."""
+        return min(cached, self.tokens.count - 1)
+
     def block_table(self) -> list[BlockId]:
-        return [node.block for node in self.path] + self.private
+        """Return the block of each entry; `NO_BLOCK`: nothing reads it."""
+        behind = self.stem.behind
+        return [NO_BLOCK] * behind + [node.block for node in self.path[behind:]] + self.private
 
     def blocks_needed(self, chunk_size: int) -> int:
         """Return the number of blocks for all tokens known now, which admission reserves."""

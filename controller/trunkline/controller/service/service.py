@@ -371,7 +371,7 @@ class ControllerService:
                 self._pending.events.append(EndAll("an adapter of a request cannot be loaded any more"))
             self._pending.events.append(WorkersBack(limits, stored))
         group.loss.ended()
-        log.info("ready", epoch=group.epoch, blocks=limits.num_blocks, max_context=limits.longest_sequence)
+        log.info("ready", epoch=group.epoch, blocks=limits.num_blocks, max_context=limits.longest_plain)
         self._set_status(Status.READY, "")
 
     def _publish(self, outputs: EngineOutputs) -> None:

@@ -108,7 +108,7 @@ def state_of(
         blocks_cached=tree.evictable,
         **{name: getattr(counters, name) for name in _TOTALS},
         evicted_blocks=counters.tiers[TierKind.DEVICE].evictions,
-        max_context=config.longest_sequence,
+        max_context=config.longest_plain,
         blocks_logical=sum(len(s.path) + len(s.private) for s in scheduler.running()),
         blocks_saved=counters.tiers[TierKind.DEVICE].reads,
         blocks_loaded=counters.tiers[TierKind.DEVICE].writes,

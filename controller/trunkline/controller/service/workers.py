@@ -92,6 +92,7 @@ _READY_RANGES: Final = {
     "host_slots": SLOTS_MAX,
     "disk_slots": SLOTS_MAX,
     "swap_us_per_block": _US_MAX,
+    "window": _COUNT_MAX,
 }
 
 log = structlog.get_logger()
@@ -159,6 +160,7 @@ class WorkerGroup:
             swap_us_per_block=max(report.swap_us_per_block for report in reports),
             disk_slots=min(report.disk_slots for report in reports),
             remote=all(report.has_remote for report in reports),
+            window=max(report.window for report in reports) if all(report.window for report in reports) else 0,
         )
 
     @property

@@ -38,6 +38,7 @@ from typing import Final
 
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.sequences.sequence import ALL_ENTRIES, SequenceGroup
+from trunkline.kvstore.chunks import NO_BLOCK
 
 PRIOR_US: Final = (2000.0, 50.0, 50.0)
 """Microseconds per step, row and prompt token that are assumed before anything is measured: the order of magnitude
@@ -159,6 +160,14 @@ class _Load:
     """Number of the last plan whose loads the sequence needs."""
     done_at: float
     """Time at which the loads are expected to be done."""
+
+
+def swaps(group: SequenceGroup, config: EngineConfig, costs: StepCosts) -> bool:
+    """Return whether a preempted group's chunks should be saved to the host when their blocks are needed."""
+    if config.preemption == "recompute" or not (config.host_slots and config.prefix_cache):
+        return False
+    blocks = len({block for s in group.members if s.batch_seq_id for block in s.block_table()} - {NO_BLOCK})
+    return config.preemption == "swap" or costs.prefers_swap(blocks * config.chunk_size, blocks)
 
 
 def load_entries(group: SequenceGroup, config: EngineConfig, costs: StepCosts) -> int:

@@ -290,8 +290,8 @@ class Prefetcher:
     def _expect(self, group: SequenceGroup, step: int, now: float) -> AbstractSequence[Node]:
         """Fetch what a waiting request will use, as far as it is known where that is; return its whole chunks."""
         held = self._holders.learn(group, step, now)
-        path, head = expected_chunks(self._tree, group.members[0], step)
-        self._fetching.expect(group, [*path, *head, *_beyond(held, path)])
+        path, wanted = expected_chunks(self._tree, group.members[0], step)
+        self._fetching.expect(group, [*wanted, *_beyond(held, path)])
         return path
 
     def _may_probe(self, now: float) -> bool:
@@ -398,9 +398,9 @@ class Prefetcher:
             how many of its tokens are cached, and how many of those are not near yet.
         """
         held = self._holders.learn(group, step, now, is_announced=True)
-        path, head = expected_chunks(self._tree, group.members[0], step)
+        path, wanted = expected_chunks(self._tree, group.members[0], step)
         if path or held:
-            self._want([*path, *head, *_beyond(held, path)], now)
+            self._want([*wanted, *_beyond(held, path)], now)
         return _tokens(path), _tokens([node for node in path if not node.is_loadable])
 
     def announce_path(

@@ -19,18 +19,22 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from trunkline.controller.engine_config import EngineLimits
 from trunkline.deploy.cli.option_commands import run
 from trunkline.deploy.config import models
 from trunkline.deploy.config.option_values import format_bytes
 from trunkline.deploy.errors import UserError
 from trunkline.kvstore.chunk_format import KV_DTYPES
 from trunkline.kvstore.chunks import blocks_for
+from trunkline.kvstore.windows import window_blocks
 from trunkline.worker.config import DTYPES
 from trunkline.worker.errors import WorkerError
 from trunkline.worker.model.families import read_model_config
 from trunkline.worker.model.model_config import ModelConfig
 
 _CHUNK_SIZE: Final = 64
+_STEP_TOKENS: Final = EngineLimits().token_budget
+"""Largest number of tokens of a sequence that a step computes."""
 
 
 def size(
@@ -147,7 +151,7 @@ class Sizing:
     """CCpUT: bytes with which every later turn finds its KV."""
     running_bytes: int
     """Bytes of the KV of the sequences that run at once if they share nothing: device memory needed besides the
-    weights."""
+    weights. Where all layers have a window, a sequence needs one window and one step of it."""
 
 
 def memory_for(model: ModelConfig, demand: Demand, *, dtype: str, chunk_size: int, tp: int) -> Sizing:
@@ -168,10 +172,13 @@ def memory_for(model: ModelConfig, demand: Demand, *, dtype: str, chunk_size: in
     block_bytes = model.chunk_format(chunk_size, *types).of_rank(tp).chunk_bytes * tp
     session_bytes = blocks_for(demand.context, chunk_size) * block_bytes
     sessions = demand.sessions_per_hour * demand.ttl_s / _HOUR_S
+    running_blocks = blocks_for(demand.context, chunk_size)
+    if model.window:
+        running_blocks = min(running_blocks, window_blocks(model.window, _STEP_TOKENS, chunk_size))
     return Sizing(
         token_bytes=block_bytes // chunk_size,
         session_bytes=session_bytes,
         sessions=sessions,
         capacity_bytes=round(sessions * session_bytes),
-        running_bytes=demand.concurrent * session_bytes,
+        running_bytes=demand.concurrent * running_blocks * block_bytes,
     )
