@@ -97,9 +97,20 @@ def _six_bits(scales: Tensor, offsets: Tensor) -> Tensor:
     return torch.cat((first | last >> 4 << 6, low | high >> 4 << 6, last & 15 | (high & 15) << 4), dim=-1)
 
 
+def _mxfp4(blocks: Tensor) -> Tensor:
+    largest = blocks.abs().amax(dim=-1, keepdim=True)
+    # A power of two by which the largest magnitude becomes at most 6, the largest value of a code.
+    exponent = torch.where(largest == 0, -127.0, torch.ceil(torch.log2(largest / 6))).clamp(-127, 127)
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    scaled = blocks * 2.0**-exponent
+    codes = (scaled.abs()[..., None] - values).abs().argmin(dim=-1) | torch.where(scaled < 0, 8, 0)
+    return torch.cat(((exponent + 127).to(torch.uint8), _nibbles(codes.to(torch.uint8))), dim=-1)
+
+
 KINDS: Final[dict[str, tuple[int, Callable[[Tensor], Tensor]]]] = {
     "Q8_0": (32, _q8_0),
     "Q4_0": (32, _q4_0),
+    "MXFP4": (32, _mxfp4),
     "Q4_K": (SUPER, _q4_k),
     "Q6_K": (SUPER, _q6_k),
 }

@@ -4,7 +4,8 @@
 
 GGUF, version 3, little-endian: a magic number and two counts, pairs of keys and typed values, a description of
 each tensor, and the tensors, each at a multiple of 32 bytes. Written for the models of benchmarks and tests:
-Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, with matrices as they are or in blocks (gguf_blocks.py).
+Llama, Mistral, Mixtral, Qwen 2 and 3, Qwen 3 with experts, gpt-oss, Gemma 2 and 3, with matrices as they are or in
+blocks (gguf_blocks.py).
 
 The tokenizer is written whole, as the checkpoint has it, and in llama.cpp's form: one that merges bytes with the
 name `--pre` of its rules; one that knows whole words (small_model.py) as a word-piece tokenizer. That one puts two
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,13 +30,19 @@ from torch import Tensor
 ALIGNMENT: Final = 32
 UINT32, FLOAT32, BOOL, STRING, ARRAY = 4, 6, 7, 8, 9
 INT32: Final = 5
-TYPES: Final = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8, "Q4_K": 12, "Q6_K": 14, "BF16": 30}
+TYPES: Final = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8, "Q4_K": 12, "Q6_K": 14, "BF16": 30, "MXFP4": 39}
 DENSE: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NORMAL, CONTROL = 1, 3
 SPACE: Final = "\u2581"
 """How a word-piece tokenizer of llama.cpp writes the beginning of a word."""
 
-ARCHITECTURES: Final = {"mistral": "llama", "gemma3_text": "gemma3"}
+ARCHITECTURES: Final = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+    "gemma3_text": "gemma3",
+}
 """llama.cpp's name of an architecture where it is not config.json's `model_type`."""
 NAMES: Final = {
     "model.embed_tokens": "token_embd",
@@ -51,7 +59,18 @@ NAMES: Final = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "self_attn": "attn_sinks",
+    **{
+        f"experts.{part}": f"ffn_{part.removesuffix('_proj')}_exps"
+        for part in ("gate_proj", "up_proj", "down_proj")
+    },
 }
+EXPERT_PARTS: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+EXPERT: Final = re.compile(r"(model\.layers\.\d+)\..*\.experts\.(\d+)\.(\w+)\.weight")
+STACKED: Final = re.compile(r"(model\.layers\.\d+)\.mlp\.experts\.(gate_up|down)_proj(_bias)?")
 GEMMA_NAMES: Final = {
     **NAMES,
     "post_attention_layernorm": "post_attention_norm",
@@ -69,10 +88,10 @@ def write_gguf(folder: Path, path: Path, dtype: torch.dtype | str, pre: str = ""
     """
     kind = dtype if isinstance(dtype, str) else {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
     config = json.loads((folder / "config.json").read_text())
+    files = [load_file(part) for part in sorted(folder.glob("*.safetensors"))]
     tensors = [
-        (_name(name, config), *_stored(_laid_out(name, tensor, config), kind))
-        for part in sorted(folder.glob("*.safetensors"))
-        for name, tensor in load_file(part).items()
+        (_name(name, config), *_stored(_laid_out(name, tensor, config), "F32" if _is_small(name) else kind))
+        for name, tensor in _with_experts({name: each for file in files for name, each in file.items()}).items()
     ]
     if (factors := _rope_factors(config)) is not None:
         tensors.append(("rope_freqs.weight", *_stored(factors, kind)))
@@ -92,13 +111,36 @@ def write_gguf(folder: Path, path: Path, dtype: torch.dtype | str, pre: str = ""
             _align(file)
 
 
+def _is_small(name: str) -> bool:
+    return "router" in name or name.endswith("bias")
+
+
+def _with_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors as llama.cpp's converter has them: of all experts of a layer in one, gates and ups apart."""
+    found: dict[str, Tensor] = {}
+    members: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if (one := EXPERT.fullmatch(name)) is not None:
+            part = f"{one[1]}.experts.{EXPERT_PARTS.get(one[3], one[3])}.weight"
+            members.setdefault(part, {})[int(one[2])] = tensor
+        elif (stacked := STACKED.fullmatch(name)) is not None:
+            ending = "bias" if stacked[3] else "weight"
+            rows = tensor if stacked[3] else tensor.transpose(1, 2)
+            parts = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if stacked[2] == "gate_up" else {"down": rows}
+            found |= {f"{stacked[1]}.experts.{part}_proj.{ending}": each for part, each in parts.items()}
+        else:
+            found[name] = tensor
+    return found | {part: torch.stack([own[index] for index in range(len(own))]) for part, own in members.items()}
+
+
 def _stored(tensor: Tensor, kind: str) -> tuple[str, tuple[int, ...], Tensor]:
     """Return a tensor's type, sizes and bytes. Rows that are no whole blocks stay float16."""
     if tensor.dim() == 1:
         return "F32", tuple(tensor.shape), tensor.float()
-    if kind in KINDS and tensor.shape[1] % KINDS[kind][0]:
+    if kind in KINDS and tensor.shape[-1] % KINDS[kind][0]:
         kind = "F16"
-    return kind, tuple(tensor.shape), quantised(kind, tensor) if kind in KINDS else tensor.to(DENSE[kind])
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    return kind, tuple(tensor.shape), quantised(kind, rows) if kind in KINDS else rows.to(DENSE[kind])
 
 
 def _architecture(config: dict[str, Any]) -> str:
@@ -109,11 +151,13 @@ def _architecture(config: dict[str, Any]) -> str:
 def _name(name: str, config: dict[str, Any]) -> str:
     """Return llama.cpp's name of a tensor."""
     names = GEMMA_NAMES if _architecture(config).startswith("gemma") else NAMES
+    if _architecture(config) == "gpt-oss":
+        names = {**NAMES, "post_attention_layernorm": "post_attention_norm"}
     stem, _, ending = name.rpartition(".")
     if not stem.startswith("model.layers."):
         return f"{names[stem]}.{ending}"
     number, part = stem.removeprefix("model.layers.").split(".", 1)
-    return f"blk.{number}.{names[part]}.{ending}"
+    return f"blk.{number}.{names[part]}.{'weight' if ending == 'sinks' else ending}"
 
 
 def _laid_out(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
@@ -179,7 +223,13 @@ def _shape(config: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
         if kind == "yarn":
             original = rope["original_max_position_embeddings"]
             yield f"{name}.rope.scaling.original_context_length", UINT32, original
-    if "mistral" in config.get("model_type", "") or name.startswith("gemma"):
+    if experts := config.get("num_local_experts") or config.get("num_experts"):
+        yield f"{name}.expert_count", UINT32, experts
+        yield f"{name}.expert_used_count", UINT32, config["num_experts_per_tok"]
+        if name != "llama":
+            width = config.get("moe_intermediate_size") or config["intermediate_size"]
+            yield f"{name}.expert_feed_forward_length", UINT32, width
+    if "mistral" in config.get("model_type", "") or name.startswith(("gemma", "gpt-oss")):
         yield f"{name}.attention.sliding_window", UINT32, config.get("sliding_window") or 0
     for theirs, ours in (("attn", "attn_logit_softcapping"), ("final", "final_logit_softcapping")):
         if config.get(ours):

@@ -25,6 +25,7 @@ from trunkline.deploy.config.plans import ClusterPlan, default_tp, place, settle
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.node import node
+from trunkline.deploy.supervisor import serve
 from trunkline.deploy.supervisor.configs import configs_of
 from trunkline.deploy.supervisor.serve import grown, plan_cluster
 from trunkline.worker.config import WorkerConfig
@@ -250,3 +251,21 @@ def test_latent_attention_is_refused_where_it_has_no_kernels(tmp_path: Path, sho
     assert parts[0] is not None
     assert parts[1] is not None
     assert parts[0].chunk_bytes == parts[1].chunk_bytes == 64 * (24 + 8) * 4
+
+
+def test_what_only_cpus_compute_is_refused_on_gpus(
+    show_gpus: ShowGpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"architectures": ["GptOssForCausalLM"], "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 9}
+    sizes = {"num_hidden_layers": 2, "num_key_value_heads": 2, "intermediate_size": 32, "num_local_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**fields, **sizes}))
+    model = read_model_config(tmp_path)
+    monkeypatch.setattr(serve, "check_model", lambda *_, **options: model)
+    show_gpus(1)
+    with pytest.raises(
+        UserError, match=r"has sinks in its attention, clamped .*--device cpu.*--kernels reference"
+    ):
+        plan_cluster(ServeSettings(port=0, tp=1))
+    assert (
+        plan_cluster(ServeSettings(port=0, tp=1, max_context=64, kernels="reference")).placement.device == "cuda"
+    )

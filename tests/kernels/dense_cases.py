@@ -44,6 +44,9 @@ def activated(gate_up: Tensor, activation: Activation) -> Tensor:
         return gate * torch.sigmoid(gate) * up
     if activation == "gelu":
         return gate * 0.5 * (1.0 + torch.erf(gate / 2**0.5)) * up
+    if activation == "clamped_silu":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
     return gate * 0.5 * (1.0 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
 
 

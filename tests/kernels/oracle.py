@@ -88,6 +88,8 @@ def _biased(scores: Tensor, key_position: Tensor, positions: Tensor, spec: Atten
     visible = distance <= 0
     if spec.window:
         visible &= distance > -spec.window
+    if spec.span:
+        visible &= key_position[None, :] // spec.span == positions[:, None] // spec.span
     return scores.masked_fill(~visible, -math.inf)
 
 
@@ -101,6 +103,9 @@ def exact_attention(
         k = turn_by(k, shifts, spec)
     scores = torch.einsum("qhd,thd->hqt", q.double(), k) * spec.scale
     scores = _biased(scores, torch.from_numpy(row.key_positions()), positions, spec)
+    if spec.sinks is not None:
+        sinks = spec.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:2], 1)
+        scores, v = torch.cat((scores, sinks), dim=-1), torch.cat((v, torch.zeros_like(v[:1])))
     weights = scores.softmax(dim=-1).nan_to_num(nan=0.0)  # a query that sees nothing gives zeros
     return torch.einsum("hqt,thd->qhd", weights, v)
 
@@ -124,8 +129,12 @@ def plain_attention(
         )
         scores[..., chosen] = turned.transpose(0, 1) @ k[chosen].permute(1, 2, 0)
     scores = _biased(scores * spec.scale, torch.from_numpy(row.key_positions()), positions, spec)
-    weights = (scores - scores.amax(dim=-1, keepdim=True)).exp().nan_to_num(nan=0.0)
-    total = weights.sum(dim=-1, keepdim=True).clamp_min(1e-30)
+    highest = scores.amax(dim=-1, keepdim=True)
+    sinks = None if spec.sinks is None else spec.sinks.to(wide)[:, None, None]
+    highest = highest if sinks is None else torch.maximum(highest, sinks)
+    weights = (scores - highest).exp().nan_to_num(nan=0.0)
+    total = weights.sum(dim=-1, keepdim=True)
+    total = (total if sinks is None else total + (sinks - highest).exp()).clamp_min(1e-30)
     result = (weights.to(dtype).to(wide) @ v.transpose(0, 1)) / total
     return result.transpose(0, 1).to(dtype)
 

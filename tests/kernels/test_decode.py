@@ -170,6 +170,30 @@ def test_layers_of_one_plan_may_differ(kernels: Kernels) -> None:
     assert kernels.counters.decode_plans == 1
 
 
+@pairwise(seeded=True, implementation=CPU, dtype=DTYPES, kv_dtype=("auto", "int8"), threads=(1, 3))
+def test_sinks_and_spans(implementation: str, dtype: torch.dtype, kv_dtype: str, threads: int, seed: int) -> None:
+    """A sink counts once, however many partial results a row has, and whether it is far above its scores or below;
+    rows of one chunk see other parts of it."""
+    rng = np.random.default_rng(seed)
+    spec = random_spec(rng, 64)
+    sinks = torch.from_numpy(rng.choice([-40.0, -1.0, 0.5, 3.0, 60.0], size=spec.heads)).float()
+    forest = random_forest(rng, Shape(9, 16, depth_max=8, shifts=has_positions(spec), holes=True, modules=1))
+    for own in (replace(spec, sinks=sinks), replace(spec, window=0, span=int(rng.integers(1, 90)))):
+        case = make_case(forest, own, dtype, seed, kv_dtype=kv_dtype)
+        check_decode(make_kernels(implementation, threads), case, seed)
+
+
+@pairwise(level=NATIVE, dtype=DTYPES)
+def test_sinks_merge_by_a_buffer_too(level: str, dtype: torch.dtype) -> None:
+    spec = replace(make_spec(8, 2, 64), sinks=torch.linspace(-3, 3, 8))
+    forest = behind_prefix(64, 20, [7, 8, 9])
+    case = make_case(forest, spec, dtype, 5)
+    kernels = CpuKernels(level, 3, merge="buffer")
+    case.assert_result(
+        decode(kernels, case, fill_pool(kernels, case.data, spec, np.random.default_rng(0), "written"))
+    )
+
+
 @everywhere
 def test_a_row_that_sees_nothing_gives_zeros(kernels: Kernels) -> None:
     """Its window has moved past all its keys; its neighbours, which share blocks with it, are as ever."""

@@ -72,6 +72,21 @@ def test_gated_linear(shape: tuple[int, int], implementation: str, activation: A
         assert_as_exact_as(out, exact, plain.to(dtype), sum_terms=in_features)
 
 
+@pairwise(implementation=CPU, dtype=DTYPES, quantisation=FORMS, tokens=(1, 5, 40))
+def test_clamped_gates(implementation: str, dtype: torch.dtype, quantisation: Quantisation, tokens: int) -> None:
+    """Gates and ups beyond both limits; NaN stays."""
+    kernels = make_kernels(implementation)
+    x, weight, bias = operands(tokens, 200, 48, dtype)
+    weight = 6 * weight
+    layer = kernels.pack_gated_linear(weight, bias, "clamped_silu", quantisation)
+    products = product(x, weight, bias, torch.float64, quantisation)
+    assert bool((products.abs() > 7).any())
+    plain = activated(product(x, weight, bias, torch.float32, quantisation), "clamped_silu")
+    out = kernels.gated_linear(x, layer)
+    assert_as_exact_as(out, activated(products, "clamped_silu"), plain.to(dtype), sum_terms=48 * 36)
+    assert kernels.gated_linear(torch.full_like(x, float("nan")), layer).isnan().all()
+
+
 @everywhere
 def test_large_products_of_gates(kernels: Kernels) -> None:
     """Activations saturate without NaN: exp overflows at 88 in float32."""

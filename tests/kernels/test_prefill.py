@@ -104,6 +104,17 @@ def test_layers_of_one_plan_may_differ(kernels: Kernels) -> None:
         case.assert_result(prefill(kernels, case, pool, plan))
 
 
+@pairwise(seeded=True, implementation=CPU, dtype=DTYPES, kv_dtype=("auto", "int8"))
+def test_sinks_and_spans(implementation: str, dtype: torch.dtype, kv_dtype: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    spec = random_spec(rng, 64)
+    sinks = torch.from_numpy(rng.choice([-40.0, -1.0, 0.5, 3.0, 60.0], size=spec.heads)).float()
+    forest = random_forest(rng, Shape(3, 16, private_max=6, shifts=has_positions(spec), holes=True, modules=1))
+    counts = [own_tokens(row) for row in forest.rows]
+    for own in (replace(spec, sinks=sinks), replace(spec, window=0, span=int(rng.integers(1, 90)))):
+        check_prefill(make_kernels(implementation), make_case(forest, own, dtype, seed, counts, kv_dtype), seed)
+
+
 @everywhere
 @pytest.mark.parametrize("soft_cap", [0.0, 5.0])
 def test_queries_that_see_nothing_give_zeros(soft_cap: float, kernels: Kernels) -> None:

@@ -32,6 +32,7 @@ class BlockMaskedModel:
         self._model = transformers_model(folder)
         config = self._model.config
         self._window = getattr(config, "sliding_window", None)
+        self._span = getattr(config, "attention_chunk_size", None)
         self._by_layer = len(set(getattr(config, "layer_types", None) or ["one"])) > 1
 
     def read(self, tokens: list[int], positions: list[int], visible: BoolMatrix) -> Logprobs:
@@ -45,6 +46,8 @@ class BlockMaskedModel:
         masks["sliding_attention"] = masks["full_attention"]
         if self._window:
             masks["sliding_attention"] = _additive(visible & (at[:, None] - at < self._window))
+        if self._span:
+            masks["chunked_attention"] = _additive(visible & (at[:, None] // self._span == at // self._span))
         arguments: dict[str, Any] = {"attention_mask": masks if self._by_layer else masks["sliding_attention"]}
         if not isinstance(self._model, modeling_mpt.MptForCausalLM):
             arguments["position_ids"] = torch.from_numpy(at)[None]

@@ -205,6 +205,20 @@ FAMILIES: Final[dict[str, Variant]] = {
         topk_group=2,
         **_rope("yarn", original_max_position_embeddings=128, mscale=0.8, mscale_all_dim=1.4),
     ),
+    "gpt-oss": _variant(
+        "GptOss",
+        LLAMA_LIKE,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+    ),
     "granite": _variant(
         "Granite",
         LLAMA_LIKE,
@@ -212,6 +226,34 @@ FAMILIES: Final[dict[str, Variant]] = {
         residual_multiplier=0.4,
         attention_multiplier=0.2,
         logits_scaling=1.7,
+    ),
+    "llama4": _variant(
+        "Llama4",
+        LLAMA_LIKE,
+        config="Llama4TextConfig",
+        num_hidden_layers=4,
+        intermediate_size=24,
+        intermediate_size_mlp=48,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        interleave_moe_layer_step=2,
+        no_rope_layers=[1, 0, 1, 1],
+        attention_chunk_size=12,
+        floor_scale=16,
+        attn_scale=0.5,
+    ),
+    "ministral3": _variant(
+        "Ministral3",
+        LLAMA_LIKE,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
     ),
     "ministral": _variant(
         "Ministral",
@@ -252,8 +294,8 @@ FAMILIES: Final[dict[str, Variant]] = {
 
 
 MODELS: Final = LAYOUTS | FAMILIES
-RELATIVE: Final = tuple(name for name in MODELS if not name.startswith(("gpt2", "opt")))
-"""Those whose positions are not learned, so that their KV may stand elsewhere."""
+RELATIVE: Final = tuple(name for name in MODELS if not name.startswith(("gpt2", "opt", "llama4", "ministral3")))
+"""Those whose attention depends on distances alone, so that their KV may stand elsewhere."""
 ALIKE: Final = set(MODELS) - {
     *("gpt2", "opt", "gqa", "linear-rope", "llama3-rope", "yarn-rope", "mistral", "qwen3", "pythia"),
     *("falcon-rw", "mpt", "mpt-six-heads", "gemma3", "glm4", "deepseek-v3"),

@@ -124,11 +124,11 @@ def _result(process: RankProcess, connection: Connection) -> Any:
         return process.wait()
 
 
-def generate_with_each(rank: Rank, folders: list[Path]) -> list[list[Stream]]:
-    """Return what a group generates with each of some checkpoints."""
+def generate_with_each(rank: Rank, folders: list[Path], **fields: Any) -> list[list[Stream]]:
+    """Return what a group generates with each of some checkpoints; `fields` are of its `WorkerConfig`."""
     results = []
     for folder in folders:
-        runner = rank.load(folder)
+        runner = rank.load(folder, **fields)
         streams = generate(runner)
         # Without log-probabilities the ranks agree on the largest logit among themselves.
         plain = generate(runner, Sampling(temperature=0), first_step=runner.steps + 1)

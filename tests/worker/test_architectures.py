@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -33,7 +34,7 @@ from trunkline.worker.model.tensor_index import read_tensor_index
 from trunkline.worker.runner import Runner
 
 CPU = torch.device("cpu")
-REPLICATED = ("norm", "ln_", "gate.weight", "score_correction", "project_", "q_a_proj", "kv_a_proj")
+REPLICATED = ("norm", "ln_", "gate.weight", "router.", "score_correction", "project_", "q_a_proj", "kv_a_proj")
 """Parts of the names of tensors that every rank needs whole."""
 KV_NAMES = ("k_proj", "v_proj")
 FUSED_NAMES = ("query_key_value", "qkv_proj")
@@ -92,16 +93,18 @@ def test_packed_chunks(name: str, models: Models) -> None:
 
 SPLIT_IN_FOUR = (
     *("mha", "gqa", "mqa-tied", "opt-350m", "falcon-7b", "falcon-40b", "mixtral-five-experts"),
-    *("glm4-moe", "olmo2", "phi3", "deepseek-v3"),
+    *("glm4-moe", "olmo2", "phi3", "deepseek-v3", "gpt-oss", "llama4"),
 )
 """As many, fewer and far fewer KV heads than ranks in each of the layouts; experts that do not divide."""
 
 
 SPLIT_ALIKE = (
+    "llama4",
     "qwen3-moe",
     "qwen3-moe-some-dense",
     "granite",
     "ministral",
+    "ministral3",
     "olmo3",
     "olmoe",
     "gemma",
@@ -134,6 +137,33 @@ def test_ranks_give_the_same(tp: int, names: tuple[str, ...], models: Models) ->
             assert_greedy(folder, stream)
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("tp", [2, 4])
+def test_ranks_give_the_same_with_a_part_of_every_expert(tp: int, models: Models) -> None:
+    """Four ranks with two KV heads each; biases, which one rank adds; shared experts; experts fewer than ranks."""
+    folders = [
+        models("mixtral", num_local_experts=3),
+        *(models(name) for name in ("gpt-oss", "glm4-moe", "llama4")),
+    ]
+    results, *_ = run_ranks(partial(generate_with_each, expert_parallel=False), tp, folders)
+    for folder, streams in zip(folders, results, strict=True):
+        for stream in streams:
+            assert largest_difference(folder, stream) <= 1e-4, folder.name
+            assert_greedy(folder, stream)
+
+
+def test_parts_of_experts(models: Models) -> None:
+    folder = models("gpt-oss")
+    config = check_model(folder, 4, "float32", expert_parallel=False)
+    for rank in range(4):
+        mlp = load_slices(folder, Shard(config, rank, 4)).layers[0].mlp
+        assert isinstance(mlp, ExpertWeights)
+        assert (mlp.first, len(mlp.experts)) == (0, 4)
+        assert {(own.up.out_features, own.down.in_features) for own in mlp.experts} == {(12, 12)}
+    with pytest.raises(ParallelismError, match="experts of 25 over 2 ranks"):
+        check_model(models("qwen3-moe", moe_intermediate_size=25), 2, "float32", expert_parallel=False)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_rank_reads_only_its_slices(name: str, models: Models) -> None:
     """Together the ranks read every tensor once, and again only what each of them needs whole."""
@@ -149,8 +179,10 @@ def test_a_rank_reads_only_its_slices(name: str, models: Models) -> None:
         keys = config.kv_heads * config.head_dim
         copies = max(1, tp // config.kv_heads)  # of each KV head
         expected = 0
-        for tensor, entry in read_tensor_index(models(name)).items():
-            size = math.prod(entry.shape)
+        index = read_tensor_index(models(name))
+        stacked = {entry.member.source for entry in index.values() if entry.member}
+        for tensor, entry in index.items():
+            size = 0 if tensor in stacked else math.prod(entry.shape)
             if config.architecture.wide_norms and "q_norm" in tensor:
                 expected += size
             elif config.architecture.wide_norms and "k_norm" in tensor:

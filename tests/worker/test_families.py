@@ -65,9 +65,9 @@ def test_a_good_model(folder: Path) -> None:
             "GPT7; supported: DeepseekV2ForCausalLM, ",
         ),
         (
-            {"architectures": ["Gemma3ForConditionalGeneration"]},
+            {"architectures": ["Qwen2_5_VLForConditionalGeneration"]},
             UnsupportedModelError,
-            "Gemma3ForConditionalGeneration (it reads images too",
+            "Qwen2_5_VLForConditionalGeneration (its positions have three dimensions",
         ),
         ({"architectures": None}, UnsupportedModelError, "none named"),
         ({"hidden_act": "relu"}, UnsupportedModelError, "hidden_act 'relu' is not supported; supported: silu"),

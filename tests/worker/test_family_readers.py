@@ -64,6 +64,7 @@ def possible(config: ModelConfig) -> list[int]:
         ("glm-4.5-air", [1, 2, 4, 8, 16]),
         ("deepseek-v2-lite", [1, 2, 4, 8, 16]),
         ("deepseek-v3", [1, 2, 4, 8, 16]),
+        ("gpt-oss-20b", [1, 2, 4, 8, 16]),
     ],
 )
 def test_group_sizes(name: str, sizes: list[int], tmp_path: Path) -> None:
@@ -249,7 +250,13 @@ def test_slopes_equal_transformers(heads: int) -> None:
         ("deepseek-v2-lite", {"norm_topk_prob": True}, "norm_topk_prob is True"),
         ("deepseek-v2-lite", {"mlp_bias": True}, "mlp_bias is True"),
         ("deepseek-v2-lite", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
-        ("mixtral-8x7b", {"architectures": ["GptOssForCausalLM"]}, "GptOssForCausalLM .its attention has sinks"),
+        (
+            "mixtral-8x7b",
+            {"architectures": ["Qwen2_5_VLForConditionalGeneration"]},
+            "Qwen2_5_VLForConditionalGeneration .its positions have three dimensions",
+        ),
+        ("gpt-oss-20b", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0; supported .*: 7.0"),
+        ("gpt-oss-20b", {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5"),
     ],
 )
 def test_what_is_refused_by_name(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -309,6 +316,55 @@ def test_names_without_the_usual_prefix(
     runner = Runner.load(run_config(folder), lambda *_: None)
     for stream in generate(runner):
         assert largest_difference(models(variant), stream) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("variant", "name", "prefix", "head", "outside"),
+    [
+        ("gemma3", "Gemma3ForConditionalGeneration", "language_model.model.", "language_model.", {}),
+        ("gemma3", "Gemma3ForConditionalGeneration", "model.language_model.", "", {"tie_word_embeddings": True}),
+        ("mistral", "Mistral3ForConditionalGeneration", "language_model.model.", "language_model.", {}),
+        ("ministral3", "Mistral3ForConditionalGeneration", "model.language_model.", "", {}),
+        ("llama4", "Llama4ForConditionalGeneration", "language_model.model.", "language_model.", {}),
+    ],
+)
+def test_text_models_of_those_that_see_images(
+    variant: str, name: str, prefix: str, head: str, outside: dict[str, Any], models: Models, tmp_path: Path
+) -> None:
+    """The image's tower is not read."""
+    folder = make_checkpoint(tmp_path / "model", variant)
+    rewrite(folder, {"model.": prefix, "lm_head.": f"{head}lm_head."}, **{"vision_tower.weight": torch.ones(3)})
+    path = folder / "config.json"
+    text = json.loads(path.read_text())
+    text.pop("architectures")
+    path.write_text(json.dumps({"architectures": [name], "text_config": text, "vision_config": {}, **outside}))
+    runner = Runner.load(run_config(folder), lambda *_: None)
+    for stream in generate(runner):
+        assert largest_difference(models(variant), stream) <= 1e-4
+
+
+def test_gemma3_with_images_as_published(tmp_path: Path) -> None:
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    raw = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = read_model_config(tmp_path)
+    assert (config.heads, config.kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
+    assert (config.max_positions, config.tied_embeddings, config.stored_dtype) == (131072, True, "bfloat16")
+    assert [own.window for own in config.attention[:6]] == [1024] * 5 + [0]
+    for wrong, message in (
+        ({"text_config": None}, "text_config is not an object"),
+        ({"text_config": {}}, "missing"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**raw, **wrong}))
+        with pytest.raises(ModelError, match=message):
+            read_model_config(tmp_path)
 
 
 def test_weights_that_are_no_floats(tmp_path: Path) -> None:

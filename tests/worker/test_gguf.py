@@ -50,6 +50,9 @@ CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "mistral": ("BF16", {}),
     "qwen2": ("Q6_K", WIDE),
     "qwen3": ("Q4_0", {}),
+    "mixtral": ("Q8_0", {"intermediate_size": 64}),
+    "qwen3-moe": ("Q4_0", {"moe_intermediate_size": 32}),
+    "gpt-oss": ("MXFP4", {"intermediate_size": 64, "sliding_window": 128}),
     "gemma2": ("Q8_0", GEMMA),
     "gemma3": ("Q4_K", {**WIDE, **GEMMA, "num_hidden_layers": 6, "layer_types": None}),
 }
@@ -68,7 +71,10 @@ class Pair:
         factor = 0.4 if "hidden_size" in changes else 1.0
         small = {key: (each * factor if each.dim() > 1 else each).contiguous() for key, each in tensors.items()}
         save_file(small, source / "model.safetensors", metadata={"format": "pt"})
-        rounded = {key: rounded_as(kind, each) for key, each in small.items()}
+        rounded = {
+            key: each if "router" in key or key.endswith("bias") else rounded_as(kind, each)
+            for key, each in small.items()
+        }
         save_file(rounded, self.rounded / "model.safetensors", metadata={"format": "pt"})
         (self.rounded / "config.json").write_text((source / "config.json").read_text())
         self.folder.mkdir()
@@ -88,6 +94,8 @@ def rope_factors(path: Path) -> list[float] | None:
 def rounded_as(kind: str, tensor: Tensor) -> Tensor:
     if tensor.dim() == 1:
         return tensor
+    if tensor.dim() == 3:  # of all experts, inputs first
+        return torch.stack([rounded_as(kind, each.T).T for each in tensor]).contiguous()
     if kind in KINDS and tensor.shape[1] % KINDS[kind][0]:
         kind = "F16"
     if kind in KINDS:
@@ -219,6 +227,7 @@ def test_the_tiny_file_is_read(tmp_path: Path) -> None:
     load(tmp_path, data[:4] + struct.pack("<I", 2) + data[8:])
 
 
+EXPERTS: Final = {"llama.expert_count": (UINT32, 4), "llama.expert_used_count": (UINT32, 2)}
 REFUSED: Final[list[tuple[dict[str, Any], dict[str, Any], str]]] = [
     (
         {"general.architecture": (STRING, "mamba")},
@@ -238,7 +247,15 @@ REFUSED: Final[list[tuple[dict[str, Any], dict[str, Any], str]]] = [
         {},
         "'longrope' is not supported; supported: none, linear",
     ),
-    ({"llama.expert_count": (UINT32, 8)}, {}, r"llama\.expert_count is 8"),
+    ({"llama.expert_count": (UINT32, 8)}, {}, r"llama\.expert_used_count is None, not a number"),
+    ({**EXPERTS, "llama.expert_weights_scale": (FLOAT32, 2.5)}, {}, r"expert_weights_scale is 2\.5, which is not"),
+    ({**EXPERTS, "llama.expert_shared_count": (UINT32, 1)}, {}, r"expert_shared_count is 1"),
+    (
+        EXPERTS,
+        {"blk.0.ffn_up_exps.weight": (8, (32, 32))},
+        r"ffn_up_exps\.weight of shape \[32, 32\] is not that of all",
+    ),
+    (EXPERTS, {"blk.0.ffn_up_exps.weight": (8, (3, 32, 32))}, r"tensors are missing: .*block_sparse_moe"),
     ({"llama.attention.scale": (FLOAT32, 0.5)}, {}, r"llama\.attention\.scale is 0\.5"),
     ({"llama.attention.layer_norm_rms_epsilon": (FLOAT32, float("nan"))}, {}, "epsilon is nan"),
     (

@@ -47,6 +47,8 @@ CASES: Final[dict[str, dict[str, Any]]] = {
     "packed 8": compressed("pack-quantized", 8),
     "int8": compressed("int-quantized", 8),
 }
+EXPERTS: Final = ("awq experts", "packed 4 experts")
+CASES.update({name: CASES[name.removesuffix(" experts")] for name in EXPERTS})
 AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in a word, from its lowest bits on, of each of eight outputs."""
 
@@ -134,14 +136,16 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
 
     def pair(name: str) -> Pair:
         if name not in made:
-            made[name] = make_pair(tmp_path_factory.mktemp("packed"), CASES[name])
+            model = "qwen3-moe" if name in EXPERTS else "gqa"
+            made[name] = make_pair(tmp_path_factory.mktemp("packed"), CASES[name], model)
         return made[name]
 
     return pair
 
 
-def make_pair(root: Path, config: dict[str, Any]) -> Pair:
-    plain, packed = make_checkpoint(root / "plain", "gqa", **SHAPE), root / "packed"
+def make_pair(root: Path, config: dict[str, Any], model: str) -> Pair:
+    shape = {**SHAPE, "moe_intermediate_size": 32} if model == "qwen3-moe" else SHAPE
+    plain, packed = make_checkpoint(root / "plain", model, **shape), root / "packed"
     packed.mkdir()
     tensors, own = load_file(plain / "model.safetensors"), {}
     for name, tensor in list(tensors.items()):
@@ -163,7 +167,7 @@ def test_logits_are_those_of_the_rounded_weights(name: str, pairs: Callable[[str
     pair = pairs(name)
     assert has_blocks(pair.packed)
     runner = Runner.load(
-        run_config(pair.packed, kernels="auto" if name == "awq" else "reference"), lambda *_: None
+        run_config(pair.packed, kernels="auto" if name in ("awq", *EXPERTS) else "reference"), lambda *_: None
     )
     for stream in generate(runner):
         assert largest_difference(pair.plain, stream) <= 1e-4
@@ -172,18 +176,20 @@ def test_logits_are_those_of_the_rounded_weights(name: str, pairs: Callable[[str
 
 @pytest.mark.parametrize("name", CASES)
 def test_matrices_are_the_stored_numbers(name: str, pairs: Callable[[str], Pair]) -> None:
-    """To the last bit, and so are a rank's columns and rows."""
+    """To the last bit, and so are a rank's columns and rows. Experts are not cut."""
     pair = pairs(name)
     check_model(pair.packed, 2, "float32")
     files = load_file(pair.packed / "model.safetensors")
     plain = load_file(pair.plain / "model.safetensors")
     packed = {key: entry.packed for key, entry in read_tensor_index(pair.packed).items() if entry.packed}
-    assert len(packed) == 14
+    assert len(packed) == (2 * (4 + 8 * 3) if name in EXPERTS else 14)
     for key, matrix in packed.items():
         weight = read_packed(matrix, files.get, torch.float32)
         assert isinstance(weight, GroupedWeight)
         assert weight.bits == described(CASES[name])[0]
         torch.testing.assert_close(weight.dequantise(), plain[key], rtol=2e-7, atol=1e-7)
+        if ".experts." in key:
+            continue
         half = weight.shape[1] // 2
         torch.testing.assert_close(
             weight.columns(slice(half, 2 * half)).dequantise(), plain[key][:, half:], rtol=2e-7, atol=1e-7

@@ -44,6 +44,8 @@ CPU: Final = torch.device("cpu")
 GREEDY: Final = Sampling(temperature=0, logprobs=VOCAB_SIZE)
 ONE_OF_EACH: Final = (
     "gqa",
+    "gpt-oss",
+    "llama4",
     "biases",
     "gpt2",
     "opt-350m",

@@ -129,10 +129,10 @@ class CpuKernels:
             layer,
             steps,
             out,
-            spec.scale,
-            spec.soft_cap,
-            spec.window,
+            (spec.scale, spec.soft_cap),
+            (spec.window, spec.span),
             NONE if slopes is None else slopes,
+            NONE if spec.sinks is None else spec.sinks,
             entry_query,
             turned,
             self.buffered,
@@ -157,10 +157,10 @@ class CpuKernels:
             pool.packed,
             layer,
             out,
-            spec.scale,
-            spec.soft_cap,
-            spec.window,
+            (spec.scale, spec.soft_cap),
+            (spec.window, spec.span),
             NONE if spec.alibi_slopes is None else spec.alibi_slopes,
+            NONE if spec.sinks is None else spec.sinks,
             angles,
         )
 
@@ -214,7 +214,7 @@ def _padded(addend: RowAddend | None, rows: int) -> tuple[Tensor, Tensor]:
     return F.pad(addend.values.float().flatten(), (0, LANES_MAX)), place
 
 
-ACTIVATIONS: Final[dict[Activation, int]] = {"silu": 1, "gelu": 2, "gelu_tanh": 3}
+ACTIVATIONS: Final[dict[Activation, int]] = {"silu": 1, "gelu": 2, "gelu_tanh": 3, "clamped_silu": 4}
 """The number of each `Activation` in `csrc/cpu/linear.h`; 0: not gated."""
 DENSE_TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The number of each `DenseType` in `csrc/cpu/linear.h`."""

@@ -18,12 +18,7 @@ from torch import Tensor
 from trunkline.kernels.adapters import AdapterLayers, AdapterRows
 from trunkline.kernels.cpu import DENSE_TYPES, CpuKernels
 from trunkline.kernels.cpu_counting import Counting
-from trunkline.kernels.cpu_plans import (
-    NONE,
-    ShiftTable,
-    prefill_state,
-    turns_queries,
-)
+from trunkline.kernels.cpu_plans import NONE, ShiftTable, prefill_state, turns_queries
 from trunkline.kernels.latent import Absorb, Expand
 from trunkline.kernels.native import library
 from trunkline.kernels.op_by_op import Collective, OpByOp, StepBatch
@@ -51,6 +46,7 @@ from trunkline.kernels.program import (
     SoftCap,
     StoreKv,
 )
+from trunkline.kernels.query_scale import Temper
 from trunkline.kernels.routing import Routing
 from trunkline.kernels.wide_norms import SquareSums, WideNorm
 from trunkline.kvstore.chunks import Int32Array
@@ -79,6 +75,7 @@ KINDS: Final[dict[type[Op], int]] = {
     WideNorm: 19,
     Absorb: 20,
     Expand: 21,
+    Temper: 22,
 }
 """The number of each op in `csrc/cpu/program.h`."""
 HOST: Final = 0
@@ -157,8 +154,10 @@ class _Words:
                 heads = [buffer(op.qkv), op.layer, op.spec.heads, buffer(op.cos), buffer(op.sin)]
                 return [*heads, *map(constant, weights)]
             case Attend():
-                slopes, spec = constant(op.spec.alibi_slopes), op.spec
-                return [buffer(op.qkv), op.layer, spec.heads, buffer(op.out), self._rope(op), slopes, spec.window]
+                spec, heads = op.spec, [buffer(op.qkv), op.layer, op.spec.heads, buffer(op.out), self._rope(op)]
+                return [*heads, constant(spec.alibi_slopes), spec.window, constant(spec.sinks), spec.span]
+            case Temper():
+                return [buffer(op.qkv), op.width, op.period, op.added]
             case Activate():
                 return [buffer(op.into), ACTIVATIONS[op.activation]]
             case Add():
@@ -199,6 +198,7 @@ def _is_native(op: Op, shares_memory: bool) -> bool:
 
 def _routing_words(routing: Routing) -> list[int]:
     flags = int(routing.scores == "sigmoid") + 2 * int(not routing.normalised) + 4 * int(routing.group_best == 1)
+    flags += 8 * int(routing.scales_inputs)
     return [routing.per_token, flags, routing.groups, routing.groups_per_token]
 
 
@@ -208,7 +208,7 @@ def _reals(op: Op) -> tuple[float, float]:
             return op.routing.factor, 0.0
         case WideNorm():
             return op.norm.eps, float(op.ranks)
-        case Scale() | Rotations():
+        case Scale() | Rotations() | Temper():
             return op.factor, 0.0
         case RmsNorm() | LayerNorm():
             return op.eps, 0.0

@@ -34,6 +34,7 @@ from trunkline.kernels.cuda_library import (
     check_items,
     check_pool,
     check_queries,
+    check_rules,
     check_shifts,
     check_slots,
     check_written,
@@ -238,6 +239,7 @@ class CudaKernels:
         rows = plan.num_rows if isinstance(plan, LiveDecodePlan) else len(plan.query_position)
         check_pool(pool, plan.chunk_size)
         check_heads(pool, layer, spec)
+        check_rules(spec)
         shape = self._shape(pool, spec)
         for name, x in (("q", q), ("out", out)):
             check_queries(name, x, pool, spec, (rows, bool(shape.is_matrix)))

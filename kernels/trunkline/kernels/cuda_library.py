@@ -217,6 +217,19 @@ def check_heads(pool: KvPool, layer: int, spec: AttentionSpec) -> None:
         raise ValueError(f"layer {layer}: the pool has {shape[1]}")
 
 
+def check_rules(spec: AttentionSpec) -> None:
+    """Refuse what attention on GPUs does not do."""
+    if spec.sinks is not None:
+        raise ValueError(
+            "attention with sinks is not computed by the CUDA kernels; there are kernels for CPUs only"
+        )
+    if spec.span:
+        raise ValueError(
+            "attention within parts of the positions is not computed by the CUDA kernels; there are kernels for "
+            "CPUs only"
+        )
+
+
 def check_items(pool: KvPool, last_block: int) -> None:
     if last_block >= pool.blocks:
         raise ValueError(f"the plan reads block {last_block}: the pool has {pool.blocks} blocks")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trunkline.kernels.grouped import GroupedWeight
+from trunkline.kernels.mxfp4 import mxfp4
 
 
 class BlockKind(NamedTuple):
@@ -81,6 +82,10 @@ def _q5_1(block: Tensor, dtype: torch.dtype) -> GroupedWeight:
     return GroupedWeight(codes, 8, 32, _float16(block, 0), dtype, offset=-_float16(block, 2))
 
 
+def _mxfp4(block: Tensor, dtype: torch.dtype) -> GroupedWeight:
+    return mxfp4(_nibbles(block[..., 1:]).flatten(1), block[..., 0], dtype)
+
+
 def _six_bits(scales: Tensor) -> tuple[Tensor, Tensor]:
     """Return the 8 scales and the 8 offsets of 12 bytes, int8 `[out, blocks * 8]`: the first four of each in the
     low bits of four bytes; of the others four bits in the last four bytes, two above those of the first."""
@@ -127,6 +132,7 @@ BLOCKS: Final = {
     "Q4_1": BlockKind(32, 20, _q4_1),
     "Q5_0": BlockKind(32, 22, _q5_0),
     "Q5_1": BlockKind(32, 24, _q5_1),
+    "MXFP4": BlockKind(32, 17, _mxfp4),
     "Q4_K": BlockKind(256, 144, _q4_k),
     "Q5_K": BlockKind(256, 176, _q5_k),
     "Q6_K": BlockKind(256, 210, _q6_k),

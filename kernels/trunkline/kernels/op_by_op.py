@@ -41,6 +41,7 @@ from trunkline.kernels.program import (
     SoftCap,
     StoreKv,
 )
+from trunkline.kernels.query_scale import Temper
 from trunkline.kernels.routing import Routing
 from trunkline.kernels.wide_norms import SquareSums, WideNorm
 
@@ -144,6 +145,7 @@ class OpByOp:
             Absorb: self._absorb,
             Expand: self._expand,
             StoreKv: self._store_kv,
+            Temper: self._temper,
             Attend: self._attend,
             Experts: self._experts,
             Select: self._select,
@@ -270,6 +272,12 @@ class OpByOp:
         qkv, write = self._values[op.qkv.name], self._batch.write
         self._kernels.write_kv(write, qkv, angles, self._pool, op.layer, op.spec, op.norm)
 
+    def _temper(self, op: Temper) -> None:
+        parts = (self._batch.positions + op.added).div(op.period, rounding_mode="floor").double()
+        factor = (parts.log1p().mul_(op.factor) + 1.0).float()
+        queries = self._values[op.qkv.name][:, : op.width]
+        queries.copy_(queries.float() * factor[:, None])
+
     def _attend(self, op: Attend) -> None:
         kernels, spec, pool, batch = self._kernels, op.spec, self._pool, self._batch
         qkv = self._values[op.qkv.name]
@@ -295,8 +303,11 @@ class OpByOp:
         for (up, down), stop in zip(op.experts, stops[first : first + len(op.experts)], strict=True):
             if stop > start:
                 own = tokens[start:stop]
-                made = kernels.linear(kernels.gated_linear(x[own], up), down)
-                out.index_add_(0, own, made.float().mul_(share[start:stop]))
+                rows, weights = x[own], share[start:stop]
+                if op.routing.scales_inputs:
+                    rows, weights = (rows.float() * weights).to(x.dtype), torch.ones_like(weights)
+                made = kernels.linear(kernels.gated_linear(rows, up), down)
+                out.index_add_(0, own, made.float().mul_(weights))
             start = stop
         self._values[op.out.name] = out.to(x.dtype)
 

@@ -10,7 +10,7 @@ Slots of the pool that no plan covers may contain anything, also NaN, and must n
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -81,7 +81,11 @@ class QkNorm(NamedTuple):
     eps: float
 
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_silu"]
+"""How a gated layer joins `gate` and `up`: `activation(gate) * up`. "clamped_silu" is that of gpt-oss:
+`g * sigmoid(1.702 * g) * (u + 1)`, where g is the gate, at most 7, and u is `up`, between ±7."""
+CLAMPED_SILU: Final = (1.702, 7.0)
+"""Factor and limit of "clamped_silu"."""
 
 Quantisation = Literal["", "int8"]
 """The form in which a linear layer's weight is stored: its own type (""), or as `trunkline.kernels.quantisation`
@@ -136,6 +140,11 @@ class AttentionSpec:
     latent_dim: int = 0
     """Latent attention: so many numbers at the end of a key are also its value, and nothing else is stored of a
     token; 0: values are stored beside keys."""
+    span: int = 0
+    """A query sees only keys of its own part of the positions, which are cut every `span`; 0: they are not cut."""
+    sinks: Tensor | None = None
+    """float32 `[heads]`: the score of one more key, whose value is zero, in each query's softmax; None: there is
+    none."""
 
     @property
     def group(self) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 from trunkline.kernels.int8_kv import to_rows
 from trunkline.kernels.live_plan import AnyDecodePlan, LiveDecodePlan
 from trunkline.kernels.ops import (
+    CLAMPED_SILU,
     Activation,
     Angles,
     AttentionSpec,
@@ -206,6 +207,10 @@ class ReferenceKernels:
             gate_up = F.linear(x, weight, bias)
         gate_up = add_rows(gate_up, addend)
         gate, up = gate_up[:, : layer.out_features], gate_up[:, layer.out_features :]
+        if activation == "clamped_silu":
+            slope, limit = CLAMPED_SILU
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            return (gate * (gate * slope).sigmoid_()).mul_(up + 1.0).to(x.dtype)
         if activation == "silu":
             return F.silu(gate).mul_(up).to(x.dtype)
         return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none").mul_(up).to(x.dtype)

@@ -5,8 +5,10 @@ was attended to) is `(0, -inf, 0)` and is neutral: merging it changes nothing, a
 an empty one, without NaN.
 
 A score is `cap(q · k * scale) + slope * distance`, distance being the key's acting position minus the query's; it
-counts only where the distance is in `(-window, 0]`. Layers may differ in all of this but share a plan. So what a
-plan's state caches is per frequency tensor or follows from the plan alone, and a spec comes with each call.
+counts only where the distance is in `(-window, 0]` and, where there is a span, both are in one part of it. A sink
+joins the total once, when all parts of a context have been merged. Layers may differ in all of this but share a
+plan. So what a plan's state caches is per frequency tensor or follows from the plan alone, and a spec comes with
+each call.
 
 Prefill gathers an entry's keys and values, then calls torch's fused attention. Entries are independent: what one
 computes does not depend on the others in the step. Only tokens that an item covers are gathered, so unused slots
@@ -52,12 +54,14 @@ class _Mask:
     """Which keys each query of an entry sees under a window."""
 
     def __init__(
-        self, key_position: Int32Array, query_position: Int32Array, window: int, device: torch.device
+        self, key_position: Int32Array, query_position: Int32Array, spec: AttentionSpec, device: torch.device
     ) -> None:
         distance = key_position - query_position[:, None]
         visible = distance <= 0
-        if window:
-            visible &= distance > -window
+        if spec.window:
+            visible &= distance > -spec.window
+        if spec.span:
+            visible &= distance >= -(query_position[:, None] % spec.span)
         blind = ~visible.any(axis=1)
         self.blind = torch.from_numpy(np.flatnonzero(blind)).to(device) if blind.any() else None
         """Indices of the queries that see no key. They attend to arbitrary keys, and their results are
@@ -89,7 +93,7 @@ class _Entry:
         self.angles = ShiftAngles(np.repeat(shift, count))
         self.key_position = (np.repeat(base + shift, count) + in_item).astype(np.int32)
         self.query_position = plan.query_position[self.queries]
-        self.masks: dict[int, _Mask] = {}
+        self.masks: dict[tuple[int, int], _Mask] = {}
 
     def attend(self, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor) -> None:
         if not self.num_tokens:
@@ -105,17 +109,17 @@ class _Entry:
         angles = self.angles.of(spec, pool)
         if angles is not None:
             k = turn(k.transpose(0, 1), angles).transpose(0, 1).to(q.dtype)
-        if spec.soft_cap or spec.alibi_slopes is not None:
+        if spec.soft_cap or spec.alibi_slopes is not None or spec.sinks is not None:
             self._in_blocks(q, k, v, spec, out)
         else:
             self._fused(q, k, v, spec, out)
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, out: Tensor) -> None:
         count = self.queries.stop - self.queries.start
-        mask = self.masks.get(spec.window)
+        mask = self.masks.get((spec.window, spec.span))
         if mask is None:
-            mask = _Mask(self.key_position, self.query_position, spec.window, q.device)
-            self.masks[spec.window] = mask
+            mask = _Mask(self.key_position, self.query_position, spec, q.device)
+            self.masks[spec.window, spec.span] = mask
         # Batch dimension: KV heads; heads: the query heads of a group, for which K and V are not copied.
         grouped = q[self.queries].view(count, spec.kv_heads, spec.group, spec.head_dim).permute(1, 2, 0, 3)
         expanded = (spec.kv_heads, spec.group, self.num_tokens, -1)
@@ -143,11 +147,14 @@ class _Entry:
             grouped = q[chosen].to(dtype).view(rows, spec.kv_heads, spec.group, spec.head_dim).transpose(0, 1)
             scores = (grouped * spec.scale).flatten(1, 2) @ k
             by_row = scores.view(spec.kv_heads, rows, spec.group, -1)
-            distance = key_position - query_position[start - self.queries.start :][:rows]
-            adjust_scores(by_row, spec, distance)
+            own = query_position[start - self.queries.start :][:rows]
+            distance = key_position - own
+            adjust_scores(by_row, spec, distance, own)
             by_row.masked_fill_((distance > 0)[:, None], float("-inf"))
-            result = attend(scores, v).output().view(spec.kv_heads, rows, spec.group, spec.value_dim)
-            out[chosen] = result.transpose(0, 1).flatten(1, 2).to(out.dtype)
+            shape = (spec.kv_heads, rows, spec.group)
+            states = (x.view(*shape, *x.shape[2:]) for x in attend(scores, v))
+            state = SoftmaxState(*(x.transpose(0, 1).flatten(1, 2) for x in states))
+            out[chosen] = state.output(spec.sinks).to(out.dtype)
 
     def _select(self, gathered: Tensor, spec: AttentionSpec) -> Tensor:
         """Return the covered tokens `[kv_heads, tokens, row]` of gathered blocks."""
@@ -215,15 +222,16 @@ def turn(x: Tensor, angles: Angles | None) -> Tensor:
 
 def needs_distance(spec: AttentionSpec) -> bool:
     """Return whether decode attention depends on positions; if not, a row sees all tokens of its items."""
-    return spec.window > 0 or spec.alibi_slopes is not None
+    return spec.window > 0 or spec.span > 0 or spec.alibi_slopes is not None
 
 
-def adjust_scores(scores: Tensor, spec: AttentionSpec, distance: Tensor | None) -> None:
+def adjust_scores(scores: Tensor, spec: AttentionSpec, distance: Tensor | None, position: Tensor | None) -> None:
     """Apply soft cap, bias and window to scaled scores, in place.
 
     Args:
         scores: `[..., kv_heads, rows, group, tokens]`.
         distance: integers `[..., rows, tokens]`; None is allowed if `needs_distance` is false.
+        position: the queries' positions, integers `[..., rows, 1]`; likewise.
     """
     if spec.soft_cap:
         scores.div_(spec.soft_cap).tanh_().mul_(spec.soft_cap)
@@ -235,6 +243,9 @@ def adjust_scores(scores: Tensor, spec: AttentionSpec, distance: Tensor | None) 
         scores.addcmul_(slopes, spread.to(scores.dtype))
     if spec.window:
         scores.masked_fill_((spread > 0) | (spread <= -spec.window), float("-inf"))
+    if spec.span and position is not None:
+        hidden = (distance > 0) | (distance < -(position % spec.span))
+        scores.masked_fill_(hidden[..., None, :, None, :], float("-inf"))
 
 
 class SoftmaxState(NamedTuple):
@@ -247,9 +258,19 @@ class SoftmaxState(NamedTuple):
     total: Tensor
     """Sum of `exp(score - peak)`, `[...]`."""
 
-    def output(self) -> Tensor:
-        """Return the result of attention; zeros where the state is empty."""
-        return self.acc / self.total.clamp_min(torch.finfo(self.total.dtype).tiny).unsqueeze(-1)
+    def output(self, sinks: Tensor | None = None) -> Tensor:
+        """Return the result of attention; zeros where the state is empty.
+
+        Args:
+            sinks: As in `AttentionSpec`; the last dimension of `peak` is then the heads.
+        """
+        acc, total = self.acc, self.total
+        if sinks is not None:
+            sinks = sinks.to(total.device, total.dtype)
+            highest = torch.maximum(self.peak, sinks)
+            weight = (self.peak - highest).exp_()
+            acc, total = acc * weight.unsqueeze(-1), total * weight + (sinks - highest).exp_()
+        return acc / total.clamp_min(torch.finfo(total.dtype).tiny).unsqueeze(-1)
 
 
 def attend(scores: Tensor, v: Tensor) -> SoftmaxState:

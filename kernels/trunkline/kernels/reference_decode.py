@@ -97,7 +97,7 @@ class ReferenceDecodeState:
                 states = SoftmaxState(*(_with_empty(x, v) for x, v in zip(states, fill, strict=True)))
             picked = SoftmaxState(*(x.index_select(0, flat).view(rows, width, *x.shape[1:]) for x in states))
             states = merge(picked, dim=1)
-        out.copy_(states.output())
+        out.copy_(states.output(spec.sinks))
 
 
 class _Distance:
@@ -109,12 +109,24 @@ class _Distance:
         self._device = device
         self._steps = 0
         self._made: Tensor | None = None
+        self._positions: Tensor | None = None
 
     def advance(self, steps: int) -> None:
         """Move the queries on by `steps` tokens."""
         self._steps += steps
         if self._made is not None:
             self._made -= steps
+        if self._positions is not None:
+            self._positions += steps
+
+    def positions(self, spec: AttentionSpec) -> Tensor | None:
+        """Return where the queries are, `[..., rows, 1]`, if a layer needs it."""
+        if not spec.span:
+            return None
+        if self._positions is None:
+            now = (self._query_position + np.int32(self._steps)).astype(np.int32)
+            self._positions = torch.from_numpy(now).to(self._device)
+        return self._positions
 
     def of(self, spec: AttentionSpec) -> Tensor | None:
         if not needs_distance(spec):
@@ -168,7 +180,8 @@ class _Run:
         grouped = picked.view(rows, spec.kv_heads, spec.group, spec.head_dim).transpose(0, 1)
         grouped = grouped.reshape(spec.kv_heads, rows * spec.group, spec.head_dim)
         scores = grouped @ k.transpose(-1, -2)
-        adjust_scores(scores.view(spec.kv_heads, rows, spec.group, -1), spec, self.distance.of(spec))
+        by_row = scores.view(spec.kv_heads, rows, spec.group, -1)
+        adjust_scores(by_row, spec, self.distance.of(spec), self.distance.positions(spec))
         if self.hidden is not None:
             scores.masked_fill_(self.hidden, float("-inf"))
         state = attend(scores, v)
@@ -240,7 +253,7 @@ class _Bucket:
         grouped = grouped.reshape(items, spec.kv_heads, width * spec.group, spec.head_dim)
         scores = grouped @ k.transpose(-1, -2)
         by_row = scores.view(items, spec.kv_heads, width, spec.group, self.chunk_size)
-        adjust_scores(by_row, spec, self.distance.of(spec))
+        adjust_scores(by_row, spec, self.distance.of(spec), self.distance.positions(spec))
         if self.hidden is not None:
             scores.masked_fill_(self.hidden, float("-inf"))
         state = attend(scores, v)

@@ -24,3 +24,5 @@ class Routing:
     """Groups that a token's experts come from: those whose best scores have the largest sum."""
     group_best: int = 2
     """How many of a group's scores are in that sum: 2, or 1."""
+    scales_inputs: bool = False
+    """Whether the shares multiply what the experts read, and their results are just summed."""

@@ -49,6 +49,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     compiled kernels on a CPU they then are, in bfloat16, too."""
     quantisation: Literal["", "int8"] = ""
     """How the layers' weights are quantised while they are loaded: "int8" (per output channel), or "" for none."""
+    expert_parallel: bool = True
+    """Whether each rank has whole experts of a mixture, or else a part of every one."""
     collectives: str = "auto"
     """The means by which ranks exchange data: "auto" is NCCL between GPUs and shared memory (or else gloo) between
     CPUs; "shared" insists on shared memory; "gloo" works everywhere, also for ranks that share a GPU, which NCCL

@@ -136,7 +136,13 @@ class Runner:
         copying: CopyOptions,
         connect: Connect,
     ) -> Runner:
-        model = check_model(Path(config.model), config.tp, config.dtype, config.max_context)
+        model = check_model(
+            Path(config.model),
+            config.tp,
+            config.dtype,
+            config.max_context,
+            expert_parallel=config.expert_parallel,
+        )
         device = choose_device(config)
         if meter is None and device.type == "cuda":
             meter = CudaMemory(device)

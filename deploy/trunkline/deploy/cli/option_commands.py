@@ -26,6 +26,7 @@ _MODEL: Final = "Give the model as the first argument, as in `trunkline serve MO
 _MODELS: Final = "more-models"
 """The option for which a file has a mapping: `models`."""
 _ON_BY_DEFAULT: Final = "Prefixes are always cached, unless --no-prefix-cache is given."
+_EXPERTS: Final = "Each worker of a group (--tp) has whole experts, unless --ep off is given."
 HINTS: Final = {
     "--max-model-len": "Did you mean --max-context?",
     "--context-length": "Did you mean --max-context?",
@@ -33,6 +34,9 @@ HINTS: Final = {
     "--tensor-parallel-size": "Did you mean --tp?",
     "--tp-size": "Did you mean --tp?",
     "-tp": "Did you mean --tp?",
+    "--enable-expert-parallel": _EXPERTS,
+    "--ep-size": _EXPERTS,
+    "--expert-parallel-size": _EXPERTS,
     "--data-parallel-size": "Did you mean --groups?",
     "--dp-size": "Did you mean --groups?",
     "-dp": "Did you mean --groups?",

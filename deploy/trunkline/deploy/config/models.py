@@ -144,14 +144,16 @@ def weights_digest(folder: Path, tell: Callable[[int], None] = lambda count: Non
     return digest.digest()
 
 
-def fingerprint(weights: bytes, quantization: str = "none") -> str:
+def fingerprint(weights: bytes, quantization: str = "none", ep: str = "on") -> str:
     """Return a hexadecimal digest of the model as it is computed with: part of the name of all its KV.
 
     Args:
         weights: The checkpoint's `weights_digest`.
         quantization: How the weights are rounded when they are loaded.
+        ep: How experts are shared among ranks; ranks of a group must agree.
     """
-    return model_fingerprint(weights, quantization if quantization != "none" else "").hex()
+    parts = [quantization] * (quantization != "none") + ["split experts"] * (ep != "on")
+    return model_fingerprint(weights, ", ".join(parts)).hex()
 
 
 def _checked(folder: Path, model: str, needs_weights: bool = True) -> Path:

@@ -80,6 +80,7 @@ SERVE_OPTIONS: Final = (
         "Answers over long texts get worse. none: the model's own positions.",
         MODEL,
     ),
+    CliOption("ep", "on: each worker of a group has whole experts; off: it has a part of every one.", MODEL),
     CliOption(
         "dtype",
         "Number format of weights and KV: float32, bfloat16, float16, or auto (the model's own on GPUs, float32 "
@@ -87,9 +88,7 @@ SERVE_OPTIONS: Final = (
         MODEL,
     ),
     CliOption("kv_dtype", "int8 keeps KV in 8 bits (on CPUs), to save memory; auto keeps it as it is.", MODEL),
-    CliOption(
-        "quantization", "int8 keeps the weights in 8 bits, to save memory; none keeps them as they are.", MODEL
-    ),
+    CliOption("quantization", "int8 keeps weights in 8 bits, to save memory; none keeps them as they are.", MODEL),
     CliOption(
         "tool_call_parser",
         "How the model writes tool calls: auto (as its files say) or a name of the table in docs/api.md, for "
@@ -409,7 +408,7 @@ _ROUTER_ONLY: Final = frozenset(
     lora_updates""".split()
 )
 _ENGINE_ONLY: Final = frozenset(
-    """tp dtype kv_dtype device threads kernels quantization chunk_size kv_memory_bytes gpu_memory_fraction
+    """tp ep dtype kv_dtype device threads kernels quantization chunk_size kv_memory_bytes gpu_memory_fraction
     host_tier_bytes disk_tier remote_tier peers role tier_policy session_ttl preemption target_itl_ms max_batch
     token_budget max_waiting prefix_cache speculation adapters max_lora_rank""".split()
 )

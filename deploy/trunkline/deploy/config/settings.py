@@ -40,6 +40,7 @@ LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 SWITCHES: Final = ("on", "off")
 PREEMPTIONS: Final = ("auto", "swap", "recompute")
 QUANTIZATIONS: Final = ("none", "int8")
+EP_CHOICES: Final = ("on", "off")
 ROPE_SCALINGS: Final = ("none", "yarn", "linear")
 POLICIES: Final = ("prefix", "round-robin", "least-loaded", "session-hash", "sglang", "dynamo", "lmetric", "llm-d")
 TOOL_CALL_PARSERS: Final = tuple(
@@ -83,6 +84,8 @@ class ServeSettings:
     tp: int | None = None
     """Tensor-parallel workers per group. None: by the model and the GPUs that each group can have
     (`plans.settle`)."""
+    ep: str = "on"
+    """Expert parallelism: "on": each worker of a group has whole experts; "off": a part of every one."""
     dtype: str = "auto"
     kv_dtype: str = "auto"
     """The number format in which KV is kept: "int8", or "auto" for that of the computation."""
@@ -318,6 +321,7 @@ _CHOICES: Final = {
     "policy": POLICIES,
     "dtype": DTYPES,
     "kv_dtype": KV_DTYPES,
+    "ep": EP_CHOICES,
     "device": DEVICES,
     "kernels": KERNELS,
     "log_level": LOG_LEVELS,

@@ -188,6 +188,7 @@ def _worker_configs(
                 gpu_memory_fraction=plan.placement.fraction,
                 dtype=plan.dtype,
                 kv_dtype=settings.kv_dtype,
+                expert_parallel=settings.ep == "on",
                 invariant_rows=settings.speculation != "off",  # so that drafts change no bit of what rows compute
                 quantisation="int8" if settings.quantization == "int8" else "",
                 kv_memory_bytes=settings.kv_memory_per_worker(plan.device),

@@ -95,8 +95,7 @@ def plan_cluster(
                 f"--quantization is {settings.quantization}, but {settings.model} has quantised weights; leave "
                 "the option out"
             )
-        model = check_model(folder, settings.ranks, dtype, settings.max_context or 0)
-        _check_latents(settings, model, device)
+        model = _checked_model(settings, folder, dtype, device)
         chunk = model.chunk_format(settings.chunk_size, dtype, settings.kv_dtype)
         for name, path in settings.adapters:
             read_adapter(name, Path(path), model, settings.max_lora_rank)
@@ -106,7 +105,7 @@ def plan_cluster(
     chunk_bytes = chunk.of_rank(settings.ranks).chunk_bytes
     _check_kv_memory(settings, chunk_bytes, device)
     weights = models.weights_digest(folder, _reading(tell))
-    fingerprint = models.fingerprint(weights, settings.quantization)
+    fingerprint = models.fingerprint(weights, settings.quantization, settings.ep)
     tier, exchange = _tier_fingerprints(settings, chunk, fingerprint)
     plan = ClusterPlan(
         settings=settings,
@@ -160,13 +159,17 @@ def _check_device(settings: ServeSettings, device: str) -> None:
         )
 
 
-def _check_latents(settings: ServeSettings, model: ModelConfig, device: str) -> None:
-    """Check that there are kernels for latent attention, if the model has it."""
-    if model.latent is not None and device == "cuda" and settings.kernels != "reference":
+def _checked_model(settings: ServeSettings, folder: Path, dtype: str, device: str) -> ModelConfig:
+    """Return the model if its ranks can share it and there are kernels for all that it computes."""
+    model = check_model(
+        folder, settings.ranks, dtype, settings.max_context or 0, expert_parallel=settings.ep == "on"
+    )
+    if device != "cpu" and settings.kernels != "reference" and model.only_on_cpus:
         raise UserError(
-            f"{settings.model} has latent attention, for which there are kernels on CPUs only, but the model runs "
-            "on device cuda; use --device cpu, or, for tests, --kernels reference"
+            f"{settings.model} has {model.only_on_cpus}, for which there are kernels on CPUs only, but the model "
+            f"runs on device {device}; use --device cpu, or, for tests, --kernels reference"
         )
+    return model
 
 
 def _reading(tell: Callable[[str], None]) -> Callable[[int], None]:

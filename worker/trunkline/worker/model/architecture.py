@@ -100,10 +100,15 @@ class WeightNames:
     """Router of a mixture of experts; empty if the family has none."""
     expert: str = ""
     """Prefix of the names of an expert's tensors (`gate`, `up`, `down`), with `{}` for its index."""
+    expert_gate: str = ""
+    """Name of an expert's gate where it is not `gate`; so with `expert_up`."""
+    expert_up: str = ""
     shared_experts: str = ""
     """Prefix of the same names of the experts that every token goes to."""
     dense: str = ""
     """Prefix of the same names in layers without a mixture."""
+    sinks: str = ""
+    """Score of each head's sink (`AttentionSpec.sinks`); the whole name."""
     choice_bias: str = ""
     """What is added to an expert's score for the choice alone; the whole name."""
     positions: str = ""
@@ -111,6 +116,11 @@ class WeightNames:
     """Projection from the embeddings' width to the hidden size."""
     embedding_out: str = ""
     """Projection from the hidden size to the embeddings' width, before the head."""
+
+    @property
+    def expert_gates(self) -> tuple[str, str]:
+        """Names of an expert's gate and up."""
+        return self.expert_gate or self.gate, self.expert_up or self.up
 
 
 @dataclass(frozen=True)
@@ -133,6 +143,10 @@ class Architecture:
     half of the rotated part apart."""
     transposed: bool = False
     """Whether the layers' matrices are stored as `[in, out]`."""
+    head_prefixes: tuple[str, ...] = ()
+    """Prefix of the head's name for each of `prefixes`; empty: none has any."""
+    interleaved_gates: bool = False
+    """Whether, in a matrix of gate and up, their rows alternate; else all of the gate's come first."""
     position_rows_skipped: int = 0
     """Number of rows of the table of positions in front of position 0."""
 
@@ -258,6 +272,39 @@ OLMO2: Final = replace(
         attention_post_norm="post_attention_layernorm",
         mlp_norm="",
         mlp_post_norm="post_feedforward_layernorm",
+    ),
+)
+GPT_OSS: Final = replace(
+    LLAMA,
+    family="gpt_oss",
+    interleaved_gates=True,
+    names=replace(
+        LLAMA.names,
+        sinks="self_attn.sinks",
+        router="mlp.router",
+        expert="mlp.experts.{}.",
+        gate="gate_up_proj",
+        up="gate_up_proj",
+        down="down_proj",
+    ),
+)
+GPT_OSS_APART: Final = replace(GPT_OSS, names=replace(GPT_OSS.names, gate="gate_proj", up="up_proj"))
+"""With a matrix for the gate and one for up."""
+LLAMA4: Final = replace(
+    LLAMA,
+    family="llama4",
+    interleaved=True,
+    names=replace(
+        LLAMA.names,
+        gate="gate_proj",
+        up="up_proj",
+        down="down_proj",
+        dense="feed_forward.",
+        router="feed_forward.router",
+        expert="feed_forward.experts.{}.",
+        expert_gate="gate_up_proj",
+        expert_up="gate_up_proj",
+        shared_experts="feed_forward.shared_expert.",
     ),
 )
 OLMOE: Final = replace(QWEN3_MOE, family="olmoe", wide_norms=True)

@@ -24,8 +24,9 @@ from trunkline.worker.model.architecture import NormKind
 from trunkline.worker.model.gguf.weights import GgufSlices
 from trunkline.worker.model.model_config import LatentAttention, Mixture, Piece, Shard
 from trunkline.worker.model.packed_files import PackedMatrix
-from trunkline.worker.model.packed_weights import read_packed
-from trunkline.worker.model.tensor_index import find_prefix, read_tensor_index
+from trunkline.worker.model.packed_weights import read_mxfp4, read_packed
+from trunkline.worker.model.stacked_experts import Member, MemberKind
+from trunkline.worker.model.tensor_index import find_prefix, head_name, read_tensor_index
 
 Progress = Callable[[str, float], None]
 """Function that is called with a stage's name and the fraction done."""
@@ -90,6 +91,8 @@ class LayerWeights:
     qkv: PackedLinear | LatentWeights
     """Projections to queries, keys and values, `[(heads + 2 * kv_heads) * head_dim, hidden]`."""
     qk_norm: QkNorm | None
+    sinks: Tensor | None
+    """float32 `[heads]`, of this rank's heads."""
     attention_out: PackedLinear
     attention_post_norm: NormWeights | None
     mlp_norm: NormWeights | None
@@ -153,6 +156,7 @@ class _Files:
         self._counted = 0
         self._blocks = GgufSlices(dtype, device)
         self._opened: dict[Path, Any] = {}
+        self._last: tuple[str, Weight] = ("", torch.empty(0))
         self._stack = stack
         self._dtype, self.device = dtype, device
 
@@ -167,14 +171,40 @@ class _Files:
         return replace(found, int8_inputs=rounds) if isinstance(found, GroupedWeight) else found
 
     def _part(self, name: str, rows: slice | None, columns: slice | None) -> Weight:
-        stored, packed = self.index[name].stored, self.index[name].packed
+        entry = self.index[name]
+        stored, packed = entry.stored, entry.packed
+        if entry.member is not None:
+            found = self._whole_member(name, entry.member)
+            if isinstance(found, GroupedWeight):
+                return found.rows(rows or slice(None)) if columns is None else found.columns(columns)
+            part = found[rows or slice(None)] if columns is None else found[:, columns]
+            return self._own(part)
         if packed is not None:
             whole = self._packed(packed)
             return whole.rows(rows or slice(None)) if columns is None else whole.columns(columns)
         if stored is None:
             return self.slice(name, rows, columns)
-        found = self._blocks.read(stored, rows, columns)
-        return found if isinstance(found, GroupedWeight) else self._own(found)
+        read = self._blocks.read(stored, rows, columns)
+        return read if isinstance(read, GroupedWeight) else self._own(read)
+
+    def _whole_member(self, name: str, member: Member) -> Weight:
+        """Return an expert's part of a tensor of all, as it is stored. The last one is kept: a matrix of gate and
+        up is asked for twice."""
+        if self._last[0] != name:
+            self._last = (name, self._read_member(member))
+        return self._last[1]
+
+    def _read_member(self, member: Member) -> Weight:
+        def own_part(ending: str) -> Tensor:
+            source = member.source + ending
+            part: Tensor = self._open(self._sources[source]).get_slice(source)[member.expert]
+            self._counted += part.nbytes
+            return part
+
+        if member.kind is MemberKind.MXFP4:
+            blocks, scales = (own_part(ending).to(self.device) for ending in ("_blocks", "_scales"))
+            return read_mxfp4(member.source, blocks, scales, self._dtype)
+        return own_part("") if member.kind is MemberKind.VECTOR else own_part("").T
 
     def slice(
         self,
@@ -184,8 +214,9 @@ class _Files:
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Return a part of a tensor, contiguous; `columns` are of a matrix, without `rows`."""
-        file, _, _, blocks, packed = self.index[name]
-        if blocks is not None or packed is not None:
+        entry = self.index[name]
+        file, blocks = entry.file, entry.stored
+        if blocks is not None or entry.packed is not None or entry.member is not None:
             found = self.part(name, rows, columns) if blocks is None else self._blocks.read(blocks, rows, columns)
             dense = found.dequantise(dtype or self._dtype) if isinstance(found, GroupedWeight) else found
             return self._own(dense, dtype)
@@ -240,7 +271,8 @@ class _ShardReader:
         for layer in range(config.layers):
             layers.append(self._layer(prefix + names.layer.format(layer), config.mixture_of(layer)))
             progress("loading weights", (layer + 1) / config.layers)
-        head = embedding if config.tied_embeddings else self._vocabulary(f"{names.head}.weight")
+        own_head = head_name(self._architecture, prefix)
+        head = embedding if config.tied_embeddings else self._vocabulary(own_head)
         return Weights(
             embedding=embedding,
             embedding_in=self._replicated(prefix, names.embedding_in),
@@ -262,6 +294,7 @@ class _ShardReader:
             attention_norm=self._norm(prefix, names.attention_norm),
             qkv=self._qkv(prefix) if config.latent is None else self._latent(prefix, config.latent),
             qk_norm=self._qk_norm(prefix),
+            sinks=self._sinks(prefix),
             attention_out=self._row_parallel(
                 prefix + names.attention_out, shard.out_columns, config.attention_out_bias and shard.rank == 0
             ),
@@ -307,33 +340,47 @@ class _ShardReader:
         """Return this rank's part of an MLP."""
         has_bias, rows = self._config.mlp_bias, self._shard.mlp_rows(width)
         return MlpWeights(
-            self._up(prefix, rows, width),
+            self._up(prefix, rows, width, (self._names.gate, self._names.up)),
             self._row_parallel(prefix + self._names.down, rows, has_bias and self._shard.rank == 0),
         )
 
     def _experts(self, prefix: str, mixture: Mixture) -> ExpertWeights:
         names, here, width = self._names, self._shard.experts, mixture.width
+        rows = self._shard.mlp_rows(width) if mixture.is_split else slice(0, width)
+        has_bias = self._config.mlp_bias and not (mixture.is_split and self._shard.rank)
         experts = []
         for start in (prefix + names.expert.format(expert) for expert in here):
-            down = self._row_parallel(start + names.down, slice(0, width), self._config.mlp_bias)
-            experts.append(MlpWeights(self._up(start, slice(0, width), width), down))
+            down = self._row_parallel(start + names.down, rows, has_bias)
+            up = self._up(start, rows, width, names.expert_gates)
+            experts.append(MlpWeights(up, down))
         return ExpertWeights(
-            self._kernels.pack_linear(self._matrix(f"{prefix}{names.router}.weight"), None),
+            self._router(prefix + names.router, mixture),
             here.start,
             experts,
             self._choice_bias(prefix),
             self._mlp(prefix + names.shared_experts, mixture.shared_width) if mixture.shared_width else None,
         )
 
+    def _router(self, name: str, mixture: Mixture) -> PackedLinear:
+        bias = self._files.slice(f"{name}.bias") if mixture.router_bias else None
+        return self._kernels.pack_linear(self._matrix(f"{name}.weight"), bias)
+
+    def _sinks(self, prefix: str) -> Tensor | None:
+        name, first = self._names.sinks, self._shard.first_head
+        rows = slice(first, first + self._shard.heads)
+        return self._files.slice(prefix + name, rows, dtype=torch.float32) if name else None
+
     def _choice_bias(self, prefix: str) -> Tensor | None:
         name = self._names.choice_bias
         return self._files.slice(prefix + name, dtype=torch.float32) if name else None
 
-    def _up(self, prefix: str, rows: slice, width: int) -> PackedLinear:
+    def _up(self, prefix: str, rows: slice, width: int, gates: tuple[str, str]) -> PackedLinear:
         """Return rows of an MLP's first matrix, and of its gate if there is one, of an MLP of that width."""
-        gate, up = self._names.gate, self._names.up
+        gate, up = gates
         pieces = [Piece(name, rows) for name in (gate, up) if name]
-        if gate == up:
+        if gate == up and self._architecture.interleaved_gates:
+            pieces = [Piece(up, slice(2 * rows.start + odd, 2 * rows.stop, 2)) for odd in (0, 1)]
+        elif gate == up:
             pieces[1] = Piece(up, slice(width + rows.start, width + rows.stop))
         weight, bias = self._column_parallel(prefix, pieces, self._config.mlp_bias)
         if not gate:

@@ -24,10 +24,13 @@ from trunkline.worker.model.reader_deepseek import DEEPSEEK_READERS
 from trunkline.worker.model.reader_experts import EXPERTS_READERS
 from trunkline.worker.model.reader_llama import LLAMA_READERS
 from trunkline.worker.model.reader_others import OTHER_READERS
+from trunkline.worker.model.reader_wrapped import WRAPPED_READERS
 from trunkline.worker.model.tensor_index import check_weights
 
 
-def check_model(folder: Path, tp: int, dtype: str, max_context: int = 0) -> ModelConfig:
+def check_model(
+    folder: Path, tp: int, dtype: str, max_context: int = 0, *, expert_parallel: bool = True
+) -> ModelConfig:
     """Read config.json and the headers of the weight files, and check that `tp` ranks can serve them.
 
     Args:
@@ -35,6 +38,7 @@ def check_model(folder: Path, tp: int, dtype: str, max_context: int = 0) -> Mode
         tp: tensor-parallel ranks.
         dtype: "float32", "bfloat16" or "float16".
         max_context: longest context that is served; 0: the model's own.
+        expert_parallel: whether each rank has whole experts, or else a part of every one.
 
     Raises:
         UnsupportedModelError: architecture, activation, rope scaling or dtype that is not implemented.
@@ -42,7 +46,7 @@ def check_model(folder: Path, tp: int, dtype: str, max_context: int = 0) -> Mode
         CheckpointError: missing or cut-off files, missing tensors, wrong shapes.
         ModelError: no readable config.json.
     """
-    config = read_model_config(folder).serving(max_context)
+    config = read_model_config(folder).serving(max_context, expert_parallel=expert_parallel)
     if dtype not in DTYPES:
         raise UnsupportedModelError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
     check_parallelism(config, tp)
@@ -88,14 +92,11 @@ READERS: Final[Mapping[str, Reader]] = {
     **EXPERTS_READERS,
     **DEEPSEEK_READERS,
     **OTHER_READERS,
+    **WRAPPED_READERS,
 }
 """The reader of each name in config.json's `architectures`."""
 
 REFUSED: Final[Mapping[str, str]] = {
-    "Gemma3ForConditionalGeneration": "it reads images too; save its text model as Gemma3ForCausalLM",
-    "GptOssForCausalLM": "its attention has sinks, which are not computed",
-    "Llama4ForCausalLM": "its attention in chunks of positions is not computed",
-    "Llama4ForConditionalGeneration": "it reads images too",
-    "Ministral3ForCausalLM": "its queries are scaled by their positions, so no KV could be used elsewhere",
+    "Qwen2_5_VLForConditionalGeneration": "its positions have three dimensions",
 }
 """The reason why a known architecture is not supported, by its name."""

@@ -2,7 +2,7 @@
 
 A rank's part (PagedAttention §4.6): projections to heads and the first MLP matrices are split by output rows,
 those that come after them by input columns. KV heads fewer than ranks are replicated. The vocabulary is padded to
-a multiple of the ranks. Experts are whole: each rank has some consecutive ones.
+a multiple of the ranks. Experts are whole, each rank has some consecutive ones, or are split like an MLP.
 """
 
 from __future__ import annotations
@@ -43,6 +43,15 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class QueryScale:
+    """How queries grow with their position: by `1 + factor * log(1 + floor((position + added) / period))`."""
+
+    factor: float
+    period: int
+    added: int
+
+
+@dataclass(frozen=True)
 class LayerAttention:
     """The properties of attention that may differ from layer to layer."""
 
@@ -53,6 +62,16 @@ class LayerAttention:
     soft_cap: float = 0.0
     """Cap of the scores, which become `soft_cap * tanh(score / soft_cap)`; 0: no cap."""
     rope: RopeConfig | None = None
+    span: int = 0
+    """Positions are cut every `span`; a token sees those before it in its own part; 0: they are not cut."""
+    query_scale: QueryScale | None = None
+    unit_heads: bool = False
+    """Whether the heads of queries and keys are normalised (RMS), without weights."""
+
+    @property
+    def shifts(self) -> bool:
+        """Whether rotary attention is the same wherever a text stands: it depends on distances alone."""
+        return self.rope is not None and not self.span and self.query_scale is None
 
 
 @dataclass(frozen=True)
@@ -68,6 +87,9 @@ class Mixture:
     """Width of the experts that every token goes to, taken as one; 0: there are none."""
     dense_layers: frozenset[int] = frozenset()
     """Layers that have a plain MLP instead."""
+    router_bias: bool = False
+    is_split: bool = False
+    """Whether each rank has a part of every expert's width, instead of whole experts."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +174,12 @@ class ModelConfig:
         """Return the mixture of experts of a layer; None if it has a plain MLP."""
         return None if self.mixture is None or layer in self.mixture.dense_layers else self.mixture
 
-    def serving(self, max_context: int) -> ModelConfig:
-        """Return the model as it serves contexts up to `max_context` tokens; 0: up to its own limit."""
+    def serving(self, max_context: int, *, expert_parallel: bool = True) -> ModelConfig:
+        """Return the model as it serves contexts up to `max_context` tokens; 0: up to its own limit.
+
+        Args:
+            expert_parallel: Whether each rank has whole experts, if there are any.
+        """
         context = max_context or self.max_positions
 
         def served(own: LayerAttention) -> LayerAttention:
@@ -162,7 +188,8 @@ class ModelConfig:
             return replace(own, rope=replace(own.rope, is_long=context > own.rope.original_max_positions))
 
         changed = {own: served(own) for own in self.attention}
-        return replace(self, attention=tuple(changed[own] for own in self.attention))
+        mixture = None if self.mixture is None else replace(self.mixture, is_split=not expert_parallel)
+        return replace(self, attention=tuple(changed[own] for own in self.attention), mixture=mixture)
 
     @property
     def window(self) -> int:
@@ -172,7 +199,21 @@ class ModelConfig:
     @property
     def positions_shift(self) -> bool:
         """Whether KV computed at one position can act at another."""
+        if self.architecture.positions is Positions.ROTARY:
+            return all(own.shifts for own in set(self.attention))
         return self.architecture.positions is not Positions.LEARNED
+
+    @property
+    def only_on_cpus(self) -> str:
+        """What of this model the kernels for GPUs do not compute; "": nothing."""
+        found = ["latent attention"] if self.latent is not None else []
+        if self.architecture.names.sinks:
+            found.append("sinks in its attention")
+        if any(own.span for own in self.attention):
+            found.append("attention within parts of the positions")
+        if self.activation == "clamped_silu":
+            found.append("clamped activations")
+        return ", ".join(found)
 
     def chunk_format(self, chunk_size: int, dtype: str, kv_dtype: str = "auto") -> ChunkFormat:
         """Return what a chunk of this model's KV is, with all its heads.
@@ -258,8 +299,11 @@ class Shard:
 
     @property
     def experts(self) -> range:
-        """The experts of this rank; they are spread as evenly as their number allows."""
-        count = self.config.mixture.experts if self.config.mixture else 0
+        """The experts of this rank: all if they are split, else spread as evenly as their number allows."""
+        mixture = self.config.mixture
+        count = mixture.experts if mixture else 0
+        if mixture and mixture.is_split:
+            return range(count)
         return range(self.rank * count // self.tp, (self.rank + 1) * count // self.tp)
 
     @property
@@ -361,8 +405,11 @@ def obstacles(config: ModelConfig, tp: int) -> list[str]:
         reasons.append(f"{config.heads} attention heads")
     if config.kv_heads % tp and tp % config.kv_heads:  # fewer KV heads than ranks: replicated
         reasons.append(f"{config.kv_heads} KV heads")
-    if (mixture := config.mixture) is not None and mixture.experts < tp:
+    mixture = config.mixture
+    if mixture is not None and not mixture.is_split and mixture.experts < tp:
         reasons.append(f"{mixture.experts} experts")
+    if mixture is not None and mixture.is_split and mixture.width % tp:
+        reasons.append(f"experts of {mixture.width}")
     if mixture is not None and mixture.shared_width % tp:
         reasons.append(f"shared experts of {mixture.shared_width}")
     if (mixture is None or mixture.dense_layers) and config.intermediate_size % tp:

@@ -4,6 +4,7 @@
 
       awq                   X.qweight [in, out / 8], X.qzeros [groups, out / 8], X.scales [groups, out]
       gptq                  X.qweight [in · bits / 32, out], X.qzeros [groups, out · bits / 32], X.scales
+      mxfp4                 of experts alone, all of a layer in one tensor: `stacked_experts`
       compressed-tensors    pack-quantized: X.weight_packed [out, in · bits / 32], X.weight_scale [out, groups]
                             int-quantized: X.weight int8 [out, in], X.weight_scale [out, groups]
 
@@ -27,8 +28,9 @@ _ROW_GROUPS: Final = (128, 64, 32, 16)
 that divides the rows."""
 _RANKS: Final = 8
 _ACCEPTED: Final = (
-    "accepted are awq (gemm, 4 bits), gptq (4 or 8 bits, without desc_act) and compressed-tensors (pack-quantized "
-    "with 4 or 8 bits, int-quantized with 8; symmetric integers by channel or group)"
+    "accepted are awq (gemm, 4 bits), gptq (4 or 8 bits, without desc_act), mxfp4 of experts and "
+    "compressed-tensors (pack-quantized with 4 or 8 bits, int-quantized with 8; symmetric integers by channel or "
+    "group)"
 )
 _INTEGERS: Final = {"awq": "I32", "gptq": "I32", "pack-quantized": "I32", "int-quantized": "I8"}
 
@@ -37,7 +39,7 @@ class PackedScheme(NamedTuple):
     """How the matrices of a checkpoint are packed."""
 
     method: str
-    """"awq", "gptq", "pack-quantized" or "int-quantized"."""
+    """"awq", "gptq", "pack-quantized", "int-quantized", or "mxfp4", which no matrix of its own is packed in."""
     bits: int
     """4 or 8."""
     group: int
@@ -109,6 +111,8 @@ def read_scheme(given: Any) -> PackedScheme:
         return PackedScheme("gptq", given["bits"], _group(given.get("group_size", 128)), added)
     if method == "compressed-tensors":
         return _compressed(given)
+    if method == "mxfp4":
+        return PackedScheme("mxfp4", 4, 32)
     raise UnsupportedModelError(f"quantization_config: quant_method is {method!r}; {_ACCEPTED}")
 
 
@@ -183,6 +187,8 @@ def packed_matrices(
     Raises:
         CheckpointError: tensors of a matrix that are missing or do not fit each other.
     """
+    if scheme.method == "mxfp4":
+        return {}
     integers, *others = scheme.suffixes
     found = {}
     for name, (shape, kind) in tensors.items():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trunkline.kernels.grouped import GroupedWeight
+from trunkline.kernels.mxfp4 import NOT_A_NUMBER, mxfp4
 from trunkline.worker.errors import CheckpointError
 from trunkline.worker.model.packed_files import PackedMatrix
 
@@ -55,6 +56,21 @@ def read_packed(matrix: PackedMatrix, tensor: Callable[[str], Tensor | None], dt
     scale = scale.repeat_interleave(repeated, dim=1)
     offset = None if offset is None else offset.repeat_interleave(repeated, dim=1)
     return GroupedWeight(codes.contiguous(), scheme.bits, matrix.group, scale, dtype, offset=offset, zero=zero)
+
+
+def read_mxfp4(name: str, blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> GroupedWeight:
+    """Return a matrix of 4-bit floats in groups with a power of two each; nothing is rounded.
+
+    Args:
+        blocks: uint8 `[out, groups, 16]`, of two values the first in the low bits.
+        scales: uint8 `[out, groups]`: exponents plus 127.
+
+    Raises:
+        CheckpointError: a scale that is not a number.
+    """
+    if bool((scales == NOT_A_NUMBER).any()):
+        raise CheckpointError(f"{name}_scales: a scale is not a number")
+    return mxfp4(_unpacked(blocks.flatten(1), 4), scales, dtype)
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:

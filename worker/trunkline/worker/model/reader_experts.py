@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any, Final
 
 from trunkline.kernels.routing import Routing
+from trunkline.worker.errors import UnsupportedModelError
 from trunkline.worker.model import architecture as records
 from trunkline.worker.model.config_fields import Fields
-from trunkline.worker.model.model_config import Mixture, ModelConfig
-from trunkline.worker.model.reader_base import Reader, llama_like, with_attention, with_attention_bias
+from trunkline.worker.model.model_config import LayerAttention, Mixture, ModelConfig, QueryScale
+from trunkline.worker.model.reader_base import Reader, llama_like, windowed, with_attention, with_attention_bias
 
 
 def _mixtral(raw: Mapping[str, Any]) -> ModelConfig:
@@ -72,6 +73,62 @@ def _glm4_moe(raw: Mapping[str, Any]) -> ModelConfig:
     return replace(config, attention_bias=fields.flag("attention_bias", False), mixture=mixture)
 
 
+def _gpt_oss(raw: Mapping[str, Any]) -> ModelConfig:
+    scaled = {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }
+    fields = Fields({"rope_scaling": scaled, "sliding_window": 128, "max_position_embeddings": 131072, **raw})
+    for name, value in zip(("swiglu_alpha", "swiglu_limit"), CLAMPED_SILU, strict=True):
+        fields.refuse(name, value)
+    fields.refuse("hidden_act", "silu")
+    apart = fields.flag("gate_and_up_apart", False)  # as GGUF files have them
+    record = records.GPT_OSS_APART if apart else records.GPT_OSS
+    config = llama_like(fields, record, theta=150000.0, norm_eps=1e-5, head_dim=64)
+    config = with_attention_bias(windowed(config, fields, lambda layer: layer % 2 == 0), fields, True)
+    experts = fields.whole("num_local_experts", 128)
+    mixture = Mixture(experts, config.intermediate_size, _routing(fields, experts, 4), router_bias=True)
+    return replace(config, mlp_bias=True, activation="clamped_silu", mixture=mixture)
+
+
+def _llama4(raw: Mapping[str, Any]) -> ModelConfig:
+    """Layers with rotary positions see a part of the positions. The others see all, without any but a scale."""
+    fields = Fields({"num_key_value_heads": 8, "max_position_embeddings": 131072, **raw})
+    config = llama_like(fields, records.LLAMA4, theta=5e5, norm_eps=1e-5, head_dim=128)
+    layers = range(config.layers)
+    period = fields.whole("no_rope_layer_interval", 4)
+    is_rotary = [bool(flag) for flag in fields.get("no_rope_layers") or [(i + 1) % period for i in layers]]
+    kinds = fields.get("layer_types") or ["chunked_attention" if own else "full_attention" for own in is_rotary]
+    if other := set(kinds) - {"chunked_attention", "full_attention"}:
+        raise UnsupportedModelError(f"layer_types has {', '.join(map(repr, sorted(other)))}")
+    if len(kinds) != config.layers or len(is_rotary) < config.layers:
+        raise ValueError(f"layer_types and no_rope_layers do not have entries for {config.layers} layers")
+    span, unit = int(fields.nullable("attention_chunk_size", 8192)), fields.flag("use_qk_norm", True)
+    scale = QueryScale(fields.number("attn_scale", 0.1), fields.whole("floor_scale", 8192), 1)
+    tunes = fields.flag("attn_temperature_tuning", True)
+
+    def own(layer: int, attention: LayerAttention) -> LayerAttention:
+        rotary = is_rotary[layer]
+        return replace(
+            attention,
+            rope=attention.rope if rotary else None,
+            span=span if kinds[layer] == "chunked_attention" else 0,
+            query_scale=scale if tunes and not rotary else None,
+            unit_heads=unit and rotary,
+        )
+
+    width, experts = fields.whole("intermediate_size", 8192), fields.whole("num_local_experts", 16)
+    routing = Routing(chosen_experts(fields, experts, 1), "sigmoid", normalised=False, scales_inputs=True)
+    every = fields.whole("interleave_moe_layer_step", 1)
+    sparse = fields.get("moe_layers")
+    sparse = range(every - 1, config.layers, every) if sparse is None else sparse
+    mixture = Mixture(experts, width, routing, shared_width=width, dense_layers=frozenset(layers) - set(sparse))
+    config = with_attention_bias(with_attention(config, own), fields)
+    return replace(config, intermediate_size=fields.whole("intermediate_size_mlp", 16384), mixture=mixture)
+
+
 def _routing(fields: Fields, experts: int, chosen: int, *, normalised: bool = True) -> Routing:
     """Return routing by softmax.
 
@@ -100,8 +157,12 @@ def checked_routing(routing: Routing, experts: int) -> Routing:
     return routing
 
 
+CLAMPED_SILU: Final = (1.702, 7.0)
+"""Alpha and limit of the one clamped activation that there is (`trunkline.kernels.ops`, which imports torch)."""
 EXPERTS_READERS: Final[Mapping[str, Reader]] = {
     "Glm4MoeForCausalLM": _glm4_moe,
+    "GptOssForCausalLM": _gpt_oss,
+    "Llama4ForCausalLM": _llama4,
     "MixtralForCausalLM": _mixtral,
     "OlmoeForCausalLM": _olmoe,
     "Qwen3MoeForCausalLM": _qwen3_moe,

@@ -9,7 +9,7 @@ from typing import Any, Final
 from trunkline.worker.model import architecture as records
 from trunkline.worker.model.architecture import Architecture
 from trunkline.worker.model.config_fields import Fields, make_rope
-from trunkline.worker.model.model_config import ModelConfig, RopeConfig
+from trunkline.worker.model.model_config import ModelConfig, QueryScale, RopeConfig
 from trunkline.worker.model.reader_base import Reader, llama_like, windowed, with_attention, with_attention_bias
 
 
@@ -46,6 +46,25 @@ def _qwen_windowed(config: ModelConfig, fields: Fields) -> ModelConfig:
 def _ministral(raw: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(raw)
     return windowed(llama_like(fields, records.MISTRAL), fields, lambda _: True)
+
+
+def _ministral3(raw: Mapping[str, Any]) -> ModelConfig:
+    positions = {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "llama_4_scaling_beta": 0.1,
+    }
+    defaults = {"num_key_value_heads": 8, "max_position_embeddings": 262144}
+    given: Mapping[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or positions
+    fields = Fields({**defaults, **raw, "rope_parameters": given})
+    config = llama_like(fields, records.MISTRAL, norm_eps=1e-5, head_dim=128)
+    window, beta = int(fields.nullable("sliding_window", 0)), given.get("llama_4_scaling_beta")
+    scale = None
+    if beta is not None:
+        scale = QueryScale(float(beta), int(given["original_max_position_embeddings"]), 0)
+    return with_attention(config, lambda _, own: replace(own, window=window, query_scale=scale))
 
 
 def _phi3(raw: Mapping[str, Any]) -> ModelConfig:
@@ -167,6 +186,7 @@ LLAMA_READERS: Final[Mapping[str, Reader]] = {
     "GlmForCausalLM": _glm,
     "GraniteForCausalLM": _granite,
     "LlamaForCausalLM": _llama,
+    "Ministral3ForCausalLM": _ministral3,
     "MinistralForCausalLM": _ministral,
     "MistralForCausalLM": _mistral,
     "Olmo2ForCausalLM": _olmo2,

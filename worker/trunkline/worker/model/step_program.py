@@ -9,6 +9,8 @@ layer only the tokens go on whose final states are needed.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -37,6 +39,7 @@ from trunkline.kernels.program import (
     SoftCap,
     StoreKv,
 )
+from trunkline.kernels.query_scale import Temper
 from trunkline.kernels.wide_norms import SquareSums, WideNorm
 from trunkline.worker.model.architecture import Mlp, NormKind, Residual
 from trunkline.worker.model.checkpoint import ExpertWeights, LatentWeights, LayerWeights, NormWeights, Weights
@@ -61,7 +64,7 @@ class _Compiler:
         self, shard: Shard, weights: Weights, dtype: torch.dtype, device: torch.device, sums: bool
     ) -> None:
         self._shard, self._config, self._weights = shard, shard.config, weights
-        self._dtype, self._sums = dtype, sums
+        self._dtype, self._device, self._sums = dtype, device, sums
         self._frequencies = exact_frequencies(shard.config, device)
         self._specs = _specs(shard, self._frequencies, device)
         self._rows = Rows.TOKENS
@@ -140,15 +143,24 @@ class _Compiler:
             attended = self._buffer("attended", sum(value.out_features for value in layer.qkv.values))
             self._ops.append(Expand(x=latents, layers=layer.qkv.values, out=attended))
             return attended
+        if layer.sinks is not None:
+            spec = replace(spec, sinks=layer.sinks)
         qkv = self._linear(x, layer.qkv, "qkv", place="qkv")
         if self._config.qkv_clip:
             self._ops.append(Clamp(limit=self._config.qkv_clip, into=qkv))
         norm = layer.qk_norm
+        if own.unit_heads:
+            ones = torch.ones(spec.head_dim, dtype=self._dtype, device=self._device)
+            norm = QkNorm(ones, ones, self._config.norm_eps)
         if norm is not None and self._config.architecture.wide_norms:
             self._wide_norm(qkv, norm)
             norm = None
         self._ops.append(StoreKv(qkv=qkv, layer=index, spec=spec, cos=cos, sin=sin, norm=norm))
-        attended = self._buffer("attended", spec.heads * spec.head_dim)
+        queries = spec.heads * spec.head_dim
+        if (scale := own.query_scale) is not None:
+            factor, period, added = scale.factor, scale.period, scale.added
+            self._ops.append(Temper(qkv=qkv, width=queries, factor=factor, period=period, added=added))
+        attended = self._buffer("attended", queries)
         self._ops.append(Attend(qkv=qkv, layer=index, spec=spec, out=attended))
         return attended
 
@@ -306,6 +318,7 @@ def _specs(
             window=own.window,
             soft_cap=own.soft_cap,
             latent_dim=config.latent.latent if config.latent else 0,
+            span=own.span,
         )
         for own in set(config.attention)
     }

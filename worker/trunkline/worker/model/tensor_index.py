@@ -23,6 +23,7 @@ from trunkline.worker.model.gguf.container import TYPES
 from trunkline.worker.model.gguf.names import StoredTensor, read_stored
 from trunkline.worker.model.model_config import LatentAttention, ModelConfig, obstacles
 from trunkline.worker.model.packed_files import PackedMatrix, packed_matrices, scheme_of
+from trunkline.worker.model.stacked_experts import MXFP4_GROUP, Member, MemberKind, members
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -53,11 +54,26 @@ class TensorEntry(NamedTuple):
     """How a GGUF file has it; None: it is in a safetensors file."""
     packed: PackedMatrix | None = None
     """The tensors that it is packed in; None: it is a tensor itself."""
+    member: Member | None = None
+    """Where it lies in a tensor of all experts; None: it is a tensor itself."""
 
     @property
     def is_float(self) -> bool:
         """Whether weights can be read from the tensor's type."""
-        return self.stored is not None or self.packed is not None or self.dtype in _FLOAT_TYPES
+        if self.stored is not None or self.packed is not None or self.is_mxfp4:
+            return True
+        return self.dtype in _FLOAT_TYPES
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.member is not None and self.member.kind is MemberKind.MXFP4
+
+    @property
+    def group(self) -> int:
+        """Number of values that share a scale; 0: they have none."""
+        if self.stored is not None:
+            return next(kind.group for kind in TYPES.values() if kind.name == self.dtype)
+        return MXFP4_GROUP if self.is_mxfp4 else self.packed.group if self.packed else 0
 
 
 class _MalformedError(Exception):
@@ -79,14 +95,16 @@ def read_tensor_index(folder: Path) -> dict[str, TensorEntry]:
     tensors: dict[str, TensorEntry] = {}
     for file in _files(folder):
         tensors.update(read_header(file))
-    if (scheme := scheme_of(folder)) is None:
-        return tensors
+    described = {name: (each.shape, each.dtype) for name, each in tensors.items()}
+    scheme = scheme_of(folder)
     try:
-        packed = packed_matrices(scheme, {name: (each.shape, each.dtype) for name, each in tensors.items()})
+        for stacked, name, member, shape in members(described):
+            tensors[name] = TensorEntry(tensors[stacked].file, shape, tensors[stacked].dtype, member=member)
+        packed = {} if scheme is None else packed_matrices(scheme, described)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     for name, (matrix, shape) in packed.items():
-        method = f"{scheme.method}, {scheme.bits} bits"
+        method = f"{matrix.scheme.method}, {matrix.scheme.bits} bits"
         tensors[f"{matrix.name}.weight"] = TensorEntry(tensors[name].file, shape, method, packed=matrix)
     return tensors
 
@@ -119,7 +137,7 @@ def has_blocks(folder: Path) -> bool:
         ModelError: as `read_tensor_index`.
     """
     return any(
-        (each.stored is not None and each.dtype not in _FLOAT_TYPES) or each.packed is not None
+        (each.stored is not None and each.dtype not in _FLOAT_TYPES) or each.packed is not None or each.is_mxfp4
         for each in read_tensor_index(folder).values()
     )
 
@@ -233,13 +251,19 @@ def find_prefix(architecture: Architecture, tensors: Collection[str]) -> str:
     return next((x for x in architecture.prefixes if x + name in tensors), architecture.prefixes[0])
 
 
+def head_name(architecture: Architecture, prefix: str) -> str:
+    """Return the name of the head's tensor in a checkpoint whose names have that prefix."""
+    own = dict(zip(architecture.prefixes, architecture.head_prefixes, strict=False))
+    return f"{own.get(prefix, '')}{architecture.names.head}.weight"
+
+
 def expected_shapes(config: ModelConfig, prefix: str) -> dict[str, tuple[int, ...]]:
     """Return the whole (unsharded) shape of every tensor that the decoder needs, by name behind `prefix`."""
     names, hidden = config.architecture.names, config.hidden_size
     width = config.embedding_size or hidden
     shapes: dict[str, tuple[int, ...]] = {f"{prefix}{names.embedding}.weight": (config.vocab_size, width)}
     if not config.tied_embeddings:
-        shapes[f"{names.head}.weight"] = (config.vocab_size, width)
+        shapes[head_name(config.architecture, prefix)] = (config.vocab_size, width)
     if names.positions:
         rows = config.max_positions + config.architecture.position_rows_skipped
         shapes[f"{prefix}{names.positions}.weight"] = (rows, hidden)
@@ -272,17 +296,19 @@ def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
         yield from _linear(config, names.qkv, queries + 2 * keys, hidden, config.attention_bias)
     out = queries if config.latent is None else config.heads * config.latent.value
     yield from _linear(config, names.attention_out, hidden, out, config.attention_out_bias)
+    if names.sinks:
+        yield names.sinks, (config.heads,)
     mixture = config.mixture_of(layer)
     if mixture is None:
-        yield from _mlp(config, names.dense, config.intermediate_size)
+        yield from _mlp(config, names.dense, config.intermediate_size, (names.gate, names.up))
         return
-    yield from _linear(config, names.router, mixture.experts, hidden, False)
+    yield from _linear(config, names.router, mixture.experts, hidden, mixture.router_bias)
     if names.choice_bias:
         yield names.choice_bias, (mixture.experts,)
     for expert in range(mixture.experts):
-        yield from _mlp(config, names.expert.format(expert), mixture.width)
+        yield from _mlp(config, names.expert.format(expert), mixture.width, names.expert_gates)
     if mixture.shared_width:
-        yield from _mlp(config, names.shared_experts, mixture.shared_width)
+        yield from _mlp(config, names.shared_experts, mixture.shared_width, (names.gate, names.up))
 
 
 def _latent_shapes(config: ModelConfig, sizes: LatentAttention) -> Shapes:
@@ -296,12 +322,12 @@ def _latent_shapes(config: ModelConfig, sizes: LatentAttention) -> Shapes:
     yield from _linear(config, names.expand, config.heads * (sizes.plain + sizes.value), sizes.latent, False)
 
 
-def _mlp(config: ModelConfig, prefix: str, width: int) -> Shapes:
+def _mlp(config: ModelConfig, prefix: str, width: int, gates: tuple[str, str]) -> Shapes:
     names, hidden, bias = config.architecture.names, config.hidden_size, config.mlp_bias
-    if names.gate == names.up:
-        yield from _linear(config, prefix + names.up, 2 * width, hidden, bias)
+    if gates[0] == gates[1]:
+        yield from _linear(config, prefix + gates[1], 2 * width, hidden, bias)
     else:
-        for name in filter(None, (names.gate, names.up)):
+        for name in filter(None, gates):
             yield from _linear(config, prefix + name, width, hidden, bias)
     yield from _linear(config, prefix + names.down, hidden, width, bias)
 
@@ -347,19 +373,20 @@ def check_weights(config: ModelConfig, folder: Path, tp: int = 1) -> None:
 
 
 def _check_groups(config: ModelConfig, found: dict[str, TensorEntry], tp: int) -> None:
-    names, groups = config.architecture.names, {kind.name: kind.group for kind in TYPES.values()}
-    widths = [
-        (name, entry.shape[1], entry.packed.group if entry.packed else groups[entry.dtype])
-        for name, entry in found.items()
-        if (entry.stored or entry.packed)
-        and name.endswith((f"{names.attention_out}.weight", f"{names.down}.weight"))
-    ]
+    names = config.architecture.names
+    divisible: tuple[str, ...] = (names.attention_out, names.dense + names.down, names.shared_experts + names.down)
+    if config.mixture is not None and config.mixture.is_split:
+        divisible += tuple(names.expert.format(expert) + names.down for expert in range(config.mixture.experts))
+    prefix = find_prefix(config.architecture, found)
+    layers = [prefix + names.layer.format(layer) for layer in range(config.layers)]
+    split = [f"{layer}{name}.weight" for layer in layers for name in divisible]
+    widths = [(name, found[name].shape[1], found[name].group) for name in split if name in found]
 
     def divided(ranks: int) -> list[str]:
         return [
             f"{name} ({width} inputs in groups of {group})"
             for name, width, group in widths
-            if width % (ranks * group)
+            if group and width % (ranks * group)
         ]
 
     if tp > 1 and (divides := divided(tp)):

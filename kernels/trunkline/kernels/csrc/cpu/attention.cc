@@ -1,6 +1,7 @@
 // Exported attention ops: checks, memory, and the distribution of units over threads.
 #include "attention.h"
 
+#include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/tvm_ffi.h>
@@ -36,16 +37,24 @@ constexpr int64_t kPrefillVectors = 96;
 // Units of decode that each thread gets at least, if there are as many.
 constexpr int64_t kUnitsPerThread = 4;
 
-ScoreRule rule_of(double scale, double soft_cap, int64_t window, const TensorView& slopes, int64_t heads) {
+const float* per_head(const TensorView& tensor, int64_t heads) {
+  if (tensor.numel() == 0) return nullptr;
+  require(is_float32(tensor) && tensor.IsContiguous() && tensor.numel() == heads,
+          "alibi_slopes and sinks must be contiguous float32 [heads]");
+  return reinterpret_cast<const float*>(bytes_of(tensor));
+}
+
+// `reals`: scale, soft cap; `limits`: window, span.
+ScoreRule rule_of(const tvm::ffi::Array<double>& reals, const tvm::ffi::Array<int64_t>& limits,
+                  const TensorView& slopes, const TensorView& sinks, int64_t heads) {
+  require(reals.size() == 2 && limits.size() == 2, "a rule has two numbers and two limits");
+  const double scale = reals[0], soft_cap = reals[1];
+  const int64_t window = limits[0], span = limits[1];
   require(scale > 0.0, "scale must be positive");
-  require(soft_cap >= 0.0 && window >= 0 && window <= INT32_MAX, "soft_cap and window must not be negative");
-  ScoreRule rule{static_cast<float>(scale), static_cast<float>(soft_cap), static_cast<int32_t>(window), nullptr};
-  if (slopes.numel() != 0) {
-    require(is_float32(slopes) && slopes.IsContiguous() && slopes.numel() == heads,
-            "alibi_slopes must be contiguous float32 [heads]");
-    rule.slopes = reinterpret_cast<const float*>(bytes_of(slopes));
-  }
-  return rule;
+  require(soft_cap >= 0.0 && window >= 0 && window <= INT32_MAX && span >= 0 && span <= INT32_MAX,
+          "soft_cap, window and span must not be negative");
+  return {static_cast<float>(scale),  static_cast<float>(soft_cap), static_cast<int32_t>(window),
+          static_cast<int32_t>(span), per_head(slopes, heads),      per_head(sinks, heads)};
 }
 
 // `states`: for merging in place one per (row, head), for the buffer one per (partial, head).
@@ -116,9 +125,9 @@ void run_turns(CpuContext& context, const TurnCall& call, KvType type, int64_t s
 namespace {
 
 void decode_attention(int64_t handle, TensorView work, TensorView q, TensorView data, TensorView packed,
-                      int64_t layer, int64_t steps, TensorView out, double scale, double soft_cap, int64_t window,
-                      TensorView slopes, TensorView entry_query, TensorView turned, bool buffered,
-                      bool invariant) {
+                      int64_t layer, int64_t steps, TensorView out, tvm::ffi::Array<double> reals,
+                      tvm::ffi::Array<int64_t> limits, TensorView slopes, TensorView sinks, TensorView entry_query,
+                      TensorView turned, bool buffered, bool invariant) {
   const ContextUse use(handle);
   CpuContext& context = use.context();
   const int32_t* words = int32_data(work, "work");
@@ -133,7 +142,7 @@ void decode_attention(int64_t handle, TensorView work, TensorView q, TensorView 
   const int64_t heads = q.size(1);
   require(out.size(1) == heads && q.size(0) == call.work.rows && out.size(0) == call.work.rows,
           "q and out must be [rows, heads, width] of the plan's rows");
-  call.rule = rule_of(scale, soft_cap, window, slopes, heads);
+  call.rule = rule_of(reals, limits, slopes, sinks, heads);
   call.group = static_cast<int32_t>(heads / call.pool.kv_heads);
   call.q = bytes_of(q), call.out = bytes_of(out);
   if (entry_query.numel() != 0) {
@@ -238,8 +247,8 @@ void run_prefill(CpuContext& context, PrefillCall& call) {
 namespace {
 
 void prefill_attention(int64_t handle, TensorView words, TensorView q, TensorView data, TensorView packed,
-                       int64_t layer, TensorView out, double scale, double soft_cap, int64_t window,
-                       TensorView slopes, TensorView angles) {
+                       int64_t layer, TensorView out, tvm::ffi::Array<double> reals,
+                       tvm::ffi::Array<int64_t> limits, TensorView slopes, TensorView sinks, TensorView angles) {
   const ContextUse use(handle);
   CpuContext& context = use.context();
   PrefillCall call{};
@@ -252,7 +261,7 @@ void prefill_attention(int64_t handle, TensorView words, TensorView q, TensorVie
   const int64_t heads = q.size(1);
   require(out.size(1) == heads && q.size(0) == queries && out.size(0) == queries,
           "q and out must be [queries, heads, width] of the plan's queries");
-  call.rule = rule_of(scale, soft_cap, window, slopes, heads);
+  call.rule = rule_of(reals, limits, slopes, sinks, heads);
   call.group = static_cast<int32_t>(heads / call.pool.kv_heads);
   call.q = bytes_of(q), call.out = bytes_of(out);
   if (angles.numel() != 0) {

@@ -55,7 +55,9 @@ struct ScoreRule {
   float scale;
   float soft_cap;       // 0: none
   int32_t window;       // 0: none
+  int32_t span;         // a query sees the positions of its own part of so many; 0: all
   const float* slopes;  // [heads] or null
+  const float* sinks;   // [heads] or null: a score without a key, in every softmax
 };
 
 // One partial result of one query head, `state_floats` long: sum of weighted values, peak, total. The weights are

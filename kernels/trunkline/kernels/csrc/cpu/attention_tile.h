@@ -31,6 +31,7 @@ struct UnitMemory {
   float* peak;                     // [vectors]
   float* slope;                    // [vectors], times log2(e)
   float* position;                 // [vectors]: of the query, minus the lowest query's
+  float* reach;                    // [vectors]: positions before the query that it sees, where there is a span
   float* queries;                  // [vectors, padded d]: where T::A is not what memory holds; turned ones
   float* scores;                   // [kRowBlock, kScoreStride]
   float *valid, *key_position;     // [kScoreStride]
@@ -59,6 +60,7 @@ inline char* lay_out(UnitMemory& memory, char* base, long vectors, long head_dim
   memory.peak = reinterpret_cast<float*>(carve(at, n * 4));
   memory.slope = reinterpret_cast<float*>(carve(at, n * 4));
   memory.position = reinterpret_cast<float*>(carve(at, n * 4));
+  memory.reach = reinterpret_cast<float*>(carve(at, n * 4));
   memory.queries = reinterpret_cast<float*>(carve(at, n * padded * 4));
   memory.scores = reinterpret_cast<float*>(carve(at, kRowBlock * kScoreStride * 4));
   memory.valid = reinterpret_cast<float*>(carve(at, kScoreStride * 4));
@@ -80,8 +82,21 @@ struct Adjustment {
   bool scales;         // scores come out scaled; else only masked, so that a mask that hides nothing of a row
                        // leaves its bits alone
   bool bias;           // slopes
+  bool by_reach;       // the lower limit is each query's own
   float lower, upper;  // distances key - query in [lower, upper) are visible
 };
+
+// The factor that makes a result of the sum of weighted values; 0: nothing was seen. A sink joins the weights here,
+// once, when all parts of a context have been merged.
+TRUNKLINE_INLINE float result_factor(const ScoreRule& rule, int64_t query_head, float total, float peak) {
+  if (total == 0.0f) return 0.0f;
+  if (rule.sinks == nullptr) return 1.0f / total;
+  const float sink = rule.sinks[query_head] * kLog2E;
+  const float highest = sink > peak ? sink : peak;
+  float weights[2 * kLanes];
+  store(weights, exp2(set1(peak - highest))), store(weights + kLanes, exp2(set1(sink - highest)));
+  return weights[0] / (total * weights[0] + weights[kLanes]);
+}
 
 template <class T>
 class AttentionUnit {
@@ -173,14 +188,14 @@ class AttentionUnit {
     return sum;
   }
 
-  // The result of query vector `i`; zeros if it saw nothing.
-  TRUNKLINE_INLINE void write_output(int i, char* out) const {
-    write_normalised<T>(memory_.acc + i * values_, total(i), static_cast<int>(pool_.value_dim), out);
+  // The result of query vector `i`, which is one of `query_head`; zeros if it saw nothing.
+  TRUNKLINE_INLINE void write_output(int i, int64_t query_head, char* out) const {
+    const float factor = result_factor(rule_, query_head, total(i), memory_.peak[i]);
+    write_scaled<T>(memory_.acc + i * values_, factor, static_cast<int>(pool_.value_dim), out);
   }
 
   template <class U>
-  TRUNKLINE_INLINE static void write_normalised(const float* acc, float total, int d, char* out) {
-    const float factor = total == 0.0f ? 0.0f : 1.0f / total;
+  TRUNKLINE_INLINE static void write_scaled(const float* acc, float factor, int d, char* out) {
     auto* to = reinterpret_cast<typename U::Storage*>(out);
     int j = 0;
     for (; j + kLanes <= d; j += kLanes) U::store_floats(to + j, mul(load(acc + j), set1(factor)));
@@ -196,7 +211,8 @@ class AttentionUnit {
     const int64_t before_window = static_cast<int64_t>(query_highest) - rule_.window;
     if (rule_.window > 0 && group_.lowest <= before_window) how.lower = 1.0f - static_cast<float>(rule_.window);
     how.scales = how.bias || rule_.soft_cap != 0.0f;
-    how.any = how.scales || how.upper == 1.0f || how.lower > kMinusInfinity || !group_.all_valid;
+    how.by_reach = rule_.span > 0;
+    how.any = how.scales || how.by_reach || how.upper == 1.0f || how.lower > kMinusInfinity || !group_.all_valid;
     return how;
   }
 
@@ -350,8 +366,8 @@ class AttentionUnit {
     const Vec scale = set1(factor);
     const Vec cap = set1(rule_.soft_cap * kLog2E), hidden = set1(kMinusInfinity);
     const Vec slope = set1(how.bias ? memory_.slope[row] : 0.0f), query = set1(memory_.position[row]);
-    const Vec lower = set1(how.lower), upper = set1(how.upper);
-    const bool by_position = how.bias || how.upper == 1.0f || how.lower > kMinusInfinity;
+    const Vec lower = set1(how.by_reach ? -memory_.reach[row] : how.lower), upper = set1(how.upper);
+    const bool by_position = how.bias || how.by_reach || how.upper == 1.0f || how.lower > kMinusInfinity;
     for (int c = 0; c < group_.columns; c += kLanes) {
       Vec x = mul(load(scores + c), scale);
       if (capped) x = mul(tanh(x), cap);

@@ -37,8 +37,12 @@ void run_parts(CpuContext& context, int64_t count, int64_t each, Body&& body) {
 
 }  // namespace
 
+ElementRange element_range(CpuLevel level, ElementOp op, DenseType type) {
+  return element_table(level).range[static_cast<int>(op)][static_cast<int>(type)];
+}
+
 void run_elements(CpuContext& context, ElementOp op, DenseType type, const ElementCall& call, int64_t count) {
-  const auto range = element_table(context.level).range[static_cast<int>(op)][static_cast<int>(type)];
+  const auto range = element_range(context.level, op, type);
   run_parts(context, count, 1, [&](int64_t begin, int64_t end) { range(call, begin, end); });
 }
 

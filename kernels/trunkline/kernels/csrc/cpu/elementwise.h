@@ -51,9 +51,11 @@ struct WideNormCall {
   float count, eps;
 };
 
+// Elements [begin, end), computed in float32 and rounded once.
+using ElementRange = void (*)(const ElementCall& call, int64_t begin, int64_t end);
+
 struct ElementTable {
-  // Elements [begin, end), computed in float32 and rounded once.
-  void (*range[kElementOps][kDenseTypes])(const ElementCall& call, int64_t begin, int64_t end);
+  ElementRange range[kElementOps][kDenseTypes];
   void (*layer_norm[kDenseTypes])(const LayerNormCall& call, int64_t row_begin, int64_t row_end);
   void (*mix[kDenseTypes])(const MixCall& call, int64_t token_begin, int64_t token_end);
   void (*square_sums[kDenseTypes])(const SquareSumsCall& call, int64_t row_begin, int64_t row_end);
@@ -72,5 +74,8 @@ extern const ElementTable kElementTable;
 namespace avx512bf16 {
 extern const ElementTable kElementTable;
 }
+
+// The function of an op, for a thread that has elements of its own.
+ElementRange element_range(CpuLevel level, ElementOp op, DenseType type);
 
 }  // namespace trunkline

@@ -182,12 +182,16 @@ void run_experts(CpuContext& context, const ExpertsLayer& layer, const void* x, 
   char* rows = carved(at, pairs * row_bytes);
   char* inner = carved(at, pairs * inner_bytes);
   char* made = carved(at, pairs * row_bytes);
+  const auto scale = element_range(context.level, ElementOp::kScale, router.type);
   for_tokens(context, tokens, [&](int64_t token) {
-    for (int64_t i = 0; i < layer.per_token; ++i) {
-      const int64_t place = routing.place[token * layer.per_token + i];
+    for (int64_t pair = token * layer.per_token; pair < (token + 1) * layer.per_token; ++pair) {
+      const int64_t place = routing.place[pair];
       if (place < 0) continue;
       const auto bytes = static_cast<size_t>(row_bytes);
       std::memcpy(rows + place * row_bytes, static_cast<const char*>(x) + token * row_bytes, bytes);
+      if (!layer.scales_inputs) continue;
+      scale({rows + place * row_bytes, nullptr, routing.share[pair]}, 0, router.in_features);
+      routing.share[pair] = 1.0f;
     }
   });
   std::vector<LinearCall> ups, downs;

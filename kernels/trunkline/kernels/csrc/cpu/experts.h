@@ -24,6 +24,7 @@ struct ExpertsLayer {
   // How the router's outputs become shares (`trunkline/kernels/routing.py`).
   bool sigmoid;              // else a softmax
   bool normalised;           // shares are divided by their sum
+  bool scales_inputs;        // shares multiply what experts read, not what they make
   float factor;              // of the shares, behind that
   const float* choice_bias;  // one per expert of the layer, for the choice alone; null: none. Only with sigmoid
   int64_t groups;            // of neighbouring experts

@@ -35,7 +35,8 @@ constexpr int kDenseTypes = 3;
 // a layer rounds its rows to int8, by 32 inputs, and multiplies integers; else codes become floats.
 enum class WeightForm : int { kPlain = 0, kInt8 = 1, kGroups = 2, kGroupsInt8 = 3 };
 
-enum class Activation : int { kNone = 0, kSilu = 1, kGelu = 2, kGeluTanh = 3 };
+// The last is gpt-oss's, whose gate and up are clamped (`trunkline/kernels/ops.py`).
+enum class Activation : int { kNone = 0, kSilu = 1, kGelu = 2, kGeluTanh = 3, kClampedSilu = 4 };
 
 constexpr int kPanelWidth = 64;
 constexpr int kPanelQuantum = 16;  // lanes of the widest vector

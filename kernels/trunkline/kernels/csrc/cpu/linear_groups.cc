@@ -145,7 +145,7 @@ int64_t linear_pack_groups(int64_t context, TensorView codes, TensorView scale, 
     TVM_FFI_THROW(ValueError) << "numbers are six int64";
   std::memcpy(given.data(), numbers.data_ptr(), sizeof(given));
   const auto [bits, group, zero, type_of_x, activation, int8_inputs] = given;
-  if (activation < 0 || activation > static_cast<int64_t>(Activation::kGeluTanh) || type_of_x < 0 ||
+  if (activation < 0 || activation > static_cast<int64_t>(Activation::kClampedSilu) || type_of_x < 0 ||
       type_of_x >= kDenseTypes) {
     TVM_FFI_THROW(ValueError) << "there is no activation " << activation << " or no type " << type_of_x;
   }

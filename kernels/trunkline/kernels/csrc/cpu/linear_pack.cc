@@ -121,7 +121,7 @@ void fill_panels(CpuContext& shared, const TensorView& weight, int64_t parts, co
 // `scale` and `type_of_x` are read for an int8 weight.
 int64_t linear_pack(int64_t context, TensorView weight, TensorView scale, TensorView bias, int64_t type_of_x,
                     int64_t activation, TensorView data) {
-  if (activation < 0 || activation > static_cast<int64_t>(Activation::kGeluTanh)) {
+  if (activation < 0 || activation > static_cast<int64_t>(Activation::kClampedSilu)) {
     TVM_FFI_THROW(ValueError) << "there is no activation " << activation;
   }
   const int64_t parts = activation == 0 ? 1 : 2;

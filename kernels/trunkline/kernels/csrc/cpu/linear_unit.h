@@ -101,7 +101,22 @@ void store_sums(int rows, const float* sums, LaneConstants constants, PanelAdden
   }
 }
 
-template <class Out, Vec activate(Vec)>
+// What a gate and an up are joined to.
+template <Vec activate(Vec)>
+struct Gated {
+  TRUNKLINE_INLINE static Vec of(Vec gate, Vec up) { return mul(activate(gate), up); }
+};
+
+struct ClampedGated {
+  TRUNKLINE_INLINE static Vec of(Vec gate, Vec up) {
+    const Vec limit = set1(7.0f), one = set1(1.0f);
+    const Vec low = min(limit, gate), bounded = max(sub(zero(), limit), min(limit, up));  // this order keeps NaN
+    // silu(a * x) / a = x * sigmoid(a * x)
+    return mul(mul(silu(mul(low, set1(1.702f))), set1(1.0f / 1.702f)), add(bounded, one));
+  }
+};
+
+template <class Out, class Join>
 void store_gated(int rows, const float* gates, const float* ups, LaneConstants constants, PanelAddend addend,
                  int width, typename Out::Storage* out, int64_t ldo, int count) {
   for (int row = 0; row < rows; ++row, gates += kPanelWidth, ups += kPanelWidth, out += ldo) {
@@ -109,7 +124,7 @@ void store_gated(int rows, const float* gates, const float* ups, LaneConstants c
     for (int lane = 0; lane < count; lane += kLanes) {
       const Vec gate = plus_lanes(constants.apply(load(gates + lane), lane), added, lane);
       const Vec up = plus_lanes(constants.apply(load(ups + lane), width + lane), added, ldo + lane);
-      store_lanes<Out>(out + lane, mul(activate(gate), up), count - lane);
+      store_lanes<Out>(out + lane, Join::of(gate, up), count - lane);
     }
   }
 }
@@ -132,12 +147,18 @@ void gated_panels(const LinearCall& call, int rows, int64_t row_begin, int64_t p
     const PanelAddend addend{call.addend, row_begin, panel * kPanelWidth};
     switch (layer.activation) {
       case Activation::kGelu:
-        store_gated<T, gelu_erf>(rows, gates, ups, constants, addend, width, out, layer.out_features, count);
+        store_gated<T, Gated<gelu_erf>>(rows, gates, ups, constants, addend, width, out, layer.out_features,
+                                        count);
         break;
       case Activation::kGeluTanh:
-        store_gated<T, gelu_tanh>(rows, gates, ups, constants, addend, width, out, layer.out_features, count);
+        store_gated<T, Gated<gelu_tanh>>(rows, gates, ups, constants, addend, width, out, layer.out_features,
+                                         count);
         break;
-      default: store_gated<T, silu>(rows, gates, ups, constants, addend, width, out, layer.out_features, count);
+      case Activation::kClampedSilu:
+        store_gated<T, ClampedGated>(rows, gates, ups, constants, addend, width, out, layer.out_features, count);
+        break;
+      default:
+        store_gated<T, Gated<silu>>(rows, gates, ups, constants, addend, width, out, layer.out_features, count);
     }
   }
 }

@@ -91,6 +91,7 @@ void Program::run_op(const ProgramOp& op, SharedGroup* sums) {
     case OpKind::kSoftCap: return elements(op, ElementOp::kSoftCap);
     case OpKind::kForbid: return forbid(op);
     case OpKind::kExperts: return experts(op);
+    case OpKind::kTemper: return temper(op);
     case OpKind::kHost: break;
   }
   TVM_FFI_THROW(ValueError) << "the interpreter has no such op";
@@ -257,8 +258,22 @@ void Program::store_kv(const ProgramOp& op) {
 }
 
 ScoreRule Program::rule_of(const ProgramOp& op) const {
-  return {static_cast<float>(op.factor), static_cast<float>(op.cap), static_cast<int32_t>(op.window),
-          static_cast<const float*>(op.weight.data)};
+  return {static_cast<float>(op.factor),
+          static_cast<float>(op.cap),
+          static_cast<int32_t>(op.window),
+          static_cast<int32_t>(op.span),
+          static_cast<const float*>(op.weight.data),
+          static_cast<const float*>(op.bias.data)};
+}
+
+void Program::temper(const ProgramOp& op) {
+  const ProgramBuffer& qkv = at(op.into);
+  for (int64_t row = 0; row < rows_of(qkv); ++row) {
+    const int64_t parts = (step.positions[row] + op.heads) / op.window;
+    const double factor = 1.0 + op.factor * std::log1p(static_cast<double>(parts));
+    const ElementCall call{qkv.data + row * qkv.row_bytes(), nullptr, static_cast<float>(factor)};
+    run_elements(*context, ElementOp::kScale, qkv.type, call, op.number);
+  }
 }
 
 void Program::decode(const ProgramOp& op) {

@@ -48,8 +48,9 @@ enum class OpKind : int64_t {
   kWideNorm = 19,
   kAbsorb = 20,
   kExpand = 21,
+  kTemper = 22,
 };
-constexpr int64_t kOpKinds = 22;
+constexpr int64_t kOpKinds = 23;
 
 enum class RowKind : int64_t { kTokens = 0, kStates = 1, kLogits = 2 };
 constexpr int64_t kRowKinds = 3;
@@ -82,11 +83,12 @@ struct ProgramOp {
   ExpertsLayer routed{};  // but its experts, which are here:
   std::vector<Expert> experts;
   std::vector<const LinearLayer*> by_head;
-  Constant weight, bias;  // a table, frequencies, a norm's weights, slopes
+  Constant weight, bias;  // a table, frequencies, a norm's weights, slopes and sinks
   int64_t number = 0;     // first id or column, layer, activation, columns of queries
-  int64_t heads = 0;      // or columns of keys
+  int64_t heads = 0;      // or columns of keys; of kTemper, what is added to positions
   int64_t rope = -1;
-  int64_t window = 0;
+  int64_t window = 0;  // of kTemper, the period
+  int64_t span = 0;
   double factor = 0.0, cap = 0.0;  // eps, scale, limit
 };
 
@@ -140,6 +142,7 @@ struct Program {
   void wide_norm(const ProgramOp& op);
   void absorb(const ProgramOp& op);
   void expand(const ProgramOp& op);
+  void temper(const ProgramOp& op);
   void store_kv(const ProgramOp& op);
   void decode(const ProgramOp& op);
   void prefill(const ProgramOp& op);

@@ -54,6 +54,7 @@ void read_experts(const OpReader& reader, ProgramOp& op) {
   routed.router = layer(0), routed.count = handles.numel() / 2;
   routed.first = reader.words[4], routed.per_token = reader.words[5];
   routed.sigmoid = (reader.words[6] & 1) != 0, routed.normalised = (reader.words[6] & 2) == 0;
+  routed.scales_inputs = (reader.words[6] & 8) != 0;
   routed.factor = static_cast<float>(op.factor);
   routed.groups = reader.words[7], routed.groups_per_token = reader.words[8];
   const int64_t all = routed.router->out_features;
@@ -172,19 +173,20 @@ void read_attention(const OpReader& reader, ProgramOp& op, const PoolView& pool,
     require((op.weight.data == nullptr) == (op.bias.data == nullptr), "queries and keys are both normalised");
     return;
   }
-  op.out = reader.buffer(4), op.rope = reader.words[5], op.window = reader.words[7];
+  op.out = reader.buffer(4), op.rope = reader.words[5], op.window = reader.words[7], op.span = reader.words[9];
   const ProgramBuffer& out = reader.at(op.out);
   require(out.width % op.heads == 0 && out.rows == RowKind::kTokens && out.type == qkv.type,
           "attention's output does not fit");
   PoolView read = pool;
   set_value_dim(read, out.width / op.heads);
   require(op.rope >= -1 && op.rope < ropes && op.window >= 0 && op.window <= INT32_MAX && op.factor > 0.0 &&
-              op.cap >= 0.0,
-          "attention has no such rope, window, scale or cap");
-  op.weight = reader.constant(6, true);
-  require(
-      op.weight.data == nullptr || (op.weight.is_float32 && op.weight.width == op.heads && op.weight.rows == 1),
-      "slopes must be float32, one per head");
+              op.cap >= 0.0 && op.span >= 0 && op.span <= INT32_MAX,
+          "attention has no such rope, window, span, scale or cap");
+  op.weight = reader.constant(6, true), op.bias = reader.constant(8, true);
+  for (const Constant* own : {&op.weight, &op.bias}) {
+    require(own->data == nullptr || (own->is_float32 && own->width == op.heads && own->rows == 1),
+            "slopes and sinks must be float32, one per head");
+  }
 }
 
 void read_rotations(const OpReader& reader, ProgramOp& op) {
@@ -216,6 +218,10 @@ void read_elements(const OpReader& reader, ProgramOp& op) {
     require(into.rows == RowKind::kTokens, "positions belong to tokens");
   } else if (op.kind == OpKind::kAllReduce) {
     require(reader.program.group != 0, "there is no group for a sum over ranks");
+  } else if (op.kind == OpKind::kTemper) {
+    op.number = reader.words[2], op.window = reader.words[3], op.heads = reader.words[4];
+    const bool fits = op.number > 0 && op.number <= into.width && op.window > 0 && (op.heads | 1) == 1;
+    require(fits && into.rows == RowKind::kTokens, "queries of tokens are scaled, by a period");
   }
 }
 

@@ -18,7 +18,12 @@ from trunkline.worker.model.gguf.names import family_of, head_counts
 _MATRIX_DTYPES: Final = {"F32": "float32", "F16": "float16"}
 """The type to compute in, by the type of the embedding; for all others bfloat16, in which most models are made."""
 _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
-    "expert_count": (0,),
+    "expert_gating_func": (0, 1),
+    "expert_group_count": (0, 1),
+    "expert_shared_count": (0,),
+    "expert_weights_norm": (True,),
+    "expert_weights_scale": (0.0, 1.0),
+    "leading_dense_block_count": (0,),
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
     "attention.max_alibi_bias": (0.0,),
@@ -63,6 +68,8 @@ def config_of(
     for key, allowed in _NEUTRAL.items():
         if (name, key) != ("gemma3", "rope.freq_base_swa"):
             own.refuse(key, allowed)
+    if not family.experts:
+        own.refuse("expert_count", (0,))
     heads, kv_heads = head_counts(metadata, name)
     hidden = own.whole("embedding_length")
     head_dim = own.whole("attention.key_length", hidden // heads)
@@ -89,13 +96,13 @@ def config_of(
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "intermediate_size": own.whole("feed_forward_length"),
+        "intermediate_size": own.whole("feed_forward_length", own.get("expert_feed_forward_length")),
         "max_position_embeddings": own.whole("context_length"),
         "rms_norm_eps": own.number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in tensors,
     }
     config["rope_parameters"] = _rope(own, head_dim, rope_factors)
-    return {**config, **_EXTRA[name](own, tensors, config)}
+    return {**config, **_EXTRA[name](own, tensors, config), **(_experts(own) if family.experts else {})}
 
 
 class _Own:
@@ -218,6 +225,26 @@ def _llama(own: _Own, tensors: Mapping[str, GgufTensor], config: Mapping[str, An
     return found
 
 
+def _experts(own: _Own) -> dict[str, Any]:
+    count, chosen = own.whole("expert_count"), own.whole("expert_used_count")
+    found: dict[str, Any] = {"num_local_experts": count, "num_experts_per_tok": chosen}
+    width = own.get("expert_feed_forward_length")
+    if own.name == "qwen3moe":
+        return {**found, "num_experts": count, "moe_intermediate_size": width, "norm_topk_prob": True}
+    if width is not None:
+        found["intermediate_size"] = own.whole("expert_feed_forward_length")
+    if own.name == "llama":
+        found |= {"architectures": ["MixtralForCausalLM"], "sliding_window": own.get("attention.sliding_window")}
+    return found
+
+
+def _gpt_oss(own: _Own, tensors: Mapping[str, GgufTensor], config: Mapping[str, Any]) -> dict[str, Any]:
+    # The rounding of YaRN's range is the model's own, and in no file.
+    positions = {**config["rope_parameters"], "truncate": False}
+    window = own.whole("attention.sliding_window", 128)
+    return {"rope_parameters": positions, "sliding_window": window, "gate_and_up_apart": True}
+
+
 def _qwen2(own: _Own, tensors: Mapping[str, GgufTensor], config: Mapping[str, Any]) -> dict[str, Any]:
     own.refuse("attention.sliding_window", (0,))
     return {}
@@ -258,6 +285,8 @@ _EXTRA: Final[Mapping[str, Callable[[_Own, Mapping[str, GgufTensor], Mapping[str
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen3moe": _qwen3,
+    "gpt-oss": _gpt_oss,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
 }

@@ -59,6 +59,7 @@ TYPES: Final = {
     13: BlockType("Q5_K", 256, 176, 32),
     14: BlockType("Q6_K", 256, 210, 16),
     30: BlockType("BF16", 1, 2),
+    39: BlockType("MXFP4", 32, 17, 32),
 }
 """The types of tensors that are read, by the format's number."""
 OTHER_TYPES: Final = {
@@ -82,7 +83,6 @@ OTHER_TYPES: Final = {
     29: "IQ1_M",
     34: "TQ1_0",
     35: "TQ2_0",
-    39: "MXFP4",
 }
 """Names of types that are not read, for messages."""
 

@@ -48,6 +48,8 @@ class _Family(NamedTuple):
     """A layer's tensors beside the common ones."""
     has_pairs: bool = False
     has_plus_one: bool = False
+    experts: Mapping[str, str] = {}
+    """A layer's tensors of all experts, and the name of one expert's part, with `{}` for its index."""
 
 
 _COMMON: Final = {
@@ -67,14 +69,42 @@ _GEMMA: Final = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+
+
+def _expert_parts(prefix: str, names: tuple[str, str, str]) -> dict[str, str]:
+    return {f"ffn_{part}_exps": prefix + name for part, name in zip(("gate", "up", "down"), names, strict=True)}
+
+
+_PROJECTIONS: Final = ("gate_proj", "up_proj", "down_proj")
 FAMILIES: Final = {
     "llama": _Family("LlamaForCausalLM", _MLP_NORM, has_pairs=True),
     "qwen2": _Family("Qwen2ForCausalLM", _MLP_NORM),
     "qwen3": _Family("Qwen3ForCausalLM", {**_MLP_NORM, **_HEAD_NORMS}),
+    "qwen3moe": _Family(
+        "Qwen3MoeForCausalLM",
+        {**_MLP_NORM, **_HEAD_NORMS, "ffn_gate_inp": "mlp.gate"},
+        experts=_expert_parts("mlp.experts.{}.", _PROJECTIONS),
+    ),
+    "gpt-oss": _Family(
+        "GptOssForCausalLM",
+        {
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        experts=_expert_parts("mlp.experts.{}.", _PROJECTIONS),
+    ),
     "gemma2": _Family("Gemma2ForCausalLM", _GEMMA, has_plus_one=True),
     "gemma3": _Family("Gemma3ForCausalLM", {**_GEMMA, **_HEAD_NORMS}, has_plus_one=True),
 }
 """The families that are read, by `general.architecture`."""
+_MIXTRAL: Final = _Family(
+    "MixtralForCausalLM",
+    {**_MLP_NORM, "ffn_gate_inp": "block_sparse_moe.gate"},
+    has_pairs=True,
+    experts=_expert_parts("block_sparse_moe.experts.{}.", ("w1", "w3", "w2")),
+)
+"""A "llama" with experts."""
 DENSE_TYPES: Final = ("F32", "F16", "BF16")
 """Types of tensors that are not in blocks."""
 _ENDS: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -95,7 +125,7 @@ def family_of(metadata: Mapping[str, Any]) -> tuple[str, _Family]:
         raise UnsupportedModelError(
             f"unsupported architecture: {said}; of GGUF files are read: {', '.join(FAMILIES)}"
         )
-    return given, FAMILIES[given]
+    return given, _MIXTRAL if given == "llama" and metadata.get("llama.expert_count") else FAMILIES[given]
 
 
 def head_counts(metadata: Mapping[str, Any], architecture: str) -> tuple[int, int]:
@@ -165,6 +195,9 @@ def _stored(
         layer = _LAYER_TENSOR.fullmatch(given)
         stem, _, ending = given.rpartition(".")
         part = layer[2] if layer else stem
+        if layer and part in family.experts:
+            yield from _of_experts(file, f"model.layers.{layer[1]}.{family.experts[part]}.{ending}", given, tensor)
+            continue
         known = parts.get(part) if layer else _ENDS.get(stem)
         if known is None or ending not in ("weight", "bias"):
             raise UnsupportedModelError(f"tensor {given!a:.80} is not known for architecture {architecture!r}")
@@ -173,6 +206,7 @@ def _stored(
                 f"{given} of shape {list(tensor.shape)} is {tensor.type}; only matrices may be"
             )
         name = f"model.layers.{layer[1]}.{known}.{ending}" if layer else f"{known}.{ending}"
+        name = name.removesuffix(".weight") if known == "self_attn.sinks" else name
         layout, found = Layout.PLAIN, pairs.get(part, 0) if layer else 0
         if found:
             layout = Layout.PAIRS
@@ -183,3 +217,18 @@ def _stored(
         elif family.has_plus_one and part.endswith("norm"):
             layout = Layout.PLUS_ONE
         yield name, StoredTensor(file, tensor.shape, tensor.type, tensor.offset, tensor.bytes, layout, found)
+
+
+def _of_experts(file: Path, name: str, given: str, tensor: GgufTensor) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield each expert's part of a tensor of all: they lie one behind the other.
+
+    Args:
+        name: The parts' name, with `{}` for an expert's index.
+    """
+    shape = tensor.shape
+    if len(shape) != (3 if given.endswith(".weight") else 2) or not shape[0] or tensor.bytes % shape[0]:
+        raise CheckpointError(f"{given} of shape {list(shape)} is not that of all experts of a layer")
+    size = tensor.bytes // shape[0]
+    for expert in range(shape[0]):
+        place = tensor.offset + expert * size
+        yield name.format(expert), StoredTensor(file, shape[1:], tensor.type, place, size, Layout.PLAIN, 0)

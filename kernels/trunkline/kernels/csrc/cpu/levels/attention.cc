@@ -38,6 +38,11 @@ void turn_query(const TurnCall& call, int64_t slot) {
   }
 }
 
+// The positions before a query's own that it sees under the rule's span; 0 without one.
+TRUNKLINE_INLINE int32_t reach_at(const ScoreRule& rule, int32_t position) {
+  return rule.span == 0 ? 0 : position % rule.span;
+}
+
 // A state in memory: acc `[padded d]`, peak, total.
 struct State {
   float* acc;
@@ -66,7 +71,7 @@ TRUNKLINE_INLINE void merge_into(const State& to, const float* acc, float peak, 
 
 template <class T>
 void finish_vector(const DecodeCall& call, AttentionUnit<T>& unit, int vector, int ordinal, int partials,
-                   float* states, int64_t index, char* out) {
+                   float* states, int64_t index, int64_t query_head, char* out) {
   const UnitMemory& memory = unit.memory();
   const int padded = unit.padded();
   const float* acc = memory.acc + vector * padded;
@@ -79,7 +84,8 @@ void finish_vector(const DecodeCall& call, AttentionUnit<T>& unit, int vector, i
   merge_into(state, acc, memory.peak[vector], unit.total(vector), padded);
   if (ordinal == partials - 1) {
     const int d = static_cast<int>(call.pool.value_dim);
-    AttentionUnit<T>::template write_normalised<T>(state.acc, *state.total, d, out);
+    const float factor = result_factor(call.rule, query_head, *state.total, *state.peak);
+    AttentionUnit<T>::template write_scaled<T>(state.acc, factor, d, out);
   }
 }
 
@@ -98,11 +104,12 @@ void finish(const DecodeCall& call, AttentionUnit<T>& unit, const DecodeUnit& ch
       if (partials > 1 && merged != nullptr) wait_for_turn(merged, static_cast<uint32_t>(ordinal));
       const int64_t place = call.turns == nullptr ? slot + ordinal : row;
       for (int g = 0; g < call.group; ++g, ++vector, out += vector_bytes) {
+        const int64_t query_head = head * call.group + g;
         if (partials == 1) {
-          unit.write_output(vector, out);
+          unit.write_output(vector, query_head, out);
         } else {
           const int64_t index = (place * call.pool.kv_heads + head) * call.group + g;
-          finish_vector(call, unit, vector, ordinal, partials, call.states, index, out);
+          finish_vector(call, unit, vector, ordinal, partials, call.states, index, query_head, out);
         }
       }
       if (partials > 1 && merged != nullptr) {
@@ -125,11 +132,16 @@ void decode_unit(const DecodeCall& call, const DecodeUnit& chosen, char* scratch
   const auto position_of = [&](int entry) {
     return work.query_position[work.entry_row[entry]] + call.steps - work.entry_shift[entry];
   };
-  int32_t lowest = INT32_MAX, highest = INT32_MIN;
+  const auto reach_of = [&](int entry) {
+    return reach_at(call.rule, work.query_position[work.entry_row[entry]] + call.steps);
+  };
+  int32_t lowest = INT32_MAX, highest = INT32_MIN, farthest = INT32_MAX;
   for (int entry = first_entry; entry < last_entry; ++entry) {
     const int32_t position = position_of(entry);
     lowest = position < lowest ? position : lowest;
     highest = position > highest ? position : highest;
+    const int32_t seen = position - reach_of(entry);
+    farthest = seen < farthest ? seen : farthest;
   }
   for (int entry = first_entry; entry < last_entry; ++entry) {
     const int row = work.entry_row[entry];
@@ -143,6 +155,7 @@ void decode_unit(const DecodeCall& call, const DecodeUnit& chosen, char* scratch
         const int64_t query_head = static_cast<int64_t>(chosen.head + h) * call.group + g;
         unit.set_query(vector, q + query_head * vector_bytes);
         memory.position[vector] = static_cast<float>(position);
+        memory.reach[vector] = static_cast<float>(reach_of(entry));
         if (call.rule.slopes != nullptr) memory.slope[vector] = call.rule.slopes[query_head] * kLog2E;
       }
     }
@@ -161,6 +174,7 @@ void decode_unit(const DecodeCall& call, const DecodeUnit& chosen, char* scratch
             INT32_MAX};
   const bool windowed = call.rule.window > 0;
   if (windowed) at.see_from = lowest - call.rule.window + 1, at.see_to = highest;
+  if (call.rule.span > 0) at.see_from = farthest;
   unit.attend(at, windowed, lowest, highest);
   finish(call, unit, chosen);
 }
@@ -179,8 +193,9 @@ void decode_merge(const DecodeCall& call, int64_t row) {
       const State other = state_at(call.states, slot * heads + head, padded);
       merge_into(state, other.acc, *other.peak, *other.total, padded);
     }
-    AttentionUnit<T>::template write_normalised<T>(state.acc, *state.total, static_cast<int>(call.pool.value_dim),
-                                                   call.out + row * call.out_stride + head * vector_bytes);
+    const float factor = result_factor(call.rule, head, *state.total, *state.peak);
+    AttentionUnit<T>::template write_scaled<T>(state.acc, factor, static_cast<int>(call.pool.value_dim),
+                                               call.out + row * call.out_stride + head * vector_bytes);
   }
 }
 
@@ -213,6 +228,7 @@ struct PrefillBlock {
         }
         unit.set_query(vector, row);
         memory.position[vector] = static_cast<float>(call.query_position[query] - lowest);
+        memory.reach[vector] = static_cast<float>(reach_at(call.rule, call.query_position[query]));
       }
     }
   }
@@ -248,6 +264,7 @@ void prefill_unit(const PrefillCall& call, const PrefillUnit& chosen, char* scra
     Cursor at{call.block, call.first, call.count, call.base, nullptr, 0, item, stop, 0, INT32_MIN, INT32_MAX};
     at.see_to = highest - shift;
     if (call.rule.window > 0) at.see_from = lowest - shift - call.rule.window + 1;
+    if (call.rule.span > 0) at.see_from = lowest - shift - reach_at(call.rule, lowest);
     unit.attend(at, true, lowest - shift, highest - shift);
     item = stop;
   }
@@ -255,7 +272,9 @@ void prefill_unit(const PrefillCall& call, const PrefillUnit& chosen, char* scra
   for (int token = 0, vector = 0; token < chosen.queries; ++token) {
     const int64_t query = chosen.first_query + token;
     char* out = call.out + query * call.out_stride + chosen.head * call.group * result_bytes;
-    for (int g = 0; g < call.group; ++g, ++vector, out += result_bytes) unit.write_output(vector, out);
+    for (int g = 0; g < call.group; ++g, ++vector, out += result_bytes) {
+      unit.write_output(vector, static_cast<int64_t>(chosen.head) * call.group + g, out);
+    }
   }
 }
 
