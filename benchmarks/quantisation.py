@@ -88,8 +88,7 @@ class Model:
         count = len(ids)
         blocks = -(-count // CHUNK)
         return ForwardBatch(
-            ids=ids,
-            positions=torch.arange(count),
+            inputs=lambda: (ids, torch.arange(count)),
             num_rows=0,
             write=WritePlan(CHUNK, np.arange(count, dtype=np.int32)),
             decode=None,
@@ -124,8 +123,7 @@ class Model:
         self.decoder.pool.data[:rows].zero_()
         self.decoder.pool.packed[:rows].zero_()
         batch = ForwardBatch(
-            ids=torch.arange(2, 2 + rows),
-            positions=torch.from_numpy(last).long(),
+            inputs=lambda: (torch.arange(2, 2 + rows), torch.from_numpy(last).long()),
             num_rows=rows,
             write=WritePlan(CHUNK, each * CHUNK + last),
             decode=build_decode_plan(segments, last, int32(np.zeros((0, 4))), CHUNK),

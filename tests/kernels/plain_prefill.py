@@ -13,7 +13,7 @@ from trunkline.kernels.cuda_work import PrefillCut
 from trunkline.kernels.plan import PrefillPlan
 
 MAGIC: Final = 0x54504157
-HEADER_WORDS: Final = 24
+HEADER_WORDS: Final = 28
 WORDS_ALIGNED: Final = 4
 
 

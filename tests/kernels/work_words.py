@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 HEADER = (
     "magic words pieces items entries rows partials tokens widest piece_items piece_entries item_block item_first "
     "item_count item_base item_tail entry_row entry_shift entry_ordinal row_partials query_position shifted "
-    "last_block made"
+    "last_block made row_tail unused_1 unused_2 unused_3"
 ).split()
 MAGIC = 0x54504157
 

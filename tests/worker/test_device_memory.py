@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from kernels.cuda_emulated import CXX, make_emulated
+from kernels.cuda_emulated import CXX, H200, configure, make_emulated
 from worker.checkpoints import make_checkpoint
 from worker.driver import generate, run_config
 
@@ -25,6 +26,7 @@ from trunkline.worker.device import (
     MemoryUse,
     StepLimits,
     blocks_that_fit,
+    graph_bytes,
     measured,
     rehearsal,
 )
@@ -88,14 +90,15 @@ def test_the_pool_gets_what_weights_and_steps_leave(fields: dict[str, object], l
         (
             {"gpu_memory_fraction": 0.25},
             "no room for KV: this GPU has 80.00 GiB, of which --gpu-memory-fraction 0.25 allows 20.00; the "
-            "weights take 16.00, the largest step (1024 tokens, 256 rows) 3.00, NCCL and kernels 1.00, so 0.00 "
-            "are left, and 2 blocks of 8 tokens take 0.02. Give a larger --gpu-memory-fraction, more GPUs",
+            "weights take 16.00, the largest step (1024 tokens, 256 rows) 3.00, graphs of steps 0.00, NCCL and "
+            "kernels 1.00, so 0.00 are left, and 2 blocks of 8 tokens take 0.02. Give a larger "
+            "--gpu-memory-fraction, more GPUs",
         ),
         (
             {"kv_memory_bytes": 61 * GIB},
             "the KV pool is to have 61.00 GiB, but this GPU has 80.00 GiB; the weights take 16.00, the largest "
-            "step (1024 tokens, 256 rows) 3.00, NCCL and kernels 1.00, so 60.00 are left. Give a smaller "
-            "--kv-memory",
+            "step (1024 tokens, 256 rows) 3.00, graphs of steps 0.00, NCCL and kernels 1.00, so 60.00 are left. "
+            "Give a smaller --kv-memory",
         ),
     ],
 )
@@ -103,6 +106,19 @@ def test_what_can_never_fit_is_a_mistake_in_the_configuration(fields: dict[str, 
     with pytest.raises(WorkerConfigError) as caught:
         blocks_that_fit(USE, gpu_config(**fields), 8 * MIB)
     assert words in str(caught.value)
+
+
+def test_graphs_are_counted_before_the_pool() -> None:
+    """They are there while the pool is sized, and gone again; the step's own memory is not counted twice."""
+    meter = FakeMemory(free=70 * GIB)
+
+    def capture() -> None:
+        meter.free -= 5 * GIB
+
+    assert graph_bytes(capture, meter) == 5 * GIB
+    with_graphs = replace(USE, graphs=5 * GIB)
+    assert blocks_that_fit(with_graphs, gpu_config(gpu_memory_fraction=0.9), 8 * MIB) == (72 - 20 - 5) * 128
+    assert with_graphs.available == USE.available - 5 * GIB
 
 
 @pytest.mark.parametrize("fields", [{}, {"kv_memory_bytes": 55 * GIB}])
@@ -184,7 +200,8 @@ def test_the_largest_steps_run_before_the_pool_is_made(
     assert (seen["tokens"], seen["rows"]) == (budget, rows)
     assert all(seen.values()), seen
     assert pools == [POOL_BLOCKS, 64]
-    assert meter.calls == ["free", "held", "begin", "peak", "held", "free"]
+    graphs = ["held", "free", "held", "free"]
+    assert meter.calls == ["free", "held", "begin", "peak", *graphs, "held", "free"]
     assert runner.steps == 0
     assert runner.kernels.counters.decode_plans == 0
     outputs = [stream.output for stream in generate(runner)]
@@ -197,6 +214,7 @@ def test_nothing_of_the_cuda_kernels_is_left_for_the_first_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decoding whose partial results are merged, prefill behind a context: here with the emulated device code."""
+    configure(H200, 0)
     kernels = make_emulated()
     merged: list[int] = []
     take = CudaKernels._take_workspace
@@ -211,6 +229,7 @@ def test_nothing_of_the_cuda_kernels_is_left_for_the_first_request(
     monkeypatch.setattr(kernels.counters, "reset", lambda: calls.update(kernels.counters.calls))
     folder = make_checkpoint(tmp_path / "model", max_position_embeddings=2048)
     config = run_config(folder, token_budget=24, max_rows=6, chunk_size=64, pool_blocks=4, dtype="bfloat16")
+    config = msgspec.structs.replace(config, cuda_graphs=False)
     Runner.load(config, lambda *_: None, FakeMemory())
     assert set(merged) == {0, 1}, "both of decoding and of prefill"
     assert {"decode_attention", "prefill_attention", "write_kv", "copy_blocks"} <= set(calls)

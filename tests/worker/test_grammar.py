@@ -360,8 +360,10 @@ def batch_of(drafted: DraftRows) -> ForwardBatch:
     """A batch of these rows, as far as selection looks at it."""
     count, nothing = len(drafted.ids), np.zeros(0, dtype=np.int32)
     return ForwardBatch(
-        torch.from_numpy(drafted.ids.astype(np.int64)),
-        torch.from_numpy(drafted.lengths.astype(np.int64)),
+        lambda: (
+            torch.from_numpy(drafted.ids.astype(np.int64)),
+            torch.from_numpy(drafted.lengths.astype(np.int64)),
+        ),
         count,
         WritePlan(64, nothing),
         None,

@@ -53,7 +53,8 @@ def serve_hung(config: WorkerConfig, marker: Path) -> None:
             is_preparing=False,
             check=lambda: None,
             reports=list,
-            execute=wait_for_the_device,
+            launch=wait_for_the_device,
+            launched=SimpleNamespace(count=0),
         )
 
     os._exit(serve(config, load))

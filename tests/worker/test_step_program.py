@@ -428,7 +428,7 @@ def test_a_refused_step_leaves_nothing_to_run_on(models: Models) -> None:
             program.begin(wrong)
         calls = dict(runner.kernels.counters.calls)
         program.run(0, 1)
-        far = dataclasses.replace(good, positions=good.positions + 100_000)
+        far = dataclasses.replace(good, inputs=lambda: (good.ids, good.positions + 100_000))
         program.begin(far)
         with pytest.raises(ValueError, match=r"position .*: the table has"):
             program.run(0, len(program.program.ops))

@@ -87,8 +87,7 @@ class ModuleText(msgspec.Struct, array_like=True, frozen=True):
 
 
 class PromptLayout(msgspec.Struct, array_like=True, frozen=True):
-    """The positions of a prompt's tokens: of cached texts, and of the request's own tokens between and behind
-    them."""
+    """The positions of a prompt's tokens: of cached texts, and of the request's own between and behind them."""
 
     texts: list[ModuleText]
     runs: bytes
@@ -444,6 +443,8 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True, tag="result"):
     """Microseconds for which the step waited for saves and loads, part of `elapsed_us`."""
     forced: dict[int, bytes] | None = None
     """By sequence, int32 ids that spell what its grammar demands next; told once (`CompileGrammar.foretell`)."""
+    replayed: int = 0
+    """1: the step was a graph on a GPU."""
 
 
 class GrammarReady(msgspec.Struct, array_like=True, frozen=True, tag="grammar_ready"):

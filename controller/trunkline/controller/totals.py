@@ -19,6 +19,8 @@ class Totals:
     plan_copies: int = 0
     """Number of steps for which the workers rebuilt their decode plan, because of new rows or a row that filled
     its block."""
+    replayed_steps: int = 0
+    """Number of steps that were graphs on GPUs."""
     kv_bytes_read: int = 0
     """Bytes of KV that decode attention has read on rank 0."""
     tier_tokens: list[int] = field(default_factory=lambda: [0] * len(TierKind))

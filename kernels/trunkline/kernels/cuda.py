@@ -42,6 +42,7 @@ from trunkline.kernels.cuda_library import (
 )
 from trunkline.kernels.cuda_moves import PoolMoves
 from trunkline.kernels.cuda_sampling import CudaSampling
+from trunkline.kernels.cuda_steps import StepBuffers
 from trunkline.kernels.cuda_work import (
     WORKSPACE_BYTES,
     CudaDecodeWork,
@@ -132,6 +133,7 @@ class CudaKernels:
         counters = self.counters
         counters.called("decode_attention")
         call = self._attention_call(plan, q, pool, layer, spec, out)
+        call.rows = len(q)  # in a graph more than the plan has, as a later one may have more
         state, device_work = self._place(plan, pool, spec)
         tokens = state.tokens + plan.steps * plan.num_rows
         counters.decode_tokens_read += tokens
@@ -142,15 +144,27 @@ class CudaKernels:
             self._take_workspace(call, state.partials, pool.data.device)
         self._library.call("attention", byref(call), self._stream())
 
-    def prepare_replay(self, plan: AnyDecodePlan, pool: KvPool, spec: AttentionSpec) -> None:
-        """Bring a plan and its step to the device memory that a captured graph reads. Call it before every replay.
+    def prepare_replay(self, plan: AnyDecodePlan, pool: KvPool, spec: AttentionSpec) -> DeviceWork:
+        """Bring a plan and its step to the device memory that a captured graph reads, and return that memory. Call
+        it before every replay.
 
-        The plan may be another one than the captured one, with as many rows. If this changes `graph_generation`,
-        the step must be captured again.
+        The plan may be another one than the captured one, with at most as many rows as the captured queries. If
+        this changes `graph_generation`, the step must be captured again.
         """
         check_pool(pool, plan.chunk_size)
         self._constants_of(spec, pool.data.device)
-        self._place(plan, pool, spec)
+        return self._place(plan, pool, spec)[1]
+
+    def count_replayed(self, plan: AnyDecodePlan, pool: KvPool, work: DeviceWork, layers: int) -> None:
+        """Count what the attention of so many layers reads in a replay."""
+        assert work.resident is not None
+        tokens = layers * (work.resident.tokens + plan.steps * plan.num_rows)
+        self.counters.decode_tokens_read += tokens
+        self.counters.decode_bytes_read += tokens * pool.format.layer_token_bytes
+
+    def step_buffers(self, rows: int, pool: KvPool) -> StepBuffers:
+        """Return new buffers for decode steps in graphs, of at most so many rows."""
+        return StepBuffers(self._library, self._stream, rows, pool.chunk_size, pool.data.device)
 
     @property
     def graph_generation(self) -> int:

@@ -104,7 +104,7 @@ class DecodePlans:
         at = self._devices.get(owner)
         if at is None:
             at = self._devices[owner] = DeviceWork(device)
-        if at.resident is work and at.steps == plan.steps:
+        if at.resident is work and at.steps == plan.steps and at.is_current:
             return at
         # An upload or a count in the graph would be repeated by every replay.
         refuse_capture(self._is_capturing(), "the plan or its step is not on the device yet")

@@ -104,13 +104,33 @@ class EditCall(ctypes.Structure):
     ]
 
 
-_STRUCTURES: Final = (AttentionCall, AttentionShape, WriteCall, MoveCall, NormCall, DrawCall, EditCall)
+class StepRowsCall(ctypes.Structure):
+    """The arguments of the first and the last node of a decode step in a graph."""
+
+    _fields_: ClassVar[_Fields] = [
+        *_fields(c_void_p, "work steps table ids positions slots seeds output_index top_k factors drawn tokens"),
+        *_fields(c_int32, "rows places chunk_size"),
+    ]
+
+
+_STRUCTURES: Final = (
+    AttentionCall,
+    AttentionShape,
+    WriteCall,
+    MoveCall,
+    NormCall,
+    DrawCall,
+    EditCall,
+    StepRowsCall,
+)
 _ARGUMENTS: Final[dict[str, list[Any]]] = {
     "trunkline_set_device": [c_int32],
     "trunkline_attention_shape": [c_int32, c_int32, POINTER(AttentionShape)],
     "trunkline_attention": [POINTER(AttentionCall), c_void_p],
     "trunkline_add_steps": [c_void_p, c_int32, c_void_p],
     "trunkline_patch_words": [c_void_p, c_void_p, c_int32, c_void_p],
+    "trunkline_begin_rows": [POINTER(StepRowsCall), c_void_p],
+    "trunkline_end_rows": [POINTER(StepRowsCall), c_void_p],
     "trunkline_write_kv": [POINTER(WriteCall), c_void_p],
     "trunkline_copy_blocks": [c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p],
     "trunkline_move_regions": [POINTER(MoveCall), c_void_p],

@@ -128,6 +128,36 @@ class Workspace:
         return self._memory.data_ptr(), self._memory.data_ptr() + 4 * capacity * heads * head_dim
 
 
+class Staging:
+    """Two host buffers that take turns: words on their way to the device, pinned where there is a GPU."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._buffers = [torch.zeros(capacity, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
+        self._copied: list[torch.cuda.Event] = (
+            [torch.cuda.Event() for _ in range(2)] if on_gpu else []  # type: ignore[no-untyped-call]
+        )
+        self._turn = 0
+
+    def take(self) -> Tensor:
+        """Return the buffer to write next, after the copy from it that was enqueued before the last one."""
+        self._turn ^= 1
+        if self._copied:
+            self._copied[self._turn].synchronize()  # almost always long done
+        return self._buffers[self._turn]
+
+    def send(self, staged: Tensor, to: Tensor) -> None:
+        """Enqueue the copy of the front of the buffer that was taken last."""
+        to[: len(staged)].copy_(staged, non_blocking=True)
+        if self._copied:
+            self._copied[self._turn].record()
+
+    def wait(self) -> None:
+        """Wait until all copies are done."""
+        for event in self._copied:
+            event.synchronize()
+
+
 class DeviceWork:
     """The device buffer of the decode plan."""
 
@@ -138,6 +168,8 @@ class DeviceWork:
         """The plan that the buffer holds."""
         self.steps = 0
         """The step that the buffer holds."""
+        self.is_current = False
+        """Whether all that the plan has changed up to this step is in the buffer."""
         self.uploaded_words = 0
         """Number of words that were copied to the device so far."""
         self._device = device
@@ -145,9 +177,7 @@ class DeviceWork:
         self._changes = self._buffer
         self._generation = -1
         """That of the live plan's words, of which the buffer is a mirror."""
-        self._staging: list[Tensor] = []
-        self._copied: list[torch.cuda.Event] = []
-        self._turn = 0
+        self._staging: Staging | None = None
 
     @property
     def steps_address(self) -> int:
@@ -174,21 +204,21 @@ class DeviceWork:
             self._patch(changes, steps, library, stream)
         elif steps != self.steps:
             library.call("add_steps", self.steps_address, steps - self.steps, stream)
-        self.resident, self.steps = work, steps
+        self.resident, self.steps, self.is_current = work, steps, True
 
     def _upload(self, words: Tensor, steps: int) -> None:
         """Replace the plan."""
         needed = STEPS_WORDS + len(words)
         if needed > len(self._buffer):
             self._grow(needed)
-        staging = self._take_staging()
+        staging = self._taken()
         staging[0] = steps
         staging[STEPS_WORDS:needed] = words
         self._send(staging[:needed], self._buffer)
 
     def _patch(self, changes: Int32Array, steps: int, library: CudaLibrary, stream: int) -> None:
         """Write single words, the step among them."""
-        staging, count = self._take_staging(), len(changes) + 1
+        staging, count = self._taken(), len(changes) + 1
         pairs = staging[: 2 * count].numpy().reshape(-1, 2)
         pairs[0] = 0, steps
         pairs[1:] = changes
@@ -196,27 +226,33 @@ class DeviceWork:
         self._send(staging[: 2 * count], self._changes)
         library.call("patch_words", self._buffer.data_ptr(), self._changes.data_ptr(), count, stream)
 
-    def _take_staging(self) -> Tensor:
-        self._turn ^= 1
-        if self._copied:
-            self._copied[self._turn].synchronize()  # of the copy before the last one: almost always long done
-        return self._staging[self._turn]
+    def reserve(self, words: int) -> None:
+        """Make room for plans of so many words, so that graphs stay valid for all of them."""
+        if STEPS_WORDS + words > len(self._buffer):
+            self._grow(STEPS_WORDS + words)
+            self.resident = None
+
+    def replayed(self) -> None:
+        """Note that a graph has let the buffer go on by one step."""
+        self.steps += 1
+        self.is_current = False
+
+    def _taken(self) -> Tensor:
+        assert self._staging is not None
+        return self._staging.take()
 
     def _send(self, staged: Tensor, to: Tensor) -> None:
-        to[: len(staged)].copy_(staged, non_blocking=True)
-        if self._copied:
-            self._copied[self._turn].record()
+        assert self._staging is not None
+        self._staging.send(staged, to)
         self.uploaded_words += len(staged)
 
     def _grow(self, needed: int) -> None:
         capacity = grown(len(self._buffer), needed, MIN_WORDS)
-        on_gpu = self._device.type == "cuda"
-        for event in self._copied:
-            event.synchronize()
+        if self._staging is not None:
+            self._staging.wait()
         self._buffer = torch.empty(capacity, dtype=torch.int32, device=self._device)
         self._changes = torch.empty(capacity, dtype=torch.int32, device=self._device)
-        self._staging = [torch.zeros(capacity, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
-        self._copied = [torch.cuda.Event() for _ in range(2)] if on_gpu else []  # type: ignore[no-untyped-call]
+        self._staging = Staging(capacity, self._device)
         self.generation += 1
 
 

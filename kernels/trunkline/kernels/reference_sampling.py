@@ -91,6 +91,27 @@ def first_argmax(values: Tensor) -> Tensor:
     return (values == best).to(torch.uint8).argmax(dim=-1)
 
 
+def largest_sums(logits: Tensor, draws: Draws, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what decides which token each row draws, without limits: the largest sum of score and noise, float64
+    `[rows]`, and the column that has it, int64 `[rows]`. Of parts of a vocabulary, the token is that of the part
+    with the largest sum, on a tie the first.
+
+    Nothing depends on a look at the numbers from the host, so a CUDA graph may hold all of it.
+
+    Args:
+        logits: float32 `[rows, n]`.
+        keys: int64 `[n]`, `token_keys` of the columns' tokens.
+    """
+    logits = torch.where(logits.isnan(), _MINUS_INFINITY, logits)
+    temperature = draws.factors[0, :, None]
+    scores = logits / torch.where(temperature == 0, 1.0, temperature)
+    noise = gumbel(draws.seeds, draws.output_index, keys)
+    sums = torch.where(temperature == 0, logits.double(), scores.double() + noise)
+    best = sums.amax(dim=-1, keepdim=True)
+    columns = torch.arange(sums.shape[1], device=sums.device)
+    return best.squeeze(1), torch.where(sums == best, columns, sums.shape[1]).amin(dim=-1)
+
+
 class ReferenceSampling:
     """Implements `trunkline.kernels.sampling.SamplingOps`."""
 

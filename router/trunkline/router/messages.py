@@ -295,6 +295,8 @@ class State(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """Drafts that were the tokens drawn, so that each saved a step for its sequence."""
     adapters: list[LoadedAdapter] = []
     """The adapters that requests may use."""
+    replayed_steps: int = 0
+    """Steps that were graphs on GPUs; the others ran op by op, or on CPUs."""
 
 
 class AdapterReply(msgspec.Struct, array_like=True, frozen=True, tag="adapter"):

@@ -44,6 +44,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Type in which KV is kept, one of `chunk_format.KV_DTYPES`: int8 is with a scale for each head and token."""
     kernels: str = "auto"
     """Name of the kernels, one of `trunkline.kernels.load.KERNEL_NAMES`."""
+    cuda_graphs: bool = True
+    """Whether decode steps on a GPU are captured as graphs. That takes some time at the start and some memory, and
+    spares the host nearly all of its work in a step."""
     invariant_rows: bool = False
     """Whether a row's logits are to be the same bits whatever else is in its step, its own drafts among it: with
     compiled kernels on a CPU they then are, in bfloat16, too."""

@@ -4,7 +4,7 @@ On a GPU the KV pool gets what weights and the largest step leave:
 
       total memory of the GPU
       ├── what `gpu_memory_fraction` allows this rank ───────────────────────────┐ rest: other processes,
-      │   weights │ largest step │ outside (NCCL, kernels) │ KV pool             │ the CUDA context, reserve
+      │   weights │ largest step │ graphs │ outside (NCCL, kernels) │ KV pool    │ the CUDA context, reserve
 
 So the largest steps that a controller may send are run once, before the rank is ready. They show how much memory a
 step takes, and they load everything that CUDA, cuBLAS, NCCL and our own kernels would otherwise load in the first
@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
@@ -143,16 +144,18 @@ class MemoryUse:
     """The part of `step` that torch still holds after the step."""
     outside: int
     """Bytes that this rank has taken outside torch while it loaded: NCCL, loaded kernels."""
+    graphs: int = 0
+    """Bytes of the graphs of decode steps, which are captured again beside the pool."""
 
     def left(self, fraction: float) -> int:
         """Return the bytes that are left for KV within a fraction of the total; negative if weights and step
         exceed the fraction."""
-        return int(self.total * fraction) - self.weights - self.step - self.outside
+        return int(self.total * fraction) - self.weights - self.step - self.outside - self.graphs
 
     @property
     def available(self) -> int:
         """The bytes that other processes leave free for KV."""
-        return self.free - (self.step - self.kept)
+        return self.free - (self.step - self.kept) - self.graphs
 
 
 def measured(meter: MemoryMeter, free_at_start: int, weights: int, peak: int) -> MemoryUse:
@@ -199,7 +202,8 @@ def _too_little(use: MemoryUse, config: WorkerConfig, block_bytes: int, asked: i
         f"this GPU has {gib(use.total)} GiB"
         + ("" if asked else f", of which --gpu-memory-fraction {allowed:g} allows {gib(int(use.total * allowed))}")
         + f"; the weights take {gib(use.weights)}, the largest step ({config.token_budget} tokens, "
-        f"{config.max_rows} rows) {gib(use.step)}, NCCL and kernels {gib(use.outside)}, so {left} are left"
+        f"{config.max_rows} rows) {gib(use.step)}, graphs of steps {gib(use.graphs)}, NCCL and kernels "
+        f"{gib(use.outside)}, so {left} are left"
     )
     cures = "more GPUs for each group (--tp), --quantization int8, a smaller --token-budget or --max-batch"
     if asked:
@@ -307,47 +311,63 @@ def _prompts(first: int, tokens: int, context: int, limits: StepLimits) -> Itera
         first, tokens = first + 1, tokens - count
 
 
+def longest_sequence(config: WorkerConfig, max_positions: int) -> int:
+    """Return the tokens of the longest sequence of a model that takes so many positions."""
+    return min(filter(None, (config.max_context, max_positions)))
+
+
 def measure_largest_step(
     make: Callable[[int], Runner],
+    capture: Callable[[Runner], None],
     config: WorkerConfig,
-    max_positions: int,
-    block_bytes: int,
-    meter: MemoryMeter,
-    free_at_start: int,
+    longest: int,
+    memory: tuple[int, MemoryMeter, int],
 ) -> int:
-    """Run the largest steps with hardly any pool; return how many blocks fit beside them. All ranks do so at once.
+    """Run the largest steps with hardly any pool; return how many blocks fit beside them, and beside the graphs of
+    decode steps. All ranks do so at once.
 
     Args:
         make: Makes a runner with a pool of so many blocks.
-        max_positions: The longest sequence of the model.
-        free_at_start: Bytes that were free before this rank had taken any.
+        capture: Captures its graphs.
+        longest: Tokens of the longest sequence.
+        memory: Bytes of a block, the meter, and bytes that were free before this rank had taken any.
 
     Raises:
         WorkerConfigError: Too few blocks fit this GPU.
         WorkerError: The steps, or the blocks, do not fit what other processes leave free now.
     """
+    block_bytes, meter, free_at_start = memory
     weights = meter.held()
     meter.begin_peak()
-    longest = min(filter(None, (config.max_context, max_positions)))
     limits = StepLimits(config.token_budget, config.max_rows, longest, config.chunk_size)
     try:
         runner = make(POOL_BLOCKS)
         runner.pool.data.zero_()  # what is read is of no interest, but should be numbers
         for plan in rehearsal(limits, config.epoch):
             runner.execute(plan)
+        peak = meter.peak()
+        graphs = graph_bytes(partial(capture, runner), meter)
     except torch.OutOfMemoryError as error:
         raise WorkerError(
             f"a step of {limits.token_budget} tokens and {limits.max_rows} rows does not fit the GPU beside the "
             f"weights, which take {gib(weights)} GiB; give a smaller --token-budget or --max-batch, or more GPUs "
             f"(--tp). The error was: {words_of(error)}"
         ) from error
-    peak = meter.peak()
     del runner
     gc.collect()  # a pool that is in a cycle of references would still take its memory
-    use = measured(meter, free_at_start, weights, peak)
+    use = replace(measured(meter, free_at_start, weights, peak), graphs=graphs)
     blocks = blocks_that_fit(use, config, block_bytes)
     _log_memory(use, config, blocks * block_bytes)
     return blocks
+
+
+def graph_bytes(capture: Callable[[], None], meter: MemoryMeter) -> int:
+    """Return the bytes that graphs take while they are there, in torch's pools and outside."""
+    meter.held()
+    before = meter.total_and_free()[1]
+    capture()
+    meter.held()
+    return max(0, before - meter.total_and_free()[1])
 
 
 def _log_memory(use: MemoryUse, config: WorkerConfig, kv_bytes: int) -> None:
@@ -360,6 +380,7 @@ def _log_memory(use: MemoryUse, config: WorkerConfig, kv_bytes: int) -> None:
         largest_step=gib(use.step),
         step_tokens=config.token_budget,
         step_rows=config.max_rows,
+        graphs=gib(use.graphs),
         nccl_and_kernels=gib(use.outside),
         kv=gib(kv_bytes),
         free_beside_kv=gib(use.available - kv_bytes),

@@ -12,12 +12,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
+import structlog
 import torch
 from torch import Tensor
 
 from trunkline.controller.adapter_messages import AdapterReady
 from trunkline.controller.messages import GrammarReady, StepResult
+from trunkline.kernels.cuda import CudaKernels
 from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kernels.plan import PrefillPlan, WritePlan
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
@@ -32,10 +35,12 @@ from trunkline.worker.device import (
     choose_device,
     choose_kernels,
     choose_sampling,
+    longest_sequence,
     measure_largest_step,
 )
 from trunkline.worker.errors import PlanError, WorkerConfigError
 from trunkline.worker.grammar.compiler import GrammarStore
+from trunkline.worker.launched_steps import LaunchedStep, LaunchedSteps
 from trunkline.worker.messages import CompileGrammar, StepPlan
 from trunkline.worker.model.adapter_store import AdapterStore
 from trunkline.worker.model.checkpoint import Progress, load_weights
@@ -46,10 +51,13 @@ from trunkline.worker.sampling.beams import BeamSearches
 from trunkline.worker.sampling.pooling import Pooler
 from trunkline.worker.sampling.sampler import Sampler
 from trunkline.worker.sampling.selection import Selection, Selector
+from trunkline.worker.step_graphs import CudaGraphs, Drawn, GraphMaker, StepGraphs, why_not
 from trunkline.worker.tensor_parallel import TensorParallel, of_loading
 from trunkline.worker.tiers.copier import Copier
 from trunkline.worker.tiers.copy_lane import CopyOptions, LayerTrace, StepGate
 from trunkline.worker.tiers.host_pool import HostPool
+
+log = structlog.get_logger()
 
 Connect = Callable[[WorkerConfig, torch.device], TensorParallel]
 
@@ -97,6 +105,8 @@ class Runner:
         self.swap_us_per_block = 0.0
         """Microseconds for one save and one load of a block; 0 without a host pool."""
         self._step = 0
+        self.launched = LaunchedSteps(self._take_moved)
+        """Steps that run, and results that wait to be taken."""
 
     @classmethod
     def load(
@@ -107,6 +117,7 @@ class Runner:
         *,
         copying: CopyOptions = CopyOptions(),  # noqa: B008
         connect: Connect = TensorParallel.join,
+        graphs: Callable[[], GraphMaker] = CudaGraphs,
     ) -> Runner:
         """Join the group, read the shard, allocate the pool.
 
@@ -114,13 +125,14 @@ class Runner:
             meter: Measures the device's memory. None: on a GPU `CudaMemory`, on a CPU nothing is measured.
             copying: How copies go on beside the computation; benchmarks compare other ways.
             connect: How this rank meets the others; tests on one GPU have collectives in a group of one.
+            graphs: What captures decode steps, where CUDA kernels run them; tests emulate it.
 
         Raises:
             WorkerConfigError: A configuration that can never work on this device.
             WorkerError: A model, a configuration or a group that does not work.
         """
         try:
-            return cls._load(config, progress, meter, copying, connect)
+            return cls._load(config, progress, meter, copying, connect, graphs)
         except RuntimeError as error:
             found = of_loading(error)
             if found is None:
@@ -135,6 +147,7 @@ class Runner:
         meter: MemoryMeter | None,
         copying: CopyOptions,
         connect: Connect,
+        graphs: Callable[[], GraphMaker],
     ) -> Runner:
         model = check_model(
             Path(config.model),
@@ -165,20 +178,44 @@ class Runner:
             copier = _copier(config, pool, host_memory_bytes, copying)
             return cls(config, Decoder(shard, weights, kernels, group, pool), kernels, group, copier)
 
+        longest = longest_sequence(config, model.max_positions)
         block_bytes = part.chunk_bytes
         if meter is None:
             fitting = config.pool_blocks or config.kv_memory_bytes // block_bytes
         else:
             progress("running the largest step", 0.0)
             fitting = measure_largest_step(
-                lambda blocks: make(blocks, 0), config, model.max_positions, block_bytes, meter, free_at_start
+                lambda blocks: make(blocks, 0),
+                lambda runner: runner.capture_graphs(graphs, longest),
+                config,
+                longest,
+                (block_bytes, meter, free_at_start),
             )
         blocks = group.minimum(fitting)
         if blocks < 1:
             raise WorkerConfigError("the KV pool has no room for a single block; give it more memory")
         runner = make(blocks, config.host_memory_bytes)
         runner.warm_up()
+        progress("capturing graphs", 0.0)
+        runner.capture_graphs(graphs, longest)
         return runner
+
+    @torch.inference_mode()
+    def capture_graphs(self, graphs: Callable[[], GraphMaker], longest: int) -> None:
+        """Capture decode steps as graphs, where that is asked for and can be.
+
+        Args:
+            longest: Tokens of the longest sequence.
+        """
+        kernels = self.kernels
+        if not isinstance(kernels, CudaKernels) or not self._config.cuda_graphs:
+            return
+        if reason := why_not(self._decoder.program, self._group):
+            log.warning("steps run op by op, which takes the host longer", reason=reason)
+            return
+        self.launched.graphs = StepGraphs(self._decoder, kernels, self._group, graphs(), self._config.max_rows)
+        self.launched.graphs.capture_all(longest)
+        kernels.counters.reset()
 
     @property
     def num_blocks(self) -> int:
@@ -276,9 +313,9 @@ class Runner:
         """Pay one-time costs of torch and of the collectives before the first request, and measure what moving a
         block costs."""
         zero, two = np.zeros(1, dtype=np.int32), np.array([0, 1], dtype=np.int32)
+        start = torch.zeros(1, dtype=torch.int64, device=self.pool.data.device)
         batch = ForwardBatch(
-            ids=torch.zeros(1, dtype=torch.int64, device=self.pool.data.device),
-            positions=torch.zeros(1, dtype=torch.int64, device=self.pool.data.device),
+            inputs=lambda: (start, start),
             num_rows=0,
             write=WritePlan(self._config.chunk_size, zero),
             decode=None,
@@ -294,9 +331,8 @@ class Runner:
             self.swap_us_per_block = self.copier.measure()
         self.kernels.counters.reset()
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:
-        """Run one step.
+        """Run one step to its end.
 
         Returns:
             The result on rank 0, None on the others.
@@ -306,36 +342,78 @@ class Runner:
                 state is then undefined: it must stop.
             CopyError: Blocks could not be copied. The rank must stop, too.
         """
-        started = time.perf_counter_ns()
+        self.launch(plan)
+        return [self.launched.take() for _ in range(self.launched.count)][-1]
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> None:
+        """Run one step, or launch it where its tokens can stay on the device; `launched` has the result.
+
+        Raises:
+            PlanError: As `execute`.
+            CopyError: As `execute`.
+        """
+        started, launched = time.perf_counter_ns(), self.launched
         counters = self.kernels.counters
         plans_before, bytes_before = counters.decode_plans, counters.decode_bytes_read
         self._check_order(plan)
+        launched.make_room()
+        # Drafts stand behind the newest tokens; copies may take blocks that running steps still read.
+        if plan.drafts or plan.saves or plan.loads or plan.late_saves:
+            launched.read_all()
         self._update_sequences(plan)
         gate = self._begin_copies(plan)
         batch = self._batches.build(plan)
-        logits = self._forward(batch, gate)
-        selection = self._select(batch, logits)
+        drawn = self._replay(batch, gate)
+        is_drawn = drawn is not None and self._selector.leaves_to_graph(batch)
         self._step = plan.step
-        if self._group.rank != 0:
-            return None
-        forced = self._grammars.foretell(batch.samples) if self._grammars is not None else None
-        elapsed_us = (time.perf_counter_ns() - started) // 1000
-        moved_us, moved_blocks = self.copier.take_moved() if self.copier else (0, 0)
-        return StepResult(
-            step=plan.step,
-            epoch=plan.epoch,
+        selection = None
+        if not is_drawn or batch.guesses is not None:
+            launched.read_all()
+            selection = self._select(batch, gate, drawn, is_drawn=is_drawn)
+        result = None
+        if self._group.rank == 0:
+            result = StepResult(
+                step=plan.step,
+                epoch=plan.epoch,
+                tokens=b"",
+                elapsed_us=0,
+                plan_copies=counters.decode_plans - plans_before,
+                kv_bytes_read=counters.decode_bytes_read - bytes_before,
+                replayed=int(drawn is not None),
+            )
+        if drawn is not None and selection is None:
+            launched.add(LaunchedStep.of(drawn, batch.samples, result, started))
+        elif selection is not None:
+            waited_us = gate.waited_ns // 1000 if gate else 0
+            launched.add_result(result and self._ended(result, batch, selection, waited_us), started)
+
+    def _ended(self, result: StepResult, batch: ForwardBatch, selection: Selection, waited_us: int) -> StepResult:
+        """Return the result of a step with what it chose."""
+        return msgspec.structs.replace(
+            result,
             tokens=pack_int32(selection.tokens),
-            elapsed_us=elapsed_us,
             logprobs=selection.logprobs,
-            plan_copies=counters.decode_plans - plans_before,
-            kv_bytes_read=counters.decode_bytes_read - bytes_before,
             beams=selection.beams,
             prompt_logprobs=selection.prompt_logprobs,
-            moved_us=moved_us,
-            moved_blocks=moved_blocks,
-            waited_us=gate.waited_ns // 1000 if gate else 0,
-            forced=forced,
+            waited_us=waited_us,
+            forced=self._grammars.foretell(batch.samples) if self._grammars is not None else None,
         )
+
+    def _take_moved(self) -> tuple[int, int]:
+        return self.copier.take_moved() if self.copier else (0, 0)
+
+    def _replay(self, batch: ForwardBatch, gate: StepGate | None) -> Drawn | None:
+        """Launch the graph of a step; return None if it has none: prompts are computed, layers wait for copies."""
+        graphs = self.launched.graphs
+        is_open = gate is None or gate.is_open
+        is_decoding = batch.prefill is None and batch.adapters is None
+        if graphs is None or not (is_decoding and is_open and graphs.has_room(batch.num_rows)):
+            return None
+        drawn = graphs.launch(batch)
+        if self.copier is not None and gate is not None:
+            self.copier.finish(gate)
+        return drawn
 
     def _check_order(self, plan: StepPlan) -> None:
         """Refuse plans of another epoch, and plans behind a gap."""
@@ -397,11 +475,25 @@ class Runner:
             self.copier.finish(gate)
         return logits
 
-    def _select(self, batch: ForwardBatch, logits: Tensor | None) -> Selection:
-        """Choose the next tokens, the same on every rank, and append them to the sequences."""
+    def _select(
+        self, batch: ForwardBatch, gate: StepGate | None, drawn: Drawn | None, *, is_drawn: bool
+    ) -> Selection:
+        """Compute the batch, unless a graph does; choose the next tokens, the same on every rank, and append them
+        to the sequences.
+
+        Args:
+            is_drawn: Whether the graph has drawn what is wanted, perhaps behind drafts.
+        """
+        logits = self._forward(batch, gate) if drawn is None else drawn.logits
         for child in batch.children:
             self._searches.add(child)
-        selection = self._selector.select(batch, logits)
+        if drawn is not None and is_drawn:
+            drawn.wait()
+            selection = self._selector.take_drawn(batch, drawn.tokens.numpy())
+        else:
+            selection = self._selector.select(batch, logits)
+        if self.launched.graphs is not None:
+            self.launched.graphs.forget_tokens()
         if self._pooler is not None and batch.pooled:
             selection.logprobs = self._pooler.add_to(selection.logprobs)
         if selection.tables_changed:

@@ -108,6 +108,7 @@ class CalmSteps:
     def _step(self, scheduler: Scheduler, result: StepResult, places: int, epoch: int) -> Ready:
         counters, rows = self._requests.counters, self._rows
         counters.plan_copies += result.plan_copies
+        counters.replayed_steps += result.replayed
         counters.kv_bytes_read += result.kv_bytes_read
         counters.output_tokens += places
         counters.steps += 1

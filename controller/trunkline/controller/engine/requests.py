@@ -356,6 +356,7 @@ def apply_step_result(
     rows = step.rows
     requests.pending_outputs.is_due = True
     requests.counters.plan_copies += result.plan_copies
+    requests.counters.replayed_steps += result.replayed
     requests.counters.kv_bytes_read += result.kv_bytes_read
     costs = scheduler.costs
     scheduler.drafting.answered(step, result, now)

@@ -68,6 +68,7 @@ _TOTALS: Final = (
     "swapped",
     "drafted_tokens",
     "accepted_drafts",
+    "replayed_steps",
 )
 """The fields of a `State` that are the engine's totals (`Totals`) of the same names."""
 

@@ -81,6 +81,7 @@ _TEXT_MAX: Final = 4096
 _RESULT_RANGES: Final = {
     "elapsed_us": _US_MAX,
     "plan_copies": 1,
+    "replayed": 1,
     "kv_bytes_read": _BYTES_MAX,
     "moved_us": _US_MAX,
     "moved_blocks": _COUNT_MAX,

@@ -105,8 +105,7 @@ SERVE_OPTIONS: Final = (
     CliOption(
         "tp",
         "Workers that compute one copy together (tensor parallelism). Default on GPUs: one for each GPU that a "
-        "copy "
-        "can have, as far as the model can be split; on CPUs 2.",
+        "copy can have, as far as the model can be split; on CPUs 2.",
         CLUSTER,
     ),
     CliOption("routers", "Processes that answer HTTP requests, all on the same port.", CLUSTER),
@@ -238,6 +237,7 @@ SERVE_OPTIONS: Final = (
     ),
     CliOption("session_ttl", "Seconds after which unused KV is forgotten; 0: only when there is no room.", TUNING),
     CliOption("kernels", "Code for attention: cpu, cuda, reference (slow), or auto (the device's own).", TUNING),
+    CliOption("cuda_graphs", "Whether GPUs run decode steps as graphs: on, or off (op by op, slower).", TUNING),
     CliOption(
         "resume_seconds", "Seconds that requests wait while no copy of the model is up; 0: they fail.", OPERATION
     ),
@@ -408,9 +408,9 @@ _ROUTER_ONLY: Final = frozenset(
     lora_updates""".split()
 )
 _ENGINE_ONLY: Final = frozenset(
-    """tp ep dtype kv_dtype device threads kernels quantization chunk_size kv_memory_bytes gpu_memory_fraction
-    host_tier_bytes disk_tier remote_tier peers role tier_policy session_ttl preemption target_itl_ms max_batch
-    token_budget max_waiting prefix_cache speculation adapters max_lora_rank""".split()
+    """tp ep dtype kv_dtype device threads kernels cuda_graphs quantization chunk_size kv_memory_bytes
+    gpu_memory_fraction host_tier_bytes disk_tier remote_tier peers role tier_policy session_ttl preemption
+    target_itl_ms max_batch token_budget max_waiting prefix_cache speculation adapters max_lora_rank""".split()
 )
 OF_A_MODEL: Final = _ENGINE_ONLY | {
     "groups",

@@ -91,6 +91,8 @@ class ServeSettings:
     """The number format in which KV is kept: "int8", or "auto" for that of the computation."""
     device: str = "auto"
     kernels: str = "auto"
+    cuda_graphs: str = "on"
+    """Whether decode steps on GPUs run as graphs: "on" or "off"."""
     quantization: str = "none"
     """The number format in which weights are stored: "int8", or "none" for that of the computation."""
     host: str = "127.0.0.1"
@@ -324,6 +326,7 @@ _CHOICES: Final = {
     "ep": EP_CHOICES,
     "device": DEVICES,
     "kernels": KERNELS,
+    "cuda_graphs": SWITCHES,
     "log_level": LOG_LEVELS,
     "log_format": LOG_FORMATS,
     "quantization": QUANTIZATIONS,

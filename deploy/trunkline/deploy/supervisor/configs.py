@@ -189,6 +189,7 @@ def _worker_configs(
                 dtype=plan.dtype,
                 kv_dtype=settings.kv_dtype,
                 expert_parallel=settings.ep == "on",
+                cuda_graphs=settings.cuda_graphs == "on",
                 invariant_rows=settings.speculation != "off",  # so that drafts change no bit of what rows compute
                 quantisation="int8" if settings.quantization == "int8" else "",
                 kv_memory_bytes=settings.kv_memory_per_worker(plan.device),

@@ -54,6 +54,11 @@ _COUNTERS: Final = (
         "plan_copies",
         "Forward passes before which rows or block tables of the decode plan changed; others use it as it is.",
     ),
+    (
+        "replayed_steps",
+        "replayed_steps",
+        "Forward passes that were graphs on GPUs; others ran op by op, or on CPUs.",
+    ),
     ("kv_bytes_read", "kv_read_bytes", "KV read by decode attention on rank 0, shared chunks once."),
     ("forks", "forks", "Samples and beams that came out of another's prompt."),
     ("swapped", "swapped", "Preemptions that chose the host pool."),

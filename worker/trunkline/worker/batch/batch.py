@@ -16,7 +16,9 @@ pooled over all of their tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -66,10 +68,8 @@ class PooledPiece(NamedTuple):
 class ForwardBatch:
     """One forward pass: the decode rows' tokens, then the prefill entries' tokens."""
 
-    ids: Tensor
-    """Token ids, int64 `[tokens]`."""
-    positions: Tensor
-    """Positions of the tokens for rotation (see `sequences`), int64 `[tokens]`."""
+    inputs: Callable[[], tuple[Tensor, Tensor]]
+    """Returns `ids` and `positions`; not called for steps whose tokens the device knows."""
     num_rows: int
     """Number of decode rows, drafts included."""
     write: WritePlan
@@ -92,6 +92,20 @@ class ForwardBatch:
     """The draft that stands at each decode row (`DraftRows.guesses`); None: no row has drafts."""
     adapters: AdapterRows | None = None
     """The adapters of the tokens' sequences; None: no token has one."""
+
+    @cached_property
+    def _inputs(self) -> tuple[Tensor, Tensor]:
+        return self.inputs()
+
+    @property
+    def ids(self) -> Tensor:
+        """Token ids, int64 `[tokens]`."""
+        return self._inputs[0]
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions of the tokens for rotation (see `sequences`), int64 `[tokens]`."""
+        return self._inputs[1]
 
     @property
     def needs_states(self) -> bool:
@@ -149,10 +163,6 @@ class BatchBuilder:
             self._decode.step(self._rows, self._runs, drafted)
         entries = unpack_int32(plan.prefill, columns=5)
         prefill = _Prefill(entries, self._sequences, self._chunk_size) if len(entries) else None
-        if drafted is not None:
-            ids = drafted.ids
-        else:
-            ids = np.fromiter((row.tokens[-1] for row in rows), dtype=np.int32, count=num_rows)
         positions, slots = (self._decode.positions, self._decode.slots) if num_rows else (_NO_ROWS, _NO_ROWS)
         samples, state_rows = rows, None
         fork_rows: tuple[int, ...] = ()
@@ -160,7 +170,6 @@ class BatchBuilder:
         pooled: tuple[PooledPiece, ...] = ()
         prefill_samples = False
         if prefill is not None:
-            ids = np.concatenate([ids, *prefill.ids])
             positions = np.concatenate([positions, *prefill.positions])
             slots = np.concatenate([slots, *prefill.slots])
             prefill_samples = bool(prefill.samples)
@@ -177,9 +186,9 @@ class BatchBuilder:
             rebuilt or prefill_samples or self._had_prefill_samples or drafted is not None or self._had_drafts
         )
         self._had_prefill_samples, self._had_drafts = prefill_samples, drafted is not None
+
         return ForwardBatch(
-            ids=self._tensor(ids),
-            positions=self._tensor(positions),
+            inputs=partial(self._inputs, rows, drafted, prefill, positions),
             num_rows=num_rows,
             write=WritePlan(self._chunk_size, slots),
             decode=self._decode.plan if num_rows else None,
@@ -223,6 +232,22 @@ class BatchBuilder:
             raise PlanError(f"sequences {stray} fork, but none of their prefill entries samples in this step")
         children = [self._sequences.fork(fork) for fork in plan.forks]
         return children, [index_of[fork.parent] for fork in plan.forks]
+
+    def _inputs(
+        self,
+        rows: list[BatchSequence],
+        drafted: DraftRows | None,
+        prefill: _Prefill | None,
+        positions: Int32Array,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the ids and positions of a step's tokens."""
+        if drafted is not None:
+            ids = drafted.ids
+        else:
+            ids = np.fromiter((row.tokens[-1] for row in rows), dtype=np.int32, count=len(rows))
+        if prefill is not None:
+            ids = np.concatenate([ids, *prefill.ids])
+        return self._tensor(ids), self._tensor(positions)
 
     def _tensor(self, values: np.ndarray[tuple[int], np.dtype[np.signedinteger]]) -> Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)

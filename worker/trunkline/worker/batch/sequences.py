@@ -36,6 +36,9 @@ from trunkline.kvstore.windows import all_chunks_behind
 from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import BeamPosition, Fork, Join, Sampling, StepPlan
 
+PENDING: Final = -1
+"""A token that the device is still to draw, as the host counts it."""
+
 
 class BatchSequence:
     """A sequence in the batch, from its `Join` or `Fork` until it leaves."""
@@ -116,9 +119,13 @@ class BatchSequence:
         return self.known - self.prompt_len
 
     def append(self, token: int) -> None:
-        """Append a sampled token."""
+        """Append a sampled token, or `PENDING`, in whose place `resolve` puts it later."""
         self.tokens.append(token)
         self.known += 1
+
+    def resolve(self, index: int, token: int) -> None:
+        """Put a token that has become known in its place: at this index of the sequence."""
+        self.tokens[index - self.first] = token
 
     def continue_with(self, token: int) -> None:
         """Let a beam go on with `token`, perhaps behind other tokens than its own so far.

@@ -55,6 +55,28 @@ def is_plain_greedy(samples: list[BatchSequence]) -> bool:
     )
 
 
+def draws_plainly(samples: list[BatchSequence], *, limits: bool) -> bool:
+    """Return whether a graph draws what each of these rows wants: a token by temperature and seed, and no more.
+
+    Args:
+        limits: Whether it knows top-k, top-p and min-p, too.
+    """
+    return all(_is_plain(sequence, limits) for sequence in samples)
+
+
+def _is_plain(sequence: BatchSequence, limits: bool) -> bool:
+    sampling = sequence.sampling
+    limited = not limits and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+    return not (
+        sequence.beam_position is not None
+        or sampling.logprobs >= 0
+        or sampling.logit_bias
+        or sampling.needs_history
+        or needs_mask(sampling, sequence.output_index)
+        or (limited and sampling.temperature != 0)
+    )
+
+
 class Sampler:
     """Draws tokens; keeps between steps what depends on a sequence, or on the set of rows, only."""
 

@@ -21,9 +21,10 @@ from trunkline.controller.messages import BeamStep, PromptLogprobs, TopLogprobs
 from trunkline.kvstore.chunks import Int32Array
 from trunkline.worker.batch.batch import ForwardBatch
 from trunkline.worker.batch.draft_rows import NO_GUESS, accepted
+from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.model.model_config import Shard
 from trunkline.worker.sampling.beams import BeamPositions, BeamSearches, report
-from trunkline.worker.sampling.sampler import LOGPROB_MIN, Sampler, first_argmax, is_plain_greedy
+from trunkline.worker.sampling.sampler import LOGPROB_MIN, Sampler, draws_plainly, first_argmax, is_plain_greedy
 from trunkline.worker.tensor_parallel import TensorParallel
 
 
@@ -60,6 +61,31 @@ class Selector:
         self._chunk_size = chunk_size
         self._plain_greedy = False
         self._sampler_is_current = False
+        self._drawn_plainly: bool | None = None
+        """Whether a graph draws what the rows want; None: that was not asked for these rows."""
+
+    def leaves_to_graph(self, batch: ForwardBatch) -> bool:
+        """Return whether the tokens that a graph draws for decode rows are those that they want."""
+        self._look_at(batch)
+        if self._drawn_plainly is None:
+            self._drawn_plainly = draws_plainly(batch.samples, limits=self._group.size == 1)
+        return self._drawn_plainly
+
+    def take_drawn(self, batch: ForwardBatch, tokens: Int32Array) -> Selection:
+        """Append the tokens that a graph drew, as far as drafts were right."""
+        assert batch.guesses is not None
+        selection = Selection(accepted(tokens, batch.guesses))
+        _append(batch.samples, selection.tokens.tolist())
+        return selection
+
+    def _look_at(self, batch: ForwardBatch) -> BeamPositions | None:
+        """Forget what was known of other rows; return the places of beams."""
+        positions = self._searches.positions(batch) if self._searches.group_of else None
+        if batch.samples_changed:
+            self._sampler_is_current = False
+            self._plain_greedy = positions is None and is_plain_greedy(batch.samples)
+            self._drawn_plainly = None
+        return positions
 
     def select(self, batch: ForwardBatch, logits: Tensor | None) -> Selection:
         """Choose the tokens, the same on every rank, and append them.
@@ -71,10 +97,7 @@ class Selector:
         Raises:
             PlanError: a beam search that is not whole.
         """
-        positions = self._searches.positions(batch) if self._searches.group_of else None
-        if batch.samples_changed:
-            self._sampler_is_current = False
-            self._plain_greedy = positions is None and is_plain_greedy(batch.samples)
+        positions = self._look_at(batch)
         if logits is None:
             self._sampler_is_current = False
             return Selection(np.zeros(0, dtype=np.int32))
@@ -89,9 +112,7 @@ class Selector:
             tokens, samples = selection.tokens.tolist(), batch.samples
             if positions is not None:
                 tokens, samples = [tokens[index] for index in positions.others.tolist()], positions.other_samples
-            for sequence, token in zip(samples, tokens, strict=True):
-                if token != NO_GUESS:
-                    sequence.append(token)
+            _append(samples, tokens)
         return selection
 
     def _select_on_rank_0(self, batch: ForwardBatch, positions: BeamPositions | None, logits: Tensor) -> Selection:
@@ -198,6 +219,12 @@ class Selector:
         every = self._group.all_gather(torch.stack([values.double(), ids.double()]))
         owner = first_argmax(every[:, 0].T.contiguous())
         return _with_forks(every[:, 1].T.gather(1, owner[:, None]).squeeze(1).long(), batch)
+
+
+def _append(samples: list[BatchSequence], tokens: list[int]) -> None:
+    for sequence, token in zip(samples, tokens, strict=True):
+        if token != NO_GUESS:
+            sequence.append(token)
 
 
 def _numbers(ids: Tensor) -> Int32Array:

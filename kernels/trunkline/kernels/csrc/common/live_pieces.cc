@@ -297,7 +297,7 @@ void LivePlan::lay_out() {
                              entry_capacity_,
                              int64_t{row_capacity_} + 1,
                              row_capacity_};
-  words_ = kWorkHeaderWords;
+  words_ = kWorkHeaderWords + row_capacity_;
   for (const int64_t length : lengths) words_ += length;
   if (words_ > INT32_MAX) fail("a plan of more than 2^31 words");
   memory_ = std::shared_ptr<int32_t[]>(new int32_t[static_cast<size_t>(words_)]());
@@ -306,6 +306,7 @@ void LivePlan::lay_out() {
     memory_[field++] = at;
     at += static_cast<int32_t>(length);
   }
+  memory_[kWorkRowTail] = at;
   memory_[kWorkMagic] = kWorkMagicValue;
   memory_[kWorkWords] = static_cast<int32_t>(words_);
   ++generation_;
@@ -367,6 +368,7 @@ void LivePlan::write_pieces() {
   for (size_t i = 0; i < order_.size(); ++i) {
     put(row_partials + static_cast<int64_t>(i), slot);
     put(query_position + static_cast<int64_t>(i), rows_[static_cast<size_t>(order_[i])].query0);
+    write_tail(rows_[static_cast<size_t>(order_[i])]);
     slot += partials[i];
   }
   put(row_partials + static_cast<int64_t>(order_.size()), slot);
@@ -378,6 +380,10 @@ void LivePlan::write_pieces() {
                                {kWorkWidest, widest}, {kWorkShifted, shifted}, {kWorkLastBlock, last_block_},
                                {kWorkMade, made_}};
   for (const auto& [field, value] : header) put(field, value);
+}
+
+void LivePlan::write_tail(const Row& row) {
+  if (!layout_stale_) put(memory_[kWorkRowTail] + int64_t{row.index}, row.region + row.tail);
 }
 
 void LivePlan::extend_last_piece(const Row& row, int32_t segments) {

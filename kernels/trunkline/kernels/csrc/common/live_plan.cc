@@ -163,6 +163,7 @@ void LivePlan::read_blocks(Reader& in) {
     return;
   }
   write_items(row, known);
+  if (!pieces_stale_) write_tail(row);
   if (options_.invariant_tokens == 0 && !pieces_stale_ && !layout_stale_) {
     extend_last_piece(row, known + count);
   }

@@ -129,6 +129,7 @@ class LivePlan {
   void write_items(const Row& row, int32_t from);
   void write_pieces();
   int64_t entries() const;
+  void write_tail(const Row& row);
   void extend_last_piece(const Row& row, int32_t segments);
 
   const WorkOptions options_;

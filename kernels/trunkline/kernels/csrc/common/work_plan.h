@@ -90,7 +90,10 @@ enum WorkHeader : int32_t {
   kWorkShifted,
   kWorkLastBlock,
   kWorkMade,
-  kWorkHeaderWords = 24,
+  // Of a plan that goes on: offset of [rows], the item of each row's region in which its token lies, or one in front of
+  // it (`token_slot`). 0: there is no such array.
+  kWorkRowTail,
+  kWorkHeaderWords = 28,
 };
 constexpr int32_t kWorkMagicValue = 0x54504157;
 
@@ -142,6 +145,13 @@ TRUNKLINE_HOST_DEVICE inline int32_t item_tokens(int32_t count, int32_t tail, in
   if (tail == 0) return count;
   const int32_t grown = count + steps;
   return grown < 0 ? 0 : grown < tail ? grown : tail;
+}
+
+// Where a row's token lies in the pool at a step, as block * chunk + offset: in the first item from `tail` on, in the
+// row's region, that the row has not filled before. A tail that goes on in the next block needs no word for that.
+TRUNKLINE_HOST_DEVICE inline int32_t token_slot(const WorkView& work, int32_t tail, int32_t steps, int32_t chunk) {
+  while (work.item_count[tail] + steps > work.item_tail[tail]) ++tail;
+  return work.item_block[tail] * chunk + work.item_first[tail] + work.item_count[tail] + steps - 1;
 }
 
 // Throws std::invalid_argument for options that no plan can follow.

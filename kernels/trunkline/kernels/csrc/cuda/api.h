@@ -130,6 +130,34 @@ struct EditCall {
   int32_t vocab_size;
 };
 
+// The rows of a decode step in a graph. `table`: for each row its place [places], or -1; then for each place its words.
+enum PlaceWord : int32_t {
+  kPlaceToken = 0,    // the newest token: what the row computes next
+  kPlaceOutputIndex,  // of the token that is drawn next, at step 0
+  kPlaceTopK,
+  kPlaceSeed,         // two words, the lower one first
+  kPlaceFactors = 5,  // temperature, top-p, logarithm of min-p: float
+  kPlaceWords = 8,
+};
+
+struct StepRowsCall {
+  const int32_t* work;  // the plan's words, of a plan that goes on
+  int32_t* steps;       // the step's number; the last node adds one
+  int32_t* table;
+  int64_t* ids;           // [rows], written by the first node, as are those behind it
+  int64_t* positions;     // [rows]
+  int32_t* slots;         // [rows], -1: the plan has no such row
+  int64_t* seeds;         // [rows]
+  int64_t* output_index;  // [rows]
+  int32_t* top_k;         // [rows]
+  float* factors;         // [3, rows]
+  const int64_t* drawn;   // [rows], read by the last node
+  int32_t* tokens;        // [rows], what it was told, -1: the plan has no such row
+  int32_t rows;           // of the graph: at least the plan's
+  int32_t places;
+  int32_t chunk_size;
+};
+
 extern "C" {
 // Sizes of the structures above, in order, so that the caller can check its mirror of them. Host memory.
 void trunkline_struct_bytes(int32_t* sizes);
@@ -141,6 +169,8 @@ int32_t trunkline_attention(const AttentionCall* call, void* stream);           
 int32_t trunkline_add_steps(int32_t* steps, int32_t delta, void* stream);
 // changes: [n, 2] index of a word, its value; no index twice.
 int32_t trunkline_patch_words(int32_t* words, const int32_t* changes, int32_t n, void* stream);
+int32_t trunkline_begin_rows(const StepRowsCall* call, void* stream);  // call: host memory
+int32_t trunkline_end_rows(const StepRowsCall* call, void* stream);    // likewise
 int32_t trunkline_write_kv(const WriteCall* call, void* stream);
 // copies: [n, 4] source block, destination block, first token, token count; all layers.
 int32_t trunkline_copy_blocks(void* pool, const int32_t* copies, int32_t n, int32_t tiles_per_block,

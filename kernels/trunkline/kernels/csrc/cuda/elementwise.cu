@@ -108,6 +108,7 @@ void trunkline_struct_bytes(int32_t* sizes) {
   sizes[4] = sizeof(NormCall);
   sizes[5] = sizeof(DrawCall);
   sizes[6] = sizeof(EditCall);
+  sizes[7] = sizeof(StepRowsCall);
 }
 
 int32_t trunkline_set_device(int32_t device) { return cudaSetDevice(device); }
