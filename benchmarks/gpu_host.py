@@ -8,6 +8,10 @@ what changed, and only words that differ are sent. `plan_mean` and `plan_p50` ar
 those in which nothing changes included. `churn`: in every step a row leaves and another one joins. Both
 ways get the same steps in turn, in one process. `launches`: kernels and copies of a step that bring the
 plan to the device; attention adds two to each layer.
+
+Part `step`: whole steps of the runner, op by op and as graphs (`gpu_host_steps`). `host_p50` is CPU time of the
+main thread in a step of two layers, `host_per_layer` what each further layer adds; `calls` are launches, copies
+and replays.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import time
 from statistics import mean, median
 
 import numpy as np
+from gpu_host_steps import measure_steps
 from report import Report, parse_arguments
 
 from trunkline.kernels.cuda_work import STEPS_WORDS, PrefillCut, PrefillWork
@@ -171,6 +176,7 @@ def main() -> None:
         for rows in (1, 32, 256):
             for shared in (0, CONTEXT // 2):
                 decode(report, rows, shared, steps, churn=churn)
+    measure_steps(report, (1, 32, 256), 16 if arguments.quick else 48)
     for tokens in (2048, 8192):
         prefill(report, tokens, 20 if arguments.quick else 100)
     report.finish(arguments.json, wide=True)

@@ -1,8 +1,9 @@
 """A random model of 8 billion parameters in the real runner (part `model`): what a step takes, and where it goes.
 
 Rows join with their context in the pool already (random numbers, which take as long as others), so that only
-decode steps cost time here. The runner executes each step eagerly; it captures none in a graph yet. Beside a
-step's time stands what its matrix products alone would take as one graph: no step can be faster.
+decode steps cost time here. Steps run as graphs, and op by op on the same runner in turn. Beside a step's time stands
+what its matrix products alone would take as one graph: no step can be faster. `ahead` is a step where the next one is
+launched before the tokens of this one are read, as in a server.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -176,6 +178,31 @@ class Batch:
             self.execute()
         return median(self.execute() for _ in range(STEPS))
 
+    def ahead_ms(self) -> float:
+        """Mean of a decode step where the next one has been launched before its tokens are read."""
+        runner = self._runner
+        for _ in range(WARM_STEPS):
+            self.execute()
+        start = time.perf_counter()
+        for step in range(STEPS):
+            runner.launch(StepPlan(runner.steps + 1, 1))
+            if step:
+                runner.launched.take()
+        runner.launched.take()
+        return (time.perf_counter() - start) * 1e3 / STEPS
+
+    @contextmanager
+    def op_by_op(self) -> Iterator[None]:
+        """Without graphs."""
+        launched = self._runner.launched
+        graphs, launched.graphs = launched.graphs, None
+        try:
+            yield
+        finally:
+            launched.graphs = graphs
+            if graphs is not None:
+                graphs.forget_tokens()
+
     def prefill_ms(self) -> float:
         """From a prompt's arrival at the runner to its first token; nothing else runs, nothing is cached."""
         shape, times = self._shape, []
@@ -214,7 +241,8 @@ def measure_model(gpu: Gpu, out: Output, visit: Visit, shape: ModelShape = EIGHT
         runner = Runner.load(config, lambda *_: None)
     out.add({"model": "start"}, "loaded", visit.seconds - visit.seconds_left, "s", 1)
     runner.pool.data.normal_(std=0.1)
-    out.note("steps run eagerly: whole-step graphs are not there yet")
+    if runner.launched.graphs is None:
+        out.note("steps run op by op: there are no graphs for these kernels")
     batch = Batch(runner, shape, gpu)
     try:
         measure_steps(gpu, out, visit, (batch, runner, shape))
@@ -235,6 +263,10 @@ def measure_steps(gpu: Gpu, out: Output, visit: Visit, what: tuple[Batch, Runner
                 return
             case = {"rows": rows, "context": shape.context, "shared": shared}
             batch.replace(rows, shared)
+            if runner.launched.graphs is not None:
+                with batch.op_by_op():
+                    out.add(case, "step, op by op", batch.step_ms(), "ms", STEPS)
+                out.add(case, "step, the next one launched ahead", batch.ahead_ms(), "ms", STEPS)
             step, times = batch.step_ms(), gpu.kernel_times(batch.execute, calls=5)
             busy = sum(times.values()) / 1e3
             out.add(case, "step", step, "ms", STEPS)

@@ -23,6 +23,7 @@ from worker.tier_driver import wait_until
 
 from trunkline.kvstore.shards import HeadShard
 from trunkline.worker.config import WorkerConfig
+from trunkline.worker.launched_steps import LaunchedSteps
 from trunkline.worker.service import EXIT_LEFT, serve
 
 pytestmark = pytest.mark.processes
@@ -54,7 +55,7 @@ def serve_hung(config: WorkerConfig, marker: Path) -> None:
             check=lambda: None,
             reports=list,
             launch=wait_for_the_device,
-            launched=SimpleNamespace(count=0),
+            launched=LaunchedSteps(lambda: (0, 0)),
         )
 
     os._exit(serve(config, load))

@@ -155,13 +155,6 @@ class CudaKernels:
         self._constants_of(spec, pool.data.device)
         return self._place(plan, pool, spec)[1]
 
-    def count_replayed(self, plan: AnyDecodePlan, pool: KvPool, work: DeviceWork, layers: int) -> None:
-        """Count what the attention of so many layers reads in a replay."""
-        assert work.resident is not None
-        tokens = layers * (work.resident.tokens + plan.steps * plan.num_rows)
-        self.counters.decode_tokens_read += tokens
-        self.counters.decode_bytes_read += tokens * pool.format.layer_token_bytes
-
     def step_buffers(self, rows: int, pool: KvPool) -> StepBuffers:
         """Return new buffers for decode steps in graphs, of at most so many rows."""
         return StepBuffers(self._library, self._stream, rows, pool.chunk_size, pool.data.device)

@@ -58,6 +58,8 @@ class LaunchedSteps:
         """
         self.graphs: StepGraphs | None = None
         """What launches steps without waiting; None: all steps run op by op."""
+        self.step = 0
+        """Number of the last step that was launched."""
         self._take_moved = take_moved
         self._launched: deque[LaunchedStep] = deque()
         self._results: deque[StepResult | None] = deque()
@@ -108,10 +110,14 @@ class LaunchedSteps:
             if result is not None:
                 yield result
 
-    def wait(self) -> None:
-        """Wait a moment for the oldest step."""
+    def patience_ms(self, longest_ms: int) -> int:
+        """Return how long to sleep until a message comes. While steps run it is 0, and a moment passes here: the
+        next plan may come before they end, or they may end before it comes."""
+        if not self._launched:
+            return longest_ms
         if not self.is_ready:
             time.sleep(_POLL_S)
+        return 0
 
     def _read(self) -> None:
         step = self._launched.popleft()

@@ -104,7 +104,6 @@ class Runner:
         """Copies between device and host pool; None without a host pool."""
         self.swap_us_per_block = 0.0
         """Microseconds for one save and one load of a block; 0 without a host pool."""
-        self._step = 0
         self.launched = LaunchedSteps(self._take_moved)
         """Steps that run, and results that wait to be taken."""
 
@@ -253,7 +252,7 @@ class Runner:
     @property
     def steps(self) -> int:
         """Number of plans executed so far, which is the number of the last one."""
-        return self._step
+        return self.launched.step
 
     def close(self) -> None:
         """Leave the group, end the grammar compiler, give the host pool back. Nothing works afterwards."""
@@ -366,7 +365,7 @@ class Runner:
         batch = self._batches.build(plan)
         drawn = self._replay(batch, gate)
         is_drawn = drawn is not None and self._selector.leaves_to_graph(batch)
-        self._step = plan.step
+        self.launched.step = plan.step
         selection = None
         if not is_drawn or batch.guesses is not None:
             launched.read_all()
@@ -419,8 +418,8 @@ class Runner:
         """Refuse plans of another epoch, and plans behind a gap."""
         if plan.epoch != self._config.epoch:
             raise PlanError(f"plan of epoch {plan.epoch}; this rank belongs to epoch {self._config.epoch}")
-        if plan.step != self._step + 1:
-            raise PlanError(f"plan of step {plan.step} after step {self._step}: a plan was lost")
+        if plan.step != self.launched.step + 1:
+            raise PlanError(f"plan of step {plan.step} after step {self.launched.step}: a plan was lost")
 
     def _update_sequences(self, plan: StepPlan) -> None:
         """Let sequences leave and join, and set entries of their block tables."""

@@ -468,20 +468,16 @@ def _loop(
         if not started and now >= next_ready:
             link.offer(ready)
             next_ready = now + _READY_EVERY_S
-        patience_ms = _COMPILING_POLL_MS if runner.is_preparing else _POLL_MS
-        message = link.receive(0 if runner.launched.count else patience_ms)
+        for result in runner.launched.ended():
+            link.report(result)
+        poll_ms = _COMPILING_POLL_MS if runner.is_preparing else _POLL_MS
+        message = link.receive(runner.launched.patience_ms(poll_ms))
         started |= message is not None and not isinstance(message, Welcome)  # which may come twice
         if isinstance(message, StepPlan):
             began = time.monotonic()
             runner.launch(message)
-            for result in runner.launched.ended():
-                link.report(result)
             if traces.is_on:
                 traces.step(message, began, time.monotonic())
-        elif message is None and runner.launched.count:
-            runner.launched.wait()
-            for result in runner.launched.ended():
-                link.report(result)
         elif isinstance(message, TierOrder):
             tiers.take(message)
         elif isinstance(message, CompileGrammar):

@@ -156,6 +156,26 @@ class Drawn:
             self.copied.synchronize()
 
 
+class _TokenRing:
+    """Host memory for the tokens of a few steps, pinned where there is a GPU."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._tokens = torch.zeros(RING, rows, dtype=torch.int32, pin_memory=on_gpu)
+        self._copied = [torch.cuda.Event() for _ in range(RING)] if on_gpu else []  # type: ignore[no-untyped-call]
+        self._turn = 0
+
+    def send(self, drawn: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Enqueue the copy of a step's tokens; return where they will be, and the event behind the copy."""
+        self._turn = (self._turn + 1) % RING
+        tokens = self._tokens[self._turn, : len(drawn)]
+        tokens.copy_(drawn, non_blocking=True)
+        if not self._copied:
+            return tokens, None
+        self._copied[self._turn].record()
+        return tokens, self._copied[self._turn]
+
+
 class StepGraphs:
     """The graphs of one rank's decode steps. Not thread-safe; call under `torch.inference_mode`."""
 
@@ -185,10 +205,7 @@ class StepGraphs:
         device, start = pool.data.device, decoder.shard.vocab_start
         self._keys = token_keys(torch.arange(start, start + decoder.program.logits.width, device=device))
         self._sampling = kernels.sampling()
-        on_gpu = device.type == "cuda"
-        self._ring = torch.zeros(RING, self.buckets[-1], dtype=torch.int32, pin_memory=on_gpu)
-        self._events = [torch.cuda.Event() for _ in range(RING)] if on_gpu else []  # type: ignore[no-untyped-call]
-        self._turn = 0
+        self._ring = _TokenRing(self.buckets[-1], device)
 
     @property
     def uploaded_words(self) -> int:
@@ -236,9 +253,18 @@ class StepGraphs:
         graph = self._graph(batch.num_rows, plan)
         graph.replay.replay()
         for work, layers in works.items():
+            self._count(plan, work, layers)
             work.replayed()
-            self._kernels.count_replayed(plan, self._decoder.pool, work, layers)
-        return Drawn(graph.logits[: batch.num_rows], *self._send(batch.num_rows))
+        tokens = self._buffers.tokens[: batch.num_rows]
+        return Drawn(graph.logits[: batch.num_rows], *self._ring.send(tokens))
+
+    def _count(self, plan: LiveDecodePlan, work: DeviceWork, layers: int) -> None:
+        """Count what the attention of so many layers reads in a replay."""
+        assert work.resident is not None
+        tokens = layers * (work.resident.tokens + plan.steps * plan.num_rows)
+        counters = self._kernels.counters
+        counters.decode_tokens_read += tokens
+        counters.decode_bytes_read += tokens * self._decoder.pool.format.layer_token_bytes
 
     def _prepare(self, plan: LiveDecodePlan) -> dict[DeviceWork, int]:
         """Bring the plan to the device; return its buffers there and the number of layers that read each."""
@@ -302,16 +328,6 @@ class StepGraphs:
         # float64 holds a token exactly, too.
         pair = torch.stack([sums, (columns + self._decoder.shard.vocab_start).double()])
         return first_largest(self._group.all_gather(pair))
-
-    def _send(self, rows: int) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Enqueue the copy of a step's tokens to the host."""
-        self._turn = (self._turn + 1) % RING
-        tokens = self._ring[self._turn, :rows]
-        tokens.copy_(self._buffers.tokens[:rows], non_blocking=True)
-        if not self._events:
-            return tokens, None
-        self._events[self._turn].record()
-        return tokens, self._events[self._turn]
 
     def _stand_in(self) -> LiveDecodePlan:
         """Return a plan of one row in block 0, which is never executed."""
