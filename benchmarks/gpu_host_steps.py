@@ -2,8 +2,8 @@
 
 The real runner executes plans of steady decoding. In the place of the library of CUDA kernels stands one that
 counts its calls and does nothing; torch's operations run on the CPU over a model so small that they cost little,
-and count, too. A graph's replay is a call that does nothing. So host time is Python's and the planner's, with little
-of the launches themselves: a GPU's driver takes some microseconds for each of them on top.
+and count, too. A graph's replay is a call that does nothing. So host time is Python's and the planner's, with
+little of the launches themselves: a GPU's driver takes some microseconds for each of them on top.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A random model of 8 billion parameters in the real runner (part `model`): what a step takes, and where it goes.
 
 Rows join with their context in the pool already (random numbers, which take as long as others), so that only
-decode steps cost time here. Steps run as graphs, and op by op on the same runner in turn. Beside a step's time stands
-what its matrix products alone would take as one graph: no step can be faster. `ahead` is a step where the next one is
-launched before the tokens of this one are read, as in a server.
+decode steps cost time here. Steps run as graphs, and op by op on the same runner in turn. Beside a step's time
+stands what its matrix products alone would take as one graph: no step can be faster. In a server the next step is
+launched before the tokens of this one are read; that is measured, too.
 """
 
 from __future__ import annotations
