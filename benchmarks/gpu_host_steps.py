@@ -136,7 +136,7 @@ class Way:
         before = self.library.calls + self.graphs.replays
         with Operations() as operations:
             self.batch.execute()
-        return self.library.calls + self.graphs.replays - before + operations.calls
+        return self.library.calls + self.graphs.replays - before + int(operations.calls)
 
 
 def measure_steps(report: Report, batches: tuple[int, ...], steps: int) -> None:
