@@ -420,9 +420,8 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True, tag="result"):
     step: int
     epoch: int
     tokens: bytes
-    """int32 sampled token ids: first the decode rows in order, then the prefill entries with `sample` 1, then the
-    forks. Behind a row's token there is a place for each of its drafts: the token that was drawn behind the draft,
-    -1 where none was because the draft, or one before it, is not what was drawn at its place."""
+    """int32 sampled ids: of the decode rows in order, of the prefill entries with `sample` 1, of the forks. Behind a
+    row's token stands one for each of its drafts: what was drawn there, -1 behind the first draft that was wrong."""
     elapsed_us: int
     """Microseconds of wall time that the step took in the worker."""
     logprobs: dict[int, TopLogprobs] | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -103,12 +103,12 @@ class LaunchedSteps:
             self._read()
         return self._results.popleft()
 
-    def ended(self) -> Iterator[StepResult]:
-        """Yield the results of the steps that have ended, where this rank reports any. The last step may go on."""
+    def report_ended(self, report: Callable[[StepResult], None]) -> None:
+        """Report the steps that have ended, where this rank reports any. The last one launched may go on."""
         while self.is_ready:
             result = self.take()
             if result is not None:
-                yield result
+                report(result)
 
     def patience_ms(self, longest_ms: int) -> int:
         """Return how long to sleep until a message comes. While steps run it is 0, and a moment passes here: the

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import structlog
 import torch
 from torch import Tensor
 
@@ -51,13 +50,11 @@ from trunkline.worker.sampling.beams import BeamSearches
 from trunkline.worker.sampling.pooling import Pooler
 from trunkline.worker.sampling.sampler import Sampler
 from trunkline.worker.sampling.selection import Selection, Selector
-from trunkline.worker.step_graphs import CudaGraphs, Drawn, GraphMaker, StepGraphs, why_not
+from trunkline.worker.step_graphs import CudaGraphs, Drawn, GraphMaker, capture_steps
 from trunkline.worker.tensor_parallel import TensorParallel, of_loading
 from trunkline.worker.tiers.copier import Copier
 from trunkline.worker.tiers.copy_lane import CopyOptions, LayerTrace, StepGate
 from trunkline.worker.tiers.host_pool import HostPool
-
-log = structlog.get_logger()
 
 Connect = Callable[[WorkerConfig, torch.device], TensorParallel]
 
@@ -104,7 +101,7 @@ class Runner:
         """Copies between device and host pool; None without a host pool."""
         self.swap_us_per_block = 0.0
         """Microseconds for one save and one load of a block; 0 without a host pool."""
-        self.launched = LaunchedSteps(self._take_moved)
+        self.launched = LaunchedSteps(lambda: self.copier.take_moved() if self.copier else (0, 0))
         """Steps that run, and results that wait to be taken."""
 
     @classmethod
@@ -206,15 +203,10 @@ class Runner:
         Args:
             longest: Tokens of the longest sequence.
         """
-        kernels = self.kernels
-        if not isinstance(kernels, CudaKernels) or not self._config.cuda_graphs:
-            return
-        if reason := why_not(self._decoder.program, self._group):
-            log.warning("steps run op by op, which takes the host longer", reason=reason)
-            return
-        self.launched.graphs = StepGraphs(self._decoder, kernels, self._group, graphs(), self._config.max_rows)
-        self.launched.graphs.capture_all(longest)
-        kernels.counters.reset()
+        if self._config.cuda_graphs and isinstance(self.kernels, CudaKernels):
+            self.launched.graphs = capture_steps(
+                self._decoder, self.kernels, self._group, graphs, self._config.max_rows, longest
+            )
 
     @property
     def num_blocks(self) -> int:
@@ -398,9 +390,6 @@ class Runner:
             waited_us=waited_us,
             forced=self._grammars.foretell(batch.samples) if self._grammars is not None else None,
         )
-
-    def _take_moved(self) -> tuple[int, int]:
-        return self.copier.take_moved() if self.copier else (0, 0)
 
     def _replay(self, batch: ForwardBatch, gate: StepGate | None) -> Drawn | None:
         """Launch the graph of a step; return None if it has none: prompts are computed, layers wait for copies."""

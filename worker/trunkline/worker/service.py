@@ -468,8 +468,7 @@ def _loop(
         if not started and now >= next_ready:
             link.offer(ready)
             next_ready = now + _READY_EVERY_S
-        for result in runner.launched.ended():
-            link.report(result)
+        runner.launched.report_ended(link.report)
         poll_ms = _COMPILING_POLL_MS if runner.is_preparing else _POLL_MS
         message = link.receive(runner.launched.patience_ms(poll_ms))
         started |= message is not None and not isinstance(message, Welcome)  # which may come twice

@@ -337,6 +337,30 @@ class StepGraphs:
         return rows.plan
 
 
+def capture_steps(
+    decoder: Decoder,
+    kernels: CudaKernels,
+    group: TensorParallel,
+    graphs: Callable[[], GraphMaker],
+    rows_max: int,
+    longest: int,
+) -> StepGraphs | None:
+    """Return the graphs of a decoder's steps; None, with a warning, if its steps cannot be graphs.
+
+    Args:
+        graphs: Makes what captures them.
+        rows_max: As `StepGraphs`.
+        longest: As `StepGraphs.capture_all`.
+    """
+    if reason := why_not(decoder.program, group):
+        log.warning("steps run op by op, which takes the host longer", reason=reason)
+        return None
+    made = StepGraphs(decoder, kernels, group, graphs(), rows_max)
+    made.capture_all(longest)
+    kernels.counters.reset()
+    return made
+
+
 def first_largest(pairs: Tensor) -> Tensor:
     """Return the tokens of the ranks with the largest sums, on a tie those of the first.
 
