@@ -420,8 +420,8 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True, tag="result"):
     step: int
     epoch: int
     tokens: bytes
-    """int32 sampled ids: of the decode rows in order, the prefill entries with `sample` 1, the forks. Behind a row's
-    token stands one for each of its drafts: what was drawn there, -1 behind the first draft that was wrong."""
+    """int32 sampled ids: of the decode rows in order, the prefill entries with `sample` 1, the forks. Behind a
+    row's token stands one for each draft: what was drawn there, -1 behind the first draft that was wrong."""
     elapsed_us: int
     """Microseconds of wall time that the step took in the worker."""
     logprobs: dict[int, TopLogprobs] | None = None
