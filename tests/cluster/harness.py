@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -177,7 +178,8 @@ class Cluster:
     def kill(self) -> None:
         """SIGKILL to every process at once: nobody can tidy up. The folder stays until `stop`."""
         for pid in self.pids.values():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended since, because another one is gone
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
         wait_for(lambda: self.alive() == [], STOP_SECONDS_MAX)
 

@@ -33,6 +33,8 @@ CONFIG = replace(TIERED, remote=False, ranks=2)
 FINGERPRINT = b"a model"
 EPOCH = 1.7e9
 SEEDS = seeds(3)
+PATH_CHUNKS = 16
+"""What one chunk that is missed takes with it, at most: its path below. Few chunks in all are few paths."""
 
 
 @pytest.fixture(autouse=True)
@@ -313,7 +315,7 @@ def test_killed_at_any_moment(tmp_path: Path, modules: float) -> None:
         settle(machine.simulation)
     assert held
     assert restored
-    assert found >= 0.95 * held, f"{found} of {held}"
+    assert found >= 0.95 * held - PATH_CHUNKS, f"{found} of {held}"
 
 
 def test_a_session_of_one_run_is_right_in_the_next_whatever_became_of_it(tmp_path: Path) -> None:

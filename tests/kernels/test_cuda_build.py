@@ -389,8 +389,9 @@ def device_codes(library: bytes) -> set[tuple[str, int]]:
 @pytest.mark.skipif(cuda_build.find_compiler() is None, reason="no nvcc")
 def test_two_builds_are_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In processes of other numbers and folders of other names, which nvcc writes into what it makes."""
-    some = tmp_path / "sources"
+    some = tmp_path / "csrc" / "cuda"
     shutil.copytree(cuda_build.SOURCES, some, ignore=shutil.ignore_patterns("attention*.cu", "cache_ops.cu"))
+    shutil.copytree(cuda_build.SOURCES.parent / "common", some.parent / "common")
     monkeypatch.setattr(cuda_build, "SOURCES", some)
     first, second = (cuda_build.build_prebuilt(tmp_path / name) for name in ("first", "second"))
     assert first.name == second.name

@@ -229,7 +229,7 @@ def test_a_random_model_in_the_runner() -> None:
     assert {"step", "busy on the device", "products alone, as a graph", "to the first token"} <= metrics(found)
     steps = [result["case"] for result in found.results if result["metric"] == "step"]
     assert [(case["rows"], case["shared"]) for case in steps] == [(1, 0), (2, 64), (2, 0), (3, 64), (3, 0)]
-    assert "whole-step graphs are not there yet" in " ".join(found.notes)
+    assert "there are no graphs for these kernels" in " ".join(found.notes)
     assert {"more than greedy", "time in a step"} <= metrics(found)
 
 

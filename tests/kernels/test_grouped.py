@@ -51,6 +51,10 @@ def weights_of(kind: str, block: bytes) -> list[float]:
         if kind == "Q5_0":
             return [half(block, 0) * (code - 16) for code in codes]
         return [half(block, 0) * code + half(block, 2) for code in codes]
+    if kind == "MXFP4":  # a power of two, then codes of a sign, two bits of exponent and one of fraction
+        codes = [byte & 15 for byte in block[1:]] + [byte >> 4 for byte in block[1:]]
+        values = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+        return [2.0 ** (block[0] - 127) * values[code & 7] * (-1 if code & 8 else 1) for code in codes]
     found = []
     for i in range(256):
         if kind == "Q6_K":
@@ -78,9 +82,12 @@ def test_blocks_of_files(kind: str, seed: int) -> None:
     chance = random.Random(seed)
     rows, blocks = 3, 2
     raw = [[bytearray(chance.randbytes(BLOCKS[kind].bytes)) for _ in range(blocks)] for _ in range(rows)]
+    halves = {"Q6_K": (208,), "Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,), "MXFP4": ()}
     for block in (block for row in raw for block in row):
-        for at in {"Q6_K": (208,), "Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,)}.get(kind, (0, 2)):
+        for at in halves.get(kind, (0, 2)):
             struct.pack_into("<e", block, at, chance.uniform(-2, 2))
+        if kind == "MXFP4":
+            block[0] = chance.randrange(100, 150)
     joined = torch.tensor([list(b"".join(row)) for row in raw], dtype=torch.uint8)
     weight = from_blocks(kind, joined, torch.bfloat16)
     assert weight.shape == (rows, blocks * BLOCKS[kind].values)
