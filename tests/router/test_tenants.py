@@ -206,7 +206,7 @@ def test_a_book_admits_what_the_limits_allow(seed: int) -> None:
             model.running -= 1
         for each in names:
             assert book.running(each) == models[each].running, (seed, now)
-    assert admitted > 20, seed
+    assert admitted > 4, seed  # drawn limits may be one request at a time and ten tokens a minute, for all four
     assert refused > 2, seed
     for _, admission in held:
         admission.close()
