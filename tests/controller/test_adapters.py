@@ -130,7 +130,7 @@ def test_calls_that_change_nothing() -> None:
     assert not table.orders
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(3, always=(659748001,)))
 def test_random_calls(seed: int) -> None:
     """Whatever happens, ranks have what requests may use, and every call is answered once."""
     rng, ranks = random.Random(seed), 2
@@ -139,8 +139,9 @@ def test_random_calls(seed: int) -> None:
     inbox: list[list[LoadAdapter | UnloadAdapter]] = [[] for _ in range(ranks)]
     used: set[bytes] = set()
     asked = answered = 0
+    is_starting = True
     for ticket in range(1, 400):
-        table.are_loaded()
+        is_starting &= not table.are_loaded()
         choice = rng.randrange(8)
         if choice < 3:
             name = rng.choice("abc")
@@ -152,7 +153,7 @@ def test_random_calls(seed: int) -> None:
             used.remove(rng.choice(sorted(used)))
         elif choice == 5 and rng.random() < 0.1 and not any(inbox):
             table.lost_workers()
-            workers = [set() for _ in range(ranks)]
+            workers, is_starting = [set() for _ in range(ranks)], True
             used &= table.present
             continue
         for order in table.orders:
@@ -168,9 +169,10 @@ def test_random_calls(seed: int) -> None:
                 workers[rank] |= set() if refuses else {key}
                 table.report(AdapterReady(rank, order.ticket, b"" if refuses else key, "no" if refuses else ""))
                 if table.are_loaded():
+                    is_starting = False
                     used &= table.present  # the service ends requests whose adapter could not be loaded again
             else:
-                assert order.key not in used
+                assert order.key not in used or is_starting  # before all are loaded no request runs
                 workers[rank].discard(order.key)
         table.turn(used.copy)
         answered += len(table.take_replies())

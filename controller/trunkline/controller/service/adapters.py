@@ -42,6 +42,8 @@ class _Adapter:
     is_loading: bool = False
     asked: list[tuple[int, int]] = field(default_factory=list)
     """Routers, and their tickets, that wait for the answer."""
+    leftover: set[bytes] = field(default_factory=set)
+    """Keys of earlier adapters of this name that ranks may still have: forgotten when this one's key is known."""
 
 
 class Adapters:
@@ -139,6 +141,7 @@ class Adapters:
         self._tickets += 1
         adapter.ticket, adapter.is_loading, adapter.problem = self._tickets, True, ""
         adapter.found.clear()
+        adapter.leftover.clear()
         self.orders.append(LoadAdapter(adapter.ticket, adapter.name, adapter.path, self._rank_max))
 
     def _reply(self, router: int, ticket: int, problem: str = "", *, was_so: bool = False) -> None:
@@ -163,16 +166,26 @@ class Adapters:
         adapter.is_loading, self._changed = False, True
         if adapter.problem:
             log.error("an adapter cannot be loaded", name=adapter.name, problem=adapter.problem)
-            self.orders += [UnloadAdapter(key) for key in sorted(keys - {b""}) if key not in self._keys(adapter)]
             if self._by_name.get(adapter.name) is adapter:
                 del self._by_name[adapter.name]
             else:
                 self._leaving.remove(adapter)
+            self._forget(adapter, keys | adapter.leftover)
         else:
             adapter.key = keys.pop()
+            self._forget(adapter, adapter.leftover - {adapter.key})
         for router, ticket in adapter.asked:
             self._reply(router, ticket, adapter.problem)
         adapter.asked.clear()
+
+    def _forget(self, adapter: _Adapter, keys: AbstractSet[bytes]) -> None:
+        """Have the ranks forget these keys, unless another adapter has them. One of the same name that is being
+        loaded may turn out to have one: then they are left to it."""
+        for each in (*self._by_name.values(), *self._leaving):
+            if each is not adapter and each.name == adapter.name and each.is_loading:
+                each.leftover |= keys
+                return
+        self.orders += [UnloadAdapter(key) for key in sorted(keys - {b""} - self._keys(adapter))]
 
     def _keys(self, but: _Adapter) -> set[bytes]:
         return {each.key for each in (*self._by_name.values(), *self._leaving) if each is not but}
