@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import zmq
 from seeds import seeds
@@ -197,6 +198,9 @@ def test_a_peer_that_dies_or_freezes_fails_and_delays_no_other(
         process.send_signal(how)
         if how is signal.SIGKILL:
             process.wait()
+        else:
+            stopped = psutil.STATUS_STOPPED  # until then its threads may still answer
+            wait_until(lambda: psutil.Process(process.pid).status() == stopped, 60)
         bad = own.pull(1, {slot: slot for slot in range(10)})
         assert own.statuses(2, {40 + chunk: chunk for chunk in range(20)}) == [DONE] * 20
         assert [outcome.status for outcome in own.outcomes(bad)] == [FAILED] * 10
