@@ -265,7 +265,7 @@ class Scheduler:
             self.release(sequence, now, ends=True)
         self.kv.drop_claim(sequence)
         sequence.phase = Phase.ENDED
-        group.members.remove(sequence)
+        group.remove(sequence)
         if not group.members:
             self.fetching.done(group)
             self.leave_jobs(group, now)

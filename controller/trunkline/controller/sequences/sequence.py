@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 
 from trunkline.controller.cache.radix_tree import Match, Node
@@ -298,6 +299,15 @@ class SequenceGroup:
         self.prompt_len -= holes
         self.limit -= holes
         self.cut = None
+
+    def remove(self, ended: Sequence) -> None:
+        """Remove a sequence that has ended. What it was to score of the prompt, the next one that waits scores:
+        after workers were lost, a sample may be given up before it has."""
+        self.members.remove(ended)
+        waiting = next((member for member in self.members if not member.batch_seq_id), None)
+        if not self.prompt_scored and ended.sampling.prompt_logprobs >= 0 and waiting is not None:
+            number = ended.sampling.prompt_logprobs
+            waiting.sampling = msgspec.structs.replace(waiting.sampling, prompt_logprobs=number)
 
     @property
     def gathers(self) -> bool:
