@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trunkline.kernels.reference_sampling import weights
 from trunkline.kernels.sampling import Biases, Draws, LogitEdits, Masks, Penalties
 
 INFINITY = float("inf")
@@ -71,3 +72,16 @@ def make_edits(rows: int, vocab_size: int, generator: torch.Generator) -> LogitE
             torch.rand(len(penalised), 3, generator=generator) + 0.5,
         ),
     )
+
+
+def cut_at_weights(rows: int, vocab_size: int) -> tuple[Tensor, Draws]:
+    """Logits, and draws whose top-p is the share, rounded, of the tokens before one of them."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(rows, vocab_size, generator=generator)
+    best = logits.sort(descending=True).values
+    own = weights(best, best[:, :1]).double()
+    before = (own.cumsum(1) - own) / own.sum(1, keepdim=True)
+    top_p = before.gather(1, torch.randint(1, vocab_size, (rows, 1), generator=generator)).squeeze(1).float()
+    factors = torch.stack((torch.ones(rows), top_p, torch.full((rows,), -INFINITY)))
+    draws = make_draws(rows, vocab_size, generator)._replace(top_k=torch.zeros(rows).int(), factors=factors)
+    return logits, draws

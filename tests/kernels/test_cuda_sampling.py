@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from kernels.cuda_emulated import CXX, H200, configure, emulated_library, gpu_missing, make_emulated
-from kernels.sampling_cases import INFINITY, make_draws, make_edits, make_logits
+from kernels.sampling_cases import INFINITY, cut_at_weights, make_draws, make_edits, make_logits
 from seeds import seeds
 from torch import Tensor
 
 from trunkline.kernels.cuda import CudaKernels
 from trunkline.kernels.cuda_library import CudaError
 from trunkline.kernels.cuda_sampling import CudaSampling
-from trunkline.kernels.reference_sampling import ReferenceSampling, weights
+from trunkline.kernels.reference_sampling import ReferenceSampling
 from trunkline.kernels.sampling import Draws, LogitEdits, Masks
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler for the emulation")
@@ -93,15 +93,7 @@ def test_noise_alone_decides_among_equal_logits() -> None:
 
 def test_a_limit_at_the_very_weight_of_a_token_cuts_alike() -> None:
     """top-p is the share, rounded, of the tokens before one of them: the last bit of a weight decides."""
-    rows, vocab_size = 30, 10
-    generator = torch.Generator().manual_seed(5)
-    logits = torch.randn(rows, vocab_size, generator=generator)
-    best = logits.sort(descending=True).values
-    own = weights(best, best[:, :1]).double()
-    before = (own.cumsum(1) - own) / own.sum(1, keepdim=True)
-    top_p = before.gather(1, torch.randint(1, vocab_size, (rows, 1), generator=generator)).squeeze(1).float()
-    factors = torch.stack((torch.ones(rows), top_p, torch.full((rows,), -INFINITY)))
-    draws = make_draws(rows, vocab_size, generator)._replace(top_k=torch.zeros(rows).int(), factors=factors)
+    logits, draws = cut_at_weights(30, 10)
     assert torch.equal(emulated().draw(logits, draws), ReferenceSampling().draw(logits, draws))
 
 

@@ -8,9 +8,10 @@ import random
 from typing import Final
 
 import pytest
+from kvstore.paths import grow
 from seeds import seeds
 
-from trunkline.kvstore.chunks import ChunkName, TieredChunk
+from trunkline.kvstore.chunks import TieredChunk
 from trunkline.kvstore.directory import Directory
 from trunkline.kvstore.fetch_ahead import AHEAD_PAUSE_S, AHEAD_TURNS_MAX, FetchAhead
 from trunkline.kvstore.next_use import Turn, TurnEnd
@@ -21,14 +22,6 @@ TOOLS_S: Final = {"test": 60.0, "build": 900.0}
 """Seconds that each tool takes, a fifth more or less."""
 STEPS = itertools.count(1)
 TURNS = itertools.count(1)
-
-
-def grow(name: str, length: int, above: list[TieredChunk] | None = None) -> list[TieredChunk]:
-    path = list(above or [])
-    while len(path) < length:
-        parent = path[-1] if path else TieredChunk(None, ChunkName(b""))
-        path.append(TieredChunk(parent, ChunkName(f"{name}/{len(path)}".encode())))
-    return path
 
 
 def settle(directory: Directory[TieredChunk], now: float) -> list[bytes]:

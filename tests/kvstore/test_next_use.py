@@ -7,9 +7,10 @@ import math
 import random
 
 import pytest
+from kvstore.paths import grow
 from seeds import seeds
 
-from trunkline.kvstore.chunks import ChunkName, TieredChunk
+from trunkline.kvstore.chunks import TieredChunk
 from trunkline.kvstore.directory import Directory
 from trunkline.kvstore.next_use import TURNS_PER_CHUNK, NextUse, Turn, TurnEnd, wait_of
 from trunkline.kvstore.return_times import CURVES_MAX, EDGES, ReturnTimes, interval_of
@@ -22,14 +23,6 @@ def teach(times: ReturnTimes, kind: tuple[str, ...], gap: float, count: int = 20
         for interval in range(interval_of(gap) + 1):
             times.reached(kind, interval)
         times.came(kind, interval_of(gap))
-
-
-def grow(name: str, length: int, above: list[TieredChunk] | None = None) -> list[TieredChunk]:
-    path = list(above or [])
-    while len(path) < length:
-        parent = path[-1] if path else TieredChunk(None, ChunkName(b""))
-        path.append(TieredChunk(parent, ChunkName(f"{name}/{len(path)}".encode())))
-    return path
 
 
 def end(arrived: float, prompt: int, ended: str = "", *, last: bool = False, expected: float = 0.0) -> TurnEnd:
