@@ -8,16 +8,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from gpu_device import Gpu, Output, Visit
 from torch import Tensor
 
+from trunkline.kernels.cuda import CudaKernels
+from trunkline.kernels.experts import Experts, route, run_experts
 from trunkline.kernels.ops import AttentionSpec, KvPool, QkNorm, make_angles
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, Segments, WritePlan, build_decode_plan
+from trunkline.kernels.program import Buffer, Rows
 from trunkline.kernels.reference import ReferenceKernels
 from trunkline.kernels.reference_sampling import ReferenceSampling
+from trunkline.kernels.routing import Routing
 from trunkline.kernels.sampling import Biases, Draws, LogitEdits, Masks, Penalties, SamplingOps
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -171,6 +177,88 @@ def check_dense(gpu: Gpu, seed: int, dtype: torch.dtype) -> Iterator[tuple[str, 
         yield f"gated_{activation}", relative_error(gated, reference.gated_linear(x.double(), packed))
 
 
+class Mixture(NamedTuple):
+    """A random mixture of experts, or a rank's part of one."""
+
+    kernels: CudaKernels
+    op: Experts
+    weights: tuple[Tensor, Tensor]
+    """`[experts here, 2 * width, hidden]` and `[experts here, hidden, width]`."""
+
+    @classmethod
+    def random(
+        cls,
+        gpu: Gpu,
+        seed: int,
+        dtype: torch.dtype,
+        routing: Routing = Routing(3),  # noqa: B008 (frozen)
+        here: range = range(9),
+        bias: Tensor | None = None,
+    ) -> Mixture:
+        """
+        Args:
+            here: those of nine experts that the rank has.
+            bias: of the router, float32 `[9]`.
+        """
+        count, hidden, width = 9, 64, 48
+        generator = torch.Generator().manual_seed(seed)
+        shapes = ((count, hidden), (count, 2 * width, hidden), (count, hidden, width))
+        router, up, down = (
+            (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(gpu.device, dtype) for shape in shapes
+        )
+        up, down = up[here.start : here.stop], down[here.start : here.stop]
+        kernels = gpu.kernels()
+        experts = [
+            (kernels.pack_gated_linear(one, None, "silu"), kernels.pack_linear(other, None))
+            for one, other in zip(up, down, strict=True)
+        ]
+        own_bias = None if bias is None else bias.to(gpu.device, dtype)
+        op = Experts(
+            x=Buffer("x", Rows.TOKENS, hidden, dtype),
+            router=kernels.pack_linear(router, own_bias),
+            first=here.start,
+            experts=tuple(experts),
+            routing=routing,
+            choice_bias=None,
+            out=Buffer("out", Rows.TOKENS, hidden, dtype),
+            stack=kernels.stack_experts(experts),
+        )
+        return cls(kernels, op, (up, down))
+
+    def tokens(self, count: int, seed: int = 0) -> Tensor:
+        """`[count, hidden]`."""
+        x = torch.randn(count, self.op.x.width, generator=torch.Generator().manual_seed(seed))
+        return x.to(self.weights[0].device, self.op.x.dtype)
+
+    def exact(self, x: Tensor) -> Tensor:
+        """The sum in float64, every token through every expert, with the shares that the op computes."""
+        op, here = self.op, slice(self.op.first, self.op.first + len(self.weights[0]))
+        shares, chosen = route(self.kernels.linear(x, op.router, torch.float32), op.routing, op.choice_bias)
+        share = torch.zeros(len(x), op.router.out_features, dtype=torch.float64, device=x.device)
+        share = share.scatter_(1, chosen, shares.double()).T[here, :, None]
+        within, behind = (share, (share != 0).double()) if op.routing.scales_inputs else (1.0, share)
+        up, down = (weight.double().mT for weight in self.weights)
+        gate, up = ((x.double() * within) @ up).chunk(2, dim=-1)
+        return ((F.silu(gate) * up @ down) * behind).sum(dim=0)
+
+
+def check_experts(gpu: Gpu, seed: int, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
+    """A mixture of experts by grouped products, where the device has them for this type: as it is, and as a graph
+    that gets other tokens."""
+    mixture = Mixture.random(gpu, seed, dtype)
+    if mixture.op.stack is None:
+        return
+    kernels, op, x = mixture.kernels, mixture.op, mixture.tokens(1 + seed % 40)
+    yield "experts", relative_error(run_experts(kernels, op, x), mixture.exact(x))
+    out = torch.empty_like(x)
+    graph = gpu.graph([lambda: out.copy_(run_experts(kernels, op, x))], [kernels])
+    for other in (1, 2):
+        x.copy_(mixture.tokens(len(x), other))
+        graph.replay()
+        gpu.synchronize()
+        yield "experts_as_a_graph", relative_error(out, mixture.exact(x))
+
+
 def check_sampling(gpu: Gpu, seed: int) -> Iterator[tuple[str, float]]:
     """Tokens drawn with all kinds of limits, after a bias, masks and penalties: infinite if any differs."""
     generator = torch.Generator().manual_seed(seed)
@@ -242,6 +330,7 @@ def check_replays(gpu: Gpu, trials: list[Trial], dtype: torch.dtype) -> Iterator
 def one_round(gpu: Gpu, seed: int, dtype: torch.dtype, head_dims: tuple[int, ...]) -> Iterator[tuple[str, float]]:
     """Every op once per head size."""
     yield from check_dense(gpu, seed, dtype)
+    yield from check_experts(gpu, seed, dtype)
     yield from check_sampling(gpu, seed)
     for head_dim in head_dims:
         yield from check_attention(gpu, random_trial(seed, head_dim), dtype)

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
-from unittest.mock import patch
+from collections.abc import Sequence
 
 import torch
-from gpu_device import Call, Gpu
-from kernels.cuda_emulated import H200, configure, emulated_library, make_emulated
+from gpu_device import Call, Gpu, Replay
+from kernels.cuda_emulated import H200, configure, make_emulated
+from kernels.emulated_graphs import EmulatedGraphs
 
 from trunkline.kernels.cuda import CudaKernels
 
-Launch = tuple[str, tuple[Any, ...]]
 
+class Repeated:
+    """A graph of calls that launch nothing of ours: they are called again."""
 
-class Recorded:
-    """A graph: launches of the emulated library with the addresses they had, as a captured one has them; calls
-    that launch nothing there are called again."""
-
-    def __init__(self, launches: list[Launch], calls: Sequence[Call]) -> None:
-        self._launches = launches
+    def __init__(self, calls: Sequence[Call]) -> None:
         self._calls = calls
 
     def replay(self) -> None:
-        for name, arguments in self._launches:
-            emulated_library().call(name, *arguments)
-        if not self._launches:
-            for call in self._calls:
-                call()
+        for call in self._calls:
+            call()
 
 
 class EmulatedGpu(Gpu):
@@ -52,24 +44,19 @@ class EmulatedGpu(Gpu):
     def empty_cache(self) -> None:
         pass
 
-    def graph(self, calls: Sequence[Call], kernels: Sequence[CudaKernels] = ()) -> Recorded:
-        library, launches = emulated_library(), list[Launch]()
-        launch: Callable[..., None] = library.call
+    def graph(self, calls: Sequence[Call], kernels: Sequence[CudaKernels] = ()) -> Replay:
         for call in calls:
             call()
+        if not kernels:
+            return Repeated(calls)
+        (own,) = kernels
 
-        def record(name: str, *arguments: Any) -> None:
-            launches.append((name, arguments))
-            launch(name, *arguments)
-
-        for each in kernels:
-            each._is_capturing = lambda: True
-        with patch.object(library, "call", record):
+        def run() -> None:
             for call in calls:
                 call()
-        for each in kernels:
-            each._is_capturing = lambda: False
-        return Recorded(launches, calls)
+
+        with torch.inference_mode():
+            return EmulatedGraphs(own).capture(run)
 
     def time_us(self, call: Call, runs: int = 21) -> float:
         del runs

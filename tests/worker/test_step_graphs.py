@@ -59,6 +59,19 @@ def test_replayed_steps_draw_the_same_tokens(small: Path, seed: int) -> None:
     check_traffic(small, seed, 25)
 
 
+def test_a_mixture_of_experts_is_replayed(models: Models) -> None:
+    """Which experts have tokens is another choice in each replay."""
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    check_traffic(models("qwen3-moe", **sizes), 2, 12)
+
+
+def test_experts_that_wait_for_the_device_are_not_captured(models: Models) -> None:
+    """Widths that grouped products do not take."""
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    folder = models("qwen3-moe", moe_intermediate_size=22, **sizes)
+    assert make_runner(folder, 20, graphs=True).launched.graphs is None
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("pool", [90, 40])
 def test_replayed_steps_draw_the_same_tokens_for_long(small: Path, pool: int) -> None:

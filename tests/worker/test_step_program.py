@@ -20,11 +20,12 @@ from worker.driver import VOCAB_SIZE, Driver, run_config
 
 from trunkline.kernels.cpu import CpuKernels
 from trunkline.kernels.cpu_program import KINDS, OP_WORDS, CpuProgram
+from trunkline.kernels.experts import Experts
 from trunkline.kernels.live_plan import LiveDecodePlan
 from trunkline.kernels.native import ISA_VARIABLE, isa_levels, library
 from trunkline.kernels.op_by_op import OpByOp, compare
 from trunkline.kernels.ops import KvPool
-from trunkline.kernels.program import AllReduce, Experts, Linear, Op, Program, ProgramError, printed
+from trunkline.kernels.program import AllReduce, Linear, Op, Program, ProgramError, printed
 from trunkline.kernels.reference import ReferenceKernels
 from trunkline.kernels.shared_group import SharedGroup, create_file
 from trunkline.worker.batch.batch import ForwardBatch

@@ -10,6 +10,7 @@ in place when they are full (`csrc/cpu/attention.h`). The native side of linear 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import torch
@@ -33,6 +34,7 @@ from trunkline.kernels.ops import (
     Activation,
     Angles,
     AttentionSpec,
+    ExpertStack,
     KernelCounters,
     KvPool,
     PackedLinear,
@@ -84,6 +86,9 @@ class CpuKernels:
         self.rms_norm, self.add_rms_norm = dense.rms_norm, dense.add_rms_norm
         self.pack_linear, self.linear = dense.pack_linear, dense.linear
         self.pack_gated_linear, self.gated_linear = dense.pack_gated_linear, dense.gated_linear
+
+    def stack_experts(self, experts: Sequence[tuple[PackedLinear, PackedLinear]]) -> ExpertStack | None:
+        return None  # programs run natively, an expert at a time
 
     def write_kv(
         self,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from trunkline.kernels.experts import Experts
 from trunkline.kernels.ops import KernelCounters
-from trunkline.kernels.program import Attend, Experts, Linear, Op, RmsNorm, StoreKv
+from trunkline.kernels.program import Attend, Linear, Op, RmsNorm, StoreKv
 
 
 class _Calls:

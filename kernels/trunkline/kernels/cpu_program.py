@@ -19,6 +19,7 @@ from trunkline.kernels.adapters import AdapterLayers, AdapterRows
 from trunkline.kernels.cpu import DENSE_TYPES, CpuKernels
 from trunkline.kernels.cpu_counting import Counting
 from trunkline.kernels.cpu_plans import NONE, ShiftTable, prefill_state, turns_queries
+from trunkline.kernels.experts import Experts
 from trunkline.kernels.latent import Absorb, Expand
 from trunkline.kernels.native import library
 from trunkline.kernels.op_by_op import Collective, OpByOp, StepBatch
@@ -32,7 +33,6 @@ from trunkline.kernels.program import (
     Buffer,
     Clamp,
     Embed,
-    Experts,
     Forbid,
     LayerNorm,
     Linear,

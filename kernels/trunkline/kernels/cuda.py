@@ -10,7 +10,7 @@ of a plan waits for the upload before the last one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import byref
 from typing import Final
 
@@ -55,11 +55,13 @@ from trunkline.kernels.cuda_work import (
     partial_floats,
     refuse_capture,
 )
+from trunkline.kernels.experts import stacked
 from trunkline.kernels.live_plan import AnyDecodePlan, LiveDecodePlan
 from trunkline.kernels.ops import (
     Activation,
     Angles,
     AttentionSpec,
+    ExpertStack,
     KernelCounters,
     KvPool,
     PackedLinear,
@@ -451,12 +453,21 @@ class CudaKernels:
         weight, bias, activation = layer.data
         is_plain = isinstance(weight, Tensor)
         gate_up = F.linear(x, weight, bias) if is_plain else linear_quantised(x, weight, bias)
-        gate_up = add_rows(gate_up, addend)
-        rows, width = x.shape[0], layer.out_features
-        out = torch.empty(rows, width, dtype=gate_up.dtype, device=x.device)
+        return self._activate(activation, add_rows(gate_up, addend)).to(x.dtype)
+
+    def _activate(self, activation: Activation, gate_up: Tensor) -> Tensor:
+        rows, width = len(gate_up), gate_up.shape[1] // 2
+        out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
         numbers = (DTYPE_NUMBERS[out.dtype], ACTIVATION_NUMBERS[activation], rows, width)
         self._library.call("gated_activation", gate_up.data_ptr(), out.data_ptr(), *numbers, self._stream())
-        return out.to(x.dtype)
+        return out
+
+    def stack_experts(self, experts: Sequence[tuple[PackedLinear, PackedLinear]]) -> ExpertStack | None:
+        return stacked(experts, self._activate_group)
+
+    def _activate_group(self, activation: Activation, gate_up: Tensor) -> Tensor:
+        self.counters.called("grouped_experts")
+        return self._activate(activation, gate_up)
 
 
 def _current_stream() -> int:

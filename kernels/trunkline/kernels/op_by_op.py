@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trunkline.kernels.adapters import AdapterGroups, AdapterLayers, AdapterRows
+from trunkline.kernels.experts import Experts, run_experts
 from trunkline.kernels.latent import Absorb, Expand
 from trunkline.kernels.live_plan import AnyDecodePlan
 from trunkline.kernels.ops import Angles, Kernels, KvPool, make_angles
@@ -27,7 +28,6 @@ from trunkline.kernels.program import (
     Buffer,
     Clamp,
     Embed,
-    Experts,
     Forbid,
     LayerNorm,
     Linear,
@@ -42,7 +42,6 @@ from trunkline.kernels.program import (
     StoreKv,
 )
 from trunkline.kernels.query_scale import Temper
-from trunkline.kernels.routing import Routing
 from trunkline.kernels.wide_norms import SquareSums, WideNorm
 
 
@@ -291,25 +290,7 @@ class OpByOp:
         self._values[op.out.name] = out.view(len(qkv), -1)
 
     def _experts(self, op: Experts) -> None:
-        kernels, x = self._kernels, self._values[op.x.name]
-        shares, chosen = route(kernels.linear(x, op.router, torch.float32), op.routing, op.choice_bias)
-        order = chosen.view(-1).argsort(stable=True)
-        tokens, share = order // op.routing.per_token, shares.view(-1)[order, None]
-        # One transfer to the host per layer: up to where in `order` each expert's tokens reach.
-        stops = chosen.view(-1).bincount(minlength=op.router.out_features).cumsum(0).tolist()
-        out = torch.zeros_like(x, dtype=torch.float32)
-        first = op.first
-        start = stops[first - 1] if first else 0
-        for (up, down), stop in zip(op.experts, stops[first : first + len(op.experts)], strict=True):
-            if stop > start:
-                own = tokens[start:stop]
-                rows, weights = x[own], share[start:stop]
-                if op.routing.scales_inputs:
-                    rows, weights = (rows.float() * weights).to(x.dtype), torch.ones_like(weights)
-                made = kernels.linear(kernels.gated_linear(rows, up), down)
-                out.index_add_(0, own, made.float().mul_(weights))
-            start = stop
-        self._values[op.out.name] = out.to(x.dtype)
+        self._values[op.out.name] = run_experts(self._kernels, op, self._values[op.x.name])
 
     def _select(self, op: Select) -> None:
         x, rows = self._values[op.x.name], self._batch.state_rows
@@ -325,29 +306,6 @@ class OpByOp:
 def _split(qkv: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return views of queries, keys and the columns behind them."""
     return qkv[:, :queries], qkv[:, queries : queries + keys], qkv[:, queries + keys :]
-
-
-def route(outputs: Tensor, routing: Routing, choice_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the shares and the indices of each token's experts, `[tokens, per_token]`.
-
-    Args:
-        outputs: the router's, float32 `[tokens, experts]`.
-        choice_bias: float32 `[experts]`, added to the scores for the choice alone.
-    """
-    scores = outputs.sigmoid() if routing.scores == "sigmoid" else outputs.softmax(dim=-1)
-    choice = scores if choice_bias is None else scores + choice_bias
-    if routing.groups_per_token < routing.groups:
-        grouped = choice.view(len(choice), routing.groups, choice.shape[-1] // routing.groups)
-        best = min(routing.group_best, grouped.shape[-1])
-        sums = grouped.topk(best, dim=-1).values.sum(dim=-1)
-        kept = torch.zeros_like(sums, dtype=torch.bool)
-        kept.scatter_(-1, sums.topk(routing.groups_per_token, dim=-1).indices, True)
-        choice = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
-    chosen = choice.topk(routing.per_token, dim=-1).indices
-    shares = scores.gather(-1, chosen)
-    if routing.normalised:
-        shares = shares / (shares.sum(dim=-1, keepdim=True) + 1e-20)  # sigmoids may all be zero
-    return shares * routing.factor, chosen
 
 
 class OpDifference(NamedTuple):

@@ -9,6 +9,7 @@ Slots of the pool that no plan covers may contain anything, also NaN, and must n
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
@@ -106,6 +107,25 @@ class PackedLinear:
     """The packed weights, private to the kernels that packed them."""
     packed_bytes: int
     """Bytes of weight, scales and bias: the layer's memory, and what a call with few tokens reads."""
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """A layer's experts on this rank in two tensors, for grouped products. `Kernels.stack_experts` makes it."""
+
+    up: Tensor
+    """Gated matrices, `[experts, 2 * width, hidden]`: of each expert its gate, then up."""
+    down: Tensor
+    """Second matrices, `[experts, hidden, width]`."""
+    numbers: Tensor
+    """int64 `[experts]`: 0, 1, 2, ….."""
+    layers: tuple[tuple[PackedLinear, PackedLinear], ...]
+    """The two layers of each expert, in the same memory."""
+    activate: Callable[[Tensor], Tensor]
+    """Makes `[rows, width]` of what the gated matrices give, `[rows, 2 * width]`."""
+
+    def __str__(self) -> str:
+        return f"{len(self.layers)} in one"
 
 
 class RowAddend(NamedTuple):
@@ -329,6 +349,18 @@ class Kernels(Protocol):
 
     def gated_linear(self, x: Tensor, layer: PackedLinear, addend: RowAddend | None = None) -> Tensor:
         """Apply a gated layer to `x` `[tokens, in]`; return `[tokens, n]`."""
+        ...
+
+    def stack_experts(self, experts: Sequence[tuple[PackedLinear, PackedLinear]]) -> ExpertStack | None:
+        """Bring the experts of a layer together; their old memory is not needed any more.
+
+        Args:
+            experts: gated layer and second layer of each.
+
+        Returns:
+            None: these kernels, this device or these weights have no grouped products, so experts are computed one
+            at a time.
+        """
         ...
 
 

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from trunkline.kernels.ops import AttentionSpec, PackedLinear, QkNorm
-from trunkline.kernels.routing import Routing
 
 PLAIN_ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh", "relu")
 """The names that `Activate` takes."""
@@ -232,26 +231,6 @@ class Attend(Op):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts(Op):
-    """A mixture of experts: this rank's part of the sum. Every rank computes the same routing."""
-
-    kind = "experts"
-    reads = ("x",)
-    writes = ("out",)
-    x: Buffer
-    router: PackedLinear
-    """A row for each expert of the layer."""
-    first: int
-    """Index, among the layer's experts, of the first one here."""
-    experts: tuple[tuple[PackedLinear, PackedLinear], ...]
-    """Gated matrix and second matrix of each expert here."""
-    routing: Routing
-    choice_bias: Tensor | None
-    """float32 `[experts of the layer]`, added to scores for the choice alone."""
-    out: Buffer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Select(Op):
     """`out` = the rows of `x` whose final states are needed."""
 
@@ -456,25 +435,6 @@ def _attend_facts(op: Attend) -> Facts:
     ]
 
 
-def _experts_facts(op: Experts) -> Facts:
-    facts = _like(op.x, op.out)
-    for up, down in op.experts:
-        facts += [
-            ("the inputs of an expert", op.x.width, up.in_features),
-            ("the width within an expert", up.out_features, down.in_features),
-            ("the outputs of an expert", op.x.width, down.out_features),
-        ]
-    count, routing = op.router.out_features, op.routing
-    if op.choice_bias is not None:
-        facts.append(("the shape of the choice's bias", [count], list(op.choice_bias.shape)))
-    return [
-        *facts,
-        ("the inputs of the router", op.x.width, op.router.in_features),
-        ("the experts without a group", 0, count % routing.groups),
-        ("whether there are as many experts", True, routing.per_token <= count),
-    ]
-
-
 def _select_facts(op: Select) -> Facts:
     rows: Facts = [("the rows of x", Rows.TOKENS, op.x.rows), ("the rows of out", Rows.STATES, op.out.rows)]
     return rows + _like(op.x, op.out, rows=False)
@@ -493,7 +453,6 @@ _CHECKS: Final[dict[type[Op], Any]] = {
     Rotations: _rotation_facts,
     StoreKv: _store_facts,
     Attend: _attend_facts,
-    Experts: _experts_facts,
     Select: _select_facts,
     Activate: _activate_facts,
     Add: lambda op: _like(op.x, op.into),

@@ -8,6 +8,7 @@ refused.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -22,6 +23,7 @@ from trunkline.kernels.ops import (
     Activation,
     Angles,
     AttentionSpec,
+    ExpertStack,
     KernelCounters,
     KvPool,
     PackedLinear,
@@ -214,6 +216,9 @@ class ReferenceKernels:
         if activation == "silu":
             return F.silu(gate).mul_(up).to(x.dtype)
         return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none").mul_(up).to(x.dtype)
+
+    def stack_experts(self, experts: Sequence[tuple[PackedLinear, PackedLinear]]) -> ExpertStack | None:
+        return None
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -32,9 +32,10 @@ from trunkline.kernels.adapters import AdapterRows
 from trunkline.kernels.cuda import CudaKernels
 from trunkline.kernels.cuda_steps import StepBuffers
 from trunkline.kernels.cuda_work import DeviceWork
+from trunkline.kernels.experts import Experts
 from trunkline.kernels.live_plan import AnyDecodePlan, LiveDecodePlan
 from trunkline.kernels.plan import PrefillPlan, WritePlan
-from trunkline.kernels.program import Attend, Experts, Program
+from trunkline.kernels.program import Attend, Program
 from trunkline.kernels.reference_sampling import largest_sums, token_keys
 from trunkline.kernels.sampling import Draws
 from trunkline.kvstore.chunks import pack_int32
@@ -104,8 +105,11 @@ def why_not(program: Program, group: TensorParallel) -> str:
     """Return why steps of this program cannot be graphs; empty if they can."""
     if group.backend not in ("none", "nccl"):
         return f"sums over ranks go through {group.backend}, which no graph holds"
-    if any(isinstance(op, Experts) for op in program.ops):
-        return "a mixture of experts asks the device how many tokens each expert has"
+    if any(isinstance(op, Experts) and op.stack is None for op in program.ops):
+        return (
+            "the host waits to hear how many tokens each expert has; products are grouped on the device for "
+            "weights in bfloat16 without biases, on GPUs of compute capability 9.x and 10.x"
+        )
     return ""
 
 

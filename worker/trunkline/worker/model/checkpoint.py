@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trunkline.kernels.grouped import GroupedWeight, stack
-from trunkline.kernels.ops import Activation, Kernels, PackedLinear, QkNorm, Quantisation, Weight
+from trunkline.kernels.ops import Activation, ExpertStack, Kernels, PackedLinear, QkNorm, Quantisation, Weight
 from trunkline.worker.errors import CheckpointError
 from trunkline.worker.model.architecture import NormKind
 from trunkline.worker.model.gguf.weights import GgufSlices
@@ -81,6 +81,8 @@ class ExpertWeights(NamedTuple):
     """float32 `[experts]`, added to an expert's score for the choice alone."""
     shared: MlpWeights | None
     """This rank's part of the experts that every token goes to."""
+    stack: ExpertStack | None
+    """The same experts for grouped products, where the kernels have them."""
 
 
 @dataclass(frozen=True)
@@ -353,12 +355,16 @@ class _ShardReader:
             down = self._row_parallel(start + names.down, rows, has_bias)
             up = self._up(start, rows, width, names.expert_gates)
             experts.append(MlpWeights(up, down))
+        stack = self._kernels.stack_experts(experts)
+        if stack is not None:
+            experts = [MlpWeights(*layers) for layers in stack.layers]
         return ExpertWeights(
             self._router(prefix + names.router, mixture),
             here.start,
             experts,
             self._choice_bias(prefix),
             self._mlp(prefix + names.shared_experts, mixture.shared_width) if mixture.shared_width else None,
+            stack,
         )
 
     def _router(self, name: str, mixture: Mixture) -> PackedLinear:

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from trunkline.kernels.experts import Experts
 from trunkline.kernels.latent import Absorb, Expand
 from trunkline.kernels.ops import AttentionSpec, PackedLinear, QkNorm
 from trunkline.kernels.program import (
@@ -25,7 +26,6 @@ from trunkline.kernels.program import (
     Buffer,
     Clamp,
     Embed,
-    Experts,
     Forbid,
     LayerNorm,
     Linear,
@@ -249,6 +249,7 @@ class _Compiler:
             routing=mixture.routing,
             choice_bias=weights.choice_bias,
             out=out,
+            stack=weights.stack,
         )
         self._ops.append(chosen)
         if weights.shared is not None:

@@ -1,0 +1,191 @@
+"""The op of a step's program that is a mixture of experts, and the two ways in which it is run op by op.
+
+one at a time   each expert's tokens through its two layers, in any form of weights; the host must know how
+                many tokens each expert has, so it waits for the device once per layer
+grouped         one product over all experts for each of the two layers (`ExpertStack`): tokens are sorted by
+                expert on the device, which alone knows where each expert's begin; every shape follows from
+                the number of tokens, so a graph can hold it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trunkline.kernels.ops import Activation, ExpertStack, Kernels, PackedLinear
+from trunkline.kernels.program import Buffer, Facts, Op
+from trunkline.kernels.routing import Routing
+
+_SUMMED_TOKENS: Final = 1024
+"""Number of tokens whose results are in float32 at a time."""
+_ALIGNED_BYTES: Final = 16
+"""What the bytes of a row must be a multiple of for torch's grouped product."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts(Op):
+    """A mixture of experts: this rank's part of the sum. Every rank computes the same routing."""
+
+    kind = "experts"
+    reads = ("x",)
+    writes = ("out",)
+    x: Buffer
+    router: PackedLinear
+    """A row for each expert of the layer."""
+    first: int
+    """Index, among the layer's experts, of the first one here."""
+    experts: tuple[tuple[PackedLinear, PackedLinear], ...]
+    """Gated matrix and second matrix of each expert here."""
+    routing: Routing
+    choice_bias: Tensor | None
+    """float32 `[experts of the layer]`, added to scores for the choice alone."""
+    out: Buffer
+    stack: ExpertStack | None = None
+    """The same experts for grouped products; None: they are computed one at a time."""
+
+    def facts(self) -> Facts:
+        x, count, routing = self.x, self.router.out_features, self.routing
+        facts: Facts = [
+            ("the width of 'out'", x.width, self.out.width),
+            ("the type of 'out'", x.dtype, self.out.dtype),
+            ("the rows of 'out'", x.rows, self.out.rows),
+        ]
+        for up, down in self.experts:
+            facts += [
+                ("the inputs of an expert", x.width, up.in_features),
+                ("the width within an expert", up.out_features, down.in_features),
+                ("the outputs of an expert", x.width, down.out_features),
+            ]
+        if self.choice_bias is not None:
+            facts.append(("the shape of the choice's bias", [count], list(self.choice_bias.shape)))
+        if self.stack is not None:
+            facts.append(("the experts in the stack", len(self.experts), len(self.stack.layers)))
+        return [
+            *facts,
+            ("the inputs of the router", x.width, self.router.in_features),
+            ("the experts without a group", 0, count % routing.groups),
+            ("whether there are as many experts", True, routing.per_token <= count),
+        ]
+
+
+def run_experts(kernels: Kernels, op: Experts, x: Tensor) -> Tensor:
+    """Return this rank's part of the experts' sum for tokens `[tokens, width]`, in their type."""
+    shares, chosen = route(kernels.linear(x, op.router, torch.float32), op.routing, op.choice_bias)
+    if op.stack is None:
+        return _one_at_a_time(kernels, op, x, shares, chosen)
+    return _grouped(op, op.stack, x, shares, chosen)
+
+
+def route(outputs: Tensor, routing: Routing, choice_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the shares and the indices of each token's experts, `[tokens, per_token]`.
+
+    Args:
+        outputs: the router's, float32 `[tokens, experts]`.
+        choice_bias: float32 `[experts]`, added to the scores for the choice alone.
+    """
+    scores = outputs.sigmoid() if routing.scores == "sigmoid" else outputs.softmax(dim=-1)
+    choice = scores if choice_bias is None else scores + choice_bias
+    if routing.groups_per_token < routing.groups:
+        grouped = choice.view(len(choice), routing.groups, choice.shape[-1] // routing.groups)
+        best = min(routing.group_best, grouped.shape[-1])
+        sums = grouped.topk(best, dim=-1).values.sum(dim=-1)
+        kept = torch.zeros_like(sums, dtype=torch.bool)
+        kept.scatter_(-1, sums.topk(routing.groups_per_token, dim=-1).indices, True)
+        choice = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
+    chosen = choice.topk(routing.per_token, dim=-1).indices
+    shares = scores.gather(-1, chosen)
+    if routing.normalised:
+        shares = shares / (shares.sum(dim=-1, keepdim=True) + 1e-20)  # sigmoids may all be zero
+    return shares * routing.factor, chosen
+
+
+def _one_at_a_time(kernels: Kernels, op: Experts, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    order = chosen.view(-1).argsort(stable=True)
+    tokens, share = order // op.routing.per_token, shares.view(-1)[order, None]
+    # One transfer to the host per layer: up to where in `order` each expert's tokens reach.
+    stops = chosen.view(-1).bincount(minlength=op.router.out_features).cumsum(0).tolist()
+    out = torch.zeros_like(x, dtype=torch.float32)
+    first = op.first
+    start = stops[first - 1] if first else 0
+    for (up, down), stop in zip(op.experts, stops[first : first + len(op.experts)], strict=True):
+        if stop > start:
+            own = tokens[start:stop]
+            rows, weights = x[own], share[start:stop]
+            if op.routing.scales_inputs:
+                rows, weights = (rows.float() * weights).to(x.dtype), torch.ones_like(weights)
+            made = kernels.linear(kernels.gated_linear(rows, up), down)
+            out.index_add_(0, own, made.float().mul_(weights))
+        start = stop
+    return out.to(x.dtype)
+
+
+def _grouped(op: Experts, stack: ExpertStack, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    if not len(x):
+        return torch.empty_like(x)
+    count, (tokens, per_token) = len(stack.numbers), chosen.shape
+    # Other ranks' experts come last, as a group that nothing is multiplied with.
+    own = chosen.view(-1) - op.first
+    own = own.masked_fill((own < 0) | (own >= count), count)
+    ranked, order = own.sort(stable=True)
+    stops = torch.searchsorted(ranked, stack.numbers, right=True, out_int32=True)
+    rows = x[order // per_token]
+    if op.routing.scales_inputs:
+        rows = (rows.float() * shares.view(-1)[order, None]).to(x.dtype)
+        shares = torch.ones_like(shares)
+    inner = stack.activate(F.grouped_mm(rows, stack.up.mT, offs=stops))
+    made = F.grouped_mm(inner, stack.down.mT, offs=stops)
+    # Of each token and choice, its row in `made`. Rows of other ranks' experts were never written.
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    place, is_foreign = place.view(tokens, per_token), (own == count).view(tokens, per_token, 1)
+    out = torch.empty_like(x)
+    for start in range(0, tokens, _SUMMED_TOKENS):
+        part = slice(start, start + _SUMMED_TOKENS)
+        found = made[place[part]].float().masked_fill_(is_foreign[part], 0.0)
+        out[part] = found.mul_(shares[part, :, None]).sum(dim=1)
+    return out
+
+
+def stacked(
+    experts: Sequence[tuple[PackedLinear, PackedLinear]], activate: Callable[[Activation, Tensor], Tensor]
+) -> ExpertStack | None:
+    """Bring experts of plain layers together (`Kernels.stack_experts`).
+
+    Args:
+        experts: their data are weight, bias and for the gated ones the activation.
+        activate: computes an activation of `[rows, 2 * width]`.
+    """
+    sides = list(zip(*experts, strict=True))
+    if not all(isinstance(layer.data[0], Tensor) and layer.data[1] is None for side in sides for layer in side):
+        return None
+    gated, seconds = sides
+    weight, _, activation = gated[0].data
+    capability = torch.cuda.get_device_capability(weight.device) if weight.is_cuda else None
+    if not has_grouped_products(weight.dtype, (gated[0].in_features, seconds[0].in_features), capability):
+        return None
+    up, down = (torch.stack([layer.data[0] for layer in side]) for side in sides)
+    layers = [
+        tuple(replace(layer, data=(own, *layer.data[1:])) for layer, own in zip(side, parts, strict=True))
+        for side, parts in zip(sides, (up, down), strict=True)
+    ]
+    numbers = torch.arange(len(up), device=up.device)
+    return ExpertStack(up, down, numbers, tuple(zip(*layers, strict=True)), partial(activate, activation))
+
+
+def has_grouped_products(dtype: torch.dtype, widths: tuple[int, ...], capability: tuple[int, int] | None) -> bool:
+    """Return whether `torch.nn.functional.grouped_mm` multiplies such matrices, and on a GPU without a wait.
+
+    Args:
+        widths: numbers of a row in each of the matrices.
+        capability: the GPU's compute capability; None: there is no GPU.
+    """
+    aligned = all(width * dtype.itemsize % _ALIGNED_BYTES == 0 for width in widths)
+    if capability is None:
+        return aligned and dtype in (torch.float32, torch.bfloat16, torch.float16)
+    # On other GPUs and for other types torch copies the numbers of rows to the host (torch 2.11 to 2.13).
+    return aligned and dtype == torch.bfloat16 and capability[0] in (9, 10)
