@@ -10,7 +10,7 @@ import pytest
 from router.fake_controller import FakeController
 from seeds import seeds
 
-from trunkline.router.jobs.hints import NEXT_MAX_S, PRIORITY_MAX, Hints, hints_of
+from trunkline.router.jobs.hints import NEXT_MAX_S, OUTPUT_MAX, PRIORITY_MAX, Hints, hints_of
 from trunkline.router.jobs.request_models import ChatRequest
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -18,7 +18,7 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
 
 def test_what_is_understood() -> None:
     said = {"iat": 2500, "priority": 5, "total_requests": 1, "osl": 512, "latency_sensitivity": 1.2}
-    assert hints_of({"agent_hints": said}, ()) == Hints(2.5, True, -5)
+    assert hints_of({"agent_hints": said}, ()) == Hints(2.5, True, -5, 512)
     assert hints_of(None, ({"iat": "250", "last": True}, None)) == Hints(0.25, True, None)
     assert hints_of({"agent_hints": {"iat": 1000}}, ({"iat": 9000, "priority": "-3"},)) == Hints(1.0, False, 3)
     assert hints_of({"agent_hints": {"total_requests": 9}}, ()) == Hints()
@@ -31,7 +31,10 @@ def test_what_is_understood() -> None:
         ({"iat": -5, "priority": True, "last": 1}, Hints()),
         ({"iat": 1e300, "priority": 1e300}, Hints(NEXT_MAX_S, False, -PRIORITY_MAX)),
         ({"iat": float("nan"), "priority": float("-inf")}, Hints(0.0, False, PRIORITY_MAX)),
-        ({"iat": 10**400, "priority": [1]}, Hints()),
+        ({"iat": 10**400, "priority": [1], "osl": -1}, Hints()),
+        ({"osl": "77"}, Hints(output_tokens=77)),
+        ({"osl": 1e300}, Hints(output_tokens=OUTPUT_MAX)),
+        ({"osl": {"a": 1}}, Hints()),
     ],
 )
 def test_impossible_values_say_nothing_or_are_clipped(said: dict[str, Any], hints: Hints) -> None:
@@ -64,6 +67,7 @@ def test_hints_of_any_shape_are_no_error(seed: int) -> None:
         request = ChatRequest.model_validate({"messages": MESSAGES, **fields})
         hints = request.hints
         assert 0.0 <= hints.next_s <= NEXT_MAX_S
+        assert 0 <= hints.output_tokens <= OUTPUT_MAX
         assert hints.priority == request.priority
         assert hints.priority is None or abs(hints.priority) <= PRIORITY_MAX
 

@@ -380,6 +380,7 @@ class RouterService:
             layout=None if job.modules is None else job.modules.layout,
             origin=_origin_of(job),
             begun=None if job.remembered is None else job.remembered.names,
+            output_tokens=job.hints.output_tokens,
         )
 
     async def prefetch(self, route: RouteRequest) -> Prefetched:

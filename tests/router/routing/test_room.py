@@ -42,6 +42,17 @@ def test_a_new_prompt_goes_where_there_is_room() -> None:
     assert {core.route(prompt(400), 0.0).controller for _ in range(9)} == {1}
 
 
+def test_an_answer_of_known_length_needs_room_too() -> None:
+    core = ready(3)
+    for controller, room in enumerate((0.0, 400.0, 600.0)):
+        report(core, controller, room)
+    for answer, fitting in ((0, {1, 2}), (100, {2}), (200, {2})):
+        request = msgspec.structs.replace(prompt(400), output_tokens=answer)
+        assert {core.route(request, 0.0).controller for _ in range(9)} == fitting
+    report(core, 1, 900.0)
+    assert {core.route(request, 0.0).controller for _ in range(9)} == {1, 2}
+
+
 def test_where_all_are_full_or_none_is_known_all_are_equal() -> None:
     for rooms in ((0.0, 0.0, 0.0), (inf, inf, inf), (4000.0, inf, 500.0)):
         core = ready(3)

@@ -13,6 +13,8 @@ from typing import Any, Final, NamedTuple
 PRIORITY_MAX: Final = 2**31 - 1
 NEXT_MAX_S: Final = 86_400.0
 """Longest time until the next request that is believed, in seconds."""
+OUTPUT_MAX: Final = 2**20
+"""Longest answer that is believed, in tokens."""
 
 
 class Hints(NamedTuple):
@@ -24,6 +26,8 @@ class Hints(NamedTuple):
     """Whether no request of the conversation follows."""
     priority: int | None = None
     """Priority of the request, smaller first; None: nothing is said."""
+    output_tokens: int = 0
+    """Tokens that the answer will have; 0: not known."""
 
 
 def hints_of(nvext: Any, others: Iterable[Any]) -> Hints:
@@ -37,11 +41,12 @@ def hints_of(nvext: Any, others: Iterable[Any]) -> Hints:
     inner = nvext.get("agent_hints") if isinstance(nvext, Mapping) else None
     for source in (inner, *others):
         if isinstance(source, Mapping):
-            said = Hints(_next_s(source), _is_last(source), _priority(source))
+            said = Hints(_next_s(source), _is_last(source), _priority(source), _output_tokens(source))
             hints = Hints(
                 hints.next_s or said.next_s,
                 hints.is_last or said.is_last,
                 said.priority if hints.priority is None else hints.priority,
+                hints.output_tokens or said.output_tokens,
             )
     return hints
 
@@ -63,6 +68,11 @@ def _next_s(source: Mapping[str, Any]) -> float:
 
 def _is_last(source: Mapping[str, Any]) -> bool:
     return source.get("last") is True or _number(source.get("total_requests")) == 1.0
+
+
+def _output_tokens(source: Mapping[str, Any]) -> int:
+    tokens = _number(source.get("osl"))
+    return round(min(tokens, OUTPUT_MAX)) if tokens > 0.0 else 0
 
 
 def _priority(source: Mapping[str, Any]) -> int | None:

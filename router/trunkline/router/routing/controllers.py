@@ -124,7 +124,7 @@ class Loads:
         self.room[controller] = room
 
     def displaced(self, lacking: NDArray[np.int64]) -> FloatArray:
-        """Return how many tokens would leave each controller's tiers to make room for those of a prompt that it
+        """Return how many tokens would leave each controller's tiers to make room for those of a request that it
         lacks, and for those of the prompts before it."""
         gone: FloatArray = (lacking - np.maximum(self.room - self.queued, 0.0)).clip(0.0)
         return gone

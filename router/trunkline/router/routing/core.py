@@ -244,7 +244,7 @@ class RoutingCore:
         found, tiers, effective, pulled, tail = self._look_up(request, now)
         prompt = max((each.names.prompt_tokens for each in found.values()), default=_prompt_tokens(request))
         new, goes_on, loads, matched = prompt - effective, -1, self.loads, tiers.dot(_ONES)
-        costs = self._costs(new, prompt - matched)
+        costs = self._costs(new, prompt + request.output_tokens - matched)
         if request.pinned >= 0:
             chosen, reason = request.pinned, "pinned"
         elif request.planned >= 0 and request.planned in candidates:
@@ -303,7 +303,7 @@ class RoutingCore:
         )
 
     def _costs(self, new: FloatArray, lacking: IntArray) -> FloatArray:
-        """Return controllers' costs, float64 `[controllers]`, by the tokens that are new and that no tier has."""
+        """Return controllers' costs, float64 `[controllers]`, by the tokens that are new, and those that need room."""
         loads, settings = self.loads, self.settings
         waiting = (loads.inflight * settings.request_tokens + loads.queued) / settings.chunk_tokens
         work = new + settings.displaced_weight * loads.displaced(lacking)

@@ -55,6 +55,8 @@ class RouteRequest(msgspec.Struct, frozen=True):
     are known, or the prompt is not remembered."""
     token_count: int = 0
     """Tokens of the prompt; used only with `names`."""
+    output_tokens: int = 0
+    """Tokens that the answer is expected to have, which need room, too; 0: not known."""
     may_part: bool = False
     """Whether the prompt may be computed at another group than the one where the stream goes on."""
     planned: int = -1
