@@ -10,10 +10,8 @@ from trunkline.controller.sequences.sequence import Sequence
 def first_entries(tree: RadixCache, sequence: Sequence, behind: int) -> int:
     """Return how many entries of its block table a sequence must have blocks for at admission, those behind its
     window counted though they need none.
-
-    Samples get all: they share what lies before their fork, and are admitted together.
     """
     whole = sequence.blocks_needed(tree.chunk_size)
-    if isinstance(tree, WindowCache) and sequence.is_windowed and sequence.group.request.width == 1:
+    if isinstance(tree, WindowCache) and sequence.is_windowed:
         return min(whole, behind + tree.blocks_max)
     return whole

@@ -428,6 +428,8 @@ class RadixCache(RadixTree):
         """
         gone = []
         for node in reversed(path):
+            if node.parent is None:
+                continue  # it had no KV, led to the chunk below it only, and went with that
             if not (node.active or node.children or node.claims or node.pins or node.wants):
                 gone.append(node.name)
                 self._drop(node)

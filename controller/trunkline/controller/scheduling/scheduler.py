@@ -111,6 +111,7 @@ class Scheduler:
         self._end_encoded(step, now)
         self._grow(plan)
         extend_prompts(self.kv, self.prefilling, self.config.token_budget, self._preempt_until_room, plan)
+        plan.leave_out_blocks(self._pending.left)
         copied = self.forks.copy_tails(plan)
         self._unpark(plan)
         if self._pending.rows_changed:

@@ -16,7 +16,7 @@ shared block.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -375,6 +375,11 @@ class PlanBuilder(TierCopyPlan):
             self.scored[sequence.batch_seq_id] = group.id
         if group.request.trace is not None:
             self.traced.append((group, sequence.batch_seq_id, tokens))
+
+    def leave_out_blocks(self, left: Collection[int]) -> None:
+        """Leave out the blocks of sequences, by their ids in the batch, that were preempted after they got them."""
+        if left:
+            self.blocks = [entry for entry in self.blocks if entry[0] not in left]
 
     def append_block(self, rows: DecodeRows, sequence: Sequence, block: BlockId) -> None:
         """Give a row one more block."""

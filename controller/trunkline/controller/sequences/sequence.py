@@ -428,11 +428,12 @@ class Sequence:
     @property
     def is_windowed(self) -> bool:
         """Whether a model's window spares the sequence chunks. It does not behind cuts and with modules, where
-        positions are not those of the block table; in a beam search, whose members exchange their tables; and
-        while a prompt is scored or pooled, which is computed from its start whatever is cached."""
+        positions are not those of the block table; for samples, which hold blocks in common that are chunks of the
+        tree for some of them only, and beams, which exchange their tables; and while a prompt is scored or pooled,
+        which is computed from its start whatever is cached."""
         group = self.group
         is_plain = group.cut is None and group.modules is None and group.request.submit.beam is None
-        return is_plain and not self.recompute_from_start
+        return is_plain and group.request.width == 1 and not self.recompute_from_start
 
     def first_query(self, cached: int) -> int:
         """Return the position of the sequence's first query if its first `cached` tokens are cached."""
