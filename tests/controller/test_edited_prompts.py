@@ -90,7 +90,10 @@ class Editors:
         plan = bench.admit(sequence)
         for source, target, first, count in plan.copies:
             for offset in range(first, first + count):
-                self._cells[target, offset] = self._cells[source, offset]
+                if (source, offset) in self._cells:
+                    self._cells[target, offset] = self._cells[source, offset]
+                else:  # left out before anything was computed there
+                    self._cells.pop((target, offset), None)
         self.kept += group.cut is not None
         self.recomputed += bool(drops) and group.cut is None
         self._compute(sequence)

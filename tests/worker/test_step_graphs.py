@@ -73,6 +73,7 @@ def test_experts_that_wait_for_the_device_are_not_captured(models: Models) -> No
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("pool", [90, 40])
 def test_replayed_steps_draw_the_same_tokens_for_long(small: Path, pool: int) -> None:
     check_traffic(small, pool, 2000, pool)
