@@ -377,7 +377,7 @@ class PlanBuilder(TierCopyPlan):
             self.traced.append((group, sequence.batch_seq_id, tokens))
 
     def leave_out_blocks(self, left: Collection[int]) -> None:
-        """Leave out the blocks of sequences, by their ids in the batch, that were preempted after they got them."""
+        """Leave out blocks of sequences, by ids in the batch, that were preempted after they got them."""
         if left:
             self.blocks = [entry for entry in self.blocks if entry[0] not in left]
 

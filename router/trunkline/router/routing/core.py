@@ -303,7 +303,7 @@ class RoutingCore:
         )
 
     def _costs(self, new: FloatArray, lacking: IntArray) -> FloatArray:
-        """Return controllers' costs, float64 `[controllers]`, by the tokens that are new, and those that need room."""
+        """Return controllers' costs, float64 `[controllers]`, by tokens that are new, and that need room."""
         loads, settings = self.loads, self.settings
         waiting = (loads.inflight * settings.request_tokens + loads.queued) / settings.chunk_tokens
         work = new + settings.displaced_weight * loads.displaced(lacking)
