@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from trunkline.kernels.cuda import CudaKernels
 from trunkline.kernels.experts import Experts, route, run_experts
+from trunkline.kernels.library_attention import AttentionLibrary, LibraryPrefill
 from trunkline.kernels.ops import AttentionSpec, KvPool, QkNorm, make_angles
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, Segments, WritePlan, build_decode_plan
 from trunkline.kernels.program import Buffer, Rows
@@ -131,6 +133,64 @@ def check_attention(gpu: Gpu, trial: Trial, dtype: torch.dtype) -> Iterator[tupl
             kernels.decode_attention(trial.decode_plan(), q, pool, 1, trial.spec, out)
             reference.decode_attention(trial.decode_plan(), q.double(), exact_pool, 1, trial.spec, exact)
         yield name, relative_error(out, exact)
+
+
+PROMPTS = ((1, 0), (40, 0), (7, 100), (130, 333), (1, 64), (20, 128), (16, 150))
+"""New tokens and cached ones of each."""
+
+
+def prompts_plan(seed: int, chunk: int) -> tuple[PrefillPlan, int]:
+    """`PROMPTS` in blocks in any order, and the number of blocks. The last but one has a shifted context, the last
+    has a hole."""
+    sizes = [-(-(new + context) // chunk) for new, context in PROMPTS]
+    ends, total = np.cumsum(sizes), sum(sizes)
+    index = np.concatenate([np.arange(size) for size in sizes])
+    count = np.full(total, chunk)
+    count[ends - 1] = [
+        new + context - (size - 1) * chunk for (new, context), size in zip(PROMPTS, sizes, strict=True)
+    ]
+    first, shift = np.zeros(total), np.zeros(total)
+    shift[ends[-3] : ends[-3] + 2] = -3
+    first[ends[-2]], count[ends[-2]] = 5, chunk - 5
+    position = [np.arange(context, context + new) for new, context in PROMPTS]
+    arrays = {
+        "query_indptr": np.cumsum([0, *(new for new, _ in PROMPTS)]),
+        "query_position": np.concatenate(position),
+        "item_indptr": np.concatenate(([0], ends)),
+        "block": np.random.default_rng(seed).permutation(total),
+        "first": first,
+        "count": count,
+        "base": index * chunk + first,
+        "shift": shift,
+    }
+    return PrefillPlan(chunk, **{name: array.astype(np.int32) for name, array in arrays.items()}), total
+
+
+def check_library(
+    gpu: Gpu, library: AttentionLibrary, seed: int, head_dim: int, dtype: torch.dtype
+) -> Iterator[tuple[str, float]]:
+    """Prefill that is given to a library, as far as it may be; so little memory that a context is in pieces."""
+    chunk, (heads, kv_heads) = 64, ((8, 8), (8, 2), (6, 2), (4, 1))[seed % 4]
+    frequencies = 1000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    spec = AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, frequencies)
+    plan, blocks = prompts_plan(seed, chunk)
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.randn(blocks, 2, 2, kv_heads, chunk, head_dim, generator=generator).to(gpu.device, dtype)
+    q = torch.randn(len(plan.query_position), heads, head_dim, generator=generator).to(gpu.device, dtype)
+    for block, start, count in zip(plan.block, plan.first, plan.count, strict=True):
+        data[block, ..., :start, :] = data[block, ..., start + count :, :] = float("nan")
+    pool, exact = KvPool.wrap(data), torch.empty_like(q, dtype=torch.float64)
+    if not library.takes(spec, pool):
+        return
+    exact_pool = KvPool.wrap(data.double())
+    ReferenceKernels().prefill_attention(replace(plan), q.double(), exact_pool, 1, spec, exact)
+    kernels = gpu.kernels(
+        prefill=LibraryPrefill(library, operations_min=0), workspace_bytes=5 * pool.format.layer_bytes
+    )
+    out = torch.full_like(q, float("nan"))
+    kernels.prefill_attention(replace(plan), q, pool, 1, spec, out)
+    was_given = "library_attention" in kernels.counters.calls
+    yield f"prefill_by_{library.name}", relative_error(out, exact) if was_given else float("inf")
 
 
 def check_writes(gpu: Gpu, seed: int, head_dim: int, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
@@ -340,6 +400,19 @@ def one_round(gpu: Gpu, seed: int, dtype: torch.dtype, head_dims: tuple[int, ...
     yield from check_replays(gpu, trials, dtype)
 
 
+def library_round(
+    gpu: Gpu, out: Output, seed: int, dtype: torch.dtype, head_dims: tuple[int, ...]
+) -> Iterator[tuple[str, float]]:
+    """Every library once per head size. What a library says when it fails is a problem, and the others go on. This
+    is apart from `one_round`, because the sanitizer is for kernels of our own."""
+    for library in gpu.libraries:
+        try:
+            for head_dim in head_dims:
+                yield from check_library(gpu, library, seed, head_dim, dtype)
+        except (RuntimeError, NotImplementedError) as error:
+            out.problem(f"prefill by {library.name}, {dtype}: {str(error)[:300]}")
+
+
 def check_all(
     gpu: Gpu, out: Output, visit: Visit, head_dims: tuple[int, ...] = HEAD_DIMS, seeds_max: int = 1000
 ) -> None:
@@ -349,7 +422,8 @@ def check_all(
         if visit.has_used(0.65):
             break
         for dtype in LIMITS:
-            for name, error in one_round(gpu, seed, dtype, head_dims):
+            ours = one_round(gpu, seed, dtype, head_dims)
+            for name, error in chain(ours, library_round(gpu, out, seed, dtype, head_dims)):
                 before, trials = worst.get((name, dtype), (0.0, 0))
                 worst[name, dtype] = (max(before, error), trials + 1)
     for (name, dtype), (error, trials) in worst.items():

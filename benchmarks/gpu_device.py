@@ -17,6 +17,8 @@ from typing import Any, Final, Protocol, TextIO
 import torch
 
 from trunkline.kernels.cuda import CudaKernels
+from trunkline.kernels.cuda_work import WORKSPACE_BYTES
+from trunkline.kernels.library_attention import CUDA_LIBRARIES, AttentionLibrary, LibraryPrefill
 
 Call = Callable[[], object]
 
@@ -91,9 +93,18 @@ class Gpu:
     device = torch.device("cuda", 0)
     worker: dict[str, Any] = {"device": "cuda", "gpu": 0, "kernels": "cuda"}  # noqa: RUF012 (never changed)
     """Fields of `WorkerConfig` for a rank on it."""
+    libraries: tuple[AttentionLibrary, ...] = tuple(CUDA_LIBRARIES.values())
+    """To which prefill may be given."""
 
-    def kernels(self, *, share: bool = True, invariant: bool = False) -> CudaKernels:
-        return CudaKernels(share=share, invariant=invariant)
+    def kernels(
+        self,
+        *,
+        share: bool = True,
+        invariant: bool = False,
+        prefill: LibraryPrefill | None = None,
+        workspace_bytes: int = WORKSPACE_BYTES,
+    ) -> CudaKernels:
+        return CudaKernels(share=share, invariant=invariant, prefill=prefill, workspace_bytes=workspace_bytes)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()

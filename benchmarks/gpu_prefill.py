@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from trunkline.kernels.library_attention import AttentionLibrary, LibraryPrefill
 from trunkline.kernels.ops import AttentionSpec, KvPool
 from trunkline.kernels.plan import PrefillPlan
 
@@ -66,7 +67,8 @@ class Prompt:
         )
 
 
-PROMPTS: Final = (Prompt(2048, 0), Prompt(8192, 0), Prompt(512, 32768))
+PROMPTS: Final = (Prompt(2048, 0), Prompt(8192, 0), Prompt(512, 32768), Prompt(512, 512), Prompt(1024, 0))
+"""The last ones show from which size on a library is better (`library_attention.OPERATIONS_MIN`)."""
 
 
 def measure_prefill(gpu: Gpu, out: Output, visit: Visit, prompts: Sequence[Prompt] = PROMPTS) -> None:
@@ -83,7 +85,8 @@ def measure_prefill(gpu: Gpu, out: Output, visit: Visit, prompts: Sequence[Promp
 
 
 def measure_prompt(gpu: Gpu, out: Output, prompt: Prompt, others: Makers) -> None:
-    """All on the same keys and values, in turn. Each result must be like ours."""
+    """All on the same keys and values, in turn. Each result must be like that of our kernel."""
+    beside = ", ".join(others)
     generator = torch.Generator(device=gpu.device).manual_seed(0)
     blocks = -(-prompt.total // CHUNK)
     data = torch.empty(
@@ -98,6 +101,8 @@ def measure_prompt(gpu: Gpu, out: Output, prompt: Prompt, others: Makers) -> Non
     calls: dict[str, Call] = {"ours": partial(kernels.prefill_attention, plan, q, pool, 0, spec, ours)}
     calls["ours"]()
     # [kv_heads, tokens, head_dim]: dense, as others want it.
+    for library in gpu.libraries:
+        others = {f"{library.name}, gathered and joined": partial(_given, gpu, library, pool, spec), **others}
     k, v = data[:, 0].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : prompt.total].contiguous()
     for name, make in others.items():
         try:
@@ -109,10 +114,27 @@ def measure_prompt(gpu: Gpu, out: Output, prompt: Prompt, others: Makers) -> Non
         if error > 2 * LIMITS[torch.bfloat16]:
             out.problem(f"prefill at {prompt}: ours and {name} differ by {error:.2e}")
         calls[name] = call
-    case = {"new": prompt.new, "context": prompt.context, "beside": ", ".join(others)}
+    case = {"new": prompt.new, "context": prompt.context, "beside": beside}
     for name, spent in gpu.interleaved_us(calls, runs=9).items():
         out.add(case, name, spent, "us", 9)
         out.add(case, f"{name}, rate", prompt.operations / spent / 1e6, "TFLOP/s", 9)
+
+
+def _given(
+    gpu: Gpu, library: AttentionLibrary, pool: KvPool, spec: AttentionSpec, prompt: Prompt, q: Tensor, *_: Tensor
+) -> Callable[[], Tensor]:
+    """Our op where the prompt is given to a library: KV is gathered from the pool, and a context joined to it."""
+    kernels, plan, out = (
+        gpu.kernels(prefill=LibraryPrefill(library, 0)),
+        prompt.plan(),
+        torch.full_like(q, float("nan")),
+    )
+
+    def call() -> Tensor:
+        kernels.prefill_attention(plan, q, pool, 0, spec, out)
+        return out
+
+    return call
 
 
 def _sdpa(backend: SDPBackend, prompt: Prompt, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:

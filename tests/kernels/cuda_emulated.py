@@ -26,6 +26,8 @@ from watched import unwatched
 from trunkline.kernels.cuda import CudaKernels
 from trunkline.kernels.cuda_build import HEADERS, SOURCES
 from trunkline.kernels.cuda_library import CudaLibrary
+from trunkline.kernels.cuda_work import WORKSPACE_BYTES
+from trunkline.kernels.library_attention import LibraryPrefill
 from trunkline.kernels.ops import Kernels, KvPool, PackedLinear
 
 EMULATION: Final = Path(__file__).parent / "cuda_emulation"
@@ -83,8 +85,21 @@ def configure(device: tuple[int, int, int], seed: int) -> None:
     ctypes.CDLL(str(emulated_library().path)).emulation_configure(*device, seed)
 
 
-def make_emulated(*, invariant: bool = False, share: bool = True) -> CudaKernels:
-    return CudaKernels(emulated_library(), lambda: 0, invariant=invariant, share=share)
+def make_emulated(
+    *,
+    invariant: bool = False,
+    share: bool = True,
+    prefill: LibraryPrefill | None = None,
+    workspace_bytes: int = WORKSPACE_BYTES,
+) -> CudaKernels:
+    return CudaKernels(
+        emulated_library(),
+        lambda: 0,
+        invariant=invariant,
+        share=share,
+        prefill=prefill,
+        workspace_bytes=workspace_bytes,
+    )
 
 
 class OnGpu:

@@ -11,6 +11,8 @@ from kernels.cuda_emulated import H200, configure, make_emulated
 from kernels.emulated_graphs import EmulatedGraphs
 
 from trunkline.kernels.cuda import CudaKernels
+from trunkline.kernels.cuda_work import WORKSPACE_BYTES
+from trunkline.kernels.library_attention import FLASH_ON_CPU, AttentionLibrary, LibraryPrefill
 
 
 class Repeated:
@@ -31,12 +33,20 @@ class EmulatedGpu(Gpu):
     worker = {"device": "cpu", "kernels": "cpu"}  # noqa: RUF012 (never changed)
     cache_bytes = 1 << 10
     free_bytes = 1 << 30
+    libraries: tuple[AttentionLibrary, ...] = (FLASH_ON_CPU,)
 
     def __init__(self) -> None:
         configure(H200, 0)
 
-    def kernels(self, *, share: bool = True, invariant: bool = False) -> CudaKernels:
-        return make_emulated(share=share, invariant=invariant)
+    def kernels(
+        self,
+        *,
+        share: bool = True,
+        invariant: bool = False,
+        prefill: LibraryPrefill | None = None,
+        workspace_bytes: int = WORKSPACE_BYTES,
+    ) -> CudaKernels:
+        return make_emulated(share=share, invariant=invariant, prefill=prefill, workspace_bytes=workspace_bytes)
 
     def synchronize(self) -> None:
         pass

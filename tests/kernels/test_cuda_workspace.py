@@ -19,8 +19,8 @@ from trunkline.kernels.cuda import CudaKernels
 from trunkline.kernels.cuda_work import (
     WORKSPACE_BYTES,
     PrefillCut,
-    PrefillDeviceWork,
     PrefillWork,
+    PrefillWorks,
     partial_floats,
 )
 from trunkline.kernels.plan import PrefillPlan
@@ -55,8 +55,9 @@ def run(case: Case, workspace_bytes: int) -> tuple[Tensor, CountingKernels]:
     kernels = CountingKernels(workspace_bytes)
     plan = case.forest.prefill_plan(case.counts)
     out = prefill(kernels, case, plan=plan)
-    assert isinstance(plan.state, PrefillDeviceWork)
-    kernels.most_partials = max(part.partials for part, _ in plan.state.parts)
+    assert isinstance(plan.state, PrefillWorks)
+    (work,) = plan.state.values()
+    kernels.most_partials = max(part.partials for part, _ in work.parts)
     return out, kernels
 
 

@@ -33,6 +33,7 @@ from kernels.cuda_emulated import CXX
 from kernels.emulated_gpu import EmulatedGpu
 
 from trunkline.kernels.cuda_sampling import CudaSampling
+from trunkline.kernels.library_attention import FLASH_ON_CPU
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler for the emulation")
 
@@ -89,13 +90,30 @@ def test_start_ends_at_the_first_wrong_op(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_checks_name_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """One round itself is executed by the part `start`."""
-    monkeypatch.setattr(gpu_checks, "one_round", lambda *_: iter([("an op", 1e-6), ("an op", 1e-5)]))
+    monkeypatch.setattr(gpu_checks, "one_round", lambda *_: iter([("an op", 1e-6)]))
+    monkeypatch.setattr(gpu_checks, "library_round", lambda *_: iter([("an op", 1e-5)]))
     found = found_by(gpu_checks.check_all, (64,), 1)
     assert {result["case"]["dtype"] for result in found.results} == {"float32", "bfloat16", "float16"}
     assert {result["value"] for result in found.results if result["metric"] == "relative_error_max"} == {1e-5}
     assert found.problems == []
     monkeypatch.setattr(gpu_checks, "one_round", lambda *_: iter([("an op", float("inf"))]))
     assert "an op in float16 is off by inf" in " ".join(found_by(gpu_checks.check_all, (64,), 1).problems)
+
+
+def test_libraries_compute_what_the_reference_does() -> None:
+    """What fails is told, with its own words, and the next one comes."""
+
+    def fail(*_: object) -> Any:
+        raise RuntimeError("no such head size")
+
+    gpu, stream = EmulatedGpu(), io.StringIO()
+    gpu.libraries = (replace(FLASH_ON_CPU, name="broken", call=fail), FLASH_ON_CPU)
+    found = dict(gpu_checks.library_round(gpu, Output(stream), 1, torch.bfloat16, (64,)))
+    assert list(found) == ["prefill_by_flash-on-cpu"]
+    assert found["prefill_by_flash-on-cpu"] <= gpu_checks.LIMITS[torch.bfloat16]
+    assert "prefill by broken, torch.bfloat16: no such head size" in stream.getvalue()
+    gpu.libraries = (replace(FLASH_ON_CPU, dtypes=frozenset()),)
+    assert not list(gpu_checks.library_round(gpu, Output(stream), 1, torch.bfloat16, (64,)))
 
 
 @pytest.mark.area("gpu-kit")
@@ -191,7 +209,7 @@ def test_flashinfer_is_given_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> N
 def test_prefill_beside_others() -> None:
     found = found_by(measure_prefill, (Prompt(24, 0, 4, 2, 64), Prompt(8, 70, 4, 2, 64)))
     assert found.problems == []
-    assert {"ours", "ours, rate"} <= metrics(found)
+    assert {"ours", "ours, rate", "flash-on-cpu, gathered and joined"} <= metrics(found)
     for missing in ("cuDNN", "FlashInfer"):
         assert any(missing in note for note in found.notes), "not here: said, and the others go on"
     assert len({result["case"]["context"] for result in found.results}) == 2

@@ -20,6 +20,7 @@ from worker.driver import VOCAB_SIZE, run_config
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch, StepResult
 from trunkline.controller.sequences.sequence import Sequence
+from trunkline.kernels.library_attention import LibraryPrefill
 from trunkline.worker import runner as runner_module
 from trunkline.worker.messages import StepPlan
 from trunkline.worker.runner import Runner
@@ -29,10 +30,12 @@ CHUNK: Final = 8
 KINDS: Final = ("plain", "plain", "plain", "samples", "beams", "penalties", "cuts", "modules")
 
 
-def make_runner(folder: Path, blocks: int, *, graphs: bool, **fields: Any) -> Runner:
+def make_runner(
+    folder: Path, blocks: int, *, graphs: bool, prefill: LibraryPrefill | None = None, **fields: Any
+) -> Runner:
     """A runner on the emulated device."""
     configure(ADA, 0)
-    kernels = make_emulated()
+    kernels = make_emulated(prefill=prefill)
     config = run_config(folder, pool_blocks=blocks, cuda_graphs=graphs, max_rows=ROWS_MAX, **fields)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner_module, "choose_kernels", lambda *_: kernels)
@@ -63,9 +66,11 @@ class Ahead(Simulation):
         return True
 
 
-def make_simulation(folder: Path, blocks: int, *, graphs: bool, **settings: Any) -> Ahead:
+def make_simulation(
+    folder: Path, blocks: int, *, graphs: bool, prefill: LibraryPrefill | None = None, **settings: Any
+) -> Ahead:
     """An engine over such a runner."""
-    runner = make_runner(folder, blocks, graphs=graphs)
+    runner = make_runner(folder, blocks, graphs=graphs, prefill=prefill)
     settings = {"max_context": 400, "max_rows": ROWS_MAX, **settings}
     simulation = Ahead(EngineConfig(num_blocks=blocks, chunk_size=CHUNK, **settings))
     simulation.runner = runner

@@ -2,6 +2,7 @@
 
 Decode attention and prefill attention are one kernel over one kind of work plan (two-phase partition,
 ChunkAttention §3.2-3.3); see `cuda_work` for where plans lie and why CUDA graphs of a decode step stay valid.
+Large prompts without shifts and holes may be given to a library (`library_attention`).
 Matrix products are cuBLAS's through torch. The pool is always in plain order here (`KvPool.packed` stays zero).
 
 Invariant: no op waits for the device, except that a copy to or from ordinary host memory does, and that the upload
@@ -50,12 +51,14 @@ from trunkline.kernels.cuda_work import (
     PrefillCut,
     PrefillDeviceWork,
     PrefillWork,
+    PrefillWorks,
     WorkKey,
     Workspace,
     partial_floats,
     refuse_capture,
 )
 from trunkline.kernels.experts import stacked
+from trunkline.kernels.library_attention import LibraryPrefill, LibraryWork, rest
 from trunkline.kernels.live_plan import AnyDecodePlan, LiveDecodePlan
 from trunkline.kernels.ops import (
     Activation,
@@ -91,6 +94,7 @@ class CudaKernels:
         invariant: bool = False,
         share: bool = True,
         workspace_bytes: int = WORKSPACE_BYTES,
+        prefill: LibraryPrefill | None = None,
     ) -> None:
         """
         Args:
@@ -99,6 +103,7 @@ class CudaKernels:
             invariant: Whether a row's decode result is the same bits whatever else is in the batch.
             share: False: every row reads all its tokens alone (the sequence-first baseline).
             workspace_bytes: Memory for partial results. Prefill exceeds it only if a single tile does.
+            prefill: What of prefill attention is given to a library; None: nothing.
 
         Raises:
             CudaBuildError: There is no device, no library that runs on it, or no planner.
@@ -114,6 +119,7 @@ class CudaKernels:
         self._invariant_tokens = INVARIANT_TOKENS if invariant else 0
         self._share = share
         self._workspace_bytes = workspace_bytes
+        self._prefill = prefill
         # The ops promise sums in float32, also within cuBLAS.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -179,7 +185,7 @@ class CudaKernels:
         call = self._attention_call(plan, q, pool, layer, spec, out)
         state = self._prefill_state(plan, pool, spec)
         check_shifts(state.has_shifts, spec)
-        self.counters.prefill_tokens_read += state.work.tokens_read
+        self.counters.prefill_tokens_read += state.tokens_read
         call.causal = 1
         for part, address in state.parts:
             call.work, call.rows = address, part.row_stop - part.row_start
@@ -188,6 +194,10 @@ class CudaKernels:
             if part.needs_merge:
                 self._take_workspace(call, part.partials, pool.data.device)
             self._library.call("attention", byref(call), self._stream())
+        if state.library is not None and self._prefill is not None:
+            self.counters.called("library_attention")
+            memory = self._reserve(pool.data.device).memory()
+            state.library.attend(self._prefill.library, q, pool, layer, spec, out, memory)
 
     def _shape(self, pool: KvPool, spec: AttentionSpec) -> AttentionShape:
         key = (pool.data.dtype, spec.head_dim)
@@ -221,8 +231,12 @@ class CudaKernels:
         )
 
     def _prefill_state(self, plan: PrefillPlan, pool: KvPool, spec: AttentionSpec) -> PrefillDeviceWork:
-        key, state = self._work_key(pool, spec), plan.state
-        if not isinstance(state, PrefillDeviceWork) or state.key != key:
+        key, prefill = self._work_key(pool, spec), self._prefill
+        window = None if prefill is None else prefill.window(spec, pool)
+        if not isinstance(plan.state, PrefillWorks):
+            plan.state = PrefillWorks()
+        state = plan.state.get((key, pool.data.shape[1], window))
+        if state is None:
             refuse_capture(self._is_capturing(), "the prefill plan is not on the device yet")
             cut = PrefillCut(
                 rows_per_tile=max(1, key.tile_rows // spec.group),
@@ -231,7 +245,14 @@ class CudaKernels:
                 piece_tokens=self._invariant_tokens,
                 partials_max=self._workspace_bytes // (4 * partial_floats(spec.heads, spec.head_dim)),
             )
-            plan.state = state = PrefillDeviceWork(key, PrefillWork(plan, cut), plan)
+            taken = [] if prefill is None else prefill.entries(plan, pool, spec, self._workspace_bytes)
+            own = rest(plan, taken) if taken else plan
+            state = plan.state[key, pool.data.shape[1], window] = PrefillDeviceWork(
+                plan,
+                None if own is None else PrefillWork(own, cut),
+                LibraryWork(plan, taken, pool, self._workspace_bytes) if taken else None,
+                key.device,
+            )
         check_items(pool, state.last_block)
         return state
 

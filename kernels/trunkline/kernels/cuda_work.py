@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from trunkline.kernels.cuda_library import CudaError, CudaLibrary
+from trunkline.kernels.library_attention import LibraryWork
 from trunkline.kernels.live_plan import LiveWork
 from trunkline.kernels.native import NativeLibraryError, library
 from trunkline.kernels.plan import PrefillPlan, WorkOptions
@@ -113,6 +114,12 @@ class Workspace:
 
     def fits(self, partials: int, heads: int, head_dim: int) -> bool:
         return partials * partial_floats(heads, head_dim) <= len(self._memory) > 0
+
+    def memory(self) -> Tensor:
+        """Return all of the memory, for data that is needed during one call only."""
+        if not len(self._memory):
+            self.take(0, 1, 1)
+        return self._memory
 
     def take(self, partials: int, heads: int, head_dim: int) -> tuple[int, int]:
         """Return the addresses of sums `[capacity, heads, head_dim]` and of statistics `[capacity, heads, 2]`.
@@ -310,21 +317,34 @@ class PrefillWork:
         """The int32 words of all parts, on the host."""
         rows = np.asarray(np.from_dlpack(parts), dtype=np.int32).reshape(-1, 6)
         self.parts = tuple(PrefillPart(*map(int, row)) for row in rows)
-        self.tokens_read = int(plan.count.sum())
 
 
 class PrefillDeviceWork:
-    """A prefill plan's words on the device; private to `CudaKernels`."""
+    """A prefill plan's work on the device; private to `CudaKernels`."""
 
-    def __init__(self, key: WorkKey, work: PrefillWork, plan: PrefillPlan) -> None:
-        self.key = key
-        self.work = work
-        self._words = work.words.to(key.device)
+    def __init__(
+        self, plan: PrefillPlan, own: PrefillWork | None, library: LibraryWork | None, device: torch.device
+    ) -> None:
+        """
+        Args:
+            plan: The whole plan.
+            own: What our kernel computes of it; comes first.
+            library: What a library computes of it.
+        """
+        self.library = library
+        self._parts = () if own is None else own.parts
+        self._words = torch.empty(0) if own is None else own.words.to(device)
         self.has_shifts = bool(plan.shift.any())
         self.last_block = int(plan.block.max(initial=-1))
+        self.tokens_read = int(plan.count.sum())
 
     @property
     def parts(self) -> list[tuple[PrefillPart, int]]:
-        """The parts, each with the address of its words."""
+        """The parts of our kernel's work, each with the address of its words."""
         base = self._words.data_ptr()
-        return [(part, base + 4 * part.word) for part in self.work.parts]
+        return [(part, base + 4 * part.word) for part in self._parts]
+
+
+class PrefillWorks(dict[tuple[WorkKey, int, int | None], PrefillDeviceWork]):
+    """A prefill plan's works on the device, by all that decides them besides the plan: sizes, layers of the pool,
+    and the longest context that a library takes. Layers of one model may differ in them."""

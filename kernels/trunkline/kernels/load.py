@@ -10,6 +10,7 @@ from trunkline.kernels.cpu import CpuKernels
 from trunkline.kernels.cpu_program import CpuProgram
 from trunkline.kernels.cuda import CudaKernels
 from trunkline.kernels.cuda_build import CudaBuildError
+from trunkline.kernels.library_attention import prefill_of_environment
 from trunkline.kernels.native import REINSTALL, NativeLibraryError, library
 from trunkline.kernels.op_by_op import Collective, OpByOp, StepRunner
 from trunkline.kernels.ops import Kernels, KvPool
@@ -49,7 +50,7 @@ def load_kernels(name: str, device: str, threads: int = 1, *, invariant: bool = 
         raise KernelsUnavailableError(f"kernels {name!r} do not run on device {device!r}")
     try:
         if device == "cuda":
-            return CudaKernels()
+            return CudaKernels(prefill=prefill_of_environment())
         if library() is not None:
             return CpuKernels(threads=threads, invariant=invariant)
         reason, remedy = "the compiled CPU kernels are not installed", REINSTALL

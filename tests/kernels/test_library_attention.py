@@ -1,0 +1,374 @@
+"""Prefill by a library's attention: who is given to it, what is gathered, and how results are joined.
+
+The library is the one that torch has for CPUs, which gives results and log-sum-exps as those for GPUs do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from kernels.attention_cases import (
+    CHUNKS,
+    Case,
+    check_prefill,
+    make_case,
+    own_tokens,
+    prefill,
+    random_prefill_case,
+)
+from kernels.cuda_emulated import CXX, make_emulated
+from kernels.forests import Forest, Row, Shape, no_runs, one_row, random_forest, wrap
+from kernels.implementations import DTYPES
+from kernels.module_forest import KINDS, module_case
+from kernels.oracle import HEAD_DIMS, HEADS, alibi_slopes, make_spec, random_spec
+from kernels.pairwise import pairwise
+from seeds import seeds
+from torch import Tensor
+
+from trunkline.kernels.library_attention import (
+    CUDA_LIBRARIES,
+    CUDNN,
+    FLASH,
+    FLASH_ON_CPU,
+    VARIABLE,
+    Attended,
+    AttentionLibrary,
+    LibraryPrefill,
+    LibraryWork,
+    join,
+    prefill_of_environment,
+    rest,
+)
+from trunkline.kernels.load import KernelsUnavailableError, load_kernels
+from trunkline.kernels.native import NativeLibraryError
+from trunkline.kernels.ops import AttentionSpec, KvPool
+from trunkline.kernels.plan import PrefillPlan
+from trunkline.kernels.reference import ReferenceKernels
+
+EVERYTHING = LibraryPrefill(FLASH_ON_CPU, operations_min=0)
+AMPLE = 1 << 23
+emulated = pytest.mark.skipif(CXX is None, reason="no C++ compiler for the emulation")
+
+
+class WithLibrary(ReferenceKernels):
+    """The reference, but for the entries that the library takes."""
+
+    def __init__(self, prefill: LibraryPrefill = EVERYTHING, gather_bytes: int = AMPLE) -> None:
+        super().__init__()
+        self.taken = self.left = self.pieces = 0
+        self._prefill, self._gather_bytes = prefill, gather_bytes
+
+    def prefill_attention(
+        self, plan: PrefillPlan, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor
+    ) -> None:
+        entries = self._prefill.entries(plan, pool, spec, self._gather_bytes)
+        left = rest(plan, entries) if entries else plan
+        if left is not None:
+            super().prefill_attention(left, q, pool, layer, spec, out)
+        if entries:
+            work = LibraryWork(plan, entries, pool, self._gather_bytes)
+            self.pieces += sum(len(pieces) for _, pieces in work.entries)
+            around = torch.full((self._gather_bytes // 4 + 2,), float("nan"))
+            work.attend(self._prefill.library, q, pool, layer, spec, out, around[1:-1])
+            assert around[[0, -1]].isnan().all(), "written outside of the buffer"
+        self.taken += len(entries)
+        self.left += plan.num_entries - len(entries)
+
+
+@pairwise(seeded=True, chunk_size=CHUNKS, head_dim=HEAD_DIMS, dtype=DTYPES)
+def test_random_sequences(chunk_size: int, head_dim: int, dtype: torch.dtype, seed: int) -> None:
+    """Of every kind, beside each other: shifts, holes, modules, windows, caps, biases."""
+    case, kernels = random_prefill_case(seed, chunk_size, head_dim, dtype), WithLibrary()
+    case.assert_result(prefill(kernels, case, strided=seed % 2 == 0))
+    if case.spec.soft_cap or case.spec.alibi_slopes is not None:
+        assert not kernels.taken
+
+
+def plain_forest(rng: np.random.Generator, chunk_size: int, rows: int) -> tuple[Forest, list[int]]:
+    """Rows with and without a context, in blocks in any order; new tokens from one to all."""
+    lengths = rng.integers(1, 200, size=rows).tolist()
+    counts = [length if rng.random() < 0.3 else int(rng.integers(1, length + 1)) for length in lengths]
+    counts[0] = 1
+    forest = Forest(chunk_size, [one_row(chunk_size, length) for length in lengths], no_runs())
+    blocks = rng.permutation(sum(len(row.ranges) for row in forest.rows)).tolist()
+    for row in forest.rows:
+        row.ranges = [r._replace(block=blocks.pop()) for r in row.ranges]
+        forest.blocks += len(row.ranges)
+    return forest, counts
+
+
+@pairwise(seeded=True, heads=HEADS, head_dim=HEAD_DIMS, dtype=DTYPES, chunk_size=(1, 16, 24, 64))
+def test_plain_sequences(
+    heads: tuple[int, int], head_dim: int, dtype: torch.dtype, chunk_size: int, seed: int
+) -> None:
+    """All of them are the library's, whatever the buffer: contexts in one piece, and in many."""
+    rng = np.random.default_rng(seed)
+    forest, counts = plain_forest(rng, chunk_size, 5)
+    case = make_case(forest, make_spec(*heads, head_dim), dtype, seed, counts)
+    block_bytes = wrap(case.data).format.layer_bytes
+    least = (-(-max(counts) // chunk_size) + 1) * block_bytes
+    found = []
+    for gather_bytes in (AMPLE, least, 3 * least):
+        kernels = WithLibrary(gather_bytes=gather_bytes)
+        case.assert_result(prefill(kernels, case))
+        assert (kernels.taken, kernels.left) == (5, 0)
+        found.append(kernels.pieces)
+    assert found[0] == 5 + sum(count < row.tokens for count, row in zip(counts, forest.rows, strict=True))
+    assert found[1] >= found[2] >= found[0]
+
+
+def test_a_context_is_read_in_pieces() -> None:
+    forest = Forest(16, [one_row(16, 700)], no_runs(), 44)
+    case, size = make_case(forest, make_spec(4, 2, 64), torch.float32, 1, [20]), 16 * 2 * 2 * 64 * 4
+    for blocks, pieces in ((3, 1 + 15), (10, 1 + 5), (43, 1 + 1)):
+        kernels = WithLibrary(gather_bytes=blocks * size)
+        case.assert_result(prefill(kernels, case))
+        assert kernels.pieces == pieces
+    too_little = WithLibrary(gather_bytes=2 * size)
+    case.assert_result(prefill(too_little, case))
+    assert (too_little.taken, too_little.left) == (0, 1), "new tokens must fit in"
+
+
+def is_plain_by_tokens(row: Row, count: int, chunk_size: int) -> bool:
+    """Token by token: slots in front of each token's are used, the next token is at the next position."""
+    offsets = np.concatenate([np.arange(r.first, r.first + r.tokens) for r in row.ranges])
+    shifts = np.repeat([r.shift for r in row.ranges], [r.tokens for r in row.ranges])
+    positions = row.key_positions()
+    return bool(
+        not shifts.any()
+        and (offsets == np.arange(len(offsets)) % chunk_size).all()
+        and (np.diff(positions) == 1).all()
+        and (positions[-count:] == row.query_positions(count)).all()
+    )
+
+
+@pytest.mark.parametrize("seed", seeds(60))
+def test_who_is_given_to_the_library(seed: int) -> None:
+    """Of random sequences those that are plain, whose window hides nothing and who are worth it."""
+    rng = np.random.default_rng(seed)
+    shape = Shape(8, int(rng.choice([4, 16])), shifts=seed % 2 == 0, holes=seed % 3 == 0, modules=seed % 2)
+    forest = random_forest(rng, shape)
+    counts = [int(rng.integers(1, own_tokens(row) + 1)) for row in forest.rows]
+    spec = make_spec(4, 2, 64, window=int(rng.choice([0, 30])))
+    prefill = LibraryPrefill(FLASH_ON_CPU, float(rng.choice([0, 4 * 4 * 64 * 150])))
+    pool = KvPool.wrap(torch.zeros(forest.blocks, 1, 2, 2, shape.chunk_size, 64))
+    expected = []
+    for index, (row, count) in enumerate(zip(forest.rows, counts, strict=True)):
+        seen = sum(row.tokens - count + 1 + query for query in range(count))
+        large = 4 * spec.heads * spec.head_dim * seen >= prefill.operations_min
+        visible = not spec.window or row.tokens <= spec.window
+        if is_plain_by_tokens(row, count, shape.chunk_size) and large and visible:
+            expected.append(index)
+    plan = forest.prefill_plan(counts)
+    assert prefill.entries(plan, pool, spec, AMPLE) == expected
+    left = rest(plan, expected)
+    if left is None:
+        assert len(expected) == len(counts)
+        return
+    sizes = np.diff(plan.item_indptr)
+    sizes[expected] = 0
+    assert np.array_equal(np.diff(left.item_indptr), sizes)
+    for entry in set(range(len(counts))) - set(expected):
+        before = slice(*plan.item_indptr[entry : entry + 2])
+        after = slice(*left.item_indptr[entry : entry + 2])
+        for name in ("block", "first", "count", "base", "shift"):
+            assert np.array_equal(getattr(left, name)[after], getattr(plan, name)[before])
+
+
+def test_layers_that_no_library_computes() -> None:
+    spec, pool = make_spec(4, 2, 64), KvPool.wrap(torch.zeros(2, 1, 2, 2, 16, 64))
+    plan = Forest(16, [one_row(16, 20)], no_runs(), 2).prefill_plan([20])
+
+    def taken(spec: AttentionSpec, pool: KvPool = pool, library: LibraryPrefill = EVERYTHING) -> bool:
+        return library.entries(plan, pool, spec, AMPLE) == [0]
+
+    assert taken(spec)
+    assert taken(replace(spec, window=20))
+    for other in (
+        replace(spec, window=19),
+        replace(spec, soft_cap=30.0),
+        replace(spec, span=64),
+        replace(spec, latent_dim=32),
+        replace(spec, sinks=torch.zeros(4)),
+        replace(spec, alibi_slopes=alibi_slopes(4), inverse_frequencies=None),
+        replace(spec, head_dim=20),
+        replace(spec, head_dim=264),
+    ):
+        assert not taken(other)
+    quantised = wrap(torch.zeros(2, 1, 2, 2, 16, 64), "int8")
+    assert not taken(spec, quantised)
+    assert not taken(spec, library=LibraryPrefill(FLASH, 0)), "float32"
+    assert taken(spec, KvPool.wrap(pool.data.bfloat16()), LibraryPrefill(FLASH, 0))
+
+
+# --- joining
+
+
+def part_of(scores: Tensor, v: Tensor) -> Attended:
+    """Of float64 scores `[heads, queries, keys]`, perhaps none."""
+    lse = scores.logsumexp(dim=-1)
+    out = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp() @ v
+    return Attended(out, lse)
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+def test_parts_are_joined_to_the_whole(seed: int) -> None:
+    """However keys are dealt out, parts without any among them: as one softmax, to float64's last places."""
+    rng = np.random.default_rng(seed)
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(3, 5, 40, generator=generator, dtype=torch.float64) * float(rng.choice([1, 30, 400]))
+    v = torch.randn(3, 40, 8, generator=generator, dtype=torch.float64)
+    owner = torch.from_numpy(rng.integers(0, 6, size=40))
+    parts = [part_of(scores[..., owner == part], v[:, owner == part]) for part in rng.permutation(8).tolist()]
+    joined = parts[0]
+    for part in parts[1:]:
+        joined = join(joined, part)
+    torch.testing.assert_close(joined.out, scores.softmax(dim=-1) @ v, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(joined.lse, scores.logsumexp(dim=-1), rtol=1e-12, atol=1e-12)
+
+
+def test_nothing_joined_to_nothing() -> None:
+    """Is nothing, and not NaN; joined to something it leaves that as it is, bit by bit."""
+    nothing = Attended(torch.zeros(2, 3, 4), torch.full((2, 3), -torch.inf))
+    something = Attended(torch.randn(2, 3, 4), torch.tensor([[-1e30, 0.0, 5.0], [1e30, -80.0, 80.0]]))
+    both = join(nothing, nothing)
+    assert torch.equal(both.out, nothing.out)
+    assert torch.equal(both.lse, nothing.lse)
+    for joined in (join(nothing, something), join(something, nothing), join(both, something)):
+        assert torch.equal(joined.out, something.out)
+        assert torch.equal(joined.lse, something.lse)
+
+
+def test_a_part_that_is_nan_is_not_lost() -> None:
+    good = Attended(torch.ones(1, 1, 2), torch.zeros(1, 1))
+    for lse in (torch.nan, torch.inf):  # FlashAttention-2 says inf of a row whose scores are NaN
+        bad = Attended(torch.full((1, 1, 2), torch.nan), torch.full((1, 1), lse))
+        assert join(good, bad).out.isnan().all()
+        assert join(join(bad, good), good).out.isnan().all()
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_librarys_log_sum_exp(dtype: torch.dtype, heads: tuple[int, int]) -> None:
+    """Natural, of scaled scores, one for each query head, also where heads share keys."""
+    torch.manual_seed(0)
+    group = heads[0] // heads[1]
+    q, k, v = (torch.randn(1, count, 9, 16).to(dtype) for count in (heads[0], heads[1], heads[1]))
+    exact = q.double() @ k.double().repeat_interleave(group, dim=1).transpose(-1, -2) * 0.3
+    for causal in (False, True):
+        hidden = torch.ones(9, 9, dtype=torch.bool).triu(1) & causal
+        scores = exact.masked_fill(hidden, -torch.inf)
+        out, lse = FLASH_ON_CPU.call(q, k, v, causal, 0.3)
+        assert lse.dtype == torch.float32
+        torch.testing.assert_close(lse.double(), scores.logsumexp(dim=-1), rtol=1e-4, atol=1e-4)
+        expected = scores.softmax(dim=-1) @ v.double().repeat_interleave(group, dim=1)
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=max(4 * torch.finfo(dtype).eps, 3e-6))
+
+
+# --- on GPUs
+
+
+@pytest.mark.parametrize("library", CUDA_LIBRARIES.values(), ids=CUDA_LIBRARIES.keys())
+def test_what_torch_is_asked_for_on_a_gpu(library: AttentionLibrary) -> None:
+    """Without one: the arguments are those of torch's function, which has no version for this device."""
+    q, k = torch.zeros(1, 8, 7, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 7, 64, dtype=torch.bfloat16)
+    function = getattr(torch.ops.aten, f"_scaled_dot_product_{library.name}_attention").default
+    assert [result.name for result in function._schema.returns[:2]] == ["output", "logsumexp"]
+    for causal in (False, True):
+        with pytest.raises(NotImplementedError, match=f"'{function._schema.name}' .* from the 'CPU' backend"):
+            library.call(q, k, k, causal, 0.3)
+
+
+def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    available = [True]
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: available[0])
+    for value, library in (("", FLASH), ("flash", FLASH), ("cudnn", CUDNN)):
+        monkeypatch.setenv(VARIABLE, value)
+        assert prefill_of_environment() == LibraryPrefill(library)
+    monkeypatch.setenv(VARIABLE, "own")
+    assert prefill_of_environment() is None
+    monkeypatch.setenv(VARIABLE, "fast")
+    with pytest.raises(NativeLibraryError, match=f"{VARIABLE} is 'fast'; allowed: own, flash, cudnn"):
+        prefill_of_environment()
+    with pytest.raises(KernelsUnavailableError, match=f"correct or unset {VARIABLE}"):
+        load_kernels("auto", "cuda")
+    monkeypatch.delenv(VARIABLE)
+    available[0] = False
+    assert prefill_of_environment() is None
+
+
+# --- in the CUDA kernels, emulated
+
+
+@emulated
+@pairwise(seeded=True, chunk_size=(8, 16, 64), head_dim=(64, 128, 20), dtype=DTYPES)
+def test_beside_kernels_of_our_own(chunk_size: int, head_dim: int, dtype: torch.dtype, seed: int) -> None:
+    """One batch, some of it the library's: sequences that are plain, shifted, with holes."""
+    rng = np.random.default_rng(seed)
+    forest = random_forest(rng, Shape(3, chunk_size, depth_max=3, private_max=1, shifts=True, holes=True))
+    plain, counts = plain_forest(rng, chunk_size, 2)
+    for row in plain.rows:
+        row.ranges = [r._replace(block=r.block + forest.blocks) for r in row.ranges]
+        forest.rows.insert(int(rng.integers(0, len(forest.rows) + 1)), row)
+    forest.blocks += plain.blocks
+    forest.runs = no_runs()
+    counts = [min(own_tokens(row), 30) for row in forest.rows]
+    case = make_case(forest, make_spec(4, 2, head_dim), dtype, seed, counts)
+    kernels = make_emulated(prefill=EVERYTHING)
+    check_prefill(kernels, case, seed)
+    assert kernels.counters.calls.get("library_attention", 0) == int(head_dim != 20)
+
+
+@emulated
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_with_modules(kind: str) -> None:
+    case = module_case(1, kind, True)
+    check_prefill(make_emulated(prefill=EVERYTHING), case, 1)
+
+
+@emulated
+def test_layers_with_windows_beside_layers_without() -> None:
+    """One plan: each layer's rows go where its own rules send them, whatever layer came before."""
+    case = plain_case()
+    kernels, plan = make_emulated(prefill=EVERYTHING), case.forest.prefill_plan(case.counts)
+    for spec in (case.spec, replace(case.spec, window=40), replace(case.spec, soft_cap=5.0), case.spec):
+        own = make_case(case.forest, spec, torch.bfloat16, 3, case.counts)
+        own.assert_result(prefill(kernels, own, plan=plan))
+    assert kernels.counters.calls["library_attention"] == 3, "one of the rows is within the window"
+
+
+def plain_case() -> Case:
+    forest = Forest(16, [one_row(16, 100), one_row(16, 30, 7)], no_runs(), 9)
+    return make_case(forest, make_spec(4, 2, 64), torch.bfloat16, 3, [20, 30])
+
+
+@emulated
+def test_a_plan_serves_pools_of_other_sizes() -> None:
+    """Where keys lie depends on how many layers a pool has."""
+    case = plain_case()
+    kernels, plan = make_emulated(prefill=EVERYTHING), case.forest.prefill_plan(case.counts)
+    wide = torch.cat((case.data, torch.full_like(case.data, float("nan"))), dim=1)
+    for data in (case.data, wide, case.data):
+        case.assert_result(prefill(kernels, case, KvPool.wrap(data), plan))
+
+
+@emulated
+def test_small_prompts_stay_with_our_kernel() -> None:
+    """They would cost a library more launches than they save."""
+    case = plain_case()
+    kernels = make_emulated(prefill=LibraryPrefill(FLASH_ON_CPU))
+    case.assert_result(prefill(kernels, case))
+    assert "library_attention" not in kernels.counters.calls
+
+
+@emulated
+def test_random_layers() -> None:
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        spec = random_spec(rng, 64)
+        forest, counts = plain_forest(rng, 16, 3)
+        case = make_case(forest, spec, torch.float32, seed, [min(count, 20) for count in counts])
+        check_prefill(make_emulated(prefill=EVERYTHING), case, seed)
