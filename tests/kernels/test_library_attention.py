@@ -226,8 +226,8 @@ def test_parts_are_joined_to_the_whole(seed: int) -> None:
     joined = parts[0]
     for part in parts[1:]:
         joined = join(joined, part)
-    torch.testing.assert_close(joined.out, scores.softmax(dim=-1) @ v, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(joined.lse, scores.logsumexp(dim=-1), rtol=1e-12, atol=1e-12)
+    assert torch.allclose(joined.out, scores.softmax(dim=-1) @ v, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(joined.lse, scores.logsumexp(dim=-1), rtol=1e-12, atol=1e-12)
 
 
 def test_nothing_joined_to_nothing() -> None:
@@ -263,9 +263,9 @@ def test_the_librarys_log_sum_exp(dtype: torch.dtype, heads: tuple[int, int]) ->
         scores = exact.masked_fill(hidden, -torch.inf)
         out, lse = FLASH_ON_CPU.call(q, k, v, causal, 0.3)
         assert lse.dtype == torch.float32
-        torch.testing.assert_close(lse.double(), scores.logsumexp(dim=-1), rtol=1e-4, atol=1e-4)
+        assert torch.allclose(lse.double(), scores.logsumexp(dim=-1), rtol=1e-4, atol=1e-4)
         expected = scores.softmax(dim=-1) @ v.double().repeat_interleave(group, dim=1)
-        torch.testing.assert_close(out.double(), expected, rtol=0, atol=max(4 * torch.finfo(dtype).eps, 3e-6))
+        assert torch.allclose(out.double(), expected, rtol=0, atol=max(4 * torch.finfo(dtype).eps, 3e-6))
 
 
 # --- on GPUs
