@@ -9,6 +9,8 @@ those in which nothing changes included. `churn`: in every step a row leaves and
 ways get the same steps in turn, in one process. `launches`: kernels and copies of a step that bring the
 plan to the device; attention adds two to each layer.
 
+Part `prefill`: planning prompts for our kernel, and where large ones are given to a library.
+
 Part `step`: whole steps of the runner, op by op and as graphs (`gpu_host_steps`). `host_p50` is CPU time of the
 main thread in a step of two layers, `host_per_layer` what each further layer adds; `calls` are launches, copies
 and replays.
@@ -17,13 +19,17 @@ and replays.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from statistics import mean, median
 
 import numpy as np
+import torch
 from gpu_host_steps import measure_steps
 from report import Report, parse_arguments
 
-from trunkline.kernels.cuda_work import STEPS_WORDS, PrefillCut, PrefillWork
+from trunkline.kernels.cuda_work import STEPS_WORDS, WORKSPACE_BYTES, PrefillCut, PrefillWork
+from trunkline.kernels.library_attention import FLASH, LibraryPrefill, LibraryWork, rest
+from trunkline.kernels.ops import AttentionSpec, KvPool
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, WorkOptions, plan_decode_work
 from trunkline.kvstore.chunks import Int32Array, pack_int32
 from trunkline.worker.batch.decode_rows import LiveRows, RebuiltRows
@@ -143,29 +149,48 @@ def decode(report: Report, rows: int, shared: int, steps: int, *, churn: bool) -
         report.add(case, "launches", mean(launched), "1/step", steps)
 
 
-def prefill(report: Report, tokens: int, runs: int) -> None:
-    """One prompt's tokens against themselves."""
-    count = tokens // CHUNK
-    zeros = np.zeros(count, dtype=np.int32)
-    order = np.arange(count, dtype=np.int32)
+def prefill(report: Report, prompts: int, tokens: int, runs: int) -> None:
+    """Prompts of so many tokens each, without a context: planned for our kernel, and those that are large enough
+    for a library."""
+    blocks = -(-tokens // CHUNK)
+    count = np.full((prompts, blocks), CHUNK, dtype=np.int32)
+    count[:, -1] = tokens - (blocks - 1) * CHUNK
+    zeros = np.zeros(prompts * blocks, dtype=np.int32)
     plan = PrefillPlan(
         chunk_size=CHUNK,
-        query_indptr=np.array([0, tokens], dtype=np.int32),
-        query_position=np.arange(tokens, dtype=np.int32),
-        item_indptr=np.array([0, count], dtype=np.int32),
-        block=order,
+        query_indptr=np.arange(prompts + 1, dtype=np.int32) * np.int32(tokens),
+        query_position=np.tile(np.arange(tokens, dtype=np.int32), prompts),
+        item_indptr=np.arange(prompts + 1, dtype=np.int32) * np.int32(blocks),
+        block=np.arange(prompts * blocks, dtype=np.int32),
         first=zeros,
-        count=np.full(count, CHUNK, dtype=np.int32),
-        base=order * np.int32(CHUNK),
+        count=count.ravel(),
+        base=np.tile(np.arange(blocks, dtype=np.int32) * np.int32(CHUNK), prompts),
         shift=zeros,
     )
+    spec = AttentionSpec(32, 8, 128, 128**-0.5)
+    pool = KvPool.wrap(
+        torch.empty(prompts * blocks, 1, 2, spec.kv_heads, CHUNK, spec.head_dim, dtype=torch.bfloat16)
+    )
     cut = PrefillCut(rows_per_tile=16, units_wanted=66, piece_tokens_min=256)
-    times = []
+
+    def given() -> None:
+        entries = LibraryPrefill(FLASH).entries(plan, pool, spec, WORKSPACE_BYTES)
+        own = rest(plan, entries) if entries else plan
+        if own is not None:
+            PrefillWork(own, cut)
+        if entries:
+            LibraryWork(plan, entries, pool, WORKSPACE_BYTES)
+
+    ways: dict[str, Callable[[], object]] = {"our kernel": lambda: PrefillWork(plan, cut), "with a library": given}
+    times: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(runs):
-        start = time.thread_time()
-        PrefillWork(plan, cut)
-        times.append(1e6 * (time.thread_time() - start))
-    report.add({"part": "prefill", "tokens": tokens}, "plan_p50", median(times), "us", runs)
+        for way, call in ways.items():
+            start = time.thread_time()
+            call()
+            times[way].append(1e6 * (time.thread_time() - start))
+    for way, taken in times.items():
+        case = {"part": "prefill", "prompts": prompts, "tokens": tokens, "way": way}
+        report.add(case, "plan_p50", median(taken), "us", runs)
 
 
 def main() -> None:
@@ -177,8 +202,8 @@ def main() -> None:
             for shared in (0, CONTEXT // 2):
                 decode(report, rows, shared, steps, churn=churn)
     measure_steps(report, (1, 32, 256), 16 if arguments.quick else 48)
-    for tokens in (2048, 8192):
-        prefill(report, tokens, 20 if arguments.quick else 100)
+    for prompts, tokens in ((1, 2048), (1, 8192), (256, 32)):
+        prefill(report, prompts, tokens, 20 if arguments.quick else 100)
     report.finish(arguments.json, wide=True)
 
 
