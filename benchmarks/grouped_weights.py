@@ -3,7 +3,8 @@
     python benchmarks/grouped_weights.py [--quick] [--json PATH]
 
 `perplexity` is that of the demo model on text that it was not trained on, as in `quantisation.py`, with the
-layers' matrices in groups of 32 inputs (8 bits; 4 bits with an offset), rounded to the nearest codes.
+layers' matrices in groups of 32 inputs (8 bits; 4 bits with an offset), rounded to the nearest codes, or in fp8
+with a scale for each 128 × 128 of them.
 `kl_divergence` is the mean over the tokens of KL(float32 || this). `rounded`: layers round their inputs to int8
 and multiply integers.
 
@@ -21,22 +22,28 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from quantisation import DTYPES, Model, heldout_windows, losses
 from report import Report, parse_arguments
 from torch import Tensor
 
 from trunkline.deploy.config.models import DEMO_FOLDER
+from trunkline.kernels.float8 import float8
 from trunkline.kernels.grouped import GroupedWeight
 from trunkline.kernels.load import load_kernels
 from trunkline.kernels.ops import Activation, Kernels, PackedLinear
 
 BLOCKS: Final = 8
 ROWS, WIDTH, COPIES = 4096, 2048, 8
-FORMS: Final = ("8 bits", "8 bits, rounded", "4 bits", "4 bits, rounded")
+FORMS: Final = ("8 bits", "8 bits, rounded", "fp8", "4 bits", "4 bits, rounded")
+FLOAT8_BLOCK: Final = 128
+FLOAT8_MAX: Final = 448.0
 
 
 def in_groups(weight: Tensor, form: str) -> GroupedWeight:
-    """Return a weight in groups of 32, rounded to the nearest codes."""
+    """Return a weight in groups of 32 or blocks of 128 × 128, rounded to the nearest codes."""
+    if form == "fp8":
+        return in_blocks(weight)
     parts = weight.float().view(len(weight), -1, 32)
     rounded = form.endswith("rounded")
     if form.startswith("8"):
@@ -49,6 +56,18 @@ def in_groups(weight: Tensor, form: str) -> GroupedWeight:
     codes = ((parts + offset.float()[..., None]) / scale.float()[..., None]).round().clamp(0, 15)
     packed = codes.flatten(1).to(torch.uint8)
     return GroupedWeight(packed, 4, 32, scale, weight.dtype, offset=offset, int8_inputs=rounded)
+
+
+def in_blocks(weight: Tensor) -> GroupedWeight:
+    """Return a weight in fp8; the last blocks may be smaller."""
+    (rows, width), block = weight.shape, FLOAT8_BLOCK
+    padded = F.pad(weight.float(), (0, -width % block, 0, -rows % block))
+    largest = padded.view(-1, block, padded.shape[1] // block, block).abs().amax(dim=(1, 3))
+    scale = (largest / FLOAT8_MAX).clamp_min(1e-12).repeat_interleave(block, dim=0)[:rows]
+    group = math.gcd(block, width)
+    scale = scale.repeat_interleave(block // group, dim=1)[:, : width // group]
+    codes = weight.float() / scale.repeat_interleave(group, dim=1)
+    return float8(codes.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn), scale, weight.dtype)
 
 
 class GroupingKernels:

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from trunkline.kernels.float8 import float8
 from trunkline.kernels.grouped import GroupedWeight
 
 FP4: Final = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 """Twelve more than twice the values of 4-bit floats."""
-KINDS: Final = ("Q8_0", "Q4_0", "Q4_K", "Q6_K", "4 bits, 128", "8 bits, rows", "8 bits, 16", "table")
+INTEGERS: Final = ("Q8_0", "Q4_0", "Q4_K", "Q6_K", "4 bits, 128", "8 bits, rows", "8 bits, 16", "table")
 """The forms that files are read into, by their names or what they are."""
+KINDS: Final = (*INTEGERS, "float8", "float8, rows")
 
 
-def random_weight(kind: str, rows: int, width: int, dtype: torch.dtype = torch.float32) -> GroupedWeight:
+def random_weight(
+    kind: str, rows: int, width: int, dtype: torch.dtype = torch.float32, *, int8_inputs: bool = False
+) -> GroupedWeight:
     """Return a weight whose numbers are of the size of a layer's; `width` is a multiple of 128, of 256 if the kind
-    has scales for so many."""
+    has scales for so many. Floats are never multiplied with int8 inputs."""
+    weight = _random_weight(kind, rows, width, dtype)
+    return replace(weight, int8_inputs=int8_inputs and not weight.floats)
+
+
+def _random_weight(kind: str, rows: int, width: int, dtype: torch.dtype) -> GroupedWeight:
     generator = torch.Generator().manual_seed(rows * 1000 + width)
 
     def scales(group: int, like: torch.dtype) -> Tensor:
@@ -48,6 +58,10 @@ def random_weight(kind: str, rows: int, width: int, dtype: torch.dtype = torch.f
     if kind == "8 bits, 16":
         offset = scales(16, torch.bfloat16)
         return GroupedWeight(codes8 & 127, 8, 16, scales(16, torch.bfloat16) / 64, dtype, offset=offset, zero=100)
+    if kind.startswith("float8"):
+        group = width if kind.endswith("rows") else 128
+        codes = (torch.randn(rows, width, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return float8(codes, scales(group, torch.float32) / 100, dtype)
     assert kind == "table"
     powers = 2.0 ** integers(-6, 1, width // 32).to(torch.float32) * width**-0.5
     return GroupedWeight(codes4, 4, 32, powers, dtype, zero=12, table=FP4)

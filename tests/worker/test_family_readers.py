@@ -166,6 +166,13 @@ def test_latent_attention(tmp_path: Path) -> None:
     assert config.positions_shift
     assert config.architecture.interleaved
     assert not read(tmp_path, "deepseek-v3", rope_interleave=False).architecture.interleaved
+    published = {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    }
+    assert read(tmp_path, "deepseek-v3", quantization_config=published) == config
     lite = read(tmp_path, "deepseek-v2-lite")
     assert lite.latent == LatentAttention(512, 64, 128, 128)
     assert lite.architecture.names.query == "self_attn.q_proj"
@@ -246,7 +253,7 @@ def test_slopes_equal_transformers(heads: int) -> None:
         ),
         ("deepseek-v3", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope scaling 'dynamic'"),
         ("deepseek-v3", {"partial_rotary_factor": 0.5}, "32 of 64 dimensions"),
-        ("deepseek-v3", {"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ("deepseek-v3", {"quantization_config": {"quant_method": "modelopt"}}, "modelopt"),
         ("deepseek-v2-lite", {"norm_topk_prob": True}, "norm_topk_prob is True"),
         ("deepseek-v2-lite", {"mlp_bias": True}, "mlp_bias is True"),
         ("deepseek-v2-lite", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),

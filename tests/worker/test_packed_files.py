@@ -212,7 +212,7 @@ def test_matrices_are_the_stored_numbers(name: str, pairs: Callable[[str], Pair]
         ({**GPTQ, "bits": 3}, "gptq with bits 3"),
         ({**GPTQ, "bits": None}, "gptq with bits None"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
-        (compressed("float-quantized", 8, type="float"), "format 'float-quantized'"),
+        (compressed("nvfp4-pack-quantized", 4, type="float"), "format 'nvfp4-pack-quantized'"),
         (compressed("int-quantized", 4), "int-quantized with num_bits 4"),
         (compressed("pack-quantized", 4, symmetric=False), "symmetric False"),
         (compressed("pack-quantized", 4, strategy="tensor"), "strategy 'tensor'"),

@@ -4,9 +4,10 @@ A row of the weight is cut into groups of inputs; each group has a scale and, in
 
       w = scale * (value(code) - zero) - offset            in float32, the codes unsigned integers of 4 or 8 bits
 
-`value` is the code itself, or for 4 bits an entry of a table of 16 integers. Scales and offsets are stored in a
-floating-point type, one for each group; or, where files have two levels, as such a number for several groups times
-an int8 of the group. All of that is exact: nothing is rounded when a file's numbers are brought into this form.
+`value` is the code itself, for 4 bits an entry of a table of 16 integers, or for 8 bits a float (`float8`). Scales
+and offsets are stored in a floating-point type, one for each group; or, where files have two levels, as such a
+number for several groups times an int8 of the group. All of that is exact: nothing is rounded when numbers of a
+file are brought into this form.
 
       file                  bits   group   scale                    zero   offset
       Q8_0                     8      32   float16                   128
@@ -15,6 +16,7 @@ an int8 of the group. All of that is exact: nothing is rounded when a file's num
       Q6_K                     8      16   float16, times int8        32
       AWQ, GPTQ                4     128   float32                     0   float32, the scale times its zero point
       int8 per output          8      in   float32                   128
+      fp8 (e4m3)               8     128   float32
 
 A layer over such a weight is computed in one of two ways, which the weight says (`int8_inputs`):
 
@@ -74,6 +76,8 @@ class GroupedWeight:
     """The values of the 16 codes of 4 bits, between 0 and 255; empty: they are the codes."""
     int8_inputs: bool = False
     """Whether layers over this weight round their inputs to int8."""
+    floats: bool = False
+    """Whether codes of 8 bits are floats (e4m3) that are numbers, not integers."""
 
     def __post_init__(self) -> None:
         if self.codes.dim() != 2 or self.codes.dtype != torch.uint8 or self.bits not in (4, 8):
@@ -104,6 +108,16 @@ class GroupedWeight:
             raise ValueError(f"zero {self.zero} and a table of {len(self.table)} with {self.bits} bits")
         if any(not 0 <= value <= 255 for value in self.table):
             raise ValueError("the values of a table are between 0 and 255")
+        if self.floats and not self._fits_floats:
+            raise ValueError(
+                "codes that are floats have 8 bits, one float32 scale for each group, no zero and no offset, and "
+                "exact products"
+            )
+
+    @property
+    def _fits_floats(self) -> bool:
+        plain = self.sub_scale is None and self.offset is None and not self.zero and not self.int8_inputs
+        return plain and self.bits == 8 and self.scale.dtype == torch.float32
 
     @property
     def shape(self) -> torch.Size:
@@ -168,6 +182,8 @@ class GroupedWeight:
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """Return `value(code) - zero`, `[out, in]`."""
+        if self.floats:
+            return self.codes.view(torch.float8_e4m3fn).to(dtype)
         if not self.table:
             return self.codes.to(dtype).sub_(self.zero)
         table = torch.tensor(self.table, device=self.codes.device).sub_(self.zero).to(dtype)
@@ -216,13 +232,15 @@ def stack(weights: Sequence[GroupedWeight]) -> GroupedWeight:
 
 def _kind(weight: GroupedWeight) -> tuple[object, ...]:
     levels = (weight.sub_scale is None, weight.offset is None, weight.scale.shape[1], weight.scale.dtype)
-    return (weight.bits, weight.group, weight.zero, weight.table, *levels)
+    return (weight.bits, weight.group, weight.zero, weight.table, weight.floats, *levels)
 
 
 def _widened(weight: GroupedWeight, group: int) -> GroupedWeight:
     """Return the same numbers with 8 bits, groups of `group`, one level of float32 scales, zero 128."""
     if weight.group % group:
         raise ValueError(f"groups of {weight.group} and {group} inputs cannot be stacked")
+    if weight.floats:
+        raise ValueError("codes that are floats cannot be stacked with others")
     scale, offset = weight.group_scales()
     codes = weight.values(torch.int16) + 128
     if codes.numel() and int(codes.max()) > 255:

@@ -21,10 +21,11 @@ from trunkline.kernels.grouped import GroupedWeight, stack
 from trunkline.kernels.ops import Activation, ExpertStack, Kernels, PackedLinear, QkNorm, Quantisation, Weight
 from trunkline.worker.errors import CheckpointError
 from trunkline.worker.model.architecture import NormKind
+from trunkline.worker.model.float8_files import Float8Scheme
 from trunkline.worker.model.gguf.weights import GgufSlices
 from trunkline.worker.model.model_config import LatentAttention, Mixture, Piece, Shard
 from trunkline.worker.model.packed_files import PackedMatrix
-from trunkline.worker.model.packed_weights import read_mxfp4, read_packed
+from trunkline.worker.model.packed_weights import read_float8, read_mxfp4, read_packed
 from trunkline.worker.model.stacked_experts import Member, MemberKind
 from trunkline.worker.model.tensor_index import find_prefix, head_name, read_tensor_index
 
@@ -166,11 +167,13 @@ class _Files:
         """Return a part of a matrix, in blocks if it is stored so; `columns` without `rows`.
 
         Half types round what they multiply anyway; with them the layer rounds its inputs to int8, which costs
-        little of what rounding the weights did. float32 is for who wants the stored weights' own results.
+        little of what rounding the weights did. float32 is for who wants the stored weights' own results. Codes
+        that are floats are no integers to multiply.
         """
         found = self._part(name, rows, columns)
-        rounds = self._dtype != torch.float32
-        return replace(found, int8_inputs=rounds) if isinstance(found, GroupedWeight) else found
+        if isinstance(found, GroupedWeight) and not found.floats:
+            return replace(found, int8_inputs=self._dtype != torch.float32)
+        return found
 
     def _part(self, name: str, rows: slice | None, columns: slice | None) -> Weight:
         entry = self.index[name]
@@ -181,6 +184,8 @@ class _Files:
                 return found.rows(rows or slice(None)) if columns is None else found.columns(columns)
             part = found[rows or slice(None)] if columns is None else found[:, columns]
             return self._own(part)
+        if packed is not None and isinstance(packed.scheme, Float8Scheme):
+            return self._float8(packed.name, packed.scheme, rows or slice(None), columns or slice(None))
         if packed is not None:
             whole = self._packed(packed)
             return whole.rows(rows or slice(None)) if columns is None else whole.columns(columns)
@@ -207,6 +212,17 @@ class _Files:
             blocks, scales = (own_part(ending).to(self.device) for ending in ("_blocks", "_scales"))
             return read_mxfp4(member.source, blocks, scales, self._dtype)
         return own_part("") if member.kind is MemberKind.VECTOR else own_part("").T
+
+    def _float8(self, name: str, scheme: Float8Scheme, rows: slice, columns: slice) -> GroupedWeight:
+        """Return a part of a matrix of floats of 8 bits: only its bytes are read, and all scales."""
+        weight = f"{name}.weight"
+        part: Tensor = self._open(self._sources[weight]).get_slice(weight)[rows, columns]
+        self._counted += part.nbytes
+        scale = self._tensor(scheme.scale_name(name, self._sources) or "")
+        assert scale is not None  # the headers were checked
+        scale = scale.reshape(scheme.scale_shape(*self.index[weight].shape))
+        first = (rows.start or 0, columns.start or 0)
+        return read_float8(name, scheme, part.to(self.device, copy=True), scale, first, self._dtype)
 
     def slice(
         self,
@@ -235,14 +251,14 @@ class _Files:
     def _packed(self, matrix: PackedMatrix) -> GroupedWeight:
         """Return a whole matrix: its words are not divided as its rows and columns are."""
 
-        def tensor(name: str) -> Tensor | None:
-            if name not in self._sources:
-                return None
-            found: Tensor = self._open(self._sources[name]).get_tensor(name)
-            self._counted += found.nbytes
-            return found.to(self.device)
+        return read_packed(matrix, self._tensor, self._dtype)
 
-        return read_packed(matrix, tensor, self._dtype)
+    def _tensor(self, name: str) -> Tensor | None:
+        if name not in self._sources:
+            return None
+        found: Tensor = self._open(self._sources[name]).get_tensor(name)
+        self._counted += found.nbytes
+        return found.to(self.device)
 
     @property
     def bytes_read(self) -> int:

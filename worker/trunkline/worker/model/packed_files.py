@@ -1,4 +1,4 @@
-"""Checkpoints whose safetensors files hold packed integers: AWQ, GPTQ, compressed-tensors. No torch.
+"""Checkpoints whose matrices are packed integers, AWQ, GPTQ, compressed-tensors, or fp8. No torch.
 
 `quantization_config` in config.json says how a matrix `X.weight` is stored in several tensors:
 
@@ -7,6 +7,7 @@
       mxfp4                 of experts alone, all of a layer in one tensor: `stacked_experts`
       compressed-tensors    pack-quantized: X.weight_packed [out, in · bits / 32], X.weight_scale [out, groups]
                             int-quantized: X.weight int8 [out, in], X.weight_scale [out, groups]
+      fp8, or compressed-tensors with float-quantized: `float8_files`
 
 `join` puts one entry for the matrix in their place; `packed_weights` reads it. A matrix without such tensors is
 stored as always, whatever the configuration says of it.
@@ -20,17 +21,16 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from trunkline.worker.errors import CheckpointError, UnsupportedModelError
+from trunkline.worker.model.float8_files import GROUP_QUANTUM, Float8Scheme, float8_matrices
 
-GROUP_QUANTUM: Final = 16
-"""What the number of inputs of a group is a multiple of (`trunkline.kernels.grouped`)."""
 _ROW_GROUPS: Final = (128, 64, 32, 16)
 """Groups into which rows with one scale are cut: the first that divides the parts of `_RANKS` ranks, else the last
 that divides the rows."""
 _RANKS: Final = 8
 _ACCEPTED: Final = (
-    "accepted are awq (gemm, 4 bits), gptq (4 or 8 bits, without desc_act), mxfp4 of experts and "
-    "compressed-tensors (pack-quantized with 4 or 8 bits, int-quantized with 8; symmetric integers by channel or "
-    "group)"
+    "accepted are awq (gemm, 4 bits), gptq (4 or 8 bits, without desc_act), mxfp4 of experts, fp8 (e4m3, by "
+    "tensor or block) and compressed-tensors (pack-quantized with 4 or 8 bits, int-quantized with 8; symmetric "
+    "integers by channel or group; float-quantized with 8 by tensor, channel, group or block)"
 )
 _INTEGERS: Final = {"awq": "I32", "gptq": "I32", "pack-quantized": "I32", "int-quantized": "I8"}
 
@@ -89,12 +89,12 @@ class PackedMatrix(NamedTuple):
 
     name: str
     """Of the matrix, without ".weight"."""
-    scheme: PackedScheme
+    scheme: PackedScheme | Float8Scheme
     group: int
-    """Number of inputs of a group in memory."""
+    """Number of inputs that are not divided: of a group in memory, or the least of one."""
 
 
-def read_scheme(given: Any) -> PackedScheme:
+def read_scheme(given: Any) -> PackedScheme | Float8Scheme:
     """Return what a `quantization_config` says.
 
     Raises:
@@ -113,10 +113,13 @@ def read_scheme(given: Any) -> PackedScheme:
         return _compressed(given)
     if method == "mxfp4":
         return PackedScheme("mxfp4", 4, 32)
+    if method == "fp8":
+        _refuse_unless("fp8", {"fmt": ("e4m3", None), "expert_dtype": ("fp8", None)}, given)
+        return Float8Scheme(_block(given, "weight_block_size"), ("weight_scale_inv", "weight_scale"))
     raise UnsupportedModelError(f"quantization_config: quant_method is {method!r}; {_ACCEPTED}")
 
 
-def _compressed(given: dict[str, Any]) -> PackedScheme:
+def _compressed(given: dict[str, Any]) -> PackedScheme | Float8Scheme:
     groups = given.get("config_groups")
     each = list(groups.values()) if isinstance(groups, dict) else []
     weights = each[0].get("weights") if len(each) == 1 and isinstance(each[0], dict) else None
@@ -126,10 +129,12 @@ def _compressed(given: dict[str, Any]) -> PackedScheme:
         )
     _refuse_unless(
         "compressed-tensors",
-        {"format": ("pack-quantized", "int-quantized"), "sparsity_config": (None, {})},
+        {"format": ("pack-quantized", "int-quantized", "float-quantized"), "sparsity_config": (None, {})},
         given,
     )
     layout = given["format"]
+    if layout == "float-quantized":
+        return _compressed_floats(weights)
     _refuse_unless(
         layout,
         {
@@ -143,6 +148,47 @@ def _compressed(given: dict[str, Any]) -> PackedScheme:
     )
     group = _group(weights.get("group_size")) if weights["strategy"] == "group" else 0
     return PackedScheme(layout, weights["num_bits"], group)
+
+
+def _compressed_floats(weights: dict[str, Any]) -> Float8Scheme:
+    _refuse_unless(
+        "float-quantized",
+        {
+            "num_bits": (8,),
+            "type": ("float",),
+            "symmetric": (True, None),
+            "strategy": ("tensor", "channel", "group", "block"),
+            "actorder": (None, False),
+        },
+        weights,
+    )
+    strategy = weights["strategy"]
+    if strategy == "group":
+        block = (1, _group(weights.get("group_size")))
+    elif strategy == "block":
+        block = _block(weights, "block_structure")
+        _refuse_unless("float-quantized in blocks", {"block_structure": (list(block),)}, weights)
+    else:
+        block = (0, 0) if strategy == "tensor" else (1, 0)
+    return Float8Scheme(block, ("weight_scale",))
+
+
+def _block(given: Mapping[str, Any], name: str) -> tuple[int, int]:
+    """Return the outputs and inputs that share a scale; 0, 0: all, if nothing is said."""
+    sizes = given.get(name)
+    if sizes is None:
+        return 0, 0
+    if (
+        not isinstance(sizes, list)
+        or len(sizes) != 2
+        or any(type(size) is not int or size <= 0 for size in sizes)
+        or sizes[1] % GROUP_QUANTUM
+    ):
+        raise UnsupportedModelError(
+            f"quantization_config: {name} {sizes!r}; accepted are outputs and inputs of a block, the inputs a "
+            f"multiple of {GROUP_QUANTUM}"
+        )
+    return sizes[0], sizes[1]
 
 
 def _refuse_unless(what: str, allowed: Mapping[str, tuple[Any, ...]], given: Mapping[str, Any]) -> None:
@@ -162,7 +208,7 @@ def _group(size: Any) -> int:
     return size
 
 
-def scheme_of(folder: Path) -> PackedScheme | None:
+def scheme_of(folder: Path) -> PackedScheme | Float8Scheme | None:
     """Return how the matrices of a folder are packed; None: they are not.
 
     Raises:
@@ -177,7 +223,7 @@ def scheme_of(folder: Path) -> PackedScheme | None:
 
 
 def packed_matrices(
-    scheme: PackedScheme, tensors: Mapping[str, tuple[tuple[int, ...], str]]
+    scheme: PackedScheme | Float8Scheme, tensors: Mapping[str, tuple[tuple[int, ...], str]]
 ) -> dict[str, tuple[PackedMatrix, tuple[int, int]]]:
     """Return the matrices that are packed, by the name of their integers, and their shapes `[out, in]`.
 
@@ -187,6 +233,11 @@ def packed_matrices(
     Raises:
         CheckpointError: tensors of a matrix that are missing or do not fit each other.
     """
+    if isinstance(scheme, Float8Scheme):
+        return {
+            name: (PackedMatrix(name.removesuffix(".weight"), scheme, GROUP_QUANTUM), shape)
+            for name, shape in float8_matrices(scheme, tensors).items()
+        }
     if scheme.method == "mxfp4":
         return {}
     integers, *others = scheme.suffixes

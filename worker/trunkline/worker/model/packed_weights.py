@@ -1,4 +1,4 @@
-"""Matrices of packed integers (`packed_files`) in the form of the kernels."""
+"""Matrices of packed integers and of fp8 (`packed_files`, `float8_files`) in the form of the kernels."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from trunkline.kernels.float8 import float8
 from trunkline.kernels.grouped import GroupedWeight
 from trunkline.kernels.mxfp4 import NOT_A_NUMBER, mxfp4
 from trunkline.worker.errors import CheckpointError
+from trunkline.worker.model.float8_files import Float8Scheme
 from trunkline.worker.model.packed_files import PackedMatrix
 
 AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -18,7 +20,7 @@ AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def read_packed(matrix: PackedMatrix, tensor: Callable[[str], Tensor | None], dtype: torch.dtype) -> GroupedWeight:
-    """Return a whole matrix; nothing is rounded.
+    """Return a whole matrix of integers; nothing is rounded.
 
     Args:
         tensor: returns a tensor of the files, None if there is none of that name.
@@ -28,6 +30,7 @@ def read_packed(matrix: PackedMatrix, tensor: Callable[[str], Tensor | None], dt
         CheckpointError: groups in another order than that of the inputs.
     """
     scheme, name = matrix.scheme, matrix.name
+    assert not isinstance(scheme, Float8Scheme)
     found = [tensor(f"{name}.{suffix}") for suffix in scheme.suffixes]
     integers, scale, *zeros = (part for part in found if part is not None)
     scale = scale if scale.dtype in (torch.float16, torch.bfloat16) else scale.float()
@@ -56,6 +59,36 @@ def read_packed(matrix: PackedMatrix, tensor: Callable[[str], Tensor | None], dt
     scale = scale.repeat_interleave(repeated, dim=1)
     offset = None if offset is None else offset.repeat_interleave(repeated, dim=1)
     return GroupedWeight(codes.contiguous(), scheme.bits, matrix.group, scale, dtype, offset=offset, zero=zero)
+
+
+def read_float8(
+    name: str,
+    scheme: Float8Scheme,
+    codes: Tensor,
+    scale: Tensor,
+    first: tuple[int, int],
+    dtype: torch.dtype,
+) -> GroupedWeight:
+    """Return a part of a matrix of floats of 8 bits; nothing is rounded.
+
+    Args:
+        codes: float8_e4m3fn `[out, in]`, the part.
+        scale: of the whole matrix, `scheme.scale_shape`.
+        first: the part's first output and input in the matrix.
+        dtype: type of what the matrix is multiplied with.
+
+    Raises:
+        CheckpointError: a weight or a scale that is not a number.
+    """
+    (rows, columns), (out, width) = scheme.block, codes.shape
+    group = scheme.group_of(first[1], width)
+    outputs = first[0] + torch.arange(out, device=scale.device)
+    inputs = first[1] + torch.arange(0, width, group, device=scale.device)
+    own = scale.float()[outputs // rows if rows else outputs * 0][:, inputs // columns if columns else inputs * 0]
+    try:
+        return float8(codes, own, dtype)
+    except ValueError as error:
+        raise CheckpointError(f"{name}.weight: {error}") from error
 
 
 def read_mxfp4(name: str, blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> GroupedWeight:

@@ -54,7 +54,8 @@ enum class ScaleType : int { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2 };
 //      then for each of its groups:
 //          second level: scales [width], offsets [width] if there are any, int8
 //          codes, words of 32 bits [group * bits / 32][width]: code i of a word of 8 bits in byte i; of 4 bits in the
-//          low half of byte i, codes 4 to 7 in the high halves
+//          low half of byte i, codes 4 to 7 in the high halves; floats of 8 bits (`float8.h`): code 1 in byte 2 and
+//          code 2 in byte 1, so that the even bytes and the odd ones are pairs of neighbours
 //
 // So the codes of four inputs are the bytes of a lane, as products of integers take them.
 struct GroupForm {
@@ -65,6 +66,7 @@ struct GroupForm {
   bool has_levels;
   bool has_offset;
   bool has_table;
+  bool is_float;      // codes of 8 bits are floats (e4m3), without offsets, zero and levels
   uint8_t table[16];  // values of the codes of 4 bits; otherwise they are the codes
   int zero;           // 0 to 255
 

@@ -44,7 +44,8 @@ ScaleType scale_type(const TensorView& scale) {
 }
 
 // The form of a weight; refuses parts that do not fit each other.
-GroupForm group_form(const GroupTensors& from, int64_t parts, int64_t bits, int64_t group, int64_t zero) {
+GroupForm group_form(const GroupTensors& from, int64_t parts, int64_t bits, int64_t group, int64_t zero,
+                     int64_t floats) {
   require(from.codes.ndim() == 2 && from.scale.ndim() == 2, "codes and scales are matrices");
   const int64_t rows = from.codes.size(0), width = from.codes.size(1), scales = from.scale.size(1);
   check_matrix(from.codes, "codes", rows, width, kDLUInt, 8);
@@ -63,7 +64,11 @@ GroupForm group_form(const GroupTensors& from, int64_t parts, int64_t bits, int6
   form.has_offset = from.offset.numel() > 0;
   form.has_table = from.table.numel() > 0;
   form.zero = static_cast<int>(zero);
+  form.is_float = floats != 0;
   require(form.has_levels || form.groups_per_scale == 1, "scales of several groups need a second level");
+  const bool plain = bits == 8 && zero == 0 && !form.has_levels && !form.has_offset;
+  require(!form.is_float || (plain && form.scale_type == ScaleType::kFloat32),
+          "floats of 8 bits have a float32 scale for each group and nothing else");
   const int code = from.scale.dtype().code, scale_bits = from.scale.dtype().bits;
   check_matrix(from.scale, "scale", rows, scales, code, scale_bits);
   if (form.has_offset) check_matrix(from.offset, "offset", rows, scales, code, scale_bits);
@@ -104,6 +109,7 @@ char* put_codes(const GroupForm& form, const TensorView& codes, const PanelPlace
       uint32_t low, high = 0;
       std::memcpy(&low, from + row * stride + i, 4);
       if (per_word == 8) std::memcpy(&high, from + row * stride + i + 4, 4);
+      if (form.is_float) low = (low & 0xff0000ffu) | (low & 0xff00u) << 8 | (low >> 8 & 0xff00u);
       words[row] = per_word == 8 ? (low & 0x0f0f0f0fu) | (high & 0x0f0f0f0fu) << 4 : low;
     }
     std::fill(words + place.count, words + place.width, 0u);
@@ -128,23 +134,24 @@ void fill_panel(const GroupForm& form, const GroupTensors& from, const PanelPlac
 // Bytes of the panels of a weight; the arguments are those of `linear_pack_groups`.
 int64_t linear_groups_bytes(TensorView codes, TensorView scale, TensorView sub_scale, TensorView offset,
                             TensorView sub_offset, TensorView table, int64_t bits, int64_t group, int64_t zero,
-                            int64_t gated) {
+                            int64_t floats, int64_t gated) {
   const int64_t parts = gated != 0 ? 2 : 1;
   const GroupForm form =
-      group_form({codes, scale, sub_scale, offset, sub_offset, table}, parts, bits, group, zero);
+      group_form({codes, scale, sub_scale, offset, sub_offset, table}, parts, bits, group, zero, floats);
   return parts * padded_lanes(codes.size(0) / parts) * form.lane_bytes(codes.size(1));
 }
 
 // Packs a weight in groups into `data` and returns the layer's handle; `data` must live as long as it. `numbers`:
-// int64 [6], bits, group, zero, type of x, activation, whether inputs are rounded to int8.
+// int64 [7], bits, group, zero, whether codes are floats, type of x, activation, whether inputs are rounded to int8.
 int64_t linear_pack_groups(int64_t context, TensorView codes, TensorView scale, TensorView sub_scale,
                            TensorView offset, TensorView sub_offset, TensorView table, TensorView bias,
                            TensorView numbers, TensorView data) {
-  std::array<int64_t, 6> given{};
-  if (numbers.numel() != 6 || !has_dtype(numbers, kDLInt, 64))
-    TVM_FFI_THROW(ValueError) << "numbers are six int64";
+  std::array<int64_t, 7> given{};
+  if (numbers.numel() != 7 || !has_dtype(numbers, kDLInt, 64))
+    TVM_FFI_THROW(ValueError) << "numbers are seven int64";
   std::memcpy(given.data(), numbers.data_ptr(), sizeof(given));
-  const auto [bits, group, zero, type_of_x, activation, int8_inputs] = given;
+  const auto [bits, group, zero, floats, type_of_x, activation, int8_inputs] = given;
+  require(floats == 0 || int8_inputs == 0, "floats of 8 bits are not multiplied with rounded inputs");
   if (activation < 0 || activation > static_cast<int64_t>(Activation::kClampedSilu) || type_of_x < 0 ||
       type_of_x >= kDenseTypes) {
     TVM_FFI_THROW(ValueError) << "there is no activation " << activation << " or no type " << type_of_x;
@@ -152,7 +159,7 @@ int64_t linear_pack_groups(int64_t context, TensorView codes, TensorView scale, 
   const int64_t parts = activation == 0 ? 1 : 2;
   const GroupTensors from{codes, scale, sub_scale, offset, sub_offset, table};
   auto layer = std::make_unique<PackedLayer>();
-  layer->group_form = group_form(from, parts, bits, group, zero);
+  layer->group_form = group_form(from, parts, bits, group, zero, floats);
   const GroupForm& form = layer->group_form;
   layer->groups = &form;
   layer->type = static_cast<DenseType>(type_of_x);

@@ -13,7 +13,11 @@ TRUNKLINE_INLINE Bits load_words(const void* p) { return _mm512_loadu_si512(p); 
 TRUNKLINE_INLINE void store_words(void* p, Bits b) { _mm512_storeu_si512(p, b); }
 TRUNKLINE_INLINE Bits set1_word(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
 TRUNKLINE_INLINE Bits bits_and(Bits a, Bits b) { return _mm512_and_si512(a, b); }
+TRUNKLINE_INLINE Bits bits_or(Bits a, Bits b) { return _mm512_or_si512(a, b); }
 TRUNKLINE_INLINE Bits shift_right(Bits b, int count) { return _mm512_srli_epi32(b, static_cast<unsigned>(count)); }
+TRUNKLINE_INLINE Bits shift_left(Bits b, int count) { return _mm512_slli_epi32(b, static_cast<unsigned>(count)); }
+TRUNKLINE_INLINE Vec as_floats(Bits b) { return _mm512_castsi512_ps(b); }
+TRUNKLINE_INLINE Bits as_words(Vec x) { return _mm512_castps_si512(x); }
 TRUNKLINE_INLINE Vec float_of_integers(Bits b) { return _mm512_cvtepi32_ps(b); }
 // Entries of a table of 16; only the lowest 4 bits of a lane count.
 TRUNKLINE_INLINE Vec table_floats(const float* table, Bits index) {
@@ -35,6 +39,18 @@ constexpr int kDotWords = 1;
 TRUNKLINE_INLINE Bits dot_bytes(Bits sum, Bits bytes, const uint32_t* x) {
   return _mm512_dpbusd_epi32(sum, bytes, set1_word(*x));
 }
+// Pairs of bf16 of the floats of 8 bits (e4m3, no NaN) in bytes 1 and 3 of each lane, times 2^-8. Products of bf16
+// take numbers below the normal ones as zero, so those are looked up.
+TRUNKLINE_INLINE Bits pairs_of_float8(Bits b) {
+  alignas(64) static constexpr uint16_t kSubnormal[32] = {0,      0x3700, 0x3780, 0x37c0,
+                                                          0x3800, 0x3820, 0x3840, 0x3860};
+  const Bits kept = _mm512_and_si512(_mm512_srli_epi16(b, 4), _mm512_set1_epi16(0x07f0));
+  const Bits normal = _mm512_or_si512(kept, _mm512_set1_epi16(0x3800));
+  const __mmask32 small = _mm512_testn_epi16_mask(b, _mm512_set1_epi16(0x7800));
+  const Bits table = _mm512_load_si512(kSubnormal);
+  const Bits value = _mm512_mask_permutexvar_epi16(normal, small, _mm512_srli_epi16(b, 8), table);
+  return _mm512_or_si512(value, _mm512_and_si512(b, _mm512_set1_epi16(static_cast<int16_t>(0x8000))));
+}
 #else
 constexpr int kDotWords = 2;
 TRUNKLINE_INLINE Bits dot_bytes(Bits sum, Bits bytes, const uint32_t* x) {
@@ -50,7 +66,11 @@ TRUNKLINE_INLINE Bits load_words(const void* p) { return _mm256_loadu_si256(stat
 TRUNKLINE_INLINE void store_words(void* p, Bits b) { _mm256_storeu_si256(static_cast<__m256i*>(p), b); }
 TRUNKLINE_INLINE Bits set1_word(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
 TRUNKLINE_INLINE Bits bits_and(Bits a, Bits b) { return _mm256_and_si256(a, b); }
+TRUNKLINE_INLINE Bits bits_or(Bits a, Bits b) { return _mm256_or_si256(a, b); }
 TRUNKLINE_INLINE Bits shift_right(Bits b, int count) { return _mm256_srli_epi32(b, count); }
+TRUNKLINE_INLINE Bits shift_left(Bits b, int count) { return _mm256_slli_epi32(b, count); }
+TRUNKLINE_INLINE Vec as_floats(Bits b) { return _mm256_castsi256_ps(b); }
+TRUNKLINE_INLINE Bits as_words(Vec x) { return _mm256_castps_si256(x); }
 TRUNKLINE_INLINE Vec float_of_integers(Bits b) { return _mm256_cvtepi32_ps(b); }
 TRUNKLINE_INLINE Vec table_floats(const float* table, Bits index) {
   const Vec low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index);
@@ -83,7 +103,19 @@ TRUNKLINE_INLINE Bits load_words(const void* p) {
 TRUNKLINE_INLINE void store_words(void* p, Bits b) { std::memcpy(p, &b, 16); }
 TRUNKLINE_INLINE Bits set1_word(uint32_t x) { return Bits{x, x, x, x}; }
 TRUNKLINE_INLINE Bits bits_and(Bits a, Bits b) { return a & b; }
+TRUNKLINE_INLINE Bits bits_or(Bits a, Bits b) { return a | b; }
 TRUNKLINE_INLINE Bits shift_right(Bits b, int count) { return b >> count; }
+TRUNKLINE_INLINE Bits shift_left(Bits b, int count) { return b << count; }
+TRUNKLINE_INLINE Vec as_floats(Bits b) {
+  Vec x;
+  std::memcpy(&x, &b, 16);
+  return x;
+}
+TRUNKLINE_INLINE Bits as_words(Vec x) {
+  Bits b;
+  std::memcpy(&b, &x, 16);
+  return b;
+}
 TRUNKLINE_INLINE Vec float_of_integers(Bits b) {
   Ints integers;
   std::memcpy(&integers, &b, 16);
@@ -120,6 +152,16 @@ TRUNKLINE_INLINE Bits dot_bytes(Bits sum, Bits bytes, const uint32_t* x) {
 }
 
 #endif
+
+// The floats of 8 bits (e4m3, no NaN) in byte 3 of each lane, times 2^-8, exactly. With 112 more in the exponent a
+// normal number m stands for itself; a subnormal one has a leading one too many, which 2 m - 2^-14 takes away again.
+// Of each the smaller of these two is right.
+TRUNKLINE_INLINE Vec floats_of_float8(Bits b) {
+  const Bits kept = bits_and(shift_right(b, 4), set1_word(0x07f00000u));
+  const Vec normal = as_floats(bits_or(kept, set1_word(0x38000000u)));
+  const Vec value = min(normal, fma(normal, set1(2.0f), set1(-0x1p-14f)));
+  return as_floats(bits_or(as_words(value), bits_and(b, set1_word(0x80000000u))));
+}
 
 }  // namespace
 }  // namespace trunkline::TRUNKLINE_NAMESPACE
