@@ -126,6 +126,10 @@ def check_engine(gpu: Gpu, out: Output, visit: Visit) -> None:
 
 
 def check_two_ranks(gpu: Gpu, out: Output, visit: Visit) -> None:
-    """Two ranks that share the GPU, over gloo: NCCL refuses that."""
+    """Two ranks that share the GPU, over gloo: NCCL refuses that. On a GPU once more with sums through symmetric
+    memory."""
+    expected = expected_tokens(visit.kit)
     engine = Engine(gpu.worker["device"], gpu.worker["kernels"], ranks=2, collectives="gloo")
-    compare(out, visit, Trial("TP = 2 on one GPU, over gloo", engine, expected_tokens(visit.kit)))
+    compare(out, visit, Trial("TP = 2 on one GPU, over gloo", engine, expected))
+    if engine.device == "cuda":
+        compare(out, visit, Trial("TP = 2, symmetric sums", engine._replace(collectives="symmetric"), expected))

@@ -14,7 +14,7 @@ from trunkline.worker.errors import WorkerConfigError
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
 DEVICES: Final = ("cpu", "cuda")
-COLLECTIVES: Final = ("auto", "gloo", "shared")
+COLLECTIVES: Final = ("auto", "gloo", "shared", "symmetric")
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,9 +55,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     expert_parallel: bool = True
     """Whether each rank has whole experts of a mixture, or else a part of every one."""
     collectives: str = "auto"
-    """The means by which ranks exchange data: "auto" is NCCL between GPUs and shared memory (or else gloo) between
-    CPUs; "shared" insists on shared memory; "gloo" works everywhere, also for ranks that share a GPU, which NCCL
-    refuses."""
+    """The means by which ranks exchange data: "auto" is NCCL between GPUs, small sums through symmetric memory if
+    they have it, and shared memory (or else gloo) between CPUs; "shared" insists on shared memory; "gloo" works
+    everywhere, also for ranks that share a GPU, which NCCL refuses; "symmetric" insists on symmetric memory, with
+    gloo for all else."""
     chunk_size: int = 64
     """Number of tokens per block; the controller's value."""
     pool_blocks: int = 0

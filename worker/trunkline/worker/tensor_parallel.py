@@ -5,7 +5,8 @@ move the numbers, chosen when the group meets, the same on every rank:
 
 - shared memory (`trunkline.kernels.shared_group`) for CPU ranks of one host: a few microseconds a call,
 - gloo for CPU ranks of several hosts or without the compiled kernels; also the rendezvous of all CPU ranks,
-- NCCL for GPUs.
+- NCCL for GPUs, except that messages of up to a few megabytes are summed through memory that all GPUs read, where
+  each can read the others' (`trunkline.worker.symmetric_sums`).
 
 A group of one needs none of them.
 
@@ -50,6 +51,7 @@ from trunkline.kernels.shared_group import (
 )
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.errors import PeerLostError, WorkerConfigError, WorkerError
+from trunkline.worker.symmetric_sums import SymmetricSums, may_share_gpus, place_of, why_apart
 
 _TIMEOUT: Final = datetime.timedelta(minutes=5)
 """Time limit of the rendezvous and of each collective. It bounds the wait for a peer that hangs, and must outlast
@@ -86,6 +88,7 @@ class TensorParallel:
         self.backend = backend
         """The transport of the collectives: "none", "shared", "gloo" or "nccl"."""
         self._shared: SharedGroup | None = None
+        self._symmetric: SymmetricSums | None = None
         # Gloo works in the memory of the CPU; tensors of a GPU go through a copy there.
         self._staged = backend == "gloo" and device.type != "cpu"
 
@@ -108,8 +111,11 @@ class TensorParallel:
             WorkerError: they did not come in time, the address cannot be used, or the collectives asked for do
                 not work here.
         """
-        if config.collectives == "shared" and device.type != "cpu":
-            raise WorkerError(f"collectives is 'shared', which is for CPU ranks; device is {device.type!r}")
+        for means, kind, name in (("shared", "cpu", "CPU"), ("symmetric", "cuda", "GPU")):
+            if config.collectives == means and device.type != kind:
+                raise WorkerError(
+                    f"collectives is {means!r}, which is for {name} ranks; device is {device.type!r}"
+                )
         store = None
         # Gloo otherwise connects through the address of the host's name, which containers may not have.
         if config.is_spread:
@@ -135,6 +141,8 @@ class TensorParallel:
         group = cls(config.rank, config.tp, device, backend=backend)
         if device.type == "cpu" and config.collectives != "gloo":
             group._share_memory(required=config.collectives == "shared")
+        if device.type == "cuda" and config.tp > 1 and config.collectives in ("auto", "symmetric"):
+            group._share_gpu_memory(required=config.collectives == "symmetric")
         return group
 
     def _share_memory(self, *, required: bool) -> None:
@@ -151,6 +159,20 @@ class TensorParallel:
         elif self.rank == 0:
             log.warning("collectives go through gloo, which is slower than shared memory", reason=problem)
 
+    def _share_gpu_memory(self, *, required: bool) -> None:
+        """Sum small messages through the GPUs' memory if every rank can; all ranks come to the same decision.
+
+        Raises:
+            WorkerError: not every rank can, though it is required.
+        """
+        self._symmetric, problem = _join_symmetric_sums(self.rank, self.size, self.device, self.backend)
+        if problem and required:
+            raise WorkerError(f"collectives is 'symmetric', but {problem}")
+        if self._symmetric is not None and self.rank == 0:
+            log.info("small sums go through symmetric memory", multicast=self._symmetric.multicast)
+        elif self.rank == 0:
+            log.warning("all sums go through NCCL, which takes longer for small messages", reason=problem)
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place; `tensor` must be contiguous and is returned."""
         if self._shared is not None:
@@ -159,6 +181,8 @@ class TensorParallel:
                 self._shared.all_reduce(tensor)
             except (PeerGoneError, CollectiveMismatchError) as error:
                 raise of_collective(error, self.backend) from error
+        elif self._symmetric is not None and self._symmetric.add(tensor):
+            return tensor
         elif self.backend != "none":
             with self._in_place(tensor) as operand, _peers(self.backend):
                 dist.all_reduce(operand)
@@ -222,6 +246,7 @@ class TensorParallel:
         if self._shared is not None:
             self._shared.close()
             self._shared = None
+        self._symmetric = None
         if self.backend != "none":
             dist.destroy_process_group()
             self.backend = "none"
@@ -274,10 +299,33 @@ def _join_shared_group(rank: int, size: int) -> tuple[SharedGroup | None, str]:
     return (None, problem) if problem else (shared, "")
 
 
-def _exchange(value: _T, size: int) -> list[_T]:
+def _join_symmetric_sums(
+    rank: int, size: int, device: torch.device, backend: str
+) -> tuple[SymmetricSums | None, str]:
+    """Set up sums through the GPUs' memory, and try them. Return them, or None and why not; the same on every
+    rank."""
+    host = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
+    places = _exchange(place_of(device, host), size, backend)
+    if problem := why_apart(places, may_share=may_share_gpus()):
+        return None, problem
+    sums: SymmetricSums | None = None
+    try:
+        sums = SymmetricSums.meet(device, size)
+    except RuntimeError as error:
+        problem = words_of(error)
+    facts = _exchange((problem, sums is not None and sums.multicast), size, backend)
+    problem = _first_problem([problem for problem, _ in facts])
+    if problem or sums is None:
+        return None, problem
+    sums.multicast = all(multicast for _, multicast in facts)
+    problem = _first_problem(_exchange(sums.wrong_way(rank), size, backend))
+    return (None, problem) if problem else (sums, "")
+
+
+def _exchange(value: _T, size: int, backend: str = "gloo") -> list[_T]:
     """Return every rank's value, by rank."""
     values: list[_T] = [value] * size
-    with _peers("gloo"):
+    with _peers(backend):
         dist.all_gather_object(values, value)
     return values
 

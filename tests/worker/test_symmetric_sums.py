@@ -1,0 +1,160 @@
+"""Sums through symmetric memory: which way a message takes, who can have such memory, what is done with a message.
+
+No GPU is at hand where this runs. Torch's three operations are stood in for on the CPU, behind their real
+signatures; so nothing here says that the real ones do what their description says.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from seeds import seeds
+from torch import Tensor
+from worker.driver import run_config
+
+from trunkline.worker.errors import WorkerError
+from trunkline.worker.symmetric_sums import (
+    BUFFER_BYTES,
+    ONE_SHOT_BYTES,
+    Place,
+    SymmetricSums,
+    Way,
+    way_of,
+    why_apart,
+)
+from trunkline.worker.tensor_parallel import TensorParallel
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "ranks", "multicast", "way"),
+    [
+        (8192, BF16, 2, False, Way.ONE_SHOT),
+        (8192, BF16, 8, True, Way.ONE_SHOT),
+        (ONE_SHOT_BYTES, BF16, 2, True, Way.ONE_SHOT),
+        (ONE_SHOT_BYTES + 16, BF16, 2, False, Way.TWO_SHOT),
+        (ONE_SHOT_BYTES, F32, 8, True, Way.MULTIMEM),
+        (ONE_SHOT_BYTES, F32, 8, False, Way.TWO_SHOT),
+        (BUFFER_BYTES, BF16, 2, False, Way.TWO_SHOT),
+        (BUFFER_BYTES + 16, BF16, 2, True, None),
+        (8192, torch.float16, 2, True, None),
+        (8200, BF16, 2, True, None),
+        (0, BF16, 2, True, None),
+    ],
+)
+def test_the_way_of_a_message(size: int, dtype: torch.dtype, ranks: int, multicast: bool, way: Way | None) -> None:
+    assert way_of(size, dtype, ranks, multicast=multicast) is way
+
+
+@pytest.mark.parametrize(
+    ("places", "may_share", "reason"),
+    [
+        ([Place("a", "0", ("1",)), Place("a", "1", ("0",))], False, ""),
+        ([Place("a", "0", ("1",)), Place("b", "1", ("0",))], False, "not on one host"),
+        ([Place("", "0", ("1",)), Place("", "1", ("0",))], False, "not on one host"),
+        (
+            [Place("a", "0", ("1",)), Place("a", "1", ())],
+            False,
+            "GPU of rank 1 cannot read the memory of rank 0's",
+        ),
+        ([Place("a", "0", ()), Place("a", "0", ())], False, "two ranks use one GPU"),
+        ([Place("a", "0", ()), Place("a", "0", ())], True, ""),
+    ],
+)
+def test_who_can_share_memory(places: list[Place], may_share: bool, reason: str) -> None:
+    found = why_apart(places, may_share=may_share)
+    assert reason in found
+    assert bool(found) == bool(reason)
+
+
+RANKS = 3
+"""Ranks of the group that is stood in for: all have the same message."""
+
+
+class StandIn:
+    """Torch's operations on a CPU. Which were called, and whether they do what they should."""
+
+    def __init__(self) -> None:
+        self.called: list[Way] = []
+        self.is_right = True
+
+    def one_shot(self, shared: Tensor, own: Tensor, op: str, group: str, out: Tensor) -> Tensor:
+        assert (op, group, shared.shape, shared.dtype) == ("sum", "some ranks", own.shape, own.dtype)
+        self.called.append(Way.ONE_SHOT)
+        shared.copy_(own)
+        out.copy_(shared * RANKS)
+        return out
+
+    def in_place(self, shared: Tensor, op: str, group: str, way: Way) -> Tensor:
+        assert (op, group) == ("sum", "some ranks")
+        self.called.append(way)
+        return shared.mul_(RANKS) if self.is_right else shared
+
+
+@pytest.fixture
+def stand_in() -> Iterator[StandIn]:
+    made = StandIn()
+    with torch.library._scoped_library("symm_mem", "IMPL") as library:
+        library.impl("one_shot_all_reduce_copy_out", made.one_shot, "CPU")
+        library.impl("two_shot_all_reduce_", lambda x, op, group: made.in_place(x, op, group, Way.TWO_SHOT), "CPU")
+        library.impl("multimem_all_reduce_", lambda x, op, group: made.in_place(x, op, group, Way.MULTIMEM), "CPU")
+        yield made
+
+
+def make_sums(*, multicast: bool) -> SymmetricSums:
+    return SymmetricSums(torch.zeros(BUFFER_BYTES, dtype=torch.uint8), "some ranks", RANKS, multicast=multicast)
+
+
+@pytest.mark.parametrize("seed", seeds(2))
+def test_messages_are_summed_in_place(seed: int, stand_in: StandIn) -> None:
+    rng = random.Random(seed)
+    for multicast in (False, True):
+        sums = make_sums(multicast=multicast)
+        for _ in range(15):
+            dtype = rng.choice((BF16, F32, torch.float16))
+            width = rng.choice((3, 8, 64, 1000))
+            rows = rng.choice((1, 5, 300, 1024))
+            before = torch.randint(-9, 9, (rows + 2, width)).to(dtype)
+            whole = before.clone()
+            message = whole[1:-1]
+            stand_in.called.clear()
+            way = way_of(message.nbytes, dtype, RANKS, multicast=multicast)
+            is_aligned = width * dtype.itemsize % 16 == 0
+            assert sums.add(message) == (way is not None and is_aligned)
+            assert stand_in.called == ([way] if way is not None and is_aligned else [])
+            expected = before[1:-1] * RANKS if stand_in.called else before[1:-1]
+            assert torch.equal(message, expected)
+            assert torch.equal(whole[[0, -1]], before[[0, -1]])
+
+
+@pytest.mark.parametrize("multicast", [False, True])
+def test_a_way_that_sums_wrongly_is_found(multicast: bool, stand_in: StandIn) -> None:
+    """Of three equal ranks' messages only the middle rank's sum to what those of ranks 0, 1 and 2 would."""
+    sums = make_sums(multicast=multicast)
+    assert sums.wrong_way(1) == ""
+    assert set(stand_in.called) == {Way.ONE_SHOT, Way.MULTIMEM if multicast else Way.TWO_SHOT}
+    stand_in.is_right = False
+    assert f"by {Way.MULTIMEM if multicast else Way.TWO_SHOT} is wrong" in sums.wrong_way(1)
+
+
+def test_what_it_does_not_take_goes_the_other_way(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = TensorParallel(0, RANKS, torch.device("cpu"), backend="nccl")
+    group._symmetric = make_sums(multicast=False)
+    others: list[Tensor] = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", others.append)
+    taken, left = torch.ones(8), torch.ones(8, dtype=torch.float16)
+    assert group.all_reduce(taken) is taken
+    assert taken.tolist() == [RANKS] * 8
+    assert group.all_reduce(left) is left
+    assert [x is left for x in others] == [True]
+
+
+def test_it_is_for_gpus(tmp_path: Path) -> None:
+    config = run_config(tmp_path, collectives="symmetric", rendezvous=f"file://{tmp_path}/rendezvous")
+    with pytest.raises(WorkerError, match="'symmetric', which is for GPU ranks; device is 'cpu'"):
+        TensorParallel.connect(config, torch.device("cpu"))
