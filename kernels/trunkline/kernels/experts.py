@@ -187,5 +187,5 @@ def has_grouped_products(dtype: torch.dtype, widths: tuple[int, ...], capability
     aligned = all(width * dtype.itemsize % _ALIGNED_BYTES == 0 for width in widths)
     if capability is None:
         return aligned and dtype in (torch.float32, torch.bfloat16, torch.float16)
-    # On other GPUs and for other types torch copies the numbers of rows to the host (torch 2.11 to 2.13).
+    # On other GPUs and for other types torch (2.13) copies the ends of the rows to the host.
     return aligned and dtype == torch.bfloat16 and capability[0] in (9, 10)
