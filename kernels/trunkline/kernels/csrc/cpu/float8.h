@@ -44,9 +44,11 @@ struct Float8Steps<BFloat16> {
 
 // Rows and vectors of a tile, as many as there are registers for beside the codes and their values.
 #if TRUNKLINE_LEVEL >= 2
-constexpr int kFloat8Rows = 3, kFloat8Vectors = 4;
+constexpr int kFloat8Rows = 6;
+constexpr int float8_vectors(int rows) { return rows <= 3 ? 4 : 2; }
 #else
-constexpr int kFloat8Rows = 2, kFloat8Vectors = 2;
+constexpr int kFloat8Rows = 4;
+constexpr int float8_vectors(int rows) { return rows <= 2 ? 2 : 1; }
 #endif
 
 TRUNKLINE_INLINE Vec plus_group(Vec sum, Vec scale, const float* before, bool accumulate) {
@@ -92,9 +94,10 @@ template <class T, int MR, int NV>
 template <class T, int MR>
 void float8_lanes(const typename T::A* a, long lda, const uint8_t* codes, int words, int width, const float* scale,
                   float* c, bool accumulate) {
+  constexpr int kVectors = float8_vectors(MR);
   int lane = 0;
-  for (; lane + kFloat8Vectors * kLanes <= width; lane += kFloat8Vectors * kLanes) {
-    float8_tile<T, MR, kFloat8Vectors>(a, lda, codes + lane * 4, words, width, scale + lane, c + lane, accumulate);
+  for (; lane + kVectors * kLanes <= width; lane += kVectors * kLanes) {
+    float8_tile<T, MR, kVectors>(a, lda, codes + lane * 4, words, width, scale + lane, c + lane, accumulate);
   }
   for (; lane < width; lane += kLanes) {
     float8_tile<T, MR, 1>(a, lda, codes + lane * 4, words, width, scale + lane, c + lane, accumulate);
@@ -107,6 +110,11 @@ void few_rows(int rows, const typename T::A* a, long lda, const uint8_t* codes, 
   switch (rows) {
     case 1: return float8_lanes<T, 1>(a, lda, codes, words, width, scale, c, accumulate);
     case 2: return float8_lanes<T, 2>(a, lda, codes, words, width, scale, c, accumulate);
+    case 3: return float8_lanes<T, 3>(a, lda, codes, words, width, scale, c, accumulate);
+    case 4: return float8_lanes<T, 4>(a, lda, codes, words, width, scale, c, accumulate);
+#if TRUNKLINE_LEVEL >= 2
+    case 5: return float8_lanes<T, 5>(a, lda, codes, words, width, scale, c, accumulate);
+#endif
     default: return float8_lanes<T, kFloat8Rows>(a, lda, codes, words, width, scale, c, accumulate);
   }
 }
