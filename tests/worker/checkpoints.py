@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from worker.driver import VOCAB_SIZE, Stream, dense_logprobs
 
 POSITIONS: Final = 256
@@ -50,6 +50,13 @@ GEMMA: Final[dict[str, Any]] = {
     "query_pre_attn_scalar": 24,
 }
 
+GRANITE: Final[dict[str, Any]] = {
+    **LLAMA_LIKE,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 1.7,
+}
 LATENT: Final[dict[str, Any]] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -205,6 +212,22 @@ FAMILIES: Final[dict[str, Variant]] = {
         topk_group=2,
         **_rope("yarn", original_max_position_embeddings=128, mscale=0.8, mscale_all_dim=1.4),
     ),
+    "glm4-moe-lite": _variant(
+        "Glm4MoeLite", LATENT, q_lora_rank=14, n_group=4, topk_group=2, mlp_layer_types=["sparse", "dense"]
+    ),
+    "mistral4": _variant(
+        "Mistral4",
+        LATENT,
+        q_lora_rank=14,
+        qk_nope_head_dim=8,
+        **_rope(
+            "yarn",
+            original_max_position_embeddings=16,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.5,
+        ),
+    ),
     "gpt-oss": _variant(
         "GptOss",
         LLAMA_LIKE,
@@ -219,13 +242,42 @@ FAMILIES: Final[dict[str, Variant]] = {
             "original_max_position_embeddings": 128,
         },
     ),
-    "granite": _variant(
-        "Granite",
+    "granite": _variant("Granite", GRANITE),
+    "granite-moe-shared": _variant(
+        "GraniteMoeShared",
+        GRANITE,
+        intermediate_size=24,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        shared_intermediate_size=40,
+    ),
+    "granite-4-dense": _variant(
+        "GraniteMoeHybrid",
+        GRANITE,
+        layer_types=["full_attention"] * 2,
+        mamba_n_heads=4,
+        num_local_experts=0,
+        shared_intermediate_size=48,
+        position_embedding_type="rope",
+    ),
+    "granite-4-nope": _variant(
+        "GraniteMoeHybrid",
+        GRANITE,
+        layer_types=["full_attention"] * 2,
+        mamba_n_heads=4,
+        intermediate_size=24,
+        num_local_experts=4,
+        shared_intermediate_size=40,
+    ),
+    "qwen2-moe": _variant(
+        "Qwen2Moe",
         LLAMA_LIKE,
-        embedding_multiplier=3.0,
-        residual_multiplier=0.4,
-        attention_multiplier=0.2,
-        logits_scaling=1.7,
+        num_hidden_layers=3,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        mlp_only_layers=[1],
     ),
     "llama4": _variant(
         "Llama4",
@@ -290,11 +342,28 @@ FAMILIES: Final[dict[str, Variant]] = {
         },
         final_logit_softcapping=5.0,
     ),
+    "gemma4": _variant(
+        "Gemma4",
+        GEMMA,
+        config="Gemma4TextConfig",
+        global_head_dim=16,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 5000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+        final_logit_softcapping=5.0,
+    ),
 }
 
 
 MODELS: Final = LAYOUTS | FAMILIES
-RELATIVE: Final = tuple(name for name in MODELS if not name.startswith(("gpt2", "opt", "llama4", "ministral3")))
+ABSOLUTE: Final = ("gpt2", "opt", "llama4", "ministral3", "mistral4", "granite-4-nope")
+"""Beginnings of the names of those whose results depend on where a token stands."""
+RELATIVE: Final = tuple(name for name in MODELS if not name.startswith(ABSOLUTE))
 """Those whose attention depends on distances alone, so that their KV may stand elsewhere."""
 ALIKE: Final = set(MODELS) - {
     *("gpt2", "opt", "gqa", "linear-rope", "llama3-rope", "yarn-rope", "mistral", "qwen3", "pythia"),
@@ -336,6 +405,8 @@ def make_checkpoint(folder: Path, name: str = "gqa", *, seed: int = 0, **overrid
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("score_correction_bias"):
                 buffer.normal_(std=0.2)
+            elif buffer_name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     model.save_pretrained(folder, max_shard_size="20KB" if name == "sharded" else "1GB")
     return folder
 
@@ -356,7 +427,8 @@ class Models:
 @cache
 def transformers_model(folder: Path) -> Any:
     """Return the model as `transformers` loads it."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]  # not all are known to AutoModel
+    model: Any = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32)
     return model.eval()
 
 

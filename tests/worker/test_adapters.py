@@ -26,7 +26,7 @@ GREEDY: Final = Sampling(temperature=0, logprobs=VOCAB_SIZE)
 ATTENTION: Final = ("q_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "Wqkv", "c_attn", "dense")
 ONE_OF_EACH: Final = (
     *("gqa", "biases", "gpt2", "opt-350m", "pythia", "falcon-40b", "mpt", "gemma2", "glm4", "glm4-moe"),
-    *("qwen3-moe-some-dense", "phi3", "olmo2", "mixtral"),
+    *("qwen3-moe-some-dense", "phi3", "olmo2", "mixtral", "deepseek-v3", "gemma4"),
 )
 """Every way in which matrices are stored, fused, gated and come together."""
 TAKE_ADAPTERS: Final = tuple(name for name in FAMILIES if not name.startswith("deepseek"))
@@ -137,8 +137,8 @@ def generate_on(rank: Rank, cases: list[Adapted]) -> list[tuple[list[Stream], li
 @pytest.mark.parametrize(
     ("tp", "names"),
     [
-        (2, ("gqa", "gpt2", "falcon-40b", "phi3", "glm4-moe")),
-        (4, ("gqa", "mqa-tied")),
+        (2, ("gqa", "gpt2", "falcon-40b", "phi3", "glm4-moe", "deepseek-v3")),
+        (4, ("gqa", "mqa-tied", "gemma4")),
         pytest.param(2, ("pythia", "glm4", "qwen3-moe-some-dense", "mpt"), marks=pytest.mark.soak),
     ],
 )
@@ -280,10 +280,13 @@ def test_rank_above_the_limit_and_experts(folder: Path, models: Models, tmp_path
         read_adapter("mine", adapter.folder, read_model_config(models("qwen3-moe")))
 
 
-def test_a_model_with_latent_attention_has_no_adapters(folder: Path, models: Models, tmp_path: Path) -> None:
-    adapter = PeftFolder(tmp_path / "adapter", folder, ("down_proj",))
-    with pytest.raises(AdapterError, match="latent attention, for which adapters are not implemented"):
-        read_adapter("mine", adapter.folder, read_model_config(models("deepseek-v3")))
+def test_what_makes_keys_and_values_of_latents_is_no_target(models: Models, tmp_path: Path) -> None:
+    adapter = PeftFolder(tmp_path / "adapter", models("deepseek-v3"), ("q_b_proj",))
+    config = read_model_config(models("deepseek-v3"))
+    assert len(read_adapter("mine", adapter.folder, config).modules) == 2
+    renamed("q_b_proj", "kv_b_proj")(adapter)
+    with pytest.raises(AdapterError, match=r"kv_b_proj' is none .* inside two products with latents\); those are"):
+        read_adapter("mine", adapter.folder, config)
 
 
 def test_damaged_files_are_refused_or_read(folder: Path, tmp_path: Path) -> None:

@@ -34,7 +34,17 @@ from trunkline.worker.model.tensor_index import read_tensor_index
 from trunkline.worker.runner import Runner
 
 CPU = torch.device("cpu")
-REPLICATED = ("norm", "ln_", "gate.weight", "router.", "score_correction", "project_", "q_a_proj", "kv_a_proj")
+REPLICATED = (
+    "norm",
+    "ln_",
+    "gate.weight",
+    "router.",
+    "score_correction",
+    "project_",
+    "q_a_proj",
+    "kv_a_proj",
+    "layer_scalar",
+)
 """Parts of the names of tensors that every rank needs whole."""
 KV_NAMES = ("k_proj", "v_proj")
 FUSED_NAMES = ("query_key_value", "qkv_proj")
@@ -65,6 +75,7 @@ WIDE_HEADS: dict[str, dict[str, int]] = {
     "pythia": {},
     "falcon-rw": {"hidden_size": 64},
     "gemma2": {"head_dim": 16},
+    "gemma4": {"head_dim": 16, "global_head_dim": 32},
     "deepseek-v3": {"kv_lora_rank": 16},
 }
 """With heads of 16, for which the native kernels pack full chunks of 16 tokens."""
@@ -93,7 +104,7 @@ def test_packed_chunks(name: str, models: Models) -> None:
 
 SPLIT_IN_FOUR = (
     *("mha", "gqa", "mqa-tied", "opt-350m", "falcon-7b", "falcon-40b", "mixtral-five-experts"),
-    *("glm4-moe", "olmo2", "phi3", "deepseek-v3", "gpt-oss", "llama4"),
+    *("glm4-moe", "olmo2", "phi3", "deepseek-v3", "gpt-oss", "llama4", "gemma4"),
 )
 """As many, fewer and far fewer KV heads than ranks in each of the layouts; experts that do not divide."""
 
@@ -103,6 +114,10 @@ SPLIT_ALIKE = (
     "qwen3-moe",
     "qwen3-moe-some-dense",
     "granite",
+    "granite-moe-shared",
+    "granite-4-dense",
+    "granite-4-nope",
+    "glm4-moe-lite",
     "ministral",
     "ministral3",
     "olmo3",
@@ -178,6 +193,9 @@ def test_a_rank_reads_only_its_slices(name: str, models: Models) -> None:
         loaded = [load_slices(models(name), Shard(config, rank, tp)) for rank in range(tp)]
         keys = config.kv_heads * config.head_dim
         copies = max(1, tp // config.kv_heads)  # of each KV head
+        fewer = {
+            layer: max(1, tp // own.heads.kv_heads) for layer, own in enumerate(config.attention) if own.heads
+        }
         expected = 0
         index = read_tensor_index(models(name))
         stacked = {entry.member.source for entry in index.values() if entry.member}
@@ -193,7 +211,8 @@ def test_a_rank_reads_only_its_slices(name: str, models: Models) -> None:
                 row = 1 if tensor.endswith("bias") else config.hidden_size
                 expected += size + (copies - 1) * 2 * keys * row
             elif any(part in tensor for part in KV_NAMES):
-                expected += copies * size
+                layer = int(tensor.split("layers.")[1].split(".")[0]) if fewer else 0
+                expected += fewer.get(layer, copies) * size
             else:
                 expected += size
         skipped = config.architecture.position_rows_skipped * config.hidden_size
@@ -259,7 +278,7 @@ def test_what_is_quantised(name: str, models: Models) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gqa", "gpt2", "opt-350m", "pythia", "falcon-rw", "mpt", "mixtral", "gemma3", "deepseek-v3"]
+    "name", ["gqa", "gpt2", "opt-350m", "pythia", "falcon-rw", "mpt", "mixtral", "gemma3", "gemma4", "deepseek-v3"]
 )
 def test_half_types_run_and_stay_close(name: str, models: Models) -> None:
     for dtype in ("bfloat16", "float16"):

@@ -24,6 +24,7 @@ from trunkline.worker.model.model_config import (
     LayerAttention,
     Mixture,
     ModelConfig,
+    QueryScale,
     RopeConfig,
     check_parallelism,
 )
@@ -184,6 +185,65 @@ def test_latent_attention(tmp_path: Path) -> None:
         lite.chunk_format(64, "bfloat16", "int8")
 
 
+def test_what_files_of_latent_attention_leave_out(tmp_path: Path) -> None:
+    """As the configurations of `transformers` fill it in."""
+    own = {"hidden_size": 2048, "num_attention_heads": 20, "num_hidden_layers": 4, "vocab_size": 9}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"architectures": ["Glm4MoeLiteForCausalLM"], **own}))
+    config = read_model_config(tmp_path)
+    assert config.latent == LatentAttention(512, 64, 192, 256, query_rank=768)
+    assert config.mixture == Mixture(64, 1536, Routing(4, "sigmoid", True, 1.8), 1536, frozenset([0]))
+    assert (config.norm_eps, config.max_positions) == (1e-5, 202752)
+    path.write_text(json.dumps({"architectures": ["Glm4MoeLiteForCausalLM"], **own, "q_lora_rank": None}))
+    assert read_model_config(tmp_path).architecture.names.query == "self_attn.q_proj"
+    for kinds, message in ((["dense"], "1 entries for 4 layers"), (["wide"] * 4, "mlp_layer_types has 'wide'")):
+        path.write_text(json.dumps({"architectures": ["Glm4MoeLiteForCausalLM"], **own, "mlp_layer_types": kinds}))
+        with pytest.raises(ModelError, match=message):
+            read_model_config(tmp_path)
+    path.write_text(json.dumps({"architectures": ["Mistral4ForCausalLM"], **own}))
+    config = read_model_config(tmp_path)
+    assert config.latent == LatentAttention(256, 64, 64, 128, query_rank=1024)
+    assert config.mixture == Mixture(128, 2048, Routing(4), 2048)
+    (layer,) = set(config.attention)
+    assert layer.rope == RopeConfig(10000.0, 64, "yarn", 128.0, 8192)
+    assert layer.query_scale == QueryScale(0.1, 8192, 0)
+    assert layer.scale == pytest.approx(128**-0.5 * (0.1 * math.log(128) + 1) ** 2)
+    assert not config.positions_shift
+    plain = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}
+    for rope, message in (
+        ({**plain, "original_max_position_embeddings": 8192}, "rope scaling 'default' .*: yarn of all"),
+        ({"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 8}, "llama_4_scaling_beta"),
+    ):
+        path.write_text(json.dumps({"architectures": ["Mistral4ForCausalLM"], **own, "rope_parameters": rope}))
+        with pytest.raises(ModelError, match=message):
+            read_model_config(tmp_path)
+
+
+def test_granites(tmp_path: Path) -> None:
+    experts = {"num_local_experts": 40, "num_experts_per_tok": 8, "intermediate_size": 512}
+    shared = read(tmp_path, "granite-3.1-8b", architectures=["GraniteMoeSharedForCausalLM"], **experts)
+    assert shared.mixture == Mixture(40, 512, Routing(8))
+    more = {**experts, "shared_intermediate_size": 1024}
+    shared = read(tmp_path, "granite-3.1-8b", architectures=["GraniteMoeSharedForCausalLM"], **more)
+    assert shared.mixture == Mixture(40, 512, Routing(8), 1024)
+    assert read(tmp_path, "granite-3.1-8b", architectures=["GraniteMoeForCausalLM"], **more).mixture == Mixture(
+        40, 512, Routing(8)
+    )
+    hybrid = {"architectures": ["GraniteMoeHybridForCausalLM"], **more}
+    for kinds, message in ((None, "layer_types has 'mamba'"), (["attention", "mamba"] * 20, "'mamba'; supported")):
+        with pytest.raises(UnsupportedModelError, match=message):
+            read(tmp_path, "granite-3.1-8b", **hybrid, layer_types=kinds)
+    with pytest.raises(ModelError, match="layer_types has 1 entries for 40 layers"):
+        read(tmp_path, "granite-3.1-8b", **hybrid, layer_types=["attention"])
+    kinds = ["attention"] * 40
+    config = read(tmp_path, "granite-3.1-8b", **hybrid, layer_types=kinds)
+    assert config.mixture == Mixture(40, 512, Routing(8), 1024)
+    assert (config.attention[0].rope, config.positions_shift) == (None, False)
+    dense = {**hybrid, "num_local_experts": 0, "position_embedding_type": "rope"}
+    config = read(tmp_path, "granite-3.1-8b", **dense, layer_types=kinds)
+    assert (config.mixture, config.intermediate_size, config.positions_shift) == (None, 1024, True)
+
+
 def test_factors(tmp_path: Path) -> None:
     config = read(tmp_path, "granite-3.1-8b")
     assert (config.embedding_scale, config.residual_scale, config.logit_scale) == (12.0, 0.22, 1 / 16)
@@ -332,6 +392,8 @@ def test_names_without_the_usual_prefix(
         ("gemma3", "Gemma3ForConditionalGeneration", "model.language_model.", "", {"tie_word_embeddings": True}),
         ("mistral", "Mistral3ForConditionalGeneration", "language_model.model.", "language_model.", {}),
         ("ministral3", "Mistral3ForConditionalGeneration", "model.language_model.", "", {}),
+        ("mistral4", "Mistral3ForConditionalGeneration", "model.language_model.", "", {}),
+        ("gemma4", "Gemma4ForConditionalGeneration", "model.language_model.", "", {}),
         ("llama4", "Llama4ForConditionalGeneration", "language_model.model.", "language_model.", {}),
     ],
 )

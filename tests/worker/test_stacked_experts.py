@@ -133,6 +133,27 @@ def test_half_types_take_powers_of_two_exactly() -> None:
         read_mxfp4("a", blocks[:1], torch.tensor([[255]], dtype=torch.uint8), torch.float32)
 
 
+def test_which_way_matrices_lie() -> None:
+    """Told by their shapes; what fits neither way is taken as `[in, out]`, and refused for its shape later."""
+    ways = {MemberKind.MATRIX: ((2, 8, 12), (2, 6, 8)), MemberKind.ROWS: ((2, 12, 8), (2, 8, 6))}
+    for kind, (up, down) in ways.items():
+        stacked = {"x.experts.gate_up_proj": (up, "F32"), "x.experts.down_proj": (down, "F32")}
+        found = {part: (member.kind, shape) for _, part, member, shape in members(stacked)}
+        assert found["x.experts.1.gate_up_proj.weight"] == (kind, (12, 8))
+        assert found["x.experts.0.down_proj.weight"] == (kind, (8, 6))
+    alone = list(members({"x.experts.gate_up_proj": ((2, 12, 8), "F32")}))
+    assert alone[0][2:] == (("x.experts.gate_up_proj", 0, MemberKind.MATRIX), (8, 12))
+    granite = {
+        "x.block_sparse_moe.input_linear.weight": ((3, 12, 8), "F32"),
+        "x.shared_mlp.input_linear.weight": ((12, 8), "F32"),
+    }
+    found = {part: (member.kind, shape) for _, part, member, shape in members(granite)}
+    assert list(found) == [f"x.block_sparse_moe.experts.{i}.input_linear.weight" for i in range(3)]
+    assert set(found.values()) == {(MemberKind.ROWS, (12, 8))}
+    with pytest.raises(CheckpointError, match="expected are 3 dimensions"):
+        list(members({"x.block_sparse_moe.input_linear.weight": ((12, 8), "F32")}))
+
+
 def test_tensors_that_do_not_fit_are_refused() -> None:
     name = "x.experts.down_proj"
     good: dict[str, tuple[tuple[int, ...], str]] = {

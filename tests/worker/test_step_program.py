@@ -59,6 +59,8 @@ ONE_OF_EACH: Final = (
     "qwen3",
     "glm4-moe",
     "olmo2",
+    "qwen2-moe",
+    "gemma4",
 )
 """Models that together have every op, all residuals, and layers that differ in their attention."""
 TOLERANCE: Final = {"float32": 2e-5, "bfloat16": 3e-2}

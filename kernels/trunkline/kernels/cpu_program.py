@@ -20,6 +20,7 @@ from trunkline.kernels.cpu import DENSE_TYPES, CpuKernels
 from trunkline.kernels.cpu_counting import Counting
 from trunkline.kernels.cpu_plans import NONE, ShiftTable, prefill_state, turns_queries
 from trunkline.kernels.experts import Experts
+from trunkline.kernels.family_ops import Gate, HeadNorm
 from trunkline.kernels.latent import Absorb, Expand
 from trunkline.kernels.native import library
 from trunkline.kernels.op_by_op import Collective, OpByOp, StepBatch
@@ -76,6 +77,8 @@ KINDS: Final[dict[type[Op], int]] = {
     Absorb: 20,
     Expand: 21,
     Temper: 22,
+    Gate: 23,
+    HeadNorm: 24,
 }
 """The number of each op in `csrc/cpu/program.h`."""
 HOST: Final = 0
@@ -158,9 +161,11 @@ class _Words:
                 return [*heads, constant(spec.alibi_slopes), spec.window, constant(spec.sinks), spec.span]
             case Temper():
                 return [buffer(op.qkv), op.width, op.period, op.added]
+            case HeadNorm():
+                return [buffer(op.into), op.first, constant(op.weight)]
             case Activate():
                 return [buffer(op.into), ACTIVATIONS[op.activation]]
-            case Add():
+            case Add() | Gate():
                 return [buffer(op.into), buffer(op.x)]
             case Select():
                 return [buffer(op.x), buffer(op.out)]
@@ -210,7 +215,7 @@ def _reals(op: Op) -> tuple[float, float]:
             return op.norm.eps, float(op.ranks)
         case Scale() | Rotations() | Temper():
             return op.factor, 0.0
-        case RmsNorm() | LayerNorm():
+        case RmsNorm() | LayerNorm() | HeadNorm():
             return op.eps, 0.0
         case Clamp():
             return op.limit, 0.0

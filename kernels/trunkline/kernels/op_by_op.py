@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trunkline.kernels.adapters import AdapterGroups, AdapterLayers, AdapterRows
 from trunkline.kernels.experts import Experts, run_experts
+from trunkline.kernels.family_ops import Gate, HeadNorm
 from trunkline.kernels.latent import Absorb, Expand
 from trunkline.kernels.live_plan import AnyDecodePlan
 from trunkline.kernels.ops import Angles, Kernels, KvPool, make_angles
@@ -139,6 +140,8 @@ class OpByOp:
             Activate: self._activate,
             Clamp: self._clamp,
             Add: self._add,
+            Gate: self._gate,
+            HeadNorm: self._head_norm,
             SquareSums: self._square_sums,
             WideNorm: self._wide_norm,
             Absorb: self._absorb,
@@ -234,6 +237,16 @@ class OpByOp:
 
     def _add(self, op: Add) -> None:
         self._values[op.into.name].add_(self._values[op.x.name])
+
+    def _gate(self, op: Gate) -> None:
+        into = self._values[op.into.name]
+        into.copy_(into.float() * self._values[op.x.name].sigmoid())
+
+    def _head_norm(self, op: HeadNorm) -> None:
+        part = self._values[op.into.name][:, op.first :]
+        heads = part.float().view(len(part), -1, len(op.weight))
+        normal = heads * (heads.square().mean(dim=-1, keepdim=True) + op.eps).rsqrt()
+        part.copy_((normal.to(part.dtype).float() * op.weight).flatten(1))
 
     def _square_sums(self, op: SquareSums) -> None:
         queries, keys, _ = _split(self._values[op.qkv.name], *op.widths)

@@ -19,6 +19,7 @@ from trunkline.kernels.ops import Kernels
 from trunkline.worker.errors import AdapterError
 from trunkline.worker.model.adapters import Adapter
 from trunkline.worker.model.model_config import Piece, Shard
+from trunkline.worker.model.row_order import filled
 
 
 class _Site(NamedTuple):
@@ -30,7 +31,9 @@ class _Site(NamedTuple):
     columns: slice = slice(None)
     """Inputs."""
     order: list[int] | None = None
-    """The order of the pieces' rows; None: as they are."""
+    """The order of the pieces' rows, -1 for zeros; None: as they are."""
+    inputs: list[int] | None = None
+    """The same of the inputs."""
 
 
 def load_adapter(
@@ -81,17 +84,21 @@ def _matrices(adapter: Adapter, layer: int, site: _Site, file: Any) -> tuple[Ten
             part[:, columns] = matrix[chosen]
         rows.append(part)
     up = torch.cat(rows)
-    return torch.cat(parts), up if site.order is None else up[torch.tensor(site.order)]
+    down = torch.cat(parts)
+    if site.inputs is not None:
+        down = filled(down.T, site.inputs).T
+    return down, up if site.order is None else filled(up, site.order)
 
 
 def _sites(shard: Shard, layer: int) -> list[_Site]:
     config, names = shard.config, shard.config.architecture.names
     hidden = slice(0, config.hidden_size)
-    order = shard.parted_rows() if config.architecture.interleaved else None
-    sites = [
-        _Site("qkv", shard.qkv_pieces(), order=order),
-        _Site("attention_out", [Piece(names.attention_out, hidden)], shard.query_rows),
-    ]
+    own, order = shard.of_layer(layer), shard.filled_rows(layer)
+    if config.architecture.interleaved:
+        order = shard.parted_rows()
+    out = [Piece(names.attention_out, hidden)]
+    sites = [_Site("attention_out", out, own.out_columns, inputs=shard.filled_columns(layer))]
+    sites += _latent_sites(shard) if config.latent else [_Site("qkv", own.qkv_pieces(), order=order)]
     mixture = config.mixture_of(layer)
     mlps = [("", names.dense, config.intermediate_size)]
     if mixture is not None:
@@ -105,4 +112,19 @@ def _sites(shard: Shard, layer: int) -> list[_Site]:
             _Site(f"{kind}up", pieces),
             _Site(f"{kind}down", [Piece(prefix + names.down, hidden)], rows),
         ]
+    return sites
+
+
+def _latent_sites(shard: Shard) -> list[_Site]:
+    sizes, architecture = shard.config.latent, shard.config.architecture
+    assert sizes is not None
+    names = architecture.names
+    stored = [Piece(names.latent, slice(0, sizes.latent + sizes.rotary))]
+    sites = [
+        _Site("query", [Piece(names.query, shard.query_rows)], order=shard.latent_query_rows()),
+        _Site("latent", stored, order=list(range(sizes.latent))),
+        _Site("rotary", stored, order=sizes.key_order(architecture.interleaved)),
+    ]
+    if sizes.query_rank:
+        sites.append(_Site("query_down", [Piece(names.query_down, slice(0, sizes.query_rank))]))
     return sites

@@ -78,8 +78,6 @@ def read_adapter(name: str, folder: Path, config: ModelConfig, rank_max: int = R
             above `rank_max`. The message names it and says what would be accepted.
     """
     try:
-        if config.latent is not None:
-            raise AdapterError("the model has latent attention, for which adapters are not implemented")
         settings, raw = _read_settings(folder)
         file = folder / WEIGHTS_FILE
         if not file.is_file():
@@ -240,6 +238,8 @@ class _Places:
         shapes = self._shapes.setdefault(layer, adaptable(self._config, layer))
         if module not in shapes:
             kind = " (experts are no targets)" if "experts." in module or module.endswith("experts") else ""
+            if module == self._config.architecture.names.expand:
+                kind = " (each head's part of it is inside two products with latents)"
             raise AdapterError(
                 f"module {path[:120]!r} is none that adapters can change in this model{kind}; those are "
                 f"{', '.join(shapes)}"
@@ -254,7 +254,7 @@ def adaptable(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
     for tensor, shape in layer_shapes(config, layer):
         module = tensor.removesuffix(".weight")
-        if module == tensor or len(shape) != 2 or module == names.router:
+        if module == tensor or len(shape) != 2 or module in (names.router, names.shared_gate, names.expand):
             continue
         if config.mixture_of(layer) is not None and expert and module.startswith(expert):
             continue

@@ -105,12 +105,16 @@ class WeightNames:
     expert_up: str = ""
     shared_experts: str = ""
     """Prefix of the same names of the experts that every token goes to."""
+    shared_gate: str = ""
+    """Projection to one number, whose sigmoid multiplies what those give."""
     dense: str = ""
     """Prefix of the same names in layers without a mixture."""
     sinks: str = ""
     """Score of each head's sink (`AttentionSpec.sinks`); the whole name."""
     choice_bias: str = ""
     """What is added to an expert's score for the choice alone; the whole name."""
+    layer_scale: str = ""
+    """What multiplies the residual behind the layer, one number; the whole name."""
     positions: str = ""
     embedding_in: str = ""
     """Projection from the embeddings' width to the hidden size."""
@@ -207,6 +211,17 @@ QWEN3_MOE: Final = replace(
         down="down_proj",
     ),
 )
+QWEN2_MOE: Final = replace(
+    QWEN3_MOE,
+    family="qwen2_moe",
+    names=replace(
+        QWEN3_MOE.names,
+        query_norm="",
+        key_norm="",
+        shared_experts="mlp.shared_expert.",
+        shared_gate="mlp.shared_expert_gate",
+    ),
+)
 GLM4_MOE: Final = replace(
     LLAMA,
     family="glm4_moe",
@@ -236,6 +251,12 @@ DEEPSEEK_V3: Final = replace(
     ),
 )
 DEEPSEEK_V2: Final = replace(DEEPSEEK_V3, family="deepseek_v2", names=replace(DEEPSEEK_V3.names, choice_bias=""))
+GLM4_MOE_LITE: Final = replace(DEEPSEEK_V3, family="glm4_moe_lite")
+MISTRAL4: Final = replace(
+    DEEPSEEK_V2,
+    family="mistral4",
+    names=replace(DEEPSEEK_V2.names, expert_gate="gate_up_proj", expert_up="gate_up_proj"),
+)
 PHI3: Final = replace(
     LLAMA,
     family="phi3",
@@ -251,6 +272,20 @@ PHI3: Final = replace(
     ),
 )
 GRANITE: Final = replace(LLAMA, family="granite")
+GRANITE_MOE: Final = replace(
+    LLAMA,
+    family="granitemoe",
+    names=replace(
+        LLAMA.names,
+        gate="input_linear",
+        up="input_linear",
+        down="output_linear",
+        router="block_sparse_moe.router.layer",
+        expert="block_sparse_moe.experts.{}.",
+        shared_experts="shared_mlp.",
+        dense="shared_mlp.",
+    ),
+)
 GLM: Final = replace(
     LLAMA,
     family="glm",
@@ -324,6 +359,9 @@ GEMMA3: Final = replace(
     GEMMA2,
     family="gemma3",
     names=replace(GEMMA2.names, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm"),
+)
+GEMMA4: Final = replace(
+    GEMMA3, family="gemma4", norm=NormKind.RMS, names=replace(GEMMA3.names, layer_scale="layer_scalar")
 )
 GPT2: Final = Architecture(
     family="gpt2",

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trunkline.kernels.grouped import GroupedWeight, stack
+from trunkline.kernels.grouped import GroupedWeight
 from trunkline.kernels.ops import Activation, ExpertStack, Kernels, PackedLinear, QkNorm, Quantisation, Weight
 from trunkline.worker.errors import CheckpointError
 from trunkline.worker.model.architecture import NormKind
@@ -26,6 +26,7 @@ from trunkline.worker.model.gguf.weights import GgufSlices
 from trunkline.worker.model.model_config import LatentAttention, Mixture, Piece, Shard
 from trunkline.worker.model.packed_files import PackedMatrix
 from trunkline.worker.model.packed_weights import read_float8, read_mxfp4, read_packed
+from trunkline.worker.model.row_order import filled, reordered, stacked_rows
 from trunkline.worker.model.stacked_experts import Member, MemberKind
 from trunkline.worker.model.tensor_index import find_prefix, head_name, read_tensor_index
 
@@ -84,6 +85,8 @@ class ExpertWeights(NamedTuple):
     """This rank's part of the experts that every token goes to."""
     stack: ExpertStack | None
     """The same experts for grouped products, where the kernels have them."""
+    shared_gate: PackedLinear | None
+    """Projection to the number whose sigmoid multiplies their results, `[1, hidden]`."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,8 @@ class LayerWeights:
     mlp_norm: NormWeights | None
     mlp: MlpWeights | ExpertWeights
     mlp_post_norm: NormWeights | None
+    scale: float
+    """Factor of the residual behind the layer."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +216,7 @@ class _Files:
         if member.kind is MemberKind.MXFP4:
             blocks, scales = (own_part(ending).to(self.device) for ending in ("_blocks", "_scales"))
             return read_mxfp4(member.source, blocks, scales, self._dtype)
-        return own_part("") if member.kind is MemberKind.VECTOR else own_part("").T
+        return own_part("").T if member.kind is MemberKind.MATRIX else own_part("")
 
     def _float8(self, name: str, scheme: Float8Scheme, rows: slice, columns: slice) -> GroupedWeight:
         """Return a part of a matrix of floats of 8 bits: only its bytes are read, and all scales."""
@@ -287,7 +292,7 @@ class _ShardReader:
         embedding = self._vocabulary(f"{prefix}{names.embedding}.weight")
         layers = []
         for layer in range(config.layers):
-            layers.append(self._layer(prefix + names.layer.format(layer), config.mixture_of(layer)))
+            layers.append(self._layer(prefix + names.layer.format(layer), layer))
             progress("loading weights", (layer + 1) / config.layers)
         own_head = head_name(self._architecture, prefix)
         head = embedding if config.tied_embeddings else self._vocabulary(own_head)
@@ -302,31 +307,43 @@ class _ShardReader:
             bytes_read=self._files.bytes_read,
         )
 
-    def _layer(self, prefix: str, mixture: Mixture | None) -> LayerWeights:
-        config, names, shard = self._config, self._names, self._shard
+    def _layer(self, prefix: str, layer: int) -> LayerWeights:
+        config, names = self._config, self._names
+        mixture = config.mixture_of(layer)
         if mixture is None:
             mlp: MlpWeights | ExpertWeights = self._mlp(prefix + names.dense, config.intermediate_size)
         else:
             mlp = self._experts(prefix, mixture)
         return LayerWeights(
             attention_norm=self._norm(prefix, names.attention_norm),
-            qkv=self._qkv(prefix) if config.latent is None else self._latent(prefix, config.latent),
-            qk_norm=self._qk_norm(prefix),
+            qkv=self._qkv(prefix, layer) if config.latent is None else self._latent(prefix, config.latent),
+            qk_norm=self._qk_norm(prefix, layer),
             sinks=self._sinks(prefix),
-            attention_out=self._row_parallel(
-                prefix + names.attention_out, shard.out_columns, config.attention_out_bias and shard.rank == 0
-            ),
+            attention_out=self._attention_out(prefix + names.attention_out, layer),
             attention_post_norm=self._norm(prefix, names.attention_post_norm),
             mlp_norm=self._norm(prefix, names.mlp_norm),
             mlp=mlp,
             mlp_post_norm=self._norm(prefix, names.mlp_post_norm),
+            scale=float(self._files.slice(prefix + names.layer_scale)) if names.layer_scale else 1.0,
         )
 
-    def _qkv(self, prefix: str) -> PackedLinear:
+    def _qkv(self, prefix: str, layer: int) -> PackedLinear:
         shard = self._shard
-        weight, bias = self._column_parallel(prefix, shard.qkv_pieces(), self._config.attention_bias)
+        pieces = shard.of_layer(layer).qkv_pieces()
+        weight, bias = self._column_parallel(prefix, pieces, self._config.attention_bias)
+        if (rows := shard.filled_rows(layer)) is not None:
+            return self._pack(*reordered(weight, bias, rows))
         if self._architecture.interleaved:
-            return self._pack(*_reordered(weight, bias, shard.parted_rows()))
+            return self._pack(*reordered(weight, bias, shard.parted_rows()))
+        return self._pack(weight, bias)
+
+    def _attention_out(self, name: str, layer: int) -> PackedLinear:
+        shard, has_bias = self._shard, self._config.attention_out_bias
+        weight = self._matrix(f"{name}.weight", columns=shard.of_layer(layer).out_columns)
+        bias = self._files.slice(f"{name}.bias") if has_bias and shard.rank == 0 else None
+        if (columns := shard.filled_columns(layer)) is not None:
+            assert isinstance(weight, Tensor)  # families with such layers have no packed files
+            weight = filled(weight.T, columns).T.contiguous()
         return self._pack(weight, bias)
 
     def _latent(self, prefix: str, sizes: LatentAttention) -> LatentWeights:
@@ -338,7 +355,6 @@ class _ShardReader:
             piece = Piece(names.query_down, slice(None))
             query_down = self._pack(*self._column_parallel(prefix, [piece], has_bias))
             query_norm = self._norm_weight(prefix + names.query_down_norm)
-        order = [head * sizes.query + row for head in range(shard.heads) for row in sizes.query_order(apart)]
         queries = self._matrix(f"{prefix}{names.query}.weight", shard.query_rows)
         stored = self._column_parallel(prefix, [Piece(names.latent, slice(None))], has_bias)
         expand = self._files.slice(f"{prefix}{names.expand}.weight", shard.head_rows(sizes.plain + sizes.value))
@@ -346,9 +362,9 @@ class _ShardReader:
         return LatentWeights(
             query_down,
             query_norm,
-            self._pack(*_reordered(queries, None, order)),
-            self._pack(*_reordered(*stored, sizes.key_order(apart))),
-            self._pack(*_reordered(*stored, list(range(sizes.latent)))),
+            self._pack(*reordered(queries, None, shard.latent_query_rows())),
+            self._pack(*reordered(*stored, sizes.key_order(apart))),
+            self._pack(*reordered(*stored, list(range(sizes.latent)))),
             self._norm_weight(prefix + names.latent_norm),
             tuple(pack(own[: sizes.plain].T.contiguous(), None, self._quantisation) for own in by_head),
             tuple(pack(own[sizes.plain :], None, self._quantisation) for own in by_head),
@@ -381,6 +397,7 @@ class _ShardReader:
             self._choice_bias(prefix),
             self._mlp(prefix + names.shared_experts, mixture.shared_width) if mixture.shared_width else None,
             stack,
+            self._replicated(prefix, names.shared_gate),
         )
 
     def _router(self, name: str, mixture: Mixture) -> PackedLinear:
@@ -415,7 +432,7 @@ class _ShardReader:
 
     def _column_parallel(self, prefix: str, pieces: list[Piece], has_bias: bool) -> tuple[Weight, Tensor | None]:
         """Return the weight, and the bias if there is one, of several matrices stacked into one."""
-        weight = _stacked([self._matrix(f"{prefix}{name}.weight", rows) for name, rows in pieces])
+        weight = stacked_rows([self._matrix(f"{prefix}{name}.weight", rows) for name, rows in pieces])
         if not has_bias:
             return weight, None
         return weight, torch.cat([self._files.slice(f"{prefix}{name}.bias", rows) for name, rows in pieces])
@@ -441,14 +458,18 @@ class _ShardReader:
         bias = self._files.slice(f"{prefix}{name}.bias") if self._architecture.norm is NormKind.LAYER else None
         return NormWeights(self._norm_weight(prefix + name), bias)
 
-    def _qk_norm(self, prefix: str) -> QkNorm | None:
+    def _qk_norm(self, prefix: str, layer: int) -> QkNorm | None:
         names = self._names
         if not names.query_norm:
             return None
         shard, wide = self._shard, self._architecture.wide_norms
         query = self._norm_weight(prefix + names.query_norm, shard.query_rows if wide else None)
         key = self._norm_weight(prefix + names.key_norm, shard.key_rows if wide else None)
-        return QkNorm(query, key, self._config.norm_eps)
+        missing = self._config.head_dim - len(query) if not wide else 0
+        # Zeros are part of the mean then, which the eps and the scale of the scores make up for (`step_program`).
+        share = self._config.head_share(self._config.attention[layer])
+        query, key = (torch.nn.functional.pad(weight, (0, missing)) for weight in (query, key))
+        return QkNorm(query, key, self._config.norm_eps * share)
 
     def _norm_weight(self, name: str, rows: slice | None = None) -> Tensor:
         weight = self._files.slice(f"{name}.weight", rows)
@@ -465,18 +486,3 @@ class _ShardReader:
         rows = self._files.slice(name, self._shard.vocab_rows)
         padding = self._shard.vocab_size - rows.shape[0]
         return torch.cat([rows, rows.new_zeros(padding, rows.shape[1])]) if padding else rows
-
-
-def _reordered(weight: Weight, bias: Tensor | None, order: list[int]) -> tuple[Weight, Tensor | None]:
-    """Return these output rows of a layer, in this order."""
-    rows = torch.tensor(order, device=weight.codes.device if isinstance(weight, GroupedWeight) else weight.device)
-    picked = weight.rows(rows) if isinstance(weight, GroupedWeight) else weight[rows]
-    return picked, None if bias is None else bias[rows]
-
-
-def _stacked(parts: list[Weight]) -> Weight:
-    """Return matrices below each other; in blocks if all of them are."""
-    grouped = [part for part in parts if isinstance(part, GroupedWeight)]
-    if len(grouped) == len(parts):
-        return stack(grouped)
-    return torch.cat([part.dequantise(part.dtype) if isinstance(part, GroupedWeight) else part for part in parts])

@@ -22,6 +22,7 @@ from trunkline.worker.model.packed_files import read_scheme
 from trunkline.worker.model.reader_base import Reader
 from trunkline.worker.model.reader_deepseek import DEEPSEEK_READERS
 from trunkline.worker.model.reader_experts import EXPERTS_READERS
+from trunkline.worker.model.reader_gemma4 import GEMMA4_READERS
 from trunkline.worker.model.reader_llama import LLAMA_READERS
 from trunkline.worker.model.reader_others import OTHER_READERS
 from trunkline.worker.model.reader_wrapped import WRAPPED_READERS
@@ -91,6 +92,7 @@ READERS: Final[Mapping[str, Reader]] = {
     **LLAMA_READERS,
     **EXPERTS_READERS,
     **DEEPSEEK_READERS,
+    **GEMMA4_READERS,
     **OTHER_READERS,
     **WRAPPED_READERS,
 }

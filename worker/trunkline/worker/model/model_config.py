@@ -38,6 +38,8 @@ class RopeConfig:
     """Factor of each pair's wavelength in contexts up to `original_max_positions` (LongRoPE)."""
     long_factors: tuple[float, ...] = ()
     """The same in longer contexts."""
+    turning_pairs: int = 0
+    """Leading pairs that turn at all (proportional positions); 0: every pair."""
     is_long: bool = False
     """Whether the long factors are used, for whatever text: KV of one model has one kind of positions."""
 
@@ -49,6 +51,20 @@ class QueryScale:
     factor: float
     period: int
     added: int
+
+
+@dataclass(frozen=True)
+class LayerHeads:
+    """The heads that a layer's weights have, where they are not the model's.
+
+    The model's are as wide as the widest, and as many as the most. In a layer's pool narrower heads end in zeros,
+    and fewer KV heads are there several times.
+    """
+
+    head_dim: int
+    kv_heads: int
+    keys_are_values: bool = False
+    """Whether one matrix makes keys and values."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +83,9 @@ class LayerAttention:
     query_scale: QueryScale | None = None
     unit_heads: bool = False
     """Whether the heads of queries and keys are normalised (RMS), without weights."""
+    unit_values: bool = False
+    """The same of values."""
+    heads: LayerHeads | None = None
 
     @property
     def shifts(self) -> bool:
@@ -174,6 +193,20 @@ class ModelConfig:
         """Return the mixture of experts of a layer; None if it has a plain MLP."""
         return None if self.mixture is None or layer in self.mixture.dense_layers else self.mixture
 
+    def of_layer(self, layer: int) -> ModelConfig:
+        """Return the model with the heads of a layer's weights."""
+        own = self.attention[layer].heads
+        if own is None:
+            return self
+        names = self.architecture.names
+        names = replace(names, value="") if own.keys_are_values else names
+        architecture = replace(self.architecture, names=names)
+        return replace(self, head_dim=own.head_dim, kv_heads=own.kv_heads, architecture=architecture)
+
+    def head_share(self, own: LayerAttention) -> float:
+        """Return which part of a head in the pool a layer's own heads fill."""
+        return 1.0 if own.heads is None else own.heads.head_dim / self.head_dim
+
     def serving(self, max_context: int, *, expert_parallel: bool = True) -> ModelConfig:
         """Return the model as it serves contexts up to `max_context` tokens; 0: up to its own limit.
 
@@ -209,6 +242,8 @@ class ModelConfig:
         found = ["latent attention"] if self.latent is not None else []
         if self.architecture.names.sinks:
             found.append("sinks in its attention")
+        if any(own.heads for own in self.attention):
+            found.append("heads of several sizes")
         if any(own.span for own in self.attention):
             found.append("attention within parts of the positions")
         if self.activation == "clamped_silu":
@@ -333,7 +368,8 @@ class Shard:
         queries, keys = self.query_rows, self.key_rows
         layout = config.architecture.qkv
         if layout is Qkv.SEPARATE:
-            return [Piece(names.query, queries), Piece(names.key, keys), Piece(names.value, keys)]
+            pieces = [Piece(names.query, queries), Piece(names.key, keys), Piece(names.value, keys)]
+            return pieces if names.value else pieces[:2]
         if layout is Qkv.STACKED:
             key_start = config.heads * config.head_dim
             value_start = key_start + config.kv_heads * config.head_dim
@@ -353,6 +389,42 @@ class Shard:
         turning = self.heads + self.kv_heads
         values = range(turning * width, (turning + self.kv_heads) * width)
         return [*(start * width + row for start in range(turning) for row in head), *values]
+
+    def of_layer(self, layer: int) -> Shard:
+        """Return the part that this rank holds of a layer's own heads."""
+        return Shard(self.config.of_layer(layer), self.rank, self.tp)
+
+    def latent_query_rows(self) -> list[int]:
+        """Return the rows of `query_rows` in the order that kernels take: of each head the rotary part first."""
+        sizes = self.config.latent
+        assert sizes is not None
+        order = sizes.query_order(self.config.architecture.interleaved)
+        return [head * sizes.query + row for head in range(self.heads) for row in order]
+
+    def filled_rows(self, layer: int) -> list[int] | None:
+        """Return which rows of `qkv_pieces` of a layer's own heads the pool's heads have, -1 where they have
+        zeros; None: they are the same."""
+        given = self.config.attention[layer].heads
+        if given is None:
+            return None
+        own, width = self.of_layer(layer), self.config.head_dim
+        copies = self.kv_heads // own.kv_heads
+        keys = [self.heads + head // copies for head in range(self.kv_heads)]
+        values = keys if given.keys_are_values else [own.kv_heads + head for head in keys]
+        found: list[int] = []
+        for head in (*range(self.heads), *keys, *values):
+            start = head * given.head_dim
+            found += [*range(start, start + given.head_dim), *([-1] * (width - given.head_dim))]
+        return found
+
+    def filled_columns(self, layer: int) -> list[int] | None:
+        """Return the same of the columns of attention's output matrix."""
+        given = self.config.attention[layer].heads
+        if given is None:
+            return None
+        zeros = [-1] * (self.config.head_dim - given.head_dim)
+        own = range(given.head_dim)
+        return [x for head in range(self.heads) for x in (*(head * len(own) + i for i in own), *zeros)]
 
     def _grouped_rows(self) -> list[slice]:
         """Return this rank's rows in a matrix that has, for each KV head, its queries, its key and its value."""
@@ -405,6 +477,9 @@ def obstacles(config: ModelConfig, tp: int) -> list[str]:
         reasons.append(f"{config.heads} attention heads")
     if config.kv_heads % tp and tp % config.kv_heads:  # fewer KV heads than ranks: replicated
         reasons.append(f"{config.kv_heads} KV heads")
+    for fewer in sorted({own.heads.kv_heads for own in config.attention if own.heads} - {config.kv_heads}):
+        if fewer % tp and tp % fewer:
+            reasons.append(f"{fewer} KV heads of some layers")
     mixture = config.mixture
     if mixture is not None and not mixture.is_split and mixture.experts < tp:
         reasons.append(f"{mixture.experts} experts")

@@ -1,4 +1,4 @@
-"""Readers of DeepSeek's config.json: latent attention, and experts in groups. No torch."""
+"""Readers of models with latent attention: DeepSeek, GLM-4.7-Flash, Mistral 4. No torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,42 @@ from trunkline.worker.errors import UnsupportedModelError
 from trunkline.worker.model import architecture as records
 from trunkline.worker.model.architecture import Architecture
 from trunkline.worker.model.config_fields import Fields, read_rope, yarn_scale
-from trunkline.worker.model.model_config import LatentAttention, Mixture, ModelConfig
+from trunkline.worker.model.model_config import LatentAttention, Mixture, ModelConfig, QueryScale
 from trunkline.worker.model.reader_base import GATED_ACTIVATIONS, Reader, base, with_attention, with_attention_bias
 from trunkline.worker.model.reader_experts import checked_routing, chosen_experts
 
 ROPE_KINDS: Final = ("default", "yarn")
+GLM4_MOE_LITE: Final = {
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "routed_scaling_factor": 1.8,
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 202752,
+}
+"""What its files may leave out, where DeepSeek V3's take something else."""
+MISTRAL4: Final = {
+    "n_routed_experts": 128,
+    "moe_intermediate_size": 2048,
+    "kv_lora_rank": 256,
+    "q_lora_rank": 1024,
+    "qk_nope_head_dim": 64,
+    "max_position_embeddings": 1048576,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 128.0,
+        "original_max_position_embeddings": 8192,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
 
 
 def _deepseek_v2(raw: Mapping[str, Any]) -> ModelConfig:
@@ -40,6 +71,58 @@ def _deepseek_v2(raw: Mapping[str, Any]) -> ModelConfig:
 
 def _deepseek_v3(raw: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(raw, num_local_experts="n_routed_experts")
+    config = _with_latents(fields, records.DEEPSEEK_V3, _sigmoid_mixture(fields), dense_layers=3)
+    apart = fields.flag("rope_interleave", True)
+    return replace(config, architecture=replace(config.architecture, interleaved=apart))
+
+
+def _glm4_moe_lite(raw: Mapping[str, Any]) -> ModelConfig:
+    fields = Fields(_filled_in(raw, GLM4_MOE_LITE), num_local_experts="n_routed_experts")
+    config = _with_latents(fields, records.GLM4_MOE_LITE, _sigmoid_mixture(fields), dense_layers=1)
+    apart = fields.flag("rope_interleave", True)
+    config = replace(config, architecture=replace(config.architecture, interleaved=apart))
+    kinds = fields.get("mlp_layer_types")
+    if kinds is None or config.mixture is None:
+        return config
+    if other := set(kinds) - {"dense", "sparse"}:
+        raise UnsupportedModelError(f"mlp_layer_types has {', '.join(map(repr, sorted(other)))}")
+    if len(kinds) != config.layers:
+        raise ValueError(f"mlp_layer_types has {len(kinds)} entries for {config.layers} layers")
+    dense = frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    return replace(config, mixture=replace(config.mixture, dense_layers=dense))
+
+
+def _mistral4(raw: Mapping[str, Any]) -> ModelConfig:
+    """Latent attention whose queries grow with their position, and a softmax over all experts."""
+    given: Any = raw.get("rope_parameters") or raw.get("rope_scaling") or MISTRAL4["rope_parameters"]
+    # Of its files' heads only the rotary part is rotated, whatever share of the head that is.
+    rope = {name: value for name, value in given.items() if name != "partial_rotary_factor"}
+    given = {**raw, "rope_parameters": rope, "partial_rotary_factor": None}
+    fields = Fields(_filled_in(given, MISTRAL4), num_local_experts="n_routed_experts")
+    experts = fields.whole("num_local_experts")
+    routing = Routing(
+        chosen_experts(fields, experts, 4),
+        normalised=fields.flag("norm_topk_prob", True),
+        factor=fields.number("routed_scaling_factor", 1.0),
+        groups=fields.whole("n_group", 1),
+        groups_per_token=fields.whole("topk_group", 1),
+    )
+    mixture = _mixture(fields, experts, routing)
+    config = _with_latents(fields, records.MISTRAL4, mixture, dense_layers=0, ropes=("yarn",))
+    scale = QueryScale(float(rope["llama_4_scaling_beta"]), int(rope["original_max_position_embeddings"]), 0)
+    apart = fields.flag("rope_interleave", True)
+    config = replace(config, architecture=replace(config.architecture, interleaved=apart))
+    return with_attention(config, lambda _, own: replace(own, query_scale=scale))
+
+
+def _filled_in(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a file's fields, and the defaults of those that are absent or null."""
+    known = {name: value for name, value in raw.items() if value is not None or name == "q_lora_rank"}
+    return {**defaults, **known}
+
+
+def _sigmoid_mixture(fields: Fields) -> Mixture:
+    """Read experts that are chosen by sigmoids and a bias, in groups; what is left out is DeepSeek V3's."""
     fields.refuse("scoring_func", "sigmoid")
     fields.refuse("topk_method", "noaux_tc")
     experts = fields.whole("num_local_experts", 256)
@@ -51,20 +134,27 @@ def _deepseek_v3(raw: Mapping[str, Any]) -> ModelConfig:
         groups=fields.whole("n_group", 8),
         groups_per_token=fields.whole("topk_group", 4),
     )
+    return _mixture(fields, experts, routing)
+
+
+def _mixture(fields: Fields, experts: int, routing: Routing) -> Mixture:
     width, shared = fields.whole("moe_intermediate_size", 2048), fields.whole("n_shared_experts", 1)
-    mixture = Mixture(experts, width, checked_routing(routing, experts), shared_width=width * shared)
-    config = _with_latents(fields, records.DEEPSEEK_V3, mixture, dense_layers=3)
-    apart = fields.flag("rope_interleave", True)
-    return replace(config, architecture=replace(config.architecture, interleaved=apart))
+    return Mixture(experts, width, checked_routing(routing, experts), shared_width=width * shared)
 
 
 def _with_latents(
-    fields: Fields, architecture: Architecture, mixture: Mixture, *, dense_layers: int
+    fields: Fields,
+    architecture: Architecture,
+    mixture: Mixture,
+    *,
+    dense_layers: int,
+    ropes: tuple[str, ...] = ROPE_KINDS,
 ) -> ModelConfig:
-    """Read what the versions have in common.
+    """Read what they have in common.
 
     Args:
         dense_layers: How many layers in front have no experts, where the file does not say.
+        ropes: The kinds of rotary positions that are computed.
     """
     fields.refuse("num_key_value_heads", fields.whole("num_attention_heads"))
     fields.refuse("moe_layer_freq", 1)
@@ -90,10 +180,10 @@ def _with_latents(
         kv_heads=1,
     )
     rope = read_rope(fields, sizes.rotary)
-    if rope.kind not in ROPE_KINDS or rope.rotary_dim != sizes.rotary:
+    if rope.kind not in ropes or rope.rotary_dim != sizes.rotary:
         raise UnsupportedModelError(
             f"rope scaling {rope.kind!r} of {rope.rotary_dim} of {sizes.rotary} dimensions is not supported for "
-            f"this architecture; supported: {', '.join(ROPE_KINDS)} of all"
+            f"this architecture; supported: {', '.join(ropes)} of all"
         )
     given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     temperature = yarn_scale(rope.factor, float(given.get("mscale_all_dim") or 0.0))
@@ -113,4 +203,6 @@ def _query_rank(fields: Fields) -> int:
 DEEPSEEK_READERS: Final[Mapping[str, Reader]] = {
     "DeepseekV2ForCausalLM": _deepseek_v2,
     "DeepseekV3ForCausalLM": _deepseek_v3,
+    "Glm4MoeLiteForCausalLM": _glm4_moe_lite,
+    "Mistral4ForCausalLM": _mistral4,
 }

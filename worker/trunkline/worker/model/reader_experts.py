@@ -12,6 +12,7 @@ from trunkline.worker.model import architecture as records
 from trunkline.worker.model.config_fields import Fields
 from trunkline.worker.model.model_config import LayerAttention, Mixture, ModelConfig, QueryScale
 from trunkline.worker.model.reader_base import Reader, llama_like, windowed, with_attention, with_attention_bias
+from trunkline.worker.model.reader_llama import granite_like
 
 
 def _mixtral(raw: Mapping[str, Any]) -> ModelConfig:
@@ -30,10 +31,34 @@ def _qwen3_moe(raw: Mapping[str, Any]) -> ModelConfig:
     config = with_attention(config, lambda _, own: replace(own, window=window))
     experts = fields.whole("num_local_experts", 128)
     routing = _routing(fields, experts, 8, normalised=fields.flag("norm_topk_prob", False))
-    plain, period = set(fields.get("mlp_only_layers", ())), fields.whole("decoder_sparse_step", 1)
-    dense = frozenset(i for i in range(config.layers) if i in plain or (i + 1) % period)
-    width = fields.whole("moe_intermediate_size", 768)
+    width, dense = fields.whole("moe_intermediate_size", 768), _dense_layers(fields, config.layers)
     return replace(config, mixture=Mixture(experts, width, routing, dense_layers=dense))
+
+
+def _qwen2_moe(raw: Mapping[str, Any]) -> ModelConfig:
+    fields = Fields(
+        {"intermediate_size": 5632, "max_position_embeddings": 32768, **raw}, num_local_experts="num_experts"
+    )
+    config = replace(llama_like(fields, records.QWEN2_MOE), attention_bias=fields.flag("qkv_bias", True))
+    if fields.flag("use_sliding_window", False):
+        last = fields.whole("max_window_layers", 28)
+        config = windowed(config, fields, lambda layer: layer % 2 == 0 and layer < last)
+    experts = fields.whole("num_local_experts", 60)
+    routing = _routing(fields, experts, 4, normalised=fields.flag("norm_topk_prob", False))
+    mixture = Mixture(
+        experts,
+        fields.whole("moe_intermediate_size", 1408),
+        routing,
+        shared_width=fields.whole("shared_expert_intermediate_size", 5632),
+        dense_layers=_dense_layers(fields, config.layers),
+    )
+    return replace(config, mixture=mixture)
+
+
+def _dense_layers(fields: Fields, layers: int) -> frozenset[int]:
+    """Return the layers without experts of Qwen's files."""
+    plain, period = set(fields.get("mlp_only_layers", ())), fields.whole("decoder_sparse_step", 1)
+    return frozenset(i for i in range(layers) if i in plain or (i + 1) % period)
 
 
 def _olmoe(raw: Mapping[str, Any]) -> ModelConfig:
@@ -71,6 +96,45 @@ def _glm4_moe(raw: Mapping[str, Any]) -> ModelConfig:
         dense_layers=frozenset(range(fields.whole("first_k_dense_replace", 1))),
     )
     return replace(config, attention_bias=fields.flag("attention_bias", False), mixture=mixture)
+
+
+def _granite_moe(raw: Mapping[str, Any]) -> ModelConfig:
+    return _granite_experts(Fields(raw), 0)
+
+
+def _granite_moe_shared(raw: Mapping[str, Any]) -> ModelConfig:
+    fields = Fields(raw)
+    return _granite_experts(fields, fields.whole("shared_intermediate_size", 0))
+
+
+def _granite_experts(fields: Fields, shared_width: int) -> ModelConfig:
+    config = granite_like(fields, records.GRANITE_MOE)
+    experts = fields.whole("num_local_experts", 8)
+    routing = _routing(fields, experts, 2)
+    mixture = Mixture(experts, config.intermediate_size, routing, shared_width=shared_width)
+    return replace(config, mixture=mixture)
+
+
+def _granite_hybrid(raw: Mapping[str, Any]) -> ModelConfig:
+    """Granite 4 as far as all of its layers have attention: with or without experts, and rotary positions."""
+    fields = Fields(raw)
+    kinds = fields.get("layer_types") or fields.get("layers_block_type") or ["mamba"]
+    if other := set(kinds) - {"attention", "full_attention"}:
+        raise UnsupportedModelError(
+            f"layer_types has {', '.join(map(repr, sorted(other)))}; supported for this architecture: 'attention' "
+            "in all layers"
+        )
+    fields.refuse("position_embedding_type", "rope", "nope")
+    width = fields.whole("shared_intermediate_size", 1024)
+    if fields.whole("num_local_experts", 8):
+        config = _granite_experts(fields, width)
+    else:
+        config = replace(granite_like(fields, records.GRANITE_MOE), intermediate_size=width)
+    if len(kinds) != config.layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries for {config.layers} layers")
+    if fields.get("position_embedding_type") == "rope":
+        return config
+    return with_attention(config, lambda _, own: replace(own, rope=None))
 
 
 def _gpt_oss(raw: Mapping[str, Any]) -> ModelConfig:
@@ -162,8 +226,12 @@ CLAMPED_SILU: Final = (1.702, 7.0)
 EXPERTS_READERS: Final[Mapping[str, Reader]] = {
     "Glm4MoeForCausalLM": _glm4_moe,
     "GptOssForCausalLM": _gpt_oss,
+    "GraniteMoeForCausalLM": _granite_moe,
+    "GraniteMoeHybridForCausalLM": _granite_hybrid,
+    "GraniteMoeSharedForCausalLM": _granite_moe_shared,
     "Llama4ForCausalLM": _llama4,
     "MixtralForCausalLM": _mixtral,
     "OlmoeForCausalLM": _olmoe,
+    "Qwen2MoeForCausalLM": _qwen2_moe,
     "Qwen3MoeForCausalLM": _qwen3_moe,
 }

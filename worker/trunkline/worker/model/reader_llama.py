@@ -76,11 +76,15 @@ def _phi3(raw: Mapping[str, Any]) -> ModelConfig:
 
 def _granite(raw: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(raw)
+    return replace(granite_like(fields, records.GRANITE), mlp_bias=fields.flag("mlp_bias", False))
+
+
+def granite_like(fields: Fields, architecture: Architecture) -> ModelConfig:
+    """Read what Granites have in common: factors of embeddings, scores, residual and logits."""
     scale = fields.number("attention_multiplier", 1.0)
-    config = with_attention_bias(llama_like(fields, records.GRANITE), fields)
+    config = with_attention_bias(llama_like(fields, architecture), fields)
     return replace(
         with_attention(config, lambda _, own: replace(own, scale=scale)),
-        mlp_bias=fields.flag("mlp_bias", False),
         embedding_scale=fields.number("embedding_multiplier", 1.0),
         residual_scale=fields.number("residual_multiplier", 1.0),
         logit_scale=1.0 / fields.number("logits_scaling", 1.0),

@@ -13,7 +13,9 @@ from typing import Any, Final
 from trunkline.worker.errors import UnsupportedModelError
 from trunkline.worker.model.model_config import ModelConfig
 from trunkline.worker.model.reader_base import Reader
+from trunkline.worker.model.reader_deepseek import DEEPSEEK_READERS
 from trunkline.worker.model.reader_experts import EXPERTS_READERS
+from trunkline.worker.model.reader_gemma4 import GEMMA4_READERS
 from trunkline.worker.model.reader_llama import LLAMA_READERS
 
 GEMMA3: Final = {
@@ -45,6 +47,11 @@ def _gemma3(raw: Mapping[str, Any]) -> ModelConfig:
     return text_part(raw, LLAMA_READERS["Gemma3ForCausalLM"], GEMMA3)
 
 
+def _gemma4(raw: Mapping[str, Any]) -> ModelConfig:
+    packed = {"quantization_config": raw.get("quantization_config")}
+    return text_part(raw, GEMMA4_READERS["Gemma4ForCausalLM"], packed)
+
+
 def _llama4(raw: Mapping[str, Any]) -> ModelConfig:
     return text_part(raw, EXPERTS_READERS["Llama4ForCausalLM"], {})
 
@@ -52,14 +59,22 @@ def _llama4(raw: Mapping[str, Any]) -> ModelConfig:
 def _mistral3(raw: Mapping[str, Any]) -> ModelConfig:
     own = raw.get("text_config")
     kind = own.get("model_type", "mistral") if isinstance(own, Mapping) else "mistral"
-    name = {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}.get(kind)
-    if name is None:
-        raise UnsupportedModelError(f"text_config.model_type is {kind!r}; supported: 'mistral', 'ministral3'")
-    return text_part(raw, LLAMA_READERS[name], {"sliding_window": None})
+    reader = MISTRALS.get(kind)
+    if reader is None:
+        kinds = ", ".join(map(repr, MISTRALS))
+        raise UnsupportedModelError(f"text_config.model_type is {kind!r}; supported: {kinds}")
+    return text_part(raw, reader, {"sliding_window": None})
 
 
+MISTRALS: Final[Mapping[str, Reader]] = {
+    "mistral": LLAMA_READERS["MistralForCausalLM"],
+    "ministral3": LLAMA_READERS["Ministral3ForCausalLM"],
+    "mistral4": DEEPSEEK_READERS["Mistral4ForCausalLM"],
+}
+"""The text models that Mistral 3's checkpoints may have, by their `model_type`."""
 WRAPPED_READERS: Final[Mapping[str, Reader]] = {
     "Gemma3ForConditionalGeneration": _gemma3,
+    "Gemma4ForConditionalGeneration": _gemma4,
     "Llama4ForConditionalGeneration": _llama4,
     "Mistral3ForConditionalGeneration": _mistral3,
 }

@@ -31,6 +31,9 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
     plain = 1.0 / (rope.theta**exponents)
     if rope.kind == "default":
         return plain
+    if rope.kind == "proportional":
+        plain[rope.turning_pairs :] = 0.0
+        return plain / rope.factor
     if rope.kind == "linear":
         return plain / rope.factor
     if rope.kind == "llama3":

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trunkline.kernels.experts import Experts
+from trunkline.kernels.family_ops import Gate, HeadNorm
 from trunkline.kernels.latent import Absorb, Expand
 from trunkline.kernels.ops import AttentionSpec, PackedLinear, QkNorm
 from trunkline.kernels.program import (
@@ -89,6 +90,11 @@ class _Compiler:
                 if config.architecture.residual is Residual.PARALLEL and not config.architecture.names.mlp_norm:
                     x = self._select(x, "x")
             residual, delta = self._finish(layer, x, attended, residual)
+            if config.architecture.names.layer_scale:
+                if delta is not None:
+                    self._ops.append(Add(x=delta, into=residual))
+                self._ops.append(Scale(factor=layer.scale, into=residual))
+                delta = None
         states = self._norm(weights.final_norm, delta, residual)
         if weights.embedding_out is not None:
             states = self._linear(states, weights.embedding_out, "projected")
@@ -103,9 +109,9 @@ class _Compiler:
             self._ops.append(Forbid(first=present, into=logits))
         return Program(tuple(self._ops), config.layers, states, logits)
 
-    def _buffer(self, name: str, width: int) -> Buffer:
+    def _buffer(self, name: str, width: int, dtype: torch.dtype | None = None) -> Buffer:
         prefix = "" if self._rows is Rows.TOKENS else "last_"
-        return Buffer(prefix + name, self._rows, width, self._dtype)
+        return Buffer(prefix + name, self._rows, width, dtype or self._dtype)
 
     def _rotate(self) -> None:
         for number, (rope, frequencies) in enumerate(self._frequencies.items()):
@@ -138,6 +144,7 @@ class _Compiler:
         if isinstance(layer.qkv, LatentWeights):
             qkv = self._absorb(layer.qkv, x, spec)
             self._ops.append(StoreKv(qkv=qkv, layer=index, spec=spec, cos=cos, sin=sin, norm=None))
+            self._temper(qkv, own, spec)
             latents = self._buffer("latents", spec.heads * spec.value_dim)
             self._ops.append(Attend(qkv=qkv, layer=index, spec=spec, out=latents))
             attended = self._buffer("attended", sum(value.out_features for value in layer.qkv.values))
@@ -152,28 +159,40 @@ class _Compiler:
         if own.unit_heads:
             ones = torch.ones(spec.head_dim, dtype=self._dtype, device=self._device)
             norm = QkNorm(ones, ones, self._config.norm_eps)
+        if own.unit_values:
+            self._unit_values(qkv, own, spec)
         if norm is not None and self._config.architecture.wide_norms:
             self._wide_norm(qkv, norm)
             norm = None
         self._ops.append(StoreKv(qkv=qkv, layer=index, spec=spec, cos=cos, sin=sin, norm=norm))
-        queries = spec.heads * spec.head_dim
-        if (scale := own.query_scale) is not None:
-            factor, period, added = scale.factor, scale.period, scale.added
-            self._ops.append(Temper(qkv=qkv, width=queries, factor=factor, period=period, added=added))
-        attended = self._buffer("attended", queries)
+        self._temper(qkv, own, spec)
+        attended = self._buffer("attended", spec.heads * spec.head_dim)
         self._ops.append(Attend(qkv=qkv, layer=index, spec=spec, out=attended))
         return attended
+
+    def _unit_values(self, qkv: Buffer, own: LayerAttention, spec: AttentionSpec) -> None:
+        """Normalise the heads of values. Where they end in zeros, the mean over all of a head is smaller."""
+        share = self._config.head_share(own)
+        weight = torch.full((spec.head_dim,), share**0.5, dtype=torch.float32, device=self._device)
+        first, eps = (spec.heads + spec.kv_heads) * spec.head_dim, self._config.norm_eps * share
+        self._ops.append(HeadNorm(into=qkv, first=first, weight=weight, eps=eps))
+
+    def _temper(self, qkv: Buffer, own: LayerAttention, spec: AttentionSpec) -> None:
+        if (scale := own.query_scale) is not None:
+            factor, period, added = scale.factor, scale.period, scale.added
+            width = spec.heads * spec.head_dim
+            self._ops.append(Temper(qkv=qkv, width=width, factor=factor, period=period, added=added))
 
     def _absorb(self, weights: LatentWeights, x: Buffer, spec: AttentionSpec) -> Buffer:
         """Return the queries in the space of what is stored, behind them what is stored of the token."""
         source = x
         if weights.query_down is not None and weights.query_norm is not None:
-            down = self._linear(x, weights.query_down, "query_down")
+            down = self._linear(x, weights.query_down, "query_down", place="query_down")
             source = self._latent_norm(down, weights.query_norm, "query_source")
-        queries = self._linear(source, weights.query, "queries")
-        latent = self._linear(x, weights.latent, "latent_raw")
+        queries = self._linear(source, weights.query, "queries", place="query")
+        latent = self._linear(x, weights.latent, "latent_raw", place="latent")
         latent = self._latent_norm(latent, weights.latent_norm, "latent")
-        rotary = self._linear(x, weights.rotary, "rotary_key")
+        rotary = self._linear(x, weights.rotary, "rotary_key", place="rotary")
         out = self._buffer("qkv", spec.qkv_width)
         self._ops.append(Absorb(queries=queries, rotary=rotary, latent=latent, layers=weights.keys, out=out))
         return out
@@ -255,6 +274,10 @@ class _Compiler:
         if weights.shared is not None:
             inner = self._linear(x, weights.shared.up, "shared_inner", gated=True, place="shared_up")
             shared = self._linear(inner, weights.shared.down, "shared", place="shared_down")
+            if weights.shared_gate is not None:
+                gate = self._buffer("shared_gate", 1, torch.float32)
+                self._ops.append(Linear(x=x, layer=weights.shared_gate, gated=False, out=gate))
+                self._ops.append(Gate(x=gate, into=shared))
             self._ops.append(Add(x=shared, into=out))
         return out
 
@@ -313,7 +336,8 @@ def _specs(
             heads=shard.heads,
             kv_heads=shard.kv_heads,
             head_dim=config.head_dim,
-            scale=own.scale,
+            # Queries and keys that end in zeros are longer behind their norms, by the root of the share each.
+            scale=own.scale * config.head_share(own),
             inverse_frequencies=frequencies[own.rope] if own.rope else None,
             alibi_slopes=slopes if shard.alibi_slopes else None,
             window=own.window,

@@ -279,6 +279,7 @@ def expected_shapes(config: ModelConfig, prefix: str) -> dict[str, tuple[int, ..
 
 def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     """Yield the tensors of a layer; names are without its prefix."""
+    config = config.of_layer(layer)
     names, hidden = config.architecture.names, config.hidden_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     for norm in (names.attention_norm, names.attention_post_norm, names.mlp_norm, names.mlp_post_norm):
@@ -291,11 +292,14 @@ def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
         yield from _latent_shapes(config, config.latent)
     elif config.architecture.qkv is Qkv.SEPARATE:
         for name, rows in ((names.query, queries), (names.key, keys), (names.value, keys)):
-            yield from _linear(config, name, rows, hidden, config.attention_bias)
+            if name:
+                yield from _linear(config, name, rows, hidden, config.attention_bias)
     else:
         yield from _linear(config, names.qkv, queries + 2 * keys, hidden, config.attention_bias)
     out = queries if config.latent is None else config.heads * config.latent.value
     yield from _linear(config, names.attention_out, hidden, out, config.attention_out_bias)
+    if names.layer_scale:
+        yield names.layer_scale, (1,)
     if names.sinks:
         yield names.sinks, (config.heads,)
     mixture = config.mixture_of(layer)
@@ -309,6 +313,8 @@ def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
         yield from _mlp(config, names.expert.format(expert), mixture.width, names.expert_gates)
     if mixture.shared_width:
         yield from _mlp(config, names.shared_experts, mixture.shared_width, (names.gate, names.up))
+    if names.shared_gate:
+        yield from _linear(config, names.shared_gate, 1, hidden, False)
 
 
 def _latent_shapes(config: ModelConfig, sizes: LatentAttention) -> Shapes:

@@ -92,6 +92,8 @@ void Program::run_op(const ProgramOp& op, SharedGroup* sums) {
     case OpKind::kForbid: return forbid(op);
     case OpKind::kExperts: return experts(op);
     case OpKind::kTemper: return temper(op);
+    case OpKind::kGate: return gate(op);
+    case OpKind::kHeadNorm: return head_norm(op);
     case OpKind::kHost: break;
   }
   TVM_FFI_THROW(ValueError) << "the interpreter has no such op";
@@ -273,6 +275,29 @@ void Program::temper(const ProgramOp& op) {
     const double factor = 1.0 + op.factor * std::log1p(static_cast<double>(parts));
     const ElementCall call{qkv.data + row * qkv.row_bytes(), nullptr, static_cast<float>(factor)};
     run_elements(*context, ElementOp::kScale, qkv.type, call, op.number);
+  }
+}
+
+void Program::gate(const ProgramOp& op) {
+  const ProgramBuffer& into = at(op.into);
+  const auto* x = reinterpret_cast<const float*>(at(op.x).data);
+  for (int64_t row = 0; row < rows_of(into); ++row) {
+    const ElementCall call{into.data + row * into.row_bytes(), nullptr, 1.0f / (1.0f + std::exp(-x[row]))};
+    run_elements(*context, ElementOp::kScale, into.type, call, into.width);
+  }
+}
+
+void Program::head_norm(const ProgramOp& op) {
+  const ProgramBuffer& into = at(op.into);
+  NormCall call{};
+  call.weight = op.weight.data, call.float_weight = true;
+  call.width = op.weight.width, call.eps = static_cast<float>(op.factor);
+  const int64_t heads = (into.width - op.number) / call.width;
+  const int64_t first = op.number * (into.row_bytes() / into.width);
+  for (int64_t row = 0; row < rows_of(into); ++row) {
+    char* values = into.data + row * into.row_bytes() + first;
+    call.x = values, call.out = values;
+    run_norm(*context, call, into.type, heads);
   }
 }
 

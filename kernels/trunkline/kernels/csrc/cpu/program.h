@@ -49,8 +49,10 @@ enum class OpKind : int64_t {
   kAbsorb = 20,
   kExpand = 21,
   kTemper = 22,
+  kGate = 23,
+  kHeadNorm = 24,
 };
-constexpr int64_t kOpKinds = 23;
+constexpr int64_t kOpKinds = 25;
 
 enum class RowKind : int64_t { kTokens = 0, kStates = 1, kLogits = 2 };
 constexpr int64_t kRowKinds = 3;
@@ -143,6 +145,8 @@ struct Program {
   void absorb(const ProgramOp& op);
   void expand(const ProgramOp& op);
   void temper(const ProgramOp& op);
+  void gate(const ProgramOp& op);
+  void head_norm(const ProgramOp& op);
   void store_kv(const ProgramOp& op);
   void decode(const ProgramOp& op);
   void prefill(const ProgramOp& op);

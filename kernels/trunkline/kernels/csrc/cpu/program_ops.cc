@@ -206,6 +206,17 @@ void read_elements(const OpReader& reader, ProgramOp& op) {
   if (op.kind == OpKind::kAdd) {
     op.x = reader.buffer(2);
     require_alike(into, reader.at(op.x));
+  } else if (op.kind == OpKind::kGate) {
+    op.x = reader.buffer(2);
+    const ProgramBuffer& x = reader.at(op.x);
+    require(x.width == 1 && x.type == DenseType::kFloat32 && x.rows == into.rows,
+            "a gate is a float32 for each row");
+    require_apart(op.x, op.into);
+  } else if (op.kind == OpKind::kHeadNorm) {
+    op.number = reader.words[2], op.weight = reader.constant(3);
+    require(op.weight.is_float32 && op.weight.rows == 1 && op.weight.width > 0 && op.number >= 0 &&
+                op.number < into.width && (into.width - op.number) % op.weight.width == 0,
+            "the heads of a norm do not fit");
   } else if (op.kind == OpKind::kActivate) {
     op.number = reader.words[2];
     require(op.number >= static_cast<int64_t>(ElementOp::kRelu) && op.number < kElementOps, "no such activation");

@@ -1,0 +1,105 @@
+"""Reader of Gemma 4's config.json: dense models, whose layers have heads of two sizes. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from trunkline.worker.errors import UnsupportedModelError
+from trunkline.worker.model import architecture as records
+from trunkline.worker.model.config_fields import Fields, make_rope
+from trunkline.worker.model.model_config import LayerAttention, LayerHeads, ModelConfig, RopeConfig
+from trunkline.worker.model.reader_base import Reader, llama_like, windowed, with_attention, with_attention_bias
+
+DEFAULTS: Final = {
+    "num_hidden_layers": 30,
+    "sliding_window": 512,
+    "max_position_embeddings": 131072,
+    "hidden_size_per_layer_input": 256,
+}
+ROPES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+REFUSED: Final = (
+    ("enable_moe_block", "its router and its experts read other norms of the residual than the MLP beside them"),
+    ("hidden_size_per_layer_input", "embeddings of each layer are not read"),
+    ("num_kv_shared_layers", "each layer has KV of its own here"),
+    ("quantization_config", "heads of several sizes are filled up with zeros, which packed weights cannot be"),
+)
+"""Fields that must be absent or zero, and why; of the family's configurations these are the small "E" models and
+those with experts."""
+
+
+def _gemma4(raw: Mapping[str, Any]) -> ModelConfig:
+    given = {**DEFAULTS, **{name: value for name, value in raw.items() if value is not None}}
+    for name, reason in REFUSED:
+        if value := given.get(name):
+            shown = "there" if isinstance(value, dict) else repr(value)
+            raise UnsupportedModelError(f"{name} is {shown}, which is not implemented: {reason}")
+    layers = int(given["num_hidden_layers"])
+    kinds = list(
+        given.get("layer_types")
+        or ("full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(layers))
+    )
+    kinds[-1:] = ["full_attention"]  # whatever the file says
+    fields = Fields({**given, "layer_types": kinds}, hidden_act="hidden_activation")
+    fields.refuse("use_bidirectional_attention", "vision")
+    config = llama_like(fields, records.GEMMA4, activation="gelu_pytorch_tanh", tied=True, head_dim=256)
+    config = windowed(with_attention_bias(config, fields), fields, lambda _: True)
+    heads = _heads(fields, config, kinds)
+    config = replace(
+        config,
+        head_dim=max(own.head_dim for own in heads),
+        kv_heads=max(own.kv_heads for own in heads),
+        embedding_scale=config.hidden_size**0.5,
+        logit_soft_cap=fields.nullable("final_logit_softcapping", 0.0),
+    )
+    if fewer := next((own.kv_heads for own in heads if config.kv_heads % own.kv_heads), 0):
+        raise UnsupportedModelError(f"layers with {fewer} and with {config.kv_heads} KV heads are not supported")
+    plain = LayerHeads(config.head_dim, config.kv_heads)
+
+    def changed(layer: int, own: LayerAttention) -> LayerAttention:
+        rope = _rope(fields, config, kinds[layer], heads[layer].head_dim)
+        found = None if heads[layer] == plain else heads[layer]
+        return replace(own, scale=1.0, rope=rope, unit_values=True, heads=found)
+
+    return with_attention(config, changed)
+
+
+def _heads(fields: Fields, config: ModelConfig, kinds: list[str]) -> list[LayerHeads]:
+    """Return the heads of each layer, from either form: `per_layer_config`, or fields for layers that see all."""
+    shared = fields.flag("attention_k_eq_v", False)
+    given = fields.get("per_layer_config")
+    if given is None:
+        wide: dict[str, Any] = {"head_dim": fields.whole("global_head_dim", 512)}
+        if shared and fields.get("num_global_key_value_heads") is not None:
+            wide["num_key_value_heads"] = fields.whole("num_global_key_value_heads")
+        given = {str(layer): wide for layer, kind in enumerate(kinds) if kind == "full_attention"}
+    found = []
+    for layer, kind in enumerate(kinds):
+        own = given.get(str(layer)) or {}
+        if other := set(own) - {"head_dim", "num_key_value_heads"}:
+            raise UnsupportedModelError(f"per_layer_config has {', '.join(map(repr, sorted(other)))}")
+        sizes = (int(own.get("head_dim", config.head_dim)), int(own.get("num_key_value_heads", config.kv_heads)))
+        if min(sizes) < 1 or config.heads % sizes[1]:
+            raise ValueError(f"layer {layer} has {sizes[1]} KV heads of {sizes[0]} for {config.heads} heads")
+        found.append(LayerHeads(*sizes, keys_are_values=shared and kind == "full_attention"))
+    return found
+
+
+def _rope(fields: Fields, config: ModelConfig, kind: str, head_dim: int) -> RopeConfig:
+    given = (fields.get("rope_parameters") or ROPES)[kind]
+    theta = float(given["rope_theta"])
+    if given.get("rope_type") != "proportional":
+        return make_rope(given, head_dim, theta, config.max_positions)
+    if head_dim % 2:
+        raise ValueError(f"{head_dim} dimensions of a head are rotated; it must be an even number")
+    pairs = int(float(given.get("partial_rotary_factor", 1.0)) * head_dim // 2)
+    if not 1 <= pairs <= head_dim // 2:
+        raise ValueError(f"partial_rotary_factor of {kind} is {given['partial_rotary_factor']}")
+    return RopeConfig(theta, head_dim, "proportional", float(given.get("factor", 1.0)), turning_pairs=pairs)
+
+
+GEMMA4_READERS: Final[Mapping[str, Reader]] = {"Gemma4ForCausalLM": _gemma4}
