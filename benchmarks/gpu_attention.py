@@ -131,7 +131,10 @@ def cut_into(pieces: int, tokens_min: int) -> Iterator[None]:
 
 
 def sweep(gpu: Gpu, out: Output, cell: Cell) -> None:
-    """Other cuts and numbers of stages than the built-in ones, which are among them."""
+    """Other cuts, numbers of stages and orders than the built-in ones, which are among them.
+
+    Of the swept cells one has narrow pieces only, and two have hardly any.
+    """
     sets = make_sets(gpu, out, cell)
     if not sets:
         return
@@ -145,6 +148,16 @@ def sweep(gpu: Gpu, out: Output, cell: Cell) -> None:
         changed = kernels._shape(sets[0].pool, cell.spec())
         changed.stages = stages  # in the memory of all of them, so that as many thread blocks run
         time_variant(gpu, out, (cell, sets), kernels, f"{stages} stages")
+    for stages in (0, *range(2, shape.narrow_stages + 1)) if shape.narrow_stages else ():
+        kernels = gpu.kernels()
+        changed = kernels._shape(sets[0].pool, cell.spec())
+        changed.narrow_stages = stages
+        changed.narrow_rows = changed.narrow_rows if stages else 0
+        time_variant(
+            gpu, out, (cell, sets), kernels, f"{stages} stages for narrow pieces" if stages else "one layout"
+        )
+    with patch.object(cuda_decode, "DEALT", False):
+        time_variant(gpu, out, (cell, sets), gpu.kernels(), "pieces in turns")
 
 
 def time_variant(

@@ -9,6 +9,8 @@ those in which nothing changes included. `churn`: in every step a row leaves and
 ways get the same steps in turn, in one process. `launches`: kernels and copies of a step that bring the
 plan to the device; attention adds two to each layer.
 
+Part `deal`: how much longer the busiest thread block works than all do on average (`gpu_host_deal`).
+
 Part `prefill`: planning prompts for our kernel, and where large ones are given to a library.
 
 Part `step`: whole steps of the runner, op by op and as graphs (`gpu_host_steps`). `host_p50` is CPU time of the
@@ -24,6 +26,7 @@ from statistics import mean, median
 
 import numpy as np
 import torch
+from gpu_host_deal import measure_deal
 from gpu_host_steps import measure_steps
 from report import Report, parse_arguments
 
@@ -47,6 +50,8 @@ GPU = WorkOptions(
     pieces_per_worker=2,
     piece_tokens_min=256,
     vectors_per_read=128,
+    dealt=True,
+    narrow_vectors=16,
 )
 """As the CUDA kernels cut work for a model of 32 heads on an H100."""
 
@@ -201,6 +206,7 @@ def main() -> None:
         for rows in (1, 32, 256):
             for shared in (0, CONTEXT // 2):
                 decode(report, rows, shared, steps, churn=churn)
+    measure_deal(report, GPU, 3 if arguments.quick else 20)
     measure_steps(report, (1, 32, 256), 16 if arguments.quick else 48)
     for prompts, tokens in ((1, 2048), (1, 8192), (256, 32)):
         prefill(report, prompts, tokens, 20 if arguments.quick else 100)

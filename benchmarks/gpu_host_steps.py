@@ -62,7 +62,16 @@ class NoDevice:
 
     def attention_shape(self, dtype: torch.dtype, head_dim: int) -> AttentionShape:
         del dtype, head_dim
-        return AttentionShape(tile_rows=64, tile_tokens=64, stages=2, shared_bytes=1 << 16, grid=264, is_matrix=1)
+        return AttentionShape(
+            tile_rows=64,
+            tile_tokens=64,
+            stages=2,
+            narrow_rows=16,
+            narrow_stages=3,
+            shared_bytes=1 << 16,
+            grid=264,
+            is_matrix=1,
+        )
 
 
 class NoGraphs:

@@ -21,19 +21,20 @@ from kernels.attention_cases import (
     own_tokens,
     random_decode_case,
 )
-from kernels.cuda_emulated import ADA, CXX, H200, configure, emulated_library, make_emulated
+from kernels.cuda_emulated import A100, ADA, CXX, H200, configure, emulated_library, make_emulated
 from kernels.dense_cases import check_norms
-from kernels.forests import Forest, Shape, no_runs, one_row, pool_data, random_forest
+from kernels.forests import Forest, Shape, behind_prefix, no_runs, one_row, pool_data, random_forest
 from kernels.implementations import CUDA, DTYPES, make_kernels
 from kernels.module_forest import KINDS, module_case
 from kernels.oracle import HEAD_DIMS, attention_oracle, make_spec
 from kernels.pairwise import pairwise
+from kernels.work_words import decode as decoded
 
 from trunkline.kernels import cuda_library, native
 from trunkline.kernels.cuda import CudaKernels
 from trunkline.kernels.cuda_build import CudaBuildError
 from trunkline.kernels.cuda_library import CudaError
-from trunkline.kernels.cuda_work import Workspace
+from trunkline.kernels.cuda_work import CudaDecodeWork, Workspace
 from trunkline.kernels.ops import Kernels, KvPool, QkNorm
 from trunkline.kernels.plan import WritePlan
 
@@ -175,6 +176,55 @@ def test_a_captured_step_follows_the_plan(step: Replayed) -> None:
         step.replay()
         step.check()
     assert (kernels.graph_generation, kernels.counters.decode_plans) == (generation, 2)
+
+
+def prefix_case(shared: int, rows: int = 12, head_dim: int = 128) -> Case:
+    """Rows that share some blocks, in a pool that has room for all of them to share none."""
+    spec = make_spec(4, 2, head_dim)
+    forest = behind_prefix(16, shared, [1 + index for index in range(rows)])
+    if not shared:
+        forest = Forest(16, [one_row(16, 1 + index, index) for index in range(rows)], no_runs(), rows)
+    forest.blocks = 40
+    return make_case(forest, spec, torch.bfloat16, 5)
+
+
+def test_a_captured_step_follows_wide_and_narrow_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From plans with both kinds to plans with one, and with few pieces for many thread blocks."""
+    configure(H200, 0)
+    shape = emulated_library().attention_shape(torch.bfloat16, 128)
+    assert (shape.narrow_rows, shape.stages, shape.narrow_stages) == (16, 2, 3)
+    case = prefix_case(20, 12)
+    step = Replayed(make_emulated(), case, KvPool.wrap(case.data), monkeypatch)
+    step.kernels.prepare_replay(step.plan, step.pool, case.spec)
+    step.capture()
+    for shared, rows in ((20, 12), (0, 12), (20, 2), (24, 11), (1, 1)):
+        case = prefix_case(shared, rows)
+        step.case, step.plan = case, case.forest.decode_plan()
+        step.pool.data.copy_(case.data)
+        step.q[:rows] = case.q
+        step.replay()
+        case.assert_result(step.out[:rows])
+        assert step.out[rows:].isnan().all()
+        assert isinstance(step.plan.state, CudaDecodeWork)
+        lists = decoded(step.plan.state.words.numpy()).lists
+        assert any(wide for wide, _ in lists) == (rows * 2 > 16 and shared > 0)
+        assert any(narrow for _, narrow in lists)
+    # Another number of thread blocks than the plan has workers: each does several workers' units, or none.
+    for grid in (1, 4, 9):
+        step.launches[0][1][0]._obj.grid = grid
+        step.replay()
+        case.assert_result(step.out[:rows])
+
+
+@pytest.mark.parametrize("device", [H200, A100, ADA])
+def test_narrow_pieces_have_more_stages_or_no_layout_of_their_own(device: tuple[int, int, int]) -> None:
+    configure(device, 0)
+    for head_dim in HEAD_DIMS:
+        shape = emulated_library().attention_shape(torch.float16, head_dim)
+        assert shape.narrow_stages == 0 or shape.stages < shape.narrow_stages <= 4
+        assert bool(shape.narrow_rows) == bool(shape.narrow_stages)
+        blocks = shape.grid // device[0]
+        assert blocks * (shape.shared_bytes + 1024) <= device[2]
 
 
 def test_nothing_is_brought_to_the_device_in_a_capture(step: Replayed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,12 +148,13 @@ def test_ceilings() -> None:
 def test_decode_measures_tables_batches_and_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_attention, "PIECES", (1, 2))
     monkeypatch.setattr(gpu_attention, "PIECE_TOKENS", (64,))
-    found = found_by(measure_decode, Cells((SMALL,), (1, 2), SMALL, (SMALL,)))
+    found = found_by(measure_decode, Cells((SMALL,), (1, 2), SMALL, (replace(SMALL, head_dim=128),)))
     assert found.problems == []
     assert {"ours", "each row alone", "planning, first call", "floor here"} <= metrics(found)
     assert {result["case"]["batch"] for result in found.results} == {1, 2, 3}
     variants = {result["case"].get("variant") for result in found.results}
-    assert {"1 pieces of 64 tokens or more", "2 stages", "attention alone", "merge alone"} <= variants
+    assert {"1 pieces of 64 tokens or more", "2 stages", "3 stages for narrow pieces", "one layout"} <= variants
+    assert {"pieces in turns", "attention alone", "merge alone"} <= variants
     assert found_by(measure_decode, Cells((SMALL,)), visit=Visit(0.0)).results == []
 
 

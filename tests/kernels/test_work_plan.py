@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kernels.forests import Forest, Range, Row, Shape, beam_forest, random_forest
-from kernels.work_words import Work, decode
+from kernels.work_words import Work, check_lists, decode
 from seeds import seeds
 
 from trunkline.kernels.plan import DecodePlan, WorkOptions, plan_decode_work
@@ -68,9 +68,12 @@ def test_nothing_is_lost_or_read_twice(seed: int) -> None:
         invariant_tokens=int(rng.choice([0, 0, 64])),
         share=bool(rng.random() < 0.8),
         unit_vectors=int(rng.choice([0, 48])),
+        dealt=bool(rng.random() < 0.5),
+        narrow_vectors=int(rng.choice([0, 16])),
     )
     work = work_of(plan, options)
     check(work, forest)
+    check_lists(work, options)
     alone = sum(row.tokens for row in forest.rows)
     assert work.tokens <= alone * (1 if not options.tile_rows else 2)
     if not options.share:
@@ -263,6 +266,7 @@ def test_contradictions_are_named(change: dict[str, list[int]], sentence: str) -
         (replace(OPTIONS, workers=0), "workers"),
         (replace(OPTIONS, tile_rows=1), "tile_rows"),
         (replace(OPTIONS, unit_vectors=-1), "unit_vectors"),
+        (replace(OPTIONS, narrow_vectors=-1), "narrow_vectors"),
     ],
 )
 def test_options_are_checked(options: WorkOptions, sentence: str) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trunkline.kernels.plan import WorkOptions
+
 HEADER = (
     "magic words pieces items entries rows partials tokens widest piece_items piece_entries item_block item_first "
     "item_count item_base item_tail entry_row entry_shift entry_ordinal row_partials query_position shifted "
-    "last_block made row_tail unused_1 unused_2 unused_3"
+    "last_block made row_tail workers unit_bounds units"
 ).split()
 MAGIC = 0x54504157
 
@@ -37,6 +40,8 @@ class Work:
     tokens: int
     row_partials: list[int]
     query_position: list[int]
+    lists: list[tuple[list[int], list[int]]]
+    """The wide and the narrow units of each worker; none if the plan is not dealt."""
 
 
 def decode(words: NDArray[np.int32], steps: int = 0) -> Work:
@@ -72,4 +77,57 @@ def decode(words: NDArray[np.int32], steps: int = 0) -> Work:
     assert head["partials"] == len(entry_rows)
     partials = array("row_partials", rows + 1)
     positions = [position + steps for position in array("query_position", rows)]
-    return Work(decoded, head["tokens"] + steps * rows, partials, positions)
+    return Work(decoded, head["tokens"] + steps * rows, partials, positions, _lists(words, head))
+
+
+def _lists(words: NDArray[np.int32], head: dict[str, int]) -> list[tuple[list[int], list[int]]]:
+    workers = head["workers"]
+    if not workers:
+        return []
+    bounds = words[head["unit_bounds"] : head["unit_bounds"] + 2 * workers + 1].tolist()
+    units = words[head["units"] : head["units"] + bounds[-1]].tolist()
+    assert bounds[0] == 0
+    assert bounds == sorted(bounds)
+    parts = [units[start:stop] for start, stop in pairwise(bounds)]
+    return list(zip(parts[::2], parts[1::2], strict=True))
+
+
+def unit_costs(work: Work, options: WorkOptions) -> list[int]:
+    """What a unit of each piece counts as, in query vectors, rounded up to five binary digits."""
+    vectors = [options.vectors_per_read + len(piece.entries) * options.group for piece in work.pieces]
+    costs = [piece.tokens * each + 1 for piece, each in zip(work.pieces, vectors, strict=True)]
+    steps = [1 << max(0, cost.bit_length() - 5) for cost in costs]
+    return [-(-cost // step) * step for cost, step in zip(costs, steps, strict=True)]
+
+
+def check_lists(work: Work, options: WorkOptions) -> None:
+    """Each unit is in one list, of its kind."""
+    assert len(work.lists) == (options.workers if options.dealt else 0)
+    if not options.dealt:
+        return
+    units = [unit for lists in work.lists for each in lists for unit in each]
+    assert sorted(units) == list(range(len(work.pieces) * options.kv_heads))
+    for lists in work.lists:
+        for each, is_narrow in zip(lists, (False, True), strict=True):
+            rows = [len(work.pieces[unit // options.kv_heads].entries) for unit in each]
+            assert all((n * options.group <= options.narrow_vectors) == is_narrow for n in rows)
+
+
+def check_loads(work: Work, options: WorkOptions) -> int:
+    """No worker has more than what `deal.h` promises; return how much the one with the most has."""
+    costs, workers = unit_costs(work, options), options.workers
+    loads = [sum(costs[unit // options.kv_heads] for each in lists for unit in each) for lists in work.lists]
+    total = options.kv_heads * sum(costs)
+    assert sum(loads) == total
+    assert workers * max(loads) <= total + (workers - 1) * max(costs, default=0)
+    assert max(loads) <= max(loads_in_turns(work, options))
+    return max(loads)
+
+
+def loads_in_turns(work: Work, options: WorkOptions) -> list[int]:
+    """What each worker has if they take turns."""
+    loads = [0] * options.workers
+    for piece, cost in enumerate(unit_costs(work, options)):
+        for unit in range(piece * options.kv_heads, (piece + 1) * options.kv_heads):
+            loads[unit % options.workers] += cost
+    return loads

@@ -13,12 +13,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from kernels.work_words import Work, decode
+from kernels.work_words import Work, check_lists, check_loads, decode
 from numpy.typing import NDArray
 from seeds import seeds
 from worker.row_world import RowWorld
 
-from trunkline.kernels.live_plan import LiveWork
+from trunkline.kernels.live_plan import WORK_MADE, LiveWork
 from trunkline.kernels.plan import DecodePlan, WorkOptions, build_decode_plan, plan_decode_work
 from trunkline.worker.batch.decode_rows import LiveRows
 from trunkline.worker.batch.sequences import BatchSequence, segments_of
@@ -123,6 +123,8 @@ def options_of(rng: np.random.Generator) -> WorkOptions:
         piece_tokens_min=int(rng.choice([1, 64])),
         share=bool(rng.random() < 0.8),
         unit_vectors=int(rng.choice([0, 48])),
+        dealt=bool(rng.random() < 0.7),
+        narrow_vectors=int(rng.choice([0, 4, 16])),
     )
 
 
@@ -134,6 +136,7 @@ def check_steps(seed: int, steps: int, kinds: tuple[str, ...]) -> None:
     chosen = options_of(rng)
     options = (chosen, replace(chosen, invariant_tokens=int(rng.choice([8, 64]))), replace(OPTIONS, workers=1))
     followed = Followed(chunk, options)
+    made = [0] * len(options)
     for step in range(steps):
         world.step()
         if not world.rows:
@@ -146,6 +149,11 @@ def check_steps(seed: int, steps: int, kinds: tuple[str, ...]) -> None:
         mirrors = [followed.words(each) for each in options]
         shown = step % len(options)
         work = decode(mirrors[shown], followed.rows.plan.steps)
+        check_lists(work, options[shown])
+        now = [int(mirror[WORK_MADE]) for mirror in mirrors]
+        if now[shown] != made[shown] and options[shown].dealt:  # by what pieces cost now
+            check_loads(work, options[shown])
+        made = now
         compare(work, plan, options[shown], plain=not {"cut", "modules"} & set(kinds))
 
 

@@ -23,6 +23,8 @@ VECTORS_PER_READ: Final = 128
 """Number of query vectors whose products take about as long as reading their tokens (kernels.md: 790 TFLOP/s, 4.3
 TB/s)."""
 PIECES_PER_WORKER: Final = 2
+DEALT: Final = True
+"""Whether plans say which thread block does which pieces, longest first; else thread blocks take turns."""
 
 
 class DecodePlans:
@@ -72,6 +74,8 @@ class DecodePlans:
                 invariant_tokens=key.invariant_tokens,
                 share=key.share,
                 vectors_per_read=VECTORS_PER_READ,
+                dealt=DEALT,
+                narrow_vectors=key.narrow_rows,
             )
         if isinstance(plan, LiveDecodePlan):
             live = plan.work(options, self)

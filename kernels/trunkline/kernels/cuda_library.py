@@ -43,7 +43,7 @@ class AttentionCall(ctypes.Structure):
         *_fields(c_void_p, "q out pool work steps partial_acc partial_stats alibi_slopes inverse_frequencies"),
         *_fields(c_int64, "q_row_stride out_row_stride"),
         *_fields(c_int32, "dtype head_dim heads kv_heads chunk_size layers layer rotary_half window causal rows"),
-        *_fields(c_int32, "tile_rows stages grid shared_bytes"),
+        *_fields(c_int32, "tile_rows stages narrow_stages grid shared_bytes"),
         *_fields(c_float, "scale soft_cap"),
     ]
 
@@ -51,7 +51,9 @@ class AttentionCall(ctypes.Structure):
 class AttentionShape(ctypes.Structure):
     """The numbers by which attention is launched on a device."""
 
-    _fields_: ClassVar[_Fields] = _fields(c_int32, "tile_rows tile_tokens stages shared_bytes grid is_matrix")
+    _fields_: ClassVar[_Fields] = _fields(
+        c_int32, "tile_rows tile_tokens stages narrow_rows narrow_stages shared_bytes grid is_matrix"
+    )
 
 
 class WriteCall(ctypes.Structure):

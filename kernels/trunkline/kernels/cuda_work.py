@@ -70,6 +70,7 @@ class WorkKey(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     tile_rows: int
+    narrow_rows: int
     grid: int
     invariant_tokens: int
     share: bool

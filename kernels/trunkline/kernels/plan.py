@@ -256,6 +256,8 @@ class WorkOptions:
     share: bool = True
     vectors_per_read: int = 16
     unit_vectors: int = 0
+    dealt: bool = False
+    narrow_vectors: int = 0
 
 
 option_values = operator.attrgetter(*WorkOptions.__dataclass_fields__)

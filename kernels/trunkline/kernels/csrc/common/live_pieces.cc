@@ -297,7 +297,9 @@ void LivePlan::lay_out() {
                              entry_capacity_,
                              int64_t{row_capacity_} + 1,
                              row_capacity_};
-  words_ = kWorkHeaderWords + row_capacity_;
+  const int64_t bounds = options_.dealt ? 2 * int64_t{options_.workers} + 1 : 0;
+  const int64_t units = options_.dealt ? int64_t{piece_capacity_} * options_.kv_heads : 0;
+  words_ = kWorkHeaderWords + row_capacity_ + bounds + units;
   for (const int64_t length : lengths) words_ += length;
   if (words_ > INT32_MAX) fail("a plan of more than 2^31 words");
   memory_ = std::shared_ptr<int32_t[]>(new int32_t[static_cast<size_t>(words_)]());
@@ -307,6 +309,9 @@ void LivePlan::lay_out() {
     at += static_cast<int32_t>(length);
   }
   memory_[kWorkRowTail] = at;
+  memory_[kWorkUnitBounds] = at += row_capacity_;
+  memory_[kWorkUnits] = at + static_cast<int32_t>(bounds);
+  memory_[kWorkWorkers] = options_.dealt ? options_.workers : 0;
   memory_[kWorkMagic] = kWorkMagicValue;
   memory_[kWorkWords] = static_cast<int32_t>(words_);
   ++generation_;
@@ -372,6 +377,7 @@ void LivePlan::write_pieces() {
     slot += partials[i];
   }
   put(row_partials + static_cast<int64_t>(order_.size()), slot);
+  if (options_.dealt) write_deal();
   const auto rows = static_cast<int32_t>(order_.size());
   // Each row reads one more in every step.
   const auto tokens = static_cast<int32_t>(tokens_ - int64_t{rows} * made_at_);
@@ -380,6 +386,15 @@ void LivePlan::write_pieces() {
                                {kWorkWidest, widest}, {kWorkShifted, shifted}, {kWorkLastBlock, last_block_},
                                {kWorkMade, made_}};
   for (const auto& [field, value] : header) put(field, value);
+}
+
+void LivePlan::write_deal() {
+  std::vector<DealtPiece> pieces;
+  for (const Piece& piece : pieces_) pieces.push_back(dealt_piece(options_, piece.tokens, piece.entries));
+  const Deal deal = deal_units(pieces, options_.kv_heads, options_.workers);
+  const int64_t bounds = memory_[kWorkUnitBounds], units = memory_[kWorkUnits];
+  for (size_t i = 0; i < deal.bounds.size(); ++i) put(bounds + static_cast<int64_t>(i), deal.bounds[i]);
+  for (size_t i = 0; i < deal.units.size(); ++i) put(units + static_cast<int64_t>(i), deal.units[i]);
 }
 
 void LivePlan::write_tail(const Row& row) {

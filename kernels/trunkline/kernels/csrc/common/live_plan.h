@@ -128,6 +128,7 @@ class LivePlan {
   void release(Row& row);
   void write_items(const Row& row, int32_t from);
   void write_pieces();
+  void write_deal();
   int64_t entries() const;
   void write_tail(const Row& row);
   void extend_last_piece(const Row& row, int32_t segments);

@@ -1,6 +1,7 @@
 #include "work_plan.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <map>
 #include <stdexcept>
@@ -323,7 +324,9 @@ class Planner {
       widest = std::max(widest, run.rows.size());
     }
     const size_t pieces = pieces_.size(), rows = static_cast<size_t>(in_.num_rows);
-    const size_t words = kWorkHeaderWords + 3 * pieces + 1 + 5 * num_items + 3 * num_entries + (rows + 1) + rows;
+    const Deal deal = deal_pieces();
+    const size_t words = kWorkHeaderWords + 3 * pieces + 1 + 5 * num_items + 3 * num_entries + (rows + 1) + rows +
+                         deal.bounds.size() + deal.units.size();
     std::vector<int32_t> out(words, 0);
     size_t at = kWorkHeaderWords;
     const auto reserve = [&](WorkHeader field, size_t length) {
@@ -344,6 +347,8 @@ class Planner {
     int32_t* ordinal = reserve(kWorkEntryOrdinal, num_entries);
     int32_t* row_partials = reserve(kWorkRowPartials, rows + 1);
     int32_t* query_position = reserve(kWorkQueryPosition, rows);
+    std::copy(deal.bounds.begin(), deal.bounds.end(), reserve(kWorkUnitBounds, deal.bounds.size()));
+    std::copy(deal.units.begin(), deal.units.end(), reserve(kWorkUnits, deal.units.size()));
     std::vector<int32_t> partials(rows, 0);
     int32_t item_at = 0, entry_at = 0, tokens = 0;
     for (size_t piece = 0; piece < pieces; ++piece) {
@@ -381,7 +386,17 @@ class Planner {
     out[kWorkPartials] = row_partials[rows];
     out[kWorkTokens] = tokens;
     out[kWorkWidest] = static_cast<int32_t>(widest);
+    out[kWorkWorkers] = options_.dealt ? options_.workers : 0;
     return out;
+  }
+
+  Deal deal_pieces() const {
+    if (!options_.dealt) return {};
+    std::vector<DealtPiece> pieces;
+    for (const Run& run : pieces_) {
+      pieces.push_back(dealt_piece(options_, run.tokens, static_cast<int64_t>(run.rows.size())));
+    }
+    return deal_units(pieces, options_.kv_heads, options_.workers);
   }
 
   const DecodeItems& in_;
@@ -397,7 +412,9 @@ void check_options(const WorkOptions& options) {
   const auto fail = [](const char* sentence) { throw std::invalid_argument(sentence); };
   if (options.kv_heads < 1 || options.group < 1) fail("kv_heads and group must be positive");
   if (options.workers < 1 || options.pieces_per_worker < 1) fail("workers and pieces_per_worker must be positive");
-  if (options.unit_vectors < 0) fail("unit_vectors must not be negative");
+  if (options.unit_vectors < 0 || options.narrow_vectors < 0) {
+    fail("unit_vectors and narrow_vectors must not be negative");
+  }
   if (options.tile_rows != 0 && options.tile_rows < options.group) {
     fail("tile_rows must hold at least the group of one row");
   }
@@ -419,6 +436,14 @@ int64_t balanced_parts(const WorkOptions& options, int64_t tokens, int64_t rows,
                            std::max<int64_t>(1, kBytesPerPartialByte * vectors * options.partial_bytes);
   const int64_t most = std::max<int64_t>(1, std::min(by_tokens, by_bytes));
   return std::clamp<int64_t>((piece_cost(options, tokens, rows) * heads + unit - 1) / unit, 1, most);
+}
+
+DealtPiece dealt_piece(const WorkOptions& options, int64_t tokens, int64_t rows) {
+  constexpr int kBits = 5;
+  const int64_t cost = piece_cost(options, tokens, rows);
+  const int dropped = std::max(0, static_cast<int>(std::bit_width(static_cast<uint64_t>(cost))) - kBits);
+  const int64_t rounded = ((cost + (int64_t{1} << dropped) - 1) >> dropped) << dropped;
+  return {rounded, rows * options.group <= options.narrow_vectors};
 }
 
 std::vector<int32_t> plan_decode_work(const DecodeItems& items, const WorkOptions& options) {

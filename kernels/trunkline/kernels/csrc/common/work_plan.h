@@ -16,6 +16,8 @@
 // 3. Balance: pieces are cut to about equal cost, with a minimum length.
 // Each piece is done once per KV head, or for several at once (`unit_vectors`): then it is cut along its tokens rather
 // than by heads, whose tiles adjoin in memory.
+// 4. Dealing (`dealt`): each worker gets a list of units of its own, longest first (deal.h). The order of pieces, in which
+// partials are numbered, stays as it is.
 //
 // Partials: a row has one partial (O, m, n) per piece that it appears in. `entry_ordinal` numbers a row's partials
 // in the order of pieces; a row with a single one needs no merge.
@@ -29,6 +31,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <vector>
+
+#include "deal.h"
 
 namespace trunkline {
 
@@ -61,6 +65,8 @@ struct WorkOptions {
   bool share = true;              // false: every row reads all its items alone (sequence-first, the baseline)
   int32_t vectors_per_read = 16;  // query vectors whose arithmetic takes as long as reading their tokens
   int32_t unit_vectors = 0;       // most query vectors of which a worker takes several KV heads at once; 0: none
+  bool dealt = false;             // the plan says which worker does which units (deal.h)
+  int32_t narrow_vectors = 0;     // dealt pieces of at most so many query vectors are in lists of their own
 };
 
 // Little-endian int32 words, position-independent: the same buffer is read on the host and on a device.
@@ -93,6 +99,10 @@ enum WorkHeader : int32_t {
   // Of a plan that goes on: offset of [rows], the item of each row's region in which its token lies, or one in front of
   // it (`token_slot`). 0: there is no such array.
   kWorkRowTail,
+  // Of a dealt plan: workers (0: the plan is not dealt), and the offsets of `Deal::bounds` and `Deal::units`.
+  kWorkWorkers,
+  kWorkUnitBounds,
+  kWorkUnits,
   kWorkHeaderWords = 28,
 };
 constexpr int32_t kWorkMagicValue = 0x54504157;
@@ -105,7 +115,7 @@ constexpr int32_t kWorkMagicValue = 0x54504157;
 
 // The arrays inside such a buffer.
 struct WorkView {
-  int32_t pieces, entries, rows, partials, tokens, widest;
+  int32_t pieces, entries, rows, partials, tokens, widest, workers;
   const int32_t* piece_items;    // [pieces, 2] into the item arrays: first, and behind the last
   const int32_t* piece_entries;  // [pieces + 1] into the entry arrays
   const int32_t* item_block;
@@ -118,6 +128,8 @@ struct WorkView {
   const int32_t* entry_ordinal;   // this piece makes the row's partial number ...
   const int32_t* row_partials;    // [rows + 1]: the row's partials are these slots
   const int32_t* query_position;  // [rows], at step 0
+  const int32_t* unit_bounds;     // [2 * workers + 1] into the units; see `Deal`
+  const int32_t* units;
 
   TRUNKLINE_HOST_DEVICE explicit WorkView(const int32_t* w)
       : pieces(w[kWorkPieces]),
@@ -126,6 +138,7 @@ struct WorkView {
         partials(w[kWorkPartials]),
         tokens(w[kWorkTokens]),
         widest(w[kWorkWidest]),
+        workers(w[kWorkWorkers]),
         piece_items(w + w[kWorkPieceItems]),
         piece_entries(w + w[kWorkPieceEntries]),
         item_block(w + w[kWorkItemBlock]),
@@ -137,7 +150,9 @@ struct WorkView {
         entry_shift(w + w[kWorkEntryShift]),
         entry_ordinal(w + w[kWorkEntryOrdinal]),
         row_partials(w + w[kWorkRowPartials]),
-        query_position(w + w[kWorkQueryPosition]) {}
+        query_position(w + w[kWorkQueryPosition]),
+        unit_bounds(w + w[kWorkUnitBounds]),
+        units(w + w[kWorkUnits]) {}
 };
 
 // How many tokens an item has at a step.
@@ -164,6 +179,10 @@ int64_t piece_cost(const WorkOptions& options, int64_t tokens, int64_t rows);
 // of rows that one worker takes. Partial results are charged: a part reads at least twice the bytes that its partial
 // results are written and read with, or cuts would cost more than they spread.
 int64_t balanced_parts(const WorkOptions& options, int64_t tokens, int64_t rows, int64_t aim);
+
+// What the units of a piece of a dealt plan are. Costs are rounded up to five binary digits, by a sixteenth at most: pieces
+// that differ little are dealt alike, so that few words change when rows join or leave.
+DealtPiece dealt_piece(const WorkOptions& options, int64_t tokens, int64_t rows);
 
 // Throws std::invalid_argument for items that contradict each other.
 std::vector<int32_t> plan_decode_work(const DecodeItems& items, const WorkOptions& options);

@@ -20,7 +20,7 @@ namespace {
 
 namespace ffi = tvm::ffi;
 
-constexpr int kOptions = 12;
+constexpr int kOptions = 14;
 
 struct HostAllocator {
   void AllocData(DLTensor* tensor) {
@@ -63,13 +63,15 @@ WorkOptions read_options(const ffi::Array<int64_t>& numbers, int64_t first) {
   chosen.share = option(9) != 0;
   chosen.vectors_per_read = option(10);
   chosen.unit_vectors = option(11);
+  chosen.dealt = option(12) != 0;
+  chosen.narrow_vectors = option(13);
   return chosen;
 }
 
 // `arrays`, one after the other: block, first, count, base, row_indptr, rows, shifts, tail_item, query_position.
 // `numbers`: items, entries, rows, shared items, then the options.
 ffi::Tensor plan_work(TensorView arrays, ffi::Array<int64_t> numbers) {
-  require(numbers.size() == 16, "four sizes and twelve options are expected");
+  require(numbers.size() == 4 + kOptions, "four sizes and the options are expected");
   const int64_t item_count = numbers[0], entries = numbers[1], rows = numbers[2], shared_items = numbers[3];
   const int32_t* next = int32_data(arrays, "arrays");
   require(item_count >= 0 && entries >= 0 && rows >= 0 && shared_items >= 0 && shared_items <= item_count &&
@@ -148,7 +150,7 @@ ffi::Array<ffi::Tensor> plan_prefill(TensorView arrays, ffi::Array<int64_t> numb
 
 // `numbers`: the options, tokens per block, whether changes are kept.
 int64_t live_plan_new(ffi::Array<int64_t> numbers) {
-  require(numbers.size() == kOptions + 2, "twelve options and two numbers are expected");
+  require(numbers.size() == kOptions + 2, "the options and two numbers are expected");
   try {
     return reinterpret_cast<int64_t>(new LivePlan(
         read_options(numbers, 0), static_cast<int32_t>(numbers[kOptions]), numbers[kOptions + 1] != 0));

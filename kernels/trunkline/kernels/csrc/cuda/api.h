@@ -35,8 +35,9 @@ struct AttentionCall {
   int32_t window;     // 0: off
   int32_t causal;     // 1: a key that acts after its query is hidden, as it always is with a window
   int32_t rows;       // upper bound of the plan's rows, for the grid of the merge
-  int32_t tile_rows;  // these three as attention_shape gave them
+  int32_t tile_rows;  // these five as attention_shape gave them
   int32_t stages;
+  int32_t narrow_stages;
   int32_t grid;
   int32_t shared_bytes;
   float scale;
@@ -48,6 +49,9 @@ struct AttentionShape {
   int32_t tile_rows;  // most query vectors of a tile: what the planner should aim at
   int32_t tile_tokens;
   int32_t stages;
+  int32_t
+      narrow_rows;  // most query vectors of a narrow piece, for which there is another layout; 0: there is none
+  int32_t narrow_stages;  // of that layout: more than `stages`, or 0
   int32_t shared_bytes;
   int32_t grid;       // thread blocks that fit the device at once
   int32_t is_matrix;  // 1: matrix units; 0: the general kernel

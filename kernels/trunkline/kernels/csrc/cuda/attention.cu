@@ -47,7 +47,8 @@ cudaError_t read_limits(DeviceLimits& limits) {
 }
 
 // Two thread blocks per processor hide each other's barriers, so they come before more stages; and large tiles
-// (they read shared KV once for more rows) before both.
+// (they read shared KV once for more rows) before both. What a large tile's vectors take is further stages of the layout
+// for narrow pieces; where that makes none, there is one layout.
 bool choose_stages(const AttentionKernel& kernel, const DeviceLimits& limits, AttentionShape& shape) {
   for (int rows = kMatrixRows; rows >= 16; rows /= 2) {
     for (int blocks = 2; blocks >= 1; --blocks) {
@@ -58,6 +59,13 @@ bool choose_stages(const AttentionKernel& kernel, const DeviceLimits& limits, At
       shape.tile_rows = rows;
       shape.stages = stages;
       shape.shared_bytes = stages * kernel.stage_bytes + rows * kernel.row_bytes;
+      const int narrow_bytes = kNarrowRows * kernel.row_bytes;
+      const int narrow_stages = std::min(kStagesMax, (available - narrow_bytes) / kernel.stage_bytes);
+      if (narrow_stages > stages) {
+        shape.narrow_rows = kNarrowRows;
+        shape.narrow_stages = narrow_stages;
+        shape.shared_bytes = std::max(shape.shared_bytes, narrow_stages * kernel.stage_bytes + narrow_bytes);
+      }
       return true;
     }
   }

@@ -155,7 +155,8 @@ template <class T>
 __global__ void __launch_bounds__(kThreads) attention_general_kernel(const __grid_constant__ AttentionCall call) {
   const WorkView work(call.work);
   const int steps = call.steps == nullptr ? 0 : *call.steps;
-  TileCursor tile(work, call, steps, kGeneralTokens);
+  TileCursor tile(work, call, steps, UnitList(work, call.kv_heads, UnitList::kAll), call.tile_rows,
+                  kGeneralTokens);
   GeneralSegment<T> segment(call, dynamic_shared());
   while (tile.next_segment()) segment.run(tile, work, steps);
 }

@@ -11,6 +11,12 @@
 // So the output's accumulators are spread over the warps whatever the number of vectors, and a row's arithmetic,
 // element by element, is the same in a tile of 16, 32 or 64 vectors: what the batch-invariant mode relies on.
 //
+// Two layouts of shared memory, one after the other: *wide* units with `tile_rows` vectors, then *narrow* units, of at most
+// 16 vectors (what few rows read alone, most of what a step without sharing reads), with the room that the other vectors
+// leave as further stages: more bytes under way where reading is all there is to do. Each has its own list of units in the
+// plan, and one without units is passed over. Both are in one launch, so that thread blocks without wide units begin
+// with narrow ones at once. (Kernels apart would have to wait for each other.)
+//
 // Barriers per tile:  A  this tile has arrived for everyone, and everyone is done with the tile before it
 //                     B  all warps' peaks are in `peaks`
 //                     C  all of P is written
@@ -24,6 +30,8 @@
 #include "tiles.cuh"
 
 namespace trunkline::cuda {
+
+constexpr int kNarrowRows = 16;
 
 // Where everything lies in dynamic shared memory, in bytes; the host computes the size from it.
 template <int D>
@@ -64,8 +72,8 @@ class TileLoader {
  public:
   using Layout = MatrixLayout<D>;
 
-  __device__ TileLoader(const AttentionCall& call, const TileCursor& cursor, T* memory)
-      : call_(call), cursor_(cursor), memory_(memory), stages_(call.stages) {
+  __device__ TileLoader(const AttentionCall& call, const TileCursor& cursor, T* memory, int stages)
+      : call_(call), cursor_(cursor), memory_(memory), stages_(stages) {
     more_ = cursor_.next_segment();
     for (int i = 0; i < stages_ - 1; ++i) issue();
   }
@@ -390,12 +398,11 @@ __device__ __forceinline__ void run_segment(const AttentionCall& call, const Mat
 }
 
 template <class T, int D>
-__global__ void __launch_bounds__(kThreads) attention_matrix_kernel(const __grid_constant__ AttentionCall call) {
-  const WorkView work(call.work);
-  const int steps = call.steps == nullptr ? 0 : *call.steps;
-  const MatrixShared<T, D> shared(dynamic_shared(), call.stages, call.tile_rows);
-  TileCursor tile(work, call, steps, MatrixLayout<D>::kTokens);
-  TileLoader<T, D> loader(call, tile, shared.stages);
+__device__ __forceinline__ void run_units(const AttentionCall& call, const WorkView& work, int steps,
+                                          const UnitList& units, int stages, int tile_rows) {
+  const MatrixShared<T, D> shared(dynamic_shared(), stages, tile_rows);
+  TileCursor tile(work, call, steps, units, tile_rows, MatrixLayout<D>::kTokens);
+  TileLoader<T, D> loader(call, tile, shared.stages, stages);
   while (tile.next_segment()) {
     const int vectors = tile.vectors();
     if (vectors <= 16) {
@@ -407,6 +414,25 @@ __global__ void __launch_bounds__(kThreads) attention_matrix_kernel(const __grid
     }
   }
   copy_async_wait<0>();
+}
+
+template <class T, int D>
+__global__ void __launch_bounds__(kThreads) attention_matrix_kernel(const __grid_constant__ AttentionCall call) {
+  const WorkView work(call.work);
+  const int steps = call.steps == nullptr ? 0 : *call.steps;
+  const bool apart = call.narrow_stages > 0;
+  // A loop, so that the code of a layout is there once.
+#pragma unroll 1
+  for (int layout = 0; layout <= (apart ? 1 : 0); ++layout) {
+    const bool narrow = layout == 1;
+    if (narrow) __syncthreads();  // the memory is laid out anew
+    const UnitList units(work, call.kv_heads,
+                         !apart   ? UnitList::kAll
+                         : narrow ? UnitList::kNarrow
+                                  : UnitList::kWide);
+    run_units<T, D>(call, work, steps, units, narrow ? call.narrow_stages : call.stages,
+                    narrow ? kNarrowRows : call.tile_rows);
+  }
 }
 
 }  // namespace trunkline::cuda

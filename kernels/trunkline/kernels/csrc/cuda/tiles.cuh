@@ -2,8 +2,7 @@
 //
 // A *unit* is (piece, KV head). A *segment* is a unit and up to `tile_rows` of its query vectors (rows * group of
 // query heads); almost always a unit is one segment. A *tile* is up to `tile_tokens` consecutive tokens of one
-// item. Thread block b does units b, b + grid, b + 2 * grid, …; the plan says how many there are, so a captured
-// graph follows a new plan.
+// item. The plan says which units a thread block does (`UnitList`), so a captured graph follows a new plan.
 //
 // Invariant: the tiles of a row depend only on its own items, never on who shares them or on how rows are packed.
 // With equal arithmetic per row this makes results equal bit by bit wherever the cuts are equal (the planner's
@@ -30,28 +29,79 @@ __device__ __forceinline__ int warp_min(int x) {
   return x;
 }
 
+// The units of a thread block, in order. A dealt plan (common/deal.h) has two lists for each worker, of wide and of narrow
+// units; thread block b is worker b, and should there be fewer thread blocks also b + grid, b + 2 * grid, … Of another plan
+// it does units b, b + grid, b + 2 * grid, …, all of which count as wide.
+class UnitList {
+ public:
+  enum Kind { kWide = 1, kNarrow = 2, kAll = kWide | kNarrow };
+
+  __device__ UnitList(const WorkView& work, int kv_heads, Kind kind)
+      : bounds_(work.workers > 0 ? work.unit_bounds + (kind == kNarrow ? 1 : 0) : nullptr),
+        units_(work.units),
+        workers_(work.workers),
+        width_(kind == kAll ? 2 : 1),
+        worker_(static_cast<int>(blockIdx.x)),
+        at_(0),
+        stop_(0) {
+    if (bounds_ != nullptr) {
+      open();
+    } else {
+      at_ = worker_;
+      stop_ = kind == kNarrow ? 0 : work.pieces * kv_heads;
+    }
+  }
+
+  // The next unit; -1: there is none left.
+  __device__ int next() {
+    if (bounds_ == nullptr) {
+      const int unit = at_;
+      at_ += static_cast<int>(gridDim.x);
+      return unit < stop_ ? unit : -1;
+    }
+    while (at_ >= stop_) {
+      if (worker_ >= workers_) return -1;
+      worker_ += static_cast<int>(gridDim.x);
+      open();
+    }
+    return units_[at_++];
+  }
+
+ private:
+  __device__ void open() {
+    if (worker_ >= workers_) return;
+    at_ = bounds_[2 * worker_];
+    stop_ = bounds_[2 * worker_ + width_];
+  }
+
+  const int32_t* bounds_;
+  const int32_t* units_;
+  int workers_, width_, worker_, at_, stop_;
+};
+
 // Walks a thread block's segments and, within each, its tiles. The loader's and the consumer's cursor are two
 // objects of this class, so that both see the same sequence.
 class TileCursor {
  public:
-  __device__ TileCursor(const WorkView& work, const AttentionCall& call, int steps, int tile_tokens)
+  // `tile_rows`, `tile_tokens`: the most of a segment and of a tile.
+  __device__ TileCursor(const WorkView& work, const AttentionCall& call, int steps, const UnitList& units,
+                        int tile_rows, int tile_tokens)
       : work_(work),
+        units_(units),
         group_(call.heads / call.kv_heads),
         kv_heads_(call.kv_heads),
-        tile_rows_(call.tile_rows),
+        tile_rows_(tile_rows),
         window_(call.window),
         steps_(steps),
-        tile_tokens_(tile_tokens),
-        units_(work.pieces * call.kv_heads),
-        unit_(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x)) {}
+        tile_tokens_(tile_tokens) {}
 
   // False: this thread block has no more.
   __device__ bool next_segment() {
     vector_start_ += tile_rows_;
     if (vector_start_ >= vectors_) {
-      unit_ += static_cast<int>(gridDim.x);
-      if (unit_ >= units_) return false;
-      enter_unit();
+      const int unit = units_.next();
+      if (unit < 0) return false;
+      enter_unit(unit);
     }
     item_ = item_start_ - 1;
     item_tokens_ = offset_ = 0;
@@ -85,9 +135,9 @@ class TileCursor {
   __device__ int first() const { return work_.item_first[item_] + offset_; }
 
  private:
-  __device__ void enter_unit() {
-    const int piece = unit_ / kv_heads_;
-    kv_head_ = unit_ - piece * kv_heads_;
+  __device__ void enter_unit(int unit) {
+    const int piece = unit / kv_heads_;
+    kv_head_ = unit - piece * kv_heads_;
     entry_start_ = work_.piece_entries[piece];
     const int entry_stop = work_.piece_entries[piece + 1];
     item_start_ = work_.piece_items[2 * piece];
@@ -104,7 +154,8 @@ class TileCursor {
   }
 
   WorkView work_;
-  int group_, kv_heads_, tile_rows_, window_, steps_, tile_tokens_, units_, unit_;
+  UnitList units_;
+  int group_, kv_heads_, tile_rows_, window_, steps_, tile_tokens_;
   int kv_head_ = 0, entry_start_ = 0, item_start_ = 0, item_stop_ = 0;
   int vectors_ = 0, vector_start_ = 0;
   int oldest_ = 0;  // the query position, in keys' positions, of the row that looks back furthest
