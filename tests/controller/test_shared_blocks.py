@@ -10,6 +10,7 @@ import pytest
 from controller.kv_harness import CHUNK, Bench, make_kv_manager, make_sequence
 from seeds import seeds
 
+from trunkline.controller.allocation.group_fit import fits_group
 from trunkline.controller.allocation.kv_manager import Admission, KVCacheManager
 from trunkline.controller.engine.integrity import check_kv_cache
 from trunkline.controller.messages import BeamSearch, Submit
@@ -125,7 +126,7 @@ def test_a_group_that_fits_can_be_admitted_member_by_member(seed: int) -> None:
             members.append(make_sequence(trunk + output, request=600, beam=beam, output=len(output)))
         worst = len({tuple(s.tokens.view(0, end)) for s in members for end in range(CHUNK, s.tokens.count, CHUNK)})
         worst += len(members)  # the last chunk of each
-        if not kv.fits_group(members, 0, bench.step + 1):
+        if not fits_group(kv, members, 0, bench.step + 1):
             refused += 1
             assert running or worst > kv.pool.num_blocks, "nothing else is in the way"
             continue

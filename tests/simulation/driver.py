@@ -105,7 +105,8 @@ class Simulation:
         self.engine = Engine(config)
         self.seed = seed
         self.workers = SimulatedWorkers(config.num_blocks, config.chunk_size, config.host_slots, seed)
-        self.workers.window = config.window
+        self.workers.window, self.workers.part_window = config.window, config.part_window
+        self.workers.pool.whole_blocks = config.whole_blocks
         self.tiers = SimulatedTiers(self.workers.pool, config.ranks, seed)
         self.persistence: Persistence | None = None
         """What is on disk is found again by other workers if it is there."""
@@ -324,7 +325,8 @@ class Simulation:
         self.workers = SimulatedWorkers(
             config.num_blocks, config.chunk_size, config.host_slots, self.seed + epoch, like=self.workers
         )
-        self.workers.window = config.window
+        self.workers.window, self.workers.part_window = config.window, config.part_window
+        self.workers.pool.whole_blocks = config.whole_blocks
         self.tiers = SimulatedTiers(self.workers.pool, config.ranks, self.seed + epoch, epoch)
         self.tiers.faults, self.tiers.disk, self.tiers.remote = tiers.faults, tiers.disk, tiers.remote
         self.tiers.network = tiers.network

@@ -75,10 +75,11 @@ def fits(config: EngineConfig, prompt_len: int, max_tokens: int, width: int, *, 
     (without the cache nothing, after a preemption)."""
     if is_plain and config.longest_plain > config.longest_sequence:
         return prompt_len < config.longest_plain
-    longest = min(config.max_context, config.num_blocks * config.chunk_size)
+    room = config.whole_blocks or config.num_blocks
+    longest = min(config.max_context, room * config.chunk_size)
     shared = prompt_len // config.chunk_size if config.prefix_cache else 0
     own = blocks_for(min(prompt_len + max_tokens, longest), config.chunk_size) - shared
-    return prompt_len < longest and width <= config.max_rows and shared + width * own <= config.num_blocks
+    return prompt_len < longest and width <= config.max_rows and shared + width * own <= room
 
 
 class Traffic:

@@ -23,7 +23,8 @@ from simulation.model import (
     prompt_score,
     text_token,
 )
-from simulation.pool import Entry, SimulatedPool
+from simulation.pool import Entry
+from simulation.windowed_pool import WindowedPool
 
 from trunkline.controller.messages import BeamStep, PromptLogprobs, StepResult, TopLogprobs
 from trunkline.kvstore.chunks import NAME_BYTES, pack_int32, unpack_int32
@@ -40,6 +41,8 @@ class SimulatedWorkers:
 
     window: int = 0
     """Tokens that a query sees; 0: all before it. What it does not see is not read."""
+    part_window: int = 0
+    """Tokens that a query sees in some layers, while others see all; 0: there are no such layers."""
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class SimulatedWorkers:
             like: those whose place they take; they count on where these ended.
         """
         self.chunk_size = chunk_size
-        self.pool = SimulatedPool(num_blocks, chunk_size, host_slots, seed)
+        self.pool = WindowedPool(num_blocks, chunk_size, host_slots, seed)
         self.residents: dict[int, Resident] = {}
         self.searches = Searches(chunk_size)
         self.grammars: dict[int, bool] = {}
@@ -116,6 +119,7 @@ class SimulatedWorkers:
         names = [plan.save_names[at : at + NAME_BYTES] for at in range(0, len(plan.save_names), NAME_BYTES)]
         self.pool.name_saves(names, saves + late_saves)
         self.pool.order(plan.step, saves, loads, plan.save_fence, plan.load_fence)
+        self.pool.thin(unpack_int32(plan.thinned).tolist())
         self.pool.copy(self.searches.take_copies())
         self.pool.copy(unpack_int32(plan.copies, 4).tolist())
         for batch_seq_id, index, block in unpack_int32(plan.blocks, 3).tolist():
@@ -338,6 +342,8 @@ class SimulatedWorkers:
         """Attend over a sequence's first `count` positions; the hash of what is seen there."""
         resident = self.residents[batch_seq_id]
         if resident.layout.is_plain:
+            if self.part_window:
+                self.pool.look(resident.table, max(0, count - self.part_window + 1), count)
             return self.pool.walk(resident.table, count, self.last_step, batch_seq_id, self._unseen(count))
         cells = resident.layout.cells(count)
         step = self.last_step
@@ -363,6 +369,8 @@ class SimulatedWorkers:
             self.written_tokens += 1
         else:
             stored = self.pool.read(block, offset, self.last_step, batch_seq_id)
+            if self.part_window:
+                self.pool.look(resident.table, position, position + 1)
             same = stored == Entry(current, past, token, frame, position)
             behind_cut = not resident.layout.is_plain and stored[2:4] == (token, frame)
             assert same or behind_cut, "a token that is not stored differs from the stored one"

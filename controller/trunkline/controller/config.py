@@ -166,6 +166,8 @@ class ControllerConfig(EngineLimits, frozen=True, kw_only=True):
         disk_slots: int = 0,
         remote: bool = False,
         window: int = 0,
+        part_window: int = 0,
+        whole_blocks: int = 0,
     ) -> EngineConfig:
         """Return the engine's configuration, once the workers have reported what they hold."""
         return EngineConfig(
@@ -176,6 +178,8 @@ class ControllerConfig(EngineLimits, frozen=True, kw_only=True):
             disk_slots=disk_slots,
             remote=remote,
             window=window,
+            part_window=part_window,
+            whole_blocks=whole_blocks,
             model_fingerprint=bytes.fromhex(self.model_fingerprint),
             **{name: getattr(self, name) for name in EngineLimits.__struct_fields__},
         )

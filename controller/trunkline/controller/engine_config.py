@@ -91,12 +91,28 @@ class EngineConfig(EngineLimits, frozen=True, kw_only=True):
     window: int = 0
     """Number of tokens that a query sees in the layer with the widest window, its own included; 0: some layer sees
     all tokens."""
+    part_window: int = 0
+    """Where some layers see all tokens and others have a window: what a query sees in the widest of these; 0: all
+    layers are of one kind."""
+    whole_blocks: int = 0
+    """Number of blocks that can hold KV of the layers with a window at once (`part_window`); 0: all
+    (`trunkline.controller.cache.thin_blocks`)."""
+
+    @property
+    def kept_blocks(self) -> int:
+        """Number of blocks for sequences that keep the KV of all layers."""
+        return self.whole_blocks or self.num_blocks
 
     @property
     def longest_sequence(self) -> int:
         """Largest number of tokens that a sequence can reach alone if it keeps all its KV: the model's limit or
         the whole pool."""
-        return min(self.max_context, self.num_blocks * self.chunk_size)
+        return min(self.max_context, self.kept_blocks * self.chunk_size)
+
+    @property
+    def whole_max(self) -> int:
+        """Largest number of whole blocks that a plain sequence holds at once, if blocks may be thin."""
+        return window_blocks(self.part_window, self.token_budget, self.chunk_size)
 
     @property
     def blocks_max(self) -> int:
@@ -109,6 +125,8 @@ class EngineConfig(EngineLimits, frozen=True, kw_only=True):
     def longest_plain(self) -> int:
         """Largest number of tokens that a plain request of one sequence can reach alone: only the window of it
         need be in the pool."""
+        if self.whole_blocks:
+            return min(self.max_context, self.num_blocks * self.chunk_size)
         return self.max_context if 0 < self.blocks_max < self.num_blocks else self.longest_sequence
 
     def validate(self) -> None:
@@ -149,6 +167,28 @@ class EngineConfig(EngineLimits, frozen=True, kw_only=True):
             f"speculation is {self.speculation!r}; allowed are {', '.join(SPECULATIONS)}",
         )
         self._validate_tiers()
+        self._validate_thin()
+
+    def _validate_thin(self) -> None:
+        whole, least = self.whole_blocks, self.whole_max + 1
+        require(0 <= whole <= self.num_blocks, f"whole_blocks is {whole}; the pool has {self.num_blocks} blocks")
+        if not whole:
+            return
+        require(
+            self.part_window > 0, f"whole_blocks is {whole}, but no layers with a window are beside others without"
+        )
+        require(
+            whole >= least,
+            f"whole_blocks is {whole}, but a window of {self.part_window} tokens and a step of "
+            f"{self.token_budget} need {least}; give KV more memory or a larger share to windows "
+            "(--window-share), or take smaller steps (--token-budget)",
+        )
+        require(self.prefix_cache, "blocks can be thin with the prefix cache only")
+        require(
+            not self.host_slots,
+            f"blocks may be thin and there are {self.host_slots} slots in host memory, where chunks are whole; "
+            "leave one of the two out (--host-tier 0, or --window-share 1)",
+        )
 
     def _validate_tiers(self) -> None:
         require(self.disk_slots >= 0, f"disk_slots is {self.disk_slots}; it counts blocks")

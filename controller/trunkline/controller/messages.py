@@ -38,8 +38,7 @@ class BeamSearch(msgspec.Struct, array_like=True, frozen=True):
     length_penalty: float = 1.0
     """A hypothesis' score is its sum of log-probabilities divided by its output length to this power."""
     early_stopping: bool | None = False
-    """True: stop at `width` hypotheses; False: when the best beam is not likely to improve on them; None
-    ("never"): when it cannot."""
+    """True: stop at `width` hypotheses; False: when an improvement is not likely; None ("never"): not possible."""
 
 
 class Holder(msgspec.Struct, array_like=True, frozen=True):
@@ -77,8 +76,7 @@ class ModuleText(msgspec.Struct, array_like=True, frozen=True):
     position: int
     """Position of the text's first token in the prompt."""
     parent: int = -1
-    """Index of the text before this one on its path, smaller than its own index. The text sees its parent and all
-    that the parent sees. -1: it sees only itself."""
+    """Index, smaller than its own, of the text before it, which it sees with all that this one sees; -1: none."""
     seen: bytes = b""
     """int32 `[n, 2]`: ranges `[start, stop)` of the text's tokens, ascending and disjoint, that the request sees.
     Empty: the text is there only because other texts are computed behind it."""
@@ -113,8 +111,7 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
     """Largest number of output tokens, those already in `tokens` included."""
     sampling: Sampling
     stop_token_ids: list[int] = []
-    """Ids of tokens that end the request when they are sampled. The model's own end tokens are among them, unless
-    they are ignored."""
+    """Ids of tokens that end the request when sampled, the model's own among them unless they are ignored."""
     salt: bytes = b""
     """Salt of the request's chunk names: requests share KV only under the same salt."""
     n: int = 1
@@ -122,8 +119,7 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
     from `sampling.seed` and i (`trunkline.controller.sequences.beam_search.sample_seed`)."""
     beam: BeamSearch | None = None
     priority: int = 0
-    """Priority of the request: smaller goes first. Of equal ones, tenants take turns, and a tenant's own requests
-    go in order of arrival."""
+    """Smaller goes first. Of equal ones, tenants take turns, and a tenant's own go in order of arrival."""
     grammar: Grammar | None = None
     drops: bytes = b""
     """int32 `[n, 2]`: ranges `[start, stop)` of `tokens`, ascending, disjoint and not touching, which the
@@ -404,6 +400,10 @@ class WorkerReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
     """Endpoint at which the rank exports the chunks in its host memory to peers; "": it exports none."""
     window: int = 0
     """Number of tokens that a query sees in the layer with the widest window; 0: some layer sees all."""
+    part_window: int = 0
+    """That of the layers with a window, where other layers see all tokens; 0: all layers are of one kind."""
+    whole_blocks: int = 0
+    """Number of blocks that can hold KV of the layers with a window at once (`part_window`); 0: all."""
 
 
 class LoadProgress(msgspec.Struct, array_like=True, frozen=True, tag="progress"):

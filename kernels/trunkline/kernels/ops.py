@@ -45,6 +45,9 @@ class KvPool:
     plain order."""
     format: ChunkFormat
     """What a chunk is in this pool, the rank's part of it."""
+    thin: Callable[[Int32Array], None] | None = None
+    """Gives back the memory of blocks for layers with a window (`trunkline.kernels.thin_memory`); None: the pool
+    has all its memory for good."""
 
     @classmethod
     def wrap(cls, data: Tensor, chunk: ChunkFormat | None = None) -> KvPool:

@@ -1,7 +1,7 @@
 """The messages that workers receive from their controller (XPUB → SUB, MessagePack, one message per frame pair).
 
 A step plan is a delta: it carries what changed since the step before. A decode step in which nothing
-joins, leaves or fills a block is 34 to 46 bytes, whatever the batch. Integer arrays travel as
+joins, leaves or fills a block is 36 to 48 bytes, whatever the batch. Integer arrays travel as
 little-endian int32 bytes (`trunkline.kvstore.chunks.pack_int32`). See docs/protocol.md.
 """
 
@@ -224,6 +224,9 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, tag="step"):
 
     They are computed with the row, one position each, and the row's block table has room for them. The token
     behind a guess is drawn only if the guess is what was drawn at its place, so guesses change no text."""
+    thinned: bytes = b""
+    """int32 ids of blocks whose KV in layers with a window is read no more, of a rank that gives that memory back
+    (`WorkerConfig.window_share`). Applied before the copies: the same plan may write to these blocks."""
 
 
 class TierMove(msgspec.Struct, array_like=True, frozen=True):

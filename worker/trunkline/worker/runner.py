@@ -43,9 +43,10 @@ from trunkline.worker.launched_steps import LaunchedStep, LaunchedSteps
 from trunkline.worker.messages import CompileGrammar, StepPlan
 from trunkline.worker.model.adapter_store import AdapterStore
 from trunkline.worker.model.checkpoint import Progress, load_weights
-from trunkline.worker.model.decoder import Decoder, make_kv_pool
+from trunkline.worker.model.decoder import Decoder
 from trunkline.worker.model.families import check_model
 from trunkline.worker.model.model_config import Shard
+from trunkline.worker.pool_memory import PoolMaker, make_copier, thin_blocks, windows_of
 from trunkline.worker.sampling.beams import BeamSearches
 from trunkline.worker.sampling.pooling import Pooler
 from trunkline.worker.sampling.sampler import Sampler
@@ -54,7 +55,6 @@ from trunkline.worker.step_graphs import CudaGraphs, Drawn, GraphMaker, capture_
 from trunkline.worker.tensor_parallel import TensorParallel, of_loading
 from trunkline.worker.tiers.copier import Copier
 from trunkline.worker.tiers.copy_lane import CopyOptions, LayerTrace, StepGate
-from trunkline.worker.tiers.host_pool import HostPool
 
 Connect = Callable[[WorkerConfig, torch.device], TensorParallel]
 
@@ -167,17 +167,16 @@ class Runner:
         dtype = TORCH_DTYPES[config.dtype]
         weights = load_weights(Path(config.model), shard, dtype, device, kernels, progress, config.quantisation)
 
-        part = model.chunk_format(config.chunk_size, config.dtype, config.kv_dtype).of_rank(config.tp)
+        pools = PoolMaker(config, model, device)
 
         def make(blocks: int, host_memory_bytes: int) -> Runner:
-            pool = make_kv_pool(blocks, part, device)
-            copier = _copier(config, pool, host_memory_bytes, copying)
+            pool = pools.make(blocks)
+            copier = make_copier(config, pool, host_memory_bytes, copying)
             return cls(config, Decoder(shard, weights, kernels, group, pool), kernels, group, copier)
 
         longest = longest_sequence(config, model.max_positions)
-        block_bytes = part.chunk_bytes
         if meter is None:
-            fitting = config.pool_blocks or config.kv_memory_bytes // block_bytes
+            fitting = pools.fitting
         else:
             progress("running the largest step", 0.0)
             fitting = measure_largest_step(
@@ -185,7 +184,7 @@ class Runner:
                 lambda runner: runner.capture_graphs(graphs, longest),
                 config,
                 longest,
-                (block_bytes, meter, free_at_start),
+                (pools.part.chunk_bytes, meter, free_at_start),
             )
         blocks = group.minimum(fitting)
         if blocks < 1:
@@ -216,6 +215,11 @@ class Runner:
     def window(self) -> int:
         """Number of tokens that any layer sees (`ModelConfig.window`); 0: all."""
         return self._decoder.shard.config.window
+
+    @property
+    def windows(self) -> dict[str, int]:
+        """What the controller has to know of windows, by the names of `WorkerReady`."""
+        return windows_of(self._decoder.shard.config, self.pool, self._config.window_share)
 
     @property
     def block_bytes(self) -> int:
@@ -437,6 +441,8 @@ class Runner:
             gate = self.copier.begin(plan)
         elif plan.saves or plan.loads or plan.late_saves:
             raise PlanError("blocks are to be saved or loaded, but this rank has no host pool")
+        if plan.thinned:
+            thin_blocks(self.pool, unpack_int32(plan.thinned))
         orders = [unpack_int32(plan.copies, columns=4)] if plan.copies else []
         if self._searches.group_of:
             orders.insert(0, self._searches.take_copies())
@@ -487,13 +493,3 @@ class Runner:
         if selection.tables_changed:
             self._batches.forget_plan()
         return selection
-
-
-def _copier(config: WorkerConfig, pool: KvPool, memory_bytes: int, options: CopyOptions) -> Copier | None:
-    """Return the copier between the device pool and a new host pool of this size; None for 0 bytes."""
-    if not memory_bytes:
-        return None
-    slots = memory_bytes // pool.format.chunk_bytes
-    if slots < 1:
-        raise WorkerConfigError("the host pool has no room for a single block; give it more memory, or none")
-    return Copier(HostPool(slots, pool), pool.data.device, pool.blocks, lambda: choose_kernels(config, 1), options)

@@ -458,7 +458,7 @@ def _loop(
         tier_problem=tiers.problem,
         has_remote=tiers.has_remote,
         exports=tiers.exports,
-        window=runner.window,
+        **runner.windows,
     )
     log.info("ready", blocks=runner.num_blocks, block_bytes=runner.block_bytes, device=config.device)
     report_status(config.status_path, "ready", epoch=config.epoch)

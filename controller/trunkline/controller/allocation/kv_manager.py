@@ -20,11 +20,13 @@ import msgspec
 from trunkline.controller.allocation.join_message import join_message
 from trunkline.controller.allocation.prefix_match import match_prefix
 from trunkline.controller.allocation.turn_ends import turn_end
-from trunkline.controller.allocation.window_blocks import first_entries
+from trunkline.controller.allocation.window_blocks import first_entries, thin_entries
 from trunkline.controller.allocation.window_match import split_at_far
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import PENDING, Match, Node
+from trunkline.controller.cache.reader_cache import ReaderCache
+from trunkline.controller.cache.thin_cache import ThinCache
 from trunkline.controller.cache.window_cache import WindowCache
 from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import ALL_ENTRIES, PrefixMatch, Sequence, Stem
@@ -64,48 +66,27 @@ class KVCacheManager:
 
     @property
     def available(self) -> int:
-        """Number of blocks that are free, or can be freed without touching a running sequence."""
-        return self.pool.free_count + self.tree.evictable
+        """Number of blocks that are free, or can be freed without touching a running sequence, with memory for all
+        layers."""
+        return min(self.pool.free_count + self.tree.evictable, self.pool.whole_free + self.tree.thinnable)
 
-    def make_room(self, blocks: int, plan: PlanBuilder | None = None) -> bool:
-        """Evict idle chunks until `blocks` blocks are free; return whether that was possible.
+    def _is_available(self, blocks: int, thin: int) -> bool:
+        """Return whether so many blocks can be had now, `thin` of them thin."""
+        has_blocks = blocks <= self.pool.free_count + self.tree.evictable
+        return has_blocks and blocks - thin <= self.pool.whole_free + self.tree.thinnable
+
+    def make_room(self, blocks: int, plan: PlanBuilder | None = None, whole: int | None = None) -> bool:
+        """Evict idle chunks until `blocks` blocks are free, and make unread chunks thin until `whole` blocks can
+        become whole (None: as many); return whether that was possible.
 
         With a plan, evicted chunks are saved to the host in that plan if there is room; without one they are
         dropped.
         """
         missing = blocks - self.pool.free_count
-        return missing <= 0 or self.tree.evict(missing, plan) == missing
-
-    def fits_group(self, sequences: list[Sequence], spare: int, step: int) -> bool:
-        """Return whether all these sequences of a group can be admitted together (gang scheduling, PagedAttention
-        §4.5).
-
-        True if nothing else runs, `spare` is 0 and the group needs no more blocks than the pool has. Full chunks
-        that they have in common from the start count once. Chunks that a running sequence holds on the device cost
-        nothing; idle ones count, because they can no longer be evicted.
-        """
-        size = 4 * self.chunk_size
-        prefixes: dict[tuple[int, bytes], int] = {}
-        """Number of each prefix, consecutive from 1, by (number of the prefix before it, last chunk)."""
-        active = private = 0
-        for sequence in sequences:
-            full = sequence.prefill_stop // self.chunk_size if self.prefix_cache else 0
-            private += sequence.blocks_needed(self.chunk_size) - full
-            tokens = sequence.tokens.to_bytes(0, full * self.chunk_size)
-            is_plain = sequence.group.cut is None and sequence.group.modules is None
-            node = self.tree.find_root(sequence.salt) if is_plain else None
-            prefix = 0
-            for at in range(0, len(tokens), size):
-                key = tokens[at : at + size]
-                node = node.children.get(key) if node is not None else None
-                if node is not None and node.ready_step >= step:
-                    node = None  # its producer may be gone before it is done
-                known = prefixes.get((prefix, key))
-                if known is None:
-                    known = prefixes[prefix, key] = len(prefixes) + 1
-                    active += node is not None and node.on_device and node.active > 0
-                prefix = known
-        return len(prefixes) - active + private + spare <= self.available
+        if missing > 0 and self.tree.evict(missing, plan) != missing:
+            return False
+        lacking = (blocks if whole is None else whole) - self.pool.whole_free
+        return lacking <= 0 or self.tree.thin(lacking) == lacking
 
     def admit(
         self,
@@ -187,24 +168,26 @@ class KVCacheManager:
         absent = list(dict.fromkeys(node for node in match.path[stem.behind :] if not node.on_device))
         entries = first_entries(self.tree, sequence, stem.behind)
         needed = entries - len(match.path) + len(absent) + tails
+        thin = thin_entries(self.tree, sequence, stem.behind)
         adopt = self._may_adopt_partial(sequence, match)
         copied = match.partial if match.partial is not None and match.partial.on_device and not adopt else None
-        if copied is not None and self.available < needed + spare:
+        if copied is not None and not self._is_available(needed + spare, thin):
             # A copy needs its source beside its destination: in a full pool, compute these tokens instead.
             self.tree.release(copied, plan.now, 1)
             match.partial, match.partial_tokens = None, 0
         has_fixed_part = self._has_fixed_part(sequence, match)
-        if self.available < needed - adopt + spare or not has_fixed_part:
+        if not (self._is_available(needed - adopt + spare, thin) and has_fixed_part):
             if match.partial is not None:
                 self.tree.release(match.partial, plan.now, 1)
             for node in stem.pins:
                 self.tree.release(node, plan.now)
             self.tree.release(anchor, plan.now, read)
             return Admission.NO_BLOCKS if has_fixed_part else None
-        sequence.stem = stem._replace(reserved=entries)
+        is_thin_cache = isinstance(self.tree, ThinCache)
+        sequence.stem = stem._replace(reserved=entries - thin, keeps_blocks=is_thin_cache)
         sequence.path = match.path
         self.tree.tiers.used(match.path[stem.behind :], plan.now)
-        blocks = self._allocate(match, absent, needed, adopt, plan)
+        blocks = self._allocate(match, absent, needed, adopt, plan, thin)
         sequence.tails = [blocks.pop() for _ in range(tails)]
         sequence.resident = len(match.path) * self.chunk_size + match.partial_tokens
         self._insert_pending(sequence, blocks, plan.now)
@@ -227,10 +210,10 @@ class KVCacheManager:
         return match.partial_tokens == leaf.token_count < self.chunk_size and not others
 
     def _allocate(
-        self, match: Match, absent: list[Node], needed: int, adopt: bool, plan: PlanBuilder
+        self, match: Match, absent: list[Node], needed: int, adopt: bool, plan: PlanBuilder, thin: int
     ) -> list[BlockId]:
         """Give blocks to matched chunks that are not on the device; return the sequence's own new blocks, in
-        order.
+        order, the last `thin` of them thin.
 
         The matched head of a partial chunk comes into the first own block: adopted, copied, or loaded.
         """
@@ -242,12 +225,13 @@ class KVCacheManager:
         far_head = head if head is not None and not adopt and not head.on_device else None
         reads = [self.tree.read(node, plan) for node in absent]
         head_read = self.tree.read(far_head, plan) if far_head is not None else None
-        made = self.make_room(needed - len(blocks), plan)
+        made = self.make_room(needed - len(blocks), plan, needed - len(blocks) - thin)
         assert made
         for node, read in zip(reversed(absent), reversed(reads), strict=True):
             self.tree.place(node, self.pool.allocate())
             self.tree.load(read, node.block, plan)
-        blocks += [self.pool.allocate() for _ in range(needed - len(absent) - len(blocks))]
+        blocks += [self.pool.allocate() for _ in range(needed - len(absent) - len(blocks) - thin)]
+        blocks += [self.pool.allocate_thin() for _ in range(thin)]
         if head is None or adopt:
             return blocks
         if head_read is None:
@@ -274,6 +258,9 @@ class KVCacheManager:
             elif node is None:
                 node = self.tree.insert(sequence.anchor, key, new.pop(0), PENDING, now, sequence.stem.marker)
                 self._lives(sequence, node, now)
+            elif node.ready_step != PENDING and self.tree.may_swap(node):
+                self.pool.release(self.tree.swap(node, new.pop(0)))
+                node.ready_step = PENDING
             elif node.on_device or node.ready_step == PENDING:
                 break  # behind a gap in a window: computed again, in private blocks, until `seal` finds it equal
             else:  # in a tier that is too far away: other sequences wait for this computation instead
@@ -344,7 +331,7 @@ class KVCacheManager:
     def move_window(self, sequence: Sequence, position: int) -> bool:
         """Give up the chunks of a running sequence that no query from `position` on sees. They stay cached until
         their blocks are needed. Return whether there are any."""
-        if not isinstance(self.tree, WindowCache) or not sequence.is_windowed:
+        if not isinstance(self.tree, ReaderCache) or not sequence.is_windowed:
             return False
         stem, behind = sequence.stem, min(self.tree.behind(position), len(sequence.path))
         if behind <= stem.behind:
@@ -375,7 +362,8 @@ class KVCacheManager:
             anchor = sequence.anchor
             key = sequence.tokens.to_bytes(index * self.chunk_size, (index + 1) * self.chunk_size)
             node = self._child(sequence, key)
-            if node is None and self.tree.window and self.pool.holders(sequence.private[0]) > 1 and not is_beam:
+            is_shared = self.pool.holders(sequence.private[0]) > 1
+            if node is None and isinstance(self.tree, ReaderCache) and is_shared and not is_beam:
                 break  # a fork of the sequence reads the block, too, and nothing in the tree would say so
             if node is None:
                 node = self.tree.insert(anchor, key, sequence.private.pop(0), 0, now, sequence.stem.marker)
@@ -385,6 +373,10 @@ class KVCacheManager:
                 break  # its producer is not done; this block stays private and is tried again later
             elif not node.on_device:
                 self.tree.place(node, sequence.private.pop(0))
+            elif self.tree.is_thin(node):
+                if is_shared or not self.tree.may_swap(node):
+                    break  # others use the block, which lacks what this sequence reads; tried again later
+                self.pool.release(self.tree.swap(node, sequence.private.pop(0)))
             else:
                 block = sequence.private.pop(0)
                 self.pool.release(block)
@@ -488,6 +480,8 @@ class KVCacheManager:
         if leaf is not None:
             if leaf.key == key and not (leaf.on_device or shared):
                 self.tree.place(leaf, sequence.private.pop(0))
+            elif leaf.key == key and self.tree.may_swap(leaf) and not shared:
+                self.pool.release(self.tree.swap(leaf, sequence.private.pop(0)))
             return [leaf] if leaf.ready_step != PENDING else []
         if shared:
             return []  # a fork is still to be copied from it, and a chunk's block may have no other holder

@@ -26,9 +26,10 @@ import numpy as np
 from msgspec import structs
 
 from trunkline.controller.allocation.modules import find_text, match_modules
-from trunkline.controller.allocation.window_match import match_window
+from trunkline.controller.allocation.window_match import match_thin, match_window
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import PENDING, Match, Node
+from trunkline.controller.cache.thin_cache import ThinCache
 from trunkline.controller.cache.window_cache import WindowCache
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.sequences.sequence import (
@@ -68,6 +69,8 @@ def _match_plain(tree: RadixCache, sequence: Sequence, stop: int, step: int) -> 
     root = tree.root(sequence.salt)
     if isinstance(tree, WindowCache) and sequence.is_windowed:
         return match_window(tree, root, sequence, stop, step)
+    if isinstance(tree, ThinCache):
+        return match_thin(tree, root, sequence, stop, step)
     return PrefixMatch(Stem(root), tree.match(root, sequence.tokens.to_bytes(0, stop), step))
 
 
@@ -130,7 +133,8 @@ def cut_group(group: SequenceGroup, tree: RadixCache, config: EngineConfig) -> N
     fits = blocks <= config.max_table_blocks and needed <= config.num_blocks
     # What is seen before the last cut may be in a tail, which only one of several resumed samples would find.
     in_tail = group.request.width > 1 and cut.closed_end > cut.table_start * config.chunk_size
-    if not (config.positions_shift and config.prefix_cache and fits) or in_tail:
+    may_keep = config.positions_shift and config.prefix_cache and not config.whole_blocks
+    if not (may_keep and fits) or in_tail:
         group.compact()
 
 

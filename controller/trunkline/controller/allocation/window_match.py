@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import Match, Node
+from trunkline.controller.cache.thin_cache import ThinCache
 from trunkline.controller.cache.window_cache import WindowCache
 from trunkline.controller.sequences.sequence import PrefixMatch, Sequence, Stem
 
@@ -34,6 +35,29 @@ def match_window(tree: WindowCache, root: Node, sequence: Sequence, stop: int, s
     end, at = path[ready - 1] if ready else root, ready * tree.chunk_bytes
     partial, agreed = tree.best_partial(end, tokens[at : at + tree.chunk_bytes], step)
     return PrefixMatch(Stem(root, behind=behind), Match(path[:ready], None, partial, agreed))
+
+
+def match_thin(tree: ThinCache, root: Node, sequence: Sequence, stop: int, step: int) -> PrefixMatch:
+    """Return what the tree has of a plain sequence's first `stop` tokens, where chunks may be thin: the longest
+    prefix with all that its next query sees.
+
+    If the next chunk is being computed, the match says so, whatever is thin before it: its producer reads it.
+    """
+    match = tree.match(root, sequence.tokens.to_bytes(0, stop), step)
+    if match.pending is not None:
+        return PrefixMatch(Stem(root), match)
+    if sequence.is_windowed:
+        usable, behind = tree.usable_length(
+            match.path, lambda n: sequence.first_query(n * tree.chunk_size), lambda _, node: not tree.is_thin(node)
+        )
+    else:
+        usable = next((i for i, node in enumerate(match.path) if tree.is_thin(node)), len(match.path))
+        behind = 0
+    if usable < len(match.path):
+        match = Match(match.path[:usable], None, None, 0)
+    elif match.partial is not None and tree.is_thin(match.partial):
+        match.partial, match.partial_tokens = None, 0
+    return PrefixMatch(Stem(root, behind=behind), match)
 
 
 def split_at_far(

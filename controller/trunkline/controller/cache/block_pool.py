@@ -40,6 +40,11 @@ class BlockPool:
     def free_count(self) -> int:
         return len(self._free)
 
+    @property
+    def whole_free(self) -> int:
+        """Number of free blocks that can hold KV of all layers now (`trunkline.controller.cache.thin_blocks`)."""
+        return len(self._free)
+
     def allocate(self) -> BlockId:
         """Take a free block; the caller is its one holder.
 
@@ -50,6 +55,14 @@ class BlockPool:
         self._holders[block] = 1
         self.taken.append(block)
         return block
+
+    def allocate_thin(self) -> BlockId:
+        """Take a free block without memory for the layers that have a window, where there are such blocks."""
+        return self.allocate()
+
+    def take_thinned(self) -> list[BlockId]:
+        """Return the blocks that have become thin since the last call."""
+        return []
 
     def share(self, block: BlockId) -> None:
         """Add a holder to a block that is held."""

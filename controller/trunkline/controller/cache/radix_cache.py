@@ -101,6 +101,34 @@ class RadixCache(RadixTree):
         self.touched: dict[Node, None] = {}
         """Chunks on disk whose last use or end of life the index has to learn."""
 
+    @property
+    def thinnable(self) -> int:
+        """Number of blocks whose memory for layers with a window could be had now without touching a sequence."""
+        return self.evictable
+
+    def is_thin(self, node: Node) -> bool:
+        """Return whether a chunk on the device lacks the KV of layers with a window
+        (`trunkline.controller.cache.thin_cache`)."""
+        del node
+        return False
+
+    def may_swap(self, node: Node) -> bool:
+        """Return whether a chunk may get another block (`swap`): it is idle, and its own is thin."""
+        return self.is_thin(node) and not node.active
+
+    def swap(self, node: Node, block: BlockId) -> BlockId:
+        """Give a chunk another block; return the old one, which the caller owns from now on."""
+        assert self.may_swap(node)
+        old, node.block = node.block, block
+        node.spent = False
+        self._note_idle(node)
+        return old
+
+    def thin(self, blocks: int) -> int:
+        """Make up to so many blocks thin whose chunks have no readers; return how many became so."""
+        del blocks
+        return 0
+
     # Adding chunks, and copying them to and from the host
 
     def insert(

@@ -5,6 +5,7 @@
 2. A chunk's `holders` are the sequences whose path ends there, and the texts that are held or pinned; its `active`
    count follows from them. The evictable blocks are counted right: those of inactive chunks on the device.
    In a tree with a window, `readers` are counted likewise, and decide what is evictable.
+   Where only some layers have one, they decide what may become thin, and what is read is whole.
 3. A pending chunk is on the device, its children on the device are pending, too, and the path of a running
    sequence ends there or below.
 4. A child list is sorted and complete. Full chunks have `chunk_size` tokens; shorter ones have no children. Names
@@ -30,6 +31,8 @@ from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.kv_events import problem_of_log
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import PENDING, SALT_ROOT, Node
+from trunkline.controller.cache.reader_cache import ReaderCache
+from trunkline.controller.cache.thin_cache import ThinCache
 from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.sequence import Phase, Sequence
 from trunkline.kvstore.chunks import BlockId, chunk_name
@@ -98,8 +101,10 @@ def _check_blocks(pool: BlockPool, tree: RadixCache, running: list[Sequence]) ->
 def _check_tree(tree: RadixCache, running: list[Sequence], held: Iterable[Node]) -> None:
     holders = Counter(id(node) for sequence in running for node in (*sequence.stem.pins, sequence.anchor))
     holders.update(id(node) for node in held)
-    if tree.window:
+    if isinstance(tree, ReaderCache):
         _check_readers(tree, running, held)
+    if isinstance(tree, ThinCache):
+        _check_thin(tree, running)
     nodes = active = 0
     for root in tree.roots():
         _check(root.holders == holders[id(root)], f"a root has {root.holders} holders")
@@ -131,6 +136,17 @@ def _check_readers(tree: RadixCache, running: list[Sequence], held: Iterable[Nod
         is_there = node.on_device or node.ready_step == PENDING
         _check(is_there or not counted, "a chunk that is read is not on the device")
         _check(not (counted and node.spent), "a chunk that is read is spent")
+
+
+def _check_thin(tree: ThinCache, running: list[Sequence]) -> None:
+    """Check that what running sequences read in layers with a window is there, and what may become thin."""
+    for sequence in running:
+        behind = sequence.stem.behind
+        # A prompt's later blocks become whole piece by piece.
+        known = sequence.path[: sequence.stem.reserved] if sequence.slot < 0 else sequence.path
+        _check(not any(map(tree.is_thin, known[behind:])), f"request {sequence.request} reads a thin chunk")
+    thinnable = sum(not (node.readers or tree.is_thin(node)) for node in tree.nodes())
+    _check(thinnable == tree.thinnable, f"the tree counts {tree.thinnable} chunks to thin and has {thinnable}")
 
 
 def _check_path(sequence: Sequence) -> None:
@@ -168,7 +184,9 @@ def _check_node(tree: RadixCache, node: Node, holders: int) -> None:
     if node.ready_step == PENDING:
         _check(node.active, "a pending chunk has no producer")
         on_device = [child for child in node.children.values() if child.on_device]
-        waiting = tree.window or all(child.ready_step == PENDING for child in on_device)
+        # A thin chunk is computed again in its place, above what is ready.
+        may_wait = tree.window or isinstance(tree, ThinCache)
+        waiting = may_wait or all(child.ready_step == PENDING for child in on_device)
         _check(waiting and (node.on_device or tree.window), "a ready chunk is below a pending one")
 
 

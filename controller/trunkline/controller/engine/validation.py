@@ -429,6 +429,8 @@ def problem_of_texts(texts: Sequence[ModuleText], config: EngineConfig) -> str:
     """Return why these texts of modules can never be encoded here; "" if they can."""
     if not config.prefix_cache:
         return "this group keeps no KV (its prefix cache is off), so it has no modules"
+    if config.whole_blocks:
+        return "this group gives up KV behind its windows (--window-share), so it has no modules"
     blocks: list[int] = []
     for index, text in enumerate(texts):
         count = len(text.tokens) // TOKEN_BYTES
@@ -465,9 +467,9 @@ def _problem_of_width(request: Request, prompt_len: int, config: EngineConfig) -
     # Without the cache, samples that come back after a preemption no longer find each other's prompt.
     shared = prompt_len // config.chunk_size if config.prefix_cache else 0
     needed = shared + width * (blocks_for(limit, config.chunk_size) - shared)
-    if needed > config.num_blocks:
+    if needed > config.kept_blocks:
         return (
             f"{param} = {width} sequences of up to {limit} tokens need {needed} blocks of {config.chunk_size} "
-            f"tokens at once; this group has {config.num_blocks}. Ask for fewer sequences or fewer tokens."
+            f"tokens at once; this group has {config.kept_blocks}. Ask for fewer sequences or fewer tokens."
         ), param
     return "", ""

@@ -25,10 +25,10 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from trunkline.controller.allocation.group_fit import fits_group
 from trunkline.controller.allocation.kv_manager import Admission, KVCacheManager
 from trunkline.controller.allocation.prefix_match import keep_or_compact
-from trunkline.controller.cache.block_pool import BlockPool
-from trunkline.controller.cache.window_cache import make_cache
+from trunkline.controller.cache.window_cache import make_cache, make_pool
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.scheduling.admission import AdmissionOrder, Quarantine, explain
 from trunkline.controller.scheduling.drafting import Drafting
@@ -68,7 +68,7 @@ class Scheduler:
             counters: totals from which to count on; they outlive the scheduler, too.
         """
         self.config = config
-        pool = BlockPool(config.num_blocks)
+        pool = make_pool(config)
         tree = make_cache(pool, config, first_disk_generation, counters)
         self.kv = KVCacheManager(pool, tree, prefix_cache=config.prefix_cache, ttl=config.session_ttl_s)
         self.costs = StepCosts(config.swap_us_per_block)
@@ -143,9 +143,8 @@ class Scheduler:
         self.drafting.planned(plan)
         sampled_last = (self.rows.planned[slots] + 1 >= self.rows.limit[slots]).any()
         self._pending.rows_changed = bool(plan.sampling) or bool(sampled_last)
-        plan.leaves, self._pending.left = self._pending.left, []
-        plan.blocks = self._pending.merged + plan.blocks
-        self._pending.merged = []
+        self._pending.hand_over(plan)
+        plan.thinned = self.kv.pool.take_thinned()
 
     def _end_encoded(self, step: int, now: float) -> None:
         for sequence in self.encoding.finishing.copy():
@@ -180,7 +179,7 @@ class Scheduler:
             for sequence in members:
                 if self.kv.move_window(sequence, int(self.rows.planned[sequence.slot])):
                     self.rows.set_behind(sequence)
-            self._preempt_until_room(members, len(members), plan)
+            self._preempt_until_room(members, len(members), plan, len(members))
             if members[0].slot < 0:
                 continue  # this group was the newest, so it is preempted itself
             for sequence in members:
@@ -189,9 +188,9 @@ class Scheduler:
                 self.rows.read_alike(members[0], members[1:], int(self.rows.block_counts[members[0].slot]) - 1)
                 self._pending.rows_changed = True
 
-    def _preempt_until_room(self, members: list[Sequence], blocks: int, plan: PlanBuilder) -> None:
+    def _preempt_until_room(self, members: list[Sequence], blocks: int, plan: PlanBuilder, whole: int) -> None:
         """Preempt the newest groups until these sequences can have so many blocks, or are preempted themselves."""
-        while members[0].batch_seq_id and not self.kv.make_room(blocks, plan):
+        while members[0].batch_seq_id and not self.kv.make_room(blocks, plan, whole):
             newest = max((s.group for s in self.running()), key=self.queue.rank)
             going = any(sequence.group is not newest for sequence in self.running())
             if not self.encoding.make_way(newest, plan.now, going=going):
@@ -375,7 +374,7 @@ class Scheduler:
             return True  # the whole group was checked when its first sequence entered
         if self.rows.free_count - self._rows_promised() < group.rows_needed:
             return False
-        return len(group.members) == 1 or self.kv.fits_group(group.members, self._spare_blocks(group), step)
+        return len(group.members) == 1 or fits_group(self.kv, group.members, self._spare_blocks(group), step)
 
     def _rows_promised(self) -> int:
         """Return how many more rows the groups that hold blocks will need."""

@@ -151,8 +151,9 @@ class DecodeRows:
         self.block_counts[slot] = max(int(self.block_counts[slot]), index + 1)
 
     def set_behind(self, sequence: Sequence) -> None:
-        """Forget the block-table entries of a row that are behind its window now."""
-        self.tables[sequence.slot, : sequence.stem.behind] = NO_BLOCK
+        """Forget the block-table entries of a row that are behind its window now, unless they keep blocks."""
+        if not sequence.stem.keeps_blocks:
+            self.tables[sequence.slot, : sequence.stem.behind] = NO_BLOCK
 
     def flush(self, slot: int) -> None:
         """Move tokens that have arrived from the ring buffer to the sequence."""
@@ -336,6 +337,7 @@ class PlanBuilder(TierCopyPlan):
     """Chunks held until the plan is complete, so that it does not reuse blocks that it copies from."""
     drafts: list[Int32Array] = field(default_factory=list)
     """Drafts of each of `rows`; empty: no row has any."""
+    thinned: list[BlockId] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
@@ -364,6 +366,7 @@ class PlanBuilder(TierCopyPlan):
             save_names=b"".join(self.save_names + self.late_names),
             traces=pack_steps(self._step_traces()) if self.traced else None,
             drafts=[pack_int32(tokens) for tokens in self.drafts],
+            thinned=pack_int32(self.thinned) if self.thinned else b"",
         )
 
     def compute(self, sequence: Sequence, tokens: int, *, samples: bool, scored: bool) -> None:
@@ -413,6 +416,13 @@ class PendingChanges:
     """Ids of sequences that have left the batch."""
     merged: list[tuple[int, int, int]] = field(default_factory=list)
     """(id in the batch, index, block) of block-table entries that were replaced."""
+
+    def hand_over(self, plan: PlanBuilder) -> None:
+        """Move what sequences have left, and what entries have changed, to a plan that is otherwise complete."""
+        plan.leaves, self.left = self.left, []
+        # A row that was given a block in this plan may then have been preempted for an older prompt.
+        plan.blocks = [each for each in self.merged + plan.blocks if each[0] not in plan.leaves]
+        self.merged = []
 
 
 class InflightStep(msgspec.Struct, frozen=True):

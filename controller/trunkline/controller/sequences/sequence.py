@@ -157,7 +157,10 @@ class Stem(NamedTuple):
     """Number of the sequence's first chunks that none of its queries will see: they are behind the model's
     window."""
     reserved: int = 0
-    """Number of the first entries of the block table that were given blocks before the sequence decodes."""
+    """Number of the first entries of the block table that were given blocks, with memory for all layers, before
+    the sequence decodes."""
+    keeps_blocks: bool = False
+    """Whether the chunks behind the window keep their blocks, for layers without a window."""
 
 
 class PrefixMatch(NamedTuple):
@@ -441,7 +444,7 @@ class Sequence:
 
     def block_table(self) -> list[BlockId]:
         """Return the block of each entry; `NO_BLOCK`: nothing reads it."""
-        behind = self.stem.behind
+        behind = 0 if self.stem.keeps_blocks else self.stem.behind
         return [NO_BLOCK] * behind + [node.block for node in self.path[behind:]] + self.private
 
     def blocks_needed(self, chunk_size: int) -> int:

@@ -94,6 +94,8 @@ _READY_RANGES: Final = {
     "disk_slots": SLOTS_MAX,
     "swap_us_per_block": _US_MAX,
     "window": _COUNT_MAX,
+    "part_window": _COUNT_MAX,
+    "whole_blocks": BLOCKS_MAX,
 }
 
 log = structlog.get_logger()
@@ -162,6 +164,8 @@ class WorkerGroup:
             disk_slots=min(report.disk_slots for report in reports),
             remote=all(report.has_remote for report in reports),
             window=max(report.window for report in reports) if all(report.window for report in reports) else 0,
+            part_window=max(report.part_window for report in reports),
+            whole_blocks=min(report.whole_blocks for report in reports),
         )
 
     @property

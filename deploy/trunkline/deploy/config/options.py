@@ -119,6 +119,12 @@ SERVE_OPTIONS: Final = (
         parse=lambda text: parse_bytes(text, "--kv-memory"),
     ),
     CliOption(
+        "window_share",
+        "Models in which some layers have a window: part of the KV cache's blocks that hold KV of these layers at "
+        "once. Less leaves room for more or longer texts. On CPUs, without a host tier. Default: 1, all.",
+        MEMORY,
+    ),
+    CliOption(
         "gpu_memory_fraction",
         "Part of a GPU's memory that a worker may use. Default: 0.9. If given, copies may share GPUs, as far as "
         "their parts fit.",
@@ -409,8 +415,9 @@ _ROUTER_ONLY: Final = frozenset(
 )
 _ENGINE_ONLY: Final = frozenset(
     """tp ep dtype kv_dtype device threads kernels cuda_graphs quantization chunk_size kv_memory_bytes
-    gpu_memory_fraction host_tier_bytes disk_tier remote_tier peers role tier_policy session_ttl preemption
-    target_itl_ms max_batch token_budget max_waiting prefix_cache speculation adapters max_lora_rank""".split()
+    window_share gpu_memory_fraction host_tier_bytes disk_tier remote_tier peers role tier_policy session_ttl
+    preemption target_itl_ms max_batch token_budget max_waiting prefix_cache speculation adapters
+    max_lora_rank""".split()
 )
 OF_A_MODEL: Final = _ENGINE_ONLY | {
     "groups",

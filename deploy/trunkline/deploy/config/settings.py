@@ -89,6 +89,9 @@ class ServeSettings:
     dtype: str = "auto"
     kv_dtype: str = "auto"
     """The number format in which KV is kept: "int8", or "auto" for that of the computation."""
+    window_share: float = 1.0
+    """Share of the KV pool's blocks that can hold KV of layers with a window at once, where other layers see all
+    tokens; 1: all (docs/decisions/0021-windows.md)."""
     device: str = "auto"
     kernels: str = "auto"
     cuda_graphs: str = "on"
@@ -308,6 +311,8 @@ class ServeSettings:
         GPUs 4 GiB, as others do."""
         if self.host_tier_bytes is not None:
             return self.host_tier_bytes
+        if self.window_share < 1:
+            return 0  # chunks in host memory are whole
         return self.kv_memory_per_worker(device) if device == "cpu" else _HOST_TIER_GPU
 
 
@@ -344,6 +349,7 @@ _RANGES: Final[dict[str, tuple[float, float, str]]] = {
     "tp": _least(1),
     "routers": (1, _ROUTERS_MAX, f"allowed are 1 to {_ROUTERS_MAX}"),
     "resume_seconds": (0, _RESUME_S_MAX, f"allowed are 0 (do not wait) to {_RESUME_S_MAX:.0f}"),
+    "window_share": (0.001, 1, "allowed are 0.001 to 1 (all blocks)"),
     "trace_sample": (0, 1, "allowed are 0 (none) to 1 (all requests)"),
     "target_itl_ms": (0, 60_000, "allowed are 0 (no target) to 60000"),
     "port": (0, 65535, "allowed are 0 (any free port) to 65535"),

@@ -188,6 +188,7 @@ def _worker_configs(
                 gpu_memory_fraction=plan.placement.fraction,
                 dtype=plan.dtype,
                 kv_dtype=settings.kv_dtype,
+                window_share=settings.window_share,
                 expert_parallel=settings.ep == "on",
                 cuda_graphs=settings.cuda_graphs == "on",
                 invariant_rows=settings.speculation != "off",  # so that drafts change no bit of what rows compute

@@ -31,6 +31,7 @@ from trunkline.deploy.config.option_values import format_bytes
 from trunkline.deploy.config.plans import Beside, ClusterPlan, place, settle
 from trunkline.deploy.config.record_files import plan_records, prepare_records
 from trunkline.deploy.config.settings import ServeSettings
+from trunkline.deploy.config.window_share import check_windows
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.supervisor.configs import Config, configs_of, expected_folders
 from trunkline.deploy.supervisor.forks import command_line
@@ -104,6 +105,7 @@ def plan_cluster(
     max_context = _context(settings, model)
     chunk_bytes = chunk.of_rank(settings.ranks).chunk_bytes
     _check_kv_memory(settings, chunk_bytes, device)
+    check_windows(settings, model, chunk.of_rank(settings.ranks), device)
     weights = models.weights_digest(folder, _reading(tell))
     fingerprint = models.fingerprint(weights, settings.quantization, settings.ep)
     tier, exchange = _tier_fingerprints(settings, chunk, fingerprint)

@@ -230,6 +230,12 @@ class ModelConfig:
         return max(own.window for own in self.attention) if all(own.window for own in self.attention) else 0
 
     @property
+    def part_window(self) -> int:
+        """Where some layers see all tokens and others have a window: what a query sees in the widest of these; 0:
+        all layers are of one kind."""
+        return 0 if self.window else max(own.window for own in self.attention)
+
+    @property
     def positions_shift(self) -> bool:
         """Whether KV computed at one position can act at another."""
         if self.architecture.positions is Positions.ROTARY:

@@ -1,0 +1,101 @@
+"""Memory for a KV pool whose blocks can be thin: without memory for layers that have a window.
+
+A chunk is one region of the pool, layer by layer, so what a block keeps of layers with a window are a few
+stretches of it. They are given back to the system page by page (`madvise`), and come back, as zeros, with the
+next write. Addresses, kernels and copies know nothing of it.
+
+      block     │ layer 0 │ layer 1 … 5 │ layer 6 │ layer 7 … 11 │
+      thin      │█████████│             │█████████│              │     █: memory
+
+The pool takes room in the address space for all blocks, and memory only for what is written. Its layers' parts
+must be whole pages, and it has small pages: a large one would be given back only as a whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from trunkline.kernels.ops import KvPool
+from trunkline.kvstore.chunk_format import ChunkFormat
+from trunkline.kvstore.chunks import Int32Array
+
+_MAP_NORESERVE: Final = 0x4000
+"""Linux's number for a mapping of which the system does not check that it could be memory as a whole."""
+
+
+class ThinMemoryError(ValueError):
+    """A pool whose blocks cannot be thin; the message says why, and what can be done."""
+
+
+def windowed_stretches(windowed: Sequence[bool]) -> list[tuple[int, int]]:
+    """Return the (first, stop) of runs of layers that have a window."""
+    stops = list(itertools.accumulate(len(list(run)) for _, run in itertools.groupby(windowed)))
+    return [(first, stop) for first, stop in zip([0, *stops], stops, strict=False) if windowed[first]]
+
+
+def blocks_within(memory_bytes: int, part: ChunkFormat, windowed: Sequence[bool], share: float) -> int:
+    """Return how many blocks fit into this memory if `share` of them hold the KV of all layers at once.
+
+    Args:
+        windowed: for each layer, whether it has a window.
+    """
+    blocks = int(memory_bytes // (part.layer_bytes * (len(windowed) - (1 - share) * sum(windowed))))
+    while blocks and _bytes(blocks, part, windowed, share) > memory_bytes:
+        blocks -= 1
+    while _bytes(blocks + 1, part, windowed, share) <= memory_bytes:
+        blocks += 1
+    return blocks
+
+
+def whole_blocks(blocks: int, share: float) -> int:
+    """Return how many of so many blocks can hold the KV of all layers at once."""
+    return max(1, int(blocks * share))
+
+
+def _bytes(blocks: int, part: ChunkFormat, windowed: Sequence[bool], share: float) -> int:
+    plain = len(windowed) - sum(windowed)
+    return part.layer_bytes * (blocks * plain + whole_blocks(blocks, share) * sum(windowed))
+
+
+class ThinMemory:
+    """A pool's memory on a CPU."""
+
+    def __init__(self, blocks: int, part: ChunkFormat, windowed: Sequence[bool]) -> None:
+        """
+        Args:
+            part: what a chunk is on this rank.
+            windowed: for each layer, whether it has a window.
+
+        Raises:
+            ThinMemoryError: the system, or the format, does not allow it.
+        """
+        if sys.platform != "linux":
+            raise ThinMemoryError("memory behind windows is given back on Linux only; use window_share 1")
+        if part.layer_bytes % mmap.PAGESIZE:
+            raise ThinMemoryError(
+                f"a layer's KV of a chunk is {part.layer_bytes} bytes, which are not whole pages of "
+                f"{mmap.PAGESIZE} bytes: use window_share 1, or another chunk_size"
+            )
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self._map = mmap.mmap(-1, blocks * part.chunk_bytes, flags=flags)
+        self._map.madvise(mmap.MADV_NOHUGEPAGE)
+        self._chunk_bytes = part.chunk_bytes
+        size = part.layer_bytes
+        self.stretches = [(first * size, (stop - first) * size) for first, stop in windowed_stretches(windowed)]
+        """(first byte, bytes) of what a thin block has no memory for."""
+        data: Tensor = torch.frombuffer(self._map, dtype=getattr(torch, part.element))
+        self.pool = replace(KvPool.wrap(data.view(blocks, *part.shape), part), thin=self.thin)
+
+    def thin(self, blocks: Int32Array) -> None:
+        """Give back the memory of these blocks for layers with a window."""
+        for block in blocks.tolist():
+            for start, length in self.stretches:
+                self._map.madvise(mmap.MADV_DONTNEED, block * self._chunk_bytes + start, length)

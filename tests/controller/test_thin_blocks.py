@@ -1,0 +1,227 @@
+"""A model in which some layers have a window and others see everything: what lies behind the window gives back the
+memory of the former, and hits need it where their next query sees it.
+
+The simulated workers keep KV of both kinds of layers apart. A token attends to everything in the one and to its
+window in the other; there is memory for so many blocks of the latter and no more, and what a plan thins is gone.
+`check_integrity` counts who reads what after every step.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from controller.kv_harness import make_sequence
+from msgspec.structs import replace
+from seeds import seeds
+from simulation.driver import Simulation
+from simulation.traffic import Mix, Traffic
+
+from trunkline.controller.allocation.kv_manager import Admission, KVCacheManager
+from trunkline.controller.cache.radix_tree import Node
+from trunkline.controller.cache.thin_blocks import ThinPool
+from trunkline.controller.cache.thin_cache import ThinCache
+from trunkline.controller.cache.window_cache import make_cache
+from trunkline.controller.engine.integrity import check_integrity, check_kv_cache
+from trunkline.controller.engine_config import ConfigError, EngineConfig
+from trunkline.controller.sequences.plan_builder import PlanBuilder
+from trunkline.controller.sequences.sequence import Sequence
+from trunkline.kvstore.chunks import BlockId
+
+CHUNK = 4
+SMALL = EngineConfig(
+    num_blocks=60, chunk_size=CHUNK, max_context=200, token_budget=16, max_rows=6, part_window=12, whole_blocks=18
+)
+ENGINES = {
+    "all kinds": (SMALL, Mix(prompt_max=120, output_max=40, samples=0.1, beams=0.1, preempts=0.005)),
+    "long prompts only": (SMALL, Mix(prompt_max=180, output_max=20, samples=0, beams=0, scored=0, grammars=0)),
+    "cuts": (replace(SMALL, num_blocks=90), Mix(prompt_max=120, output_max=40, cuts=0.2, ttl=0.1, preempts=0.005)),
+    "few blocks": (replace(SMALL, num_blocks=26, part_window=9), Mix(prompt_max=60, preempts=0.02)),
+    "lost workers": (SMALL, Mix(prompt_max=60, losses=0.01)),
+    "one token a chunk": (
+        replace(SMALL, chunk_size=1, num_blocks=160, part_window=17, whole_blocks=60),
+        Mix(prompt_max=100),
+    ),
+}
+
+
+@pytest.mark.parametrize("seed", seeds(1))
+@pytest.mark.parametrize("name", ENGINES)
+def test_traffic(name: str, seed: int) -> None:
+    config, mix = ENGINES[name]
+    Traffic(config, mix, seed, check=True).run(16)
+    Traffic(config, mix, seed, check=False).run(50)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", seeds(4))
+@pytest.mark.parametrize("name", ENGINES)
+def test_much_traffic(name: str, seed: int) -> None:
+    config, mix = ENGINES[name]
+    Traffic(config, mix, seed, check=False).run(3000)
+
+
+def tokens_of(start: int, count: int) -> list[int]:
+    """Tokens in whose order nothing repeats."""
+    return [(start + 7 * i) % 50 for i in range(count)]
+
+
+class Bench:
+    """A manager of blocks that may be thin, without an engine."""
+
+    def __init__(self, num_blocks: int = 60, whole_blocks: int = 24) -> None:
+        self.config = replace(
+            SMALL, num_blocks=num_blocks, whole_blocks=whole_blocks, max_context=1000, token_budget=80
+        )
+        self.pool = ThinPool(num_blocks, whole_blocks)
+        tree = make_cache(self.pool, self.config, 0, None)
+        assert isinstance(tree, ThinCache)
+        self.tree = tree
+        self.kv = KVCacheManager(self.pool, tree, prefix_cache=True)
+        self.step = 0
+
+    def admit(self, tokens: list[int], request: int = 1) -> Sequence:
+        self.step += 1
+        sequence = make_sequence(tokens, request=request)
+        plan = PlanBuilder(self.step, CHUNK, float(self.step))
+        assert self.kv.admit(sequence, 0, plan) is Admission.ADMITTED
+        sequence.computed = sequence.tokens.count
+        self.kv.mark_ready(sequence, plan)
+        for source in plan.copy_sources:
+            self.tree.release(source, self.step, 1)
+        return sequence
+
+    def leave(self, sequence: Sequence) -> None:
+        self.kv.leave(sequence, sequence.computed, float(self.step))
+        check_kv_cache(self.kv, [], [])
+
+    def cache(self, tokens: list[int], request: int = 1) -> list[Node]:
+        """Compute a prompt and leave; return its chunks."""
+        sequence = self.admit(tokens, request)
+        self.kv.move_window(sequence, len(tokens))
+        path = list(sequence.path)
+        self.leave(sequence)
+        return path
+
+    def thin(self, path: list[Node]) -> list[bool]:
+        return [self.tree.is_thin(node) for node in path]
+
+
+def test_a_prompt_much_longer_than_the_whole_blocks_runs_in_them() -> None:
+    config = replace(SMALL, num_blocks=400, max_context=1500)
+    assert (config.longest_plain, config.longest_sequence) == (1500, 72)
+    simulation = Simulation(config, check=False)
+    stream = simulation.ask(tokens_of(0, 1000), 300)
+    assert len(stream.output) == 300
+    pool = simulation.engine.scheduler.kv.pool
+    assert isinstance(pool, ThinPool)
+    assert pool.whole_count == 18
+    assert simulation.engine.counters.preemptions == 0
+    check_integrity(simulation.engine.scheduler)
+
+
+def test_the_next_turn_finds_everything() -> None:
+    simulation = Simulation(replace(SMALL, num_blocks=80, max_context=400))
+    first = simulation.ask(tokens_of(0, 200), 20)
+    thin = [node for node in simulation.tree.nodes() if simulation.tree.is_thin(node)]
+    assert len(thin) > 30
+    second = simulation.ask(first.prompt + first.output + tokens_of(3, 10), 10)
+    assert second.cached_tokens is not None
+    assert second.cached_tokens >= 219  # all but the last sampled token, whose KV was never computed
+
+
+def test_what_lies_behind_the_window_becomes_thin_first() -> None:
+    """Also before the chunks of a session that was used earlier; idle or not, blocks and places stay."""
+    bench = Bench()
+    old = bench.cache([40, 41, 42, 43] * 2, request=1)
+    path = bench.cache(tokens_of(0, 32), request=2)
+    assert bench.tree.thin(5) == 5
+    assert bench.thin(path) == [True] * 5 + [False] * 3
+    assert bench.tree.thin(2) == 2
+    assert bench.thin(old) == [True] * 2, "the old session comes next"
+    assert all(node.on_device for node in old + path)
+    check_kv_cache(bench.kv, [], [])
+
+
+def test_a_hit_falls_back_to_where_its_window_is_whole() -> None:
+    bench = Bench()
+    tokens = tokens_of(0, 64)
+    path = bench.cache(tokens)
+    for node in (*path[:5], path[11]):  # 16 chunks
+        bench.pool.thin(node.block)
+        bench.tree._thinnable -= 1
+    sequence = bench.admit([*tokens, 1, 2], request=2)
+    assert sequence.resident == 64, "a query at 64 sees chunks 13 to 15"
+    assert sequence.block_table()[:16] == [node.block for node in path]
+    bench.leave(sequence)
+    sequence = bench.admit([*tokens[:50], 3], request=3)
+    assert sequence.resident == 44, "behind chunk 12 chunk 11 is seen; behind chunk 10 chunks 8 to 10"
+    assert sequence.path[:11] == path[:11]
+
+
+def test_a_thin_chunk_is_computed_again_in_its_place() -> None:
+    """It gets the new block and keeps what is below it; if others use it, the new block stays private."""
+    bench = Bench()
+    tokens = tokens_of(0, 64)
+    path = bench.cache(tokens)
+    assert bench.tree.thin(13) == 13
+    before = [node.block for node in path]
+    sequence = bench.admit([*tokens[:30], 1], request=2)
+    assert sequence.resident == 0
+    assert sequence.path == path[:7]
+    assert all(node.block != block for node, block in zip(path[:7], before, strict=False))
+    bench.leave(sequence)
+    longer = bench.admit([*tokens, 1, 2], request=3)
+    assert longer.resident == 64, "what is below has stayed"
+    assert bench.tree.thin(100) > 6
+    other = bench.admit([*tokens[:22], 9], request=4)
+    assert other.resident == 0
+    assert other.path == [], "its blocks are its own while another reads those of the tree"
+    assert len(other.private) == 6
+    check_kv_cache(bench.kv, [longer, other], [])
+    bench.kv.leave(longer, 66, 9.0)
+    bench.leave(other)
+    assert bench.thin(path[:5]) == [False] * 5, "then the tree has them"
+
+
+def test_a_pool_counts_what_is_whole() -> None:
+    """Many random steps: no more is whole than there is memory for, and each block is free or held once."""
+    rng = random.Random(3)
+    pool = ThinPool(12, 5)
+    held: list[BlockId] = []
+    for _ in range(3000):
+        action = rng.randrange(5)
+        thin = [block for block in held if not pool.is_whole(block)]
+        whole = [block for block in held if pool.is_whole(block)]
+        if action == 0 and pool.free_count and pool.whole_free:
+            held.append(pool.allocate())
+            assert pool.is_whole(held[-1])
+        elif action == 1 and pool.free_count:
+            held.append(pool.allocate_thin())
+            assert not pool.is_whole(held[-1])
+        elif action == 2 and thin and pool.whole_free:
+            pool.widen(rng.choice(thin))
+        elif action == 3 and whole:
+            pool.thin(rng.choice(whole))
+        elif action == 4 and held:
+            pool.release(held.pop(rng.randrange(len(held))))
+        assert len(set(held)) == len(held)
+        assert set(held).isdisjoint(pool.free_blocks())
+        assert len(held) + pool.free_count == 12
+        assert pool.whole_count <= 5
+        pool.take_thinned()
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    for fields, reason in (
+        ({"whole_blocks": 61}, "the pool has 60 blocks"),
+        ({"whole_blocks": 9}, "need"),
+        ({"part_window": 0}, "no layers with a window"),
+        ({"prefix_cache": False}, "with the prefix cache only"),
+        ({"host_slots": 4}, "slots in host memory"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            replace(SMALL, **fields).validate()
+    SMALL.validate()
+    replace(SMALL, whole_blocks=0, host_slots=4).validate()

@@ -1,0 +1,77 @@
+"""Memory that blocks give back for layers with a window: it is gone, and nothing else is."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trunkline.kernels.thin_memory import (
+    ThinMemory,
+    ThinMemoryError,
+    blocks_within,
+    whole_blocks,
+    windowed_stretches,
+)
+from trunkline.kvstore.chunk_format import kv_format
+
+WINDOWED = (True, True, False, True)
+PART = kv_format((4, 2, 16, 32), "float32")
+LAYER_BYTES = 2 * 2 * 16 * 32 * 4
+
+
+def resident_bytes(memory: ThinMemory) -> int:
+    """What the system has given to the pool."""
+    start, found = memory.pool.data.data_ptr(), 0
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0]:
+            first, stop = (int(word, 16) for word in words[0].split("-"))
+            inside = first <= start < stop
+        elif inside and words[0] == "Rss:":
+            found += 1024 * int(words[1])
+    return found
+
+
+def test_thin_blocks_keep_the_other_layers_and_no_memory_for_these() -> None:
+    assert PART.layer_bytes == LAYER_BYTES
+    memory = ThinMemory(40, PART, WINDOWED)
+    data = memory.pool.data
+    assert resident_bytes(memory) <= mmap.PAGESIZE
+    for block in range(10):
+        data[block] = block + 1.0
+    assert resident_bytes(memory) == 10 * 4 * LAYER_BYTES
+    memory.pool.thin(np.array([2, 7, 9], dtype=np.int32))  # type: ignore[misc]
+    assert resident_bytes(memory) == 10 * 4 * LAYER_BYTES - 3 * 3 * LAYER_BYTES
+    for block in range(10):
+        kept = 0.0 if block in (2, 7, 9) else block + 1.0
+        assert (data[block, [0, 1, 3]] == kept).all()
+        assert (data[block, 2] == block + 1.0).all()
+    data[7] = 5.0  # whole again
+    assert (data[7] == 5.0).all()
+
+
+def test_stretches_are_runs_of_layers() -> None:
+    assert windowed_stretches(WINDOWED) == [(0, 2), (3, 4)]
+    assert windowed_stretches([False, True]) == [(1, 2)]
+    assert ThinMemory(1, PART, WINDOWED).stretches == [(0, 2 * LAYER_BYTES), (3 * LAYER_BYTES, LAYER_BYTES)]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.25, 0.013])
+def test_blocks_fit_exactly(share: float) -> None:
+    """One block more would not fit."""
+
+    def needed(blocks: int) -> int:
+        return LAYER_BYTES * (blocks + 3 * whole_blocks(blocks, share))
+
+    for memory in range(8 * LAYER_BYTES, 200 * LAYER_BYTES, 1000):
+        blocks = blocks_within(memory, PART, WINDOWED, share)
+        assert needed(blocks) <= memory < needed(blocks + 1)
+
+
+def test_parts_of_pages_are_refused() -> None:
+    with pytest.raises(ThinMemoryError, match="a layer's KV of a chunk is 2048 bytes, which are not whole pages"):
+        ThinMemory(4, kv_format((4, 1, 16, 16), "float32"), WINDOWED)

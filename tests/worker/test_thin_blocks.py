@@ -1,0 +1,213 @@
+"""Models in which some layers have a window, through the real engine and a real runner, where few blocks have
+memory for these layers: long texts equal those of `transformers`.
+
+What becomes thin is filled with large numbers instead of being given back, so that nothing counts it unnoticed.
+(Not with NaN: kernels read several chunks at a time, and give those behind the window the weight 0.)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from simulation.driver import Simulation
+from simulation.streams import Stream
+from worker.checkpoints import Models, transformers_logits
+from worker.driver import VOCAB_SIZE, run_config
+from worker.engine_driver import make_simulation, replay
+from worker.ranks import run_ranks
+
+from trunkline.controller.messages import StepResult
+from trunkline.kvstore.chunks import Int32Array
+from trunkline.worker.errors import WorkerConfigError
+from trunkline.worker.messages import StepPlan
+from trunkline.worker.runner import Runner
+
+WINDOW = 20
+BLOCKS = 80
+SHARE = 0.2
+LARGE = 1e6
+FAMILIES = ("gemma3", "gpt-oss", "olmo3")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def mixed(models: Models, request: pytest.FixtureRequest) -> Path:
+    return models(request.param, sliding_window=WINDOW, head_dim=32)  # a layer of a chunk is a page
+
+
+@pytest.fixture(scope="module")
+def gemma(models: Models) -> Path:
+    return models("gemma3", sliding_window=WINDOW, head_dim=32)
+
+
+def small(folder: Path, blocks: int = BLOCKS, **settings: object) -> Simulation:
+    """An engine with steps of 32 tokens, over blocks of which a fifth can hold all layers."""
+    settings = {"token_budget": 32, "max_rows": 8, "window_share": SHARE, **settings}
+    return make_simulation(folder, blocks, **settings)
+
+
+def runner_of(simulation: Simulation) -> Runner:
+    runner: Runner = simulation.workers.runner  # type: ignore[attr-defined]
+    return runner
+
+
+def spoil(simulation: Simulation) -> list[int]:
+    """Fill with `LARGE` what plans thin, and with NaN what is free; return the list of the thinned blocks."""
+    runner, thinned = runner_of(simulation), list[int]()
+    execute = runner.execute
+    layers = [index for index, own in enumerate(runner._decoder.shard.config.attention) if own.window]
+    assert 0 < len(layers) < runner.pool.format.layers
+
+    def fill(blocks: Int32Array) -> None:
+        thinned.extend(blocks.tolist())
+        for block in blocks.tolist():
+            runner.pool.data[block, layers] = LARGE
+
+    def step(plan: StepPlan) -> StepResult | None:
+        pool = simulation.engine.scheduler.kv.pool
+        taken = set(pool.taken)
+        for block in pool.free_blocks() - taken:
+            runner.pool.data[block] = torch.nan
+        return execute(plan)
+
+    object.__setattr__(runner.pool, "thin", fill)
+    runner.execute = step  # type: ignore[method-assign]
+    return thinned
+
+
+def assert_greedy(folder: Path, stream: Stream) -> None:
+    """The output is what `transformers` would have generated."""
+    logits = transformers_logits(folder, stream.prompt + stream.output)
+    assert logits[len(stream.prompt) - 1 : -1].argmax(dim=-1).tolist() == stream.output
+
+
+def random_tokens(rng: np.random.Generator, count: int) -> list[int]:
+    tokens: list[int] = rng.integers(VOCAB_SIZE, size=count).tolist()
+    return tokens
+
+
+def test_turns_of_long_texts(mixed: Path) -> None:
+    """Prompts with a common beginning, some of which are preempted, then the next turns."""
+    rng = np.random.default_rng(1)
+    head = random_tokens(rng, 70)
+    prompts = [head + random_tokens(rng, int(rng.integers(20, 160))) for _ in range(3)]
+    simulation = small(mixed)
+    thinned = spoil(simulation)
+    engine = simulation.engine
+    assert (engine.config.part_window, engine.config.whole_blocks) == (WINDOW, 16)
+    requests = [simulation.submit(prompt, 24, temperature=0.0) for prompt in prompts]
+    for _ in range(3):
+        for _ in range(8):
+            simulation.step()
+        if running := engine.scheduler.running():
+            engine.scheduler.preempt(running[-1].group, simulation.now)
+    simulation.run()
+    first = [simulation.streams[request] for request in requests]
+    following = [
+        simulation.submit(s.prompt + s.output + random_tokens(rng, 9), 24, temperature=0.0) for s in first
+    ]
+    simulation.run()
+    second = [simulation.streams[request] for request in following]
+    for stream in first + second:
+        assert len(stream.output) == 24
+        assert_greedy(mixed, stream)
+    assert any(stream.cached_tokens for stream in second)
+    assert max(len(stream.prompt) for stream in second) > 16 * 8, "longer than all memory for layers with a window"
+    assert engine.counters.preemptions > 0
+    assert len(thinned) > 20
+
+
+def test_the_next_turn_finds_all_before_it(gemma: Path) -> None:
+    """Also where the memory for layers with a window holds a fraction of it; a request that leaves midway, where
+    that memory was given back, computes from the start, and its own next turn finds it."""
+    rng = np.random.default_rng(2)
+    simulation = small(gemma)
+    spoil(simulation)
+    prompt = random_tokens(rng, 300)
+    first = simulation.streams[simulation.submit(prompt, 30, temperature=0.0)]
+    simulation.run()
+    turn = simulation.submit(first.prompt + first.output + [1, 2, 3], 20, temperature=0.0)
+    simulation.run()
+    second = simulation.streams[turn]
+    assert second.cached_tokens == 329
+    assert_greedy(gemma, second)
+    midway = simulation.streams[simulation.submit([*prompt[:150], 5, 6, 7], 20, temperature=0.0)]
+    simulation.run()
+    assert midway.cached_tokens == 0
+    assert_greedy(gemma, midway)
+    third = simulation.streams[simulation.submit(midway.prompt + midway.output + [1], 8, temperature=0.0)]
+    simulation.run()
+    assert third.cached_tokens == 172
+    assert_greedy(gemma, third)
+    again = simulation.streams[
+        simulation.submit(second.prompt + second.output + [4], 8, temperature=0.0)
+    ]  # below what was computed anew
+    simulation.run()
+    assert again.cached_tokens is not None
+    assert_greedy(gemma, again)
+
+
+def test_samples_beams_cuts_and_scores(gemma: Path) -> None:
+    """What keeps KV of all layers is the same beside what does not."""
+    rng = np.random.default_rng(3)
+    prompt = random_tokens(rng, 130)
+    found = []
+    for share in (0.5, 1.0):
+        simulation = small(gemma, 100, window_share=share)
+        if share < 1:
+            spoil(simulation)
+        plain = simulation.submit(prompt, 30, seed=1)
+        samples = simulation.submit(prompt, 30, seed=2, n=3)
+        simulation.run()
+        cut = simulation.submit(prompt, 30, seed=3, drops=((16, 64),))
+        scored = simulation.submit(prompt[:80], 10, seed=4, prompt_logprobs=1)
+        simulation.run()
+        outputs = [simulation.streams[request].outputs for request in (plain, samples, scored)]
+        found.append(outputs)
+        assert len(simulation.streams[cut].output) == 30
+    assert found[0] == found[1]
+    expected = transformers_logits(gemma, prompt[:80]).log_softmax(dim=-1)
+    for position, row in simulation.streams[scored].scored.items():
+        assert abs(row[0] - float(expected[position - 1, prompt[position]])) < 1e-4
+
+
+@pytest.mark.processes
+def test_two_ranks_say_the_same(models: Models) -> None:
+    """They are given the plans of a long prompt and its next turn, and give their memory back for real."""
+    folder = models("gemma3", sliding_window=WINDOW, head_dim=64)  # a rank has one of two heads
+    rng = np.random.default_rng(5)
+    simulation = small(folder)
+    runner = runner_of(simulation)
+    execute, plans, tokens = runner.execute, list[StepPlan](), list[bytes]()
+
+    def record(plan: StepPlan) -> StepResult | None:
+        result = execute(plan)
+        plans.append(plan)
+        tokens.append(result.tokens if result is not None else b"")
+        return result
+
+    runner.execute = record  # type: ignore[method-assign]
+    prompt = random_tokens(rng, 250)
+    first = simulation.streams[simulation.submit(prompt, 30, temperature=0.0)]
+    simulation.run()
+    turn = simulation.submit(first.prompt + first.output + [1, 2, 3], 20, temperature=0.0)
+    simulation.run()
+    assert simulation.streams[turn].cached_tokens == 279
+    assert any(plan.thinned for plan in plans)
+    assert run_ranks(replay, 2, folder, BLOCKS, plans, SHARE)[0] == tokens
+
+
+def test_a_share_is_refused_where_it_cannot_be(models: Models) -> None:
+    for name, settings, reason in (
+        ("gqa", {}, "others see all tokens"),
+        ("mistral", {"sliding_window": WINDOW}, "others see all tokens"),
+        ("gemma3", {}, "not whole pages"),
+    ):
+        folder = models(name, **settings)
+        with pytest.raises(WorkerConfigError, match=reason):
+            Runner.load(run_config(folder, window_share=0.5), lambda *_: None)
+    for fields in ({"window_share": 0.0}, {"window_share": 0.5, "host_memory_bytes": 1 << 20}):
+        with pytest.raises(WorkerConfigError, match="window_share is 0"):
+            run_config(Path("model"), **fields).validate()
