@@ -56,8 +56,8 @@ def test_a_share_that_works(tmp_path: Path) -> None:
         ("cpu", {"prefix_cache": False}, "with the prefix cache"),
         (
             "cpu",
-            {"kv_memory_bytes": 8 << 20},
-            r"7 of 31 blocks .* window of 512 tokens and a step of 1024 need \d+",
+            {"kv_memory_bytes": 4 << 20},
+            r"14 of 56 blocks .* window of 512 tokens and a step of 1024 need \d+",
         ),
     ],
 )
