@@ -57,7 +57,7 @@ def test_a_share_that_works(tmp_path: Path) -> None:
         (
             "cpu",
             {"kv_memory_bytes": 4 << 20},
-            r"14 of 56 blocks .* window of 512 tokens and a step of 1024 need \d+",
+            r"14 of 58 blocks .* window of 512 tokens and a step of 1024 need \d+",
         ),
     ],
 )
