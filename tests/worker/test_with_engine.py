@@ -29,7 +29,13 @@ def simulate(
     return [simulation.streams[request].output for request in ids], simulation
 
 
-@pytest.mark.parametrize(("name", "kv_dtype"), [*(("gqa", kept) for kept in KV_DTYPES), ("deepseek-v3", "auto")])
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [
+        *((name, kept) for name in ("gqa", "gemma4") for kept in KV_DTYPES),
+        *((name, "auto") for name in ("deepseek-v3", "mistral4")),
+    ],
+)
 def test_text_does_not_depend_on_what_the_engine_does(name: str, kv_dtype: str, models: Models) -> None:
     folder = models(name)
     rng = np.random.default_rng(0)
