@@ -7,6 +7,9 @@ each tensor, and the tensors, each at a multiple of 32 bytes. Written for the mo
 Llama, Mistral, Mixtral, Qwen 2 and 3, Qwen 3 with experts, gpt-oss, Gemma 2 and 3, with matrices as they are or in
 blocks (gguf_blocks.py).
 
+`Q4_K_M` is the mixture of that name: Q6_K for the head and, in half of the layers, for values and the MLP's second
+matrix; Q4_K for the rest.
+
 The tokenizer is written whole, as the checkpoint has it, and in llama.cpp's form: one that merges bytes with the
 name `--pre` of its rules; one that knows whole words (small_model.py) as a word-piece tokenizer. That one puts two
 special tokens around a prompt of text; a prompt of ids stays what it is.
@@ -32,6 +35,7 @@ UINT32, FLOAT32, BOOL, STRING, ARRAY = 4, 6, 7, 8, 9
 INT32: Final = 5
 TYPES: Final = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8, "Q4_K": 12, "Q6_K": 14, "BF16": 30, "MXFP4": 39}
 DENSE: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+MIXTURE: Final = "Q4_K_M"
 NORMAL, CONTROL = 1, 3
 SPACE: Final = "\u2581"
 """How a word-piece tokenizer of llama.cpp writes the beginning of a word."""
@@ -83,14 +87,14 @@ def write_gguf(folder: Path, path: Path, dtype: torch.dtype | str, pre: str = ""
     """Write the checkpoint of `folder` to `path`.
 
     Args:
-        dtype: Of the matrices: one of `TYPES`, or float32 or bfloat16. Norms are float32.
+        dtype: Of the matrices: one of `TYPES`, `MIXTURE`, or float32 or bfloat16. Norms are float32.
         pre: llama.cpp's name of the rules by which a tokenizer that merges bytes cuts texts.
     """
     kind = dtype if isinstance(dtype, str) else {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
     config = json.loads((folder / "config.json").read_text())
     files = [load_file(part) for part in sorted(folder.glob("*.safetensors"))]
     tensors = [
-        (_name(name, config), *_stored(_laid_out(name, tensor, config), "F32" if _is_small(name) else kind))
+        (_name(name, config), *_stored(_laid_out(name, tensor, config), kind_of(name, kind, config)))
         for name, tensor in _with_experts({name: each for file in files for name, each in file.items()}).items()
     ]
     if (factors := _rope_factors(config)) is not None:
@@ -111,8 +115,20 @@ def write_gguf(folder: Path, path: Path, dtype: torch.dtype | str, pre: str = ""
             _align(file)
 
 
-def _is_small(name: str) -> bool:
-    return "router" in name or name.endswith("bias")
+def kind_of(name: str, kind: str, config: dict[str, Any]) -> str:
+    """Return the type of a checkpoint's tensor in a file of that type."""
+    if "router" in name or name.endswith("bias"):
+        return "F32"
+    if kind != MIXTURE:
+        return kind
+    if name.startswith("lm_head"):
+        return "Q6_K"
+    layers, layer = config["num_hidden_layers"], re.search(r"layers\.(\d+)\.", name)
+    if layer is None or not re.search(r"v_proj|down_proj", name):
+        return "Q4_K"
+    number, eighth = int(layer[1]), layers // 8
+    fine = number < eighth or number >= layers * 7 // 8 or (number - eighth) % 3 == 2
+    return "Q6_K" if fine else "Q4_K"
 
 
 def _with_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -134,7 +150,7 @@ def _with_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _stored(tensor: Tensor, kind: str) -> tuple[str, tuple[int, ...], Tensor]:
-    """Return a tensor's type, sizes and bytes. Rows that are no whole blocks stay float16."""
+    """Return a tensor's type, sizes and bytes. Rows that are no whole blocks become float16."""
     if tensor.dim() == 1:
         return "F32", tuple(tensor.shape), tensor.float()
     if kind in KINDS and tensor.shape[-1] % KINDS[kind][0]:
@@ -258,6 +274,7 @@ def _tokenizer(folder: Path, pre: str) -> Iterator[tuple[str, int, Any]]:
         yield "tokenizer.ggml.merges", ARRAY, (STRING, merges)
     else:
         yield "tokenizer.ggml.model", STRING, "bert"
+        yield "tokenizer.huggingface.json", STRING, text
         tokens = [word if word in special else SPACE + word for word in inner]
         yield "tokenizer.ggml.tokens", ARRAY, (STRING, tokens)
     yield "tokenizer.ggml.token_type", ARRAY, (INT32, kinds)
@@ -305,7 +322,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--type", choices=TYPES, default="Q8_0")
+    parser.add_argument("--type", choices=(*TYPES, MIXTURE), default="Q8_0")
     parser.add_argument("--pre", default="")
     arguments = parser.parse_args()
     write_gguf(arguments.folder, arguments.file, arguments.type, arguments.pre)

@@ -46,6 +46,8 @@ class Setting:
     """Of weights and, where a server lets one choose, of KV: `bfloat16` or `float32`."""
     scratch: Path
     """A folder for what a run makes: caches, a GGUF file."""
+    weights: str = ""
+    """Type of the matrices in a GGUF file that is served in the checkpoint's place; empty: the checkpoint is."""
     tp: int = 2
     """Ranks of Trunkline."""
     key: str = ""
@@ -68,6 +70,8 @@ class Kind:
     """It takes prompts of token ids, and `ignore_eos`; else prompts are sent as words."""
     slow: bool = False
     """It takes a minute to start: once is enough."""
+    gguf: bool = False
+    """It serves GGUF files."""
     remembers: bool = False
     """It keeps KV in the user's cache folder beyond its end: it gets an empty one."""
 
@@ -77,8 +81,17 @@ class Kind:
         return shutil.which(given) if given else shutil.which(beside) or shutil.which(self.program)
 
 
+def _gguf(setting: Setting) -> Path:
+    """Return the run's GGUF file of the checkpoint; it is written once."""
+    path = setting.scratch / f"{setting.weights or setting.dtype}.gguf"
+    if not path.exists():
+        write_gguf(setting.folder, path, setting.weights or getattr(torch, setting.dtype))
+    return path
+
+
 def trunkline(program: str, setting: Setting, port: int) -> list[str]:
-    head = [program, "serve", str(setting.folder), "--port", str(port), "--served-model-name", MODEL]
+    model = _gguf(setting) if setting.weights else setting.folder
+    head = [program, "serve", str(model), "--port", str(port), "--served-model-name", MODEL]
     return [*head, "--tp", str(setting.tp), "--dtype", setting.dtype]
 
 
@@ -92,10 +105,7 @@ def _vllm(program: str, setting: Setting, port: int) -> list[str]:
 
 
 def _llama(program: str, setting: Setting, port: int) -> list[str]:
-    path = setting.scratch / f"{setting.dtype}.gguf"
-    if not path.exists():
-        write_gguf(setting.folder, path, getattr(torch, setting.dtype))
-    head = [program, "--model", str(path), "--host", "127.0.0.1", "--port", str(port), "--alias", MODEL]
+    head = [program, "--model", str(_gguf(setting)), "--host", "127.0.0.1", "--port", str(port), "--alias", MODEL]
     slots = STREAMS if setting.dtype == "bfloat16" else STREAMS // 4  # float32 takes twice the memory
     head += ["--threads", str(CORES), "--parallel", str(slots), "--ctx-size", str(slots * CONTEXT)]
     exact = ["--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off"]
@@ -110,7 +120,7 @@ def _transformers(program: str, setting: Setting, port: int) -> list[str]:
 
 
 TRUNKLINE: Final = Kind(
-    name="trunkline", program="trunkline", install="pip install .", command=trunkline, remembers=True
+    name="trunkline", program="trunkline", install="pip install .", command=trunkline, gguf=True, remembers=True
 )
 KINDS: Final = (
     TRUNKLINE,
@@ -132,6 +142,7 @@ KINDS: Final = (
         install="cmake --build FOLDER --target llama-server in its sources (those of llama-cpp-python have them "
         "under vendor); then --llama-cpp FOLDER/bin/llama-server",
         command=_llama,
+        gguf=True,
     ),
     Kind(
         name="transformers",

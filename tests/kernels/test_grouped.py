@@ -126,6 +126,26 @@ def test_slices_and_stacks_are_of_the_same_numbers(kind: str) -> None:
             torch.testing.assert_close(joined.dequantise(), expected, rtol=1e-6, atol=1e-6)
 
 
+def test_stacks_of_k_quants_keep_two_levels_of_scales() -> None:
+    """Files of mixed types have queries and keys in Q4_K beside values in Q6_K."""
+    queries, values = random_weight("Q4_K", 20, 512), random_weight("Q6_K", 7, 512)
+    joined = stack([queries, values])
+    assert joined.sub_scale is not None
+    assert joined.nbytes <= joined.shape.numel() * 9.25 / 8
+    torch.testing.assert_close(joined.dequantise(), torch.cat([queries.dequantise(), values.dequantise()]))
+    rounded = stack([replace(each, int8_inputs=True) for each in (values, queries)])
+    assert rounded.int8_inputs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_that_are_added_are_zeros(kind: str) -> None:
+    weight = random_weight(kind, 5, 512)
+    padded = weight.padded(9)
+    assert torch.equal(padded.dequantise()[:5], weight.dequantise())
+    assert not bool(padded.dequantise()[5:].any())
+    assert weight.padded(5).shape == weight.shape
+
+
 def test_parts_that_do_not_fit_are_refused() -> None:
     good = random_weight("Q4_K", 4, 512)
     assert good.sub_scale is not None

@@ -139,11 +139,11 @@ def test_logits_and_text_equal_transformers(name: str, pairs: Callable[[str], Pa
 
 @pytest.mark.parametrize("name", ["mha", "mqa-tied", "qwen2"])
 def test_ranks_read_their_slices(name: str, pairs: Callable[[str], Pair]) -> None:
-    """Two ranks' layers together are those of one, and of the rounded checkpoint."""
+    """Two ranks' layers and heads together are those of one, and of the rounded checkpoint."""
     pair = pairs(name)
     x = torch.randn(3, 512, generator=torch.Generator().manual_seed(1))
 
-    def layer(folder: Path, rank: int, tp: int) -> tuple[Tensor, Tensor]:
+    def layer(folder: Path, rank: int, tp: int) -> tuple[Tensor, Tensor, Tensor]:
         config = check_model(folder, tp, "float32")
         weights = load_weights(
             folder,
@@ -157,12 +157,18 @@ def test_ranks_read_their_slices(name: str, pairs: Callable[[str], Pair]) -> Non
         first, kernels = weights.layers[0], ReferenceKernels()
         assert isinstance(first.qkv, PackedLinear)
         attended = x[:, : config.heads * config.head_dim].chunk(tp, dim=1)[rank]
-        query = kernels.linear(x[:, : config.hidden_size], first.qkv)[:, : config.heads // tp * config.head_dim]
-        return kernels.linear(attended, first.attention_out), query
+        states, head = x[:, : config.hidden_size], weights.head
+        query = kernels.linear(states, first.qkv)[:, : config.heads // tp * config.head_dim]
+        in_blocks = head.packed_bytes < 2 * head.in_features * head.out_features
+        assert in_blocks == (folder == pair.folder), "a head that the file has in blocks stays in them"
+        return kernels.linear(attended, first.attention_out), query, kernels.linear(states, head)
 
     whole, rounded = (layer(folder, 0, 1) for folder in (pair.folder, pair.rounded))
     halves = [layer(pair.folder, rank, 2) for rank in range(2)]
-    for found in (whole, (halves[0][0] + halves[1][0], torch.cat([half[1] for half in halves], dim=1))):
+    queries, logits = (torch.cat([half[part] for half in halves], dim=1) for part in (1, 2))
+    vocabulary = whole[2].shape[1]
+    assert not bool(logits[:, vocabulary:].any()), "what fills the ranks' parts up are zeros"
+    for found in (whole, (halves[0][0] + halves[1][0], queries, logits[:, :vocabulary])):
         for ours, theirs in zip(found, rounded, strict=True):
             assert torch.allclose(ours, theirs, atol=1e-4)
 

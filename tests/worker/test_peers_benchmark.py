@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
-from gguf_file import ALIGNMENT, ARRAY, BOOL, FLOAT32, INT32, STRING, UINT32, write_gguf
+from gguf_file import ALIGNMENT, ARRAY, BOOL, FLOAT32, INT32, MIXTURE, STRING, UINT32, kind_of, write_gguf
 from peer_servers import KINDS, TRUNKLINE, Kind, Running, Setting
 from peers import COLD, Cell, Lengths, Table, needs
 from safetensors.torch import save_file
@@ -165,6 +165,31 @@ def test_a_token_reads_what_the_checkpoint_holds_and_its_context(tmp_path: Path)
     assert read == 2 * (sum(t.numel() for t in matrices) + cached)
     layers = sum(t.numel() for t in matrices) - 5 * WIDTH
     assert operations == 2 * (10 * layers + 5 * WIDTH) + 2 * 2 * 10 * 10 * WIDTH
+
+
+def test_of_a_gguf_file_a_token_reads_its_blocks(tmp_path: Path) -> None:
+    given = checkpoint(tmp_path, 0)
+    matrices = [t for name, t in given.items() if t.dim() > 1 and "embed" not in name]
+    lengths = Lengths(prompt=10, prefix=100, output=8)
+    plain, products = needs(tmp_path, lengths, torch.bfloat16)
+    read, same = needs(tmp_path, lengths, torch.bfloat16, "Q8_0")
+    assert plain - read == sum(t.numel() for t in matrices) * (2 - 34 / 32)
+    assert products == same
+
+
+def test_a_mixture_has_finer_types_where_llama_cpp_has_them() -> None:
+    names = {"q": "self_attn.q_proj", "v": "self_attn.v_proj", "down": "mlp.down_proj"}
+
+    def kinds(part: str, layers: int) -> list[str]:
+        config = {"num_hidden_layers": layers}
+        return [kind_of(f"model.layers.{i}.{names[part]}.weight", MIXTURE, config) for i in range(layers)]
+
+    assert set(kinds("q", 12)) == {"Q4_K"}
+    assert [i for i, kind in enumerate(kinds("v", 12)) if kind == "Q6_K"] == [0, 3, 6, 9, 10, 11]
+    assert kinds("down", 12) == kinds("v", 12)
+    assert kind_of("lm_head.weight", MIXTURE, {"num_hidden_layers": 12}) == "Q6_K"
+    assert kind_of("model.embed_tokens.weight", MIXTURE, {"num_hidden_layers": 12}) == "Q4_K"
+    assert kind_of("model.layers.0.mlp.router.weight", "Q8_0", {}) == "F32"
 
 
 @pytest.mark.processes

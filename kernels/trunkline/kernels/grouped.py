@@ -133,6 +133,11 @@ class GroupedWeight:
         """Return some outputs, in the given order."""
         return self._with(*(None if part is None else part[chosen] for part in self.parts))
 
+    def padded(self, rows: int) -> GroupedWeight:
+        """Return `rows` outputs: its own and, behind them, zeros."""
+        missing = (0, 0, 0, rows - len(self.codes))
+        return self._with(*(None if part is None else F.pad(part, missing) for part in self.parts))
+
     def columns(self, chosen: slice) -> GroupedWeight:
         """Return some adjoining inputs.
 
@@ -207,8 +212,8 @@ def _levels(scale: Tensor, sub: Tensor | None, groups: int, dtype: torch.dtype) 
 
 
 def stack(weights: Sequence[GroupedWeight]) -> GroupedWeight:
-    """Return matrices below each other as one. Kinds that differ are brought to 8 bits, the smallest of the group
-    sizes and float32 scales, exactly.
+    """Return matrices below each other as one. Kinds that differ are brought to 8 bits and the smallest of
+    the group sizes, exactly; to scales on two levels if all have such for as many inputs, else to float32.
 
     Raises:
         ValueError: Matrices of different widths or types, or of groups that do not divide each other.
@@ -222,7 +227,9 @@ def stack(weights: Sequence[GroupedWeight]) -> GroupedWeight:
         )
     if len({_kind(weight) for weight in weights}) > 1:
         group = min(weight.group for weight in weights)
-        weights = [_widened(weight, group) for weight in weights]
+        scales = {(weight.sub_scale is None, weight.scale.dtype, weight.scale.shape[1]) for weight in weights}
+        levels = len(scales) == 1 and weights[0].sub_scale is not None
+        weights = [_widened(weight, group, levels) for weight in weights]
         first = weights[0]
     parts = zip(*(weight.parts for weight in weights), strict=True)
     return first._with(
@@ -235,28 +242,32 @@ def _kind(weight: GroupedWeight) -> tuple[object, ...]:
     return (weight.bits, weight.group, weight.zero, weight.table, weight.floats, *levels)
 
 
-def _widened(weight: GroupedWeight, group: int) -> GroupedWeight:
-    """Return the same numbers with 8 bits, groups of `group`, one level of float32 scales, zero 128."""
+def _widened(weight: GroupedWeight, group: int, levels: bool) -> GroupedWeight:
+    """Return the same numbers with 8 bits, groups of `group`, offsets, zero 128; with the two levels of scales
+    that it has, or one of float32."""
     if weight.group % group:
         raise ValueError(f"groups of {weight.group} and {group} inputs cannot be stacked")
     if weight.floats:
         raise ValueError("codes that are floats cannot be stacked with others")
-    scale, offset = weight.group_scales()
     codes = weight.values(torch.int16) + 128
     if codes.numel() and int(codes.max()) > 255:
         raise ValueError(f"values of 8 bits about zero {weight.zero} cannot be stacked with others")
-    offset = torch.zeros_like(scale) if offset is None else offset
-    scale, offset = (part.repeat_interleave(weight.group // group, dim=1) for part in (scale, offset))
-    return GroupedWeight(
-        codes.to(torch.uint8),
-        8,
-        group,
-        scale,
-        weight.dtype,
-        offset=offset,
-        zero=128,
-        int8_inputs=weight.int8_inputs,
-    )
+    wide = codes.to(torch.uint8)
+
+    def of_groups(scale: Tensor, offset: Tensor | None) -> tuple[Tensor, Tensor]:
+        offset = torch.zeros_like(scale) if offset is None else offset
+        repeats = weight.group // group
+        return scale.repeat_interleave(repeats, dim=1), offset.repeat_interleave(repeats, dim=1)
+
+    rounds = weight.int8_inputs
+    if levels and weight.sub_scale is not None:
+        first = torch.zeros_like(weight.scale) if weight.offset is None else weight.offset
+        sub, sub_offset = of_groups(weight.sub_scale, weight.sub_offset)
+        return GroupedWeight(
+            wide, 8, group, weight.scale, weight.dtype, sub, first, sub_offset, 128, int8_inputs=rounds
+        )
+    scale, offset = of_groups(*weight.group_scales())
+    return GroupedWeight(wide, 8, group, scale, weight.dtype, offset=offset, zero=128, int8_inputs=rounds)
 
 
 def rounded_inputs(x: Tensor) -> tuple[Tensor, Tensor]:

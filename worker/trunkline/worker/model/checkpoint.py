@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from trunkline.kernels.gguf_blocks import BLOCKS
 from trunkline.kernels.grouped import GroupedWeight
 from trunkline.kernels.ops import Activation, ExpertStack, Kernels, PackedLinear, QkNorm, Quantisation, Weight
 from trunkline.worker.errors import CheckpointError
@@ -142,7 +143,7 @@ def load_weights(
 
     Args:
         quantisation: how the layers' big matrices are quantised. Embeddings, head and routers are small beside
-            them or sensitive to it, and stay as they are.
+            them or sensitive to it, and stay as they are. A head that is stored in blocks is one in any case.
 
     Raises:
         CheckpointError: a file that cannot be read.
@@ -229,6 +230,10 @@ class _Files:
         first = (rows.start or 0, columns.start or 0)
         return read_float8(name, scheme, part.to(self.device, copy=True), scale, first, self._dtype)
 
+    def is_in_blocks(self, name: str) -> bool:
+        entry = self.index[name]
+        return entry.packed is not None or (entry.stored is not None and entry.stored.type in BLOCKS)
+
     def slice(
         self,
         name: str,
@@ -294,8 +299,6 @@ class _ShardReader:
         for layer in range(config.layers):
             layers.append(self._layer(prefix + names.layer.format(layer), layer))
             progress("loading weights", (layer + 1) / config.layers)
-        own_head = head_name(self._architecture, prefix)
-        head = embedding if config.tied_embeddings else self._vocabulary(own_head)
         return Weights(
             embedding=embedding,
             embedding_in=self._replicated(prefix, names.embedding_in),
@@ -303,7 +306,7 @@ class _ShardReader:
             layers=layers,
             final_norm=self._norm(prefix, names.final_norm),
             embedding_out=self._replicated(prefix, names.embedding_out),
-            head=self._kernels.pack_linear(head, None),
+            head=self._head(embedding),
             bytes_read=self._files.bytes_read,
         )
 
@@ -481,6 +484,15 @@ class _ShardReader:
         first = self._architecture.position_rows_skipped
         rows = slice(first, first + self._config.max_positions)
         return self._files.slice(f"{self._prefix}{self._names.positions}.weight", rows)
+
+    def _head(self, embedding: Tensor) -> PackedLinear:
+        prefix, is_tied = self._prefix, self._config.tied_embeddings
+        own = f"{prefix}{self._names.embedding}.weight" if is_tied else head_name(self._architecture, prefix)
+        if self._files.is_in_blocks(own):
+            stored = self._files.part(own, self._shard.vocab_rows)
+            assert isinstance(stored, GroupedWeight)
+            return self._kernels.pack_linear(stored.padded(self._shard.vocab_size), None)
+        return self._kernels.pack_linear(embedding if is_tied else self._vocabulary(own), None)
 
     def _vocabulary(self, name: str) -> Tensor:
         rows = self._files.slice(name, self._shard.vocab_rows)

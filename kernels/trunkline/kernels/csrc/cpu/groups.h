@@ -10,88 +10,69 @@ namespace {
 
 // Units (`GroupForm::unit`) that are read at a time: their codes, unpacked, and scales fit the first-level cache.
 constexpr int kUnits = 8;
-constexpr int kFewUnits = 2;
 constexpr int kUnitInputs = 32;  // at most
 
-// Inputs of one group for all lanes of a panel.
+// Inputs of one group for all lanes of a panel, where the panel has them.
 struct CodeUnit {
-  const uint8_t* words;       // as the panel has them
-  const float* scale;         // [width]
-  const float* minus_offset;  // [width]; null: none
+  const uint8_t* words;
+  const uint8_t* scale;      // [width], then offsets if there are any, in their type
+  const uint8_t* sub_scale;  // likewise, int8; only on two levels
 };
 
-// Reads a panel from its first unit to its last.
+// Lanes of scales or offsets in their type.
+TRUNKLINE_INLINE Vec load_number(ScaleType type, const uint8_t* from, int lane) {
+  if (type == ScaleType::kFloat32) return load(reinterpret_cast<const float*>(from) + lane);
+  const uint16_t* half = reinterpret_cast<const uint16_t*>(from) + lane;
+  return type == ScaleType::kFloat16 ? load_f16(half) : load_bf16(half);
+}
+
+// Lanes of a unit's scales (`number` 0) or offsets (1), of both levels.
+TRUNKLINE_INLINE Vec unit_number(const GroupForm& form, const CodeUnit& unit, int number, int width, int lane) {
+  const Vec first = load_number(form.scale_type, unit.scale + number * width * form.scale_bytes(), lane);
+  if (!form.has_levels) return first;
+  return mul(first, load_int8(reinterpret_cast<const int8_t*>(unit.sub_scale) + number * width + lane));
+}
+
+// Walks over a panel from its first unit to its last.
 class GroupStream {
  public:
   GroupStream(const GroupForm& form, const void* panel, int width)
       : form_(form), at_(static_cast<const uint8_t*>(panel)), width_(width), unit_(form.unit()) {}
 
-  // The next `count` units, at most kUnits; those before are no longer valid.
+  // The next `count` units.
   void next(CodeUnit* units, int count) {
     const long bytes = static_cast<long>(unit_) * form_.bits / 8 * width_;
     for (int i = 0; i < count; ++i) {
-      if (inputs_left_ == 0) {
-        const uint8_t* begin = at_;
-        read_scales(i);
-        // Where codes are, the products ask for what comes; no line may be left out.
-        for (; begin < at_; begin += 64) prefetch(begin + kAheadBytes);
-      } else if (i == 0 && slot_ > 0) {  // a group goes on
-        std::memcpy(scale_[0], scale_[slot_], sizeof(scale_[0]));
-        std::memcpy(offset_[0], offset_[slot_], sizeof(offset_[0]));
-        slot_ = 0;
-      }
-      units[i] = {at_, scale_[slot_], form_.has_offset ? offset_[slot_] : nullptr};
+      if (inputs_left_ == 0) next_group();
+      units[i] = {at_, scale_, sub_scale_};
       at_ += bytes;
       inputs_left_ -= unit_;
     }
   }
 
+  // What comes next.
+  const char* at() const { return reinterpret_cast<const char*>(at_); }
+
  private:
-  void read_numbers(float* out, bool negative) {
-    const Vec sign = set1(negative ? -1.0f : 1.0f);
-    for (int lane = 0; lane < width_; lane += kLanes) {
-      Vec x;
-      switch (form_.scale_type) {
-        case ScaleType::kFloat16: x = load_f16(reinterpret_cast<const uint16_t*>(at_) + lane); break;
-        case ScaleType::kBFloat16: x = load_bf16(reinterpret_cast<const uint16_t*>(at_) + lane); break;
-        default: x = load(reinterpret_cast<const float*>(at_) + lane);
-      }
-      store(out + lane, mul(x, sign));
-    }
-    at_ += width_ * form_.scale_bytes();
-  }
-
-  void read_second_level(const float* first, float* out) {
-    for (int lane = 0; lane < width_; lane += kLanes) {
-      store(out + lane, mul(load(first + lane), load_int8(reinterpret_cast<const int8_t*>(at_) + lane)));
-    }
-    at_ += width_;
-  }
-
-  void read_scales(int slot) {
-    slot_ = slot;
-    inputs_left_ = form_.group;
-    float* scale = form_.has_levels ? first_scale_ : scale_[slot];
-    float* offset = form_.has_levels ? first_offset_ : offset_[slot];
+  void next_group() {
     if (groups_left_ == 0) {
-      read_numbers(scale, false);
-      if (form_.has_offset) read_numbers(offset, true);
+      scale_ = at_;
+      at_ += width_ * form_.scale_bytes() * form_.numbers();
       groups_left_ = form_.groups_per_scale;
     }
     --groups_left_;
-    if (!form_.has_levels) return;
-    read_second_level(first_scale_, scale_[slot]);
-    if (form_.has_offset) read_second_level(first_offset_, offset_[slot]);
+    inputs_left_ = form_.group;
+    sub_scale_ = at_;
+    if (form_.has_levels) at_ += width_ * form_.numbers();
   }
 
   const GroupForm& form_;
   const uint8_t* at_;
+  const uint8_t* scale_ = nullptr;
+  const uint8_t* sub_scale_ = nullptr;
   const int width_, unit_;
   int64_t inputs_left_ = 0;  // of the group
   int64_t groups_left_ = 0;  // of the scale
-  int slot_ = 0;
-  alignas(64) float first_scale_[kPanelWidth], first_offset_[kPanelWidth];
-  alignas(64) float scale_[kUnits][kPanelWidth], offset_[kUnits][kPanelWidth];
 };
 
 // Exact products: codes become floats.
@@ -111,8 +92,8 @@ void dequantise(const GroupForm& form, const float* values, const CodeUnit& unit
   const int words = form.unit() * form.bits / 32;
   const Vec zero_code = set1(static_cast<float>(form.zero));
   for (int lane = 0; lane < width; lane += kLanes) {
-    const Vec scale = load(unit.scale + lane);
-    const Vec offset = unit.minus_offset == nullptr ? zero() : load(unit.minus_offset + lane);
+    const Vec scale = unit_number(form, unit, 0, width, lane);
+    const Vec offset = form.has_offset ? sub(zero(), unit_number(form, unit, 1, width, lane)) : zero();
     float* to = out + lane;
     for (int word = 0; word < words; ++word) {
       const uint8_t* from = unit.words + (word * width + lane) * 4;
@@ -228,16 +209,23 @@ void round_row(const GroupForm& form, const typename T::Storage* x, int64_t inpu
 // How codes lie in the words that a tile reads.
 enum class Codes { kBytes, kNibbles, kTable };
 
-// MR rows times NV vectors of lanes of some units; C in rows of a panel's width.
-template <Codes kCodes, bool kFetches, int MR, int NV>
+// Lines of memory that a tile asks for at each unit, in the order of memory and for the second-level cache: of those
+// of the first few may be under way, and asked for in another order they do not look like a stream to the processor,
+// which then does not fetch on its own.
+struct Ahead {
+  const char* at;
+  int lines;
+};
+
+// MR rows times NV vectors of lanes of some units, added to C, which has rows of a panel's width.
+template <Codes kCodes, int MR, int NV>
 [[gnu::noinline]] void int8_tile(const GroupForm& form, const Int8Row* rows, int64_t first_unit,
-                                 const CodeUnit* units, int count, int lane, int width, float* c,
-                                 bool accumulate) {
+                                 const CodeUnit* units, int count, int lane, int width, float* c, Ahead ahead) {
   constexpr int kPerWord = kCodes == Codes::kBytes ? 4 : 8;
   const int unit = form.unit();
   Vec acc[MR][NV];
   for (int m = 0; m < MR; ++m) {
-    for (int v = 0; v < NV; ++v) acc[m][v] = accumulate ? load(c + m * kPanelWidth + v * kLanes) : zero();
+    for (int v = 0; v < NV; ++v) acc[m][v] = load(c + m * kPanelWidth + v * kLanes);
   }
   for (int u = 0; u < count; ++u) {
     const int64_t index = first_unit + u;
@@ -247,13 +235,12 @@ template <Codes kCodes, bool kFetches, int MR, int NV>
       x[m] = rows[m].codes + index * (unit / 4) * kDotWords;
       for (int v = 0; v < NV; ++v) dots[m][v] = set1_word(static_cast<uint32_t>(rows[m].start[index]));
     }
+    for (int line = 0; line < ahead.lines; ++line, ahead.at += 64) prefetch_second(ahead.at);
     const uint8_t* words = units[u].words + lane * 4;
     for (int k = 0; k < unit; k += kPerWord, words += width * 4) {
       Bits codes[NV];
       for (int v = 0; v < NV; ++v) {
-        const uint8_t* from = words + v * kLanes * 4;
-        codes[v] = load_words(from);
-        if (kFetches && (kLanes == 16 || v % (16 / kLanes) == 0)) prefetch(from + kAheadBytes);
+        codes[v] = load_words(words + v * kLanes * 4);
       }
       for (int half = 0; half < kPerWord / 4; ++half) {
         for (int v = 0; v < NV; ++v) {
@@ -267,16 +254,16 @@ template <Codes kCodes, bool kFetches, int MR, int NV>
       }
     }
     for (int v = 0; v < NV; ++v) {
-      const Vec scale = load(units[u].scale + lane + v * kLanes);
+      const Vec scale = unit_number(form, units[u], 0, width, lane + v * kLanes);
       for (int m = 0; m < MR; ++m) {
         const Vec factor = set1(rows[m].factor[index]);
         acc[m][v] = fma(mul(float_of_integers(dots[m][v]), factor), scale, acc[m][v]);
       }
     }
-    if (units[u].minus_offset == nullptr) continue;
+    if (!form.has_offset) continue;
     for (int v = 0; v < NV; ++v) {
-      const Vec offset = load(units[u].minus_offset + lane + v * kLanes);
-      for (int m = 0; m < MR; ++m) acc[m][v] = fma(set1(rows[m].sum[index]), offset, acc[m][v]);
+      const Vec offset = unit_number(form, units[u], 1, width, lane + v * kLanes);
+      for (int m = 0; m < MR; ++m) acc[m][v] = fma(set1(-rows[m].sum[index]), offset, acc[m][v]);
     }
   }
   for (int m = 0; m < MR; ++m) {
@@ -284,7 +271,7 @@ template <Codes kCodes, bool kFetches, int MR, int NV>
   }
 }
 
-// Rows and vectors of a tile, as many as there are registers for sums of both kinds.
+// Rows and vectors of a tile, as many as there are registers for sums.
 #if TRUNKLINE_LEVEL >= 2
 constexpr int kInt8Rows = 3, kInt8Vectors = 4;
 #else
@@ -292,79 +279,136 @@ constexpr int kInt8Rows = 2, kInt8Vectors = 2;
 #endif
 
 // One tile of rows over all lanes of a panel.
-template <Codes kCodes, bool kFetches, int MR>
+template <Codes kCodes, int MR>
 void int8_lanes(const GroupForm& form, const Int8Row* rows, int64_t first_unit, const CodeUnit* units, int count,
-                int width, float* c, bool accumulate) {
+                int width, float* c, Ahead ahead) {
   int lane = 0;
   for (; lane + kInt8Vectors * kLanes <= width; lane += kInt8Vectors * kLanes) {
-    int8_tile<kCodes, kFetches, MR, kInt8Vectors>(form, rows, first_unit, units, count, lane, width, c + lane,
-                                                  accumulate);
+    int8_tile<kCodes, MR, kInt8Vectors>(form, rows, first_unit, units, count, lane, width, c + lane, ahead);
+    ahead.at += static_cast<long>(count) * ahead.lines * 64;
   }
   for (; lane < width; lane += kLanes) {
-    int8_tile<kCodes, kFetches, MR, 1>(form, rows, first_unit, units, count, lane, width, c + lane, accumulate);
+    int8_tile<kCodes, MR, 1>(form, rows, first_unit, units, count, lane, width, c + lane, {nullptr, 0});
   }
 }
 
-template <Codes kCodes, bool kFetches>
+template <Codes kCodes, int MR = kInt8Rows>
 void int8_rows(int count_of_rows, const GroupForm& form, const Int8Row* rows, int64_t first_unit,
-               const CodeUnit* units, int count, int width, float* c, bool accumulate) {
-  switch (count_of_rows) {
-    case 1: return int8_lanes<kCodes, kFetches, 1>(form, rows, first_unit, units, count, width, c, accumulate);
-    case 2: return int8_lanes<kCodes, kFetches, 2>(form, rows, first_unit, units, count, width, c, accumulate);
-    default:
-      return int8_lanes<kCodes, kFetches, kInt8Rows>(form, rows, first_unit, units, count, width, c, accumulate);
+               const CodeUnit* units, int count, int width, float* c, Ahead ahead) {
+  if constexpr (MR > 1) {
+    if (count_of_rows < MR) {
+      return int8_rows<kCodes, MR - 1>(count_of_rows, form, rows, first_unit, units, count, width, c, ahead);
+    }
   }
+  int8_lanes<kCodes, MR>(form, rows, first_unit, units, count, width, c, ahead);
 }
 
-// Values of codes of 4 bits as bytes, `[unit / 4][width]` words.
-void unpack(const GroupForm& form, const CodeUnit& unit, int width, uint8_t* out) {
-  for (int k = 0; k < form.unit(); k += 8) {
-    const uint8_t* words = unit.words + k / 8 * width * 4;
-    for (int half = 0; half < 2; ++half, out += width * 4) {
-      for (int lane = 0; lane < width; lane += kLanes) {
-        if (half == 0) prefetch(words + lane * 4 + kAheadBytes);
-        Bits bytes = bits_and(shift_right(load_words(words + lane * 4), 4 * half), set1_word(0x0f0f0f0f));
-        if (form.has_table) bytes = table_bytes(form.table, bytes);
-        store_words(out + lane * 4, bytes);
+// Units whose codes are bytes and whose scales are float32 on one level.
+struct UnpackedUnits {
+  alignas(64) uint8_t words[kUnits][kUnitInputs * kPanelWidth];
+  alignas(64) float numbers[kUnits][2 * kPanelWidth];
+
+  // Codes of 8 bits stay where they are.
+  void take(const GroupForm& form, CodeUnit* units, int count, int width) {
+    for (int i = 0; i < count; ++i) {
+      for (int number = 0; number < form.numbers(); ++number) {
+        for (int lane = 0; lane < width; lane += kLanes)
+          store(numbers[i] + number * width + lane, unit_number(form, units[i], number, width, lane));
       }
+      if (form.bits == 4) {
+        unpack(form, units[i], width, words[i]);
+        units[i].words = words[i];
+      }
+      units[i].scale = reinterpret_cast<const uint8_t*>(numbers[i]);
+    }
+  }
+
+  static void unpack(const GroupForm& form, const CodeUnit& unit, int width, uint8_t* out) {
+    for (int k = 0; k < form.unit(); k += 8) {
+      const uint8_t* from = unit.words + k / 8 * width * 4;
+      for (int half = 0; half < 2; ++half, out += width * 4) {
+        for (int lane = 0; lane < width; lane += kLanes) {
+          Bits bytes = bits_and(shift_right(load_words(from + lane * 4), 4 * half), set1_word(0x0f0f0f0f));
+          if (form.has_table) bytes = table_bytes(form.table, bytes);
+          store_words(out + lane * 4, bytes);
+        }
+      }
+    }
+  }
+
+  static GroupForm form_of(GroupForm form) {
+    form.bits = 8;
+    form.scale_type = ScaleType::kFloat32;
+    form.has_levels = form.has_table = false;
+    return form;
+  }
+};
+
+// Lanes that one pass of a tile takes, in passes over a panel.
+TRUNKLINE_INLINE int lane_passes(int width) {
+  const int passes = width / (kInt8Vectors * kLanes);
+  return passes > 0 ? passes : 1;
+}
+
+// Lines that each of `passes` passes over `count` units asks for at each, of all lines in some bytes.
+TRUNKLINE_INLINE int lines_each(long bytes, int passes, int count) {
+  return static_cast<int>((bytes / 64 + passes * count - 1) / (passes * count));
+}
+
+// At most a tile of rows times a panel: codes and scales are read where they lie.
+void multiply_int8_few(int count_of_rows, const Int8Row* rows, const GroupForm& form, const void* panel, int width,
+                       int64_t inputs, float* sums) {
+  constexpr int kFewUnits = 4;
+  GroupStream stream(form, panel, width);
+  const int64_t all = inputs / form.unit();
+  for (int64_t first = 0; first < all; first += kFewUnits) {
+    const int count = smaller(kFewUnits, all - first);
+    const char* begin = stream.at();
+    CodeUnit units[kFewUnits];
+    stream.next(units, count);
+    const Ahead ahead{begin + kAheadBytes, lines_each(stream.at() - begin, lane_passes(width), count)};
+    if (form.bits == 8) {
+      int8_rows<Codes::kBytes>(count_of_rows, form, rows, first, units, count, width, sums, ahead);
+    } else if (form.has_table) {
+      int8_rows<Codes::kTable>(count_of_rows, form, rows, first, units, count, width, sums, ahead);
+    } else {
+      int8_rows<Codes::kNibbles>(count_of_rows, form, rows, first, units, count, width, sums, ahead);
     }
   }
 }
 
-// Rows times a panel, block by block: a tile of rows reads the codes from memory; for more rows they are unpacked
-// once. The sums are the same: of integers within a unit, whose result is added as a float, units in order.
-void multiply_int8(int count_of_rows, const Int8Row* rows, const GroupForm& form, const void* panel, int width,
-                   int64_t inputs, float* sums) {
-  alignas(64) uint8_t unpacked[kUnits * kUnitInputs * kPanelWidth];
+// More rows than a tile's times a panel: they pass over blocks of units, which are unpacked once, and meanwhile ask
+// for the next block.
+void multiply_int8_many(int count_of_rows, const Int8Row* rows, const GroupForm& form, const void* panel,
+                        int width, int64_t inputs, float* sums) {
+  UnpackedUnits unpacked;
+  const GroupForm plain = UnpackedUnits::form_of(form);
   GroupStream stream(form, panel, width);
-  const int unit = form.unit(), tiles = (count_of_rows + kInt8Rows - 1) / kInt8Rows;
-  const bool unpacks = form.bits == 4 && tiles > 1;
-  // One tile needs no blocks; the scales that it reads must be near the codes that were asked for.
-  const int block = tiles == 1 ? kFewUnits : kUnits;
-  for (int64_t first = 0; first < inputs / unit; first += block) {
-    const int count = smaller(block, inputs / unit - first);
+  const int tiles = (count_of_rows + kInt8Rows - 1) / kInt8Rows, passes = lane_passes(width);
+  const int64_t all = inputs / form.unit();
+  for (int64_t first = 0; first < all; first += kUnits) {
+    const int count = smaller(kUnits, all - first);
+    const char* begin = stream.at();
     CodeUnit units[kUnits];
     stream.next(units, count);
-    for (int i = 0; unpacks && i < count; ++i) {
-      uint8_t* bytes = unpacked + static_cast<long>(i) * unit * width;
-      unpack(form, units[i], width, bytes);
-      units[i].words = bytes;
-    }
+    Ahead ahead{stream.at(), lines_each(stream.at() - begin, passes * tiles, count)};
+    unpacked.take(form, units, count, width);
     for (int tile = 0; tile < tiles; ++tile) {
-      const int begin = count_of_rows * tile / tiles, end = count_of_rows * (tile + 1) / tiles;
-      float* c = sums + begin * kPanelWidth;
-      const Int8Row* tile_rows = rows + begin;
-      if (unpacks || (form.bits == 8 && tile > 0)) {
-        int8_rows<Codes::kBytes, false>(end - begin, form, tile_rows, first, units, count, width, c, first > 0);
-      } else if (form.bits == 8) {
-        int8_rows<Codes::kBytes, true>(end - begin, form, tile_rows, first, units, count, width, c, first > 0);
-      } else if (form.has_table) {
-        int8_rows<Codes::kTable, true>(end - begin, form, tile_rows, first, units, count, width, c, first > 0);
-      } else {
-        int8_rows<Codes::kNibbles, true>(end - begin, form, tile_rows, first, units, count, width, c, first > 0);
-      }
+      const int from = count_of_rows * tile / tiles, to = count_of_rows * (tile + 1) / tiles;
+      int8_rows<Codes::kBytes>(to - from, plain, rows + from, first, units, count, width,
+                               sums + from * kPanelWidth, ahead);
+      ahead.at += static_cast<long>(passes) * count * ahead.lines * 64;
     }
   }
+}
+
+// Rows times a panel. Sums are the same however many rows there are: of integers within a unit, whose result is
+// added as a float, units in order.
+void multiply_int8(int count_of_rows, const Int8Row* rows, const GroupForm& form, const void* panel, int width,
+                   int64_t inputs, float* sums) {
+  std::memset(sums, 0, static_cast<size_t>(count_of_rows) * kPanelWidth * sizeof(*sums));
+  const auto multiply = count_of_rows <= kInt8Rows ? multiply_int8_few : multiply_int8_many;
+  multiply(count_of_rows, rows, form, panel, width, inputs, sums);
 }
 
 }  // namespace
