@@ -209,11 +209,12 @@ class Table:
 
 
 def weight_bytes(folder: Path, dtype: torch.dtype, weights: str) -> float:
-    """Return the bytes of all matrices but the embedding, in a type or in a GGUF file's."""
+    """Return the bytes of all matrices that are multiplied, in a type or in a GGUF file's."""
     config, found = json.loads((folder / "config.json").read_text()), 0.0
+    is_tied = config.get("tie_word_embeddings", False)
     for file in folder.glob("*.safetensors"):
         for name, tensor in load_file(file).items():
-            if tensor.dim() == 2 and "embed_tokens" not in name:
+            if tensor.dim() == 2 and (is_tied or "embed_tokens" not in name):
                 block = BLOCKS[kind_of(name, weights, config)] if weights else None
                 found += tensor.numel() * (block.bytes / block.values if block else dtype.itemsize)
     return found

@@ -6,9 +6,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-import torch
 from cluster.harness import Cluster
-from peer_servers import TRUNKLINE, Server
+from peer_servers import TRUNKLINE, Server, Setting
 from peers import Lengths, Speed, Table
 from report import fill
 from serving import Prompts, model_name
@@ -20,10 +19,10 @@ pytestmark = pytest.mark.processes
 LENGTHS = Lengths(prompt=48, prefix=32, long_prefix=64, output=4, batches=(1, 2), long_streams=2)
 
 
-def test_every_cell_is_measured(cluster: Cluster) -> None:
+def test_every_cell_is_measured(cluster: Cluster, tmp_path: Path) -> None:
     server = Server(TRUNKLINE, cluster.url, model_name(cluster.url))
     table = Table([TRUNKLINE.name])
-    speed = Speed([server], LENGTHS, DEMO_FOLDER, torch.float32)
+    speed = Speed([server], LENGTHS, Setting(folder=DEMO_FOLDER, dtype="float32", scratch=tmp_path))
     asyncio.run(speed.run(Prompts(4096, 0), 1, 60.0, table))
     rows = [[cell.strip() for cell in line.split("|")] for line in table.markdown()[2:]]
     assert [row[1] for row in rows] == [
@@ -50,8 +49,9 @@ def test_a_run_fills_its_place_in_a_page(tmp_path: Path) -> None:
         fill(page, "x", [])
 
 
-def test_the_page_of_benchmarks_has_a_place(tmp_path: Path) -> None:
+def test_the_page_of_benchmarks_has_places(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     page.write_text((Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8"))
-    fill(page, "peers.py", ["| new |"])
-    assert "\n| new |\n" in page.read_text(encoding="utf-8")
+    for mark in ("peers.py", "peers.py, GGUF"):
+        fill(page, mark, [f"| new {mark} |"])
+        assert f"\n| new {mark} |\n" in page.read_text(encoding="utf-8")
