@@ -6,7 +6,7 @@ TRACES is a file of recorded conversations (agent_traces.py); without one, conve
 
 `while it runs`: KV that a request holds at its longest (prompt and answer), in percent of what one pool for all
 layers holds, over all requests. Layers without a window hold all chunks; layers with one hold those of the window
-and of a step (docs/decisions/0021-windows.md). Models whose layers all have a window work like that today.
+and of a step (docs/decisions/0021-windows.md): where all layers have one, and with --window-share where some do.
 
 `kept`: what stays of a prompt when its request has ended, if all chunks behind the window leave at once, likewise.
 `hits`: tokens that the next prompts find then, in percent of the prefix tokens that they find if nothing leaves.

@@ -8,14 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trunkline.kernels.thin_memory import (
-    ThinMemory,
-    ThinMemoryError,
-    blocks_within,
-    whole_blocks,
-    windowed_stretches,
-)
+from trunkline.kernels.thin_memory import ThinMemory, ThinMemoryError
 from trunkline.kvstore.chunk_format import kv_format
+from trunkline.kvstore.window_share import blocks_within, whole_blocks, windowed_stretches
 
 WINDOWED = (True, True, False, True)
 PART = kv_format((4, 2, 16, 32), "float32")

@@ -13,7 +13,6 @@ must be whole pages, and it has small pages: a large one would be given back onl
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import sys
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from torch import Tensor
 from trunkline.kernels.ops import KvPool
 from trunkline.kvstore.chunk_format import ChunkFormat
 from trunkline.kvstore.chunks import Int32Array
+from trunkline.kvstore.window_share import windowed_stretches
 
 _MAP_NORESERVE: Final = 0x4000
 """Linux's number for a mapping of which the system does not check that it could be memory as a whole."""
@@ -33,36 +33,6 @@ _MAP_NORESERVE: Final = 0x4000
 
 class ThinMemoryError(ValueError):
     """A pool whose blocks cannot be thin; the message says why, and what can be done."""
-
-
-def windowed_stretches(windowed: Sequence[bool]) -> list[tuple[int, int]]:
-    """Return the (first, stop) of runs of layers that have a window."""
-    stops = list(itertools.accumulate(len(list(run)) for _, run in itertools.groupby(windowed)))
-    return [(first, stop) for first, stop in zip([0, *stops], stops, strict=False) if windowed[first]]
-
-
-def blocks_within(memory_bytes: int, part: ChunkFormat, windowed: Sequence[bool], share: float) -> int:
-    """Return how many blocks fit into this memory if `share` of them hold the KV of all layers at once.
-
-    Args:
-        windowed: for each layer, whether it has a window.
-    """
-    blocks = int(memory_bytes // (part.layer_bytes * (len(windowed) - (1 - share) * sum(windowed))))
-    while blocks and _bytes(blocks, part, windowed, share) > memory_bytes:
-        blocks -= 1
-    while _bytes(blocks + 1, part, windowed, share) <= memory_bytes:
-        blocks += 1
-    return blocks
-
-
-def whole_blocks(blocks: int, share: float) -> int:
-    """Return how many of so many blocks can hold the KV of all layers at once."""
-    return max(1, int(blocks * share))
-
-
-def _bytes(blocks: int, part: ChunkFormat, windowed: Sequence[bool], share: float) -> int:
-    plain = len(windowed) - sum(windowed)
-    return part.layer_bytes * (blocks * plain + whole_blocks(blocks, share) * sum(windowed))
 
 
 class ThinMemory:

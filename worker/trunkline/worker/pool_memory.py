@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from trunkline.kernels.ops import KvPool
-from trunkline.kernels.thin_memory import ThinMemory, ThinMemoryError, blocks_within, whole_blocks
+from trunkline.kernels.thin_memory import ThinMemory, ThinMemoryError
 from trunkline.kvstore.chunks import Int32Array
+from trunkline.kvstore.window_share import blocks_within, whole_blocks
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.device import choose_kernels
 from trunkline.worker.errors import PlanError, WorkerConfigError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
-from trunkline.kernels.thin_memory import blocks_within, whole_blocks
 from trunkline.kvstore.chunk_format import ChunkFormat
+from trunkline.kvstore.window_share import blocks_within, whole_blocks
 from trunkline.kvstore.windows import window_blocks
 from trunkline.worker.model.model_config import ModelConfig
 

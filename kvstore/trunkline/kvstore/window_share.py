@@ -1,0 +1,40 @@
+"""How a KV pool is divided where some layers have a window: all blocks hold the KV of the layers without one,
+a share of them that of all layers (docs/decisions/0021-windows.md). Pure.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from trunkline.kvstore.chunk_format import ChunkFormat
+
+
+def windowed_stretches(windowed: Sequence[bool]) -> list[tuple[int, int]]:
+    """Return the (first, stop) of runs of layers that have a window."""
+    stops = list(itertools.accumulate(len(list(run)) for _, run in itertools.groupby(windowed)))
+    return [(first, stop) for first, stop in zip([0, *stops], stops, strict=False) if windowed[first]]
+
+
+def blocks_within(memory_bytes: int, part: ChunkFormat, windowed: Sequence[bool], share: float) -> int:
+    """Return how many blocks fit into this memory if `share` of them hold the KV of all layers at once.
+
+    Args:
+        windowed: for each layer, whether it has a window.
+    """
+    blocks = int(memory_bytes // (part.layer_bytes * (len(windowed) - (1 - share) * sum(windowed))))
+    while blocks and _bytes(blocks, part, windowed, share) > memory_bytes:
+        blocks -= 1
+    while _bytes(blocks + 1, part, windowed, share) <= memory_bytes:
+        blocks += 1
+    return blocks
+
+
+def whole_blocks(blocks: int, share: float) -> int:
+    """Return how many of so many blocks can hold the KV of all layers at once."""
+    return max(1, int(blocks * share))
+
+
+def _bytes(blocks: int, part: ChunkFormat, windowed: Sequence[bool], share: float) -> int:
+    plain = len(windowed) - sum(windowed)
+    return part.layer_bytes * (blocks * plain + whole_blocks(blocks, share) * sum(windowed))
