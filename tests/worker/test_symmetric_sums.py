@@ -6,16 +6,20 @@ signatures; so nothing here says that the real ones do what their description sa
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from seeds import seeds
 from torch import Tensor
 from worker.driver import run_config
 
+from trunkline.worker import tensor_parallel
 from trunkline.worker.errors import WorkerError
 from trunkline.worker.symmetric_sums import (
     BUFFER_BYTES,
@@ -23,6 +27,7 @@ from trunkline.worker.symmetric_sums import (
     Place,
     SymmetricSums,
     Way,
+    changes_atomically,
     way_of,
     why_apart,
 )
@@ -60,7 +65,7 @@ def test_the_way_of_a_message(size: int, dtype: torch.dtype, ranks: int, multica
         (
             [Place("a", "0", ("1",)), Place("a", "1", ())],
             False,
-            "GPU of rank 1 cannot read the memory of rank 0's",
+            "GPU of rank 1 cannot read and atomically change the memory of rank 0's",
         ),
         ([Place("a", "0", ()), Place("a", "0", ())], False, "two ranks use one GPU"),
         ([Place("a", "0", ()), Place("a", "0", ())], True, ""),
@@ -70,6 +75,31 @@ def test_who_can_share_memory(places: list[Place], may_share: bool, reason: str)
     found = why_apart(places, may_share=may_share)
     assert reason in found
     assert bool(found) == bool(reason)
+
+
+DRIVER = """
+int cuDeviceGet(int *device, int index) { *device = 10 + index; return index > 2 ? 101 : 0; }
+int cuDeviceGetP2PAttribute(int *value, int attribute, int own, int other) {
+  *value = attribute == 3 && own == 10 && other == 12;
+  return own == other ? 101 : 0;
+}
+"""
+"""The driver's functions: GPUs 0 to 2, of which the first changes memory of the last atomically."""
+
+
+@pytest.mark.processes
+def test_the_driver_says_who_changes_memory_atomically(tmp_path: Path) -> None:
+    """GPUs over PCIe read each other's memory; torch's kernels would wait there for ever."""
+    source, library = tmp_path / "driver.c", str(tmp_path / "driver.so")
+    source.write_text(DRIVER)
+    subprocess.run([os.environ.get("CC", "cc"), "-shared", "-fPIC", "-o", library, str(source)], check=True)
+    pairs = [(own, other) for own in range(4) for other in range(4)]
+    assert [pair for pair in pairs if changes_atomically(*pair, library)] == [(0, 2)]
+    assert not changes_atomically(0, 2, str(tmp_path / "none.so"))
+    source.write_text("int cuDeviceGet(int *device, int index) { *device = index; return 0; }")
+    old = str(tmp_path / "old.so")
+    subprocess.run([os.environ.get("CC", "cc"), "-shared", "-fPIC", "-o", old, str(source)], check=True)
+    assert not changes_atomically(0, 2, old)
 
 
 RANKS = 3
@@ -100,7 +130,7 @@ class StandIn:
 def stand_in() -> Iterator[StandIn]:
     made = StandIn()
     with torch.library._scoped_library("symm_mem", "IMPL") as library:
-        library.impl("one_shot_all_reduce_copy_out", made.one_shot, "CPU")
+        library.impl("one_shot_all_reduce_copy_out", lambda *given: made.one_shot(*given), "CPU")
         library.impl("two_shot_all_reduce_", lambda x, op, group: made.in_place(x, op, group, Way.TWO_SHOT), "CPU")
         library.impl("multimem_all_reduce_", lambda x, op, group: made.in_place(x, op, group, Way.MULTIMEM), "CPU")
         yield made
@@ -152,6 +182,40 @@ def test_what_it_does_not_take_goes_the_other_way(stand_in: StandIn, monkeypatch
     assert taken.tolist() == [RANKS] * 8
     assert group.all_reduce(left) is left
     assert [x is left for x in others] == [True]
+
+
+@pytest.fixture
+def group_of_one(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("fails", "reason"), [("", ""), ("sum", "no kernel"), ("meet", "no memory")])
+def test_what_torch_refuses_leaves_the_other_way(
+    fails: str, reason: str, stand_in: StandIn, group_of_one: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it is the memory or one of the kernels: a worker starts all the same."""
+    sums = SymmetricSums(torch.zeros(BUFFER_BYTES, dtype=torch.uint8), "some ranks", 1, multicast=False)
+
+    def meet(device: torch.device, ranks: int) -> SymmetricSums:
+        if fails == "meet":
+            raise RuntimeError("no memory of this kind")
+        return sums
+
+    def add(shared: Tensor, own: Tensor, op: str, group: str, out: Tensor) -> Tensor:
+        if fails == "sum":
+            raise RuntimeError("no kernel for this GPU")
+        return out
+
+    monkeypatch.setattr(tensor_parallel, "place_of", lambda device, host: Place("a", "0", ()))
+    monkeypatch.setattr(SymmetricSums, "meet", meet)
+    monkeypatch.setattr(stand_in, "one_shot", add)
+    monkeypatch.setattr(stand_in, "in_place", lambda shared, *_: shared)
+    found, problem = tensor_parallel._join_symmetric_sums(0, 1, torch.device("cpu"), "gloo")
+    assert (found is sums) == (not fails)
+    assert reason in problem
+    assert bool(problem) == bool(fails)
 
 
 def test_it_is_for_gpus(tmp_path: Path) -> None:

@@ -11,12 +11,16 @@ its size and type alone, so it is the same on every rank:
 
 Every way adds the parts in the order of the ranks, or once for all of them: the sum is the same bits everywhere.
 That is needed: ranks that route tokens to experts must agree.
+
+Torch's kernels wait for each other by atomic changes in each other's memory. GPUs that only PCIe joins may read
+each other's memory, but mostly not change it so: kernels would wait for ever. So the driver is asked first.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from ctypes import CDLL, byref, c_int
 from enum import StrEnum
 from typing import Final, NamedTuple
 
@@ -36,6 +40,9 @@ _SHARED_GPU_VARIABLE: Final = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """Torch's variable that lets ranks share a GPU, for tests."""
 _TRIED_BYTES: Final = (256, BUFFER_BYTES)
 """Messages of all ways that there are for a group."""
+_DRIVER: Final = "libcuda.so.1"
+_NATIVE_ATOMICS: Final = 3
+"""The driver's number of what two GPUs can do (`CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED`)."""
 
 
 class Way(StrEnum):
@@ -54,7 +61,7 @@ class Place(NamedTuple):
     gpu: str
     """The GPU's id."""
     reachable: tuple[str, ...]
-    """GPUs whose memory the rank's can read."""
+    """GPUs whose memory the rank's can read and change atomically."""
 
 
 def way_of(size_bytes: int, dtype: torch.dtype, ranks: int, *, multicast: bool) -> Way | None:
@@ -84,7 +91,10 @@ def why_apart(places: Sequence[Place], *, may_share: bool) -> str:
     for rank, place in enumerate(places):
         for other, theirs in enumerate(places):
             if theirs.gpu not in (place.gpu, *place.reachable):
-                return f"the GPU of rank {rank} cannot read the memory of rank {other}'s"
+                return (
+                    f"the GPU of rank {rank} cannot read and atomically change the memory of rank {other}'s, as "
+                    "GPUs joined by NVLink can"
+                )
     return ""
 
 
@@ -97,8 +107,32 @@ def place_of(device: torch.device, host: str) -> Place:
     """
     count, own = torch.cuda.device_count(), device.index
     ids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
-    reachable = [ids[i] for i in range(count) if i != own and torch.cuda.can_device_access_peer(own, i)]
+    reachable = [
+        ids[i]
+        for i in range(count)
+        if i != own and torch.cuda.can_device_access_peer(own, i) and changes_atomically(own, i)
+    ]
     return Place(host, ids[own], tuple(reachable))
+
+
+def changes_atomically(own: int, other: int, library: str = _DRIVER) -> bool:
+    """Return whether a GPU can change another one's memory atomically; False also if the driver does not say.
+
+    Args:
+        own: index of a GPU that this process sees.
+        other: index of another one.
+        library: the driver's, initialised if it is the real one.
+    """
+    try:
+        driver = CDLL(library)
+        devices, found = (c_int(), c_int()), c_int()
+        for device, index in zip(devices, (own, other), strict=True):
+            if driver.cuDeviceGet(byref(device), index):
+                return False
+        failed = driver.cuDeviceGetP2PAttribute(byref(found), _NATIVE_ATOMICS, *devices)
+    except (OSError, AttributeError):  # no such library or function
+        return False
+    return not failed and found.value == 1
 
 
 def may_share_gpus() -> bool:

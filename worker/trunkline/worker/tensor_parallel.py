@@ -318,7 +318,11 @@ def _join_symmetric_sums(
     if problem or sums is None:
         return None, problem
     sums.multicast = all(multicast for _, multicast in facts)
-    problem = _first_problem(_exchange(sums.wrong_way(rank), size, backend))
+    try:
+        problem = sums.wrong_way(rank)
+    except RuntimeError as error:  # a kernel that torch was built without, or does not run on this GPU
+        problem = words_of(error)
+    problem = _first_problem(_exchange(problem, size, backend))
     return (None, problem) if problem else (sums, "")
 
 
