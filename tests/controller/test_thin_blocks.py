@@ -185,6 +185,19 @@ def test_a_thin_chunk_is_computed_again_in_its_place() -> None:
     assert bench.thin(path[:5]) == [False] * 5, "then the tree has them"
 
 
+def test_a_release_that_reads_nothing_leaves_chunks_to_be_found() -> None:
+    """It makes a chunk younger that others still stand below: what is counted can be had all the same."""
+    bench = Bench()
+    path = bench.cache(tokens_of(0, 32))
+    bench.tree.hold(path[7], 1)
+    bench.tree.hold(path[5], 0)
+    bench.tree.release(path[5], 100.0, 0)
+    assert bench.tree.thinnable == 7
+    assert bench.tree.thin(7) == 7
+    bench.tree.release(path[7], 101.0, 1)
+    check_kv_cache(bench.kv, [], [])
+
+
 def test_a_pool_counts_what_is_whole() -> None:
     """Many random steps: no more is whole than there is memory for, and each block is free or held once."""
     rng = random.Random(3)

@@ -185,6 +185,21 @@ def test_a_gap_in_the_window_shortens_the_hit() -> None:
     check_kv_cache(bench.kv, [], [])
 
 
+def test_a_release_that_reads_nothing_leaves_chunks_to_be_found() -> None:
+    """It makes a chunk younger that others still stand below: what is counted can be had all the same."""
+    bench = Bench(20)
+    path = bench.cache(tokens_of(0, 32))
+    assert bench.tree.evict(1) == 1
+    assert not path[4].on_device
+    bench.tree.hold(path[7], 1)
+    bench.tree.hold(path[3], 0)
+    bench.tree.release(path[3], 100.0, 0)
+    assert bench.tree.evictable == 6
+    assert bench.tree.evict(6) == 6
+    bench.tree.release(path[7], 101.0, 1)
+    check_kv_cache(bench.kv, [], [])
+
+
 def test_hollow_chunks_are_forgotten_with_the_last_chunk_below_them() -> None:
     bench = Bench(24)
     bench.cache(tokens_of(0, 60))

@@ -62,6 +62,8 @@ class ReaderCache(RadixCache):
         super().release(node, now)
         for each in _upward(node, chunks):
             self._unread(each)
+        if not chunks:
+            self._note_idle(node)  # others may stand below it, and its last use is another one now
 
     def move_window(self, path: Sequence[Node], start: int, stop: int) -> None:
         """Note that a holder of the last chunk of a path does not read the chunks `path[start:stop]` any more,

@@ -380,7 +380,8 @@ class PlanBuilder(TierCopyPlan):
             self.traced.append((group, sequence.batch_seq_id, tokens))
 
     def leave_out_blocks(self, left: Collection[int]) -> None:
-        """Leave out blocks of sequences, by ids in the batch, that were preempted after they got them."""
+        """Leave out blocks of sequences, by ids in the batch, that were preempted after they got them: a row, say,
+        for an older prompt."""
         if left:
             self.blocks = [entry for entry in self.blocks if entry[0] not in left]
 
@@ -420,8 +421,7 @@ class PendingChanges:
     def hand_over(self, plan: PlanBuilder) -> None:
         """Move what sequences have left, and what entries have changed, to a plan that is otherwise complete."""
         plan.leaves, self.left = self.left, []
-        # A row that was given a block in this plan may then have been preempted for an older prompt.
-        plan.blocks = [each for each in self.merged + plan.blocks if each[0] not in plan.leaves]
+        plan.blocks = self.merged + plan.blocks
         self.merged = []
 
 
