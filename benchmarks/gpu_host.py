@@ -206,7 +206,7 @@ def main() -> None:
         for rows in (1, 32, 256):
             for shared in (0, CONTEXT // 2):
                 decode(report, rows, shared, steps, churn=churn)
-    measure_deal(report, GPU, 3 if arguments.quick else 20)
+    measure_deal(report, GPU, 3 if arguments.quick else 10)
     measure_steps(report, (1, 32, 256), 16 if arguments.quick else 48)
     for prompts, tokens in ((1, 2048), (1, 8192), (256, 32)):
         prefill(report, prompts, tokens, 20 if arguments.quick else 100)
