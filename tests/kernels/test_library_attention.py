@@ -28,6 +28,7 @@ from kernels.pairwise import pairwise
 from seeds import seeds
 from torch import Tensor
 
+from trunkline.kernels import load
 from trunkline.kernels.library_attention import (
     CUDA_LIBRARIES,
     CUDNN,
@@ -41,6 +42,7 @@ from trunkline.kernels.library_attention import (
     join,
     prefill_of_environment,
     rest,
+    trial_problem,
 )
 from trunkline.kernels.load import KernelsUnavailableError, load_kernels
 from trunkline.kernels.native import NativeLibraryError
@@ -298,6 +300,56 @@ def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE)
     available[0] = False
     assert prefill_of_environment() is None
+
+
+def off_by(part: int, factor: float) -> AttentionLibrary:
+    """A library one of whose results, the attention or its log-sum-exps, is wrong."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        results = list(FLASH_ON_CPU.call(q, k, v, causal, scale))
+        results[part] = results[part] * factor
+        return results[0], results[1]
+
+    return replace(FLASH_ON_CPU, call=call)
+
+
+def without_mask(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return FLASH_ON_CPU.call(q, k, v, False, scale)
+
+
+CPU_DEVICE = torch.device("cpu")
+
+
+def test_a_trial_finds_what_does_not_work() -> None:
+    """Another base of the logarithm, no mask, a call that is refused."""
+    assert trial_problem(FLASH_ON_CPU, CPU_DEVICE) == ""
+    assert trial_problem(off_by(0, 1.05), CPU_DEVICE) == "flash-on-cpu gives a wrong result"
+    assert trial_problem(off_by(1, 1.4427), CPU_DEVICE) == "flash-on-cpu gives wrong log-sum-exps"
+    assert (
+        trial_problem(replace(FLASH_ON_CPU, call=without_mask), CPU_DEVICE) == "flash-on-cpu gives a wrong result"
+    )
+    assert "flash fails: Could not run 'aten::_scaled" in trial_problem(FLASH, CPU_DEVICE)
+
+
+def test_a_library_that_does_not_work_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a warning if nobody asked for it, else with an error that names it."""
+    made: list[LibraryPrefill | None] = []
+
+    def make(prefill: LibraryPrefill | None = None) -> None:
+        made.append(prefill)
+
+    monkeypatch.setattr(load, "CudaKernels", make)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    load.cuda_kernels(CPU_DEVICE)  # where torch has no such function
+    assert made == [LibraryPrefill(FLASH), None]
+    monkeypatch.setenv(VARIABLE, "cudnn")
+    with pytest.raises(NativeLibraryError, match=f"{VARIABLE} is 'cudnn', but cudnn fails: Could not run"):
+        load.cuda_kernels(CPU_DEVICE)
+    monkeypatch.setitem(CUDA_LIBRARIES, "cudnn", FLASH_ON_CPU)
+    made.clear()
+    load.cuda_kernels(CPU_DEVICE)
+    assert made == [LibraryPrefill(FLASH_ON_CPU)]
 
 
 # --- in the CUDA kernels, emulated

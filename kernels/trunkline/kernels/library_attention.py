@@ -24,6 +24,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -43,6 +44,8 @@ OPERATIONS_MIN: Final = float(1 << 34)
 """Operations of an entry in one layer from which on it is given to a library: with 32 heads of 128 a prompt of
 1,450 tokens, or 460 tokens behind a context of 2,048. A library costs some ten launches for each entry, our kernel
 one for all; so many operations take it about 80 µs if it reaches 200 TFLOP/s. An estimate, never measured."""
+_TRIAL_ERROR: Final = 0.03
+"""Largest error of numbers of size 1 in bfloat16, and of their log-sum-exps."""
 HEAD_DIM_STEP: Final = 8
 HEAD_DIM_MAX: Final = 256
 
@@ -168,6 +171,32 @@ def prefill_of_environment() -> LibraryPrefill | None:
         allowed = ", ".join((OWN, *CUDA_LIBRARIES))
         raise NativeLibraryError(f"{VARIABLE} is {name!r}; allowed: {allowed}", f"correct or unset {VARIABLE}")
     return LibraryPrefill(CUDA_LIBRARIES[name])
+
+
+@cache
+def trial_problem(library: AttentionLibrary, device: torch.device) -> str:
+    """Return what is wrong with a library on a device, empty if nothing is: it computes a small attention with its
+    log-sum-exps, in bfloat16, where heads share keys. The first call waits for the device; the answer is kept."""
+    heads, tokens, scale = (4, 2, 2), 9, 0.125
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, count, tokens, 64, generator=generator).bfloat16() for count in heads)
+    for causal in (False, True):
+        scores = q.double() @ k.double().repeat_interleave(2, dim=1).mT * scale
+        hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1) & causal
+        scores = scores.masked_fill(hidden, -torch.inf)
+        try:
+            results = library.call(q.to(device), k.to(device), v.to(device), causal, scale)
+            out, lse = (result.double().cpu() for result in results)
+        except RuntimeError as error:
+            first_line = str(error).split("\n")[0]
+            return f"{library.name} fails: {first_line[:300]}"
+        expected = scores.softmax(dim=-1) @ v.double().repeat_interleave(2, dim=1)
+        if out.shape != expected.shape or not torch.allclose(out, expected, rtol=0, atol=_TRIAL_ERROR):
+            return f"{library.name} gives a wrong result"
+        sums = scores.logsumexp(dim=-1)
+        if lse.shape != sums.shape or not torch.allclose(lse, sums, rtol=0, atol=_TRIAL_ERROR):
+            return f"{library.name} gives wrong log-sum-exps"
+    return ""
 
 
 def is_plain(plan: PrefillPlan, entry: int) -> bool:

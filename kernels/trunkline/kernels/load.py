@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import Final
 
 import structlog
+import torch
 
 from trunkline.kernels.cpu import CpuKernels
 from trunkline.kernels.cpu_program import CpuProgram
 from trunkline.kernels.cuda import CudaKernels
 from trunkline.kernels.cuda_build import CudaBuildError
-from trunkline.kernels.library_attention import prefill_of_environment
+from trunkline.kernels.library_attention import OWN, VARIABLE, prefill_of_environment, trial_problem
 from trunkline.kernels.native import REINSTALL, NativeLibraryError, library
 from trunkline.kernels.op_by_op import Collective, OpByOp, StepRunner
 from trunkline.kernels.ops import Kernels, KvPool
@@ -50,7 +52,7 @@ def load_kernels(name: str, device: str, threads: int = 1, *, invariant: bool = 
         raise KernelsUnavailableError(f"kernels {name!r} do not run on device {device!r}")
     try:
         if device == "cuda":
-            return CudaKernels(prefill=prefill_of_environment())
+            return cuda_kernels(torch.device("cuda"))
         if library() is not None:
             return CpuKernels(threads=threads, invariant=invariant)
         reason, remedy = "the compiled CPU kernels are not installed", REINSTALL
@@ -64,6 +66,24 @@ def load_kernels(name: str, device: str, threads: int = 1, *, invariant: bool = 
         raise KernelsUnavailableError(f"{reason}; {remedy}, or use --kernels reference")
     log.warning("slow reference kernels are used", reason=reason, remedy=remedy)
     return ReferenceKernels()
+
+
+def cuda_kernels(device: torch.device) -> CudaKernels:
+    """Return the ops for a GPU, which give large prompts to a library if a trial finds that it works there.
+
+    Raises:
+        CudaBuildError: As `CudaKernels`.
+        NativeLibraryError: The environment asks for a library that there is not, or that does not work.
+    """
+    prefill = prefill_of_environment()
+    kernels = CudaKernels(prefill=prefill)  # says first if there is no GPU at all
+    problem = "" if prefill is None else trial_problem(prefill.library, device)
+    if not problem:
+        return kernels
+    if asked := os.environ.get(VARIABLE):
+        raise NativeLibraryError(f"{VARIABLE} is {asked!r}, but {problem}", f"unset {VARIABLE} or set it to {OWN}")
+    log.warning("large prompts are computed by our own kernel, which takes longer", reason=problem)
+    return CudaKernels()
 
 
 def load_program(program: Program, kernels: Kernels, pool: KvPool, group: Collective) -> StepRunner:
