@@ -85,10 +85,13 @@ class Hosts:
 
     def turn(self, host: int, session: str, question: str) -> str:
         answer = self.ask(host, "/v1/chat/completions", body_of(session, question))
+        assert "choices" in answer, answer
         return str(answer["choices"][0]["message"]["content"])
 
     def wait_ready(self, host: int) -> None:
-        wait_for(lambda: bool(self.ask(host, "/v1/models").get("data")), START_S)
+        """Wait until a host answers; its models are known before its workers are there."""
+        body = {"model": "trunkline-demo", "prompt": "Ready?", "max_tokens": 1}
+        wait_for(lambda: "choices" in self.ask(host, "/v1/completions", body), START_S)
 
     def kill(self, host: int) -> None:
         """Of a host with a server, all processes: its children die with the supervisor."""

@@ -117,7 +117,9 @@ def test_who_is_not_traced_is_told_of_in_no_plan(monkeypatch: pytest.MonkeyPatch
     assert {plan.traces for plan in traced.plans} == {None}
     timeline = traced.timeline()
     assert (timeline.chunks, timeline.batch_seq_ids, timeline.output_tokens) == ([], set(), 12)
-    assert msgspec.msgpack.encode(StepPlan(1, 1)).endswith(b"\xc0\xc4\x00\x90"), "traces cost such a step one byte"
+    assert msgspec.msgpack.encode(StepPlan(1, 1)).endswith(b"\xc0\xc4\x00\x90\xc4\x00"), (
+        "traces cost such a step a byte"
+    )
 
 
 def test_how_long_it_waited_is_told_to_the_router(monkeypatch: pytest.MonkeyPatch) -> None:

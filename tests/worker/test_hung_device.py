@@ -51,7 +51,7 @@ def serve_hung(config: WorkerConfig, marker: Path) -> None:
             block_bytes=1024,
             host_slots=0,
             swap_us_per_block=0.0,
-            window=0,
+            windows={},
             is_preparing=False,
             check=lambda: None,
             reports=list,
