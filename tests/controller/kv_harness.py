@@ -18,6 +18,11 @@ from trunkline.worker.messages import Sampling
 CHUNK = 4
 
 
+def tokens_of(start: int, count: int) -> list[int]:
+    """Tokens in whose order nothing repeats."""
+    return [(start + 7 * i) % 50 for i in range(count)]
+
+
 def make_kv_manager(num_blocks: int, host_slots: int) -> KVCacheManager:
     pool = BlockPool(num_blocks)
     tiers = DirectoryConfig(host_slots=host_slots)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from controller.kv_harness import make_sequence
+from controller.kv_harness import make_sequence, tokens_of
 from msgspec.structs import replace
 from seeds import seeds
 from simulation.driver import Simulation
@@ -60,11 +60,6 @@ def test_traffic(name: str, seed: int) -> None:
 def test_much_traffic(name: str, seed: int) -> None:
     config, mix = ENGINES[name]
     Traffic(config, mix, seed, check=False).run(3000)
-
-
-def tokens_of(start: int, count: int) -> list[int]:
-    """Tokens in whose order nothing repeats."""
-    return [(start + 7 * i) % 50 for i in range(count)]
 
 
 class Bench:

@@ -7,7 +7,7 @@ another past, or is written by someone else meanwhile; `check_integrity` counts 
 from __future__ import annotations
 
 import pytest
-from controller.kv_harness import make_sequence
+from controller.kv_harness import make_sequence, tokens_of
 from msgspec.structs import replace
 from seeds import seeds
 from simulation.driver import Simulation
@@ -58,11 +58,6 @@ def test_traffic(name: str, seed: int) -> None:
 def test_much_traffic(name: str, seed: int) -> None:
     config, mix = ENGINES[name]
     Traffic(config, mix, seed, check=False).run(3000)
-
-
-def tokens_of(start: int, count: int) -> list[int]:
-    """Tokens in whose order nothing repeats."""
-    return [(start + 7 * i) % 50 for i in range(count)]
 
 
 def test_a_sequence_many_times_as_long_as_the_pool_runs_in_a_window() -> None:

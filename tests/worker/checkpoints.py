@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from simulation.streams import Stream as SimulatedStream
 from torch import Tensor
 from worker.driver import VOCAB_SIZE, Stream, dense_logprobs
 
@@ -448,7 +449,7 @@ def largest_difference(folder: Path, stream: Stream) -> float:
     return float((torch.from_numpy(actual) - expected).abs().max())
 
 
-def assert_greedy(folder: Path, stream: Stream) -> None:
+def assert_greedy(folder: Path, stream: Stream | SimulatedStream) -> None:
     """The output is what `transformers` would have generated."""
     logits = transformers_logits(folder, stream.prompt + stream.output)
     assert logits[len(stream.prompt) - 1 : -1].argmax(dim=-1).tolist() == stream.output

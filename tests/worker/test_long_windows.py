@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 from simulation.driver import Simulation
-from simulation.streams import Stream
-from worker.checkpoints import Models, transformers_logits
+from worker.checkpoints import Models, assert_greedy, transformers_logits
 from worker.driver import VOCAB_SIZE, run_config
 from worker.engine_driver import make_simulation, replay
 from worker.ranks import run_ranks
@@ -35,12 +34,6 @@ def windowed(models: Models) -> Path:
 def small(folder: Path, blocks: int = BLOCKS, **settings: object) -> Simulation:
     """An engine whose pool holds 208 tokens, with steps of 32."""
     return make_simulation(folder, blocks, **{"token_budget": 32, "max_rows": 8, **settings})
-
-
-def assert_greedy(folder: Path, stream: Stream) -> None:
-    """The output is what `transformers` would have generated."""
-    logits = transformers_logits(folder, stream.prompt + stream.output)
-    assert logits[len(stream.prompt) - 1 : -1].argmax(dim=-1).tolist() == stream.output
 
 
 def test_only_models_whose_layers_all_have_a_window_have_one(models: Models, windowed: Path) -> None:

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 from simulation.driver import Simulation
-from simulation.streams import Stream
-from worker.checkpoints import Models, transformers_logits
+from worker.checkpoints import Models, assert_greedy, transformers_logits
 from worker.driver import VOCAB_SIZE, run_config
 from worker.engine_driver import make_simulation, replay
 from worker.ranks import run_ranks
@@ -75,12 +74,6 @@ def spoil(simulation: Simulation) -> list[int]:
     object.__setattr__(runner.pool, "thin", fill)
     runner.execute = step  # type: ignore[method-assign]
     return thinned
-
-
-def assert_greedy(folder: Path, stream: Stream) -> None:
-    """The output is what `transformers` would have generated."""
-    logits = transformers_logits(folder, stream.prompt + stream.output)
-    assert logits[len(stream.prompt) - 1 : -1].argmax(dim=-1).tolist() == stream.output
 
 
 def random_tokens(rng: np.random.Generator, count: int) -> list[int]:
