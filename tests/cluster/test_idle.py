@@ -6,7 +6,7 @@ import time
 
 import psutil
 import pytest
-from cluster.harness import Cluster, wait_for
+from cluster.harness import PATIENCE_SECONDS, Cluster, wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -20,8 +20,15 @@ def cpu_seconds(cluster: Cluster) -> float:
     return float(sum(t.user + t.system for t in times))
 
 
-def test_an_idle_cluster_uses_almost_no_cpu_time(cluster: Cluster) -> None:
-    wait_for(cluster.is_idle, 10)
+def is_quiet(cluster: Cluster) -> bool:
+    """Whether a look of some seconds finds almost no CPU time."""
     before = cpu_seconds(cluster)
     time.sleep(SECONDS)
-    assert cpu_seconds(cluster) - before < CPU_SECONDS_MAX
+    return cpu_seconds(cluster) - before < CPU_SECONDS_MAX
+
+
+def test_an_idle_cluster_uses_almost_no_cpu_time(cluster: Cluster) -> None:
+    """Given time: on a busy machine, what a start leaves for later (grammars, connections that close) takes longer
+    than a single look."""
+    wait_for(cluster.is_idle, 10)
+    wait_for(lambda: is_quiet(cluster), PATIENCE_SECONDS)
