@@ -212,10 +212,24 @@ def test_what_torch_refuses_leaves_the_other_way(
     monkeypatch.setattr(SymmetricSums, "meet", meet)
     monkeypatch.setattr(stand_in, "one_shot", add)
     monkeypatch.setattr(stand_in, "in_place", lambda shared, *_: shared)
-    found, problem = tensor_parallel._join_symmetric_sums(0, 1, torch.device("cpu"), "gloo")
+    group = TensorParallel(0, 1, torch.device("cpu"), backend="gloo")
+    found, problem = tensor_parallel._join_symmetric_sums(group, "bfloat16")
     assert (found is sums) == (not fails)
     assert reason in problem
     assert bool(problem) == bool(fails)
+
+
+def test_types_that_it_does_not_sum_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(tensor_parallel, "place_of", refuse)
+    monkeypatch.setattr(SymmetricSums, "meet", refuse)
+    group = TensorParallel(0, 2, torch.device("cpu"), backend="nccl")
+    group._share_gpu_memory("float16", required=False)
+    assert group._symmetric is None
+    with pytest.raises(WorkerError, match=r"torch.bfloat16 and torch.float32, and the model is in float16"):
+        group._share_gpu_memory("float16", required=True)
 
 
 def test_it_is_for_gpus(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ BUFFER_BYTES: Final = 8 << 20
 ONE_SHOT_BYTES: Final = 1 << 20
 """Largest number of bytes that a rank reads of others in one shot. Chosen, not measured."""
 _ALIGNED_BYTES: Final = 16
-_TYPES: Final = (torch.bfloat16, torch.float32)
+TYPES: Final = (torch.bfloat16, torch.float32)
 """What torch's kernels add."""
 _SHARED_GPU_VARIABLE: Final = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """Torch's variable that lets ranks share a GPU, for tests."""
@@ -70,7 +70,7 @@ def way_of(size_bytes: int, dtype: torch.dtype, ranks: int, *, multicast: bool) 
     Args:
         multicast: Whether the switch between the GPUs can add.
     """
-    if dtype not in _TYPES or not 0 < size_bytes <= BUFFER_BYTES or size_bytes % _ALIGNED_BYTES:
+    if dtype not in TYPES or not 0 < size_bytes <= BUFFER_BYTES or size_bytes % _ALIGNED_BYTES:
         return None
     if (ranks - 1) * size_bytes <= ONE_SHOT_BYTES:
         return Way.ONE_SHOT
@@ -189,7 +189,7 @@ class SymmetricSums:
     def wrong_way(self, rank: int) -> str:
         """Sum known messages in every way that there is here; return what is wrong, empty if nothing is."""
         expected = self._ranks * (self._ranks + 1) / 2
-        for dtype in _TYPES:
+        for dtype in TYPES:
             for size in _TRIED_BYTES:
                 message = torch.full(
                     (size // dtype.itemsize,), rank + 1.0, dtype=dtype, device=self._buffer.device

@@ -51,7 +51,7 @@ from trunkline.kernels.shared_group import (
 )
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.errors import PeerLostError, WorkerConfigError, WorkerError
-from trunkline.worker.symmetric_sums import SymmetricSums, may_share_gpus, place_of, why_apart
+from trunkline.worker.symmetric_sums import TYPES, SymmetricSums, may_share_gpus, place_of, why_apart
 
 _TIMEOUT: Final = datetime.timedelta(minutes=5)
 """Time limit of the rendezvous and of each collective. It bounds the wait for a peer that hangs, and must outlast
@@ -142,7 +142,7 @@ class TensorParallel:
         if device.type == "cpu" and config.collectives != "gloo":
             group._share_memory(required=config.collectives == "shared")
         if device.type == "cuda" and config.tp > 1 and config.collectives in ("auto", "symmetric"):
-            group._share_gpu_memory(required=config.collectives == "symmetric")
+            group._share_gpu_memory(config.dtype, required=config.collectives == "symmetric")
         return group
 
     def _share_memory(self, *, required: bool) -> None:
@@ -159,13 +159,16 @@ class TensorParallel:
         elif self.rank == 0:
             log.warning("collectives go through gloo, which is slower than shared memory", reason=problem)
 
-    def _share_gpu_memory(self, *, required: bool) -> None:
+    def _share_gpu_memory(self, dtype: str, *, required: bool) -> None:
         """Sum small messages through the GPUs' memory if every rank can; all ranks come to the same decision.
+
+        Args:
+            dtype: The type of the messages, that of the model.
 
         Raises:
             WorkerError: not every rank can, though it is required.
         """
-        self._symmetric, problem = _join_symmetric_sums(self.rank, self.size, self.device, self.backend)
+        self._symmetric, problem = _join_symmetric_sums(self, dtype)
         if problem and required:
             raise WorkerError(f"collectives is 'symmetric', but {problem}")
         if self._symmetric is not None and self.rank == 0:
@@ -299,11 +302,12 @@ def _join_shared_group(rank: int, size: int) -> tuple[SharedGroup | None, str]:
     return (None, problem) if problem else (shared, "")
 
 
-def _join_symmetric_sums(
-    rank: int, size: int, device: torch.device, backend: str
-) -> tuple[SymmetricSums | None, str]:
+def _join_symmetric_sums(group: TensorParallel, dtype: str) -> tuple[SymmetricSums | None, str]:
     """Set up sums through the GPUs' memory, and try them. Return them, or None and why not; the same on every
-    rank."""
+    rank. No memory is taken for a type that could not be summed in it."""
+    if getattr(torch, dtype) not in TYPES:
+        return None, f"torch's kernels add {' and '.join(map(str, TYPES))}, and the model is in {dtype}"
+    rank, size, device, backend = group.rank, group.size, group.device, group.backend
     host = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
     places = _exchange(place_of(device, host), size, backend)
     if problem := why_apart(places, may_share=may_share_gpus()):
