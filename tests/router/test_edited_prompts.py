@@ -333,6 +333,8 @@ def test_tokens_of_a_completion(http: httpx.Client, fake: FakeController) -> Non
     body |= {"prompt": tokens * 30, "drop": [{"from": start, "to": stop} for start, stop in many]}
     assert http.post("/v1/completions", json=body).status_code == 200
     assert drops_of(fake.behaviour.submits[-1]) == many, "single tokens, several within a chunk"
+    several = http.post("/v1/completions", json={**body, "prompt": [tokens, tokens]})
+    assert (several.status_code, several.json()["error"]["param"]) == (400, "drop")
     cut = {"prompt": "word " * 3000, "max_tokens": 5, "truncation": "auto"}
     kept = http.post("/v1/completions", json=cut).json()["truncation"]
     exact = http.post("/v1/completions", json={**cut, "exact": True}).json()["truncation"]

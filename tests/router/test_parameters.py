@@ -358,6 +358,20 @@ def test_unknown_parameters_are_named(http: httpx.Client, name: str) -> None:
     assert all(len(warning) < UNKNOWN_CHARACTERS_MAX + 50 for warning in warnings)
 
 
+EDIT: Final = {
+    "context_management": {
+        "edits": [
+            {
+                "type": "clear_tool_uses_20250919",
+                "exclude_tool": ["read"],
+                "trigger": {"type": "tool_uses", "value": 3},
+                "clear_at_least": None,
+            }
+        ]
+    }
+}
+
+
 def test_unknown_fields_of_objects_are_named(http: httpx.Client) -> None:
     for name, fields, told in (
         ("chat", {"thinking": {"type": "disabled", "budget": 5}}, "thinking.budget"),
@@ -365,6 +379,8 @@ def test_unknown_fields_of_objects_are_named(http: httpx.Client) -> None:
         ("completions", {"stream_options": {"include_usge": True}, "stream": True}, "stream_options.include_usge"),
         ("messages", {"output_config": {"efort": "low"}}, "output_config.efort"),
         ("responses", {"reasoning": {"effort": "low", "sumary": "auto"}}, "reasoning.sumary"),
+        ("messages", {"context_management": {"edit": []}}, "context_management.edit"),
+        ("messages", EDIT | {"tools": []}, "context_management.edits[0].exclude_tool"),
     ):
         answer = http.post(PATHS[name], json=BODIES[name] | fields)
         assert answer.status_code == 200, answer.text

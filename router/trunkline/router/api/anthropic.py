@@ -38,7 +38,7 @@ from trunkline.router.api.blocks import (
     named_event,
     session_label,
 )
-from trunkline.router.api.context_edits import applied_edits, read_edits, tool_names
+from trunkline.router.api.context_edits import applied_edits, read_edits, tool_names, unknown_fields
 from trunkline.router.api.document_prompts import dialog_tokens, marks_of, modular_job, unmarked
 from trunkline.router.api.edited_prompts import edited_prompt
 from trunkline.router.api.left_out import dropped_messages
@@ -231,6 +231,8 @@ async def messages(request: Request) -> Response:
     if body.container is not None:
         warnings.add("`container` has no effect: no code is executed here")
     edits = body.edits()
+    for name in unknown_fields(body.context_management):
+        warnings.add(f"`{name}` is not a known parameter and was ignored")
     marks = None if edits else marks_of(body)
     chat, plan, lifetime = await beside_loop(
         request, lambda: as_conversation(service, body, fields, warnings, marks)

@@ -109,6 +109,8 @@ def _check_one_prompt(body: CompletionRequest) -> None:
         return
     if body.truncation is not None and body.truncation.policy() is not None:
         raise bad_value("truncation", "`truncation` is available for a single `prompt` only")
+    if body.drop:
+        raise bad_value("drop", "`drop` is available for a single `prompt` only, whose tokens it names")
     if body.session_id is not None and is_stored(body.session_id):
         raise bad_value("session_id", "a stored session is available for a single `prompt` only")
 

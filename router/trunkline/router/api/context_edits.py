@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
 from trunkline.router.errors import ApiError, bad_value, unsupported
 from trunkline.router.http.body import validate
+from trunkline.router.jobs.parameter_table import shown_names, unknown_within
 from trunkline.router.text.edits import (
     KEPT_TURNS_DEFAULT,
     KEPT_USES_DEFAULT,
@@ -51,6 +52,7 @@ class _Tokens(_Object):
 
 
 class _ToolUseEdit(_Object):
+    type: Any = None
     trigger: _Trigger = _Trigger(type="input_tokens", value=TRIGGER_TOKENS_DEFAULT)
     keep: _Uses = _Uses(type="tool_uses", value=KEPT_USES_DEFAULT)
     clear_at_least: _Tokens | None = None
@@ -64,7 +66,11 @@ class _Turns(_Object):
 
 
 class _ThinkingEdit(_Object):
+    type: Any = None
     keep: Any = None
+
+
+_EDITS: Final[dict[str, type[_Object]]] = {_TOOL_USES: _ToolUseEdit, _THINKING: _ThinkingEdit}
 
 
 def read_edits(given: dict[str, Any] | None, tools: Collection[str]) -> tuple[Edit, ...]:
@@ -147,6 +153,21 @@ def _checked(model: type[_Fields], fields: dict[str, Any], place: str) -> _Field
     except ApiError as error:
         names = {name: f"{place}.{name}" for name in model.model_fields}
         raise error.renamed(names) from None
+
+
+def unknown_fields(given: dict[str, Any] | None) -> tuple[str, ...]:
+    """Return the names of unknown fields of `context_management` and its edits, which `read_edits` has accepted.
+    The client is told of them, because a misspelt `exclude_tools` clears what was to stay."""
+    return shown_names(list(_unknown_fields(given)))
+
+
+def _unknown_fields(given: dict[str, Any] | None) -> Iterator[str]:
+    for name, value in (given or {}).items():
+        if name != "edits" and value is not None:
+            yield f"{PARAM}.{name}"
+    for index, fields in enumerate((given or {}).get("edits") or ()):
+        models = frozenset[type[BaseModel]]((_EDITS[fields["type"]],))
+        yield from unknown_within(f"{PARAM}.edits[{index}]", fields, models)
 
 
 def tool_names(tools: Any, turns: Iterable[Any]) -> set[str]:

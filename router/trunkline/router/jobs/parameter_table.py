@@ -174,10 +174,10 @@ class Endpoint(Generic[_Model]):
             else:
                 unknown.append(name)
         for name in self._objects.keys() & fields.keys():
-            unknown += _unknown_within(name, fields[name], self._objects[name])
+            unknown += unknown_within(name, fields[name], self._objects[name])
         if names:
-            return Reading(self._spelt(names), _cut(unknown))
-        return Reading(self.names, _cut(unknown))
+            return Reading(self._spelt(names), shown_names(unknown))
+        return Reading(self.names, shown_names(unknown))
 
     def _check(self, name: str, value: Any) -> None:
         known = self._refused[name]
@@ -204,7 +204,7 @@ def _is_model(kind: Any) -> TypeGuard[type[BaseModel]]:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-def _unknown_within(path: str, value: Any, models: frozenset[type[BaseModel]]) -> Iterator[str]:
+def unknown_within(path: str, value: Any, models: frozenset[type[BaseModel]]) -> Iterator[str]:
     """Yield the names of unknown fields of a parameter, as "parameter.field"."""
     if not isinstance(value, dict):
         return
@@ -212,7 +212,7 @@ def _unknown_within(path: str, value: Any, models: frozenset[type[BaseModel]]) -
     for name, inner in value.items():
         if name in fields:
             if further := _objects(fields[name]):
-                yield from _unknown_within(f"{path}.{name}", inner, further)
+                yield from unknown_within(f"{path}.{name}", inner, further)
         elif inner is not None and f"{path}.{name}" not in _HINTS:
             yield f"{path}.{name}"
 
@@ -222,7 +222,7 @@ def _same(given: Any, neutral: Any) -> bool:
     return isinstance(given, bool) == isinstance(neutral, bool) and bool(given == neutral)
 
 
-def _cut(names: list[str]) -> tuple[str, ...]:
+def shown_names(names: list[str]) -> tuple[str, ...]:
     """Return names as they may be shown and logged."""
     shown = {name[:UNKNOWN_CHARACTERS_MAX] for name in names}
     shown = {name if name.isprintable() else ascii(name)[1:-1] for name in shown}
