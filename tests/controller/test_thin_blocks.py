@@ -27,6 +27,7 @@ from trunkline.controller.engine_config import ConfigError, EngineConfig
 from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import Sequence
 from trunkline.kvstore.chunks import BlockId
+from trunkline.kvstore.window_share import LoadedLayers
 
 CHUNK = 4
 SMALL = EngineConfig(
@@ -38,6 +39,18 @@ ENGINES = {
     "cuts": (replace(SMALL, num_blocks=90), Mix(prompt_max=120, output_max=40, cuts=0.2, ttl=0.1, preempts=0.005)),
     "few blocks": (replace(SMALL, num_blocks=26, part_window=9), Mix(prompt_max=60, preempts=0.02)),
     "lost workers": (SMALL, Mix(prompt_max=60, losses=0.01)),
+    "host tier": (
+        replace(SMALL, host_slots=70),
+        Mix(prompt_max=120, output_max=40, samples=0.1, beams=0.1, cuts=0.05, ttl=0.1, preempts=0.02),
+    ),
+    "disk tier": (
+        replace(SMALL, num_blocks=40, host_slots=24, disk_slots=150),
+        Mix(prompt_max=120, output_max=40, ttl=0.1, preempts=0.02, losses=0.003),
+    ),
+    "few slots": (
+        replace(SMALL, num_blocks=44, host_slots=9, disk_slots=12, preemption="swap"),
+        Mix(prompt_max=120, output_max=20, preempts=0.03),
+    ),
     "one token a chunk": (
         replace(SMALL, chunk_size=1, num_blocks=160, part_window=17, whole_blocks=60),
         Mix(prompt_max=100),
@@ -180,6 +193,27 @@ def test_a_thin_chunk_is_computed_again_in_its_place() -> None:
     assert bench.thin(path[:5]) == [False] * 5, "then the tree has them"
 
 
+def test_a_text_comes_back_from_host_memory() -> None:
+    """Where it left its blocks, into thin ones but for its last window; where these stayed and became thin, what
+    layers with a window need comes back into them."""
+    simulation = Simulation(replace(SMALL, max_context=400, host_slots=300, preemption="swap"))
+    kinds: list[bytes] = []
+    simulation.workers.observer = lambda plan: kinds.append(plan.load_layers or bytes(len(plan.loads) // 12))
+    first = simulation.ask(tokens_of(0, 200), 12)
+    midway = simulation.ask([*first.prompt[:150], 5, 6, 7], 12)
+    assert midway.cached_tokens == 150
+    assert b"".join(kinds) == bytes([LoadedLayers.WINDOWED] * 2), "the third of its window has stayed whole"
+    for start in (1, 2):  # others
+        simulation.ask(tokens_of(start, 200), 12)
+    kinds.clear()
+    turn = simulation.ask([*first.prompt, *first.output, 1, 2], 12)
+    assert turn.cached_tokens == 211
+    loads = b"".join(kinds)
+    assert 2 <= loads.count(LoadedLayers.ALL) <= 4, "a query at 211 sees chunks 50 to 52"
+    assert loads.count(LoadedLayers.PLAIN) > 30
+    check_integrity(simulation.engine.scheduler)
+
+
 def test_a_release_that_reads_nothing_leaves_chunks_to_be_found() -> None:
     """It makes a chunk younger that others still stand below: what is counted can be had all the same."""
     bench = Bench()
@@ -227,7 +261,6 @@ def test_settings_that_cannot_work_are_refused() -> None:
         ({"whole_blocks": 9}, "need"),
         ({"part_window": 0}, "no layers with a window"),
         ({"prefix_cache": False}, "with the prefix cache only"),
-        ({"host_slots": 4}, "slots in host memory"),
     ):
         with pytest.raises(ConfigError, match=reason):
             replace(SMALL, **fields).validate()

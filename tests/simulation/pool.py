@@ -46,6 +46,8 @@ class _Batch:
     """Of a load: saves of plans up to this one come first."""
     is_late: bool = False
     """Of a save: the step must have computed."""
+    layers: bytes = b""
+    """Of a load: of each move, the layers (`LoadedLayers`); empty: all of all."""
 
 
 class SimulatedPool:
@@ -170,20 +172,28 @@ class SimulatedPool:
 
     # Moves
 
-    def order(self, step: int, saves: list[Move], loads: list[Move], save_fence: int, load_fence: int) -> None:
+    def order(
+        self,
+        step: int,
+        saves: list[Move],
+        loads: list[Move],
+        save_fence: int,
+        load_fence: int,
+        layers: bytes = b"",
+    ) -> None:
         """A plan arrives: its saves and loads begin some time, and it waits for what its fences say."""
         assert save_fence <= step
         assert load_fence <= step
+        assert len(layers) in (0, len(loads)), "layers do not go with loads"
         assert len({block for block, _, _ in loads}) == len(loads), "two loads of one launch write to one block"
         if saves:
             self._saves.append(_Batch(step, saves, 0))
         if loads:
-            self._loads.append(_Batch(step, loads, save_fence))
+            self._loads.append(_Batch(step, loads, save_fence, layers=layers))
         self._hurry(self._saves, save_fence)
-        for block, _, _ in loads:
+        for (block, _, _), which in zip(loads, layers or bytes(len(loads)), strict=True):
             # From now on anything may be in there.
-            self._blocks[block] = [None] * self.chunk_size
-            self._chains[block] = None
+            self._fill(block, [None] * self.chunk_size, which)
         self._hurry(self._loads, load_fence)
 
     def computed(self, step: int, late_saves: list[Move]) -> None:
@@ -223,17 +233,27 @@ class SimulatedPool:
             assert 0 <= slot < self.host_slots, f"the host pool has {self.host_slots} slots, no {slot}"
             before = self.host.get(slot, (-1, []))[0]
             assert generation > before, "a host slot was handed out again under an old generation"
-            self.host[slot] = (generation, list(self._blocks[block]))
+            self.host[slot] = (generation, self._content(block))
             self.arrived(slot, generation)
             self.saved_blocks += 1
 
     def _load(self, batch: _Batch) -> None:
-        for block, slot, generation in batch.moves:
+        which = batch.layers or bytes(len(batch.moves))
+        for (block, slot, generation), layers in zip(batch.moves, which, strict=True):
             assert slot in self.host, "a slot that nobody saved to is loaded"
             assert self.host[slot][0] == generation, "a slot is loaded that holds another generation"
-            self._blocks[block] = list(self.host[slot][1])
-            self._chains[block] = None
+            self._fill(block, self.host[slot][1], layers)
             self.loaded_blocks += 1
+
+    def _content(self, block: int) -> list[Entry | None]:
+        """What is saved of a block."""
+        return list(self._blocks[block])
+
+    def _fill(self, block: int, content: list[Entry | None], layers: int) -> None:
+        """Let a block hold what is loaded, in some layers (`LoadedLayers`)."""
+        assert not layers, "a model of one kind of layers is loaded in parts"
+        self._blocks[block] = list(content)
+        self._chains[block] = None
 
 
 def chain_of(content: list[Entry | None]) -> list[Entry]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from simulation.pool import Entry, Move, SimulatedPool
 
+from trunkline.kvstore.window_share import LoadedLayers
+
 
 class WindowedPool(SimulatedPool):
     """Blocks with what layers with a window keep beside the rest; thin ones have lost it."""
@@ -24,10 +26,30 @@ class WindowedPool(SimulatedPool):
         for source, target, first, count in copies:
             self._windowed[target][first : first + count] = self._windowed[source][first : first + count]
 
-    def thin(self, blocks: list[int]) -> None:
-        """Lose what layers with a window keep in these blocks."""
+    def thin(self, blocks: list[int], step: int) -> None:
+        """Lose what layers with a window keep in these blocks, once the copies of them are over that plans before
+        `step`, or its own saves, have ordered."""
+        gone = set(blocks)
+        for queue, last in ((self._saves, step), (self._loads, step - 1)):
+            touching = [
+                batch.step
+                for batch in queue
+                if batch.step <= last and any(block in gone for block, _, _ in batch.moves)
+            ]
+            self._hurry(queue, max(touching, default=0))
         for block in blocks:
             self._windowed[block] = [None] * self.chunk_size
+
+    def _content(self, block: int) -> list[Entry | None]:
+        """What layers of both kinds have: nothing of a block that is thin."""
+        both = zip(self._blocks[block], self._windowed[block], strict=True)
+        return [entry if entry == windowed else None for entry, windowed in both]
+
+    def _fill(self, block: int, content: list[Entry | None], layers: int) -> None:
+        if layers != LoadedLayers.WINDOWED:
+            super()._fill(block, content, LoadedLayers.ALL)
+        if layers != LoadedLayers.PLAIN:
+            self._windowed[block] = list(content)
 
     def computed(self, step: int, late_saves: list[Move]) -> None:
         super().computed(step, late_saves)

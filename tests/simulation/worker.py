@@ -118,8 +118,8 @@ class SimulatedWorkers:
         late_saves = unpack_int32(plan.late_saves, 3).tolist()
         names = [plan.save_names[at : at + NAME_BYTES] for at in range(0, len(plan.save_names), NAME_BYTES)]
         self.pool.name_saves(names, saves + late_saves)
-        self.pool.order(plan.step, saves, loads, plan.save_fence, plan.load_fence)
-        self.pool.thin(unpack_int32(plan.thinned).tolist())
+        self.pool.order(plan.step, saves, loads, plan.save_fence, plan.load_fence, plan.load_layers)
+        self.pool.thin(unpack_int32(plan.thinned).tolist(), plan.step)
         self.pool.copy(self.searches.take_copies())
         self.pool.copy(unpack_int32(plan.copies, 4).tolist())
         for batch_seq_id, index, block in unpack_int32(plan.blocks, 3).tolist():

@@ -35,8 +35,8 @@ class Moves:
     def save(self, rows: Int32Array) -> None:
         self._run(saves=pack_int32(rows))
 
-    def load(self, rows: Int32Array) -> None:
-        self._run(loads=pack_int32(rows))
+    def load(self, rows: Int32Array, layers: bytes = b"") -> None:
+        self._run(loads=pack_int32(rows), load_layers=layers)
 
     def _run(self, **fields: bytes) -> None:
         """Both fences at the plan itself: what it orders is done when it is."""
@@ -150,6 +150,13 @@ def test_a_block_is_loaded_once(make_pool: MakePool) -> None:
     host.save(moves((0, 3, 1), (1, 4, 1)))
     with pytest.raises(PlanError, match="a block is written twice"):
         host.load(moves((7, 3, 1), (7, 4, 1)))
+
+
+def test_parts_of_chunks_are_for_pools_with_thin_blocks(make_pool: MakePool) -> None:
+    _, host = make_pool("small", "auto")
+    host.save(moves((0, 3, 1)))
+    with pytest.raises(PlanError, match=r"1 loads of layers \[1\]"):
+        host.load(moves((7, 3, 1)), layers=b"\x01")
 
 
 def test_bytes_of_a_slot_are_those_of_its_block(make_pool: MakePool) -> None:

@@ -201,6 +201,9 @@ def test_a_share_is_refused_where_it_cannot_be(models: Models) -> None:
         folder = models(name, **settings)
         with pytest.raises(WorkerConfigError, match=reason):
             Runner.load(run_config(folder, window_share=0.5), lambda *_: None)
-    for fields in ({"window_share": 0.0}, {"window_share": 0.5, "host_memory_bytes": 1 << 20}):
-        with pytest.raises(WorkerConfigError, match="window_share is 0"):
+    for fields, reason in (
+        ({"window_share": 0.0}, "more than 0"),
+        ({"window_share": 0.5, "device": "cuda"}, "cpu"),
+    ):
+        with pytest.raises(WorkerConfigError, match=f"window_share is 0.*{reason}"):
             run_config(Path("model"), **fields).validate()

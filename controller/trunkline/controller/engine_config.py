@@ -184,11 +184,6 @@ class EngineConfig(EngineLimits, frozen=True, kw_only=True):
             "(--window-share), or take smaller steps (--token-budget)",
         )
         require(self.prefix_cache, "blocks can be thin with the prefix cache only")
-        require(
-            not self.host_slots,
-            f"blocks may be thin and there are {self.host_slots} slots in host memory, where chunks are whole; "
-            "leave one of the two out (--host-tier 0, or --window-share 1)",
-        )
 
     def _validate_tiers(self) -> None:
         require(self.disk_slots >= 0, f"disk_slots is {self.disk_slots}; it counts blocks")

@@ -48,6 +48,8 @@ class KvPool:
     thin: Callable[[Int32Array], None] | None = None
     """Gives back the memory of blocks for layers with a window (`trunkline.kernels.thin_memory`); None: the pool
     has all its memory for good."""
+    windowed: tuple[bool, ...] = ()
+    """Of a pool with `thin`: for each layer, whether it has a window."""
 
     @classmethod
     def wrap(cls, data: Tensor, chunk: ChunkFormat | None = None) -> KvPool:

@@ -62,7 +62,8 @@ class ThinMemory:
         self.stretches = [(first * size, (stop - first) * size) for first, stop in windowed_stretches(windowed)]
         """(first byte, bytes) of what a thin block has no memory for."""
         data: Tensor = torch.frombuffer(self._map, dtype=getattr(torch, part.element))
-        self.pool = replace(KvPool.wrap(data.view(blocks, *part.shape), part), thin=self.thin)
+        pool = KvPool.wrap(data.view(blocks, *part.shape), part)
+        self.pool = replace(pool, thin=self.thin, windowed=tuple(windowed))
 
     def thin(self, blocks: Int32Array) -> None:
         """Give back the memory of these blocks for layers with a window."""

@@ -6,8 +6,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from enum import IntEnum
 
 from trunkline.kvstore.chunk_format import ChunkFormat
+
+
+class LoadedLayers(IntEnum):
+    """The layers whose KV is loaded from a copy, which has that of all layers."""
+
+    ALL = 0
+    PLAIN = 1
+    """Those without a window: the block stays thin."""
+    WINDOWED = 2
+    """Those with a window: the block was thin, and has the others."""
 
 
 def windowed_stretches(windowed: Sequence[bool]) -> list[tuple[int, int]]:

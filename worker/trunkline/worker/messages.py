@@ -226,7 +226,11 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     behind a guess is drawn only if the guess is what was drawn at its place, so guesses change no text."""
     thinned: bytes = b""
     """int32 ids of blocks whose KV in layers with a window is read no more, of a rank that gives that memory back
-    (`WorkerConfig.window_share`). Applied before the copies: the same plan may write to these blocks."""
+    (`WorkerConfig.window_share`). Applied before the copies between blocks, and once the saves and loads are done
+    that earlier plans, or this plan's saves, ordered of these blocks. This plan writes KV of other layers only to
+    them."""
+    load_layers: bytes = b""
+    """Of each of `loads` one byte, a `trunkline.kvstore.window_share.LoadedLayers`; empty: all layers of all."""
 
 
 class TierMove(msgspec.Struct, array_like=True, frozen=True):

@@ -53,7 +53,7 @@ from trunkline.worker.sampling.sampler import Sampler
 from trunkline.worker.sampling.selection import Selection, Selector
 from trunkline.worker.step_graphs import CudaGraphs, Drawn, GraphMaker, capture_steps
 from trunkline.worker.tensor_parallel import TensorParallel, of_loading
-from trunkline.worker.tiers.copier import Copier
+from trunkline.worker.tiers.copier import MEASURED_BLOCKS, Copier
 from trunkline.worker.tiers.copy_lane import CopyOptions, LayerTrace, StepGate
 
 Connect = Callable[[WorkerConfig, torch.device], TensorParallel]
@@ -324,6 +324,8 @@ class Runner:
         self._decoder.forward(batch)
         if self.copier is not None:
             self.swap_us_per_block = self.copier.measure()
+            if self.pool.thin is not None:  # the measured blocks have been written
+                self.pool.thin(np.arange(min(MEASURED_BLOCKS, self.pool.blocks), dtype=np.int32))
         self.kernels.counters.reset()
 
     def execute(self, plan: StepPlan) -> StepResult | None:

@@ -20,7 +20,7 @@ import msgspec
 from trunkline.controller.allocation.join_message import join_message
 from trunkline.controller.allocation.prefix_match import match_prefix
 from trunkline.controller.allocation.turn_ends import turn_end
-from trunkline.controller.allocation.window_blocks import first_entries, thin_entries
+from trunkline.controller.allocation.window_blocks import AbsentChunks, first_entries, thin_entries
 from trunkline.controller.allocation.window_match import split_at_far
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.radix_cache import RadixCache
@@ -79,14 +79,14 @@ class KVCacheManager:
         """Evict idle chunks until `blocks` blocks are free, and make unread chunks thin until `whole` blocks can
         become whole (None: as many); return whether that was possible.
 
-        With a plan, evicted chunks are saved to the host in that plan if there is room; without one they are
-        dropped.
+        With a plan, evicted and thinned chunks are saved to the host in that plan if there is room; without one
+        they are dropped, or lose what layers with a window have of them.
         """
         missing = blocks - self.pool.free_count
         if missing > 0 and self.tree.evict(missing, plan) != missing:
             return False
         lacking = (blocks if whole is None else whole) - self.pool.whole_free
-        return lacking <= 0 or self.tree.thin(lacking) == lacking
+        return lacking <= 0 or self.tree.thin(lacking, plan) == lacking
 
     def admit(
         self,
@@ -164,11 +164,11 @@ class KVCacheManager:
         self.tree.hold(anchor, read)
         if match.partial is not None:
             self.tree.hold(match.partial, 1)
-        # Each once: two modules of a prompt may be the same text.
-        absent = list(dict.fromkeys(node for node in match.path[stem.behind :] if not node.on_device))
+        absent = AbsentChunks.of(self.tree, match.path, stem.behind)
         entries = first_entries(self.tree, sequence, stem.behind)
-        needed = entries - len(match.path) + len(absent) + tails
-        thin = thin_entries(self.tree, sequence, stem.behind)
+        needed = entries - len(match.path) + len(absent.placed) + tails
+        later = thin_entries(self.tree, sequence, stem.behind)
+        thin = later + absent.thin - len(absent.widened)
         adopt = self._may_adopt_partial(sequence, match)
         copied = match.partial if match.partial is not None and match.partial.on_device and not adopt else None
         if copied is not None and not self._is_available(needed + spare, thin):
@@ -183,11 +183,10 @@ class KVCacheManager:
                 self.tree.release(node, plan.now)
             self.tree.release(anchor, plan.now, read)
             return Admission.NO_BLOCKS if has_fixed_part else None
-        is_thin_cache = isinstance(self.tree, ThinCache)
-        sequence.stem = stem._replace(reserved=entries - thin, keeps_blocks=is_thin_cache)
+        sequence.stem = stem._replace(reserved=entries - later)
         sequence.path = match.path
         self.tree.tiers.used(match.path[stem.behind :], plan.now)
-        blocks = self._allocate(match, absent, needed, adopt, plan, thin)
+        blocks = self._allocate(match, absent, needed, adopt, plan, later)
         sequence.tails = [blocks.pop() for _ in range(tails)]
         sequence.resident = len(match.path) * self.chunk_size + match.partial_tokens
         self._insert_pending(sequence, blocks, plan.now)
@@ -210,10 +209,10 @@ class KVCacheManager:
         return match.partial_tokens == leaf.token_count < self.chunk_size and not others
 
     def _allocate(
-        self, match: Match, absent: list[Node], needed: int, adopt: bool, plan: PlanBuilder, thin: int
+        self, match: Match, absent: AbsentChunks, needed: int, adopt: bool, plan: PlanBuilder, later: int
     ) -> list[BlockId]:
-        """Give blocks to matched chunks that are not on the device; return the sequence's own new blocks, in
-        order, the last `thin` of them thin.
+        """Give blocks to matched chunks that are not on the device, and memory to those that lack it; return the
+        sequence's own new blocks, in order, the last `later` of them thin.
 
         The matched head of a partial chunk comes into the first own block: adopted, copied, or loaded.
         """
@@ -223,15 +222,16 @@ class KVCacheManager:
             blocks.append(self.tree.remove(head))
         # Announce the reads first: making room may save chunks, which must not go into the slots that are read.
         far_head = head if head is not None and not adopt and not head.on_device else None
-        reads = [self.tree.read(node, plan) for node in absent]
+        reads = [self.tree.read(node, plan) for node, _ in absent.loads]
         head_read = self.tree.read(far_head, plan) if far_head is not None else None
-        made = self.make_room(needed - len(blocks), plan, needed - len(blocks) - thin)
+        wanted = needed - len(blocks)
+        made = self.make_room(wanted, plan, wanted - later - absent.thin + len(absent.widened))
         assert made
-        for node, read in zip(reversed(absent), reversed(reads), strict=True):
-            self.tree.place(node, self.pool.allocate())
-            self.tree.load(read, node.block, plan)
-        blocks += [self.pool.allocate() for _ in range(needed - len(absent) - len(blocks) - thin)]
-        blocks += [self.pool.allocate_thin() for _ in range(thin)]
+        for (node, layers), read in zip(absent.loads, reads, strict=True):
+            absent.give_memory(self.tree, self.pool, node, layers)
+            self.tree.load(read, node.block, plan, layers)
+        blocks += [self.pool.allocate() for _ in range(wanted - len(absent.placed) - later)]
+        blocks += [self.pool.allocate_thin() for _ in range(later)]
         if head is None or adopt:
             return blocks
         if head_read is None:
@@ -372,6 +372,8 @@ class KVCacheManager:
             elif node.ready_step == PENDING:
                 break  # its producer is not done; this block stays private and is tried again later
             elif not node.on_device:
+                if isinstance(self.tree, ThinCache) and is_shared and not is_beam:
+                    break  # as above
                 self.tree.place(node, sequence.private.pop(0))
             elif self.tree.is_thin(node):
                 if is_shared or not self.tree.may_swap(node):
@@ -419,7 +421,7 @@ class KVCacheManager:
                 self.tree.ended([*sequence.path[own:], *tail], end, now)
             if claim:
                 self.drop_claim(sequence)
-                sequence.claim = self.tree.claim(sequence.path[sequence.stem.behind :] + tail)
+                sequence.claim = self.tree.claim(sequence.stem.used(sequence.path) + tail)
         for block in sequence.private + sequence.tails:
             self.pool.release(block)
         for node in sequence.stem.pins:
@@ -457,6 +459,8 @@ class KVCacheManager:
         if not (node.is_stored or self.tree.leads_on(node)):
             self.tree.drop_below(node)  # chunks that came from a tier or a peer while this one was to be computed
             return self.tree.remove(node)
+        if node.device_children and not self.tree.window:
+            self.tree.drop_below(node)  # it was to be computed again above them
         node.ready_step = 0
         return self.tree.unplace(node) if node.on_device else NO_BLOCK
 

@@ -102,7 +102,7 @@ def expected_chunks(tree: RadixCache, sequence: Sequence, step: int) -> tuple[li
         rest = sequence.tokens.view(start, min(start + tree.chunk_size, stop))
         partial, _ = tree.most_similar_child(end, pack_int32(rest), step)
     tree.prune_root(stem.root)
-    return path, path[stem.behind :] + ([partial] if partial is not None else [])
+    return path, stem.used(path) + ([partial] if partial is not None else [])
 
 
 def _present_texts(tree: RadixCache, sequence: Sequence, step: int) -> list[Node]:

@@ -3,10 +3,55 @@ window and one step. Pure."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.radix_cache import RadixCache
+from trunkline.controller.cache.radix_tree import Node
+from trunkline.controller.cache.thin_blocks import ThinPool
 from trunkline.controller.cache.thin_cache import ThinCache
 from trunkline.controller.cache.window_cache import WindowCache
 from trunkline.controller.sequences.sequence import Sequence
+from trunkline.kvstore.window_share import LoadedLayers
+
+
+class AbsentChunks(NamedTuple):
+    """The chunks of a match whose KV must be loaded before a sequence can use them. Each stands here once, though
+    two modules of a prompt may be the same text."""
+
+    placed: dict[Node, LoadedLayers]
+    """The chunks that are not on the device, and of which layers a sequence reads them, in order."""
+    widened: list[Node]
+    """The chunks in thin blocks that a sequence reads in layers with a window, too."""
+
+    @classmethod
+    def of(cls, tree: RadixCache, path: list[Node], behind: int) -> AbsentChunks:
+        """Return what of a path must be loaded for a sequence that sees none of the first `behind` chunks in
+        layers with a window."""
+        placed = dict.fromkeys((node for node in path[behind:] if not node.on_device), LoadedLayers.ALL)
+        if isinstance(tree, ThinCache):  # the other layers read all chunks
+            unseen = dict.fromkeys((node for node in path[:behind] if not node.on_device), LoadedLayers.PLAIN)
+            placed = unseen | placed
+        return cls(placed, [node for node in path[behind:] if tree.is_thin(node)])
+
+    @property
+    def thin(self) -> int:
+        """Number of the chunks that are loaded into thin blocks."""
+        return sum(layers is LoadedLayers.PLAIN for layers in self.placed.values())
+
+    @property
+    def loads(self) -> list[tuple[Node, LoadedLayers]]:
+        """The chunks and the layers to load of each, the last chunk first."""
+        return [*((node, LoadedLayers.WINDOWED) for node in self.widened), *reversed(self.placed.items())]
+
+    @staticmethod
+    def give_memory(tree: RadixCache, pool: BlockPool, node: Node, layers: LoadedLayers) -> None:
+        """Give one of these chunks a block with memory for the layers that will be loaded."""
+        if layers is LoadedLayers.WINDOWED:
+            assert isinstance(pool, ThinPool)
+            pool.widen(node.block)
+        else:
+            tree.place(node, pool.allocate() if layers is LoadedLayers.ALL else pool.allocate_thin())
 
 
 def first_entries(tree: RadixCache, sequence: Sequence, behind: int) -> int:

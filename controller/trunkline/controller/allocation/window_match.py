@@ -7,7 +7,7 @@ window is missing, the longest shorter hit counts whose own window is there. Pur
 from __future__ import annotations
 
 from trunkline.controller.cache.radix_cache import RadixCache
-from trunkline.controller.cache.radix_tree import Match, Node
+from trunkline.controller.cache.radix_tree import ALL_CHUNKS, Match, Node
 from trunkline.controller.cache.thin_cache import ThinCache
 from trunkline.controller.cache.window_cache import WindowCache
 from trunkline.controller.sequences.sequence import PrefixMatch, Sequence, Stem
@@ -45,19 +45,30 @@ def match_thin(tree: ThinCache, root: Node, sequence: Sequence, stop: int, step:
     """
     match = tree.match(root, sequence.tokens.to_bytes(0, stop), step)
     if match.pending is not None:
-        return PrefixMatch(Stem(root), match)
-    if sequence.is_windowed:
-        usable, behind = tree.usable_length(
-            match.path, lambda n: sequence.first_query(n * tree.chunk_size), lambda _, node: not tree.is_thin(node)
-        )
-    else:
-        usable = next((i for i, node in enumerate(match.path) if tree.is_thin(node)), len(match.path))
-        behind = 0
+        return PrefixMatch(Stem(root, keeps_blocks=True), match)
+    usable, behind = _usable_thin(tree, sequence, match.path, ALL_CHUNKS)
     if usable < len(match.path):
         match = Match(match.path[:usable], None, None, 0)
     elif match.partial is not None and tree.is_thin(match.partial):
         match.partial, match.partial_tokens = None, 0
-    return PrefixMatch(Stem(root, behind=behind), match)
+    return PrefixMatch(Stem(root, behind=behind, keeps_blocks=True), match)
+
+
+def _usable_thin(tree: ThinCache, sequence: Sequence, path: list[Node], load_entries: int) -> tuple[int, int]:
+    """Return up to which chunk of a path a sequence can go on, and how many chunks it does not see from there in
+    layers with a window. What it sees is whole, or thin with a copy in host memory, or, if it is to be fetched,
+    not on the device.
+
+    Args:
+        load_entries: copies are loaded up to this entry.
+    """
+
+    def is_there(index: int, node: Node) -> bool:
+        return not tree.is_thin(node) or (node.host_ready and index < load_entries)
+
+    if sequence.is_windowed:
+        return tree.usable_length(path, lambda n: sequence.first_query(n * tree.chunk_size), is_there)
+    return next((index for index, node in enumerate(path) if not is_there(index, node)), len(path)), 0
 
 
 def split_at_far(
@@ -86,6 +97,10 @@ def split_at_far(
         far = [node for index, node in wanted if not is_near(index, node)]
         return PrefixMatch(Stem(stem.root, behind=behind), Match(match.path[:near], None, None, 0)), far
     near = next((i for i, node in enumerate(match.path) if not is_near(i, node)), entries)
+    far = match.path[near:load_entries]
+    if isinstance(tree, ThinCache):
+        near, behind = _usable_thin(tree, sequence, match.path[:near], load_entries)
+        stem = stem._replace(behind=behind)
     if near == entries:
         return found, []
-    return PrefixMatch(stem, Match(match.path[:near], None, None, 0)), match.path[near:load_entries]
+    return PrefixMatch(stem, Match(match.path[:near], None, None, 0)), far

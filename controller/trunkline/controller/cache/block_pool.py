@@ -61,7 +61,7 @@ class BlockPool:
         return self.allocate()
 
     def take_thinned(self) -> list[BlockId]:
-        """Return the blocks that have become thin since the last call."""
+        """Return the blocks that have become thin since the last call, and still are."""
         return []
 
     def share(self, block: BlockId) -> None:

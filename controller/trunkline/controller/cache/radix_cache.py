@@ -37,6 +37,7 @@ from trunkline.kvstore.peers import Peer
 from trunkline.kvstore.shares import KvAccount
 from trunkline.kvstore.tier import TierKind
 from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy
+from trunkline.kvstore.window_share import LoadedLayers
 from trunkline.router.messages import MissReason
 
 DEPARTED_MAX: Final = 1 << 15
@@ -60,6 +61,8 @@ class TierCopyPlan:
     late_names: list[bytes] = field(default_factory=list, kw_only=True)
     """Names of the chunks of `late_saves`; empty without peers."""
     loads: list[tuple[int, int, int]] = field(default_factory=list, kw_only=True)
+    load_layers: list[LoadedLayers] = field(default_factory=list, kw_only=True)
+    """The layers of each of `loads`."""
 
 
 class RadixCache(RadixTree):
@@ -124,9 +127,12 @@ class RadixCache(RadixTree):
         self._note_idle(node)
         return old
 
-    def thin(self, blocks: int) -> int:
-        """Make up to so many blocks thin whose chunks have no readers; return how many became so."""
-        del blocks
+    def thin(self, blocks: int, plan: TierCopyPlan | None = None) -> int:
+        """Make up to so many blocks thin whose chunks have no readers; return how many became so.
+
+        With a plan, chunks without a copy are saved in it if there is room.
+        """
+        del blocks, plan
         return 0
 
     # Adding chunks, and copying them to and from the host
@@ -158,7 +164,13 @@ class RadixCache(RadixTree):
         """Reserve the host copy of a chunk, which the plan will load (see `load`)."""
         return self.tiers.load(node, plan.step)
 
-    def load(self, read: tuple[SlotId, int], block: BlockId, plan: TierCopyPlan) -> None:
+    def load(
+        self,
+        read: tuple[SlotId, int],
+        block: BlockId,
+        plan: TierCopyPlan,
+        layers: LoadedLayers = LoadedLayers.ALL,
+    ) -> None:
         """Add the load of a copy that `read` reserved to the plan.
 
         Args:
@@ -166,7 +178,13 @@ class RadixCache(RadixTree):
         """
         slot, generation = read
         self.fences.loaded(block, slot, plan.step)
-        plan.loads.append((block, slot, generation))
+        load = block, slot, generation
+        if layers is LoadedLayers.WINDOWED and load in plan.loads:
+            # Another sequence that is admitted in this plan reads the chunk in the other layers only.
+            plan.load_layers[plan.loads.index(load)] = LoadedLayers.ALL
+            return
+        plan.loads.append(load)
+        plan.load_layers.append(layers)
 
     def add_remote(
         self, parent: Node, key: bytes, now: float, marker: bytes = b"", name: ChunkName | None = None

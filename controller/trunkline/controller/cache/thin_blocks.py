@@ -24,7 +24,8 @@ class ThinPool(BlockPool):
     def __init__(self, num_blocks: int, whole_blocks: int) -> None:
         super().__init__(num_blocks)
         self.whole_blocks = whole_blocks
-        self._thinned: list[BlockId] = []
+        self._thinned: dict[BlockId, None] = {}
+        """The blocks that have become thin since `take_thinned`, and still are."""
         self._free_whole: list[BlockId] = []
         """The free blocks that are whole; `_free` has the thin ones."""
         self._is_whole = bytearray(num_blocks)
@@ -69,10 +70,10 @@ class ThinPool(BlockPool):
         assert self._is_whole[block]
         self._is_whole[block] = 0
         self.whole_count -= 1
-        self._thinned.append(block)
+        self._thinned[block] = None
 
     def take_thinned(self) -> list[BlockId]:
-        thinned, self._thinned = self._thinned, []
+        thinned, self._thinned = list(self._thinned), {}
         return thinned
 
     def release(self, block: BlockId) -> None:
@@ -92,3 +93,4 @@ class ThinPool(BlockPool):
         assert self.whole_count < self.whole_blocks, "more blocks are whole than there is memory for"
         self._is_whole[block] = 1
         self.whole_count += 1
+        self._thinned.pop(block, None)

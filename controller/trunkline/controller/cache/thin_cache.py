@@ -10,14 +10,17 @@ window.
                             (its window)       ▪ whole block, · block that may be thin
 
 Chunks without readers become thin when their memory is needed, spent ones first, whether they are idle or not.
-A prompt that would see a thin chunk computes it again. If the chunk is idle it gets the new block, and keeps the
-chunks below it.
+Only whole chunks are saved, so copies in lower tiers have the KV of all layers. A chunk in a window is loaded as a
+whole, or, if its block is there and thin, in its windowed layers; a chunk behind it is loaded into a thin block.
+A prompt that would see a thin chunk without a copy computes it again. If the chunk is idle it gets the new block,
+and keeps the chunks below it.
 """
 
 from __future__ import annotations
 
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.idle_leaves import IdleLeaves
+from trunkline.controller.cache.radix_cache import TierCopyPlan
 from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.cache.reader_cache import ReaderCache
 from trunkline.controller.cache.thin_blocks import ThinPool
@@ -27,7 +30,7 @@ from trunkline.kvstore.tier_policy import DirectoryConfig
 
 
 class ThinCache(ReaderCache):
-    """A radix cache over a pool in which blocks may be thin. It has no tiers below the device."""
+    """A radix cache over a pool in which blocks may be thin. Copies in lower tiers are whole."""
 
     def __init__(
         self,
@@ -51,8 +54,11 @@ class ThinCache(ReaderCache):
     def is_thin(self, node: Node) -> bool:
         return node.on_device and not self._thin_pool.is_whole(node.block)
 
+    def _is_whole(self, node: Node) -> bool:
+        return node.on_device and self._thin_pool.is_whole(node.block)
+
     def _is_thinnable(self, node: Node) -> bool:
-        return node.on_device and not node.readers and node.parent is not None and not self.is_thin(node)
+        return not node.readers and node.parent is not None and self._is_whole(node)
 
     def _note_idle(self, node: Node) -> None:
         super()._note_idle(node)
@@ -60,32 +66,45 @@ class ThinCache(ReaderCache):
             self._unread_wholes.push(node)
 
     def _now_read(self, node: Node) -> None:
-        self._thinnable -= not self.is_thin(node)
+        self._thinnable -= self._is_whole(node)
 
     def _now_unread(self, node: Node) -> None:
-        self._thinnable += not self.is_thin(node)
+        self._thinnable += self._is_whole(node)
         self._note_idle(node)
 
     def insert(
         self, parent: Node, key: bytes, block: BlockId, ready_step: int, now: float, marker: bytes = b""
     ) -> Node:
         node = super().insert(parent, key, block, ready_step, now, marker)
-        self._thinnable += not self.is_thin(node)
+        self._thinnable += self._is_thinnable(node)
         return node
 
+    def place(self, node: Node, block: BlockId) -> None:
+        super().place(node, block)
+        self._thinnable += self._is_thinnable(node)
+
+    def unplace(self, node: Node) -> BlockId:
+        self._thinnable -= self._is_thinnable(node)
+        return super().unplace(node)
+
     def remove(self, node: Node) -> BlockId:
-        self._thinnable -= not self.is_thin(node)
+        self._thinnable -= self._is_thinnable(node)
         return super().remove(node)
 
     def swap(self, node: Node, block: BlockId) -> BlockId:
         old = super().swap(node, block)
-        self._thinnable += not self.is_thin(node)
+        self._thinnable += self._is_thinnable(node)
         return old
 
-    def thin(self, blocks: int) -> int:
+    def thin(self, blocks: int, plan: TierCopyPlan | None = None) -> int:
         done = 0
         while done < blocks and (node := self._unread_wholes.pop()) is not None:
+            if plan is not None and node.ready_step < plan.step and self._wants_copy(node):
+                self._reserve(node, plan, forced=node.claims > 0)
             self._thin_pool.thin(node.block)
             self._thinnable -= 1
             done += 1
         return done
+
+    def _wants_copy(self, node: Node) -> bool:
+        return super()._wants_copy(node) and not self.is_thin(node)

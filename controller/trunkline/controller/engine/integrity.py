@@ -145,7 +145,7 @@ def _check_thin(tree: ThinCache, running: list[Sequence]) -> None:
         # A prompt's later blocks become whole piece by piece.
         known = sequence.path[: sequence.stem.reserved] if sequence.slot < 0 else sequence.path
         _check(not any(map(tree.is_thin, known[behind:])), f"request {sequence.request} reads a thin chunk")
-    thinnable = sum(not (node.readers or tree.is_thin(node)) for node in tree.nodes())
+    thinnable = sum(node.on_device and not (node.readers or tree.is_thin(node)) for node in tree.nodes())
     _check(thinnable == tree.thinnable, f"the tree counts {tree.thinnable} chunks to thin and has {thinnable}")
 
 

@@ -367,6 +367,7 @@ class PlanBuilder(TierCopyPlan):
             traces=pack_steps(self._step_traces()) if self.traced else None,
             drafts=[pack_int32(tokens) for tokens in self.drafts],
             thinned=pack_int32(self.thinned) if self.thinned else b"",
+            load_layers=bytes(self.load_layers) if any(self.load_layers) else b"",
         )
 
     def compute(self, sequence: Sequence, tokens: int, *, samples: bool, scored: bool) -> None:

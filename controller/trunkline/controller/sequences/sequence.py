@@ -162,6 +162,10 @@ class Stem(NamedTuple):
     keeps_blocks: bool = False
     """Whether the chunks behind the window keep their blocks, for layers without a window."""
 
+    def used(self, path: list[Node]) -> list[Node]:
+        """Return the chunks of the sequence's path that some layer reads."""
+        return path if self.keeps_blocks else path[self.behind :]
+
 
 class PrefixMatch(NamedTuple):
     """The cached chunks of a sequence's tokens, and the trees in which they are."""
@@ -444,8 +448,8 @@ class Sequence:
 
     def block_table(self) -> list[BlockId]:
         """Return the block of each entry; `NO_BLOCK`: nothing reads it."""
-        behind = 0 if self.stem.keeps_blocks else self.stem.behind
-        return [NO_BLOCK] * behind + [node.block for node in self.path[behind:]] + self.private
+        used = self.stem.used(self.path)
+        return [NO_BLOCK] * (len(self.path) - len(used)) + [node.block for node in used] + self.private
 
     def blocks_needed(self, chunk_size: int) -> int:
         """Return the number of blocks for all tokens known now, which admission reserves."""

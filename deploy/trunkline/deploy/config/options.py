@@ -121,7 +121,7 @@ SERVE_OPTIONS: Final = (
     CliOption(
         "window_share",
         "Models in which some layers have a window: part of the KV cache's blocks that hold KV of these layers at "
-        "once. Less leaves room for more or longer texts. On CPUs, without a host tier. Default: 1, all.",
+        "once. Less leaves room for more or longer texts. On CPUs. Default: 1, all.",
         MEMORY,
     ),
     CliOption(

@@ -311,8 +311,6 @@ class ServeSettings:
         GPUs 4 GiB, as others do."""
         if self.host_tier_bytes is not None:
             return self.host_tier_bytes
-        if self.window_share < 1:
-            return 0  # chunks in host memory are whole
         return self.kv_memory_per_worker(device) if device == "cpu" else _HOST_TIER_GPU
 
 

@@ -30,8 +30,8 @@ def check_windows(settings: ServeSettings, model: ModelConfig, part: ChunkFormat
         )
     if device != "cpu":
         raise UserError(f"{given}, but memory behind windows is given back on CPUs only; leave the option out")
-    if settings.host_tier_bytes or not settings.prefix_cache:
-        raise UserError(f"{given}; it works with the prefix cache and without a host tier (--host-tier 0)")
+    if not settings.prefix_cache:
+        raise UserError(f"{given}; it works with the prefix cache only; leave one of the two options out")
     windowed = [own.window > 0 for own in model.attention]
     blocks = blocks_within(settings.kv_memory_per_worker(device), part, windowed, share)
     least = window_blocks(model.part_window, settings.token_budget, settings.chunk_size) + 1

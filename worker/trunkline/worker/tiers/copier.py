@@ -36,9 +36,10 @@ from trunkline.worker.tiers.copy_lane import (
     make_stream,
     mark_of,
 )
-from trunkline.worker.tiers.host_pool import HostPool
+from trunkline.worker.tiers.host_pool import HostPool, UInt8Array
 
-_MEASURED_BLOCKS: Final = 8
+MEASURED_BLOCKS: Final = 8
+"""Largest number of blocks that `Copier.measure` writes, the first of the pool."""
 _MEASURED_ROUNDS: Final = 3
 _MEASURED_NS: Final = 200_000_000
 """Nanoseconds after which `measure` begins no further round."""
@@ -109,11 +110,14 @@ class Copier:
         mark = mark_of(self._device) if plan.saves or plan.loads or plan.late_saves else None
         if plan.saves:
             self._save(SAVE, gate, unpack_int32(plan.saves, columns=3), mark, plan.save_names)
+        if plan.thinned:
+            gate.waited_ns += self._settle(unpack_int32(plan.thinned))
         fence = self.saves.last_until(plan.save_fence)
         if plan.saves and not self._options.saves_beside:
             fence = self.saves.submitted
         if plan.loads:
-            self._load(plan.step, unpack_int32(plan.loads, columns=3), mark, fence)
+            parts = np.frombuffer(plan.load_layers, np.uint8) if plan.load_layers else None
+            self._load(plan.step, unpack_int32(plan.loads, columns=3), mark, fence, parts)
         if plan.late_saves:
             gate.tells_layers = True
             gate.record_layer = lambda: mark_of(self._device)
@@ -171,12 +175,23 @@ class Copier:
             for index, slot in enumerate(moves[:, 1].tolist()):
                 self.host.names.put(slot, names[index * NAME_BYTES : (index + 1) * NAME_BYTES])
 
-    def _load(self, step: int, moves: Int32Array, mark: object, fence: int) -> None:
-        blocks, slots = self.host.begin_loads(moves)
+    def _settle(self, blocks: Int32Array) -> int:
+        """Wait until all saves and loads of these blocks are done that were ordered so far; return the nanoseconds
+        waited."""
+        touched = self._touched
+        if not 0 <= blocks.min() <= blocks.max() < len(touched.block_saves):
+            return 0  # `thin_blocks` refuses them
+        waited_ns = self.saves.wait_for(int(touched.block_saves[blocks].max()))
+        return waited_ns + self.loads.wait_for(int(touched.block_loads[blocks].max()))
+
+    def _load(
+        self, step: int, moves: Int32Array, mark: object, fence: int, parts: UInt8Array | None = None
+    ) -> None:
+        blocks, slots, parts = self.host.begin_loads(moves, parts)
         touched = self._touched
         behind = max(fence, int(touched.slot_saves[slots].max()), int(touched.block_saves[blocks].max()))
         waits = ((self.saves.gate, behind * self.host.layers),)
-        number = self.loads.submit(CopyJob(LOAD, step, blocks, slots, waits, mark))
+        number = self.loads.submit(CopyJob(LOAD, step, blocks, slots, waits, mark, parts=parts))
         touched.slot_loads[slots] = number
         touched.block_loads[blocks] = number
 
@@ -218,7 +233,7 @@ class Copier:
 
         What the device pool holds stays; the host pool must be empty.
         """
-        count = min(_MEASURED_BLOCKS, self.host.capacity_slots, len(self._touched.block_saves))
+        count = min(MEASURED_BLOCKS, self.host.capacity_slots, len(self._touched.block_saves))
         if not count:
             return 0.0
         index = np.arange(count, dtype=np.int32)

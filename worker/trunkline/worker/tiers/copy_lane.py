@@ -30,7 +30,7 @@ import torch
 from trunkline.kernels.ops import Kernels
 from trunkline.kvstore.chunks import Int32Array
 from trunkline.worker.errors import CopyError
-from trunkline.worker.tiers.host_pool import HostPool
+from trunkline.worker.tiers.host_pool import HostPool, UInt8Array
 
 _QUANTUM_BYTES: Final = 256 << 10
 """Bytes copied before waiting threads are told: a job of small layers goes several layers at a time."""
@@ -70,6 +70,8 @@ class CopyJob(NamedTuple):
     """For a late save: the count of computed layers, and its value before the step's first layer."""
     layer_marks: list[object] = []  # noqa: RUF012
     """For a late save: a mark behind each computed layer, in order."""
+    parts: UInt8Array | None = None
+    """For a load: of each block, the layers to load (`LoadedLayers`); None: all of all."""
 
 
 class CopyLane:
@@ -173,8 +175,11 @@ class CopyLane:
                 gate.wait(count + layers.stop)
                 self._stream.after(job.layer_marks[layers.stop - 1])
             started = time.perf_counter_ns()
-            copy = self._host.scatter if job.kind == LOAD else self._host.gather
-            copy(self.kernels, job.blocks, job.slots, layers)
+            if job.parts is not None:
+                self._host.scatter_parts(self.kernels, job.blocks, job.slots, layers, job.parts)
+            else:
+                copy = self._host.scatter if job.kind == LOAD else self._host.gather
+                copy(self.kernels, job.blocks, job.slots, layers)
             self._stream.finish()
             if self._options.link_bytes_per_s:
                 self._pace(started, len(job.blocks) * len(layers))

@@ -10,6 +10,7 @@ one can come before the next.
 from __future__ import annotations
 
 import mmap
+from itertools import groupby
 from typing import Any, Final
 
 import numpy as np
@@ -20,8 +21,11 @@ from torch import Tensor
 from trunkline.kernels.large_pages import advise_large_pages
 from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kvstore.chunks import Int32Array, SlotId
+from trunkline.kvstore.window_share import LoadedLayers
 from trunkline.worker.errors import PlanError, WorkerConfigError
 from trunkline.worker.tiers.slot_names import SlotNames
+
+UInt8Array = NDArray[np.uint8]
 
 _EMPTY: Final = -1
 """Generation of a slot without content; the controller's generations are not negative."""
@@ -86,17 +90,21 @@ class HostPool:
         self._generations[slots] = generations
         return blocks, slots
 
-    def begin_loads(self, moves: Int32Array) -> tuple[Int32Array, Int32Array]:
+    def begin_loads(
+        self, moves: Int32Array, parts: UInt8Array | None = None
+    ) -> tuple[Int32Array, Int32Array, UInt8Array | None]:
         """Check the loads of a plan. In later plans each of these blocks holds the contents of its slot.
 
         Args:
             moves: int32 `[n, 3]`: block, slot, generation; blocks are distinct.
+            parts: uint8 `[n]`, for each move a `LoadedLayers`; None: all layers.
 
         Returns:
-            Blocks and slots, in the order of the slots.
+            Blocks, slots and parts, in the order of the slots.
 
         Raises:
-            PlanError: a block or a slot that does not exist, or a slot that does not hold this generation.
+            PlanError: a block or a slot that does not exist, or a slot that does not hold this generation; or
+                parts where blocks always have memory for all layers.
         """
         blocks, slots, generations = self._check(moves, distinct=0)
         held = self._generations[slots]
@@ -106,7 +114,13 @@ class HostPool:
                 f"load of generation {generations[wrong]} from slot {slots[wrong]}: it holds "
                 + ("nothing" if held[wrong] == _EMPTY else f"generation {held[wrong]}")
             )
-        return blocks, slots
+        if parts is not None:
+            if len(parts) != len(moves) or parts.max() > max(LoadedLayers) or not self._pool.windowed:
+                raise PlanError(
+                    f"{len(moves)} loads of layers {parts.tolist()}, which this rank's pool does not allow"
+                )
+            parts = parts[np.argsort(moves[:, 1], kind="stable")]
+        return blocks, slots, parts
 
     def _check(self, moves: Int32Array, *, distinct: int) -> tuple[Int32Array, Int32Array, Int32Array]:
         """Return blocks, slots and generations, checked, in the order of the slots."""
@@ -128,6 +142,20 @@ class HostPool:
     def scatter(self, kernels: Kernels, blocks: Int32Array, slots: Int32Array, layers: range) -> None:
         """Copy layers of slots into blocks. On a GPU this only enqueues on the current stream."""
         kernels.scatter_slots(self._pool, blocks, layers, self._slots, slots)
+
+    def scatter_parts(
+        self, kernels: Kernels, blocks: Int32Array, slots: Int32Array, layers: range, parts: UInt8Array
+    ) -> None:
+        """Copy layers of slots into blocks, of each block those that `parts` says.
+
+        Args:
+            parts: uint8 `[n]`, a `LoadedLayers` for each block.
+        """
+        for is_windowed, run in groupby(layers, self._pool.windowed.__getitem__):
+            rows = parts != (LoadedLayers.PLAIN if is_windowed else LoadedLayers.WINDOWED)
+            first, *others = run
+            if rows.any():
+                self.scatter(kernels, blocks[rows], slots[rows], range(first, first + 1 + len(others)))
 
     # --- for the tiers below
 
