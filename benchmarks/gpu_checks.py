@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -19,14 +20,16 @@ from torch import Tensor
 
 from trunkline.kernels.cuda import CudaKernels
 from trunkline.kernels.experts import Experts, route, run_experts
+from trunkline.kernels.float8 import float8
 from trunkline.kernels.library_attention import AttentionLibrary, LibraryPrefill
-from trunkline.kernels.ops import AttentionSpec, KvPool, QkNorm, make_angles
+from trunkline.kernels.ops import AttentionSpec, KvPool, PackedLinear, QkNorm, make_angles
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, Segments, WritePlan, build_decode_plan
 from trunkline.kernels.program import Buffer, Rows
 from trunkline.kernels.reference import ReferenceKernels
 from trunkline.kernels.reference_sampling import ReferenceSampling
 from trunkline.kernels.routing import Routing
 from trunkline.kernels.sampling import Biases, Draws, LogitEdits, Masks, Penalties, SamplingOps
+from trunkline.kernels.scaled_products import capability_of, float8_rows, why_not, widened
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 SMALL_HEAD_DIMS = (64, 128)
@@ -319,6 +322,31 @@ def check_experts(gpu: Gpu, seed: int, dtype: torch.dtype) -> Iterator[tuple[str
         yield "experts_as_a_graph", relative_error(out, mixture.exact(x))
 
 
+def _into(kernels: CudaKernels, layer: PackedLinear, x: Tensor, out: Tensor) -> None:
+    out.copy_(kernels.linear(x, layer))
+
+
+def check_float8(gpu: Gpu, seed: int, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
+    """fp8 weights that the device multiplies as they are, as a graph that gets other rows; infinite if the trial
+    refuses what the device should have."""
+    generator, kernels = torch.Generator().manual_seed(seed), gpu.kernels()
+    for name, group in (("float8_by_row", 256), ("float8_by_group", 128)):
+        codes = (torch.randn(144, 256, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+        scale = (0.5 + torch.rand(144, 256 // group, generator=generator)) / 1600
+        weight = float8(codes.to(gpu.device), scale.to(gpu.device), dtype)
+        if why_not(weight, capability_of(gpu.device)):
+            continue
+        layer = kernels.pack_linear(replace(weight, float8_inputs=True), None)
+        x = torch.randn(1 + seed % 40, 256, generator=generator).to(gpu.device, dtype)
+        out = torch.empty(len(x), 144, dtype=dtype, device=gpu.device)
+        graph = gpu.graph([partial(_into, kernels, layer, x, out)], [kernels])
+        x.mul_(3)
+        graph.replay()
+        gpu.synchronize()
+        exact = widened(float8_rows(x, group)) @ weight.dequantise(torch.float64).T
+        yield name, relative_error(out, exact) if layer.data[0].float8_inputs else float("inf")
+
+
 def check_sampling(gpu: Gpu, seed: int) -> Iterator[tuple[str, float]]:
     """Tokens drawn with all kinds of limits, after a bias, masks and penalties: infinite if any differs."""
     generator = torch.Generator().manual_seed(seed)
@@ -391,6 +419,7 @@ def one_round(gpu: Gpu, seed: int, dtype: torch.dtype, head_dims: tuple[int, ...
     """Every op once per head size."""
     yield from check_dense(gpu, seed, dtype)
     yield from check_experts(gpu, seed, dtype)
+    yield from check_float8(gpu, seed, dtype)
     yield from check_sampling(gpu, seed)
     for head_dim in head_dims:
         yield from check_attention(gpu, random_trial(seed, head_dim), dtype)

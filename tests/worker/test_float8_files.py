@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
+from kernels.cuda_emulated import CXX, make_emulated
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from worker.checkpoints import assert_greedy, largest_difference, make_checkpoint
@@ -48,6 +49,13 @@ def compressed(strategy: str, **weights: Any) -> dict[str, Any]:
         "config_groups": groups,
         "ignore": ["lm_head"],
     }
+
+
+def with_inputs(**inputs: Any) -> dict[str, Any]:
+    """What is said of inputs, in place of floats of 8 bits."""
+    given = compressed("tensor")
+    weights = given["config_groups"]["group_0"]["weights"]
+    return {**given, "config_groups": {"group_0": {"weights": weights, **inputs}}}
 
 
 class Case(NamedTuple):
@@ -182,6 +190,39 @@ def test_ranks_give_the_same(pairs: Pairs) -> None:
         for stream in streams:
             assert largest_difference(pairs(name).plain, stream) <= 1e-4, name
             assert_greedy(pairs(name).plain, stream)
+
+
+@pytest.mark.skipif(CXX is None, reason="no C++ compiler for the emulation")
+@pytest.mark.parametrize("name", ["static", "per tensor", "tensor", "channel", "experts", "blocks"])
+def test_what_a_gpu_multiplies_as_it_is(name: str, pairs: Pairs) -> None:
+    """Scales of tensors and channels, each rank's part. Blocks of other sizes than 128 inputs become floats."""
+    kernels, pair = make_emulated(), pairs(name)
+    for rank in range(2):
+        shard = Shard(check_model(pair.stored, 2, "bfloat16"), rank, 2)
+        weights = load_weights(pair.stored, shard, torch.bfloat16, torch.device("cpu"), kernels, lambda *_: None)
+        for layer in weights.layers:
+            for packed in (layer.qkv, layer.attention_out):
+                assert isinstance(packed, PackedLinear)
+                stored = packed.data[0]
+                assert stored.floats
+                assert stored.float8_inputs == (CASES[name].block[1] == 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "is_meant"),
+    [
+        (BLOCKS, True),
+        (CASES["static"].config, True),
+        (compressed("channel"), True),
+        (with_inputs(), False),
+        (with_inputs(input_activations=None), False),
+        (with_inputs(input_activations={"num_bits": 8, "type": "int"}), False),
+    ],
+)
+def test_who_says_that_inputs_are_to_be_rounded(config: dict[str, Any], is_meant: bool) -> None:
+    scheme = read_scheme(config)
+    assert isinstance(scheme, Float8Scheme)
+    assert scheme.rounds_inputs == is_meant
 
 
 class Noting(ReferenceKernels):

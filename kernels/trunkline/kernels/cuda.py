@@ -75,7 +75,8 @@ from trunkline.kernels.ops import (
     add_rows,
 )
 from trunkline.kernels.plan import PrefillPlan, WritePlan
-from trunkline.kernels.quantisation import linear_quantised, stored_bytes, stored_weight
+from trunkline.kernels.quantisation import stored_bytes
+from trunkline.kernels.scaled_products import ScaledProducts, linear_stored
 from trunkline.kvstore.chunks import Int32Array
 
 INVARIANT_TOKENS: Final = 512
@@ -123,6 +124,7 @@ class CudaKernels:
         # The ops promise sums in float32, also within cuBLAS.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        self._products = ScaledProducts()
         self._shapes: dict[tuple[torch.dtype, int], AttentionShape] = {}
         self._constants: dict[int, tuple[Tensor, Tensor]] = {}
         self._workspace: Workspace | None = None
@@ -439,7 +441,7 @@ class CudaKernels:
         return out
 
     def pack_linear(self, weight: Weight, bias: Tensor | None, quantisation: Quantisation = "") -> PackedLinear:
-        stored = stored_weight(weight, quantisation)
+        stored = self._products.stored(weight, quantisation)
         return PackedLinear(weight.shape[0], weight.shape[1], (stored, bias), stored_bytes(stored, bias))
 
     def linear(
@@ -455,7 +457,7 @@ class CudaKernels:
     def _linear(self, x: Tensor, layer: PackedLinear, out_dtype: torch.dtype | None) -> Tensor:
         weight, bias = layer.data
         if not isinstance(weight, Tensor):
-            return linear_quantised(x, weight, bias).to(out_dtype or x.dtype)
+            return linear_stored(x, weight, bias, out_dtype or x.dtype).to(out_dtype or x.dtype)
         if out_dtype is None or out_dtype == x.dtype:
             return F.linear(x, weight, bias)
         if not x.is_cuda:
@@ -467,7 +469,7 @@ class CudaKernels:
     def pack_gated_linear(
         self, weight: Weight, bias: Tensor | None, activation: Activation, quantisation: Quantisation = ""
     ) -> PackedLinear:
-        stored = stored_weight(weight, quantisation)
+        stored = self._products.stored(weight, quantisation)
         data = (stored, bias, activation)
         return PackedLinear(weight.shape[0] // 2, weight.shape[1], data, stored_bytes(stored, bias))
 
@@ -475,7 +477,7 @@ class CudaKernels:
         self.counters.called("gated_linear")
         weight, bias, activation = layer.data
         is_plain = isinstance(weight, Tensor)
-        gate_up = F.linear(x, weight, bias) if is_plain else linear_quantised(x, weight, bias)
+        gate_up = F.linear(x, weight, bias) if is_plain else linear_stored(x, weight, bias, x.dtype)
         return self._activate(activation, add_rows(gate_up, addend)).to(x.dtype)
 
     def _activate(self, activation: Activation, gate_up: Tensor) -> Tensor:

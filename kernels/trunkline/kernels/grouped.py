@@ -78,6 +78,8 @@ class GroupedWeight:
     """Whether layers over this weight round their inputs to int8."""
     floats: bool = False
     """Whether codes of 8 bits are floats (e4m3) that are numbers, not integers."""
+    float8_inputs: bool = False
+    """Whether layers over such floats may round their inputs to fp8, too (`scaled_products`)."""
 
     def __post_init__(self) -> None:
         if self.codes.dim() != 2 or self.codes.dtype != torch.uint8 or self.bits not in (4, 8):
@@ -108,7 +110,7 @@ class GroupedWeight:
             raise ValueError(f"zero {self.zero} and a table of {len(self.table)} with {self.bits} bits")
         if any(not 0 <= value <= 255 for value in self.table):
             raise ValueError("the values of a table are between 0 and 255")
-        if self.floats and not self._fits_floats:
+        if (self.floats and not self._fits_floats) or (self.float8_inputs and not self.floats):
             raise ValueError(
                 "codes that are floats have 8 bits, one float32 scale for each group, no zero and no offset, and "
                 "exact products"
@@ -221,7 +223,7 @@ def stack(weights: Sequence[GroupedWeight]) -> GroupedWeight:
     first = weights[0]
     if len(weights) == 1:
         return first
-    if len({(weight.shape[1], weight.dtype, weight.int8_inputs) for weight in weights}) != 1:
+    if len({(w.shape[1], w.dtype, w.int8_inputs, w.float8_inputs) for w in weights}) != 1:
         raise ValueError(
             "matrices of different widths or types, or of exact and rounded inputs, cannot be stacked"
         )

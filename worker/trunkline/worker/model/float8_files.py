@@ -29,6 +29,8 @@ class Float8Scheme(NamedTuple):
     """Outputs and inputs that share a scale, inputs a multiple of `GROUP_QUANTUM`; 0: all."""
     scales: tuple[str, ...]
     """Names that a matrix's scales may have behind its own."""
+    rounds_inputs: bool = False
+    """Whether inputs are meant to be rounded to floats of 8 bits, too."""
 
     @property
     def method(self) -> str:

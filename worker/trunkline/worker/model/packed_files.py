@@ -115,7 +115,7 @@ def read_scheme(given: Any) -> PackedScheme | Float8Scheme:
         return PackedScheme("mxfp4", 4, 32)
     if method == "fp8":
         _refuse_unless("fp8", {"fmt": ("e4m3", None), "expert_dtype": ("fp8", None)}, given)
-        return Float8Scheme(_block(given, "weight_block_size"), ("weight_scale_inv", "weight_scale"))
+        return Float8Scheme(_block(given, "weight_block_size"), ("weight_scale_inv", "weight_scale"), True)
     raise UnsupportedModelError(f"quantization_config: quant_method is {method!r}; {_ACCEPTED}")
 
 
@@ -134,7 +134,7 @@ def _compressed(given: dict[str, Any]) -> PackedScheme | Float8Scheme:
     )
     layout = given["format"]
     if layout == "float-quantized":
-        return _compressed_floats(weights)
+        return _compressed_floats(weights, each[0].get("input_activations"))
     _refuse_unless(
         layout,
         {
@@ -150,7 +150,7 @@ def _compressed(given: dict[str, Any]) -> PackedScheme | Float8Scheme:
     return PackedScheme(layout, weights["num_bits"], group)
 
 
-def _compressed_floats(weights: dict[str, Any]) -> Float8Scheme:
+def _compressed_floats(weights: dict[str, Any], inputs: Any) -> Float8Scheme:
     _refuse_unless(
         "float-quantized",
         {
@@ -170,7 +170,8 @@ def _compressed_floats(weights: dict[str, Any]) -> Float8Scheme:
         _refuse_unless("float-quantized in blocks", {"block_structure": (list(block),)}, weights)
     else:
         block = (0, 0) if strategy == "tensor" else (1, 0)
-    return Float8Scheme(block, ("weight_scale",))
+    own = isinstance(inputs, dict) and (inputs.get("num_bits"), inputs.get("type")) == (8, "float")
+    return Float8Scheme(block, ("weight_scale",), own)
 
 
 def _block(given: Mapping[str, Any], name: str) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -86,7 +87,7 @@ def read_float8(
     inputs = first[1] + torch.arange(0, width, group, device=scale.device)
     own = scale.float()[outputs // rows if rows else outputs * 0][:, inputs // columns if columns else inputs * 0]
     try:
-        return float8(codes, own, dtype)
+        return replace(float8(codes, own, dtype), float8_inputs=scheme.rounds_inputs)
     except ValueError as error:
         raise CheckpointError(f"{name}.weight: {error}") from error
 
