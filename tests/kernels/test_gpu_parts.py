@@ -65,7 +65,7 @@ def test_start_calls_every_op_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert called == {
         *("decode_attention", "decode_attention_invariant", "prefill_attention", "replays_of_other_plans"),
         *("write_kv", "pool_moves", "rms_norm", "add_rms_norm", "linear"),
-        *("edit_logits", "draw", "experts", "experts_as_a_graph"),
+        *("edit_logits", "draw", "experts", "experts_as_a_graph", "float8_by_row"),
         *("gated_silu", "gated_gelu", "gated_gelu_tanh"),
     }
     assert found.facts["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
