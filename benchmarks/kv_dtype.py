@@ -23,10 +23,10 @@ from quantisation import CHUNK, CPU, DTYPES, WINDOW, Model, heldout_windows, int
 from report import Report, argument_parser, median_seconds
 
 from trunkline.deploy.config.models import DEMO_FOLDER
-from trunkline.kernels.int8_kv import to_rows
 from trunkline.kernels.load import load_kernels
 from trunkline.kernels.ops import AttentionSpec, Kernels
 from trunkline.kernels.plan import Segments, build_decode_plan
+from trunkline.kernels.quantised_kv import to_rows
 from trunkline.kvstore.chunk_format import KV_DTYPES, kv_format
 from trunkline.worker.model.decoder import Decoder, make_kv_pool
 from trunkline.worker.tensor_parallel import TensorParallel
@@ -65,7 +65,7 @@ def attention(kernels: Kernels, kv_dtype: str, shape: tuple[int, int, int], toke
     pool = make_kv_pool(blocks, form, CPU)
     for block in range(blocks):  # as sealed chunks
         vectors = torch.randn(1, *form.shape[:-1], d).to(torch.bfloat16)
-        rows = to_rows(vectors) if form.is_quantised else vectors
+        rows = to_rows(vectors, kv_dtype) if form.is_quantised else vectors
         kernels.scatter_blocks(pool, int32([block]), range(layers), rows)
     each, zeros = np.arange(blocks, dtype=np.int32), int32([0] * blocks)
     segments = Segments(zeros, each, each, zeros, zeros + CHUNK, each * CHUNK, zeros)

@@ -125,6 +125,7 @@ def test_groups_share_gpus_when_they_are_told_to(show_gpus: ShowGpus) -> None:
     ("visible", "given", "message"),
     [
         (0, {"device": "cuda"}, "--device is cuda, but this machine shows no NVIDIA GPU; use --device cpu"),
+        (1, {"kv_dtype": "fp8"}, "--kv-dtype is fp8, for which there are kernels on CPUs only"),
         (1, {"kv_dtype": "int8"}, "--kv-dtype is int8, for which there are kernels on CPUs only"),
         (0, {"gpu_memory_fraction": 0.5}, "--gpu-memory-fraction is 0.5, but workers compute on CPUs .*no NVIDIA"),
         (8, {"gpu_memory_fraction": 0.5, "device": "cpu"}, "workers compute on CPUs; leave it out"),
@@ -244,8 +245,8 @@ def test_latent_attention_is_refused_where_it_has_no_kernels(tmp_path: Path, sho
         plan_cluster(ServeSettings(model=model, port=0))
     assert plan_cluster(ServeSettings(model=model, port=0, kernels="reference")).settings.kernels == "reference"
     show_gpus(0)
-    with pytest.raises(UserError, match="KV in int8 is not supported with latent attention"):
-        plan_cluster(ServeSettings(model=model, port=0, kv_dtype="int8"))
+    with pytest.raises(UserError, match="KV in fp8 is not supported with latent attention"):
+        plan_cluster(ServeSettings(model=model, port=0, kv_dtype="fp8"))
     # A chunk is whole on every rank.
     parts = [plan_cluster(ServeSettings(model=model, port=0, tp=tp)).disk for tp in (1, 4)]
     assert parts[0] is not None

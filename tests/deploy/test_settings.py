@@ -34,6 +34,7 @@ from trunkline.router.routing.policies import POLICIES as POLICY_RULES
         ({"tp": 3}, "3 ranks"),
         ({"dtype": "int8"}, "--dtype"),
         ({"kv_dtype": "bfloat16"}, "--kv-dtype"),
+        ({"kv_dtype": "fp8_e5m2"}, "--kv-dtype .*auto, int8, fp8"),
         ({"device": "tpu"}, "--device"),
         ({"kernels": "magic"}, "--kernels"),
         ({"kernels": "cuda", "device": "cpu"}, "--kernels is cuda, but the model runs on device cpu"),

@@ -103,6 +103,7 @@ def test_the_command_says_it(folder: Path) -> None:
     assert "60 GiB" in told.output
     assert "15 GiB" in told.output  # a quarter
     assert CliRunner().invoke(app, ["size", str(folder), "--dtype", "int8"]).exit_code == 0
+    assert CliRunner().invoke(app, ["size", str(folder), "--dtype", "fp8"]).exit_code == 0
     assert CliRunner().invoke(app, ["size", str(folder), "--dtype", "int3"]).exit_code == 2
     assert CliRunner().invoke(app, ["size", str(folder), "--context", "0"]).exit_code == 2
     assert CliRunner().invoke(app, ["size", "no/such/folder/anywhere"]).exit_code == 2

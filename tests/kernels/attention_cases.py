@@ -12,9 +12,9 @@ from kernels.forests import FILLINGS, Forest, Row, Shape, fill_pool, pool_data, 
 from kernels.oracle import assert_as_exact_as, attention_oracle, has_positions, random_spec
 from torch import Tensor
 
-from trunkline.kernels.int8_kv import from_rows
 from trunkline.kernels.ops import AttentionSpec, Kernels, KvPool
 from trunkline.kernels.plan import DecodePlan, PrefillPlan
+from trunkline.kernels.quantised_kv import from_rows
 
 CHUNKS: Final = (1, 2, 3, 5, 8, 16, 24, 32, 64, 100, 128, 256)
 """Chunk sizes: odd ones, multiples of 16 (which CPU kernels pack) and others."""

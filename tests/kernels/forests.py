@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trunkline.kernels.int8_kv import to_rows
 from trunkline.kernels.ops import AttentionSpec, Kernels, KvPool
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, Segments, WritePlan, build_decode_plan
+from trunkline.kernels.quantised_kv import to_rows
 from trunkline.kvstore.chunk_format import kv_format, latent_format
 from trunkline.kvstore.chunks import Int32Array
 
@@ -307,7 +307,7 @@ def wrap(data: Tensor, kv_dtype: str = "auto") -> KvPool:
     if bands == 1:  # which part is rotary, only specs say
         return KvPool.wrap(data.clone(), latent_format((layers, chunk_size, 0, head_dim), dtype))
     form = kv_format((layers, heads, chunk_size, head_dim), dtype, kv_dtype)
-    return KvPool.wrap(to_rows(data) if form.is_quantised else data.clone(), form)
+    return KvPool.wrap(to_rows(data, kv_dtype) if form.is_quantised else data.clone(), form)
 
 
 def fill_pool(

@@ -31,6 +31,7 @@ from seeds import seeds
 
 from trunkline.kernels.cpu import CpuKernels
 from trunkline.kernels.ops import Kernels, KvPool
+from trunkline.kvstore.chunk_format import KV_DTYPES
 
 everywhere = pairwise(implementation=(*CPU, *CUDA))
 
@@ -41,7 +42,7 @@ everywhere = pairwise(implementation=(*CPU, *CUDA))
     implementation=CPU,
     head_dim=(10, *HEAD_DIMS),
     dtype=DTYPES,
-    kv_dtype=("auto", "int8"),
+    kv_dtype=KV_DTYPES,
 )
 def test_random_forests(
     chunk_size: int, implementation: str, head_dim: int, dtype: torch.dtype, kv_dtype: str, seed: int
@@ -170,7 +171,7 @@ def test_layers_of_one_plan_may_differ(kernels: Kernels) -> None:
     assert kernels.counters.decode_plans == 1
 
 
-@pairwise(seeded=True, implementation=CPU, dtype=DTYPES, kv_dtype=("auto", "int8"), threads=(1, 3))
+@pairwise(seeded=True, implementation=CPU, dtype=DTYPES, kv_dtype=KV_DTYPES, threads=(1, 3))
 def test_sinks_and_spans(implementation: str, dtype: torch.dtype, kv_dtype: str, threads: int, seed: int) -> None:
     """A sink counts once, however many partial results a row has, and whether it is far above its scores or below;
     rows of one chunk see other parts of it."""

@@ -17,10 +17,11 @@ from kernels.oracle import assert_as_exact_as, attention_oracle, make_spec
 from kernels.pairwise import pairwise
 from torch import Tensor
 
-from trunkline.kernels.int8_kv import from_rows, to_rows
 from trunkline.kernels.load import load_kernels
 from trunkline.kernels.ops import AttentionSpec, Kernels, KvPool
 from trunkline.kernels.plan import WritePlan
+from trunkline.kernels.quantised_kv import from_rows, to_rows
+from trunkline.kvstore.chunk_format import KV_DTYPES
 from trunkline.kvstore.chunks import Int32Array
 
 BLOCKS: Final = 6
@@ -58,7 +59,7 @@ class Model:
 
     def rows(self, vectors: Tensor) -> Tensor:
         """What the pool keeps of keys or values `[..., head_dim]`."""
-        return to_rows(vectors) if self.pool.format.is_quantised else vectors
+        return to_rows(vectors, self.pool.format.row[0].dtype) if self.pool.format.is_quantised else vectors
 
     def vectors(self) -> Tensor:
         """The keys and values that are kept."""
@@ -194,7 +195,7 @@ def check(
     assert same_bits(contents(kernels, model.pool), model.plain)
 
 
-@pairwise(seeded=True, chunk_size=CHUNKS, implementation=CPU, dtype=DTYPES, kept=("auto", "int8", "latents"))
+@pairwise(seeded=True, chunk_size=CHUNKS, implementation=CPU, dtype=DTYPES, kept=(*KV_DTYPES, "latents"))
 def test_operations_in_any_order(
     chunk_size: int, implementation: str, dtype: torch.dtype, kept: str, seed: int
 ) -> None:
@@ -211,6 +212,46 @@ def test_tokens_one_at_a_time_fill_a_block(implementation: str, dtype: torch.dty
         model.write([chunk_size + token], range(LAYERS))
         if token >= chunk_size - 2:
             assert same_bits(contents(kernels, model.pool), model.plain)
+
+
+@pairwise(seeded=True, implementation=CPU, dtype=DTYPES, kv_dtype=("int8", "fp8"), head_dim=(64, 70, 84))
+def test_numbers_of_all_sizes_are_rounded_as_the_reference_does(
+    implementation: str, dtype: torch.dtype, kv_dtype: str, head_dim: int, seed: int
+) -> None:
+    """Numbers over 40 binary orders, ties, zeros with signs, vectors of zeros; NaN and infinity."""
+    kernels = make_kernels(implementation)
+    model = Model(kernels, make_spec(4, 2, head_dim), 16, dtype, seed, kv_dtype)
+    given = torch.randn(16, model.spec.qkv_width) * 2.0 ** torch.randint(-40, 1, (16, model.spec.qkv_width))
+    given[1] = given[1].sign() * torch.randint(0, 480, given[1].shape) / 512.0
+    given[2], given[3] = 0.0, -0.0
+    given[4, -1], given[5, -2], given[6, -3] = float("nan"), float("inf"), -float("inf")
+    given[7] *= 1e-30  # the scale of some vectors is the smallest normal number
+    qkv = given.to(dtype)
+    rows = model.rows(qkv.clone().view(16, -1, head_dim)[:, 4:].view(16, 2, 2, head_dim))
+    kernels.write_kv(WritePlan(16, np.arange(16, dtype=np.int32)), qkv, None, model.pool, 0, model.spec)
+    found, expected = contents(kernels, model.pool)[0, 0], rows.permute(1, 2, 0, 3)
+    assert same_bits(found[..., :head_dim], expected[..., :head_dim])
+    scales = [part[..., head_dim:].contiguous().view(torch.float32) for part in (found, expected)]
+    assert torch.equal(scales[0].nan_to_num(-1.0), scales[1].nan_to_num(-1.0))
+    assert int(scales[0].isnan().sum()) == 3
+
+
+def test_floats_of_8_bits_are_the_nearest() -> None:
+    """Against all of them, written out: a sign, four bits of exponent, three of fraction; ties go to even."""
+    finite = [m / 512 for m in range(8)] + [(8 + m) / 8 * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)]
+    values = torch.tensor(finite[:127])
+    between = (values[1:] + values[:-1]) / 2
+    below, above = between.nextafter(values[:-1]), between.nextafter(values[1:])
+    x = torch.cat((values, between, below, above))
+    expected = torch.cat(
+        (torch.arange(127), torch.arange(126) + torch.arange(126) % 2, torch.arange(126), torch.arange(1, 127))
+    )
+    scale_of_one = torch.full((len(x), 1), 448.0)
+    for sign in (1, -1):
+        rows = to_rows(torch.cat((sign * x[:, None], scale_of_one), dim=1), "fp8")
+        assert rows[:, 0].int().tolist() == (expected + (128 if sign < 0 else 0)).tolist()
+        back = from_rows(rows, torch.float64)
+        assert back[:, 0].tolist() == (sign * values[expected].double()).tolist()
 
 
 @pairwise(implementation=(*CPU, *CUDA), dtype=DTYPES)

@@ -24,6 +24,7 @@ from kernels.pairwise import pairwise
 from seeds import seeds
 
 from trunkline.kernels.ops import Kernels, KvPool
+from trunkline.kvstore.chunk_format import KV_DTYPES
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 130, 257)
 
@@ -36,7 +37,7 @@ everywhere = pairwise(implementation=(*CPU, *CUDA))
     implementation=CPU,
     head_dim=HEAD_DIMS,
     dtype=DTYPES,
-    kv_dtype=("auto", "int8"),
+    kv_dtype=KV_DTYPES,
 )
 def test_random_sequences(
     chunk_size: int, implementation: str, head_dim: int, dtype: torch.dtype, kv_dtype: str, seed: int
@@ -104,7 +105,7 @@ def test_layers_of_one_plan_may_differ(kernels: Kernels) -> None:
         case.assert_result(prefill(kernels, case, pool, plan))
 
 
-@pairwise(seeded=True, implementation=CPU, dtype=DTYPES, kv_dtype=("auto", "int8"))
+@pairwise(seeded=True, implementation=CPU, dtype=DTYPES, kv_dtype=KV_DTYPES)
 def test_sinks_and_spans(implementation: str, dtype: torch.dtype, kv_dtype: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     spec = random_spec(rng, 64)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from seeds import seeds
 
-from trunkline.kvstore.chunk_format import NUMBER_BYTES, kv_format, latent_format, type_name
+from trunkline.kvstore.chunk_format import KV_DTYPES, NUMBER_BYTES, kv_format, latent_format, type_name
 from trunkline.kvstore.shards import HeadShard, rows_of
 
 
@@ -21,11 +21,12 @@ def test_keys_and_values() -> None:
     assert [chunk.of_rank(tp).heads for tp in (1, 2, 4, 8)] == [4, 2, 1, 1]
 
 
-def test_int8_has_its_scales_in_the_chunk() -> None:
-    chunk = kv_format((2, 4, 64, 128), "bfloat16", "int8")
-    assert (chunk.shape, chunk.element) == ((2, 2, 4, 64, 132), "int8")
+@pytest.mark.parametrize(("kv_dtype", "element"), [("int8", "int8"), ("fp8", "uint8")])
+def test_8_bits_have_their_scales_in_the_chunk(kv_dtype: str, element: str) -> None:
+    chunk = kv_format((2, 4, 64, 128), "bfloat16", kv_dtype)
+    assert (chunk.shape, chunk.element) == ((2, 2, 4, 64, 132), element)
     assert (chunk.row_bytes, chunk.is_quantised, chunk.computed) == (132, True, "bfloat16")
-    assert chunk.name == type_name("bfloat16", "int8") == "bfloat16 with int8 KV"
+    assert chunk.name == type_name("bfloat16", kv_dtype) == f"bfloat16 with {kv_dtype} KV"
     assert kv_format((2, 4, 64, 128), "bfloat16").name == type_name("bfloat16", "auto") == "bfloat16"
     assert chunk.chunk_bytes / kv_format((2, 4, 64, 128), "bfloat16").chunk_bytes == 132 / 256
 
@@ -43,7 +44,7 @@ def test_latent_attention_fits() -> None:
 @pytest.mark.parametrize("seed", seeds(20))
 def test_rows_are_the_tensor(seed: int) -> None:
     chance = random.Random(seed)
-    dtype, kv_dtype = chance.choice(["float32", "bfloat16", "float16"]), chance.choice(["auto", "int8"])
+    dtype, kv_dtype = chance.choice(["float32", "bfloat16", "float16"]), chance.choice(KV_DTYPES)
     sizes = (
         chance.randint(1, 4),
         chance.choice([1, 2, 4, 8]),

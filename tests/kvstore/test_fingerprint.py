@@ -30,6 +30,7 @@ def test_equal_configurations_agree() -> None:
 OTHERS: list[ChunkFormat] = [
     kv_format(SIZES, "bfloat16", positions="rope 1e4"),
     kv_format(SIZES, "float32", "int8", positions="rope 1e4"),
+    kv_format(SIZES, "float32", "fp8", positions="rope 1e4"),  # as many bytes as int8
     kv_format(SIZES, "bfloat16", "int8", positions="rope 1e4"),  # computed in another precision
     replace(CHUNK, chunk_size=32),
     replace(CHUNK, layers=5),

@@ -47,6 +47,7 @@ def compressed(strategy: str, **weights: Any) -> dict[str, Any]:
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "config_groups": groups,
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False},
         "ignore": ["lm_head"],
     }
 
@@ -144,6 +145,8 @@ def make_pair(root: Path, folder: str, case: Case) -> Pair:
         codes, scales, tensors[name] = rounded(tensor.float(), case)
         owner = name.removesuffix(".weight")
         own |= {name: codes, f"{owner}.{case.scale}": scales, f"{owner}.input_scale": torch.tensor(0.5)}
+        if owner.endswith(("k_proj", "v_proj")):  # of KV: not used, whatever it is kept in
+            own[f"{owner}.{owner[-6]}_scale"] = torch.tensor(0.25)
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
     save_file({name: each.contiguous() for name, each in own.items()}, stored / "model.safetensors")
     given = json.loads((plain / "config.json").read_text())

@@ -300,7 +300,9 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("name", "kv_dtype"), [("gqa", "int8"), ("gpt2", "auto"), ("deepseek-v3", "auto")])
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"), [("gqa", "int8"), ("gqa", "fp8"), ("gpt2", "auto"), ("deepseek-v3", "auto")]
+)
 @pytest.mark.usefixtures("patience")
 def test_answers_are_the_same_from_every_tier(
     name: str, kv_dtype: str, make_bench: MakeBench, tiers: dict[str, Any], redis_server: RedisServer

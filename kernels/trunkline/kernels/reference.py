@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trunkline.kernels.int8_kv import to_rows
 from trunkline.kernels.live_plan import AnyDecodePlan, LiveDecodePlan
 from trunkline.kernels.ops import (
     CLAMPED_SILU,
@@ -37,6 +36,7 @@ from trunkline.kernels.ops import (
 )
 from trunkline.kernels.plan import PrefillPlan, WritePlan
 from trunkline.kernels.quantisation import linear_quantised, stored_bytes, stored_weight
+from trunkline.kernels.quantised_kv import to_rows
 from trunkline.kernels.reference_attention import ReferencePrefillState, check_plain
 from trunkline.kernels.reference_decode import ReferenceDecodeState
 from trunkline.kvstore.chunks import Int32Array
@@ -91,7 +91,7 @@ class ReferenceKernels:
         if state.tokens is not None:
             new = new[state.tokens]
         if pool.format.is_quantised:
-            new = to_rows(new)
+            new = to_rows(new, pool.format.row[0].dtype)
         # [blocks, chunk_size, bands, kv_heads, row]: the two indexed dimensions in front.
         pool.data[:, layer].permute(0, 3, 1, 2, 4)[state.block, state.offset] = new
         return q

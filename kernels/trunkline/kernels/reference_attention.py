@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trunkline.kernels.int8_kv import vectors_of
 from trunkline.kernels.ops import Angles, AttentionSpec, KvPool, make_angles, swap_halves
 from trunkline.kernels.plan import PrefillPlan
+from trunkline.kernels.quantised_kv import vectors_of
 from trunkline.kvstore.chunks import Int32Array
 
 SCORES_MAX: Final = 1 << 22

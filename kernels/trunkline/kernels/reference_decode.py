@@ -25,9 +25,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trunkline.kernels.int8_kv import vectors_of
 from trunkline.kernels.ops import AttentionSpec, KvPool
 from trunkline.kernels.plan import DecodePlan
+from trunkline.kernels.quantised_kv import vectors_of
 from trunkline.kernels.reference_attention import (
     ShiftAngles,
     SoftmaxState,

@@ -7,7 +7,7 @@ is every layer:
       layer 0                                             layer 1
       keys                      values                    keys
       head 0       head 1       head 0       head 1       ...
-      row row row  row row row  row row row  row row row              row: 64 bfloat16, or 64 int8 and their scale
+      row row row  row row row  row row row  row row row         row: 64 bfloat16, or 64 int8 or fp8, a scale
 
 Ranks divide the heads and nothing else (`trunkline.kvstore.shards`); a chunk of one head is whole on every rank.
 Latent attention has one band and one head: what is kept of a token is at once the key and the value of all heads.
@@ -23,10 +23,10 @@ KEYS_AND_VALUES: Final = ("keys", "values")
 """The bands of attention with keys and values of its own."""
 LATENTS: Final = ("latents",)
 """The only band of latent attention."""
-NUMBER_BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-"""Bytes of a number, by the name of its type."""
-KV_DTYPES: Final = ("auto", "int8")
-"""In which types KV can be kept: that in which it is computed, or int8 with a scale for each head and token."""
+NUMBER_BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1, "fp8": 1}
+"""Bytes of a number, by the name of its type. fp8 is e4m3: a sign, four bits of exponent, three of fraction."""
+KV_DTYPES: Final = ("auto", "int8", "fp8")
+"""In which types KV can be kept: that in which it is computed, or 8 bits with a scale for each head and token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +98,12 @@ class ChunkFormat:
 
     @property
     def element(self) -> str:
-        """Type of the tensors that hold chunks: that of the rows' numbers, or int8 if there are several."""
+        """Type of the tensors that hold chunks: that of the rows' numbers; of those in 8 bits with a scale, bytes:
+        int8, or uint8 if they are floats."""
         types = {numbers.dtype for numbers in self.row}
-        return types.pop() if len(types) == 1 else "int8"
+        if len(types) == 1:
+            return types.pop()
+        return "int8" if self.row[0].dtype == "int8" else "uint8"
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -117,7 +120,7 @@ class ChunkFormat:
     def name(self) -> str:
         """The types of computation and KV in few words. It is a part of chunks' names, so KV of another format is
         never found under them."""
-        return type_name(self.computed, self.element if self.is_quantised else "auto")
+        return type_name(self.computed, self.row[0].dtype if self.is_quantised else "auto")
 
     @property
     def text(self) -> str:
@@ -157,8 +160,8 @@ def kv_format(
     """
     layers, heads, chunk_size, head_dim = sizes
     row: tuple[Numbers, ...] = (Numbers("vector", dtype, head_dim),)
-    if kv_dtype == "int8":
-        row = (Numbers("vector", "int8", head_dim), Numbers("scale", "float32", 1))
+    if kv_dtype != "auto":
+        row = (Numbers("vector", kv_dtype, head_dim), Numbers("scale", "float32", 1))
     return ChunkFormat(layers, heads, chunk_size, row, dtype, positions=positions, shifts=shifts)
 
 

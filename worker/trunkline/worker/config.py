@@ -41,7 +41,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Type of weights and activations, and of KV if `kv_dtype` is "auto". Float32 by default: greedy output then
     does not depend on caching."""
     kv_dtype: str = "auto"
-    """Type in which KV is kept, one of `chunk_format.KV_DTYPES`: int8 is with a scale for each head and token."""
+    """Type in which KV is kept, one of `chunk_format.KV_DTYPES`; 8 bits have a scale for each head and token."""
     kernels: str = "auto"
     """Name of the kernels, one of `trunkline.kernels.load.KERNEL_NAMES`."""
     cuda_graphs: bool = True

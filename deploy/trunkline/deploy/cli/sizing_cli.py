@@ -51,7 +51,7 @@ def size(
     ] = 3600.0,
     concurrent: Annotated[int, typer.Option(help="Requests that run at the same time.")] = 32,
     dtype: Annotated[
-        str, typer.Option(help="Number format of KV: float32, bfloat16, float16 or int8.")
+        str, typer.Option(help="Number format of KV: float32, bfloat16, float16, int8 or fp8.")
     ] = "bfloat16",
     tp: Annotated[int, typer.Option(help="Tensor-parallel workers per group.")] = 1,
 ) -> None:
@@ -158,7 +158,7 @@ def memory_for(model: ModelConfig, demand: Demand, *, dtype: str, chunk_size: in
     """Return the memory that a demand needs.
 
     Args:
-        dtype: The number format of KV: "float32", "bfloat16", "float16", or "int8" with its scales.
+        dtype: The number format of KV: "float32", "bfloat16", "float16", or "int8" or "fp8" with their scales.
         chunk_size: Tokens of a chunk.
         tp: Ranks of a group; KV heads that cannot be divided among them are kept by several.
 

@@ -88,7 +88,7 @@ class ServeSettings:
     """Expert parallelism: "on": each worker of a group has whole experts; "off": a part of every one."""
     dtype: str = "auto"
     kv_dtype: str = "auto"
-    """The number format in which KV is kept: "int8", or "auto" for that of the computation."""
+    """The number format in which KV is kept: "int8", "fp8", or "auto" for that of the computation."""
     window_share: float = 1.0
     """Share of the KV pool's blocks that can hold KV of layers with a window at once, where other layers see all
     tokens; 1: all (docs/decisions/0021-windows.md)."""

@@ -4,16 +4,17 @@
 //
 // The pool is `[blocks, layers, bands, kv_heads, chunk, row]`; a *tile* is the `chunk` rows of one block, layer, band
 // and head. Bands are K and V, or, in latent attention, one whose rows are keys and end with their values; its tiles
-// are always in plain order, since a product over keys and one over values want different ones. A row is the `d` elements of a token, or `d` int8 and the float32 by which they are multiplied. Where
+// are always in plain order, since a product over keys and one over values want different ones. A row is the `d` elements of a token, or
+// `d` bytes, int8 or floats of 8 bits (e4m3), and the float32 by which they are multiplied. Where
 // `PoolView::packable`, a full chunk's tiles are permuted in place once it is sealed, into the form of gemm.h's B,
 // the same at every level:
 //
 //                  K (scores: lanes along tokens)      V (outputs: lanes along d)
 //      bfloat16    [d / 2][chunk][2]                   [chunk / 2][d][2]
 //      others      [d][chunk]                          [chunk][d], as it is
-//      int8        scales [chunk], [d / 4][chunk][4]   scales [chunk], [chunk / 4][d][4]
+//      8 bits      scales [chunk], [d / 4][chunk][4]   scales [chunk], [chunk / 4][d][4]
 //
-// An int8 x is x + 128 there, an unsigned byte.
+// An int8 x is x + 128 there, an unsigned byte; of four floats of 8 bits the two in the middle change places.
 #pragma once
 
 #include <cstddef>
@@ -24,8 +25,9 @@
 namespace trunkline {
 
 enum KvType : int { kKvFloat32 = 0, kKvFloat16 = 1, kKvBFloat16 = 2, kKvTypes = 3 };
-// The types again, for pools that keep int8.
-constexpr int kKvForms = 2 * kKvTypes;
+// In what a pool keeps numbers of a type: as they are, or in 8 bits with a scale for each row.
+enum KvKept : int { kKeptPlain = 0, kKeptInt8 = 1, kKeptFloat8 = 2, kKvKept = 3 };
+constexpr int kKvForms = kKvKept * kKvTypes;
 
 constexpr int kTokenStep = 16;  // packed tiles are read in so many tokens, at every level
 // Keys between two updates of a row's softmax state. Many query vectors: the fewer updates the better. Few: a
@@ -43,11 +45,12 @@ struct PoolView {
   int64_t value_dim;  // of a value and of results: the last numbers of a key if there is one band
   int64_t element_bytes, row_bytes, tile_bytes;
   KvType type;  // of queries, results, and of keys and values before they are stored; `element_bytes` is its size
-  bool is_int8;
+  KvKept kept;
   bool packable;
 
   int64_t value_start() const { return head_dim - value_dim; }
-  int form() const { return type + (is_int8 ? kKvTypes : 0); }
+  bool is_quantised() const { return kept != kKeptPlain; }
+  int form() const { return type + kept * kKvTypes; }
 };
 
 // What an `AttentionSpec` does to a score.

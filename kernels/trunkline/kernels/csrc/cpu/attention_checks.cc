@@ -13,23 +13,29 @@ KvType kv_type_of(const TensorView& tensor, const char* name) {
   return kKvFloat32;  // not reached
 }
 
+// Floats of 8 bits are held as bytes without a sign.
+static KvKept kept_in(const TensorView& tensor) {
+  if (tensor.device().device_type != kDLCPU) return kKeptPlain;
+  return has_dtype(tensor, kDLInt, 8) ? kKeptInt8 : has_dtype(tensor, kDLUInt, 8) ? kKeptFloat8 : kKeptPlain;
+}
+
 bool holds_rows_of(const PoolView& pool, const TensorView& tensor) {
-  return pool.is_int8 ? has_dtype(tensor, kDLInt, 8) : kv_type_of(tensor, "the tensor") == pool.type;
+  return pool.is_quantised() ? kept_in(tensor) == pool.kept : kv_type_of(tensor, "the tensor") == pool.type;
 }
 
 PoolView pool_of(const TensorView& data, const TensorView& packed, int64_t layer, KvType computed) {
   PoolView pool{};
-  pool.is_int8 = data.device().device_type == kDLCPU && has_dtype(data, kDLInt, 8);
-  pool.type = pool.is_int8 ? computed : kv_type_of(data, "the pool");
+  pool.kept = kept_in(data);
+  pool.type = pool.is_quantised() ? computed : kv_type_of(data, "the pool");
   constexpr int64_t kScaleBytes = 4;
-  if (data.ndim() != 6 || data.size(2) < (pool.is_int8 ? 2 : 1) || data.size(2) > 2 || !data.IsContiguous() ||
-      (pool.is_int8 && data.size(5) <= kScaleBytes)) {
+  if (data.ndim() != 6 || data.size(2) < (pool.is_quantised() ? 2 : 1) || data.size(2) > 2 ||
+      !data.IsContiguous() || (pool.is_quantised() && data.size(5) <= kScaleBytes)) {
     TVM_FFI_THROW(ValueError)
         << "the pool must be contiguous, [blocks, layers, bands, kv_heads, chunk, row], with two "
-           "bands, or one that is not int8";
+           "bands, or one that is not in 8 bits";
   }
   pool.blocks = data.size(0), pool.layers = data.size(1), pool.bands = data.size(2), pool.kv_heads = data.size(3);
-  pool.chunk = data.size(4), pool.head_dim = data.size(5) - (pool.is_int8 ? kScaleBytes : 0);
+  pool.chunk = data.size(4), pool.head_dim = data.size(5) - (pool.is_quantised() ? kScaleBytes : 0);
   pool.value_dim = pool.head_dim;
   if (!has_dtype(packed, kDLUInt, 8) || !packed.IsContiguous() || packed.ndim() != 2 ||
       packed.size(0) != pool.blocks || packed.size(1) != pool.layers) {
@@ -42,12 +48,12 @@ PoolView pool_of(const TensorView& data, const TensorView& packed, int64_t layer
   pool.data = bytes_of(data);
   pool.packed = reinterpret_cast<uint8_t*>(bytes_of(packed));
   pool.element_bytes = pool.type == kKvFloat32 ? 4 : 2;
-  pool.row_bytes = pool.is_int8 ? pool.head_dim + kScaleBytes : pool.head_dim * pool.element_bytes;
+  pool.row_bytes = pool.is_quantised() ? pool.head_dim + kScaleBytes : pool.head_dim * pool.element_bytes;
   pool.tile_bytes = pool.chunk * pool.row_bytes;
   pool.packable = pool.bands == 2 && pool.chunk % kTokenStep == 0 && pool.head_dim % 16 == 0;
-  constexpr int64_t kInt8HeadMost = 512;  // sums of products of integers fit 32 bits
-  if (pool.is_int8 && pool.head_dim > kInt8HeadMost) {
-    TVM_FFI_THROW(ValueError) << "head_dim " << pool.head_dim << ": with KV in int8 at most " << kInt8HeadMost;
+  constexpr int64_t kHeadMost = 512;  // sums of products of integers fit 32 bits
+  if (pool.is_quantised() && pool.head_dim > kHeadMost) {
+    TVM_FFI_THROW(ValueError) << "head_dim " << pool.head_dim << ": with KV in 8 bits at most " << kHeadMost;
   }
   if (pool.head_dim % 2 != 0 || reinterpret_cast<uintptr_t>(pool.data) % 4 != 0) {
     TVM_FFI_THROW(ValueError) << "head_dim " << pool.head_dim << " must be even, and the pool aligned to 4 bytes";

@@ -15,7 +15,7 @@ namespace trunkline {
 KvType kv_type_of(const TensorView& tensor, const char* name);
 
 // `pool` and `packed` of a KvPool on the CPU. `layer` must be one of its layers. `computed`: the type of queries and
-// results, for pools that keep int8; others have it themselves.
+// results, for pools that keep 8 bits; others have it themselves.
 PoolView pool_of(const TensorView& data, const TensorView& packed, int64_t layer, KvType computed = kKvFloat32);
 
 // Whether a tensor's elements are those of a pool's rows.

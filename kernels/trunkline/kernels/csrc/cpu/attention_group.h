@@ -14,7 +14,7 @@
 #pragma once
 
 #include "attention.h"
-#include "int8_kv.h"
+#include "quantised_kv.h"
 
 namespace trunkline::TRUNKLINE_NAMESPACE {
 namespace {
@@ -65,7 +65,7 @@ struct Group {
   int32_t lowest, highest;       // positions
   typename T::B* key_scratch;    // [steps of d][kScoreStride]
   typename T::B* value_scratch;  // [kGroupTokens / kStep][padded width of a value]
-  // int8: of the columns' tokens, for the head that was loaded last; 0 where there is none. [kScoreStride]
+  // KV in 8 bits: of the columns' tokens, for the head that was loaded last; 0 where there is none. [kScoreStride]
   float *key_scale, *value_scale;
 };
 
@@ -75,7 +75,7 @@ class GroupReader {
   using B = typename T::B;
   using Storage = typename T::Storage;
   static constexpr bool kPairs = T::kStep == 2;
-  static constexpr bool kInt8 = kIsInt8Kv<T>;
+  static constexpr bool kQuantised = kIsQuantisedKv<T>;
 
   TRUNKLINE_INLINE GroupReader(const PoolView& pool, long layer, int tokens)
       : pool_(pool),
@@ -125,12 +125,13 @@ class GroupReader {
       Part<T>& part = group.parts[p];
       const int start = part.token / kTokenStep * kTokenStep;
       const char* tile = tile_of(pool_, part.block, layer_, 0, head);
-      if constexpr (kInt8) {
+      if constexpr (kQuantised) {
         load_scales(part, tile, group.key_scale);
         part.keys = words_of(tile) + start, part.key_stride = pool_.chunk;
         if (!part.packed) {
           B* to = group.key_scratch + part.column;
-          pack_key_rows(tile + start * pool_.row_bytes, pool_.row_bytes, part.columns, d_, to, kScoreStride);
+          pack_key_rows<typename T::Bytes>(tile + start * pool_.row_bytes, pool_.row_bytes, part.columns, d_, to,
+                                           kScoreStride);
           part.keys = to, part.key_stride = kScoreStride;
         }
       } else if (part.packed) {
@@ -172,13 +173,14 @@ class GroupReader {
     const bool packed = part.packed;
     const int token = part.token, stop = part.stop, start = token / kTokenStep * kTokenStep;
     part.value_stride = padded_;
-    if constexpr (kInt8) {
+    if constexpr (kQuantised) {
       load_scales(part, tile, group.value_scale);
       part.value_column = part.column, part.value_steps = part.columns / T::kStep;
       part.values = words_of(tile) + start / T::kStep * d_;
       if (!packed) {
         B* to = group.value_scratch + part.column / T::kStep * padded_;
-        pack_value_rows(tile + start * pool_.row_bytes, pool_.row_bytes, part.columns, d_, to, padded_);
+        pack_value_rows<typename T::Bytes>(tile + start * pool_.row_bytes, pool_.row_bytes, part.columns, d_, to,
+                                           padded_);
         clear_padding(to, part.value_steps);
         part.values = to;
       }
@@ -234,11 +236,14 @@ class GroupReader {
     } else {
       for (int c = lower; c < upper; ++c) to[c] = scale_of(tile + (start + c) * pool_.row_bytes, d_);
     }
+    if constexpr (T::Bytes::kUnit != 1.0f) {
+      for (int c = 0; c < part.columns; ++c) to[c] *= T::Bytes::kUnit;
+    }
   }
 
   TRUNKLINE_INLINE void clear_padding(uint32_t* rows, int steps) {
     for (int step = 0; padded_ != d_ && step < steps; ++step) {
-      for (long j = d_; j < padded_; ++j) rows[step * padded_ + j] = kZeroBytes;
+      for (long j = d_; j < padded_; ++j) rows[step * padded_ + j] = T::Bytes::kZero;
     }
   }
 
@@ -253,7 +258,7 @@ class GroupReader {
 
   // Chunks that are no multiple of kTokenStep: tokens of several items follow each other in scratch memory.
   void append(int block, long head, int token, int stop, int position, Group<T>& group) {
-    if constexpr (kInt8) return append_int8(block, head, token, stop, position, group);
+    if constexpr (kQuantised) return append_bytes(block, head, token, stop, position, group);
     const Storage* keys = reinterpret_cast<const Storage*>(tile_of(pool_, block, layer_, 0, head));
     const auto* values =
         reinterpret_cast<const Storage*>(tile_of(pool_, block, layer_, pool_.bands - 1, head)) + value_start_;
@@ -277,19 +282,21 @@ class GroupReader {
     group.columns += columns;
   }
 
-  void append_int8(int block, long head, int token, int stop, int position, Group<T>& group) {
+  void append_bytes(int block, long head, int token, int stop, int position, Group<T>& group) {
+    using Bytes = typename T::Bytes;
     const char* keys = tile_of(pool_, block, layer_, 0, head) + token * pool_.row_bytes;
     const char* values = tile_of(pool_, block, layer_, 1, head) + token * pool_.row_bytes;
     const int columns = stop - token;
     for (int i = 0; i < columns; ++i, keys += pool_.row_bytes, values += pool_.row_bytes) {
       const int column = group.columns + i;
-      pack_key_rows(keys, pool_.row_bytes, 1, d_, group.key_scratch + column, kScoreStride);
-      group.key_scale[column] = scale_of(keys, d_), group.value_scale[column] = scale_of(values, d_);
+      pack_key_rows<Bytes>(keys, pool_.row_bytes, 1, d_, group.key_scratch + column, kScoreStride);
+      group.key_scale[column] = scale_of(keys, d_) * Bytes::kUnit;
+      group.value_scale[column] = scale_of(values, d_) * Bytes::kUnit;
       uint32_t* row = group.value_scratch + column / T::kStep * padded_;
       const auto* value = reinterpret_cast<const uint8_t*>(values);
-      const int shift = 8 * (column % T::kStep);
+      const int shift = Bytes::place(column % T::kStep);
       for (long j = 0; j < padded_; ++j) {
-        const uint32_t known = shift == 0 ? kZeroBytes : row[j];
+        const uint32_t known = shift == 0 ? Bytes::kZero : row[j];
         row[j] = j < d_ ? known ^ (uint32_t{value[j]} << shift) : known;
       }
     }
@@ -319,7 +326,7 @@ class GroupReader {
     part.block = part.token = part.stop = 0, part.packed = false;
     for (int c = group.columns; c < columns; ++c) {
       group.valid[c] = 0.0f, group.position[c] = 0.0f;
-      if constexpr (kInt8) group.key_scale[c] = group.value_scale[c] = 0.0f;
+      if constexpr (kQuantised) group.key_scale[c] = group.value_scale[c] = 0.0f;
       group.all_valid = false;
     }
     group.columns = columns;

@@ -24,22 +24,23 @@ constexpr float kPeakSlack = 8.0f;
 
 // The memory of a unit: query vectors, their states, one group of keys. All pointers are 64-byte aligned.
 struct UnitMemory {
-  const void** query_rows;         // [vectors] of T::A
-  const void** weight_rows;        // [kRowBlock] of T::A
-  float* acc;                      // [vectors, padded width of a value]
-  float* total;                    // [vectors, kTotalLanes]
-  float* peak;                     // [vectors]
-  float* slope;                    // [vectors], times log2(e)
-  float* position;                 // [vectors]: of the query, minus the lowest query's
-  float* reach;                    // [vectors]: positions before the query that it sees, where there is a span
-  float* queries;                  // [vectors, padded d]: where T::A is not what memory holds; turned ones
-  float* scores;                   // [kRowBlock, kScoreStride]
-  float *valid, *key_position;     // [kScoreStride]
-  float *key_scale, *value_scale;  // [kScoreStride]: int8 only, as all that follows but for keys and values
-  SplitRow* splits;                // [vectors]
-  float* sums;                     // [2 * kSplitRows, the longer of kScoreStride and padded d]
-  int8_t* bytes;                   // [2 * kSplitRows, kScoreStride], or a query's two rows
-  char* keys;                      // scratch of a Group
+  const void** query_rows;      // [vectors] of T::A
+  const void** weight_rows;     // [kRowBlock] of T::A
+  float* acc;                   // [vectors, padded width of a value]
+  float* total;                 // [vectors, kTotalLanes]
+  float* peak;                  // [vectors]
+  float* slope;                 // [vectors], times log2(e)
+  float* position;              // [vectors]: of the query, minus the lowest query's
+  float* reach;                 // [vectors]: positions before the query that it sees, where there is a span
+  float* queries;               // [vectors, padded d]: where T::A is not what memory holds; turned ones
+  float* scores;                // [kRowBlock, kScoreStride]
+  float *valid, *key_position;  // [kScoreStride]
+  float *key_scale,
+      *value_scale;  // [kScoreStride]: KV in 8 bits only, as all that follows but for keys and values
+  SplitRow* splits;  // [vectors]
+  float* sums;       // [2 * kSplitRows, the longer of kScoreStride and padded d]
+  int8_t* bytes;     // [2 * kSplitRows, kScoreStride], or a query's two rows
+  char* keys;        // scratch of a Group
   char* values;
 };
 
@@ -105,8 +106,9 @@ class AttentionUnit {
   using B = typename T::B;
   using Storage = typename T::Storage;
   static constexpr bool kPackedWeights = T::kStep == 2 && T::kPlainA;  // P as pairs of bfloat16
-  static constexpr bool kInt8 = kIsInt8Kv<T>;
+  static constexpr bool kQuantised = kIsQuantisedKv<T>;
   static constexpr bool kBytes = kMultipliesBytes<T>;
+  static constexpr bool kPairs = kMultipliesPairs<T>;
 
   // `vectors` query vectors for each of `heads` KV heads from `head` on, numbered head by head. Several heads: at
   // most kRowBlock in all, and chunks of whole token steps.
@@ -144,13 +146,18 @@ class AttentionUnit {
   TRUNKLINE_INLINE void set_query(int i, const char* q) {
     if constexpr (T::kPlainA) {
       memory_.query_rows[i] = q;
+    } else if constexpr (kPairs) {
+      auto* row = reinterpret_cast<Storage*>(memory_.queries + i * padded_);
+      std::memcpy(row, q, static_cast<size_t>(d_) * sizeof(Storage));
+      for (int j = d_; j < padded_; ++j) row[j] = 0;
+      memory_.query_rows[i] = row;
     } else {
       float* row = memory_.queries + i * padded_;
       const Storage* from = reinterpret_cast<const Storage*>(q);
       int j = 0;
       for (; j + kLanes <= d_; j += kLanes) store(row + j, T::load_floats(from + j));
       for (; j < d_; ++j) row[j] = T::to_float(from[j]);
-      if constexpr (kInt8) {
+      if constexpr (kQuantised) {
         for (; j < padded_; ++j) row[j] = 0.0f;
       }
       if constexpr (kBytes) this->split_query(i, row);
@@ -236,7 +243,7 @@ class AttentionUnit {
     const Part<T>& part = group_.parts[p];
     if (next == nullptr || !part.packed) return 0;
     const long tile = pool_.tile_bytes;
-    if (h + 1 < heads_) return kBytes && vectors_ > 1 ? tile : 0;
+    if (h + 1 < heads_) return (kBytes || kPairs) && vectors_ > 1 ? tile : 0;
     if (heads_ > 1 && !value) return (pool_.kv_heads - heads_ + 1) * tile;
     const int item = next->item + p;
     if (item >= next->end) return 0;
@@ -254,7 +261,7 @@ class AttentionUnit {
       gemm<T>(rows, part.columns, (d_ + T::kStep - 1) / T::kStep, queries, part.keys, part.key_stride,
               memory_.scores + to * kScoreStride + part.column, kScoreStride, false, ahead_of(p, h, false, next));
     }
-    if constexpr (kInt8) {
+    if constexpr (kQuantised) {
       for (int i = 0; i < rows; ++i) scale_columns(memory_.scores + (to + i) * kScoreStride, memory_.key_scale);
     }
   }
@@ -276,14 +283,21 @@ class AttentionUnit {
   // Weights in the rows from `from` on, times values, are added to query vectors [first, first + rows).
   TRUNKLINE_INLINE void accumulate(int h, int first, int rows, int from, const Cursor* next) {
     if constexpr (kBytes) return this->accumulate_bytes(h, first, rows, from, next);
-    if constexpr (kInt8) {
-      for (int i = 0; i < rows; ++i)
-        scale_columns(memory_.scores + (from + i) * kScoreStride, memory_.value_scale);
+    if constexpr (kQuantised) {
+      for (int i = 0; i < rows; ++i) {
+        float* own = memory_.scores + (from + i) * kScoreStride;
+        scale_columns(own, memory_.value_scale);
+        if constexpr (kPairs) {  // in place: what is written lies before what is still to be read
+          for (int c = 0; c < group_.columns; c += kLanes) {
+            store_bf16(reinterpret_cast<uint16_t*>(own) + c, load(own + c));
+          }
+        }
+      }
     }
     const A** weights = reinterpret_cast<const A**>(memory_.weight_rows);
     for (int p = 0; p < group_.size; ++p) {
       const Part<T>& part = group_.parts[p];
-      const int word = kPackedWeights ? part.value_column / 2 : part.value_column;
+      const int word = kPackedWeights || kPairs ? part.value_column / 2 : part.value_column;
       for (int i = 0; i < rows; ++i) {
         weights[i] = reinterpret_cast<const A*>(memory_.scores + (from + i) * kScoreStride) + word;
       }

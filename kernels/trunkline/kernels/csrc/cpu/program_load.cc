@@ -24,7 +24,7 @@ constexpr int64_t kOpWords = 10, kOpReals = 2, kBufferWords = 3;
 Program& program_of(int64_t handle) { return *reinterpret_cast<Program*>(handle); }
 
 // `words` int64 [ops, 10], `reals` float64 [ops, 2], `buffers` int64 [n, 3]: rows, width, type. `flags`: 1 decode
-// merges by way of a buffer, 2 it is batch-invariant; from 4 on, 4 times the type that a pool of int8 is computed in.
+// merges by way of a buffer, 2 it is batch-invariant; from 4 on, 4 times the type that a pool of 8 bits is computed in.
 int64_t program_new(int64_t context, TensorView words, TensorView reals, TensorView buffers,
                     ffi::Array<ffi::Tensor> constants, int64_t ropes, TensorView data, TensorView packed,
                     int64_t group, int64_t flags) {

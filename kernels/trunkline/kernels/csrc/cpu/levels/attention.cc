@@ -288,10 +288,12 @@ size_t unit_scratch_bytes(int64_t vectors, int64_t head_dim) {
 constexpr AttentionTable kTable = {
     unit_scratch_bytes,
     {decode_unit<Float32>, decode_unit<Float16>, decode_unit<BFloat16>, decode_unit<Int8Kv<Float32>>,
-     decode_unit<Int8Kv<Float16>>, decode_unit<Int8Kv<BFloat16>>},
+     decode_unit<Int8Kv<Float16>>, decode_unit<Int8Kv<BFloat16>>, decode_unit<Float8Kv<Float32>>,
+     decode_unit<Float8Kv<Float16>>, decode_unit<Float8Kv<BFloat16>>},
     {decode_merge<Float32>, decode_merge<Float16>, decode_merge<BFloat16>},
     {prefill_unit<Float32>, prefill_unit<Float16>, prefill_unit<BFloat16>, prefill_unit<Int8Kv<Float32>>,
-     prefill_unit<Int8Kv<Float16>>, prefill_unit<Int8Kv<BFloat16>>},
+     prefill_unit<Int8Kv<Float16>>, prefill_unit<Int8Kv<BFloat16>>, prefill_unit<Float8Kv<Float32>>,
+     prefill_unit<Float8Kv<Float16>>, prefill_unit<Float8Kv<BFloat16>>},
     {turn_query<Float32>, turn_query<Float16>, turn_query<BFloat16>},
 };
 

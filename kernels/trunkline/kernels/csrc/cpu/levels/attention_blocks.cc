@@ -4,7 +4,7 @@
 // and block write). Computed in float32, rounded once.
 #include "cpu/attention.h"
 
-#include "cpu/int8_kv.h"
+#include "cpu/quantised_kv.h"
 
 namespace trunkline::TRUNKLINE_NAMESPACE {
 namespace {
@@ -91,8 +91,8 @@ void write_token(const WriteCall& call, int64_t token, char* scratch) {
   const int64_t tiles = pool.bands * pool.kv_heads;
   char* to = pool.data + (block * pool.layers + call.layer) * tiles * pool.tile_bytes + offset * pool.row_bytes;
   for (int64_t i = 0; i < tiles; ++i) {  // keys of all heads, then values of all heads
-    if constexpr (kIsInt8Kv<T>) {
-      store_int8_row<T>(keys + i * d, d, to + i * pool.tile_bytes);
+    if constexpr (kIsQuantisedKv<T>) {
+      store_byte_row<T>(keys + i * d, d, to + i * pool.tile_bytes);
     } else {
       std::memcpy(to + i * pool.tile_bytes, keys + i * d, static_cast<size_t>(d) * sizeof(Storage));
     }
@@ -132,20 +132,26 @@ void unpack_tile(const char* tile, char* plain, bool is_value, int64_t chunk, in
   }
 }
 
-void pack_int8(char* tile, bool is_value, int64_t chunk, int64_t d, char* scratch) {
-  pack_int8_tile(tile, is_value, chunk, d, scratch);
+template <class Bytes>
+void pack_bytes(char* tile, bool is_value, int64_t chunk, int64_t d, char* scratch) {
+  pack_byte_tile<Bytes>(tile, is_value, chunk, d, scratch);
   std::memcpy(tile, scratch, static_cast<size_t>(chunk * (d + kScaleBytes)));
 }
 
-void unpack_int8(const char* tile, char* plain, bool is_value, int64_t chunk, int64_t d) {
-  unpack_int8_tile(tile, is_value, chunk, d, plain);
+template <class Bytes>
+void unpack_bytes(const char* tile, char* plain, bool is_value, int64_t chunk, int64_t d) {
+  unpack_byte_tile<Bytes>(tile, is_value, chunk, d, plain);
 }
 
 constexpr BlockTable kTable = {
     {write_token<Float32>, write_token<Float16>, write_token<BFloat16>, write_token<Int8Kv<Float32>>,
-     write_token<Int8Kv<Float16>>, write_token<Int8Kv<BFloat16>>},
-    {pack_tile<Float32>, pack_tile<Float16>, pack_tile<BFloat16>, pack_int8, pack_int8, pack_int8},
-    {unpack_tile<Float32>, unpack_tile<Float16>, unpack_tile<BFloat16>, unpack_int8, unpack_int8, unpack_int8},
+     write_token<Int8Kv<Float16>>, write_token<Int8Kv<BFloat16>>, write_token<Float8Kv<Float32>>,
+     write_token<Float8Kv<Float16>>, write_token<Float8Kv<BFloat16>>},
+    {pack_tile<Float32>, pack_tile<Float16>, pack_tile<BFloat16>, pack_bytes<Int8Bytes>, pack_bytes<Int8Bytes>,
+     pack_bytes<Int8Bytes>, pack_bytes<Float8Bytes>, pack_bytes<Float8Bytes>, pack_bytes<Float8Bytes>},
+    {unpack_tile<Float32>, unpack_tile<Float16>, unpack_tile<BFloat16>, unpack_bytes<Int8Bytes>,
+     unpack_bytes<Int8Bytes>, unpack_bytes<Int8Bytes>, unpack_bytes<Float8Bytes>, unpack_bytes<Float8Bytes>,
+     unpack_bytes<Float8Bytes>},
 };
 
 }  // namespace
