@@ -7,7 +7,7 @@ by the worker's decoder; every token attends to KV as it is kept. `kl_divergence
 KL(float32 || this). `token_bytes` is the KV of one token, all layers.
 
 `attention_time` is decode attention of one layer, one thread, in CPU time: a row of so many tokens whose KV, with
-that of the other layers, is larger than the caches; both formats take turns. `gain` is the time of KV as it is
+that of the other layers, is larger than the caches; all formats take turns. `gain` is the time of KV as it is
 computed over that in 8 bits.
 """
 
