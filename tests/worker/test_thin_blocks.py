@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 from simulation.driver import Simulation
+from worker.beam_driver import Case, check, expected_hypotheses
 from worker.checkpoints import Models, assert_greedy, transformers_logits
 from worker.driver import VOCAB_SIZE, run_config
 from worker.engine_driver import make_simulation, replay
 from worker.ranks import run_ranks
 
-from trunkline.controller.messages import StepResult
+from trunkline.controller.messages import BeamSearch, StepResult
 from trunkline.kvstore.chunks import Int32Array
 from trunkline.worker.errors import WorkerConfigError
 from trunkline.worker.messages import StepPlan
@@ -164,6 +165,27 @@ def test_samples_beams_cuts_and_scores(gemma: Path) -> None:
     expected = transformers_logits(gemma, prompt[:80]).log_softmax(dim=-1)
     for position, row in simulation.streams[scored].scored.items():
         assert abs(row[0] - float(expected[position - 1, prompt[position]])) < 1e-4
+
+
+def test_searches_beside_long_texts(gemma: Path) -> None:
+    """Beams read KV of all layers: also of a beginning that a plain request has left thin, and while another long
+    text needs that memory."""
+    rng = np.random.default_rng(6)
+    simulation = small(gemma, 100, window_share=0.4)
+    thinned = spoil(simulation)
+    prompt = random_tokens(rng, 300)
+    simulation.submit(prompt, 10, temperature=0.0)
+    simulation.run()
+    cases = []
+    for length in (60, 45):
+        case = Case(prompt[:length], BeamSearch(3, 1.0, None), limit=14)
+        cases.append((simulation.submit(case.prompt, 14, beam=case.spec, n=3), case))
+    other = simulation.streams[simulation.submit(random_tokens(rng, 280), 20, temperature=0.0)]
+    simulation.run()
+    assert len(thinned) > 20
+    assert_greedy(gemma, other)
+    for request, case in cases:
+        check(simulation.streams[request].hypotheses or [], expected_hypotheses(gemma, case))
 
 
 @pytest.mark.processes
