@@ -28,7 +28,7 @@ from trunkline.kernels.ops import PackedLinear
 from trunkline.kvstore.chunks import blocks_for, pack_int32
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.messages import Join, Sampling, StepPlan
-from trunkline.worker.model.checkpoint import MlpWeights
+from trunkline.worker.model.weights import MlpWeights
 from trunkline.worker.runner import Runner
 
 CHUNK: Final = 64

@@ -37,10 +37,11 @@ from trunkline.kernels.ops import Kernels, PackedLinear, Quantisation
 from trunkline.kernels.plan import PrefillPlan, Segments, WritePlan, build_decode_plan
 from trunkline.kvstore.chunks import Int32Array
 from trunkline.worker.batch.batch import ForwardBatch, ScoredPrompt
-from trunkline.worker.model.checkpoint import MlpWeights, load_weights
+from trunkline.worker.model.checkpoint import load_weights
 from trunkline.worker.model.decoder import Decoder, make_kv_pool
 from trunkline.worker.model.families import check_model
 from trunkline.worker.model.model_config import Shard
+from trunkline.worker.model.weights import MlpWeights
 from trunkline.worker.tensor_parallel import TensorParallel
 
 WINDOW: Final = 512

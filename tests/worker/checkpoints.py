@@ -97,6 +97,23 @@ def _rope(kind: str, **own: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, "factor": 4.0, **own}}
 
 
+def _gemma4(**own: Any) -> Variant:
+    base: dict[str, Any] = {
+        **GEMMA,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "full_attention"] * (own.get("num_hidden_layers", 4) // 2),
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 5000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+        "final_logit_softcapping": 5.0,
+    }
+    return _variant("Gemma4", base, config="Gemma4TextConfig", **own)
+
+
 LAYOUTS: Final[dict[str, Variant]] = {
     "mha": _llama(num_key_value_heads=4),
     "gqa": _llama(),
@@ -343,20 +360,9 @@ FAMILIES: Final[dict[str, Variant]] = {
         },
         final_logit_softcapping=5.0,
     ),
-    "gemma4": _variant(
-        "Gemma4",
-        GEMMA,
-        config="Gemma4TextConfig",
-        global_head_dim=16,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=True,
-        hidden_size_per_layer_input=0,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-        rope_parameters={
-            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 5000.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
-        },
-        final_logit_softcapping=5.0,
+    "gemma4": _gemma4(),
+    "gemma4-experts": _gemma4(
+        enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=24, num_hidden_layers=2
     ),
 }
 

@@ -27,10 +27,11 @@ from trunkline.kernels.ops import PackedLinear
 from trunkline.kernels.reference import ReferenceKernels
 from trunkline.worker.errors import ParallelismError
 from trunkline.worker.messages import Sampling
-from trunkline.worker.model.checkpoint import ExpertWeights, MlpWeights, Weights, load_weights
+from trunkline.worker.model.checkpoint import load_weights
 from trunkline.worker.model.families import check_model
 from trunkline.worker.model.model_config import Shard, check_parallelism
 from trunkline.worker.model.tensor_index import read_tensor_index
+from trunkline.worker.model.weights import ExpertWeights, MlpWeights, Weights
 from trunkline.worker.runner import Runner
 
 CPU = torch.device("cpu")
@@ -44,6 +45,7 @@ REPLICATED = (
     "q_a_proj",
     "kv_a_proj",
     "layer_scalar",
+    "per_expert_scale",
 )
 """Parts of the names of tensors that every rank needs whole."""
 KV_NAMES = ("k_proj", "v_proj")
@@ -104,7 +106,7 @@ def test_packed_chunks(name: str, models: Models) -> None:
 
 SPLIT_IN_FOUR = (
     *("mha", "gqa", "mqa-tied", "opt-350m", "falcon-7b", "falcon-40b", "mixtral-five-experts"),
-    *("glm4-moe", "olmo2", "phi3", "deepseek-v3", "gpt-oss", "llama4", "gemma4"),
+    *("glm4-moe", "olmo2", "phi3", "deepseek-v3", "gpt-oss", "llama4", "gemma4", "gemma4-experts"),
 )
 """As many, fewer and far fewer KV heads than ranks in each of the layouts; experts that do not divide."""
 
@@ -158,7 +160,7 @@ def test_ranks_give_the_same_with_a_part_of_every_expert(tp: int, models: Models
     """Four ranks with two KV heads each; biases, which one rank adds; shared experts; experts fewer than ranks."""
     folders = [
         models("mixtral", num_local_experts=3),
-        *(models(name) for name in ("gpt-oss", "glm4-moe", "llama4")),
+        *(models(name) for name in ("gpt-oss", "glm4-moe", "llama4", "gemma4-experts")),
     ]
     results, *_ = run_ranks(partial(generate_with_each, expert_parallel=False), tp, folders)
     for folder, streams in zip(folders, results, strict=True):

@@ -8,11 +8,13 @@ from typing import Any, Final
 
 import pytest
 
+from trunkline.kernels.routing import Routing
 from trunkline.worker.errors import ModelError, ParallelismError, UnsupportedModelError
 from trunkline.worker.model.families import read_model_config
 from trunkline.worker.model.model_config import (
     LayerAttention,
     LayerHeads,
+    Mixture,
     ModelConfig,
     RopeConfig,
     check_parallelism,
@@ -70,10 +72,18 @@ def test_gemma4(tmp_path: Path) -> None:
     assert ({own.heads for own in alike.attention}, alike.only_on_cpus) == ({None}, "")
 
 
+EXPERTS: Final = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+
+
+def test_experts_of_gemma4(tmp_path: Path) -> None:
+    mixture = read_gemma4(tmp_path, **EXPERTS).mixture
+    assert mixture == Mixture(128, 704, Routing(8), shared_width=8192)  # the MLP beside them has the dense width
+    assert read_gemma4(tmp_path, **{**EXPERTS, "enable_moe_block": False}).mixture is None
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"enable_moe_block": True}, "enable_moe_block is True, which is not implemented: its router"),
         ({"hidden_size_per_layer_input": 64}, "hidden_size_per_layer_input is 64, which is not implemented"),
         ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input is 256"),
         ({"num_kv_shared_layers": 3}, "num_kv_shared_layers is 3, which is not implemented: each layer has KV"),
@@ -102,6 +112,9 @@ def test_what_of_gemma4_is_refused(changes: dict[str, Any], message: str, tmp_pa
     ("changes", "message"),
     [
         ({"num_global_key_value_heads": 5}, "layer 5 has 5 KV heads of 512 for 32 heads"),
+        ({**EXPERTS, "top_k_experts": None}, "field 'top_k_experts' is missing"),
+        ({**EXPERTS, "num_experts": None}, "field 'num_experts' is missing"),
+        ({**EXPERTS, "top_k_experts": 129}, "top_k_experts is 129; there are 128 experts"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 7 layers"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "'sliding_attention' is missing"),
         (

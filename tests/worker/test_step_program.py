@@ -61,6 +61,7 @@ ONE_OF_EACH: Final = (
     "olmo2",
     "qwen2-moe",
     "gemma4",
+    "gemma4-experts",
 )
 """Models that together have every op, all residuals, and layers that differ in their attention."""
 TOLERANCE: Final = {"float32": 2e-5, "bfloat16": 3e-2}

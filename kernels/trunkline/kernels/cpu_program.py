@@ -86,7 +86,7 @@ HOST: Final = 0
 ROW_KINDS: Final = {Rows.TOKENS: 0, Rows.STATES: 1, Rows.LOGITS: 2}
 ACTIVATIONS: Final = {"relu": 4, "silu": 5, "gelu": 6, "gelu_tanh": 7}
 """The number of each plain activation among `ElementOp` (`csrc/cpu/elementwise.h`)."""
-OP_WORDS: Final = 10
+OP_WORDS: Final = 12
 ROWS_MIN: Final = 16
 """Rows that every buffer has room for; then powers of two."""
 LOGITS_KEPT: Final = 256
@@ -141,7 +141,8 @@ class _Words:
             case Experts():
                 layers = (op.router, *(layer for expert in op.experts for layer in expert))
                 routed = [buffer(op.x), constant(_handles(layers)), buffer(op.out), op.first]
-                return [*routed, *_routing_words(op.routing), constant(op.choice_bias)]
+                routed += [*_routing_words(op.routing), constant(op.choice_bias)]
+                return [*routed, buffer(op.router_x), constant(op.scale)]
             case Absorb():
                 read = [buffer(op.queries), buffer(op.rotary), buffer(op.latent)]
                 return [*read, constant(_handles(op.layers)), buffer(op.out)]

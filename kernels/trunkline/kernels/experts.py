@@ -33,7 +33,7 @@ class Experts(Op):
     """A mixture of experts: this rank's part of the sum. Every rank computes the same routing."""
 
     kind = "experts"
-    reads = ("x",)
+    reads = ("x", "router_x")
     writes = ("out",)
     x: Buffer
     router: PackedLinear
@@ -48,6 +48,10 @@ class Experts(Op):
     out: Buffer
     stack: ExpertStack | None = None
     """The same experts for grouped products; None: they are computed one at a time."""
+    router_x: Buffer | None = None
+    """What the router reads; None: `x`."""
+    scale: Tensor | None = None
+    """float32 `[experts of the layer]`, factor of each expert's share."""
 
     def facts(self) -> Facts:
         x, count, routing = self.x, self.router.out_features, self.routing
@@ -64,6 +68,11 @@ class Experts(Op):
             ]
         if self.choice_bias is not None:
             facts.append(("the shape of the choice's bias", [count], list(self.choice_bias.shape)))
+        if self.scale is not None:
+            facts.append(("the shape of the shares' factors", [count], list(self.scale.shape)))
+        if (own := self.router_x) is not None:
+            found = (own.width, own.dtype, own.rows)
+            facts.append(("the shape of what the router reads", (x.width, x.dtype, x.rows), found))
         if self.stack is not None:
             facts.append(("the experts in the stack", len(self.experts), len(self.stack.layers)))
         return [
@@ -74,9 +83,16 @@ class Experts(Op):
         ]
 
 
-def run_experts(kernels: Kernels, op: Experts, x: Tensor) -> Tensor:
-    """Return this rank's part of the experts' sum for tokens `[tokens, width]`, in their type."""
-    shares, chosen = route(kernels.linear(x, op.router, torch.float32), op.routing, op.choice_bias)
+def run_experts(kernels: Kernels, op: Experts, x: Tensor, router_x: Tensor | None = None) -> Tensor:
+    """Return this rank's part of the experts' sum for tokens `[tokens, width]`, in their type.
+
+    Args:
+        router_x: what the router reads, of the same shape and type; None: `x`.
+    """
+    scores = kernels.linear(x if router_x is None else router_x, op.router, torch.float32)
+    shares, chosen = route(scores, op.routing, op.choice_bias)
+    if op.scale is not None:
+        shares = shares * op.scale[chosen]
     if op.stack is None:
         return _one_at_a_time(kernels, op, x, shares, chosen)
     return _grouped(op, op.stack, x, shares, chosen)

@@ -303,7 +303,8 @@ class OpByOp:
         self._values[op.out.name] = out.view(len(qkv), -1)
 
     def _experts(self, op: Experts) -> None:
-        self._values[op.out.name] = run_experts(self._kernels, op, self._values[op.x.name])
+        router_x = None if op.router_x is None else self._values[op.router_x.name]
+        self._values[op.out.name] = run_experts(self._kernels, op, self._values[op.x.name], router_x)
 
     def _select(self, op: Select) -> None:
         x, rows = self._values[op.x.name], self._batch.state_rows

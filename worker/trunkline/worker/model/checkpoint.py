@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trunkline.kernels.gguf_blocks import BLOCKS
 from trunkline.kernels.grouped import GroupedWeight
-from trunkline.kernels.ops import Activation, ExpertStack, Kernels, PackedLinear, QkNorm, Quantisation, Weight
+from trunkline.kernels.ops import Activation, Kernels, PackedLinear, QkNorm, Quantisation, Weight
 from trunkline.worker.errors import CheckpointError
 from trunkline.worker.model.architecture import NormKind
 from trunkline.worker.model.float8_files import Float8Scheme
@@ -30,104 +30,18 @@ from trunkline.worker.model.packed_weights import read_float8, read_mxfp4, read_
 from trunkline.worker.model.row_order import filled, reordered, stacked_rows
 from trunkline.worker.model.stacked_experts import Member, MemberKind
 from trunkline.worker.model.tensor_index import find_prefix, head_name, read_tensor_index
+from trunkline.worker.model.weights import (
+    ExpertNorms,
+    ExpertWeights,
+    LatentWeights,
+    LayerWeights,
+    MlpWeights,
+    NormWeights,
+    Weights,
+)
 
 Progress = Callable[[str, float], None]
 """Function that is called with a stage's name and the fraction done."""
-
-
-class NormWeights(NamedTuple):
-    """The weights of a norm over the hidden size."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-class LatentWeights(NamedTuple):
-    """The projections into latent attention on one rank: its heads, and all of the latent."""
-
-    query_down: PackedLinear | None
-    """To the vector that queries are made of; None: they are made of the hidden state."""
-    query_norm: Tensor | None
-    """Weights of that vector's norm."""
-    query: PackedLinear
-    """To the heads' queries, `[heads * (rotary + plain), …]`."""
-    rotary: PackedLinear
-    """To the rotary part of the key, `[rotary, hidden]`."""
-    latent: PackedLinear
-    """To the latent, `[latent, hidden]`."""
-    latent_norm: Tensor
-    keys: tuple[PackedLinear, ...]
-    """For each head `[latent, plain]`: what makes keys of latents, transposed, so that it brings a query there."""
-    values: tuple[PackedLinear, ...]
-    """For each head `[value, latent]`."""
-
-
-class MlpWeights(NamedTuple):
-    """An MLP on one rank, or a whole expert."""
-
-    up: PackedLinear
-    """First matrix of the MLP, `[intermediate, hidden]`; of a gated MLP `[2 * intermediate, hidden]`: gate, up,
-    and the activation."""
-    down: PackedLinear
-
-
-class ExpertWeights(NamedTuple):
-    """A layer's experts, as far as this rank has them."""
-
-    router: PackedLinear
-    """Router of the layer, `[experts, hidden]`, with a row for each expert of the layer, on whatever rank the
-    expert is."""
-    first: int
-    """Index, among the layer's experts, of the first one that this rank has."""
-    experts: list[MlpWeights]
-    choice_bias: Tensor | None
-    """float32 `[experts]`, added to an expert's score for the choice alone."""
-    shared: MlpWeights | None
-    """This rank's part of the experts that every token goes to."""
-    stack: ExpertStack | None
-    """The same experts for grouped products, where the kernels have them."""
-    shared_gate: PackedLinear | None
-    """Projection to the number whose sigmoid multiplies their results, `[1, hidden]`."""
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """One decoder layer on one rank."""
-
-    attention_norm: NormWeights | None
-    qkv: PackedLinear | LatentWeights
-    """Projections to queries, keys and values, `[(heads + 2 * kv_heads) * head_dim, hidden]`."""
-    qk_norm: QkNorm | None
-    sinks: Tensor | None
-    """float32 `[heads]`, of this rank's heads."""
-    attention_out: PackedLinear
-    attention_post_norm: NormWeights | None
-    mlp_norm: NormWeights | None
-    mlp: MlpWeights | ExpertWeights
-    mlp_post_norm: NormWeights | None
-    scale: float
-    """Factor of the residual behind the layer."""
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A model's shard on one rank."""
-
-    embedding: Tensor
-    """Embeddings of this rank's tokens, `[padded vocabulary / tp, embedding size]`."""
-    embedding_in: PackedLinear | None
-    """Projection of the embeddings, `[hidden, embedding size]`."""
-    positions: Tensor | None
-    """Table of positions, `[max positions, hidden]`, on rank 0 only: the ranks' embeddings are summed."""
-    layers: list[LayerWeights]
-    final_norm: NormWeights | None
-    embedding_out: PackedLinear | None
-    """Projection before the head, `[embedding size, hidden]`."""
-    head: PackedLinear
-    """Head of this rank's tokens, `[padded vocabulary / tp, embedding size]`; the embedding's matrix if the two
-    are tied."""
-    bytes_read: int
-    """Bytes read from the files for this shard."""
 
 
 def load_weights(
@@ -397,11 +311,22 @@ class _ShardReader:
             self._router(prefix + names.router, mixture),
             here.start,
             experts,
-            self._choice_bias(prefix),
+            self._vector(prefix, names.choice_bias),
             self._mlp(prefix + names.shared_experts, mixture.shared_width) if mixture.shared_width else None,
             stack,
             self._replicated(prefix, names.shared_gate),
+            self._vector(prefix, names.expert_scale),
+            self._expert_norms(prefix),
         )
+
+    def _expert_norms(self, prefix: str) -> ExpertNorms | None:
+        names = self._names
+        if not names.experts_norm:
+            return None
+        router = self._files.slice(prefix + names.router_norm, dtype=torch.float32)
+        router *= self._config.hidden_size**-0.5
+        own = (names.experts_norm, names.experts_post_norm, names.shared_post_norm)
+        return ExpertNorms(NormWeights(router, None), *(self._some_norm(prefix + name) for name in own))
 
     def _router(self, name: str, mixture: Mixture) -> PackedLinear:
         bias = self._files.slice(f"{name}.bias") if mixture.router_bias else None
@@ -412,8 +337,8 @@ class _ShardReader:
         rows = slice(first, first + self._shard.heads)
         return self._files.slice(prefix + name, rows, dtype=torch.float32) if name else None
 
-    def _choice_bias(self, prefix: str) -> Tensor | None:
-        name = self._names.choice_bias
+    def _vector(self, prefix: str, name: str) -> Tensor | None:
+        """Return a vector in float32, if the family has it."""
         return self._files.slice(prefix + name, dtype=torch.float32) if name else None
 
     def _up(self, prefix: str, rows: slice, width: int, gates: tuple[str, str]) -> PackedLinear:
@@ -456,10 +381,11 @@ class _ShardReader:
         return self._files.part(name, rows, columns)
 
     def _norm(self, prefix: str, name: str) -> NormWeights | None:
-        if not name:
-            return None
-        bias = self._files.slice(f"{prefix}{name}.bias") if self._architecture.norm is NormKind.LAYER else None
-        return NormWeights(self._norm_weight(prefix + name), bias)
+        return self._some_norm(prefix + name) if name else None
+
+    def _some_norm(self, name: str) -> NormWeights:
+        bias = self._files.slice(f"{name}.bias") if self._architecture.norm is NormKind.LAYER else None
+        return NormWeights(self._norm_weight(name), bias)
 
     def _qk_norm(self, prefix: str, layer: int) -> QkNorm | None:
         names = self._names

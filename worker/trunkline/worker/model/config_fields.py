@@ -49,10 +49,14 @@ class Fields:
             value = self._raw.get(name)
         return default if value is None else value
 
+    def spelled(self, name: str) -> str:
+        """Return the family's own name of a field, for messages."""
+        return self._spelling.get(name, name)
+
     def whole(self, name: str, default: int | None = None) -> int:
         value = self.get(name, default)
         if value is None:
-            raise KeyError(self._spelling.get(name, name))
+            raise KeyError(self.spelled(name))
         return int(value)
 
     def number(self, name: str, default: float) -> float:

@@ -21,9 +21,9 @@ from trunkline.kernels.load import load_program
 from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kvstore.chunk_format import ChunkFormat
 from trunkline.worker.batch.batch import ForwardBatch
-from trunkline.worker.model.checkpoint import Weights
 from trunkline.worker.model.model_config import Shard
 from trunkline.worker.model.step_program import compile_step
+from trunkline.worker.model.weights import Weights
 from trunkline.worker.tensor_parallel import TensorParallel
 from trunkline.worker.tiers.copy_lane import StepGate
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from trunkline.kernels.routing import Routing
 from trunkline.worker.errors import UnsupportedModelError
-from trunkline.worker.model import architecture as records
+from trunkline.worker.model import records
 from trunkline.worker.model.architecture import Architecture
 from trunkline.worker.model.config_fields import Fields, read_rope, yarn_scale
 from trunkline.worker.model.model_config import LatentAttention, Mixture, ModelConfig, QueryScale

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from trunkline.kernels.routing import Routing
 from trunkline.worker.errors import UnsupportedModelError
-from trunkline.worker.model import architecture as records
+from trunkline.worker.model import records
 from trunkline.worker.model.config_fields import Fields
 from trunkline.worker.model.model_config import LayerAttention, Mixture, ModelConfig, QueryScale
 from trunkline.worker.model.reader_base import Reader, llama_like, windowed, with_attention, with_attention_bias
@@ -206,7 +206,8 @@ def chosen_experts(fields: Fields, experts: int, default: int) -> int:
     """Return how many experts a token goes to, checked."""
     chosen = fields.whole("num_experts_per_tok", default)
     if not 1 <= chosen <= experts:
-        raise ValueError(f"num_experts_per_tok is {chosen}; there are {experts} experts")
+        name = fields.spelled("num_experts_per_tok")
+        raise ValueError(f"{name} is {chosen}; there are {experts} experts")
     return chosen
 
 

@@ -1,4 +1,4 @@
-"""Reader of Gemma 4's config.json: dense models, whose layers have heads of two sizes. No torch."""
+"""Reader of Gemma 4's config.json: layers have heads of two sizes, and may have experts. No torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from trunkline.kernels.routing import Routing
 from trunkline.worker.errors import UnsupportedModelError
-from trunkline.worker.model import architecture as records
+from trunkline.worker.model import records
 from trunkline.worker.model.config_fields import Fields, make_rope
-from trunkline.worker.model.model_config import LayerAttention, LayerHeads, ModelConfig, RopeConfig
+from trunkline.worker.model.model_config import LayerAttention, LayerHeads, Mixture, ModelConfig, RopeConfig
 from trunkline.worker.model.reader_base import Reader, llama_like, windowed, with_attention, with_attention_bias
+from trunkline.worker.model.reader_experts import chosen_experts
 
 DEFAULTS: Final = {
     "num_hidden_layers": 30,
@@ -23,13 +25,11 @@ ROPES: Final[Mapping[str, Mapping[str, Any]]] = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
 REFUSED: Final = (
-    ("enable_moe_block", "its router and its experts read other norms of the residual than the MLP beside them"),
     ("hidden_size_per_layer_input", "embeddings of each layer are not read"),
     ("num_kv_shared_layers", "each layer has KV of its own here"),
     ("quantization_config", "heads of several sizes are filled up with zeros, which packed weights cannot be"),
 )
-"""Fields that must be absent or zero, and why; of the family's configurations these are the small "E" models and
-those with experts."""
+"""Fields that must be absent or zero, and why; of the family's configurations these are the small "E" models."""
 
 
 def _gemma4(raw: Mapping[str, Any]) -> ModelConfig:
@@ -44,9 +44,13 @@ def _gemma4(raw: Mapping[str, Any]) -> ModelConfig:
         or ("full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(layers))
     )
     kinds[-1:] = ["full_attention"]  # whatever the file says
-    fields = Fields({**given, "layer_types": kinds}, hidden_act="hidden_activation")
+    fields = Fields(
+        {**given, "layer_types": kinds}, hidden_act="hidden_activation", num_experts_per_tok="top_k_experts"
+    )
     fields.refuse("use_bidirectional_attention", "vision")
-    config = llama_like(fields, records.GEMMA4, activation="gelu_pytorch_tanh", tied=True, head_dim=256)
+    has_experts = fields.flag("enable_moe_block", False)
+    record = records.GEMMA4_EXPERTS if has_experts else records.GEMMA4
+    config = llama_like(fields, record, activation="gelu_pytorch_tanh", tied=True, head_dim=256)
     config = windowed(with_attention_bias(config, fields), fields, lambda _: True)
     heads = _heads(fields, config, kinds)
     config = replace(
@@ -55,6 +59,7 @@ def _gemma4(raw: Mapping[str, Any]) -> ModelConfig:
         kv_heads=max(own.kv_heads for own in heads),
         embedding_scale=config.hidden_size**0.5,
         logit_soft_cap=fields.nullable("final_logit_softcapping", 0.0),
+        mixture=_mixture(fields, config) if has_experts else None,
     )
     if fewer := next((own.kv_heads for own in heads if config.kv_heads % own.kv_heads), 0):
         raise UnsupportedModelError(f"layers with {fewer} and with {config.kv_heads} KV heads are not supported")
@@ -66,6 +71,13 @@ def _gemma4(raw: Mapping[str, Any]) -> ModelConfig:
         return replace(own, scale=1.0, rope=rope, unit_values=True, heads=found)
 
     return with_attention(config, changed)
+
+
+def _mixture(fields: Fields, config: ModelConfig) -> Mixture:
+    """Return the experts of each layer, beside which every token goes to an MLP."""
+    experts, width = fields.whole("num_experts"), fields.whole("moe_intermediate_size")
+    routing = Routing(chosen_experts(fields, experts, fields.whole("num_experts_per_tok")))
+    return Mixture(experts, width, routing, shared_width=config.intermediate_size)
 
 
 def _heads(fields: Fields, config: ModelConfig, kinds: list[str]) -> list[LayerHeads]:

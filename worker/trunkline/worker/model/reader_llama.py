@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from trunkline.worker.model import architecture as records
+from trunkline.worker.model import records
 from trunkline.worker.model.architecture import Architecture
 from trunkline.worker.model.config_fields import Fields, make_rope
 from trunkline.worker.model.model_config import ModelConfig, QueryScale, RopeConfig

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from trunkline.worker.errors import UnsupportedModelError
-from trunkline.worker.model import architecture as records
+from trunkline.worker.model import records
 from trunkline.worker.model.architecture import Positions, Residual
 from trunkline.worker.model.config_fields import Fields, bloom_slopes, mpt_slopes, read_rope
 from trunkline.worker.model.model_config import ModelConfig

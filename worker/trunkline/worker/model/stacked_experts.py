@@ -1,4 +1,4 @@
-"""Checkpoints that have all experts of a layer in one tensor: gpt-oss, Llama 4, Mistral 4, Granite. No torch.
+"""Checkpoints with all experts of a layer in one tensor: gpt-oss, Llama 4, Mistral 4, Granite, Gemma 4. No torch.
 
       X.experts.gate_up_proj           [experts, in, out]         X.experts.gate_up_proj_bias     [experts, out]
       X.experts.gate_up_proj           [experts, out, in] in other families

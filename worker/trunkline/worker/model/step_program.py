@@ -43,9 +43,16 @@ from trunkline.kernels.program import (
 from trunkline.kernels.query_scale import Temper
 from trunkline.kernels.wide_norms import SquareSums, WideNorm
 from trunkline.worker.model.architecture import Mlp, NormKind, Residual
-from trunkline.worker.model.checkpoint import ExpertWeights, LatentWeights, LayerWeights, NormWeights, Weights
 from trunkline.worker.model.model_config import LayerAttention, RopeConfig, Shard
 from trunkline.worker.model.ropes import exact_frequencies
+from trunkline.worker.model.weights import (
+    ExpertNorms,
+    ExpertWeights,
+    LatentWeights,
+    LayerWeights,
+    NormWeights,
+    Weights,
+)
 
 
 def compile_step(
@@ -239,7 +246,10 @@ class _Compiler:
         if layer.attention_post_norm is not None:
             delta = self._norm(layer.attention_post_norm, None, delta, self._buffer("normed", delta.width))
         x = self._norm(layer.mlp_norm, delta, residual)
-        delta = self._scaled_sum(self._mlp(layer, x, "delta"))
+        if isinstance(layer.mlp, ExpertWeights) and layer.mlp.norms is not None:
+            delta = self._experts_beside(layer.mlp, layer.mlp.norms, x, residual)
+        else:
+            delta = self._scaled_sum(self._mlp(layer, x, "delta"))
         if layer.mlp_post_norm is not None:
             delta = self._norm(layer.mlp_post_norm, None, delta, self._buffer("normed", delta.width))
         return residual, delta
@@ -255,8 +265,43 @@ class _Compiler:
             self._ops.append(Activate(activation=config.activation, into=inner))
         return self._linear(inner, weights.down, name, place="down")
 
+    def _experts_beside(self, weights: ExpertWeights, norms: ExpertNorms, x: Buffer, residual: Buffer) -> Buffer:
+        """Return the sum of the experts and of the MLP beside them, which have norms of their own.
+
+        Args:
+            x: the input of the MLP that all tokens go to.
+        """
+        router_x = self._norm(norms.router, None, residual, self._buffer("router_x", x.width))
+        expert_x = self._norm(norms.before, None, residual, self._buffer("expert_x", x.width))
+        chosen = self._sum(self._chosen_experts(weights, expert_x, "chosen", router_x))
+        out = self._norm(norms.behind, None, chosen, self._buffer("delta", x.width))
+        shared = self._sum(self._shared_experts(weights, x))
+        beside = self._norm(norms.shared_behind, None, shared, self._buffer("beside", x.width))
+        self._ops.append(Add(x=beside, into=out))
+        return out
+
     def _experts(self, weights: ExpertWeights, x: Buffer, name: str) -> Buffer:
         """Return the sum over the chosen experts that are here, and this rank's part of those all tokens go to."""
+        out = self._chosen_experts(weights, x, name)
+        if weights.shared is not None:
+            self._ops.append(Add(x=self._shared_experts(weights, x), into=out))
+        return out
+
+    def _shared_experts(self, weights: ExpertWeights, x: Buffer) -> Buffer:
+        """Return this rank's part of the experts that all tokens go to."""
+        assert weights.shared is not None
+        inner = self._linear(x, weights.shared.up, "shared_inner", gated=True, place="shared_up")
+        shared = self._linear(inner, weights.shared.down, "shared", place="shared_down")
+        if weights.shared_gate is not None:
+            gate = self._buffer("shared_gate", 1, torch.float32)
+            self._ops.append(Linear(x=x, layer=weights.shared_gate, gated=False, out=gate))
+            self._ops.append(Gate(x=gate, into=shared))
+        return shared
+
+    def _chosen_experts(
+        self, weights: ExpertWeights, x: Buffer, name: str, router_x: Buffer | None = None
+    ) -> Buffer:
+        """Return the sum over the chosen experts that are here. `router_x`: what the router reads; None: `x`."""
         mixture = self._config.mixture
         assert mixture is not None
         out = self._buffer(name, x.width)
@@ -269,16 +314,10 @@ class _Compiler:
             choice_bias=weights.choice_bias,
             out=out,
             stack=weights.stack,
+            router_x=router_x,
+            scale=weights.scale,
         )
         self._ops.append(chosen)
-        if weights.shared is not None:
-            inner = self._linear(x, weights.shared.up, "shared_inner", gated=True, place="shared_up")
-            shared = self._linear(inner, weights.shared.down, "shared", place="shared_down")
-            if weights.shared_gate is not None:
-                gate = self._buffer("shared_gate", 1, torch.float32)
-                self._ops.append(Linear(x=x, layer=weights.shared_gate, gated=False, out=gate))
-                self._ops.append(Gate(x=gate, into=shared))
-            self._ops.append(Add(x=shared, into=out))
         return out
 
     def _linear(

@@ -307,8 +307,12 @@ def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
         yield from _mlp(config, names.dense, config.intermediate_size, (names.gate, names.up))
         return
     yield from _linear(config, names.router, mixture.experts, hidden, mixture.router_bias)
-    if names.choice_bias:
-        yield names.choice_bias, (mixture.experts,)
+    for vector in filter(None, (names.choice_bias, names.expert_scale)):
+        yield vector, (mixture.experts,)
+    if names.router_norm:
+        yield names.router_norm, (hidden,)
+    for norm in (names.experts_norm, names.experts_post_norm, names.shared_post_norm):
+        yield from _norm(config, norm)
     for expert in range(mixture.experts):
         yield from _mlp(config, names.expert.format(expert), mixture.width, names.expert_gates)
     if mixture.shared_width:

@@ -121,7 +121,10 @@ void make_shares(const ExpertsLayer& layer, const float* scores, const int32_t* 
     total = 0.0f;
     for (int64_t expert = 0; expert < experts; ++expert) total += std::exp(scores[expert] - largest);
   }
-  for (int64_t i = 0; i < count; ++i) share[i] = share[i] / total * layer.factor;
+  for (int64_t i = 0; i < count; ++i) {
+    share[i] = share[i] / total * layer.factor;
+    if (layer.scale != nullptr) share[i] *= layer.scale[chosen[i]];
+  }
 }
 
 // The experts of the largest keys, the first of equal ones, then in ascending order, and their shares. Distinct
@@ -164,11 +167,12 @@ int64_t sort_by_expert(const ExpertsLayer& layer, const Routing& routing, int64_
 
 }  // namespace
 
-void run_experts(CpuContext& context, const ExpertsLayer& layer, const void* x, void* out, int64_t tokens) {
+void run_experts(CpuContext& context, const ExpertsLayer& layer, const void* router_x, const void* x, void* out,
+                 int64_t tokens) {
   const LinearLayer& router = *layer.router;
   const Routing routing = routing_of(context, layer, tokens);
   LinearCall scores{};
-  scores.layer = &router, scores.x = x, scores.out = routing.scores, scores.float_out = true, scores.rows = tokens;
+  scores.layer = &router, scores.x = router_x, scores.out = routing.scores, scores.float_out = true, scores.rows = tokens;
   run_linear(context, scores);
   for_tokens(context, tokens, [&](int64_t token) {
     const int64_t first = token * router.out_features, own = token * layer.per_token;

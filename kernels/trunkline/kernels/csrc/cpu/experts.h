@@ -27,6 +27,7 @@ struct ExpertsLayer {
   bool scales_inputs;        // shares multiply what experts read, not what they make
   float factor;              // of the shares, behind that
   const float* choice_bias;  // one per expert of the layer, for the choice alone; null: none. Only with sigmoid
+  const float* scale;        // one per expert of the layer, factor of its shares; null: none
   int64_t groups;            // of neighbouring experts
   int64_t groups_per_token;  // those whose best scores have the largest sum
   int64_t group_best;        // how many of a group's scores: 2, or 1, as always without sigmoid

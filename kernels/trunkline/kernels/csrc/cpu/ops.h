@@ -26,7 +26,8 @@ void run_layer_norm(CpuContext& context, const LayerNormCall& call, DenseType ty
 void run_heads(CpuContext& context, const HeadsCall& call);
 void run_absorb(CpuContext& context, const AbsorbCall& call);
 
-void run_experts(CpuContext& context, const ExpertsLayer& layer, const void* x, void* out, int64_t tokens);
+void run_experts(CpuContext& context, const ExpertsLayer& layer, const void* router_x, const void* x, void* out,
+                 int64_t tokens);
 void run_mix(CpuContext& context, const MixCall& call, DenseType type, int64_t tokens);
 void run_square_sums(CpuContext& context, const SquareSumsCall& call, DenseType type, int64_t rows);
 void run_wide_norm(CpuContext& context, const WideNormCall& call, DenseType type, int64_t rows);

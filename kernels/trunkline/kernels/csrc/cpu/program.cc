@@ -185,7 +185,8 @@ void Program::experts(const ProgramOp& op) {
   const ProgramBuffer& x = at(op.x);
   ExpertsLayer layer = op.routed;
   layer.experts = op.experts.data();
-  if (rows_of(x) > 0) run_experts(*context, layer, x.data, at(op.out).data, rows_of(x));
+  const char* routed = op.other < 0 ? x.data : at(op.other).data;
+  if (rows_of(x) > 0) run_experts(*context, layer, routed, x.data, at(op.out).data, rows_of(x));
 }
 
 void Program::elements(const ProgramOp& op, ElementOp kind) {

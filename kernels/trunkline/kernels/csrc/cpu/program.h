@@ -79,7 +79,7 @@ struct ProgramOp {
   int x = -1;      // buffer that is read
   int into = -1;   // buffer that is changed: a norm's residual, the qkv of StoreKv
   int out = -1;    // buffer that is written
-  int other = -1;  // sines, rotary parts of keys
+  int other = -1;  // sines, rotary parts of keys, what a router reads
   int latent = -1;
   const LinearLayer* linear = nullptr;
   ExpertsLayer routed{};  // but its experts, which are here:

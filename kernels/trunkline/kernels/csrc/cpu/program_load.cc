@@ -19,7 +19,7 @@ namespace {
 
 namespace ffi = tvm::ffi;
 
-constexpr int64_t kOpWords = 10, kOpReals = 2, kBufferWords = 3;
+constexpr int64_t kOpWords = 12, kOpReals = 2, kBufferWords = 3;
 
 Program& program_of(int64_t handle) { return *reinterpret_cast<Program*>(handle); }
 

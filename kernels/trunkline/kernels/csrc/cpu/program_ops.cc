@@ -73,6 +73,12 @@ void read_experts(const OpReader& reader, ProgramOp& op) {
             "the choice's bias is float32, one per expert");
     routed.choice_bias = static_cast<const float*>(bias.data);
   }
+  op.other = reader.buffer(10, true);
+  if (op.other >= 0) require_alike(x, reader.at(op.other)), require_apart(op.other, op.out);
+  const Constant scale = reader.constant(11, true);
+  require(scale.data == nullptr || (scale.is_float32 && scale.width == all && scale.rows == 1),
+          "the factors of shares are float32, one per expert");
+  routed.scale = static_cast<const float*>(scale.data);
   for (int64_t i = 1; i < handles.numel(); i += 2) {
     const LinearLayer &up = *layer(i), &down = *layer(i + 1);
     require(fits(up, x.width, layer(1)->out_features, true) && fits(down, up.out_features, x.width, false),
