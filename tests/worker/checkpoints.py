@@ -360,6 +360,12 @@ FAMILIES: Final[dict[str, Variant]] = {
         },
         final_logit_softcapping=5.0,
     ),
+    "seed-oss": _variant("SeedOss", LLAMA_LIKE, head_dim=16),
+    "smollm3": _variant("SmolLM3", LLAMA_LIKE, num_hidden_layers=4, no_rope_layers=[1, 0, 1, 0]),
+    "smollm3-windows": _variant(
+        "SmolLM3", LLAMA_LIKE, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=8, mlp_bias=True
+    ),
+    "ernie4.5": _variant("Ernie4_5", LLAMA_LIKE, use_bias=True, num_key_value_heads=1),
     "gemma4": _gemma4(),
     "gemma4-experts": _gemma4(
         enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=24, num_hidden_layers=2
@@ -368,7 +374,7 @@ FAMILIES: Final[dict[str, Variant]] = {
 
 
 MODELS: Final = LAYOUTS | FAMILIES
-ABSOLUTE: Final = ("gpt2", "opt", "llama4", "ministral3", "mistral4", "granite-4-nope")
+ABSOLUTE: Final = ("gpt2", "opt", "llama4", "ministral3", "mistral4", "granite-4-nope", "smollm3")
 """Beginnings of the names of those whose results depend on where a token stands."""
 RELATIVE: Final = tuple(name for name in MODELS if not name.startswith(ABSOLUTE))
 """Those whose attention depends on distances alone, so that their KV may stand elsewhere."""

@@ -128,6 +128,10 @@ SPLIT_ALIKE = (
     "glm",
     "deepseek-v2-lite",
     "deepseek-v2",
+    "seed-oss",
+    "smollm3",
+    "smollm3-windows",
+    "ernie4.5",
 )
 """Families whose weights are split as another one's."""
 SPLIT_IN_TWO = (*(name for name in FAMILIES if name not in SPLIT_ALIKE), *("mha", "gqa", "mqa-tied", "biases"))

@@ -41,7 +41,7 @@ from trunkline.worker.model.families import read_model_config
 TOLERANCE = 1e-4
 FAR = 2_000_000
 """A history index far beyond any model's maximum."""
-PAIRS_BESIDE = ("glm", "glm4", "deepseek_v2")
+PAIRS_BESIDE = ("glm", "glm4", "deepseek_v2", "ernie4_5")
 """Families that turn neighbouring dimensions together; others, those half of the rotated part apart."""
 
 

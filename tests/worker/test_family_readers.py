@@ -39,6 +39,17 @@ def read(tmp_path: Path, name: str, **changes: Any) -> ModelConfig:
     return read_model_config(tmp_path)
 
 
+def test_smollm3_has_layers_without_positions(tmp_path: Path) -> None:
+    given = {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 8}
+    config = read(tmp_path, "mistral-7b-v0.1", **given)
+    assert [own.rope is None for own in config.attention] == [False, False, False, True] * 2
+    assert ({own.window for own in config.attention}, config.positions_shift) == ({0}, False)
+    slid = read(tmp_path, "mistral-7b-v0.1", **given, use_sliding_window=True, no_rope_layer_interval=2)
+    assert [own.window for own in slid.attention] == [0, 4096] * 4
+    with pytest.raises(ModelError, match="no_rope_layers has 1 entries for 8 layers"):
+        read(tmp_path, "mistral-7b-v0.1", **given, no_rope_layers=[1])
+
+
 def possible(config: ModelConfig) -> list[int]:
     """Group sizes up to 16, as the error names them."""
     with pytest.raises(ParallelismError) as caught:

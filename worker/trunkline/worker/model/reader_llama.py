@@ -19,6 +19,39 @@ def _llama(raw: Mapping[str, Any]) -> ModelConfig:
     return replace(with_attention_bias(config, fields), mlp_bias=fields.flag("mlp_bias", False))
 
 
+def _seed_oss(raw: Mapping[str, Any]) -> ModelConfig:
+    fields = Fields({"num_key_value_heads": 8, "max_position_embeddings": 524288, **raw})
+    return replace(
+        llama_like(fields, records.SEED_OSS, head_dim=128),
+        attention_bias=fields.flag("attention_bias", True),
+        attention_out_bias=fields.flag("attention_out_bias", False),
+        mlp_bias=fields.flag("mlp_bias", False),
+    )
+
+
+def _smollm3(raw: Mapping[str, Any]) -> ModelConfig:
+    """Every fourth layer has no positions."""
+    fields = Fields({"num_key_value_heads": 4, "max_position_embeddings": 32768, **raw})
+    config = with_attention_bias(llama_like(fields, records.SMOLLM3, theta=2e6, tied=True), fields)
+    period = fields.whole("no_rope_layer_interval", 4)
+    given = fields.get("no_rope_layers")
+    is_rotary = [(i + 1) % period > 0 for i in range(config.layers)] if given is None else list(map(bool, given))
+    if len(is_rotary) != config.layers:
+        raise ValueError(f"no_rope_layers has {len(is_rotary)} entries for {config.layers} layers")
+    if fields.flag("use_sliding_window", False) and fields.get("sliding_window") is not None:
+        config = windowed(config, fields, lambda layer: not is_rotary[layer])
+    config = with_attention(config, lambda layer, own: own if is_rotary[layer] else replace(own, rope=None))
+    return replace(config, mlp_bias=fields.flag("mlp_bias", False))
+
+
+def _ernie4_5(raw: Mapping[str, Any]) -> ModelConfig:
+    fields = Fields(
+        {"num_key_value_heads": 2, "max_position_embeddings": 131072, **raw}, attention_bias="use_bias"
+    )
+    config = llama_like(fields, records.ERNIE4_5, theta=5e5, norm_eps=1e-5, tied=True, head_dim=128)
+    return replace(with_attention_bias(config, fields), mlp_bias=fields.flag("use_bias", False))
+
+
 def _mistral(raw: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(raw)
     window = int(fields.nullable("sliding_window", 4096))
@@ -183,6 +216,7 @@ def _gemma(fields: Fields, architecture: Architecture, period: int) -> ModelConf
 
 
 LLAMA_READERS: Final[Mapping[str, Reader]] = {
+    "Ernie4_5ForCausalLM": _ernie4_5,
     "Gemma2ForCausalLM": _gemma2,
     "GemmaForCausalLM": _gemma1,
     "Gemma3ForCausalLM": _gemma3,
@@ -198,4 +232,6 @@ LLAMA_READERS: Final[Mapping[str, Reader]] = {
     "Phi3ForCausalLM": _phi3,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
+    "SeedOssForCausalLM": _seed_oss,
+    "SmolLM3ForCausalLM": _smollm3,
 }

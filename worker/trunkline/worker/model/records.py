@@ -38,6 +38,9 @@ LLAMA: Final = Architecture(
 
 MISTRAL: Final = replace(LLAMA, family="mistral")
 QWEN2: Final = replace(LLAMA, family="qwen2")
+SEED_OSS: Final = replace(LLAMA, family="seed_oss")
+SMOLLM3: Final = replace(LLAMA, family="smollm3")
+ERNIE4_5: Final = replace(LLAMA, family="ernie4_5", interleaved=True)
 QWEN3: Final = replace(
     LLAMA,
     family="qwen3",
