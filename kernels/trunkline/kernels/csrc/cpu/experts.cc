@@ -172,7 +172,8 @@ void run_experts(CpuContext& context, const ExpertsLayer& layer, const void* rou
   const LinearLayer& router = *layer.router;
   const Routing routing = routing_of(context, layer, tokens);
   LinearCall scores{};
-  scores.layer = &router, scores.x = router_x, scores.out = routing.scores, scores.float_out = true, scores.rows = tokens;
+  scores.layer = &router, scores.x = router_x, scores.out = routing.scores, scores.float_out = true,
+  scores.rows = tokens;
   run_linear(context, scores);
   for_tokens(context, tokens, [&](int64_t token) {
     const int64_t first = token * router.out_features, own = token * layer.per_token;
