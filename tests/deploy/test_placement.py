@@ -252,6 +252,9 @@ def test_latent_attention_is_refused_where_it_has_no_kernels(tmp_path: Path, sho
     assert parts[0] is not None
     assert parts[1] is not None
     assert parts[0].chunk_bytes == parts[1].chunk_bytes == 64 * (24 + 8) * 4
+    small = plan_cluster(ServeSettings(model=model, port=0, kv_dtype="int8", tp=4)).disk
+    assert small is not None
+    assert small.chunk_bytes == 64 * (24 + 2 * 8 + 2 * 4)
 
 
 def test_what_only_cpus_compute_is_refused_on_gpus(

@@ -59,7 +59,9 @@ def make_case(
     # Mild to peaked softmax: partial results whose peaks differ are where merges go wrong.
     size = (0.3, 1.0, 3.0)[seed % 3]
     q = (size * torch.randn(sum(counts), spec.heads, spec.head_dim, generator=generator)).to(dtype)
-    kept = data if kv_dtype == "auto" else from_rows(wrap(data, kv_dtype).data, torch.float32)
+    kept, latent = data, spec.latent_dim
+    if kv_dtype != "auto":
+        kept = from_rows(wrap(data, kv_dtype, latent).data, torch.float32, latent)
     return Case(forest, counts, spec, data, q, *attention_oracle(forest, counts, q, kept, 1, spec), kv_dtype)
 
 

@@ -300,14 +300,15 @@ FILLINGS: Final[tuple[Filling, ...]] = ("wrapped", "scattered", "written")
 """How a pool got its contents: kernels may hold what they wrote themselves in an order of their own."""
 
 
-def wrap(data: Tensor, kv_dtype: str = "auto") -> KvPool:
-    """A pool in plain order around a copy of keys and values, rounded to `kv_dtype`, or of latents."""
+def wrap(data: Tensor, kv_dtype: str = "auto", latent: int = 0) -> KvPool:
+    """A pool in plain order around a copy of keys and values, or of latents of so many numbers and their
+    rotary parts, rounded to `kv_dtype`."""
     _, layers, bands, heads, chunk_size, head_dim = data.shape
     dtype = str(data.dtype).removeprefix("torch.")
-    if bands == 1:  # which part is rotary, only specs say
-        return KvPool.wrap(data.clone(), latent_format((layers, chunk_size, 0, head_dim), dtype))
     form = kv_format((layers, heads, chunk_size, head_dim), dtype, kv_dtype)
-    return KvPool.wrap(to_rows(data, kv_dtype) if form.is_quantised else data.clone(), form)
+    if bands == 1:
+        form = latent_format((layers, chunk_size, head_dim - latent, latent), dtype, kv_dtype)
+    return KvPool.wrap(to_rows(data, kv_dtype, latent) if form.is_quantised else data.clone(), form)
 
 
 def fill_pool(
@@ -319,10 +320,10 @@ def fill_pool(
     kv_dtype: str = "auto",
 ) -> KvPool:
     """A pool with such contents; `data` stays as it is."""
-    plain = wrap(data, kv_dtype)
+    plain = wrap(data, kv_dtype, spec.latent_dim)
     if filling == "wrapped":
         return plain
-    pool = wrap(torch.full_like(data, float("nan")), kv_dtype)
+    pool = wrap(torch.full_like(data, float("nan")), kv_dtype, spec.latent_dim)
     if filling == "scattered":
         blocks = rng.permutation(data.shape[0]).astype(np.int32)
         kernels.scatter_blocks(pool, blocks, range(LAYERS), plain.data[torch.from_numpy(blocks).long()])

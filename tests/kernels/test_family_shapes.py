@@ -39,6 +39,7 @@ FAMILIES: Final = {
     "deepseek-v2-lite": make_spec(16, 1, 576, rotary_dim=64, latent_dim=512),
     "tiny latent": make_spec(3, 1, 20, rotary_dim=8, latent_dim=12),
     "tiny latent, window": make_spec(2, 1, 42, rotary_dim=10, latent_dim=32, window=9, soft_cap=5.0),
+    "tiny latent, last words not full": make_spec(3, 1, 24, rotary_dim=6, latent_dim=18),
     "tiny": make_spec(4, 2, 8),
     "tiny partial": make_spec(4, 1, 8, rotary_dim=2),
     "tiny 16": make_spec(4, 4, 16, rotary_dim=4),
@@ -46,6 +47,8 @@ FAMILIES: Final = {
     "tiny 20 partial": make_spec(2, 2, 20, rotary_dim=10, window=7),
     "tiny 36": make_spec(2, 1, 36, rotary_dim=0, alibi_slopes=alibi_slopes(2), window=9),
 }
+
+LATENTS: Final = [family for family, spec in FAMILIES.items() if spec.latent_dim]
 
 
 @functools.lru_cache(maxsize=4)
@@ -61,17 +64,27 @@ def forest_for(spec: AttentionSpec, chunk_size: int) -> Forest:
 
 
 @functools.lru_cache(maxsize=8)
-def family_case(family: str, chunk_size: int, dtype: torch.dtype, is_prefill: bool) -> Case:
+def family_case(family: str, chunk_size: int, dtype: torch.dtype, kv_dtype: str, is_prefill: bool) -> Case:
     spec = FAMILIES[family]
     forest = forest_for(spec, chunk_size)
     counts = [min(own_tokens(row), 40) for row in forest.rows] if is_prefill else None
-    return make_case(forest, spec, dtype, chunk_size, counts)
+    return make_case(forest, spec, dtype, chunk_size, counts, kv_dtype)
 
 
 @pairwise(family=list(FAMILIES), implementation=CPU, dtype=DTYPES, chunk_size=(16, 64))
 def test_attention(family: str, implementation: str, dtype: torch.dtype, chunk_size: int) -> None:
-    check_decode(make_kernels(implementation), family_case(family, chunk_size, dtype, False), chunk_size // 16)
-    check_prefill(make_kernels(implementation), family_case(family, chunk_size, dtype, True), chunk_size // 16)
+    check(family, implementation, dtype, chunk_size, "auto")
+
+
+@pairwise(family=LATENTS, implementation=CPU, dtype=DTYPES, chunk_size=(5, 16, 64))
+def test_latents_in_int8(family: str, implementation: str, dtype: torch.dtype, chunk_size: int) -> None:
+    check(family, implementation, dtype, chunk_size, "int8")
+
+
+def check(family: str, implementation: str, dtype: torch.dtype, chunk_size: int, kv_dtype: str) -> None:
+    seed = chunk_size // 16
+    for is_prefill, attention in ((False, check_decode), (True, check_prefill)):
+        attention(make_kernels(implementation), family_case(family, chunk_size, dtype, kv_dtype, is_prefill), seed)
 
 
 @functools.lru_cache(maxsize=4)

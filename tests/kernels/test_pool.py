@@ -46,7 +46,7 @@ class Model:
         self.rng = np.random.default_rng(seed)
         shape = (BLOCKS, LAYERS, spec.bands, spec.kv_heads, chunk_size, spec.head_dim)
         self.dtype = dtype
-        self.pool = wrap(torch.full(shape, float("nan"), dtype=dtype), kv_dtype)
+        self.pool = wrap(torch.full(shape, float("nan"), dtype=dtype), kv_dtype, spec.latent_dim)
         self.plain = self.pool.data.clone()
 
     @property
@@ -59,11 +59,14 @@ class Model:
 
     def rows(self, vectors: Tensor) -> Tensor:
         """What the pool keeps of keys or values `[..., head_dim]`."""
-        return to_rows(vectors, self.pool.format.row[0].dtype) if self.pool.format.is_quantised else vectors
+        form = self.pool.format
+        return to_rows(vectors, form.row[0].dtype, self.spec.latent_dim) if form.is_quantised else vectors
 
     def vectors(self) -> Tensor:
         """The keys and values that are kept."""
-        return from_rows(self.plain, torch.float32) if self.pool.format.is_quantised else self.plain
+        if not self.pool.format.is_quantised:
+            return self.plain
+        return from_rows(self.plain, torch.float32, self.spec.latent_dim)
 
     def write(self, slots: list[int], layers: range) -> None:
         """Store random keys and values; -1 is skipped."""
@@ -187,15 +190,22 @@ def check(
 ) -> None:
     kernels = make_kernels(name, threads=1 + seed % 2)
     spec, kv_dtype = make_spec(4, 2, (64, 80)[seed % 2]), kept
-    if kept == "latents":
-        spec, kv_dtype = make_spec(4, 1, (64, 84)[seed % 2], rotary_dim=16, latent_dim=(48, 68)[seed % 2]), "auto"
+    if kept.startswith("latents"):
+        spec = make_spec(4, 1, (64, 84)[seed % 2], rotary_dim=16, latent_dim=(48, 68)[seed % 2])
+        kv_dtype = kept.removeprefix("latents ")
     model = Model(kernels, spec, chunk_size, dtype, seed, kv_dtype)
     for operation in operations:
         model.run(operation)
     assert same_bits(contents(kernels, model.pool), model.plain)
 
 
-@pairwise(seeded=True, chunk_size=CHUNKS, implementation=CPU, dtype=DTYPES, kept=(*KV_DTYPES, "latents"))
+@pairwise(
+    seeded=True,
+    chunk_size=CHUNKS,
+    implementation=CPU,
+    dtype=DTYPES,
+    kept=(*KV_DTYPES, "latents auto", "latents int8"),
+)
 def test_operations_in_any_order(
     chunk_size: int, implementation: str, dtype: torch.dtype, kept: str, seed: int
 ) -> None:

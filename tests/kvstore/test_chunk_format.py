@@ -41,6 +41,15 @@ def test_latent_attention_fits() -> None:
     assert HeadShard(1, 3, 4).pieces(2)[0].rank == 1  # taken whole from either
 
 
+def test_latents_in_int8() -> None:
+    """The latent in 8 bits, the rotary part in 16, a scale for each."""
+    chunk = latent_format((3, 64, 64, 512), "bfloat16", "int8")
+    assert (chunk.shape, chunk.element, chunk.row_bytes) == ((3, 1, 1, 64, 648), "int8", 2 * 64 + 512 + 8)
+    assert (chunk.is_quantised, chunk.latent, chunk.name) == (True, 512, "bfloat16 with int8 KV")
+    assert chunk.of_rank(4) == chunk
+    assert chunk.text != latent_format((3, 64, 32, 576), "bfloat16", "int8").text  # as many bytes
+
+
 @pytest.mark.parametrize("seed", seeds(20))
 def test_rows_are_the_tensor(seed: int) -> None:
     chance = random.Random(seed)

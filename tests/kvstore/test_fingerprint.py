@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trunkline.kvstore import fingerprint
-from trunkline.kvstore.chunk_format import ChunkFormat, Numbers, kv_format
+from trunkline.kvstore.chunk_format import ChunkFormat, Numbers, kv_format, latent_format
 from trunkline.kvstore.fingerprint import (
     FINGERPRINT_BYTES,
     exchange_fingerprint,
@@ -37,6 +37,9 @@ OTHERS: list[ChunkFormat] = [
     replace(CHUNK, layers=2, heads=4),  # as many bytes
     replace(CHUNK, positions="rope 1e5"),
     replace(CHUNK, bands=("latents",)),
+    latent_format((4, 16, 8, 16), "float32", positions="rope 1e4"),
+    latent_format((4, 16, 8, 16), "float32", "int8", positions="rope 1e4"),
+    latent_format((4, 16, 4, 24), "float32", "int8", positions="rope 1e4"),  # as many bytes
     replace(CHUNK, row=(Numbers("latent", "float32", 28), Numbers("rotary", "float32", 4))),
 ]
 

@@ -154,7 +154,7 @@ def dense_scores(scored: PromptLogprobs) -> list[NDArray[np.float32]]:
 def load(folder: Path, **fields: object) -> Runner:
     """A rank whose pool holds nothing but NaN: what was not written must not be read."""
     runner = Runner.load(run_config(folder, chunk_size=CHUNK, pool_blocks=BLOCKS, **fields), lambda *_: None)
-    runner.pool.data.fill_(float("nan"))
+    runner.pool.data.view(torch.uint8).fill_(255)  # in every type
     return runner
 
 
@@ -162,7 +162,7 @@ def make_session(runner: Runner, driver: Driver, start: int = 0) -> CutSession:
     """A session that leaves nothing readable in the blocks that it drops."""
 
     def forget(block: int) -> None:
-        runner.pool.data[block] = torch.nan
+        runner.pool.data[block].view(torch.uint8).fill_(255)
 
     return CutSession(driver, start, forget=forget)
 

@@ -85,7 +85,7 @@ class Rank(NamedTuple):
     def load(self, folder: Path, **fields: Any) -> Runner:
         """Return a runner that has met the others. Its pool holds NaN: what was not written must not be read."""
         runner = Runner.load(self.config(folder, **fields), lambda *_: None)
-        runner.pool.data.fill_(float("nan"))
+        runner.pool.data.view(torch.uint8).fill_(255)  # in every type
         return runner
 
 

@@ -8,6 +8,7 @@ touches no key. Its extents, its turned queries and its positions that go on cou
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ from trunkline.worker.messages import Fork, Join
 from trunkline.worker.model.families import read_model_config
 
 TOLERANCE = 1e-4
+MEAN_INT8 = 0.04
+"""That keys of rounded rows are turned exactly is tested in `kernels/test_family_shapes.py`."""
 FAR = 2_000_000
 """A history index far beyond any model's maximum."""
 PAIRS_BESIDE = ("glm", "glm4", "deepseek_v2", "ernie4_5")
@@ -127,7 +130,15 @@ def check(judge: Judge, turn: Turn) -> None:
     np.testing.assert_allclose(logprobs, expected, rtol=0, atol=TOLERANCE)
 
 
-def cut_again_and_again(judge: Judge, session: CutSession, head: int, start: int) -> None:
+def check_int8(judge: Judge, turn: Turn) -> None:
+    """To the error of KV in 8 bits, in the mean: it may change which expert a token goes to."""
+    tokens, logprobs = turn
+    assert 1e-4 < np.abs(logprobs - judge.read(tokens)).mean() < MEAN_INT8
+
+
+def cut_again_and_again(
+    judge: Judge, session: CutSession, head: int, start: int, check: Callable[[Judge, Turn], None] = check
+) -> None:
     """Turns, between them two cuts and the discard of two ranges; history goes on at `start` behind the head."""
     rng = np.random.default_rng(7)
     if head:
@@ -143,6 +154,16 @@ def cut_again_and_again(judge: Judge, session: CutSession, head: int, start: int
     session.cut((start + 33, start + 38), (start + 44, start + 51))
     judge.cut((head + 4, head + 9), (head + 15, head + 22))
     check(judge, session.turn(draw(rng, 7), 5))
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_latents_in_8_bits_move(kernels: str, models: Models) -> None:
+    """As without rounding, to the error of 8 bits: a cut after the other adds nothing to it."""
+    name = "deepseek-v3"
+    runner = load(models(name), kernels=kernels, kv_dtype="int8")
+    driver = make_driver(runner)
+    for first, head, start in ((0, 0, 0), (0, 4, 4), (FAR, 0, FAR)):
+        cut_again_and_again(Judge(models(name)), make_session(runner, driver, first), head, start, check_int8)
 
 
 @with_kernels(RELATIVE, soak=ALIKE)

@@ -192,8 +192,12 @@ def test_latent_attention(tmp_path: Path) -> None:
     grouped = read(tmp_path, "deepseek-v2-lite", topk_method="group_limited_greedy", n_group=8, topk_group=3)
     assert grouped.mixture is not None
     assert grouped.mixture.routing == Routing(6, normalised=False, groups=8, groups_per_token=3, group_best=1)
-    with pytest.raises(UnsupportedModelError, match="KV in int8 is not supported with latent attention"):
-        lite.chunk_format(64, "bfloat16", "int8")
+    assert lite.chunk_format(64, "bfloat16", "int8").row_bytes == 2 * 64 + 512 + 2 * 4
+    wide = read(tmp_path, "deepseek-v2-lite", kv_lora_rank=520)
+    with pytest.raises(
+        UnsupportedModelError, match=r"not supported with latents of 520 numbers .* up to 512 and 256"
+    ):
+        wide.chunk_format(64, "bfloat16", "int8")
 
 
 def test_what_files_of_latent_attention_leave_out(tmp_path: Path) -> None:

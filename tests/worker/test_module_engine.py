@@ -301,7 +301,8 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("name", "kv_dtype"), [("gqa", "int8"), ("gqa", "fp8"), ("gpt2", "auto"), ("deepseek-v3", "auto")]
+    ("name", "kv_dtype"),
+    [("gqa", "int8"), ("gqa", "fp8"), ("gpt2", "auto"), ("deepseek-v3", "auto"), ("deepseek-v3", "int8")],
 )
 @pytest.mark.usefixtures("patience")
 def test_answers_are_the_same_from_every_tier(

@@ -33,7 +33,8 @@ def simulate(
     ("name", "kv_dtype"),
     [
         *((name, kept) for name in ("gqa", "gemma4") for kept in KV_DTYPES),
-        *((name, "auto") for name in ("deepseek-v3", "mistral4", "gemma4-experts")),
+        *(("deepseek-v3", kept) for kept in ("auto", "int8")),
+        *((name, "auto") for name in ("mistral4", "gemma4-experts")),
     ],
 )
 def test_text_does_not_depend_on_what_the_engine_does(name: str, kv_dtype: str, models: Models) -> None:

@@ -105,7 +105,7 @@ class CpuKernels:
         cos, sin = (NONE, NONE) if angles is None else angles
         q_weight, k_weight, eps = (NONE, NONE, 0.0) if norm is None else norm
         handle, data, packed = self.context.handle, pool.data, pool.packed
-        self._write_kv(handle, slots, qkv, cos, sin, data, packed, layer, q_weight, k_weight, eps)
+        self._write_kv(handle, slots, qkv, cos, sin, data, packed, layer, spec.latent_dim, q_weight, k_weight, eps)
         return qkv.view(qkv.shape[0], -1, spec.head_dim)[:, : spec.heads]
 
     def decode_attention(

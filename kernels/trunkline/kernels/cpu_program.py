@@ -346,6 +346,7 @@ class CpuProgram:
             pool.packed,
             group.shared_handle,
             int(kernels.buffered) + 2 * int(kernels.planning.invariant_tokens > 0) + 4 * _type_beside(pool),
+            pool.format.latent,
         )
         weakref.finalize(self, module.program_delete, self._handle)
         self._memory = _Memory(words.buffers, partial(module.program_bind, self._handle))

@@ -91,7 +91,7 @@ class ReferenceKernels:
         if state.tokens is not None:
             new = new[state.tokens]
         if pool.format.is_quantised:
-            new = to_rows(new, pool.format.row[0].dtype)
+            new = to_rows(new, pool.format.row[0].dtype, spec.latent_dim)
         # [blocks, chunk_size, bands, kv_heads, row]: the two indexed dimensions in front.
         pool.data[:, layer].permute(0, 3, 1, 2, 4)[state.block, state.offset] = new
         return q

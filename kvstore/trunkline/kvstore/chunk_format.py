@@ -26,7 +26,10 @@ LATENTS: Final = ("latents",)
 NUMBER_BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1, "fp8": 1}
 """Bytes of a number, by the name of its type. fp8 is e4m3: a sign, four bits of exponent, three of fraction."""
 KV_DTYPES: Final = ("auto", "int8", "fp8")
-"""In which types KV can be kept: that in which it is computed, or 8 bits with a scale for each head and token."""
+"""In which types KV can be kept: that in which it is computed, or 8 bits with a scale for each head and token
+(of a latent two: its rotary part, which is kept as pairs of int8, has one of its own)."""
+INT8_MOST: Final = 512
+"""Most int8 of a row with one scale: sums of their products fit 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class Numbers:
     """Numbers of one type behind each other in a row."""
 
     name: str
-    """What they are: "vector", "scale"; "rotary", "latent"."""
+    """What they are: "vector", "scale"; "rotary", "latent"; "rotary_high", "rotary_low", "scales"."""
     dtype: str
     """One of `NUMBER_BYTES`."""
     count: int
@@ -117,6 +120,11 @@ class ChunkFormat:
         return self.row[0].dtype != self.computed
 
     @property
+    def latent(self) -> int:
+        """Numbers of a latent; 0: there is none."""
+        return sum(numbers.count for numbers in self.row if numbers.name == "latent")
+
+    @property
     def name(self) -> str:
         """The types of computation and KV in few words. It is a part of chunks' names, so KV of another format is
         never found under them."""
@@ -166,15 +174,29 @@ def kv_format(
 
 
 def latent_format(
-    sizes: tuple[int, int, int, int], dtype: str, *, positions: str = "", shifts: bool = True
+    sizes: tuple[int, int, int, int],
+    dtype: str,
+    kv_dtype: str = "auto",
+    *,
+    positions: str = "",
+    shifts: bool = True,
 ) -> ChunkFormat:
     """Return the format of chunks of latent attention (DeepSeek-V2, §2.1): a row has the rotary part of a key,
     which all heads share, and the latent, of which the rest of each head's key and its value are made.
 
     Args:
         sizes: Layers, tokens of a chunk, numbers of the rotary part, numbers of the latent.
-        dtype: The type that KV is computed and kept in.
+        dtype: The type that KV is computed in.
+        kv_dtype: One of `KV_DTYPES`. In int8 each number of the rotary part has two
+            (`trunkline.kernels.quantised_kv`).
     """
     layers, chunk_size, rotary, latent = sizes
-    row = (Numbers("rotary", dtype, rotary), Numbers("latent", dtype, latent))
+    row: tuple[Numbers, ...] = (Numbers("rotary", dtype, rotary), Numbers("latent", dtype, latent))
+    if kv_dtype == "int8":
+        row = (
+            Numbers("rotary_high", "int8", rotary),
+            Numbers("rotary_low", "int8", rotary),
+            Numbers("latent", "int8", latent),
+            Numbers("scales", "float32", 2),
+        )
     return ChunkFormat(layers, 1, chunk_size, row, dtype, LATENTS, positions=positions, shifts=shifts)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from trunkline.kernels.routing import Routing
-from trunkline.kvstore.chunk_format import ChunkFormat, kv_format, latent_format
+from trunkline.kvstore.chunk_format import INT8_MOST, ChunkFormat, kv_format, latent_format
 from trunkline.worker.errors import ParallelismError, UnsupportedModelError
 from trunkline.worker.model.architecture import Architecture, Positions, Qkv
 
@@ -269,13 +269,15 @@ class ModelConfig:
         # Their text names all fields: a field that is added changes it, and KV is computed again.
         positions = repr((self.architecture.positions, self.attention, self.alibi_slopes, self.max_positions))
         if (own := self.latent) is not None:
-            if kv_dtype != "auto":
+            if kv_dtype == "fp8":
+                raise UnsupportedModelError("KV in fp8 is not supported with latent attention; use int8 or auto")
+            if kv_dtype != "auto" and max(2 * own.rotary, own.latent) > INT8_MOST:
                 raise UnsupportedModelError(
-                    f"KV in {kv_dtype} is not supported with latent attention: a latent stands for the keys and "
-                    "values of all heads, and no kernel reads it rounded; use auto"
+                    f"KV in int8 is not supported with latents of {own.latent} numbers and rotary parts of "
+                    f"{own.rotary}, only up to {INT8_MOST} and {INT8_MOST // 2}; use auto"
                 )
             latents = (self.layers, chunk_size, own.rotary, own.latent)
-            return latent_format(latents, dtype, positions=positions, shifts=self.positions_shift)
+            return latent_format(latents, dtype, kv_dtype, positions=positions, shifts=self.positions_shift)
         sizes = (self.layers, self.kv_heads, chunk_size, self.head_dim)
         return kv_format(sizes, dtype, kv_dtype, positions=positions, shifts=self.positions_shift)
 

@@ -105,7 +105,7 @@ void run_decode(CpuContext& context, DecodeCall& call, bool buffered) {
   }
   const AttentionTable& table = attention_table_of(context);
   const int64_t widest = static_cast<int64_t>(call.work.widest) * call.group;
-  const size_t bytes = table.unit_scratch_bytes(std::max<int64_t>(widest, kRowBlock), call.pool.head_dim);
+  const size_t bytes = table.unit_scratch_bytes(std::max<int64_t>(widest, kRowBlock), call.pool.query_width());
   const auto unit = table.decode_unit[call.pool.form()];
   const DecodeUnit* units = nullptr;
   const int64_t count = list_decode_units(context, call, &units);
@@ -137,8 +137,8 @@ void decode_attention(int64_t handle, TensorView work, TensorView q, TensorView 
   DecodeCall call{pool_of(data, packed, layer, kv_type_of(q, "q")), {}, WorkView(words)};
   call.layer = static_cast<int32_t>(layer), call.steps = static_cast<int32_t>(steps);
   require(steps >= 0 && steps <= INT32_MAX, "steps must not be negative");
-  call.q_stride = vectors_stride(q, call.pool, call.pool.head_dim, "q");
   call.out_stride = results_stride(out, call.pool);
+  call.q_stride = vectors_stride(q, call.pool, call.pool.head_dim, "q");
   const int64_t heads = q.size(1);
   require(out.size(1) == heads && q.size(0) == call.work.rows && out.size(0) == call.work.rows,
           "q and out must be [rows, heads, width] of the plan's rows");
@@ -238,7 +238,7 @@ void run_prefill(CpuContext& context, PrefillCall& call) {
   const int64_t count = list_prefill_units(context, call, &units);
   const AttentionTable& table = attention_table_of(context);
   const size_t bytes =
-      table.unit_scratch_bytes(static_cast<int64_t>(call.block_tokens) * call.group, call.pool.head_dim);
+      table.unit_scratch_bytes(static_cast<int64_t>(call.block_tokens) * call.group, call.pool.query_width());
   const auto unit = table.prefill_unit[call.pool.form()];
   context.reserve_scratch(bytes);
   context.pool.run(count, [&](int64_t number, int thread) { unit(call, units[number], context.scratch(thread)); });
@@ -256,8 +256,8 @@ void prefill_attention(int64_t handle, TensorView words, TensorView q, TensorVie
   call.pool = pool_of(data, packed, layer, kv_type_of(q, "q"));
   read_prefill_words(words, call, &queries);
   call.layer = static_cast<int32_t>(layer);
-  call.q_stride = vectors_stride(q, call.pool, call.pool.head_dim, "q");
   call.out_stride = results_stride(out, call.pool);
+  call.q_stride = vectors_stride(q, call.pool, call.pool.head_dim, "q");
   const int64_t heads = q.size(1);
   require(out.size(1) == heads && q.size(0) == queries && out.size(0) == queries,
           "q and out must be [queries, heads, width] of the plan's queries");

@@ -4,8 +4,9 @@
 //
 // The pool is `[blocks, layers, bands, kv_heads, chunk, row]`; a *tile* is the `chunk` rows of one block, layer, band
 // and head. Bands are K and V, or, in latent attention, one whose rows are keys and end with their values; its tiles
-// are always in plain order, since a product over keys and one over values want different ones. A row is the `d` elements of a token, or
-// `d` bytes, int8 or floats of 8 bits (e4m3), and the float32 by which they are multiplied. Where
+// are always in plain order, since a product over keys and one over values want different ones. A row is the `d`
+// elements of a token, or `d` bytes, int8 or floats of 8 bits (e4m3), and the float32 by which they are multiplied (of
+// latents: see quantised_kv.h). Where
 // `PoolView::packable`, a full chunk's tiles are permuted in place once it is sealed, into the form of gemm.h's B,
 // the same at every level:
 //
@@ -51,6 +52,16 @@ struct PoolView {
   int64_t value_start() const { return head_dim - value_dim; }
   bool is_quantised() const { return kept != kKeptPlain; }
   int form() const { return type + kept * kKvTypes; }
+  // Of rows in 8 bits: how many scales stand behind how many numbers.
+  int64_t scales() const { return 3 - bands; }
+  int64_t integers() const { return row_bytes - scales() * 4; }
+  // Integers of a latent's rotary part, two for each number; 0: keys have one scale.
+  int64_t rotary_integers() const { return is_quantised() && bands == 1 ? integers() - value_dim : 0; }
+  // Floats that a query takes in a unit's memory: parts of their own scales begin at multiples of 16.
+  int64_t query_width() const {
+    const int64_t rotary = rotary_integers();
+    return rotary == 0 ? head_dim : (rotary + 15) / 16 * 16 + value_dim;
+  }
 };
 
 // What an `AttentionSpec` does to a score.
@@ -127,7 +138,7 @@ struct WriteCall {
 
 // One per level. Tables by KvType, or by `PoolView::form`.
 struct AttentionTable {
-  size_t (*unit_scratch_bytes)(int64_t vectors, int64_t head_dim);
+  size_t (*unit_scratch_bytes)(int64_t vectors, int64_t query_width);
   void (*decode_unit[kKvForms])(const DecodeCall& call, const DecodeUnit& unit, char* scratch);
   void (*decode_merge[kKvTypes])(const DecodeCall& call, int64_t row);  // the buffer's second pass
   void (*prefill_unit[kKvForms])(const PrefillCall& call, const PrefillUnit& unit, char* scratch);

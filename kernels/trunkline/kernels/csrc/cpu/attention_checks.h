@@ -24,9 +24,10 @@ bool holds_rows_of(const PoolView& pool, const TensorView& tensor);
 // `[n, heads, width]` of the pool's type, heads adjoining; returns the bytes from one to the next of n.
 int64_t vectors_stride(const TensorView& tensor, const PoolView& pool, int64_t width, const char* name);
 
-// The same of results, whose width says what of a key is its value if there is one band.
+// The same of results, whose width says what of a key is its value if there is one band. Before queries are checked:
+// without it, how long a key is in a row of int8 is not known.
 int64_t results_stride(const TensorView& tensor, PoolView& pool);
-// Sets that number; a ValueError for one that the pool cannot have.
+// Sets that number, and what follows from it in int8; a ValueError for one that the pool cannot have.
 void set_value_dim(PoolView& pool, int64_t value_dim);
 
 const AttentionTable& attention_table_of(const CpuContext& context);

@@ -14,12 +14,11 @@
 #pragma once
 
 #include "attention.h"
+#include "attention_memory.h"
 #include "quantised_kv.h"
 
 namespace trunkline::TRUNKLINE_NAMESPACE {
 namespace {
-
-TRUNKLINE_INLINE long round_up(long n, long step) { return (n + step - 1) / step * step; }
 
 TRUNKLINE_INLINE char* tile_of(const PoolView& pool, long block, long layer, long band, long head) {
   return pool.data +
@@ -65,7 +64,8 @@ struct Group {
   int32_t lowest, highest;       // positions
   typename T::B* key_scratch;    // [steps of d][kScoreStride]
   typename T::B* value_scratch;  // [kGroupTokens / kStep][padded width of a value]
-  // KV in 8 bits: of the columns' tokens, for the head that was loaded last; 0 where there is none. [kScoreStride]
+  // KV in 8 bits: of the columns' tokens, for the head that was loaded last; 0 where there is none. Of latents, those
+  // of the rotary part and of the latent. [kScoreStride]
   float *key_scale, *value_scale;
 };
 
@@ -84,6 +84,7 @@ class GroupReader {
         d_(pool.head_dim),
         value_dim_(pool.value_dim),
         value_start_(pool.value_start()),
+        integers_(pool.integers()),
         padded_(round_up(pool.value_dim, 16)),
         aligned_(pool.chunk % kTokenStep == 0) {}
 
@@ -126,12 +127,12 @@ class GroupReader {
       const int start = part.token / kTokenStep * kTokenStep;
       const char* tile = tile_of(pool_, part.block, layer_, 0, head);
       if constexpr (kQuantised) {
-        load_scales(part, tile, group.key_scale);
+        load_scales(part, tile, 0, group.key_scale);
         part.keys = words_of(tile) + start, part.key_stride = pool_.chunk;
         if (!part.packed) {
           B* to = group.key_scratch + part.column;
-          pack_key_rows<typename T::Bytes>(tile + start * pool_.row_bytes, pool_.row_bytes, part.columns, d_, to,
-                                           kScoreStride);
+          pack_key_rows<typename T::Bytes>(tile + start * pool_.row_bytes, pool_.row_bytes, part.columns,
+                                           integers_, to, kScoreStride);
           part.keys = to, part.key_stride = kScoreStride;
         }
       } else if (part.packed) {
@@ -174,13 +175,13 @@ class GroupReader {
     const int token = part.token, stop = part.stop, start = token / kTokenStep * kTokenStep;
     part.value_stride = padded_;
     if constexpr (kQuantised) {
-      load_scales(part, tile, group.value_scale);
+      load_scales(part, tile, pool_.scales() - 1, group.value_scale);
       part.value_column = part.column, part.value_steps = part.columns / T::kStep;
       part.values = words_of(tile) + start / T::kStep * d_;
       if (!packed) {
         B* to = group.value_scratch + part.column / T::kStep * padded_;
-        pack_value_rows<typename T::Bytes>(tile + start * pool_.row_bytes, pool_.row_bytes, part.columns, d_, to,
-                                           padded_);
+        const char* rows = tile + start * pool_.row_bytes + pool_.rotary_integers();
+        pack_value_rows<typename T::Bytes>(rows, pool_.row_bytes, part.columns, value_dim_, to, padded_);
         clear_padding(to, part.value_steps);
         part.values = to;
       }
@@ -225,8 +226,8 @@ class GroupReader {
     return reinterpret_cast<const B*>(tile + pool_.chunk * kScaleBytes);
   }
 
-  // Scales of a part's columns. What was never written may be anything, and is not read.
-  TRUNKLINE_INLINE void load_scales(const Part<T>& part, const char* tile, float* scales) {
+  // The `which`-th scales of a part's columns. What was never written may be anything, and is not read.
+  TRUNKLINE_INLINE void load_scales(const Part<T>& part, const char* tile, long which, float* scales) {
     const int start = part.token / kTokenStep * kTokenStep, lower = part.token - start, upper = part.stop - start;
     float* to = scales + part.column;
     for (int c = 0; c < part.columns; ++c) to[c] = 0.0f;
@@ -234,7 +235,7 @@ class GroupReader {
       std::memcpy(to + lower, tile + (start + lower) * kScaleBytes,
                   static_cast<size_t>(upper - lower) * kScaleBytes);
     } else {
-      for (int c = lower; c < upper; ++c) to[c] = scale_of(tile + (start + c) * pool_.row_bytes, d_);
+      for (int c = lower; c < upper; ++c) to[c] = scale_of(tile + (start + c) * pool_.row_bytes, integers_, which);
     }
     if constexpr (T::Bytes::kUnit != 1.0f) {
       for (int c = 0; c < part.columns; ++c) to[c] *= T::Bytes::kUnit;
@@ -242,8 +243,8 @@ class GroupReader {
   }
 
   TRUNKLINE_INLINE void clear_padding(uint32_t* rows, int steps) {
-    for (int step = 0; padded_ != d_ && step < steps; ++step) {
-      for (long j = d_; j < padded_; ++j) rows[step * padded_ + j] = T::Bytes::kZero;
+    for (int step = 0; padded_ != value_dim_ && step < steps; ++step) {
+      for (long j = value_dim_; j < padded_; ++j) rows[step * padded_ + j] = T::Bytes::kZero;
     }
   }
 
@@ -285,19 +286,20 @@ class GroupReader {
   void append_bytes(int block, long head, int token, int stop, int position, Group<T>& group) {
     using Bytes = typename T::Bytes;
     const char* keys = tile_of(pool_, block, layer_, 0, head) + token * pool_.row_bytes;
-    const char* values = tile_of(pool_, block, layer_, 1, head) + token * pool_.row_bytes;
+    const char* values = tile_of(pool_, block, layer_, pool_.bands - 1, head) + token * pool_.row_bytes;
+    const long last = pool_.scales() - 1;
     const int columns = stop - token;
     for (int i = 0; i < columns; ++i, keys += pool_.row_bytes, values += pool_.row_bytes) {
       const int column = group.columns + i;
-      pack_key_rows<Bytes>(keys, pool_.row_bytes, 1, d_, group.key_scratch + column, kScoreStride);
-      group.key_scale[column] = scale_of(keys, d_) * Bytes::kUnit;
-      group.value_scale[column] = scale_of(values, d_) * Bytes::kUnit;
+      pack_key_rows<Bytes>(keys, pool_.row_bytes, 1, integers_, group.key_scratch + column, kScoreStride);
+      group.key_scale[column] = scale_of(keys, integers_, 0) * Bytes::kUnit;
+      group.value_scale[column] = scale_of(values, integers_, last) * Bytes::kUnit;
       uint32_t* row = group.value_scratch + column / T::kStep * padded_;
-      const auto* value = reinterpret_cast<const uint8_t*>(values);
+      const auto* value = reinterpret_cast<const uint8_t*>(values + pool_.rotary_integers());
       const int shift = Bytes::place(column % T::kStep);
       for (long j = 0; j < padded_; ++j) {
         const uint32_t known = shift == 0 ? Bytes::kZero : row[j];
-        row[j] = j < d_ ? known ^ (uint32_t{value[j]} << shift) : known;
+        row[j] = j < value_dim_ ? known ^ (uint32_t{value[j]} << shift) : known;
       }
     }
     note_columns(group, columns, 0, columns, position);
@@ -347,7 +349,8 @@ class GroupReader {
   const PoolView& pool_;
   const int tokens_;
   const long layer_, d_, value_dim_, value_start_;
-  const long padded_;  // width of a value
+  const long integers_;  // of a row in int8
+  const long padded_;    // width of a value
   const bool aligned_;
 };
 

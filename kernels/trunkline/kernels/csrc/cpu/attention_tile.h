@@ -16,66 +16,12 @@
 
 #include "attention.h"
 #include "attention_group.h"
+#include "attention_memory.h"
 
 namespace trunkline::TRUNKLINE_NAMESPACE {
 namespace {
 
 constexpr float kPeakSlack = 8.0f;
-
-// The memory of a unit: query vectors, their states, one group of keys. All pointers are 64-byte aligned.
-struct UnitMemory {
-  const void** query_rows;      // [vectors] of T::A
-  const void** weight_rows;     // [kRowBlock] of T::A
-  float* acc;                   // [vectors, padded width of a value]
-  float* total;                 // [vectors, kTotalLanes]
-  float* peak;                  // [vectors]
-  float* slope;                 // [vectors], times log2(e)
-  float* position;              // [vectors]: of the query, minus the lowest query's
-  float* reach;                 // [vectors]: positions before the query that it sees, where there is a span
-  float* queries;               // [vectors, padded d]: where T::A is not what memory holds; turned ones
-  float* scores;                // [kRowBlock, kScoreStride]
-  float *valid, *key_position;  // [kScoreStride]
-  float *key_scale,
-      *value_scale;  // [kScoreStride]: KV in 8 bits only, as all that follows but for keys and values
-  SplitRow* splits;  // [vectors]
-  float* sums;       // [2 * kSplitRows, the longer of kScoreStride and padded d]
-  int8_t* bytes;     // [2 * kSplitRows, kScoreStride], or a query's two rows
-  char* keys;        // scratch of a Group
-  char* values;
-};
-
-TRUNKLINE_INLINE char* carve(char*& at, size_t bytes) {
-  char* start = at;
-  at += (bytes + 63) / 64 * 64;
-  return start;
-}
-
-// Lays the memory out from `base`; returns its end.
-inline char* lay_out(UnitMemory& memory, char* base, long vectors, long head_dim) {
-  const size_t n = static_cast<size_t>(vectors), padded = static_cast<size_t>(round_up(head_dim, 16));
-  char* at = base;
-  memory.query_rows = reinterpret_cast<const void**>(carve(at, n * sizeof(void*)));
-  memory.weight_rows = reinterpret_cast<const void**>(carve(at, kRowBlock * sizeof(void*)));
-  memory.acc = reinterpret_cast<float*>(carve(at, n * padded * 4));
-  memory.total = reinterpret_cast<float*>(carve(at, n * kTotalLanes * 4));
-  memory.peak = reinterpret_cast<float*>(carve(at, n * 4));
-  memory.slope = reinterpret_cast<float*>(carve(at, n * 4));
-  memory.position = reinterpret_cast<float*>(carve(at, n * 4));
-  memory.reach = reinterpret_cast<float*>(carve(at, n * 4));
-  memory.queries = reinterpret_cast<float*>(carve(at, n * padded * 4));
-  memory.scores = reinterpret_cast<float*>(carve(at, kRowBlock * kScoreStride * 4));
-  memory.valid = reinterpret_cast<float*>(carve(at, kScoreStride * 4));
-  memory.key_position = reinterpret_cast<float*>(carve(at, kScoreStride * 4));
-  memory.key_scale = reinterpret_cast<float*>(carve(at, kScoreStride * 4));
-  memory.value_scale = reinterpret_cast<float*>(carve(at, kScoreStride * 4));
-  memory.splits = reinterpret_cast<SplitRow*>(carve(at, n * sizeof(SplitRow)));
-  const size_t widest = padded > kScoreStride ? padded : kScoreStride;
-  memory.sums = reinterpret_cast<float*>(carve(at, 2 * kSplitRows * widest * 4));
-  memory.bytes = reinterpret_cast<int8_t*>(carve(at, 2 * kSplitRows * widest));
-  memory.keys = carve(at, padded * kScoreStride * 4);
-  memory.values = carve(at, kScoreStride * padded * 4);
-  return at;
-}
 
 // What is done to the scores of a group beyond scaling.
 struct Adjustment {
@@ -118,12 +64,13 @@ class AttentionUnit {
         pool_(pool),
         rule_(rule),
         d_(static_cast<int>(pool.head_dim)),
-        padded_(static_cast<int>(round_up(pool.head_dim, 16))),
+        padded_(static_cast<int>(round_up(pool.query_width(), 16))),
+        rotary_(static_cast<int>(pool.rotary_integers())),
         values_(static_cast<int>(round_up(pool.value_dim, 16))),
         head_(head),
         heads_(heads),
         vectors_(vectors) {
-    lay_out(memory_, scratch, heads * vectors, d_);
+    lay_out(memory_, scratch, heads * vectors, pool.query_width());
     group_.valid = memory_.valid, group_.position = memory_.key_position;
     group_.key_scale = memory_.key_scale, group_.value_scale = memory_.value_scale;
     group_.key_scratch = reinterpret_cast<B*>(memory_.keys);
@@ -154,11 +101,15 @@ class AttentionUnit {
     } else {
       float* row = memory_.queries + i * padded_;
       const Storage* from = reinterpret_cast<const Storage*>(q);
-      int j = 0;
-      for (; j + kLanes <= d_; j += kLanes) store(row + j, T::load_floats(from + j));
-      for (; j < d_; ++j) row[j] = T::to_float(from[j]);
+      const int own = rotary_ / 2, start = latent_start();
       if constexpr (kQuantised) {
-        for (; j < padded_; ++j) row[j] = 0.0f;
+        for (int j = 0; j < own; ++j) row[own + j] = T::to_float(from[j]), row[j] = 256.0f * row[own + j];
+        for (int j = rotary_; j < start; ++j) row[j] = 0.0f;
+      }
+      const int rest = d_ - own;
+      widen(from + own, rest, row + start);
+      if constexpr (kQuantised) {
+        for (int j = start + rest; j < padded_; ++j) row[j] = 0.0f;
       }
       if constexpr (kBytes) this->split_query(i, row);
       memory_.query_rows[i] = row;
@@ -210,6 +161,15 @@ class AttentionUnit {
   }
 
  private:
+  // Where the latent's part of a query stands in its row; 0: there are no two parts.
+  TRUNKLINE_INLINE int latent_start() const { return static_cast<int>(round_up(rotary_, 16)); }
+
+  TRUNKLINE_INLINE static void widen(const Storage* from, int n, float* to) {
+    int j = 0;
+    for (; j + kLanes <= n; j += kLanes) store(to + j, T::load_floats(from + j));
+    for (; j < n; ++j) to[j] = T::to_float(from[j]);
+  }
+
   TRUNKLINE_INLINE Adjustment adjustment(bool causal, int32_t query_lowest, int32_t query_highest) const {
     Adjustment how{};
     how.bias = rule_.slopes != nullptr;
@@ -255,6 +215,9 @@ class AttentionUnit {
   // Scores of query vectors [first, first + rows) go to the rows of `scores` from `to` on.
   TRUNKLINE_INLINE void score(int h, int first, int rows, int to, const Cursor* next) {
     if constexpr (kBytes) return this->score_bytes(h, first, rows, to, next);
+    if constexpr (kQuantised) {
+      if (rotary_ != 0) return score_parts(first, rows, to);
+    }
     const A* const* queries = reinterpret_cast<const A* const*>(memory_.query_rows) + first;
     for (int p = 0; p < group_.size; ++p) {
       const Part<T>& part = group_.parts[p];
@@ -263,6 +226,32 @@ class AttentionUnit {
     }
     if constexpr (kQuantised) {
       for (int i = 0; i < rows; ++i) scale_columns(memory_.scores + (to + i) * kScoreStride, memory_.key_scale);
+    }
+  }
+
+  // Of latents in int8: the sum over the rotary part and that over the latent, each times its own scale.
+  void score_parts(int first, int rows, int to) {
+    const A* starts[2 * kSplitRows];
+    const long words = rotary_ / T::kStep, rest = (pool_.value_dim + T::kStep - 1) / T::kStep;
+    for (int start = 0; start < rows; start += 2 * kSplitRows) {
+      const int count = rows - start < 2 * kSplitRows ? rows - start : 2 * kSplitRows;
+      float* scores = memory_.scores + (to + start) * kScoreStride;
+      for (int p = 0; p < group_.size; ++p) {
+        const Part<T>& part = group_.parts[p];
+        for (int i = 0; i < count; ++i) starts[i] = static_cast<const A*>(memory_.query_rows[first + start + i]);
+        gemm<T>(count, part.columns, static_cast<int>(words), starts, part.keys, part.key_stride,
+                memory_.sums + part.column, kScoreStride, false, 0);
+        for (int i = 0; i < count; ++i) starts[i] += latent_start();
+        gemm<T>(count, part.columns, static_cast<int>(rest), starts, part.keys + words * part.key_stride,
+                part.key_stride, scores + part.column, kScoreStride, false, 0);
+      }
+      for (int i = 0; i < count; ++i, scores += kScoreStride) {
+        const float* sums = memory_.sums + i * kScoreStride;
+        for (int c = 0; c < group_.columns; c += kLanes) {
+          const Vec latent = mul(load(scores + c), load(memory_.value_scale + c));
+          store(scores + c, fma(load(sums + c), load(memory_.key_scale + c), latent));
+        }
+      }
     }
   }
 
@@ -307,36 +296,54 @@ class AttentionUnit {
   }
 
 #if TRUNKLINE_LEVEL >= 3
-  // A query becomes two rows of bytes, which take the place of its floats.
+  // Each part of a query becomes two rows of bytes, which take the place of its floats.
   void split_query(int i, float* row) {
-    int8_t* high = memory_.bytes;
-    int8_t* low = high + padded_;
-    memory_.splits[i] = split_row(row, nullptr, padded_, high, low);
-    std::memcpy(row, high, static_cast<size_t>(2 * padded_));
+    const int start = latent_start();
+    if (start != 0) memory_.splits[2 * i + 1] = split_part(row, start);
+    memory_.splits[2 * i] = split_part(row + start, padded_ - start);
   }
 
-  // As `score` and `accumulate`, in integers, some rows at a time.
+  SplitRow split_part(float* row, int n) {
+    int8_t* high = memory_.bytes;
+    const SplitRow split = split_row(row, nullptr, n, high, high + n);
+    std::memcpy(row, high, static_cast<size_t>(2 * n));
+    return split;
+  }
+
+  // As `score` and `accumulate`, in integers, some rows at a time. A latent's rotary part comes first.
   void score_bytes(int h, int first, int rows, int to, const Cursor* next) {
+    if (rotary_ == 0) return score_bytes_of(h, first, rows, to, next, 0, (d_ + T::kStep - 1) / T::kStep);
+    const int words = rotary_ / T::kStep, rest = static_cast<int>((pool_.value_dim + T::kStep - 1) / T::kStep);
+    score_bytes_of(h, first, rows, to, next, 0, words);
+    score_bytes_of(h, first, rows, to, next, words, rest);
+  }
+
+  // Of `steps` words of keys from word `word` on; behind a rotary part they are added to its scores.
+  void score_bytes_of(int h, int first, int rows, int to, const Cursor* next, int word, int steps) {
     const A* both[2 * kSplitRows];
+    const int query = word == 0 ? 0 : latent_start(), is_rotary = rotary_ != 0 && word == 0 ? 1 : 0;
+    const int width = is_rotary != 0 ? latent_start() : padded_ - query;
+    const float* key_scale = word == 0 ? memory_.key_scale : memory_.value_scale;
     for (int start = 0; start < rows; start += kSplitRows) {
       const int count = rows - start < kSplitRows ? rows - start : kSplitRows;
       for (int i = 0; i < count; ++i) {
-        both[2 * i] = static_cast<const A*>(memory_.query_rows[first + start + i]);
-        both[2 * i + 1] = both[2 * i] + padded_ / T::kStep;
+        both[2 * i] = static_cast<const A*>(memory_.query_rows[first + start + i]) + query;
+        both[2 * i + 1] = both[2 * i] + width / T::kStep;
       }
       for (int p = 0; p < group_.size; ++p) {
         const Part<T>& part = group_.parts[p];
-        gemm<T>(2 * count, part.columns, (d_ + T::kStep - 1) / T::kStep, both, part.keys, part.key_stride,
+        gemm<T>(2 * count, part.columns, steps, both, part.keys + word * part.key_stride, part.key_stride,
                 memory_.sums + part.column, kScoreStride, false, start == 0 ? ahead_of(p, h, false, next) : 0);
       }
       for (int i = 0; i < count; ++i) {
-        const SplitRow& split = memory_.splits[first + start + i];
+        const SplitRow& split = memory_.splits[2 * (first + start + i) + is_rotary];
         const float* high = memory_.sums + 2 * i * kScoreStride;
         float* scores = memory_.scores + (to + start + i) * kScoreStride;
         const Vec unit = set1(split.unit);
         for (int c = 0; c < group_.columns; c += kLanes) {
           const Vec joined = joined_lanes(high + c, high + kScoreStride + c, split.offset, unit);
-          store(scores + c, mul(joined, load(memory_.key_scale + c)));
+          const Vec score = mul(joined, load(key_scale + c));
+          store(scores + c, word == 0 ? score : add(load(scores + c), score));
         }
       }
     }
@@ -357,15 +364,15 @@ class AttentionUnit {
         for (int i = 0; i < 2 * count; ++i) {
           both[i] = reinterpret_cast<const A*>(memory_.bytes + i * kScoreStride + part.value_column);
         }
-        gemm<T>(2 * count, padded_, part.value_steps, both, part.values, padded_, memory_.sums, padded_, p > 0,
+        gemm<T>(2 * count, values_, part.value_steps, both, part.values, values_, memory_.sums, values_, p > 0,
                 start == 0 ? ahead_of(p, h, true, next) : 0);
       }
       for (int i = 0; i < count; ++i) {
-        const float* high = memory_.sums + 2 * i * padded_;
-        float* acc = memory_.acc + (first + start + i) * padded_;
+        const float* high = memory_.sums + 2 * i * values_;
+        float* acc = memory_.acc + (first + start + i) * values_;
         const Vec unit = set1(splits[i].unit);
-        for (int j = 0; j < padded_; j += kLanes) {
-          const Vec joined = joined_lanes(high + j, high + padded_ + j, splits[i].offset, unit);
+        for (int j = 0; j < values_; j += kLanes) {
+          const Vec joined = joined_lanes(high + j, high + values_ + j, splits[i].offset, unit);
           store(acc + j, add(load(acc + j), joined));
         }
       }
@@ -436,8 +443,9 @@ class AttentionUnit {
   GroupReader<T> reader_;
   const PoolView& pool_;
   const ScoreRule& rule_;
-  const int d_, padded_;
-  const int values_;  // padded width of a value: that of keys if they are not the end of those
+  const int d_, padded_;  // of a query, as it is and in memory
+  const int rotary_;      // integers of a latent's rotary part, 0: there is none
+  const int values_;      // padded width of a value: that of keys if they are not the end of those
   const long head_;
   const int heads_, vectors_;  // per head
   UnitMemory memory_;

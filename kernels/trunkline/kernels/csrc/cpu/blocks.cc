@@ -154,9 +154,13 @@ void set_norm(WriteCall& call, const TensorView& q_weight, const TensorView& k_w
 }
 
 void write_kv(int64_t handle, TensorView slots, TensorView qkv, TensorView cos, TensorView sin, TensorView data,
-              TensorView packed, int64_t layer, TensorView q_weight, TensorView k_weight, double eps) {
+              TensorView packed, int64_t layer, int64_t latent, TensorView q_weight, TensorView k_weight,
+              double eps) {
   const ContextUse use(handle);
-  const PoolView pool = pool_of(data, packed, layer, kv_type_of(qkv, "qkv"));
+  PoolView pool = pool_of(data, packed, layer, kv_type_of(qkv, "qkv"));
+  if (latent != 0) set_value_dim(pool, latent);
+  require(latent != 0 || !pool.is_quantised() || pool.bands == 2,
+          "rows of latents in int8 need the latent's size");
   WriteCall call{};
   call.pool = pool;
   call.layer = static_cast<int32_t>(layer);

@@ -25,9 +25,10 @@ Program& program_of(int64_t handle) { return *reinterpret_cast<Program*>(handle)
 
 // `words` int64 [ops, 10], `reals` float64 [ops, 2], `buffers` int64 [n, 3]: rows, width, type. `flags`: 1 decode
 // merges by way of a buffer, 2 it is batch-invariant; from 4 on, 4 times the type that a pool of 8 bits is computed in.
+// `latent`: numbers of a latent, if there are any.
 int64_t program_new(int64_t context, TensorView words, TensorView reals, TensorView buffers,
                     ffi::Array<ffi::Tensor> constants, int64_t ropes, TensorView data, TensorView packed,
-                    int64_t group, int64_t flags) {
+                    int64_t group, int64_t flags, int64_t latent) {
   require(words.ndim() == 2 && words.size(1) == kOpWords && has_dtype(reals, kDLFloat, 64) &&
               reals.IsContiguous() && reals.numel() == words.size(0) * kOpReals && buffers.ndim() == 2 &&
               buffers.size(1) == kBufferWords,
@@ -37,6 +38,8 @@ int64_t program_new(int64_t context, TensorView words, TensorView reals, TensorV
   program->kept = constants;
   require(flags >= 0 && flags >> 2 < kKvTypes, "there is no such type");
   program->pool = pool_of(data, packed, 0, static_cast<KvType>(flags >> 2));
+  require(latent >= 0, "a latent has a size");
+  if (latent > 0) set_value_dim(program->pool, latent);
   program->group = group;
   program->buffered = (flags & 1) != 0, program->invariant = (flags & 2) != 0;
   program->ropes = ropes;

@@ -185,6 +185,7 @@ void read_attention(const OpReader& reader, ProgramOp& op, const PoolView& pool,
           "attention's output does not fit");
   PoolView read = pool;
   set_value_dim(read, out.width / op.heads);
+  require(read.head_dim == pool.head_dim, "attention's output is not as wide as the latents are");
   require(op.rope >= -1 && op.rope < ropes && op.window >= 0 && op.window <= INT32_MAX && op.factor > 0.0 &&
               op.cap >= 0.0 && op.span >= 0 && op.span <= INT32_MAX,
           "attention has no such rope, window, span, scale or cap");

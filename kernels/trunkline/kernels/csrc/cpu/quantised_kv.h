@@ -15,6 +15,10 @@
 //      a ≈ unit * (256 high + low)       sum a * x = unit * (256 sum high * (x + 128) + sum low * (x + 128)
 //                                                            - 128 * sum of the 16-bit integers)
 //
+// A row of a latent is its rotary part's high bytes, their low bytes, the latent's bytes, and two scales, the rotary
+// part's first; int8 only. The rotary part is rounded to 16 bits, `256 high + low` times its scale, and multiplied as
+// two bytes, too: by a query that stands there twice, once times 256. So all of a row are bytes, in two sums.
+//
 // Every sum of integers is exact modulo 2^32, and the total lies within it for up to 512 terms. No byte becomes NaN
 // (the two that stand for it among floats of 8 bits, which are never written, are read as +-480): what slots hold
 // that were never written costs nothing as long as their scale is not read.
@@ -181,9 +185,10 @@ constexpr bool kMultipliesBytes<Int8Kv<BFloat16>> = true;
 
 // --- layouts
 
-TRUNKLINE_INLINE float scale_of(const char* row, long d) {
+// The `which`-th scale behind a row's `d` integers.
+TRUNKLINE_INLINE float scale_of(const char* row, long d, long which) {
   float scale;
-  std::memcpy(&scale, row + d, kScaleBytes);
+  std::memcpy(&scale, row + d + which * kScaleBytes, kScaleBytes);
   return scale;
 }
 
@@ -275,9 +280,9 @@ inline void unpack_byte_tile(const char* tile, bool is_value, long chunk, long d
 
 // --- rounding
 
-// One head's key or value to a row: the largest magnitude becomes that of a byte. NaN and infinity make the scale NaN.
+// The scale that makes the largest of `d` magnitudes `most`; NaN where there is NaN or infinity.
 template <class T>
-inline void store_byte_row(const typename T::Storage* x, long d, char* row) {
+float largest_scale(const typename T::Storage* x, long d, float most) {
   Vec top = zero(), poison = zero();
   long i = 0;
   for (; i + kLanes <= d; i += kLanes) {
@@ -286,26 +291,57 @@ inline void store_byte_row(const typename T::Storage* x, long d, char* row) {
     poison = fma(v, zero(), poison);
   }
   float largest = reduce_max(top), wrong = reduce_add(poison);
-  for (long j = i; j < d; ++j) {
-    const float v = T::to_float(x[j]);
+  for (; i < d; ++i) {
+    const float v = T::to_float(x[i]);
     largest = v > largest ? v : -v > largest ? -v : largest;
     wrong += v * 0.0f;
   }
   constexpr float kTiny = 0x1p-126f;
-  float scale = largest / T::Bytes::kLargest + wrong;
-  if (scale < kTiny) scale = kTiny;
+  const float scale = largest / most + wrong;
+  return scale < kTiny ? kTiny : scale;
+}
+
+// `d` numbers over a scale to as many bytes; zeros if the scale is NaN.
+template <class T>
+inline void round_bytes(const typename T::Storage* x, long d, float scale, char* row) {
   auto* to = reinterpret_cast<int8_t*>(row);
-  if (scale == scale) {
-    for (i = 0; i + kLanes <= d; i += kLanes) T::Bytes::round(div(T::load_floats(x + i), set1(scale)), to + i);
-    for (; i < d; ++i) {
-      int8_t same[kLanes];
-      T::Bytes::round(set1(T::to_float(x[i]) / scale), same);
-      to[i] = same[0];
-    }
-  } else {
+  if (scale != scale) {
     std::memset(row, 0, static_cast<size_t>(d));
+    return;
   }
+  long i = 0;
+  for (; i + kLanes <= d; i += kLanes) T::Bytes::round(div(T::load_floats(x + i), set1(scale)), to + i);
+  for (; i < d; ++i) {
+    int8_t same[kLanes];
+    T::Bytes::round(set1(T::to_float(x[i]) / scale), same);
+    to[i] = same[0];
+  }
+}
+
+// One head's key or value to a row: the largest magnitude becomes that of a byte. NaN and infinity make the scale NaN.
+template <class T>
+inline void store_byte_row(const typename T::Storage* x, long d, char* row) {
+  const float scale = largest_scale<T>(x, d, T::Bytes::kLargest);
+  round_bytes<T>(x, d, scale, row);
   std::memcpy(row + d, &scale, kScaleBytes);
+}
+
+constexpr float kInt16Largest = 32512.0f;  // 127 * 256, so that both bytes have a sign
+
+// A rotary part and a latent to a row.
+template <class T>
+inline void store_latent_row(const typename T::Storage* x, long rotary, long latent, char* row) {
+  const float most = T::Bytes::kLargest;
+  const float scales[2] = {largest_scale<T>(x, rotary, kInt16Largest), largest_scale<T>(x + rotary, latent, most)};
+  for (long i = 0; i < rotary; ++i) {
+    float whole[kLanes];
+    store(whole, round_to_integer(set1(T::to_float(x[i]) / scales[0])));
+    const int number = scales[0] == scales[0] ? static_cast<int>(whole[0]) : 0, high = (number + 128) >> 8;
+    row[i] = static_cast<char>(high), row[rotary + i] = static_cast<char>(number - 256 * high);
+  }
+  char* to = row + 2 * rotary;
+  round_bytes<T>(x + rotary, latent, scales[1], to);
+  std::memcpy(to + latent, scales, sizeof(scales));
 }
 
 constexpr int kSplitRows = kMaxRows;  // vectors that are multiplied as bytes at a time
@@ -317,8 +353,6 @@ struct SplitRow {
 };
 
 #if TRUNKLINE_LEVEL >= 3
-constexpr float kInt16Largest = 32512.0f;  // 127 * 256, so that both bytes have a sign
-
 // `n` floats, a multiple of 16 of them, times `factors` (null: 1) to 16-bit integers and these to two rows of bytes.
 TRUNKLINE_INLINE SplitRow split_row(const float* x, const float* factors, int n, int8_t* high, int8_t* low) {
   Vec top = zero(), poison = zero();

@@ -252,7 +252,7 @@ void prefill_unit(const PrefillCall& call, const PrefillUnit& chosen, char* scra
   }
   unit.reset();
   UnitMemory after;
-  char* turned = lay_out(after, scratch, vectors, call.pool.head_dim);
+  char* turned = lay_out(after, scratch, vectors, call.pool.query_width());
   PrefillBlock<T> block{call, unit, chosen, turned};
   int item = call.item_indptr[chosen.entry];
   const int end = call.item_indptr[chosen.entry + 1];
@@ -278,10 +278,10 @@ void prefill_unit(const PrefillCall& call, const PrefillUnit& chosen, char* scra
   }
 }
 
-size_t unit_scratch_bytes(int64_t vectors, int64_t head_dim) {
+size_t unit_scratch_bytes(int64_t vectors, int64_t query_width) {
   UnitMemory memory;
-  const char* end = lay_out(memory, nullptr, vectors, head_dim);
-  const size_t turned = static_cast<size_t>(vectors) * static_cast<size_t>(head_dim) * 4;
+  const char* end = lay_out(memory, nullptr, vectors, query_width);
+  const size_t turned = static_cast<size_t>(vectors) * static_cast<size_t>(query_width) * 4;
   return reinterpret_cast<size_t>(end) + turned + 64;
 }
 

@@ -92,7 +92,11 @@ void write_token(const WriteCall& call, int64_t token, char* scratch) {
   char* to = pool.data + (block * pool.layers + call.layer) * tiles * pool.tile_bytes + offset * pool.row_bytes;
   for (int64_t i = 0; i < tiles; ++i) {  // keys of all heads, then values of all heads
     if constexpr (kIsQuantisedKv<T>) {
-      store_byte_row<T>(keys + i * d, d, to + i * pool.tile_bytes);
+      if (const long two = pool.rotary_integers(); two != 0) {
+        store_latent_row<T>(keys, two / 2, pool.value_dim, to);
+      } else {
+        store_byte_row<T>(keys + i * d, d, to + i * pool.tile_bytes);
+      }
     } else {
       std::memcpy(to + i * pool.tile_bytes, keys + i * d, static_cast<size_t>(d) * sizeof(Storage));
     }
