@@ -367,7 +367,8 @@ def test_the_library_refuses_damaged_programs(name: str, seed: int, models: Mode
             table[row, column] = int(wrong)
         arguments = (runner.kernels.context.handle, table, words.reals, sizes, words.constants)  # type: ignore[attr-defined]
         try:
-            made = module.program_new(*arguments, len(words.ropes), runner.pool.data, runner.pool.packed, 0, 0)
+            pool = (runner.pool.data, runner.pool.packed)
+            made = module.program_new(*arguments, len(words.ropes), *pool, 0, 0, runner.pool.format.latent)
         except ValueError:
             refused += 1
         else:
