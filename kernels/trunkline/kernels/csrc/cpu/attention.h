@@ -28,7 +28,7 @@ namespace trunkline {
 enum KvType : int { kKvFloat32 = 0, kKvFloat16 = 1, kKvBFloat16 = 2, kKvTypes = 3 };
 // In what a pool keeps numbers of a type: as they are, or in 8 bits with a scale for each row.
 enum KvKept : int { kKeptPlain = 0, kKeptInt8 = 1, kKeptFloat8 = 2, kKvKept = 3 };
-constexpr int kKvForms = kKvKept * kKvTypes;
+constexpr int kKvForms = static_cast<int>(kKvKept) * static_cast<int>(kKvTypes);
 
 constexpr int kTokenStep = 16;  // packed tiles are read in so many tokens, at every level
 // Keys between two updates of a row's softmax state. Many query vectors: the fewer updates the better. Few: a
@@ -51,7 +51,7 @@ struct PoolView {
 
   int64_t value_start() const { return head_dim - value_dim; }
   bool is_quantised() const { return kept != kKeptPlain; }
-  int form() const { return type + kept * kKvTypes; }
+  int form() const { return type + static_cast<int>(kept) * static_cast<int>(kKvTypes); }
   // Of rows in 8 bits: how many scales stand behind how many numbers.
   int64_t scales() const { return 3 - bands; }
   int64_t integers() const { return row_bytes - scales() * 4; }
