@@ -26,8 +26,9 @@ from trunkline.controller.engine.integrity import check_integrity, check_kv_cach
 from trunkline.controller.engine_config import ConfigError, EngineConfig
 from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import Sequence
-from trunkline.kvstore.chunks import BlockId
+from trunkline.kvstore.chunks import BlockId, unpack_int32
 from trunkline.kvstore.window_share import LoadedLayers
+from trunkline.worker.messages import StepPlan
 
 CHUNK = 4
 SMALL = EngineConfig(
@@ -212,6 +213,33 @@ def test_a_text_comes_back_from_host_memory() -> None:
     assert 2 <= loads.count(LoadedLayers.ALL) <= 4, "a query at 211 sees chunks 50 to 52"
     assert loads.count(LoadedLayers.PLAIN) > 30
     check_integrity(simulation.engine.scheduler)
+
+
+def test_two_prompts_of_one_plan_load_a_chunk_once() -> None:
+    """The longer one has it behind its window, the other one within: it is loaded as a whole then."""
+    config = replace(
+        SMALL, num_blocks=120, whole_blocks=36, max_context=400, token_budget=64, host_slots=300, preemption="swap"
+    )
+    simulation = Simulation(config)
+    first = simulation.ask(tokens_of(0, 200), 12)
+    for start in range(1, 5):  # others, until nothing of it is left on the device
+        simulation.ask(tokens_of(start, 200), 12)
+    loads: list[list[int]] = []
+    layers: list[bytes] = []
+
+    def observe(plan: StepPlan) -> None:
+        loads.append([int(block) for block in unpack_int32(plan.loads, 3)[:, 0]])
+        layers.append(plan.load_layers)
+
+    simulation.workers.observer = observe
+    longer = simulation.submit([*first.prompt, *first.output, 1, 2], 8)
+    shorter = simulation.submit([*first.prompt[:148], 5, 6, 7], 8)
+    simulation.finish()
+    assert simulation.streams[longer].cached_tokens == 211
+    assert simulation.streams[shorter].cached_tokens == 148
+    step = max(range(len(loads)), key=lambda index: len(loads[index]))
+    assert len(set(loads[step])) == len(loads[step]) > 50, "both are loaded with one plan"
+    assert layers[step].count(LoadedLayers.ALL) > 4, "the windows of both"
 
 
 def test_a_release_that_reads_nothing_leaves_chunks_to_be_found() -> None:
