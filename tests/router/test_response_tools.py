@@ -200,8 +200,13 @@ def test_items_of_other_servers(http: httpx.Client, fake: FakeController, tokeni
     assert {item["type"] for item in items} >= {"web_search_call", "something_new", "compaction"}
 
 
+@pytest.mark.parametrize("seconds_per_token", [0.0, 0.005])
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities(client: openai.OpenAI, http: httpx.Client, stream: bool) -> None:
+def test_log_probabilities(
+    client: openai.OpenAI, http: httpx.Client, fake: FakeController, stream: bool, seconds_per_token: float
+) -> None:
+    """Also of the token that ends the answer, which has no text, and comes with the last of it or alone."""
+    fake.behaviour.seconds_per_token = seconds_per_token
     body: dict[str, Any] = {"input": "Hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
     answer = http.post("/v1/responses", json=body | {"stream": stream})
     events = named_events(answer) if stream else []

@@ -166,7 +166,7 @@ class AnswerBlocks:
         changes = self._scored(list(self.blocks.feed(self._pieces(delta.text, delta.finish))), delta.logprobs)
         if delta.finish is not None:
             self.finish, self.stop = delta.finish, delta.stop
-            changes += self.blocks.finish(at_least_one=self._at_least_one)
+            changes += self._with_the_rest(list(self.blocks.finish(at_least_one=self._at_least_one)))
         return changes
 
     def _scored(self, changes: list[BlockChange], logprobs: list[TokenLogprob]) -> list[BlockChange]:
@@ -181,6 +181,15 @@ class AnswerBlocks:
             changes[place].block.logprobs += self._unplaced
         self._unplaced = []
         return changes
+
+    def _with_the_rest(self, closing: list[BlockChange]) -> list[BlockChange]:
+        """Return the last changes of an answer with the log-probabilities that came without text: those of the
+        token that ends it, if the text before had come already."""
+        if self._unplaced and closing and closing[-1].block.is_text:
+            block = closing[-1].block
+            block.logprobs += self._unplaced
+            closing.insert(-1, BlockChange("grow", block, logprobs=self._unplaced))
+        return closing
 
     @property
     def thought(self) -> str:
