@@ -43,6 +43,12 @@ struct Int8Bytes {
   static constexpr int place(int j) { return 8 * j; }  // of the j-th byte, in bits
   // Four bytes in order to a word, and back.
   TRUNKLINE_INLINE static uint32_t word(uint32_t bytes) { return bytes ^ kZero; }
+  // The first bytes of some words to floats, the second ones, and so on.
+  TRUNKLINE_INLINE static void floats(const uint32_t* words, Vec (&to)[4]) {
+    const Bits quads = load_bits(words);
+    to[0] = byte_lanes<0>(quads), to[1] = byte_lanes<1>(quads);
+    to[2] = byte_lanes<2>(quads), to[3] = byte_lanes<3>(quads);
+  }
   TRUNKLINE_INLINE static void round(Vec x, int8_t* to) {
     float whole[kLanes];
     store(whole, round_to_integer(x));
@@ -59,6 +65,11 @@ struct Float8Bytes {
   static constexpr int place(int j) { return j == 1 ? 16 : j == 2 ? 8 : 8 * j; }
   TRUNKLINE_INLINE static uint32_t word(uint32_t bytes) {
     return (bytes & 0xff0000ffu) | ((bytes & 0xff00u) << 8) | ((bytes >> 8) & 0xff00u);
+  }
+  TRUNKLINE_INLINE static void floats(const uint32_t* words, Vec (&to)[4]) {
+    const Bits quads = load_words(words);
+    to[0] = floats_of_float8(shift_left(quads, 24)), to[1] = floats_of_float8(shift_left(quads, 8));
+    to[2] = floats_of_float8(shift_left(quads, 16)), to[3] = floats_of_float8(quads);
   }
   // Magnitudes up to 448 to the nearest, ties to even. A power of two that is 2^20 times that of x leaves three bits
   // of x's fraction when it is added; below the normal numbers steps are all 2^-9.
@@ -80,10 +91,10 @@ struct Float8Bytes {
   }
 };
 
-// Queries and results of type T, keys and values int8.
-template <class T>
-struct Int8Kv : T {
-  using Bytes = Int8Bytes;
+// Queries and results of type T, keys and values in 8 bits.
+template <class T, class BytesOfKv>
+struct ByteKv : T {
+  using Bytes = BytesOfKv;
   using A = float;
   using B = uint32_t;  // four bytes
   static constexpr int kStep = 4;
@@ -91,42 +102,21 @@ struct Int8Kv : T {
   static constexpr bool kPlainA = false;
   template <int MR>
   TRUNKLINE_INLINE static void step(Vec (&acc)[MR], const A* const (&a)[MR], int k, const B* b) {
-    const Bits quads = load_bits(b);
-    const Vec x0 = byte_lanes<0>(quads), x1 = byte_lanes<1>(quads);
-    const Vec x2 = byte_lanes<2>(quads), x3 = byte_lanes<3>(quads);
+    Vec x[4];
+    Bytes::floats(b, x);
     for (int m = 0; m < MR; ++m) {
       const A* own = a[m] + 4 * k;
-      acc[m] = fma(set1(own[0]), x0, acc[m]);
-      acc[m] = fma(set1(own[1]), x1, acc[m]);
-      acc[m] = fma(set1(own[2]), x2, acc[m]);
-      acc[m] = fma(set1(own[3]), x3, acc[m]);
+      acc[m] = fma(set1(own[0]), x[0], acc[m]);
+      acc[m] = fma(set1(own[1]), x[1], acc[m]);
+      acc[m] = fma(set1(own[2]), x[2], acc[m]);
+      acc[m] = fma(set1(own[3]), x[3], acc[m]);
     }
   }
 };
-
-// The same, keys and values floats of 8 bits.
 template <class T>
-struct Float8Kv : T {
-  using Bytes = Float8Bytes;
-  using A = float;
-  using B = uint32_t;  // four bytes
-  static constexpr int kStep = 4;
-  static constexpr int kWords = 4;
-  static constexpr bool kPlainA = false;
-  template <int MR>
-  TRUNKLINE_INLINE static void step(Vec (&acc)[MR], const A* const (&a)[MR], int k, const B* b) {
-    const Bits quads = load_words(b);
-    const Vec x0 = floats_of_float8(shift_left(quads, 24)), x1 = floats_of_float8(shift_left(quads, 8));
-    const Vec x2 = floats_of_float8(shift_left(quads, 16)), x3 = floats_of_float8(quads);
-    for (int m = 0; m < MR; ++m) {
-      const A* own = a[m] + 4 * k;
-      acc[m] = fma(set1(own[0]), x0, acc[m]);
-      acc[m] = fma(set1(own[1]), x1, acc[m]);
-      acc[m] = fma(set1(own[2]), x2, acc[m]);
-      acc[m] = fma(set1(own[3]), x3, acc[m]);
-    }
-  }
-};
+struct Int8Kv : ByteKv<T, Int8Bytes> {};
+template <class T>
+struct Float8Kv : ByteKv<T, Float8Bytes> {};
 
 template <class T>
 constexpr bool kIsQuantisedKv = false;
