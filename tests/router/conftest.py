@@ -68,9 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def cluster(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[RunningRouter, FakeController]]:
     """A router with one controller, for every test that needs no other shape."""
-    place = folder / str(next(_numbers))
-    place.mkdir()
-    with running(place, tokenizer) as (router, [fake]):
+    with running(_new_place(folder), tokenizer) as (router, [fake]):
         yield router, fake
 
 
@@ -111,12 +109,23 @@ def client(router: RunningRouter, fake: FakeController) -> Iterator[openai.OpenA
         yield made
 
 
-@pytest.fixture
-def place(folder: Path) -> Path:
-    """A folder for one test's sockets."""
+def _new_place(folder: Path) -> Path:
     path = folder / str(next(_numbers))
     path.mkdir()
     return path
+
+
+@pytest.fixture
+def place(folder: Path) -> Path:
+    """A folder for one test's sockets."""
+    return _new_place(folder)
+
+
+@pytest.fixture(scope="module")
+def module_place(folder: Path) -> Path:
+    """One for the sockets of a file's tests. A worker may begin a file twice: those of its tests that start
+    processes are given away apart."""
+    return _new_place(folder)
 
 
 @pytest.fixture

@@ -68,11 +68,9 @@ def client_of(router: RunningRouter, who: str = "", **headers: str) -> Iterator[
 
 
 @pytest.fixture(scope="module")
-def keyed(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[RunningRouter, FakeController]]:
+def keyed(module_place: Path, tokenizer: Tokenizer) -> Iterator[tuple[RunningRouter, FakeController]]:
     """A router whose clients need keys."""
-    place = folder / "keyed"
-    place.mkdir()
-    with guarded(place, tokenizer, tenant_header="X-Tenant") as (router, fake, _):
+    with guarded(module_place, tokenizer, tenant_header="X-Tenant") as (router, fake, _):
         yield router, fake
 
 

@@ -56,11 +56,9 @@ class Script:
 
 
 @pytest.fixture(scope="module")
-def served(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[RunningRouter, FakeController]]:
+def served(module_place: Path, tokenizer: Tokenizer) -> Iterator[tuple[RunningRouter, FakeController]]:
     """A router of a model whose context holds ten turns."""
-    place = folder / "packages"
-    place.mkdir()
-    with running(place, tokenizer, max_context=CONTEXT, wait=False) as (router, [fake]):
+    with running(module_place, tokenizer, max_context=CONTEXT, wait=False) as (router, [fake]):
         fake.behaviour.max_context = CONTEXT
         fake.start()
         wait_until(lambda: router.ready == 1)

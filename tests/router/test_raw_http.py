@@ -34,11 +34,9 @@ LIMITS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def tight(folder: Path, tokenizer: Tokenizer) -> Iterator[RunningRouter]:
+def tight(module_place: Path, tokenizer: Tokenizer) -> Iterator[RunningRouter]:
     """A router with small limits."""
-    place = folder / "raw"
-    place.mkdir()
-    with running(place, tokenizer, **LIMITS) as (router, _):
+    with running(module_place, tokenizer, **LIMITS) as (router, _):
         yield router
 
 

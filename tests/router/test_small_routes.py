@@ -24,12 +24,10 @@ CHAT: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 5}
 
 
 @pytest.fixture(scope="module")
-def named(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[RunningRouter, FakeController]]:
+def named(module_place: Path, tokenizer: Tokenizer) -> Iterator[tuple[RunningRouter, FakeController]]:
     """A router whose model has several names."""
-    place = folder / "named"
-    place.mkdir()
     aliases = ["gpt-4o", "claude-*", "claude-opus-*"]
-    with running(place, tokenizer, served_model_aliases=aliases) as (router, [fake]):
+    with running(module_place, tokenizer, served_model_aliases=aliases) as (router, [fake]):
         yield router, fake
 
 
