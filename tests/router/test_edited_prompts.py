@@ -281,7 +281,8 @@ def test_messages_of_anthropic_are_dropped_by_their_own_indices(
         assert refused.status_code == 400
         assert f"`{place}`" in refused.json()["error"]["message"]
     joined = [{"role": "user", "content": text} for text in "abc"]
-    assert "parts messages of one role" in send((0, 1), messages=joined).json()["error"]["message"]
+    parted = send((0, 1), messages=joined).json()["error"]["message"]
+    assert "parts messages that the model is shown as one message" in parted
 
 
 def respond(http: httpx.Client, **fields: Any) -> Any:
@@ -317,6 +318,7 @@ def test_items_of_a_response_are_dropped_and_stored(
     ) == tokenizer.render_chat(whole)
     bad = http.post("/v1/responses", json={"input": TURNS[1:], "drop": [{"from": 5, "to": 9}]})
     assert (bad.status_code, bad.json()["error"]["param"]) == (400, "drop[0]")
+    assert bad.json()["error"]["message"] == "`drop[0]` ends at 9; there are 7 items"
 
 
 def test_tokens_of_a_completion(http: httpx.Client, fake: FakeController) -> None:

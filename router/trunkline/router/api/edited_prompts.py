@@ -13,20 +13,18 @@ of the prompt's own (`module_prompts.py`).
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
+from trunkline.router.api.dropped_messages import dropped_spans, dropping_steps, message_ends
 from trunkline.router.api.left_out import EditedPrompt, check_left_out
 from trunkline.router.api.module_prompts import Placed, placed_prompt
 from trunkline.router.api.prompting import Rendering, encode_text, has_modules, remembered_prompt
 from trunkline.router.api.requests import check_length
 from trunkline.router.api.turn import SessionTurn
-from trunkline.router.errors import ApiError, bad_value
-from trunkline.router.jobs.drop_ranges import DROP_OF_MESSAGES_MAX
 from trunkline.router.jobs.request_models import ChatRequest, Message, ToolCall
 from trunkline.router.service import RouterService
 from trunkline.router.tenancy.auth import cache_salt
@@ -46,14 +44,6 @@ class MarkedConversation(NamedTuple):
     parts: list[ConversationPart]
     """What stands between the marks, by number."""
     uses: list[ToolUse]
-
-
-_Write = Callable[[list[Message]], Awaitable[str]]
-"""Returns the text that a template makes of a conversation.
-
-Raises:
-    ApiError: 400, the template refuses it.
-"""
 
 
 async def edited_prompt(
@@ -82,11 +72,14 @@ async def edited_prompt(
     async def write(messages: list[Message]) -> str:
         return await rendering.text(service, messages)
 
+    async def ends(counts: Sequence[int]) -> list[int] | None:
+        return await message_ends(service, rendering, body.messages, text, counts)
+
     marked = mark_conversation(body.messages) if edits else None
     placed = None if marked is None else marked[1].read(await write(marked[0].messages))
     text = await write(body.messages) if placed is None else placed.text
     check_length(len(text), "messages")
-    rests = await _rests(body, write)
+    steps = await dropping_steps(body, text, write, ends)
     special = body.add_special_tokens
     remembered = None if turn is not None else await remembered_prompt(service, body, text, plan, fits=False)
     if turn is not None:
@@ -102,8 +95,8 @@ async def edited_prompt(
 
     def choose() -> EditedPrompt:
         own, places = service.tokenizer.places(text, tokens, add_special_tokens=special, stays=stays)
-        dropped = _dropped(RemainingText(text, places), rests)
-        whole = EditedPrompt(text, own, dropped, remembered=remembered)
+        drops = dropped_spans(RemainingText(text, places), steps)
+        whole = EditedPrompt(text, own, drops, remembered=remembered)
         return whole if marked is None or placed is None else cleared(whole, places, marked[0], placed, edits)
 
     return await service.large_requests.run(choose) if len(text) > OFF_LOOP_CHARACTERS else choose()
@@ -127,7 +120,7 @@ async def _behind_modules(
     check_length(len(text), "messages")
     marked = mark_conversation(messages) if edits else None
     placed = None if marked is None else marked[1].read(await write(marked[0].messages))
-    rests = await _rests(body, write)
+    steps = await dropping_steps(body, text, write, None)
     tokens = [token for part in parts for token in part.tokens]
     before = whole.prompt.prompt_tokens - len(tokens)
     if turn is not None:
@@ -135,7 +128,7 @@ async def _behind_modules(
 
     def choose() -> EditedPrompt:
         own, places = service.tokenizer.places(text, tokens, add_special_tokens=False, stays=True)
-        edited = EditedPrompt(text, own, _dropped(RemainingText(text, places), rests), before=before)
+        edited = EditedPrompt(text, own, dropped_spans(RemainingText(text, places), steps), before=before)
         if marked is None or placed is None or placed.text != text:
             return edited
         return cleared(edited, places, marked[0], placed, edits)
@@ -164,53 +157,6 @@ def cleared(
 def _seen(spans: Sequence[TokenSpan], dropped: Sequence[TokenSpan]) -> int:
     """Return how many tokens of `spans` are not in `dropped`, which is merged."""
     return span_tokens(merge_spans([*spans, *dropped])) - span_tokens(dropped)
-
-
-async def _rests(body: ChatRequest, write: _Write) -> list[str]:
-    """Return the texts that a conversation has without the last range of `drop`, without the last two, and so on.
-
-    Raises:
-        ApiError: 400, naming the range.
-    """
-    if len(body.drop) > DROP_OF_MESSAGES_MAX:
-        param = f"drop[{DROP_OF_MESSAGES_MAX}]"
-        raise bad_value(
-            param, f"`drop` has {len(body.drop)} ranges of messages; at most {DROP_OF_MESSAGES_MAX} are allowed"
-        )
-    left, rests = body.messages, list[str]()
-    for index in reversed(range(len(body.drop))):
-        await asyncio.sleep(0)  # others come in between
-        given, param = body.drop[index], f"drop[{index}]"
-        if given.stop > len(body.messages):
-            raise bad_value(param, f"`{param}` ends at {given.stop}; there are {len(body.messages)} messages")
-        left = [*left[: given.start], *left[given.stop :]]  # another list: what was written is remembered with it
-        if not left:
-            raise bad_value(param, f"`{param}` leaves no message")
-        try:
-            rests.append(await write(left))
-        except ApiError as error:
-            raise bad_value(param, f"`{param}`: without these messages, {error.message}") from None
-    return rests
-
-
-def _dropped(text: RemainingText, rests: Sequence[str]) -> tuple[TokenSpan, ...]:
-    """Return the tokens that `drop` leaves out of a text, merged.
-
-    Raises:
-        ApiError: 400, naming the range.
-    """
-    spans: list[TokenSpan] = []
-    for number, rest in enumerate(rests):
-        found = text.reduce(rest)
-        if found is None or not span_tokens(merge_spans(found)):
-            param = f"drop[{len(rests) - 1 - number}]"
-            raise bad_value(
-                param,
-                f"`{param}`: these messages are no piece of the prompt: the model's chat template does not show "
-                "them, or writes others differently without them",
-            )
-        spans += found
-    return merge_spans(spans)
 
 
 def mark_conversation(messages: Sequence[Message]) -> tuple[MarkedConversation, Marks] | None:

@@ -54,26 +54,29 @@ def dropped_tokens(ranges: Sequence[DropRange], tokens: int) -> tuple[TokenSpan,
     return merge_spans(TokenSpan(given.start, given.stop) for given in ranges)
 
 
-def dropped_messages(ranges: list[DropRange], borders: list[int | None]) -> list[dict[str, int]]:
+def dropped_messages(
+    ranges: list[DropRange], borders: list[int | None], noun: str = "message"
+) -> list[dict[str, int]]:
     """Return `drop` in terms of the messages of a chat completion.
 
     Args:
         ranges: Ranges of the messages, or items, of the request.
         borders: For each message of the request the number of translated ones before it; None: it is a part of the
             one before it. In the end the number of all translated ones.
+        noun: What errors call an entry that a range counts.
 
     Raises:
         ApiError: 400, naming the range.
     """
     moved: list[dict[str, int]] = []
     if ranges and sum(given.stop - given.start for given in ranges) == len(borders) - 1:
-        raise bad_value(f"drop[{len(ranges) - 1}]", f"`drop[{len(ranges) - 1}]` leaves no message")
+        raise bad_value(f"drop[{len(ranges) - 1}]", f"`drop[{len(ranges) - 1}]` leaves no {noun}")
     for index, given in enumerate(ranges):
         param = f"drop[{index}]"
         if given.stop >= len(borders):
-            raise bad_value(param, f"`{param}` ends at {given.stop}; there are {len(borders) - 1} messages")
+            raise bad_value(param, f"`{param}` ends at {given.stop}; there are {len(borders) - 1} {noun}s")
         first, last = borders[given.start], borders[given.stop]
         if first is None or last is None:
-            raise bad_value(param, f"`{param}` parts messages of one role, which the model is shown as one")
+            raise bad_value(param, f"`{param}` parts {noun}s that the model is shown as one message")
         moved.append({"from": first, "to": last})
     return moved

@@ -111,6 +111,11 @@ class Rendering(NamedTuple):
         documents, tools = body.documents or [], plan.template_tools
         return cls(begins, body.add_special_tokens, extra, tools, continues, documents, body.cache_salt)
 
+    @property
+    def variables(self) -> dict[str, Any] | None:
+        """Extra variables of the template, documents among them."""
+        return {**(self.extra or {}), "documents": self.documents} if self.documents else self.extra
+
     async def text(self, service: RouterService, messages: list[Message]) -> str:
         """Return the text of a conversation, in the model's chat template.
 
@@ -131,15 +136,12 @@ class Rendering(NamedTuple):
             turns = [message.for_template() for message in messages[agreed:]]
             if before is not None:
                 turns[:0] = before.messages[:agreed]
-            extra = self.extra
-            if self.documents:
-                extra = {**(extra or {}), "documents": self.documents}
             if self.continues:
                 turns[-1]["content"] += _END_MARK
             return service.tokenizer.rendered_chat(
                 turns,
                 add_generation_prompt=self.add_generation_prompt,
-                extra=extra,
+                extra=self.variables,
                 tools=self.tools,
                 before=before,
             )

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt
 from pydantic_core import PydanticCustomError
 
 from trunkline.kvstore.cuts import DROPS_MAX
-
-DROP_OF_MESSAGES_MAX: Final = 64
-"""Largest number of ranges of messages. To find them, the chat template runs once more for each."""
 
 
 class DropRange(BaseModel):

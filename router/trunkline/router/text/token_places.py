@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from trunkline.router.text.borders import Places
 from trunkline.router.text.detokenizer import TokenVocabulary
-from trunkline.router.text.marked_text import left_out
+from trunkline.router.text.marked_text import LeftOut, left_out
 from trunkline.router.text.truncation import TokenSpan
 
 Int64Array = npt.NDArray[np.int64]
@@ -114,8 +114,19 @@ class RemainingText:
             The tokens that stand for nothing but the piece; None if what is left is not `rest` for any piece.
         """
         found = left_out(self.text, rest)
-        if found is None:
-            return None
+        return None if found is None else self._take_out(found, rest)
+
+    def cut(self, start: int, stop: int) -> list[TokenSpan]:
+        """Take out the piece of characters `[start, stop)`, or one beside it that leaves the same text, as
+        `reduce`."""
+        text, first, last, length = self.text, start, start, stop - start
+        while first and text[first - 1] == text[first - 1 + length]:
+            first -= 1
+        while last + length < len(text) and text[last] == text[last + length]:
+            last += 1
+        return self._take_out(LeftOut(first, last, length), text[:start] + text[stop:])
+
+    def _take_out(self, found: LeftOut, rest: str) -> list[TokenSpan]:
         candidates = (start for start in range(found.first, found.last + 1) if self._is_whole(start, found.length))
         start = next(candidates, found.first)
         pieces = self._taken(start, start + found.length)
@@ -135,4 +146,6 @@ class RemainingText:
             if first < last:
                 taken.append(TokenSpan(first, last))
             before += end - begin
+            if before >= stop:
+                break
         return taken
