@@ -5,10 +5,11 @@
 A `whole` client keeps nothing at the server: each request has the whole conversation, as chat clients and coding
 agents send it; a `messages` client does the same at `/v1/messages`, and marks its last message with
 `cache_control`. The answers end with white space that the client trims, so that they come back otherwise than
-they were written. A `stored` one has a session, in memory, and sends what is new. All parts are the router's
-own, called in the order in which a request meets them: JSON, validation, the prompt (template and tokenizer, or
-what is remembered of it), the choice among two controllers by the names of its chunks, the message to the
-controller; behind it the answer is remembered, and the turn of a session stored. Sockets are left out.
+they were written. A `stored` one has a session, in memory, and sends what is new. An `items` client sends the
+whole conversation to `/v1/responses`, a `continued` one what is new, with `previous_response_id`. All parts are
+the router's own, called in the order in which a request meets them: JSON, validation, the prompt (template and
+tokenizer, or what is remembered of it), the choice among two controllers by the names of its chunks, the message
+to the controller; behind it the answer is remembered, and the turn of a session stored. Sockets are left out.
 
 `remembers` says whether the router remembers prompts. Times are CPU times of the process, of all its threads, the
 median of some turns in one conversation.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import json
 import random
 import time
@@ -33,16 +35,20 @@ from report import Report, parse_arguments
 
 from trunkline.router.api.anthropic import MESSAGES, MessagesRequest, as_conversation
 from trunkline.router.api.anthropic_content import Warnings
+from trunkline.router.api.blocks import as_chat
 from trunkline.router.api.document_prompts import marks_of
+from trunkline.router.api.openai_items import RESPONSES, ResponsesRequest
 from trunkline.router.api.prompting import chat_job
+from trunkline.router.api.response_input import to_items, to_messages
+from trunkline.router.api.response_turn import ResponseTurn, open_response_turn
 from trunkline.router.api.responses import ChatMessage
-from trunkline.router.api.turn import open_turn
+from trunkline.router.api.turn import SessionTurn, open_turn
 from trunkline.router.config import RouterConfig
 from trunkline.router.http.body import validate
 from trunkline.router.http.continued_bodies import parse_body
 from trunkline.router.jobs.job import Job
 from trunkline.router.jobs.request_models import CHAT, ChatRequest
-from trunkline.router.request_context import known
+from trunkline.router.request_context import current, known
 from trunkline.router.routing.core import RoutingCore
 from trunkline.router.routing.names import KvIdentity
 from trunkline.router.routing.request import RouteRequest
@@ -56,6 +62,10 @@ from trunkline.router.tools.plan import ToolPlan, prepare_tools
 DEMO_MODEL: Final = Path(__file__).resolve().parents[1] / "deploy/trunkline/deploy/demo_model"
 IDENTITY: Final = KvIdentity(b"model", "bfloat16", 64)
 STEPS: Final = ("json", "validate", "prompt", "route", "submit", "remember")
+SHORT: Final = ("stored", "continued")
+"""Kinds of clients that send only what is new."""
+ITEMS: Final = ("items", "continued")
+"""Kinds of clients of `/v1/responses`."""
 _T = TypeVar("_T")
 WORDS: Final = (
     "the file has a function that reads lines and returns them as a list of strings so we test it with none"
@@ -81,15 +91,18 @@ class Client:
         """Return any text."""
         return " ".join(self._rng.choice(WORDS) for _ in range(words))
 
-    def ask(self, kind: str) -> bytes:
-        """Return the body of the next turn of a client of this kind."""
+    def ask(self, kind: str, previous: str = "") -> bytes:
+        """Return the body of the next turn of a client of this kind. `previous`: id of the last response."""
         self.messages.append({"role": "user", "content": self.text(200)})
-        messages = self.messages[-1:] if kind == "stored" else self.messages
+        messages = self.messages[-1:] if kind in SHORT else self.messages
         body: dict[str, Any] = {"model": "demo", "messages": messages, "max_tokens": 200}
         if kind == "messages":
             system, *turns = messages
             text = {"type": "text", "text": turns[-1]["content"], "cache_control": {"type": "ephemeral"}}
             body |= {"messages": [*turns[:-1], {"role": "user", "content": [text]}], "system": system["content"]}
+        if kind in ITEMS:
+            stored = {"previous_response_id": previous} if kind == "continued" else {"store": False}
+            body = {"model": "demo", "input": messages, "max_output_tokens": 200, **stored}
         return json.dumps(body).encode()
 
     def answer(self) -> list[int]:
@@ -106,7 +119,8 @@ class FrontEnd:
         """
         Args:
             kind: That of the client.
-            history: Messages of the session that all turns of a `stored` client belong to.
+            history: Messages of the session that all turns of a `stored` client belong to, or of the response that
+                a `continued` one begins with.
         """
         config = RouterConfig(
             model_path=str(DEMO_MODEL),
@@ -123,6 +137,7 @@ class FrontEnd:
         self._turns = 0
         self._kind = kind
         self._session = self._run(self._stored(history)) if kind == "stored" else ""
+        self.previous = self._run(self._response(history)) if kind == "continued" else ""
         self.times: dict[str, list[float]] = defaultdict(list)
 
     @contextmanager
@@ -139,9 +154,12 @@ class FrontEnd:
     def _turn(self, body: bytes, answer: list[int]) -> Job:
         with self._timed("json"):
             fields = parse_body(body)
+        turn: SessionTurn | None = None
         with self._timed("validate"):
-            request, plan = self._read(fields)
-        turn = None
+            if self._kind in ITEMS:
+                request, plan, turn = self._read_items(fields)
+            else:
+                request, plan = self._read(fields)
         with self._timed("prompt"):
             if self._session:
                 turn = self._run(open_turn(self._service, request, self._session, "chat"))
@@ -157,8 +175,7 @@ class FrontEnd:
             if job.remembered is not None:
                 job.remembered.answered(answer, job.eos_ids)
             if turn is not None:
-                text = self._service.tokenizer.decode(answer)
-                self._run(turn.store_chat(ChatMessage(content=text), answer))
+                self._run(self._store(turn, answer))
                 turn.close()
         self._core.started(self._turns, float(self._turns))
         self._core.index.apply(decision.controller, b"".join(decision.names), b"\1" * len(decision.names))
@@ -178,6 +195,29 @@ class FrontEnd:
         plan = prepare_tools(None, None, None, tokenizer.tool_style, tokenizer.reasoning)
         return validate(ChatRequest, fields), plan
 
+    def _read_items(self, fields: dict[str, Any]) -> tuple[ChatRequest, ToolPlan, ResponseTurn | None]:
+        RESPONSES.read(fields)
+        body = validate(ResponsesRequest, fields)
+        tokenizer, memory = self._service.tokenizer, current().conversations
+        plan = prepare_tools(None, None, None, tokenizer.tool_style, tokenizer.reasoning)
+        turn = self._run(open_response_turn(self._service, body)) if self.previous else None
+        history = [] if turn is None else turn.items
+        known = None if memory is None else memory.turns
+        messages = to_messages(body.input, None, history, memory=known)
+        chat = as_chat(body, {"messages": messages, "max_completion_tokens": body.max_output_tokens})
+        if turn is not None:
+            turn.add(to_items(body.input, [item["id"] for item in history], lambda: f"{self._turns}"))
+        return chat, plan, turn
+
+    async def _store(self, turn: SessionTurn, answer: list[int]) -> None:
+        text = self._service.tokenizer.decode(answer)
+        if not isinstance(turn, ResponseTurn):
+            await turn.store_chat(ChatMessage(content=text), answer)
+            return
+        self.previous = f"resp_{self._turns:032x}"
+        output = to_items([{"role": "assistant", "content": text}], (), lambda: f"a{self._turns}")
+        await turn.store({"id": self.previous, "output": output}, answer)
+
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         return self._loop.run_until_complete(work)
 
@@ -186,6 +226,14 @@ class FrontEnd:
         sessions = self._service.sessions
         state = SessionState(model=self._service.model_name, history=History(form="chat", messages=messages))
         return (await sessions.create(sessions.draw_id(), state)).record.key.id
+
+    async def _response(self, messages: list[dict[str, Any]]) -> str:
+        """Make a stored response of a conversation, and return its id."""
+        numbers = itertools.count()
+        items = to_items(messages, (), lambda: f"h{next(numbers)}")
+        state = SessionState(model=self._service.model_name, history=History(form="items", messages=items))
+        await self._service.histories.responses.create("resp_" + 32 * "f", state)
+        return "resp_" + 32 * "f"
 
     def close(self) -> None:
         """Stop its threads."""
@@ -202,7 +250,7 @@ def measure(kind: str, history: int, turns: int, *, remembers: bool) -> tuple[in
         gc.collect()
         if number == 1:  # the first turn is the one in which nothing is known
             front.times.clear()
-        job = front.turn(client.ask(kind), client.answer())
+        job = front.turn(client.ask(kind, front.previous), client.answer())
     front.close()
     return len(job.prompt), {step: median(front.times[step]) for step in STEPS}
 
@@ -212,7 +260,8 @@ def main() -> None:
     arguments = parse_arguments(__doc__)
     report = Report("front_end")
     turns = 5 if arguments.quick else 15
-    for kind, remembers in (("whole", False), ("whole", True), ("messages", True), ("stored", True)):
+    kinds = ("whole", "messages", "items", "stored", "continued")
+    for kind, remembers in (("whole", False), *((kind, True) for kind in kinds)):
         for history in (10_000, 50_000, 200_000):
             tokens, seconds = measure(kind, history, turns, remembers=remembers)
             case = {"client": kind, "remembers": remembers, "history": history}

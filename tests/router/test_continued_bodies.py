@@ -46,6 +46,7 @@ class Client:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
+        self.name = rng.choice(["messages", "input"])
         self.messages: list[Any] = []
         self.options: Any = {"indent": rng.choice([None, None, 1]), "ensure_ascii": rng.random() < 0.5}
         self.before = {"model": "m"} if rng.random() < 0.5 else {}
@@ -57,13 +58,13 @@ class Client:
         if rng.random() < 0.05 and self.messages:
             self.messages[rng.randrange(len(self.messages))] = random_message(rng)
         self.messages += [random_message(rng) for _ in range(rng.randrange(6))]
-        fields = {**self.before, "messages": self.messages}
+        fields = {**self.before, self.name: self.messages}
         if rng.random() < 0.7:
             fields |= {rng.choice(["stop", "tools", "n"]): random_value(rng) for _ in range(rng.randrange(3))}
         text = json.dumps(fields, **self.options)
         if rng.random() < 0.1:  # the last one of a name counts
             other = json.dumps(
-                {"messages": [random_message(rng) for _ in range(rng.choice([1, len(self.messages)]))]}
+                {self.name: [random_message(rng) for _ in range(rng.choice([1, len(self.messages)]))]}
             )
             text = rng.choice([text[:-1] + ", " + other[1:], other[:-1] + ", " + text[1:]])
         body = text.encode()
@@ -166,12 +167,13 @@ def test_no_endpoint_changes_what_is_remembered(http: httpx.Client, router: Runn
         "/v1/messages/count_tokens": {"model": "demo", "tools": [tool], "messages": said},
         "/v1/chat/completions": {"model": "demo", "max_tokens": 4, "messages": plain},
         "/tokenize": {"model": "demo", "messages": plain},
+        "/v1/responses": {"model": "demo", "max_output_tokens": 4, "store": False, "input": plain},
     }
     for path, fields in bodies.items():
-        asked = deepcopy(fields)
+        asked, name = deepcopy(fields), "input" if "input" in fields else "messages"
         answers = [http.post(path, content=json.dumps(asked), headers={"content-type": "application/json"})]
         for _ in range(2):
-            asked["messages"] += [{"role": "assistant", "content": "so"}, {"role": "user", "content": "go on"}]
+            asked[name] += [{"role": "assistant", "content": "so"}, {"role": "user", "content": "go on"}]
             answers.append(
                 http.post(path, content=json.dumps(asked), headers={"content-type": "application/json"})
             )
@@ -180,5 +182,6 @@ def test_no_endpoint_changes_what_is_remembered(http: httpx.Client, router: Runn
         each for entries in router.service.models.conversations.bodies._entries.values() for each in entries
     ]
     assert len(entries) >= 2
+    assert {entry.name for entry in entries} == {"messages", "input"}
     for entry in entries:
-        assert json.loads(entry.prefix + b"]}")["messages"] == list(entry.messages)
+        assert json.loads(entry.prefix + b"]}")[entry.name] == list(entry.messages)

@@ -1,38 +1,19 @@
-"""The turns of `/v1/messages` as messages of a chat completion: of a conversation that goes on, only what is new
-is translated. Pure.
-
-    came before   A B C D          translated: a b c d
-    comes now     A B C D E F      compared ─┤ translated: E F
-
-What earlier turns were translated to is used again, and must therefore never be changed.
-"""
+"""The turns of `/v1/messages` as messages of a chat completion. Pure. What was translated before is in
+`known_turns.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+from trunkline.router.api import known_turns
 from trunkline.router.api.anthropic_content import ROLES, Message, Warnings, cache_lifetime, turn_messages
+from trunkline.router.api.known_turns import TurnMemory, Turns
 from trunkline.router.errors import bad_value
-from trunkline.router.text.conversation_memory import LEAST, MESSAGE_BYTES, Beginnings, beginning
+from trunkline.router.text.conversation_memory import beginning
 
 _FIRST: Final = 2
 """Number of first turns by which a conversation is found."""
-
-
-class Turns(NamedTuple):
-    """Turns that were translated."""
-
-    messages: list[Message]
-    borders: list[int | None]
-    """For each turn, the number of messages before it; None where it continues the one before."""
-    warnings: list[tuple[int, str]]
-    """What has no effect in a turn, each with the turn's number."""
-    lifetimes: list[tuple[int, str]]
-    """What `cache_control` asks for in a turn, each with the turn's number."""
-
-
-TurnMemory = Beginnings[Turns]
 
 
 def translated(turns: list[Any], memory: TurnMemory | None, scope: bytes) -> Turns:
@@ -47,23 +28,9 @@ def translated(turns: list[Any], memory: TurnMemory | None, scope: bytes) -> Tur
     """
     if not turns:
         raise bad_value("messages", "`messages` must not be empty")
-    if memory is None or len(turns) < LEAST:
-        return _extended(Turns([], [], [], []), turns)
-    begins = _begins(turns)
-    known = memory.find(scope, begins, turns)
-    first = Turns([], [], [], []) if known is None else _first(known.value, known.agreed)
-    found, size = _extended(first, turns), 0
-    shared = max(0, len(first.messages) - 1)  # the last one may have been continued
-    if known is not None:
-        size = known.size - _size(known.value.messages[shared:])
-    size += _size(found.messages[shared:])
-    memory.put(scope, begins, turns, found, size)
+    found = known_turns.translated(turns, memory, scope, _begins(turns), lambda first: _extended(first, turns))
+    assert found is not None, "turns are translated one after the other"
     return found
-
-
-def _size(messages: Sequence[Message]) -> int:
-    """Return the bytes of memory that messages take, about."""
-    return sum(len(message["content"]) + MESSAGE_BYTES for message in messages)
 
 
 def _begins(turns: Sequence[Any]) -> Hashable:
@@ -73,26 +40,10 @@ def _begins(turns: Sequence[Any]) -> Hashable:
     return beginning(each.get("text", each.get("content")) if isinstance(each, dict) else each for each in last)
 
 
-def _first(whole: Turns, count: int) -> Turns:
-    """Return at most the first `count` turns, as many as were followed by a message of its own."""
-    if count == len(whole.borders):
-        return whole
-    while (messages := whole.borders[count]) is None:
-        count -= 1
-    return Turns(
-        whole.messages[:messages],
-        whole.borders[:count],
-        [each for each in whole.warnings if each[0] < count],
-        [each for each in whole.lifetimes if each[0] < count],
-    )
-
-
 def _extended(first: Turns, turns: Sequence[Any]) -> Turns:
     """Return all turns translated. `first`: the first ones."""
-    messages, borders = first.messages[:], first.borders[:]
+    messages, borders = known_turns.begun(first), first.borders[:]
     notes, lifetimes = first.warnings[:], first.lifetimes[:]
-    if messages:
-        messages[-1] = dict(messages[-1])  # the next turn may continue it
     for index in range(len(borders), len(turns)):
         turn, path = turns[index], f"messages[{index}]"
         role = turn.get("role") if isinstance(turn, dict) else None

@@ -49,6 +49,7 @@ from trunkline.router.pml import ErrorCode
 from trunkline.router.request_context import created_at, current, draw_hex
 from trunkline.router.service import RouterService
 from trunkline.router.streams.generation import Generation
+from trunkline.router.tenancy.auth import cache_salt
 from trunkline.router.text.document_marks import DocumentMarks
 from trunkline.router.tools.plan import plan_tools
 from trunkline.router.tools.response_tools import read_response_choice, read_response_tools
@@ -281,6 +282,7 @@ class _Conversation:
         body, seal, turn = self.asked.body, self.asked.seal, self._turn
         label = session_label(self._request, body) or (None if turn is None else turn.conversation)
         marks = self._marks = marks_of(body)
+        known = None if (memory := current().conversations) is None else memory.turns
 
         def translate() -> ChatRequest:
             given = resolved(self.asked.given, self._history)
@@ -288,12 +290,14 @@ class _Conversation:
             if compaction is not None:
                 items = [*([{"role": "user", "content": given}] if isinstance(given, str) else given), compaction]
             borders: list[int | None] = []
-            messages = to_messages(items, body.instructions, self._history, seal, marks, borders)
+            messages = to_messages(
+                items, body.instructions, self._history, seal, marks, borders, known, cache_salt(body.cache_salt)
+            )
             chat = as_chat(
                 body,
                 {
                     "messages": messages,
-                    "drop": dropped_messages(body.drop, [*borders, len(messages)]) or None,
+                    "drop": dropped_messages(body.drop, [*borders, len(messages)], "item") or None,
                     "max_completion_tokens": body.max_output_tokens,
                     "response_format": body.response_format(),
                     "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,

@@ -16,13 +16,15 @@ and of the client's instructions. So it does not matter whether a client sends t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 from trunkline.router.api.input_files import file_text
+from trunkline.router.api.known_turns import TurnMemory, Turns, begun, translated
 from trunkline.router.api.openai_items import Object, text_part, thought_part
 from trunkline.router.errors import bad_value, not_found, unsupported
 from trunkline.router.stores.seals import Seal, is_sealed
+from trunkline.router.text.conversation_memory import beginning
 from trunkline.router.text.document_marks import DocumentMarks
 from trunkline.router.tools.response_tools import custom_arguments, function_name
 
@@ -39,6 +41,8 @@ SUMMARY: Final = "Summary of the conversation so far:\n"
 TRIGGER: Final = "compaction_trigger"
 """Type of the item that asks for a compaction."""
 NO_SEAL: Final = Seal()
+_FIRST: Final = 2
+"""Number of first items by which a conversation is found."""
 _FOREIGN_MAX: Final = 16
 """Largest number of items of other servers that an answer names."""
 
@@ -60,6 +64,8 @@ def to_messages(
     seal: Seal = NO_SEAL,
     marks: DocumentMarks | None = None,
     borders: list[int | None] | None = None,
+    memory: TurnMemory | None = None,
+    scope: bytes = b"",
 ) -> list[Message]:
     """Translate `input`, with `instructions` as its first message.
 
@@ -69,15 +75,53 @@ def to_messages(
         marks: are put around the files before the first answer.
         borders: gets for each item of `input` the number of messages before it; None where it continues the one
             before, or is not in its place because of a compaction.
+        memory: has what was translated before; its messages must not be changed.
+        scope: who may know of that.
 
     Raises:
         ApiError: 400, naming the item that is wrong (`input[2].content[0]`).
     """
-    messages: list[Message] = []
-    if instructions is not None:
-        messages.append({"role": "system", "content": instructions})
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
+    head: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    items, count = [*history, *given], len(history)
+
+    def extend(first: Turns) -> Turns | None:
+        if _last_compaction(items[len(first.borders) :], seal) is not None:
+            return None
+        messages, starts = begun(first) or head, first.borders[:]
+        for index in range(len(starts), len(items)):
+            before, path = len(messages), "history" if index < count else f"input[{index - count}]"
+            _add(messages, items[index], path, seal)
+            starts.append(before if len(messages) > before else None)
+        return first._replace(messages=messages, borders=starts)
+
+    if marks is None:
+        found = translated(items, memory, scope, ("items", instructions, seal, _begins(items)), extend)
+        if found is not None:
+            if borders is not None:
+                borders += found.borders[count:]
+            return found.messages
+    return _placed_messages(head, given, history, seal, marks, borders)
+
+
+def _begins(items: Sequence[Any]) -> Hashable:
+    """Return what conversations that begin alike have in common: the last part of each of the first items."""
+    contents = [item.get("content") if isinstance(item, dict) else None for item in items[:_FIRST]]
+    last = [content[-1] if isinstance(content, list) and content else content for content in contents]
+    return beginning(each.get("text") if isinstance(each, dict) else each for each in last)
+
+
+def _placed_messages(
+    messages: list[Message],
+    given: list[Any],
+    history: Sequence[Object],
+    seal: Seal,
+    marks: DocumentMarks | None,
+    borders: list[int | None] | None,
+) -> list[Message]:
+    """Translate items with a compaction, or with documents that get marks, as `to_messages`. `messages`: before
+    them."""
     placed = [Placed("history", item) for item in history]
     placed += [Placed(f"input[{index}]", item) for index, item in enumerate(given)]
     marked = _with_marks(placed, marks)

@@ -7,6 +7,8 @@
 Bytes decide whether a body goes on as another one, so what is read is what the whole body has. Where the parser
 finds no mark in place of the first message, or anything wrong, the whole body is parsed.
 
+The items of `/v1/responses` (`input`) are such messages, too.
+
 Clients that mark where a cache is to end (`cache_control`) move the marks to what is new: the last messages come
 back without. So of the last messages those from the first one with such a mark on are not remembered.
 """
@@ -40,10 +42,20 @@ _MOVED_MAX: Final = 4
 between."""
 
 
-class _Listed(msgspec.Struct):
+class _Messages(msgspec.Struct):
     """The messages of a body as they stand there."""
 
     messages: list[msgspec.Raw]
+
+
+class _Input(msgspec.Struct):
+    """The items of a body for `/v1/responses` as they stand there."""
+
+    input: list[msgspec.Raw]
+
+
+_LISTS: Final[dict[str, type[msgspec.Struct]]] = {"messages": _Messages, "input": _Input}
+"""By the name of the field in which a body may have a conversation."""
 
 
 class _Places(NamedTuple):
@@ -77,18 +89,21 @@ def parse_body(body: bytes) -> dict[str, Any]:
         if fields is not None:
             return fields
     fields = parse_json_object(body)
-    messages = fields.get("messages")
-    if isinstance(messages, list) and len(messages) >= LEAST and (weight := marks_at_most(body)) <= LIGHT_MARKS:
-        places = _places(body)
+    name = next((name for name in _LISTS if isinstance(fields.get(name), list)), "")
+    messages = fields.get(name, ())
+    if len(messages) < LEAST or (name == "input" and not isinstance(messages[0], dict)):  # texts for embeddings
+        return fields
+    if (weight := marks_at_most(body)) <= LIGHT_MARKS:
+        places = _places(body, name)
         if places is not None and places.number == len(messages) and places.kept:
-            known = KnownBody(body[: places.end], places.head, tuple(messages[: places.kept]), weight)
+            known = KnownBody(body[: places.end], places.head, tuple(messages[: places.kept]), weight, name)
             memory.bodies.put(scope, known, None)
     return fields
 
 
 def _continued(memory: BodyMemory, scope: bytes, known: KnownBody, body: bytes) -> dict[str, Any] | None:
     """Return the fields of a body that begins as a known one; None: it must be parsed as a whole."""
-    head, prefix = known.head, len(known.prefix)
+    head, prefix, name = known.head, len(known.prefix), known.name
     short = b"".join((body[:head], _MARK_JSON, body[prefix:]))
     if known.weight + marks_at_most(short) > LIGHT_MARKS:
         return None
@@ -96,23 +111,25 @@ def _continued(memory: BodyMemory, scope: bytes, known: KnownBody, body: bytes) 
         fields = parse_json_object(short)
     except ApiError:
         return None
-    new, places = fields.get("messages"), _places(short)
+    new, places = fields.get(name), _places(short, name)
     if not isinstance(new, list) or places is None or len(new) != places.number or new[0] != _MARK:
         return None
     if (places.head, places.head_end) != (head, head + len(_MARK_JSON)):
         return None
-    fields["messages"] = [*known.messages, *new[1:]]
+    fields[name] = [*known.messages, *new[1:]]
     if places.kept > 1:
         end = places.end - len(_MARK_JSON) - head + prefix
         weight = known.weight + marks_at_most(short[places.head_end : places.end])
-        memory.put(scope, KnownBody(body[:end], head, (*known.messages, *new[1 : places.kept]), weight), known)
+        longer = KnownBody(body[:end], head, (*known.messages, *new[1 : places.kept]), weight, name)
+        memory.put(scope, longer, known)
     return fields
 
 
-def _places(body: bytes) -> _Places | None:
-    """Return where the messages of a body are; None: that cannot be said, or there are none."""
+def _places(body: bytes, name: str) -> _Places | None:
+    """Return where the messages of a body are; None: that cannot be said, or there are none. `name`: of their
+    field."""
     try:
-        found = msgspec.json.decode(body, type=_Listed).messages
+        found: list[msgspec.Raw] = getattr(msgspec.json.decode(body, type=_LISTS[name]), name)
     except (msgspec.DecodeError, RecursionError):
         return None
     if not found:

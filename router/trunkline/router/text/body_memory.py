@@ -30,6 +30,8 @@ class KnownBody:
     messages: tuple[Any, ...]
     weight: int
     """Number of characters in `prefix`, at least, that may be marks of JSON (`http/json_slices.py`)."""
+    name: str = "messages"
+    """Name of the field that has the messages."""
 
     @property
     def size(self) -> int:

@@ -136,7 +136,7 @@ class ConversationMemory:
         self.rendered: Beginnings[RenderedChat] = Beginnings(bytes_max // 4, lock)
         """Texts, by checked messages."""
         self.turns: Beginnings[Any] = Beginnings(bytes_max // 4, lock)
-        """Turns of `/v1/messages` as messages (`api/anthropic_turns.py`), by what clients have sent."""
+        """Turns of `/v1/messages` and items of `/v1/responses` as messages (`api/known_turns.py`)."""
 
     def forget(self, scope: bytes) -> None:
         """Forget all conversations whose scope begins with `scope`."""

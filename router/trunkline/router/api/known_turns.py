@@ -1,0 +1,96 @@
+"""Turns of a conversation as messages of a chat completion: of one that goes on, only what is new is translated.
+Pure.
+
+    came before   A B C D          translated: a b c d
+    comes now     A B C D E F      compared ─┤ translated: E F
+
+What earlier turns were translated to is used again, and must therefore never be changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Final, NamedTuple
+
+from trunkline.router.text.conversation_memory import LEAST, MESSAGE_BYTES, Beginnings
+
+Message = dict[str, Any]
+
+
+class Turns(NamedTuple):
+    """Turns, or items, that were translated."""
+
+    messages: list[Message]
+    borders: list[int | None]
+    """For each turn, the number of messages before it; None where it continues the one before, or is not shown."""
+    warnings: list[tuple[int, str]]
+    """What has no effect in a turn, each with the turn's number."""
+    lifetimes: list[tuple[int, str]]
+    """What `cache_control` asks for in a turn, each with the turn's number."""
+
+
+TurnMemory = Beginnings[Turns]
+NO_TURNS: Final = Turns([], [], [], [])
+
+
+def translated(
+    turns: Sequence[Any],
+    memory: TurnMemory | None,
+    scope: bytes,
+    begins: Hashable,
+    extend: Callable[[Turns], Turns | None],
+) -> Turns | None:
+    """Translate turns, from the last one on that `memory` does not have.
+
+    Args:
+        memory: None: nothing is remembered.
+        scope: Who may know of it.
+        begins: What conversations that begin alike have in common, and all else that the translation depends on.
+        extend: Returns all turns translated, given the first ones; None: they cannot be translated one after the
+            other. Then nothing is remembered, and None is returned.
+    """
+    if memory is None or len(turns) < LEAST:
+        return extend(NO_TURNS)
+    known = memory.find(scope, begins, turns)
+    first = NO_TURNS if known is None else _first(known.value, known.agreed)
+    found, size = extend(first), 0
+    if found is None:
+        return None
+    shared = max(0, len(first.messages) - 1)  # the last one may have been continued
+    if known is not None:
+        size = known.size - _size(known.value.messages[shared:])
+    size += _size(found.messages[shared:])
+    memory.put(scope, begins, turns, found, size)
+    return found
+
+
+def begun(first: Turns) -> list[Message]:
+    """Return the messages of the first turns, of which the last one may be changed, because the next turn may
+    continue it."""
+    messages = first.messages[:]
+    if messages:
+        messages[-1] = dict(messages[-1])
+        if "tool_calls" in messages[-1]:
+            messages[-1]["tool_calls"] = list(messages[-1]["tool_calls"])
+    return messages
+
+
+def _size(messages: Sequence[Message]) -> int:
+    """Return the bytes of memory that messages take, about."""
+    return sum(len(message["content"]) + MESSAGE_BYTES for message in messages)
+
+
+def _first(whole: Turns, count: int) -> Turns:
+    """Return at most the first `count` turns, as many as were followed by a message of its own."""
+    if count == len(whole.borders):
+        return whole
+    while count and whole.borders[count] is None:
+        count -= 1
+    if not count:
+        return NO_TURNS
+    return Turns(
+        whole.messages[: whole.borders[count]],
+        whole.borders[:count],
+        [each for each in whole.warnings if each[0] < count],
+        [each for each in whole.lifetimes if each[0] < count],
+    )
