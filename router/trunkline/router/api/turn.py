@@ -33,6 +33,8 @@ from trunkline.router.stores.session_history import (
 )
 from trunkline.router.stores.session_lease import Lease
 from trunkline.router.stores.session_state import SessionState
+from trunkline.router.tenancy.auth import cache_salt
+from trunkline.router.text.conversation_memory import beginning_of_fields
 from trunkline.router.text.prompt_memory import NOTHING, ReadsSame, agreed_tokens
 from trunkline.router.text.remembered_prompts import RememberedPrompt
 from trunkline.router.text.token_ids import TokenIds
@@ -44,7 +46,8 @@ _FORMS: Final = {
     "items": "responses (/v1/responses)",
 }
 MESSAGES_OFF_LOOP: Final = 500
-"""Number of messages above which they are validated in a thread. Each takes about 10 microseconds."""
+"""Number of messages above which they are validated in a thread, if they are not known. Each takes about 10
+microseconds."""
 
 
 class SessionTurn:
@@ -114,6 +117,7 @@ class SessionTurn:
             same: See `PromptMemory.reuse`.
         """
         mark = common_mark(self._history, text, self._tokenizer.vocabulary)
+        agreed = mark.characters if mark.characters == len(self._history.text) else -1
         check_length(len(text) - mark.characters, param)
         prompts = self._service.model.remembered
         if add_special_tokens or not prompts.is_on:
@@ -125,13 +129,13 @@ class SessionTurn:
             # An answer came back otherwise than the history has it, or another prompt has more of this one.
             remembered = await prompts.encoded(text, salt, known)
             marks = (HistoryMark(known.characters, len(known.tokens)),)
-            self._known = KnownPrompt(text, remembered.ids, reused, marks)
+            self._known = KnownPrompt(text, remembered.ids, reused, marks, agreed)
             return self._known.tokens, remembered
         if mark.tokens and len(known.tokens) <= min(reused, mark.tokens):  # the usual case: little is copied
             behind = history[len(known.tokens) : mark.tokens].tolist()
             behind += await self._tokenizer.encode_rest(text[mark.characters :])
             remembered = prompts.keep(text, salt, known, behind)
-            self._known = KnownPrompt(text, remembered.ids, mark.tokens)
+            self._known = KnownPrompt(text, remembered.ids, mark.tokens, agreed=agreed)
             return self._known.tokens, remembered
         tokens = await self._from_history(text, mark, add_special_tokens=False)
         if agreed_tokens(known.tokens, np.asarray(tokens, np.int32)) < len(known.tokens):
@@ -269,7 +273,15 @@ async def stored_messages(service: RouterService, session: SessionState) -> list
     def read() -> list[Message]:
         return STORED_MESSAGES.validate_python(stored)
 
-    return await service.large_requests.run(read) if len(stored) > MESSAGES_OFF_LOOP else read()
+    is_long = len(stored) > MESSAGES_OFF_LOOP and len(stored) - _known_count(stored) > MESSAGES_OFF_LOOP
+    return await service.large_requests.run(read) if is_long else read()
+
+
+def _known_count(stored: list[dict[str, Any]]) -> int:
+    """Return how many first messages of a stored conversation were checked before."""
+    memory = current().conversations
+    known = None if memory is None else memory.checked.find(cache_salt(None), beginning_of_fields(stored), stored)
+    return 0 if known is None else known.agreed
 
 
 def check_messages(messages: Sequence[dict[str, Any]], param: str) -> None:

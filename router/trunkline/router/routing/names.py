@@ -162,9 +162,14 @@ def prompt_names(request: RouteRequest, identity: KvIdentity) -> Names:
         seen = count - sum(stop - start for start, stop in request.drops)
         chains, kept, history = _cut_chains(request, root, identity)
         return Names(chains, seen, kept=kept, history=history)
+    return Names([Chain(_whole_names(request, root, size), size, size)], count, root)
+
+
+def _whole_names(request: RouteRequest, root: ChunkName, size: int) -> list[bytes]:
+    """Return the names of the whole chunks of a prompt as if nothing was dropped, and remember them."""
     begun = {} if request.begun is None else request.begun
     names = begun[root, size] = whole_chunks(root, request.tokens, size, begun=begun.get((root, size), ()))
-    return Names([Chain(names, size, size)], count, root)
+    return names
 
 
 def whole_chunks(
@@ -196,7 +201,7 @@ def _cut_chains(
     plain = Chain(whole_chunks(root, history[left].tobytes(), size), size, size, way=1)
     if not identity.positions_shift:
         return [plain], None, None
-    all_names = whole_chunks(root, request.tokens, size)
+    all_names = _whole_names(request, root, size)
     table = KeptTable.of(cut, all_names, request.tokens, root)
     # The chunk in which the last dropped range ends may be a tail without a name; then the chunks before it
     # suffice.

@@ -12,7 +12,9 @@ mark show where that place is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
@@ -68,21 +70,20 @@ class History(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def answered(self, prompt: KnownPrompt, answer: Sequence[int], vocabulary: TokenVocabulary) -> History:
         """Return the history of a prompt and its answer. Discards within the reused tokens are kept."""
-        reused, agreed = prompt.reused_tokens, agreed_length(self.text, prompt.text)
+        reused = prompt.reused_tokens
+        agreed = prompt.agreed if prompt.agreed >= 0 else agreed_length(self.text, prompt.text)
         text = prompt.text + text_of(answer, vocabulary)
         new = pack_int32([*prompt.tokens[reused:], *answer])
         tokens = b"".join((memoryview(self.tokens)[: 4 * reused], new))
-        marks = [
-            *(mark for mark in self.marks if mark.tokens <= reused and mark.characters <= agreed),
-            *prompt.marks,
-            HistoryMark(len(prompt.text), len(prompt.tokens)),
-            HistoryMark(len(text), len(tokens) // 4),
-        ]
+        kept = min(
+            bisect_right(self.marks, reused, key=_tokens_of), bisect_right(self.marks, agreed, key=_characters_of)
+        )
+        ends = HistoryMark(len(prompt.text), len(prompt.tokens)), HistoryMark(len(text), len(tokens) // 4)
         return replace(
             self,
             text=text,
             tokens=tokens,
-            marks=_thinned([mark for mark in marks if mark.tokens]),
+            marks=_joined(self.marks[:kept], (*prompt.marks, *ends)),
             discards=list(clip_spans(self.discards, reused)),
         )
 
@@ -108,6 +109,8 @@ class KnownPrompt(msgspec.Struct):
     """Number of first tokens taken from the history."""
     marks: tuple[HistoryMark, ...] = ()
     """Places behind what a template has written otherwise than the history has it."""
+    agreed: int = -1
+    """Number of first characters that `text` and the history's text have in common; -1: not known."""
 
 
 class PromptPart(NamedTuple):
@@ -142,12 +145,19 @@ def parts_behind(parts: Sequence[PromptPart], mark: HistoryMark) -> tuple[Split 
     return split, tokens
 
 
-def _thinned(marks: list[HistoryMark]) -> list[HistoryMark]:
-    unique = list(dict.fromkeys(marks))
-    if len(unique) <= _MARKS_MAX:
-        return unique
-    half = len(unique) // 2
-    return unique[:half:2] + unique[half:]
+_tokens_of, _characters_of = attrgetter("tokens"), attrgetter("characters")
+
+
+def _joined(marks: list[HistoryMark], more: Iterable[HistoryMark]) -> list[HistoryMark]:
+    """Return ascending marks, followed by others that ascend, too: each once, and not too many."""
+    for mark in more:
+        last = marks[-1] if marks else HistoryMark(0, 0)
+        if mark.tokens >= max(1, last.tokens) and mark.characters >= last.characters and mark != last:
+            marks.append(mark)
+    if len(marks) <= _MARKS_MAX:
+        return marks
+    half = len(marks) // 2
+    return marks[:half:2] + marks[half:]
 
 
 def text_of(tokens: Sequence[int], vocabulary: TokenVocabulary) -> str:

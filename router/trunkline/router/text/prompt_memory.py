@@ -217,7 +217,8 @@ class PromptMemory:
         characters, tokens = entry.places[count - 1].tolist() if count else _BEGINNING
         near = entries[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS]
         for other in (entry, *(each for each in near if each is not entry)):
-            found = _spliced(other, text, characters, agreed, borders, same)
+            alike = agreed if other is entry else 0
+            found = _spliced(other, text, characters, agreed, borders, same, alike=alike)
             if found is not None:
                 self._use(other)
                 return found
@@ -368,16 +369,21 @@ def _spliced(
     most: int,
     borders: BorderTokens,
     same: ReadsSame,
+    *,
+    alike: int,
 ) -> Reuse | None:
     """Return what is known of a text with one of an entry's answers; None: none of them is in it.
 
     Args:
         least: Answers whose prompts are not longer than this are not looked at.
         most: Neither are those whose prompts are longer: the text begins like no entry so far.
+        alike: Number of first characters that the text is known to have in common with the entry's.
     """
     contents: frozenset[str] | None = None
     for answer in reversed(entry.answers):
-        if not least < answer.prompt <= most or not text.startswith(entry.text[: answer.prompt]):
+        if not least < answer.prompt <= most:
+            continue
+        if answer.prompt > alike and not text.startswith(entry.text[: answer.prompt]):
             continue
         if contents is None:
             ids = np.sort(entry.tokens[entry.places[:, 1]])  # `np.unique` would import much of NumPy first
