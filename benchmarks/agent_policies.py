@@ -1,8 +1,9 @@
 """Eviction policies in the simulation of agents (agent_sim.py), and what they see: chunks, turns, conversations.
 
 A `Foresight` is an eviction policy with what it is told by the caller. `Belady` is told when each chunk is used
-next in truth, as recorded. It is for one group: no policy finds more in one cache as long as requests do not
-wait.
+next in truth, as recorded, at whatever group. In one group no policy finds more, as long as requests do not wait.
+Among several groups it is no optimum: each group keeps what is used next somewhere, also what another one has, and
+the router does not know the future.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Chunk(TieredChunk):
         self.running = 0
         """Requests under way that use it."""
         self.known_use = 0.0
-        """When it is used next in truth, for `Belady`."""
+        """When it is used next in truth, at whatever group, for `Belady`."""
 
     @property
     def on_device(self) -> bool:
@@ -159,6 +160,10 @@ class Belady:
     def __init__(self, talks: Sequence[Talk]) -> None:
         self._uses: dict[tuple[str, int], list[tuple[int, float]]] = {}
         """By conversation and number: steps (chunks, time); so many first chunks are used next by then."""
+        self._copies: dict[bytes, dict[Directory[Chunk], Chunk]] = {}
+        """By name: the chunk at each group that has it, …"""
+        self._latest: dict[bytes, float] = {}
+        """… and when it is used next, as far as turns that have ended know."""
         following: dict[bytes, float] = {}
         arrivals = [(talk.due_s(request), talk, request) for talk in talks for request in talk.whole.requests]
         for due_s, talk, request in sorted(arrivals, key=lambda each: each[0], reverse=True):
@@ -192,5 +197,19 @@ class Belady:
         start = 0
         for stop, use_s in self._uses[turn.talk.whole.id, turn.request.number]:
             for chunk in turn.path[start:stop]:
-                chunk.known_use = max(chunk.known_use, use_s)
+                self._tell(directory, chunk, use_s)
             start = stop
+
+    def _tell(self, directory: Directory[Chunk], chunk: Chunk, use_s: float) -> None:
+        """Note when a chunk is used next, at all groups that have it: elsewhere it would seem to be overdue, and
+        stay for ever."""
+        copies = self._copies.setdefault(chunk.name, {})
+        copies[directory] = chunk
+        latest = self._latest[chunk.name] = max(use_s, self._latest.get(chunk.name, 0.0))
+        for other, copy in list(copies.items()):
+            if copy.is_forgotten:
+                del copies[other]
+            elif copy.known_use < latest:
+                copy.known_use = latest
+                if other is not directory:
+                    other.copies.offer(copy)

@@ -50,7 +50,7 @@ from agent_server import Pace, Served, fitting, serve
 from agent_sim import CAUSES, Figures, Setting, Simulation, footprint, talks_of
 from agent_traces import BLOCK, Conversation, read_traces, synthetic
 from peer_servers import idle, stop_servers_when_terminated
-from report import Report, argument_parser
+from report import Report, argument_parser, commit
 
 from trunkline.kvstore.tier_policy import EvictionPolicy
 
@@ -267,6 +267,7 @@ def main() -> None:
     conversations = read_traces(arguments.traces, count) if arguments.traces else synthetic(count, arguments.seed)
     pairs = zip(arguments.ttft_ms.split(","), arguments.token_ms.split(","), strict=True)
     arguments.limits = [Limits(float(ttft), float(token)) for ttft, token in pairs]
+    print(f"# commit {commit()}", flush=True)
     report = Report("agents")
     for name, part in zip(PARTS, (directory, server), strict=True):
         if name in arguments.parts.split(","):

@@ -23,7 +23,7 @@ import numpy as np
 from control_plane import Loop
 from cut_texts import DEMO_MODEL
 from engine_loop import Done, EngineLoop
-from report import Report, argument_parser
+from report import Report, argument_parser, commit
 from small_model import small_model
 
 from trunkline.controller.engine.engine import Engine
@@ -180,6 +180,7 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--models", default="demo,small,none", help="some of demo, small, none")
     arguments = parser.parse_args()
+    print(f"# commit {commit()}", flush=True)
     report = Report(Path(__file__).stem)
     for name in arguments.models.split(","):
         if name == "none":

@@ -3,6 +3,7 @@ that knows the future."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -55,6 +56,19 @@ def test_no_rule_beats_one_that_knows_the_future(seed: int) -> None:
         assert figures.ideal == best.ideal
         assert figures.found <= best.found
         assert figures.lost["evicted"] == sum(figures.lost.values()), "there is one group, and no request waits"
+
+
+@pytest.mark.parametrize("seed", seeds(1))
+def test_who_knows_the_future_knows_it_at_all_groups(seed: int) -> None:
+    """A chunk that is used at one group is not waited for at another: in the end nothing is wanted anywhere."""
+    conversations = synthetic(6, seed, scale=0.25)
+    setting = replace(BASE, groups=3, room=1 << 12, pull_us=0.0, prefill_us=1.0)
+    talks = talks_of(conversations, setting)
+    simulation = Simulation(setting, Belady(talks))
+    simulation.run(talks)
+    left = [chunk for group in simulation.groups for chunk in group.chunks.values()]
+    assert len({chunk.name for chunk in left}) < len(left), "some chunks are at several groups"
+    assert {chunk.known_use for chunk in left} == {math.inf}
 
 
 @pytest.mark.parametrize("seed", seeds(1))
