@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from seeds import seeds
 
-from trunkline.router.api.anthropic_turns import TurnMemory, Turns, behind_system, translated
+from trunkline.router.api.anthropic_turns import behind_system, translated
+from trunkline.router.api.known_turns import TurnMemory, Turns
 from trunkline.router.errors import ApiError
 from trunkline.router.text.conversation_memory import LEAST, MESSAGE_BYTES
 
