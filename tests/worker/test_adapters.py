@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from worker.checkpoints import FAMILIES, Models, assert_greedy, largest_difference
+from worker.checkpoints import Models, assert_greedy, largest_difference
 from worker.driver import VOCAB_SIZE, Driver, Stream, run_config
 from worker.peft_folders import PeftFolder, load
 from worker.ranks import Rank, run_ranks
+from worker.variants import FAMILIES
 
 from trunkline.worker.errors import AdapterError, PlanError
 from trunkline.worker.messages import Sampling
@@ -26,7 +27,7 @@ GREEDY: Final = Sampling(temperature=0, logprobs=VOCAB_SIZE)
 ATTENTION: Final = ("q_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "Wqkv", "c_attn", "dense")
 ONE_OF_EACH: Final = (
     *("gqa", "biases", "gpt2", "opt-350m", "pythia", "falcon-40b", "mpt", "gemma2", "glm4", "glm4-moe"),
-    *("qwen3-moe-some-dense", "phi3", "olmo2", "mixtral", "deepseek-v3", "gemma4"),
+    *("qwen3-moe-some-dense", "phi3", "olmo2", "mixtral", "deepseek-v3", "gemma4", "gemma4-e"),
 )
 """Every way in which matrices are stored, fused, gated and come together."""
 TAKE_ADAPTERS: Final = tuple(name for name in FAMILIES if not name.startswith("deepseek"))

@@ -11,16 +11,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from worker.checkpoints import (
-    FAMILIES,
-    MODELS,
-    Models,
-    assert_greedy,
-    largest_difference,
-    with_kernels,
-)
+from worker.checkpoints import MODELS, Models, assert_greedy, largest_difference, with_kernels
 from worker.driver import VOCAB_SIZE, Driver, generate, run_config
 from worker.ranks import generate_with_each, run_ranks
+from worker.variants import FAMILIES
 
 from trunkline.kernels.native import library
 from trunkline.kernels.ops import PackedLinear
@@ -29,7 +23,8 @@ from trunkline.worker.errors import ParallelismError
 from trunkline.worker.messages import Sampling
 from trunkline.worker.model.checkpoint import load_weights
 from trunkline.worker.model.families import check_model
-from trunkline.worker.model.model_config import Shard, check_parallelism
+from trunkline.worker.model.model_config import Shard
+from trunkline.worker.model.parallelism import check_parallelism
 from trunkline.worker.model.tensor_index import read_tensor_index
 from trunkline.worker.model.weights import ExpertWeights, MlpWeights, Weights
 from trunkline.worker.runner import Runner
@@ -46,6 +41,8 @@ REPLICATED = (
     "kv_a_proj",
     "layer_scalar",
     "per_expert_scale",
+    "per_layer_model_projection",
+    "per_layer_projection",
 )
 """Parts of the names of tensors that every rank needs whole."""
 KV_NAMES = ("k_proj", "v_proj")
@@ -78,6 +75,7 @@ WIDE_HEADS: dict[str, dict[str, int]] = {
     "falcon-rw": {"hidden_size": 64},
     "gemma2": {"head_dim": 16},
     "gemma4": {"head_dim": 16, "global_head_dim": 32},
+    "gemma4-e": {"head_dim": 16, "global_head_dim": 32},
     "deepseek-v3": {"kv_lora_rank": 16},
 }
 """With heads of 16, for which the native kernels pack full chunks of 16 tokens."""
@@ -107,6 +105,7 @@ def test_packed_chunks(name: str, models: Models) -> None:
 SPLIT_IN_FOUR = (
     *("mha", "gqa", "mqa-tied", "opt-350m", "falcon-7b", "falcon-40b", "mixtral-five-experts"),
     *("glm4-moe", "olmo2", "phi3", "deepseek-v3", "gpt-oss", "llama4", "gemma4", "gemma4-experts"),
+    "gemma4-e",
 )
 """As many, fewer and far fewer KV heads than ranks in each of the layouts; experts that do not divide."""
 
@@ -132,6 +131,10 @@ SPLIT_ALIKE = (
     "smollm3",
     "smollm3-windows",
     "ernie4.5",
+    "ernie4.5-moe",
+    "cohere",
+    "cohere2",
+    "exaone4",
 )
 """Families whose weights are split as another one's."""
 SPLIT_IN_TWO = (*(name for name in FAMILIES if name not in SPLIT_ALIKE), *("mha", "gqa", "mqa-tied", "biases"))

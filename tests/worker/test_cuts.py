@@ -44,7 +44,7 @@ MEAN_INT8 = 0.04
 """That keys of rounded rows are turned exactly is tested in `kernels/test_family_shapes.py`."""
 FAR = 2_000_000
 """A history index far beyond any model's maximum."""
-PAIRS_BESIDE = ("glm", "glm4", "deepseek_v2", "ernie4_5")
+PAIRS_BESIDE = ("glm", "glm4", "deepseek_v2", "ernie4_5", "ernie4_5_moe", "cohere")
 """Families that turn neighbouring dimensions together; others, those half of the rotated part apart."""
 
 

@@ -26,8 +26,8 @@ from trunkline.worker.model.model_config import (
     ModelConfig,
     QueryScale,
     RopeConfig,
-    check_parallelism,
 )
+from trunkline.worker.model.parallelism import check_parallelism
 from trunkline.worker.runner import Runner
 
 HUB: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "hub_configs.json").read_text())
@@ -48,6 +48,29 @@ def test_smollm3_has_layers_without_positions(tmp_path: Path) -> None:
     assert [own.window for own in slid.attention] == [0, 4096] * 4
     with pytest.raises(ModelError, match="no_rope_layers has 1 entries for 8 layers"):
         read(tmp_path, "mistral-7b-v0.1", **given, no_rope_layers=[1])
+
+
+def test_only_layers_with_windows_have_positions(tmp_path: Path) -> None:
+    given = {"architectures": ["Exaone4ForCausalLM"], "num_hidden_layers": 8}
+    config = read(tmp_path, "mistral-7b-v0.1", **given)
+    assert [own.window for own in config.attention] == [4096, 4096, 4096, 0] * 2
+    assert all((own.rope is None) == (own.window == 0) for own in config.attention)
+    assert not config.positions_shift
+    plain = read(tmp_path, "mistral-7b-v0.1", **given, sliding_window=None)
+    assert ({own.window for own in plain.attention}, plain.positions_shift) == ({0}, True)
+    with pytest.raises(ModelError, match="sliding_window_pattern is 'LLLG', and there are no layer_types"):
+        read(tmp_path, "mistral-7b-v0.1", **given, sliding_window_pattern="LLLG")
+    cohere = read(tmp_path, "mistral-7b-v0.1", **{**given, "architectures": ["Cohere2ForCausalLM"]})
+    assert (cohere.attention, cohere.logit_scale, cohere.tied_embeddings) == (config.attention, 0.0625, False)
+
+
+def test_layers_of_ernie_with_experts(tmp_path: Path) -> None:
+    given = {"architectures": ["Ernie4_5_MoeForCausalLM"], "num_hidden_layers": 8, "moe_layer_interval": 2}
+    mixture = read(tmp_path, "mistral-7b-v0.1", **given).mixture
+    assert mixture == Mixture(64, 1536, Routing(6), shared_width=3072, dense_layers=frozenset({0, 2, 4, 6}))
+    ends = {"moe_layer_interval": 1, "moe_layer_start_index": 3, "moe_layer_end_index": 5, "moe_k": 2}
+    mixture = read(tmp_path, "mistral-7b-v0.1", **{**given, **ends}).mixture
+    assert mixture == Mixture(64, 1536, Routing(2), shared_width=3072, dense_layers=frozenset({0, 1, 2, 6, 7}))
 
 
 def possible(config: ModelConfig) -> list[int]:
@@ -336,6 +359,16 @@ def test_slopes_equal_transformers(heads: int) -> None:
             "mixtral-8x7b",
             {"architectures": ["Qwen2_5_VLForConditionalGeneration"]},
             "Qwen2_5_VLForConditionalGeneration .its positions have three dimensions",
+        ),
+        (
+            "mistral-7b-v0.1",
+            {"architectures": ["CohereForCausalLM"], "use_qk_norm": True},
+            "use_qk_norm is True; supported .*: False",
+        ),
+        (
+            "mistral-7b-v0.1",
+            {"architectures": ["Ernie4_5_MoeForCausalLM"], "use_bias": True},
+            "use_bias is True; supported .*: False",
         ),
         ("gpt-oss-20b", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0; supported .*: 7.0"),
         ("gpt-oss-20b", {"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5"),

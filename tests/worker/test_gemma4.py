@@ -17,8 +17,8 @@ from trunkline.worker.model.model_config import (
     Mixture,
     ModelConfig,
     RopeConfig,
-    check_parallelism,
 )
+from trunkline.worker.model.parallelism import check_parallelism
 
 GEMMA4: Final[dict[str, Any]] = {
     "architectures": ["Gemma4ForCausalLM"],
@@ -81,12 +81,47 @@ def test_experts_of_gemma4(tmp_path: Path) -> None:
     assert read_gemma4(tmp_path, **{**EXPERTS, "enable_moe_block": False}).mixture is None
 
 
+SMALL: Final[dict[str, Any]] = {
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 256,
+    "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+    "num_attention_heads": 8,
+    "num_global_key_value_heads": None,
+    "num_hidden_layers": 35,
+    "num_key_value_heads": 1,
+    "num_kv_shared_layers": 20,
+    "use_double_wide_mlp": True,
+}
+"""Of the kind of the published E2B."""
+
+
+def test_layers_that_read_the_kv_of_others(tmp_path: Path) -> None:
+    config = read_gemma4(tmp_path, **SMALL)
+    assert (config.kv_layers, config.layer_embedding_size) == (15, 256)
+    assert config.kv_sources == (13, 13, 13, 13, 14) * 4  # the last ones of each kind that keep KV
+    assert config.mlp_widths == (8192,) * 15 + (16384,) * 20
+    assert [config.kv_layer(layer) for layer in (0, 14, 15, 19, 34)] == [0, 14, 13, 14, 14]
+    assert config.chunk_format(64, "bfloat16").chunk_bytes == 15 * 2 * 64 * 512 * 2
+    assert config.only_on_cpus == (
+        "heads of several sizes, layers that read the KV of others, embeddings of each layer"
+    )
+    plain = read_gemma4(tmp_path, **{**SMALL, "use_double_wide_mlp": False})
+    assert (plain.kv_sources, plain.mlp_widths) == (config.kv_sources, ())
+    with pytest.raises(ParallelismError, match=r"an MLP of 8193 over 2 ranks"):  # though all others are even
+        check_parallelism(read_gemma4(tmp_path, **SMALL, intermediate_size=8193), 2)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size_per_layer_input": 64}, "hidden_size_per_layer_input is 64, which is not implemented"),
-        ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input is 256"),
-        ({"num_kv_shared_layers": 3}, "num_kv_shared_layers is 3, which is not implemented: each layer has KV"),
+        (
+            {"hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 101},
+            "vocab_size_per_layer_input is 101 and vocab_size 262144",
+        ),
+        (
+            {**EXPERTS, "num_kv_shared_layers": 1, "use_double_wide_mlp": True},
+            "use_double_wide_mlp is not supported with enable_moe_block",
+        ),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
         ({"layer_types": ["chunked_attention"] * 7}, "layer_types has 'chunked_attention'"),
         ({"per_layer_config": {"1": {"intermediate_size": 9}}}, "per_layer_config has 'intermediate_size'"),
@@ -116,6 +151,14 @@ def test_what_of_gemma4_is_refused(changes: dict[str, Any], message: str, tmp_pa
         ({**EXPERTS, "num_experts": None}, "field 'num_experts' is missing"),
         ({**EXPERTS, "top_k_experts": 129}, "top_k_experts is 129; there are 128 experts"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 7 layers"),
+        ({"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input is -1; it must not be negative"),
+        ({"num_kv_shared_layers": 7}, "num_kv_shared_layers is 7 of 7 layers"),
+        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers is -1 of 7 layers"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2: no layer before those is of 'full_attention'"),
+        (
+            {"num_kv_shared_layers": 1, "per_layer_config": {"6": {"head_dim": 512}}},
+            "layer 6 has other heads than layer 5, whose KV it reads",
+        ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "'sliding_attention' is missing"),
         (
             {

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from simulation.driver import Simulation
-from worker.checkpoints import FAMILIES, KINDS, Models, assert_greedy, with_kernels
+from worker.checkpoints import KINDS, Models, assert_greedy, with_kernels
 from worker.driver import VOCAB_SIZE, Stream, run_config
 from worker.engine_driver import make_simulation
 from worker.pooling_driver import expected, pool_on_rank, pool_prompts, pooled
 from worker.ranks import run_ranks
+from worker.variants import FAMILIES
 
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.errors import PlanError

@@ -62,6 +62,7 @@ ONE_OF_EACH: Final = (
     "qwen2-moe",
     "gemma4",
     "gemma4-experts",
+    "gemma4-e",
 )
 """Models that together have every op, all residuals, and layers that differ in their attention."""
 TOLERANCE: Final = {"float32": 2e-5, "bfloat16": 3e-2}
@@ -133,6 +134,7 @@ def reference_of(runner: Runner) -> OpByOp:
         ("mixtral-five-experts", {"quantisation": "int8", "threads": 3}),
         ("deepseek-v2", {"quantisation": "int8", "threads": 2}),
         ("deepseek-v3", {"dtype": "bfloat16", "threads": 2}),
+        ("gemma4-e", {"dtype": "bfloat16", "threads": 2}),
     ],
 )
 def test_each_op_equals_the_reference(name: str, fields: dict[str, Any], models: Models) -> None:
@@ -347,7 +349,9 @@ def test_contradictory_programs_are_refused(models: Models) -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(2))
-@pytest.mark.parametrize("name", ["glm4-moe", "olmo2", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "name", ["glm4-moe", "olmo2", "deepseek-v3", pytest.param("gemma4-e", marks=pytest.mark.soak)]
+)
 def test_the_library_refuses_damaged_programs(name: str, seed: int, models: Models) -> None:
     """Any word of a program but the handles of packed layers, which only kernels make: refused, or harmless."""
     runner, program = load(models(name))

@@ -53,11 +53,17 @@ def runner_of(simulation: Simulation) -> Runner:
     return runner
 
 
+def windowed_layers(runner: Runner) -> list[int]:
+    """Return the layers of the pool that have a window."""
+    config = runner._decoder.shard.config
+    return [layer for layer in range(config.kv_layers) if config.attention[layer].window]
+
+
 def spoil(simulation: Simulation) -> list[int]:
     """Fill with `LARGE` what plans thin, and with NaN what is free; return the list of the thinned blocks."""
     runner, thinned = runner_of(simulation), list[int]()
     execute = runner.execute
-    layers = [index for index, own in enumerate(runner._decoder.shard.config.attention) if own.window]
+    layers = windowed_layers(runner)
     assert 0 < len(layers) < runner.pool.format.layers
 
     def fill(blocks: Int32Array) -> None:

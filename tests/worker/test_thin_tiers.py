@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from simulation.driver import Simulation
 from worker.checkpoints import Models, assert_greedy
-from worker.test_thin_blocks import LARGE, WINDOW, random_tokens, runner_of, small, spoil
+from worker.test_thin_blocks import LARGE, WINDOW, random_tokens, runner_of, small, spoil, windowed_layers
 
 from trunkline.controller.messages import StepResult
 from trunkline.kvstore.chunks import unpack_int32
@@ -29,7 +29,7 @@ def loads_of(simulation: Simulation) -> Counter[LoadedLayers]:
     spoil(simulation)
     runner, counts = runner_of(simulation), Counter[LoadedLayers]()
     execute = runner.execute
-    layers = [index for index, own in enumerate(runner._decoder.shard.config.attention) if own.window]
+    layers = windowed_layers(runner)
 
     def step(plan: StepPlan) -> StepResult | None:
         assert runner.copier is not None

@@ -34,7 +34,7 @@ def simulate(
     [
         *((name, kept) for name in ("gqa", "gemma4") for kept in KV_DTYPES),
         *(("deepseek-v3", kept) for kept in ("auto", "int8")),
-        *((name, "auto") for name in ("mistral4", "gemma4-experts")),
+        *((name, "auto") for name in ("mistral4", "gemma4-experts", "gemma4-e")),
     ],
 )
 def test_text_does_not_depend_on_what_the_engine_does(name: str, kv_dtype: str, models: Models) -> None:

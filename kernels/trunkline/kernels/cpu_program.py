@@ -20,7 +20,7 @@ from trunkline.kernels.cpu import DENSE_TYPES, CpuKernels
 from trunkline.kernels.cpu_counting import Counting
 from trunkline.kernels.cpu_plans import NONE, ShiftTable, prefill_state, turns_queries
 from trunkline.kernels.experts import Experts
-from trunkline.kernels.family_ops import Gate, HeadNorm
+from trunkline.kernels.family_ops import Gate, HeadNorm, Multiply, PrepareQueries
 from trunkline.kernels.latent import Absorb, Expand
 from trunkline.kernels.native import library
 from trunkline.kernels.op_by_op import Collective, OpByOp, StepBatch
@@ -79,6 +79,8 @@ KINDS: Final[dict[type[Op], int]] = {
     Temper: 22,
     Gate: 23,
     HeadNorm: 24,
+    PrepareQueries: 25,
+    Multiply: 26,
 }
 """The number of each op in `csrc/cpu/program.h`."""
 HOST: Final = 0
@@ -157,6 +159,9 @@ class _Words:
                 weights = (None, None) if op.norm is None else (op.norm.q_weight, op.norm.k_weight)
                 heads = [buffer(op.qkv), op.layer, op.spec.heads, buffer(op.cos), buffer(op.sin)]
                 return [*heads, *map(constant, weights)]
+            case PrepareQueries():
+                heads = [buffer(op.queries), 0, op.spec.heads, buffer(op.cos), buffer(op.sin)]
+                return [*heads, *map(constant, (op.weight, op.weight))]
             case Attend():
                 spec, heads = op.spec, [buffer(op.qkv), op.layer, op.spec.heads, buffer(op.out), self._rope(op)]
                 return [*heads, constant(spec.alibi_slopes), spec.window, constant(spec.sinks), spec.span]
@@ -164,6 +169,8 @@ class _Words:
                 return [buffer(op.qkv), op.width, op.period, op.added]
             case HeadNorm():
                 return [buffer(op.into), op.first, constant(op.weight)]
+            case Multiply():
+                return [buffer(op.into), buffer(op.x), op.first]
             case Activate():
                 return [buffer(op.into), ACTIVATIONS[op.activation]]
             case Add() | Gate():
@@ -198,7 +205,7 @@ def _is_native(op: Op, shares_memory: bool) -> bool:
     """
     if isinstance(op, Experts):
         one_best = op.routing.groups == 1 or op.routing.group_best == 1
-        return op.routing.scores == "sigmoid" or (op.choice_bias is None and one_best)
+        return op.routing.scores == "sigmoid" or op.choice_bias is not None or one_best
     return shares_memory or not isinstance(op, AllReduce)
 
 
@@ -216,7 +223,7 @@ def _reals(op: Op) -> tuple[float, float]:
             return op.norm.eps, float(op.ranks)
         case Scale() | Rotations() | Temper():
             return op.factor, 0.0
-        case RmsNorm() | LayerNorm() | HeadNorm():
+        case RmsNorm() | LayerNorm() | HeadNorm() | PrepareQueries():
             return op.eps, 0.0
         case Clamp():
             return op.limit, 0.0

@@ -1,4 +1,5 @@
-"""Ops of a step's program that single families need: gates of shared experts, norms of values."""
+"""Ops of a step's program that single families need: gates of shared experts, norms of values, queries of layers
+that read another one's KV, factors that are columns."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trunkline.kernels.program import Buffer, Facts, Op
+from trunkline.kernels.ops import AttentionSpec
+from trunkline.kernels.program import Buffer, Facts, Op, Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,4 +46,53 @@ class HeadNorm(Op):
             ("the type of the weight", torch.float32, self.weight.dtype),
             ("whether there are heads", True, self.first >= 0 and columns > 0),
             ("columns without a head", 0, columns % len(self.weight)),
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareQueries(Op):
+    """Norm and rotate queries in place: what `StoreKv` does to them, in a layer that reads another one's KV."""
+
+    kind = "prepare_queries"
+    reads = ("cos", "sin")
+    changes = ("queries",)
+    queries: Buffer
+    spec: AttentionSpec
+    cos: Buffer | None
+    """None, as is `sin`: nothing is rotated."""
+    sin: Buffer | None
+    weight: Tensor | None
+    """`[head_dim]`, of the type of the queries; None: there is no norm."""
+    eps: float
+
+    def facts(self) -> Facts:
+        spec, weight = self.spec, self.weight
+        found: Facts = [
+            ("the width of the queries", spec.heads * spec.head_dim, self.queries.width),
+            ("the rows of the queries", Rows.TOKENS, self.queries.rows),
+            ("the presence of sin", self.cos is not None, self.sin is not None),
+        ]
+        if self.cos is not None:
+            found.append(("whether a head is wide enough for the rotation", True, self.cos.width <= spec.head_dim))
+        if weight is not None:
+            alike = (list(weight.shape), weight.dtype)
+            found.append(("the shape and type of the weight", ([spec.head_dim], self.queries.dtype), alike))
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Multiply(Op):
+    """`into *= x[:, first : first + width of into]`."""
+
+    kind = "multiply"
+    reads = ("x",)
+    changes = ("into",)
+    x: Buffer
+    first: int
+    into: Buffer
+
+    def facts(self) -> Facts:
+        return [
+            ("the rows and type of x", (self.into.rows, self.into.dtype), (self.x.rows, self.x.dtype)),
+            ("whether x has the columns", True, 0 <= self.first <= self.x.width - self.into.width),
         ]

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from trunkline.kernels.adapters import AdapterGroups, AdapterLayers, AdapterRows
 from trunkline.kernels.experts import Experts, run_experts
-from trunkline.kernels.family_ops import Gate, HeadNorm
+from trunkline.kernels.family_ops import Gate, HeadNorm, Multiply, PrepareQueries
 from trunkline.kernels.latent import Absorb, Expand
 from trunkline.kernels.live_plan import AnyDecodePlan
-from trunkline.kernels.ops import Angles, Kernels, KvPool, make_angles
+from trunkline.kernels.ops import Angles, Kernels, KvPool, make_angles, rotate
 from trunkline.kernels.plan import PrefillPlan, WritePlan
 from trunkline.kernels.program import (
     Activate,
@@ -142,6 +142,8 @@ class OpByOp:
             Add: self._add,
             Gate: self._gate,
             HeadNorm: self._head_norm,
+            PrepareQueries: self._prepare_queries,
+            Multiply: self._multiply,
             SquareSums: self._square_sums,
             WideNorm: self._wide_norm,
             Absorb: self._absorb,
@@ -243,10 +245,18 @@ class OpByOp:
         into.copy_(into.float() * self._values[op.x.name].sigmoid())
 
     def _head_norm(self, op: HeadNorm) -> None:
-        part = self._values[op.into.name][:, op.first :]
-        heads = part.float().view(len(part), -1, len(op.weight))
-        normal = heads * (heads.square().mean(dim=-1, keepdim=True) + op.eps).rsqrt()
-        part.copy_((normal.to(part.dtype).float() * op.weight).flatten(1))
+        _norm_heads(self._values[op.into.name][:, op.first :], op.weight, op.eps)
+
+    def _prepare_queries(self, op: PrepareQueries) -> None:
+        queries = self._values[op.queries.name]
+        if op.weight is not None:
+            _norm_heads(queries, op.weight, op.eps)
+        if (angles := self._angles(op.cos, op.sin)) is not None:
+            rotate(queries.view(len(queries), op.spec.heads, -1), angles)
+
+    def _multiply(self, op: Multiply) -> None:
+        columns = slice(op.first, op.first + op.into.width)
+        self._values[op.into.name].mul_(self._values[op.x.name][:, columns])
 
     def _square_sums(self, op: SquareSums) -> None:
         queries, keys, _ = _split(self._values[op.qkv.name], *op.widths)
@@ -277,12 +287,13 @@ class OpByOp:
         self._values[op.out.name] = torch.cat(made, dim=-1)
 
     def _store_kv(self, op: StoreKv) -> None:
-        angles = None
-        if op.cos is not None and op.sin is not None:
-            cos, sin = self._values[op.cos.name], self._values[op.sin.name]
-            angles = Angles(cos[:, None], sin[:, None])
-        qkv, write = self._values[op.qkv.name], self._batch.write
+        angles, qkv, write = self._angles(op.cos, op.sin), self._values[op.qkv.name], self._batch.write
         self._kernels.write_kv(write, qkv, angles, self._pool, op.layer, op.spec, op.norm)
+
+    def _angles(self, cos: Buffer | None, sin: Buffer | None) -> Angles | None:
+        if cos is None or sin is None:
+            return None
+        return Angles(self._values[cos.name][:, None], self._values[sin.name][:, None])
 
     def _temper(self, op: Temper) -> None:
         parts = (self._batch.positions + op.added).div(op.period, rounding_mode="floor").double()
@@ -320,6 +331,13 @@ class OpByOp:
 def _split(qkv: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return views of queries, keys and the columns behind them."""
     return qkv[:, :queries], qkv[:, queries : queries + keys], qkv[:, queries + keys :]
+
+
+def _norm_heads(part: Tensor, weight: Tensor, eps: float) -> None:
+    """RMS norm of each head, as wide as the weight, in place."""
+    heads = part.float().view(len(part), -1, len(weight))
+    normal = heads * (heads.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+    part.copy_((normal.to(part.dtype).float() * weight.float()).flatten(1))
 
 
 class OpDifference(NamedTuple):

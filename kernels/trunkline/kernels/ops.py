@@ -390,6 +390,14 @@ def swap_halves(x: Tensor) -> Tensor:
     return torch.cat((x[..., half:], x[..., :half]), dim=-1)
 
 
+def rotate(x: Tensor, angles: Angles) -> None:
+    """Rotate the leading dimensions of each head of `x`, `[tokens, heads, head_dim]`, in place."""
+    turned = x[..., : angles.cos.shape[-1]]
+    swapped = swap_halves(turned)
+    turned.mul_(angles.cos)
+    turned.addcmul_(swapped, angles.sin)
+
+
 def make_angles(
     positions: Tensor, inverse_frequencies: Tensor, factor: float = 1.0, dtype: torch.dtype | None = None
 ) -> Angles:

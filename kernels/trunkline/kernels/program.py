@@ -224,8 +224,9 @@ class Attend(Op):
     reads = ("qkv",)
     writes = ("out",)
     qkv: Buffer
-    """Queries in front, as `StoreKv` left them."""
+    """Queries in front, as `StoreKv` left them; or queries alone, where the layer's KV is another one's."""
     layer: int
+    """Whose KV it is, by its index in the pool."""
     spec: AttentionSpec
     out: Buffer
 
@@ -272,6 +273,7 @@ class Program:
 
     ops: tuple[Op, ...]
     layers: int
+    """Layers of the KV pool: those that store KV."""
     states: Buffer
     """The final hidden states."""
     logits: Buffer
@@ -426,9 +428,9 @@ def _store_facts(op: StoreKv) -> Facts:
 
 
 def _attend_facts(op: Attend) -> Facts:
-    spec = op.spec
+    spec, queries = op.spec, op.spec.heads * op.spec.head_dim
     return [
-        ("the width of qkv", spec.qkv_width, op.qkv.width),
+        ("the width of qkv", queries if op.qkv.width == queries else spec.qkv_width, op.qkv.width),
         ("the width of out", spec.heads * spec.value_dim, op.out.width),
         ("the rows of out", Rows.TOKENS, op.out.rows),
         ("the type of out", op.qkv.dtype, op.out.dtype),

@@ -32,7 +32,7 @@ from trunkline.kernels.ops import (
     Weight,
     add_rows,
     check_copies,
-    swap_halves,
+    rotate,
 )
 from trunkline.kernels.plan import PrefillPlan, WritePlan
 from trunkline.kernels.quantisation import linear_quantised, stored_bytes, stored_weight
@@ -86,7 +86,7 @@ class ReferenceKernels:
             q.copy_(_rms_norm(q, norm.q_weight, norm.eps))
             k.copy_(_rms_norm(k, norm.k_weight, norm.eps))
         if angles is not None:
-            _rotate(heads[:, : spec.heads + spec.kv_heads], angles)
+            rotate(heads[:, : spec.heads + spec.kv_heads], angles)
         new = heads[:, spec.heads :].view(qkv.shape[0], spec.bands, spec.kv_heads, spec.head_dim)
         if state.tokens is not None:
             new = new[state.tokens]
@@ -225,10 +225,3 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype in (torch.float16, torch.bfloat16):
         return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
-
-
-def _rotate(x: Tensor, angles: Angles) -> None:
-    turned = x[..., : angles.cos.shape[-1]]
-    swapped = swap_halves(turned)
-    turned.mul_(angles.cos)
-    turned.addcmul_(swapped, angles.sin)

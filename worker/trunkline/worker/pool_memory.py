@@ -28,7 +28,7 @@ class PoolMaker:
         """
         self._config = config
         self._device = device
-        self._windowed = [own.window > 0 for own in model.attention]
+        self._windowed = [own.window > 0 for own in model.attention[: model.kv_layers]]
         if config.window_share < 1 and not model.part_window:
             raise WorkerConfigError(
                 f"window_share is {config.window_share:g}, but not some of the model's layers have a window while "

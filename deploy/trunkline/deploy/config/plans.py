@@ -30,7 +30,7 @@ from trunkline.kvstore.chunk_format import type_name
 from trunkline.router.tenancy.auth import is_loopback
 from trunkline.worker.errors import ParallelismError, WorkerError
 from trunkline.worker.model.families import read_model_config
-from trunkline.worker.model.model_config import check_parallelism
+from trunkline.worker.model.parallelism import check_parallelism
 
 TP_ON_CPUS: Final = 2
 """The default number of workers of a group on CPUs: the fewest that show the whole design."""

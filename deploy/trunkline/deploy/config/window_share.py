@@ -32,7 +32,7 @@ def check_windows(settings: ServeSettings, model: ModelConfig, part: ChunkFormat
         raise UserError(f"{given}, but memory behind windows is given back on CPUs only; leave the option out")
     if not settings.prefix_cache:
         raise UserError(f"{given}; it works with the prefix cache only; leave one of the two options out")
-    windowed = [own.window > 0 for own in model.attention]
+    windowed = [own.window > 0 for own in model.attention[: model.kv_layers]]
     blocks = blocks_within(settings.kv_memory_per_worker(device), part, windowed, share)
     least = window_blocks(model.part_window, settings.token_budget, settings.chunk_size) + 1
     if whole_blocks(blocks, share) < least:

@@ -99,8 +99,11 @@ def _sites(shard: Shard, layer: int) -> list[_Site]:
     out = [Piece(names.attention_out, hidden)]
     sites = [_Site("attention_out", out, own.out_columns, inputs=shard.filled_columns(layer))]
     sites += _latent_sites(shard) if config.latent else [_Site("qkv", own.qkv_pieces(), order=order)]
+    if size := config.layer_embedding_size:
+        sites.append(_Site("layer_gate", [Piece(names.layer_gate, slice(0, size))]))
+        sites.append(_Site("layer_out", [Piece(names.layer_out, hidden)]))
     mixture = config.mixture_of(layer)
-    mlps = [("", names.dense, config.intermediate_size)]
+    mlps = [("", names.dense, own.config.intermediate_size)]
     if mixture is not None:
         mlps = [("shared_", names.shared_experts, mixture.shared_width)] if mixture.shared_width else []
     for kind, prefix, width in mlps:

@@ -122,6 +122,18 @@ class WeightNames:
     """Factor of each expert's share; the whole name."""
     layer_scale: str = ""
     """What multiplies the residual behind the layer, one number; the whole name."""
+    layer_embedding: str = ""
+    """Table of the embeddings that each layer has of its own (`ModelConfig.layer_embedding_size`): a row has all
+    layers' behind each other."""
+    layer_projection: str = ""
+    """Projection of a token's embedding to what is added to those, for all layers."""
+    layer_projection_norm: str = ""
+    """Norm of each layer's part of it."""
+    layer_gate: str = ""
+    """Projection of the residual behind the MLP to what the layer's own embedding multiplies."""
+    layer_out: str = ""
+    """Projection of the product to what is added to the residual."""
+    layer_out_norm: str = ""
     positions: str = ""
     embedding_in: str = ""
     """Projection from the embeddings' width to the hidden size."""
@@ -158,5 +170,7 @@ class Architecture:
     """Prefix of the head's name for each of `prefixes`; empty: none has any."""
     interleaved_gates: bool = False
     """Whether, in a matrix of gate and up, their rows alternate; else all of the gate's come first."""
+    choice_bias_is_row: bool = False
+    """Whether the bias of the choice of experts is stored as `[1, experts]`."""
     position_rows_skipped: int = 0
     """Number of rows of the table of positions in front of position 0."""

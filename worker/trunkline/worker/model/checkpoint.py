@@ -34,6 +34,8 @@ from trunkline.worker.model.weights import (
     ExpertNorms,
     ExpertWeights,
     LatentWeights,
+    LayerEmbedding,
+    LayerInput,
     LayerWeights,
     MlpWeights,
     NormWeights,
@@ -217,6 +219,7 @@ class _ShardReader:
             embedding=embedding,
             embedding_in=self._replicated(prefix, names.embedding_in),
             positions=self._positions(),
+            layer_embedding=self._layer_embedding(),
             layers=layers,
             final_norm=self._norm(prefix, names.final_norm),
             embedding_out=self._replicated(prefix, names.embedding_out),
@@ -228,7 +231,8 @@ class _ShardReader:
         config, names = self._config, self._names
         mixture = config.mixture_of(layer)
         if mixture is None:
-            mlp: MlpWeights | ExpertWeights = self._mlp(prefix + names.dense, config.intermediate_size)
+            width = config.of_layer(layer).intermediate_size
+            mlp: MlpWeights | ExpertWeights = self._mlp(prefix + names.dense, width)
         else:
             mlp = self._experts(prefix, mixture)
         return LayerWeights(
@@ -241,8 +245,27 @@ class _ShardReader:
             mlp_norm=self._norm(prefix, names.mlp_norm),
             mlp=mlp,
             mlp_post_norm=self._norm(prefix, names.mlp_post_norm),
+            layer_input=self._layer_input(prefix),
             scale=float(self._files.slice(prefix + names.layer_scale)) if names.layer_scale else 1.0,
         )
+
+    def _layer_embedding(self) -> LayerEmbedding | None:
+        names, prefix = self._names, self._prefix
+        projection = self._of_embeddings(prefix, names.layer_projection)
+        if projection is None:
+            return None
+        table = self._vocabulary(f"{prefix}{names.layer_embedding}.weight")
+        norm = self._files.slice(f"{prefix}{names.layer_projection_norm}.weight", dtype=torch.float32)
+        return LayerEmbedding(table, projection, norm)
+
+    def _layer_input(self, prefix: str) -> LayerInput | None:
+        names = self._names
+        gate, out = (self._of_embeddings(prefix, name) for name in (names.layer_gate, names.layer_out))
+        return LayerInput(gate, out, self._some_norm(prefix + names.layer_out_norm)) if gate and out else None
+
+    def _of_embeddings(self, prefix: str, name: str) -> PackedLinear | None:
+        """Return a matrix of the layers' own embeddings, if there are any."""
+        return self._replicated(prefix, name if self._config.layer_embedding_size else "")
 
     def _qkv(self, prefix: str, layer: int) -> PackedLinear:
         shard = self._shard
@@ -339,7 +362,7 @@ class _ShardReader:
 
     def _vector(self, prefix: str, name: str) -> Tensor | None:
         """Return a vector in float32, if the family has it."""
-        return self._files.slice(prefix + name, dtype=torch.float32) if name else None
+        return self._files.slice(prefix + name, dtype=torch.float32).flatten() if name else None
 
     def _up(self, prefix: str, rows: slice, width: int, gates: tuple[str, str]) -> PackedLinear:
         """Return rows of an MLP's first matrix, and of its gate if there is one, of an MLP of that width."""
@@ -393,7 +416,9 @@ class _ShardReader:
             return None
         shard, wide = self._shard, self._architecture.wide_norms
         query = self._norm_weight(prefix + names.query_norm, shard.query_rows if wide else None)
-        key = self._norm_weight(prefix + names.key_norm, shard.key_rows if wide else None)
+        key = query
+        if layer < self._config.kv_layers:
+            key = self._norm_weight(prefix + names.key_norm, shard.key_rows if wide else None)
         missing = self._config.head_dim - len(query) if not wide else 0
         # Zeros are part of the mean then, which the eps and the scale of the scores make up for (`step_program`).
         share = self._config.head_share(self._config.attention[layer])

@@ -17,8 +17,9 @@ from typing import Final
 
 from trunkline.worker.config import DTYPES
 from trunkline.worker.errors import ModelError, UnsupportedModelError
-from trunkline.worker.model.model_config import ModelConfig, check_parallelism
+from trunkline.worker.model.model_config import ModelConfig
 from trunkline.worker.model.packed_files import read_scheme
+from trunkline.worker.model.parallelism import check_parallelism
 from trunkline.worker.model.reader_base import Reader
 from trunkline.worker.model.reader_deepseek import DEEPSEEK_READERS
 from trunkline.worker.model.reader_experts import EXPERTS_READERS

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from trunkline.kernels.routing import Routing
 from trunkline.kvstore.chunk_format import INT8_MOST, ChunkFormat, kv_format, latent_format
-from trunkline.worker.errors import ParallelismError, UnsupportedModelError
+from trunkline.worker.errors import UnsupportedModelError
 from trunkline.worker.model.architecture import Architecture, Positions, Qkv
 
 
@@ -188,20 +188,42 @@ class ModelConfig:
     mixture: Mixture | None = None
     latent: LatentAttention | None = None
     """Keys and values are made of latents; then `kv_heads` is 1."""
+    kv_sources: tuple[int, ...] = ()
+    """For each of the last layers, if they keep no KV, the earlier layer whose KV it reads."""
+    mlp_widths: tuple[int, ...] = ()
+    """Width of each layer's MLP where they differ; empty: all have `intermediate_size`."""
+    layer_embedding_size: int = 0
+    """Width of the embedding that each layer has of a token beside the model's; 0: there are none."""
+
+    @property
+    def kv_layers(self) -> int:
+        """Number of layers that keep KV; they are the first ones."""
+        return self.layers - len(self.kv_sources)
+
+    def kv_layer(self, layer: int) -> int:
+        """Return the layer whose KV a layer's attention reads."""
+        return layer if layer < self.kv_layers else self.kv_sources[layer - self.kv_layers]
 
     def mixture_of(self, layer: int) -> Mixture | None:
         """Return the mixture of experts of a layer; None if it has a plain MLP."""
         return None if self.mixture is None or layer in self.mixture.dense_layers else self.mixture
 
     def of_layer(self, layer: int) -> ModelConfig:
-        """Return the model with the heads of a layer's weights."""
-        own = self.attention[layer].heads
-        if own is None:
+        """Return the model with the heads and the MLP of a layer's weights."""
+        own, names = self.attention[layer].heads, self.architecture.names
+        if own is None and not self.mlp_widths and not self.kv_sources:
             return self
-        names = self.architecture.names
-        names = replace(names, value="") if own.keys_are_values else names
-        architecture = replace(self.architecture, names=names)
-        return replace(self, head_dim=own.head_dim, kv_heads=own.kv_heads, architecture=architecture)
+        if own is not None and own.keys_are_values:
+            names = replace(names, value="")
+        if layer >= self.kv_layers:
+            names = replace(names, key="", value="", key_norm="")
+        return replace(
+            self,
+            head_dim=own.head_dim if own else self.head_dim,
+            kv_heads=own.kv_heads if own else self.kv_heads,
+            intermediate_size=self.mlp_widths[layer] if self.mlp_widths else self.intermediate_size,
+            architecture=replace(self.architecture, names=names),
+        )
 
     def head_share(self, own: LayerAttention) -> float:
         """Return which part of a head in the pool a layer's own heads fill."""
@@ -254,6 +276,10 @@ class ModelConfig:
             found.append("attention within parts of the positions")
         if self.activation == "clamped_silu":
             found.append("clamped activations")
+        if self.kv_sources:
+            found.append("layers that read the KV of others")
+        if self.layer_embedding_size:
+            found.append("embeddings of each layer")
         return ", ".join(found)
 
     def chunk_format(self, chunk_size: int, dtype: str, kv_dtype: str = "auto") -> ChunkFormat:
@@ -276,9 +302,9 @@ class ModelConfig:
                     f"KV in int8 is not supported with latents of {own.latent} numbers and rotary parts of "
                     f"{own.rotary}, only up to {INT8_MOST} and {INT8_MOST // 2}; use auto"
                 )
-            latents = (self.layers, chunk_size, own.rotary, own.latent)
+            latents = (self.kv_layers, chunk_size, own.rotary, own.latent)
             return latent_format(latents, dtype, kv_dtype, positions=positions, shifts=self.positions_shift)
-        sizes = (self.layers, self.kv_heads, chunk_size, self.head_dim)
+        sizes = (self.kv_layers, self.kv_heads, chunk_size, self.head_dim)
         return kv_format(sizes, dtype, kv_dtype, positions=positions, shifts=self.positions_shift)
 
 
@@ -377,7 +403,7 @@ class Shard:
         layout = config.architecture.qkv
         if layout is Qkv.SEPARATE:
             pieces = [Piece(names.query, queries), Piece(names.key, keys), Piece(names.value, keys)]
-            return pieces if names.value else pieces[:2]
+            return [piece for piece in pieces if piece.name]
         if layout is Qkv.STACKED:
             key_start = config.heads * config.head_dim
             value_start = key_start + config.kv_heads * config.head_dim
@@ -391,7 +417,7 @@ class Shard:
         are half of the rotated part apart, where the checkpoint has them side by side. Scores do not change:
         queries and keys are reordered alike."""
         config = self.config
-        rope = config.attention[0].rope
+        rope = next((own.rope for own in config.attention if own.rope), None)
         turned, width = rope.rotary_dim if rope else 0, config.head_dim
         head = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, width)]
         turning = self.heads + self.kv_heads
@@ -417,7 +443,8 @@ class Shard:
             return None
         own, width = self.of_layer(layer), self.config.head_dim
         copies = self.kv_heads // own.kv_heads
-        keys = [self.heads + head // copies for head in range(self.kv_heads)]
+        stored = self.kv_heads if layer < self.config.kv_layers else 0
+        keys = [self.heads + head // copies for head in range(stored)]
         values = keys if given.keys_are_values else [own.kv_heads + head for head in keys]
         found: list[int] = []
         for head in (*range(self.heads), *keys, *values):
@@ -458,43 +485,3 @@ def _joined(parts: list[slice]) -> list[slice]:
         else:
             joined.append(part)
     return joined
-
-
-def check_parallelism(config: ModelConfig, tp: int) -> None:
-    """Check that `tp` ranks can share the model. The vocabulary is padded, so it may have any size.
-
-    Raises:
-        ParallelismError: A number cannot be divided; the message names it, and numbers of ranks that would do.
-    """
-    if tp < 1:
-        raise ParallelismError(f"tp is {tp}; it must be at least 1")
-    reasons = obstacles(config, tp)
-    if not reasons:
-        return
-    allowed = [n for n in range(1, config.heads + 1) if not obstacles(config, n)]
-    raise ParallelismError(
-        f"cannot split {' and '.join(reasons)} over {tp} ranks; "
-        f"possible for this model: {', '.join(map(str, allowed))}"
-    )
-
-
-def obstacles(config: ModelConfig, tp: int) -> list[str]:
-    """Return what `tp` ranks cannot share, in words; the vocabulary is padded."""
-    reasons = []
-    if config.heads % tp:
-        reasons.append(f"{config.heads} attention heads")
-    if config.kv_heads % tp and tp % config.kv_heads:  # fewer KV heads than ranks: replicated
-        reasons.append(f"{config.kv_heads} KV heads")
-    for fewer in sorted({own.heads.kv_heads for own in config.attention if own.heads} - {config.kv_heads}):
-        if fewer % tp and tp % fewer:
-            reasons.append(f"{fewer} KV heads of some layers")
-    mixture = config.mixture
-    if mixture is not None and not mixture.is_split and mixture.experts < tp:
-        reasons.append(f"{mixture.experts} experts")
-    if mixture is not None and mixture.is_split and mixture.width % tp:
-        reasons.append(f"experts of {mixture.width}")
-    if mixture is not None and mixture.shared_width % tp:
-        reasons.append(f"shared experts of {mixture.shared_width}")
-    if (mixture is None or mixture.dense_layers) and config.intermediate_size % tp:
-        reasons.append(f"an MLP of {config.intermediate_size}")
-    return reasons

@@ -98,6 +98,25 @@ def _glm4_moe(raw: Mapping[str, Any]) -> ModelConfig:
     return replace(config, attention_bias=fields.flag("attention_bias", False), mixture=mixture)
 
 
+def _ernie4_5_moe(raw: Mapping[str, Any]) -> ModelConfig:
+    defaults = {"num_key_value_heads": 4, "max_position_embeddings": 131072}
+    fields = Fields({**defaults, **raw}, num_local_experts="moe_num_experts", num_experts_per_tok="moe_k")
+    fields.refuse("use_bias", False)
+    config = llama_like(fields, records.ERNIE4_5_MOE, theta=5e5, norm_eps=1e-5, tied=True)
+    experts, width = fields.whole("num_local_experts", 64), fields.whole("moe_intermediate_size", 1536)
+    first, last = fields.whole("moe_layer_start_index", 1), fields.whole("moe_layer_end_index", -1)
+    period = fields.whole("moe_layer_interval", 1)
+    sparse = range(first, (config.layers - 1 if last == -1 else last) + 1)
+    mixture = Mixture(
+        experts,
+        width,
+        _routing(fields, experts, 6),
+        shared_width=width * fields.whole("moe_num_shared_experts", 2),
+        dense_layers=frozenset(i for i in range(config.layers) if i not in sparse or (i + 1) % period),
+    )
+    return replace(config, mixture=mixture)
+
+
 def _granite_moe(raw: Mapping[str, Any]) -> ModelConfig:
     return _granite_experts(Fields(raw), 0)
 
@@ -225,6 +244,7 @@ def checked_routing(routing: Routing, experts: int) -> Routing:
 CLAMPED_SILU: Final = (1.702, 7.0)
 """Alpha and limit of the one clamped activation that there is (`trunkline.kernels.ops`, which imports torch)."""
 EXPERTS_READERS: Final[Mapping[str, Reader]] = {
+    "Ernie4_5_MoeForCausalLM": _ernie4_5_moe,
     "Glm4MoeForCausalLM": _glm4_moe,
     "GptOssForCausalLM": _gpt_oss,
     "GraniteMoeForCausalLM": _granite_moe,

@@ -1,4 +1,5 @@
-"""Reader of Gemma 4's config.json: layers have heads of two sizes, and may have experts. No torch."""
+"""Reader of Gemma 4's config.json: layers have heads of two sizes, and may have experts, or embeddings of their
+own and the KV of earlier layers (the small "E" models). No torch."""
 
 from __future__ import annotations
 
@@ -24,20 +25,13 @@ ROPES: Final[Mapping[str, Mapping[str, Any]]] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
-REFUSED: Final = (
-    ("hidden_size_per_layer_input", "embeddings of each layer are not read"),
-    ("num_kv_shared_layers", "each layer has KV of its own here"),
-    ("quantization_config", "heads of several sizes are filled up with zeros, which packed weights cannot be"),
-)
-"""Fields that must be absent or zero, and why; of the family's configurations these are the small "E" models."""
+PACKED: Final = "heads of several sizes are filled up with zeros, which packed weights cannot be"
 
 
 def _gemma4(raw: Mapping[str, Any]) -> ModelConfig:
     given = {**DEFAULTS, **{name: value for name, value in raw.items() if value is not None}}
-    for name, reason in REFUSED:
-        if value := given.get(name):
-            shown = "there" if isinstance(value, dict) else repr(value)
-            raise UnsupportedModelError(f"{name} is {shown}, which is not implemented: {reason}")
+    if given.get("quantization_config"):
+        raise UnsupportedModelError(f"quantization_config is there, which is not implemented: {PACKED}")
     layers = int(given["num_hidden_layers"])
     kinds = list(
         given.get("layer_types")
@@ -60,6 +54,7 @@ def _gemma4(raw: Mapping[str, Any]) -> ModelConfig:
         embedding_scale=config.hidden_size**0.5,
         logit_soft_cap=fields.nullable("final_logit_softcapping", 0.0),
         mixture=_mixture(fields, config) if has_experts else None,
+        layer_embedding_size=_layer_embedding_size(fields, config),
     )
     if fewer := next((own.kv_heads for own in heads if config.kv_heads % own.kv_heads), 0):
         raise UnsupportedModelError(f"layers with {fewer} and with {config.kv_heads} KV heads are not supported")
@@ -70,7 +65,40 @@ def _gemma4(raw: Mapping[str, Any]) -> ModelConfig:
         found = None if heads[layer] == plain else heads[layer]
         return replace(own, scale=1.0, rope=rope, unit_values=True, heads=found)
 
-    return with_attention(config, changed)
+    return _shared(fields, with_attention(config, changed), kinds)
+
+
+def _layer_embedding_size(fields: Fields, config: ModelConfig) -> int:
+    """Return the width of each layer's own embeddings, of which all tokens must have one."""
+    size, tokens = fields.whole("hidden_size_per_layer_input"), fields.whole("vocab_size_per_layer_input", 262144)
+    if size < 0:
+        raise ValueError(f"hidden_size_per_layer_input is {size}; it must not be negative")
+    if size and tokens != config.vocab_size:
+        raise UnsupportedModelError(
+            f"vocab_size_per_layer_input is {tokens} and vocab_size {config.vocab_size}; they must be equal"
+        )
+    return size
+
+
+def _shared(fields: Fields, config: ModelConfig, kinds: list[str]) -> ModelConfig:
+    """Return the model whose last layers read the KV of the last earlier one of their kind, as the file says."""
+    shared = fields.whole("num_kv_shared_layers", 0)
+    own = config.layers - shared
+    if not 0 <= shared < config.layers:
+        raise ValueError(f"num_kv_shared_layers is {shared} of {config.layers} layers")
+    last = {kind: layer for layer, kind in enumerate(kinds[:own])}
+    if missing := set(kinds) - set(last):
+        raise ValueError(f"num_kv_shared_layers is {shared}: no layer before those is of {min(missing)!r}")
+    sources = tuple(last[kind] for kind in kinds[own:])
+    for layer, source in enumerate(sources, own):
+        if config.attention[layer] != config.attention[source]:
+            raise ValueError(f"layer {layer} has other heads than layer {source}, whose KV it reads")
+    if not shared or not fields.flag("use_double_wide_mlp", False):
+        return replace(config, kv_sources=sources)
+    if config.mixture is not None:
+        raise UnsupportedModelError("use_double_wide_mlp is not supported with enable_moe_block")
+    width = config.intermediate_size
+    return replace(config, kv_sources=sources, mlp_widths=(*[width] * own, *[2 * width] * shared))
 
 
 def _mixture(fields: Fields, config: ModelConfig) -> Mixture:

@@ -52,6 +52,35 @@ def _ernie4_5(raw: Mapping[str, Any]) -> ModelConfig:
     return replace(with_attention_bias(config, fields), mlp_bias=fields.flag("use_bias", False))
 
 
+def _cohere(raw: Mapping[str, Any]) -> ModelConfig:
+    fields = Fields({"max_position_embeddings": 8192, **raw}, rms_norm_eps="layer_norm_eps")
+    fields.refuse("use_qk_norm", False)
+    config = llama_like(fields, records.COHERE, theta=5e5, norm_eps=1e-5, tied=True)
+    config = with_attention_bias(config, fields)
+    return replace(config, logit_scale=fields.number("logit_scale", 0.0625))
+
+
+def _cohere2(raw: Mapping[str, Any]) -> ModelConfig:
+    """Three of four layers have windows, and only these have positions."""
+    return _positions_in_windows(_cohere({"rope_theta": 1e4, **raw}), Fields(raw))
+
+
+def _exaone4(raw: Mapping[str, Any]) -> ModelConfig:
+    fields = Fields(raw)
+    config = llama_like(fields, records.EXAONE4, norm_eps=1e-5)
+    return _positions_in_windows(config, fields) if fields.nullable("sliding_window", 4096) else config
+
+
+def _positions_in_windows(config: ModelConfig, fields: Fields) -> ModelConfig:
+    """Return a model of which layers without a window have no positions; they are every fourth, if nothing else is
+    said."""
+    period = fields.get("sliding_window_pattern", 4)
+    if fields.get("layer_types") is None and not isinstance(period, int):
+        raise ValueError(f"sliding_window_pattern is {period!r}, and there are no layer_types")
+    config = windowed(config, fields, lambda layer: (layer + 1) % period > 0)
+    return with_attention(config, lambda _, own: own if own.window else replace(own, rope=None))
+
+
 def _mistral(raw: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(raw)
     window = int(fields.nullable("sliding_window", 4096))
@@ -216,7 +245,10 @@ def _gemma(fields: Fields, architecture: Architecture, period: int) -> ModelConf
 
 
 LLAMA_READERS: Final[Mapping[str, Reader]] = {
+    "Cohere2ForCausalLM": _cohere2,
+    "CohereForCausalLM": _cohere,
     "Ernie4_5ForCausalLM": _ernie4_5,
+    "Exaone4ForCausalLM": _exaone4,
     "Gemma2ForCausalLM": _gemma2,
     "GemmaForCausalLM": _gemma1,
     "Gemma3ForCausalLM": _gemma3,

@@ -41,6 +41,14 @@ QWEN2: Final = replace(LLAMA, family="qwen2")
 SEED_OSS: Final = replace(LLAMA, family="seed_oss")
 SMOLLM3: Final = replace(LLAMA, family="smollm3")
 ERNIE4_5: Final = replace(LLAMA, family="ernie4_5", interleaved=True)
+COHERE: Final = replace(
+    LLAMA,
+    family="cohere",
+    norm=NormKind.LAYER_NO_BIAS,
+    residual=Residual.PARALLEL,
+    interleaved=True,
+    names=replace(LLAMA.names, mlp_norm=""),
+)
 QWEN3: Final = replace(
     LLAMA,
     family="qwen3",
@@ -80,6 +88,18 @@ QWEN2_MOE: Final = replace(
         key_norm="",
         shared_experts="mlp.shared_expert.",
         shared_gate="mlp.shared_expert_gate",
+    ),
+)
+ERNIE4_5_MOE: Final = replace(
+    ERNIE4_5,
+    family="ernie4_5_moe",
+    choice_bias_is_row=True,
+    names=replace(
+        QWEN3_MOE.names,
+        query_norm="",
+        key_norm="",
+        shared_experts="mlp.shared_experts.",
+        choice_bias="mlp.moe_statics.e_score_correction_bias",
     ),
 )
 GLM4_MOE: Final = replace(
@@ -169,6 +189,7 @@ OLMO2: Final = replace(
         mlp_post_norm="post_feedforward_layernorm",
     ),
 )
+EXAONE4: Final = replace(OLMO2, family="exaone4", wide_norms=False)
 GPT_OSS: Final = replace(
     LLAMA,
     family="gpt_oss",
@@ -221,7 +242,19 @@ GEMMA3: Final = replace(
     names=replace(GEMMA2.names, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm"),
 )
 GEMMA4: Final = replace(
-    GEMMA3, family="gemma4", norm=NormKind.RMS, names=replace(GEMMA3.names, layer_scale="layer_scalar")
+    GEMMA3,
+    family="gemma4",
+    norm=NormKind.RMS,
+    names=replace(
+        GEMMA3.names,
+        layer_scale="layer_scalar",
+        layer_embedding="embed_tokens_per_layer",
+        layer_projection="per_layer_model_projection",
+        layer_projection_norm="per_layer_projection_norm",
+        layer_gate="per_layer_input_gate",
+        layer_out="per_layer_projection",
+        layer_out_norm="post_per_layer_input_norm",
+    ),
 )
 GEMMA4_EXPERTS: Final = replace(
     GEMMA4,

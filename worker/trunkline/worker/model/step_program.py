@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trunkline.kernels.experts import Experts
-from trunkline.kernels.family_ops import Gate, HeadNorm
+from trunkline.kernels.family_ops import Gate, HeadNorm, Multiply, PrepareQueries
 from trunkline.kernels.latent import Absorb, Expand
 from trunkline.kernels.ops import AttentionSpec, PackedLinear, QkNorm
 from trunkline.kernels.program import (
@@ -49,6 +49,8 @@ from trunkline.worker.model.weights import (
     ExpertNorms,
     ExpertWeights,
     LatentWeights,
+    LayerEmbedding,
+    LayerInput,
     LayerWeights,
     NormWeights,
     Weights,
@@ -86,6 +88,9 @@ class _Compiler:
         config, weights = self._config, self._weights
         self._rotate()
         residual = self._embed()
+        layer_embedding = None
+        if weights.layer_embedding is not None:
+            layer_embedding = self._embed_layers(weights.layer_embedding, residual)
         delta: Buffer | None = None
         for index, layer in enumerate(weights.layers):
             self._layer = index
@@ -96,7 +101,11 @@ class _Compiler:
                 attended, residual = self._select(attended, "attended"), self._select(residual, "residual")
                 if config.architecture.residual is Residual.PARALLEL and not config.architecture.names.mlp_norm:
                     x = self._select(x, "x")
+                if layer_embedding is not None:
+                    layer_embedding = self._select(layer_embedding, "layer_embedding")
             residual, delta = self._finish(layer, x, attended, residual)
+            if layer.layer_input is not None and layer_embedding is not None:
+                delta = self._layer_input(layer.layer_input, layer_embedding, residual, delta)
             if config.architecture.names.layer_scale:
                 if delta is not None:
                     self._ops.append(Add(x=delta, into=residual))
@@ -114,7 +123,7 @@ class _Compiler:
         present = self._shard.vocab_rows.stop - self._shard.vocab_rows.start
         if present < logits.width:
             self._ops.append(Forbid(first=present, into=logits))
-        return Program(tuple(self._ops), config.layers, states, logits)
+        return Program(tuple(self._ops), config.kv_layers, states, logits)
 
     def _buffer(self, name: str, width: int, dtype: torch.dtype | None = None) -> Buffer:
         prefix = "" if self._rows is Rows.TOKENS else "last_"
@@ -143,6 +152,37 @@ class _Compiler:
             self._ops.append(Scale(factor=scale, into=residual))
         return residual
 
+    def _embed_layers(self, weights: LayerEmbedding, embedded: Buffer) -> Buffer:
+        """Return what the layers multiply by, of all layers behind each other.
+
+        It is `(e * sqrt(size) + n(p)) / sqrt(2)`, where `e` are the layers' own embeddings and `p` is the
+        projection of the token's embedding.
+        """
+        config = self._config
+        size, width = config.layer_embedding_size, weights.table.shape[1]
+        own = self._buffer("own_embedding", width)
+        self._ops.append(Embed(table=weights.table, first=self._shard.vocab_start, out=own))
+        self._sum(own)
+        self._ops.append(Scale(factor=(size / 2) ** 0.5, into=own))
+        out = self._linear(embedded, weights.projection, "layer_embedding")
+        # `p` is divided by the root of the hidden size before its norm, so the eps weighs more.
+        eps = config.norm_eps * config.hidden_size
+        self._ops.append(HeadNorm(into=out, first=0, weight=weights.norm * 0.5**0.5, eps=eps))
+        self._ops.append(Add(x=own, into=out))
+        return out
+
+    def _layer_input(
+        self, weights: LayerInput, embedding: Buffer, residual: Buffer, delta: Buffer | None
+    ) -> Buffer:
+        """Add `delta` into the residual; return what the layer's own embedding adds behind it."""
+        if delta is not None:
+            self._ops.append(Add(x=delta, into=residual))
+        inner = self._linear(residual, weights.gate, "layer_inner", place="layer_gate")
+        self._ops.append(Activate(activation=self._config.activation, into=inner))
+        self._ops.append(Multiply(x=embedding, first=self._layer * inner.width, into=inner))
+        out = self._linear(inner, weights.out, "delta", place="layer_out")
+        return self._norm(weights.norm, None, out, self._buffer("normed", out.width))
+
     def _attention(self, index: int, layer: LayerWeights, x: Buffer) -> Buffer:
         """Return attention's output, before its projection."""
         own = self._config.attention[index]
@@ -159,6 +199,9 @@ class _Compiler:
             return attended
         if layer.sinks is not None:
             spec = replace(spec, sinks=layer.sinks)
+        if index >= self._config.kv_layers:
+            qkv = self._queries(layer.qkv, layer.qk_norm, x, own, spec)
+            return self._attend(qkv, index, spec)
         qkv = self._linear(x, layer.qkv, "qkv", place="qkv")
         if self._config.qkv_clip:
             self._ops.append(Clamp(limit=self._config.qkv_clip, into=qkv))
@@ -173,8 +216,21 @@ class _Compiler:
             norm = None
         self._ops.append(StoreKv(qkv=qkv, layer=index, spec=spec, cos=cos, sin=sin, norm=norm))
         self._temper(qkv, own, spec)
+        return self._attend(qkv, index, spec)
+
+    def _queries(
+        self, layer: PackedLinear, norm: QkNorm | None, x: Buffer, own: LayerAttention, spec: AttentionSpec
+    ) -> Buffer:
+        """Return the queries of a layer that reads another one's KV."""
+        queries = self._linear(x, layer, "queries", place="qkv")
+        cos, sin = self._rotations[own.rope] if own.rope else (None, None)
+        weight, eps = (norm.q_weight, norm.eps) if norm else (None, 0.0)
+        self._ops.append(PrepareQueries(queries=queries, spec=spec, cos=cos, sin=sin, weight=weight, eps=eps))
+        return queries
+
+    def _attend(self, qkv: Buffer, index: int, spec: AttentionSpec) -> Buffer:
         attended = self._buffer("attended", spec.heads * spec.head_dim)
-        self._ops.append(Attend(qkv=qkv, layer=index, spec=spec, out=attended))
+        self._ops.append(Attend(qkv=qkv, layer=self._config.kv_layer(index), spec=spec, out=attended))
         return attended
 
     def _unit_values(self, qkv: Buffer, own: LayerAttention, spec: AttentionSpec) -> None:
@@ -260,7 +316,8 @@ class _Compiler:
         if isinstance(weights, ExpertWeights):
             return self._experts(weights, x, name)
         is_plain = config.architecture.mlp is Mlp.PLAIN
-        inner = self._linear(x, weights.up, "inner", gated=not is_plain, place="up")
+        width = f"_{weights.up.out_features}" if config.mlp_widths else ""
+        inner = self._linear(x, weights.up, f"inner{width}", gated=not is_plain, place="up")
         if is_plain:
             self._ops.append(Activate(activation=config.activation, into=inner))
         return self._linear(inner, weights.down, name, place="down")

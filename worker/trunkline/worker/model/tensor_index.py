@@ -21,8 +21,9 @@ from trunkline.worker.errors import CheckpointError, ParallelismError
 from trunkline.worker.model.architecture import Architecture, NormKind, Qkv
 from trunkline.worker.model.gguf.container import TYPES
 from trunkline.worker.model.gguf.names import StoredTensor, read_stored
-from trunkline.worker.model.model_config import LatentAttention, ModelConfig, obstacles
+from trunkline.worker.model.model_config import LatentAttention, ModelConfig
 from trunkline.worker.model.packed_files import PackedMatrix, packed_matrices, scheme_of
+from trunkline.worker.model.parallelism import obstacles
 from trunkline.worker.model.stacked_experts import MXFP4_GROUP, Member, MemberKind, members
 
 SINGLE_FILE: Final = "model.safetensors"
@@ -270,6 +271,10 @@ def expected_shapes(config: ModelConfig, prefix: str) -> dict[str, tuple[int, ..
     if names.embedding_in:
         shapes[f"{prefix}{names.embedding_in}.weight"] = (hidden, width)
         shapes[f"{prefix}{names.embedding_out}.weight"] = (width, hidden)
+    if size := config.layer_embedding_size:
+        shapes[f"{prefix}{names.layer_embedding}.weight"] = (config.vocab_size, config.layers * size)
+        shapes[f"{prefix}{names.layer_projection}.weight"] = (config.layers * size, hidden)
+        shapes[f"{prefix}{names.layer_projection_norm}.weight"] = (size,)
     shapes.update((prefix + name, shape) for name, shape in _norm(config, names.final_norm))
     for layer in range(config.layers):
         start = prefix + names.layer.format(layer)
@@ -300,6 +305,10 @@ def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     yield from _linear(config, names.attention_out, hidden, out, config.attention_out_bias)
     if names.layer_scale:
         yield names.layer_scale, (1,)
+    if size := config.layer_embedding_size:
+        yield from _linear(config, names.layer_gate, size, hidden, False)
+        yield from _linear(config, names.layer_out, hidden, size, False)
+        yield from _norm(config, names.layer_out_norm)
     if names.sinks:
         yield names.sinks, (config.heads,)
     mixture = config.mixture_of(layer)
@@ -307,8 +316,11 @@ def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
         yield from _mlp(config, names.dense, config.intermediate_size, (names.gate, names.up))
         return
     yield from _linear(config, names.router, mixture.experts, hidden, mixture.router_bias)
-    for vector in filter(None, (names.choice_bias, names.expert_scale)):
-        yield vector, (mixture.experts,)
+    if names.choice_bias:
+        is_row = config.architecture.choice_bias_is_row
+        yield names.choice_bias, (1, mixture.experts) if is_row else (mixture.experts,)
+    if names.expert_scale:
+        yield names.expert_scale, (mixture.experts,)
     if names.router_norm:
         yield names.router_norm, (hidden,)
     for norm in (names.experts_norm, names.experts_post_norm, names.shared_post_norm):

@@ -82,14 +82,38 @@ class ExpertWeights(NamedTuple):
     """None: router and experts read what an MLP would."""
 
 
+class LayerEmbedding(NamedTuple):
+    """The embeddings that each layer has of its own. Only the table is divided between ranks."""
+
+    table: Tensor
+    """Those of this rank's tokens, `[padded vocabulary / tp, layers * size]`."""
+    projection: PackedLinear
+    """Of a token's embedding to what is added to them, `[layers * size, hidden]`."""
+    norm: Tensor
+    """float32 `[size]`, of each layer's part of that."""
+
+
+class LayerInput(NamedTuple):
+    """How a layer's own embedding enters: as a factor, between two matrices."""
+
+    gate: PackedLinear
+    """`[size, hidden]`."""
+    out: PackedLinear
+    """`[hidden, size]`."""
+    norm: NormWeights
+    """Of the result."""
+
+
 @dataclass(frozen=True)
 class LayerWeights:
     """One decoder layer on one rank."""
 
     attention_norm: NormWeights | None
     qkv: PackedLinear | LatentWeights
-    """Projections to queries, keys and values, `[(heads + 2 * kv_heads) * head_dim, hidden]`."""
+    """Projections to queries, keys and values, `[(heads + 2 * kv_heads) * head_dim, hidden]`; to queries alone in
+    layers that read another one's KV."""
     qk_norm: QkNorm | None
+    """In those the keys' weights mean nothing."""
     sinks: Tensor | None
     """float32 `[heads]`, of this rank's heads."""
     attention_out: PackedLinear
@@ -97,6 +121,7 @@ class LayerWeights:
     mlp_norm: NormWeights | None
     mlp: MlpWeights | ExpertWeights
     mlp_post_norm: NormWeights | None
+    layer_input: LayerInput | None
     scale: float
     """Factor of the residual behind the layer."""
 
@@ -111,6 +136,7 @@ class Weights:
     """Projection of the embeddings, `[hidden, embedding size]`."""
     positions: Tensor | None
     """Table of positions, `[max positions, hidden]`, on rank 0 only: the ranks' embeddings are summed."""
+    layer_embedding: LayerEmbedding | None
     layers: list[LayerWeights]
     final_norm: NormWeights | None
     embedding_out: PackedLinear | None

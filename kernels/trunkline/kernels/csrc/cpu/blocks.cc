@@ -122,10 +122,11 @@ void check_slots(const PoolView& pool, const int32_t* slots, int64_t tokens) {
 void run_write(CpuContext& context, const WriteCall& call, int64_t tokens) {
   const Blocks blocks(context, call.pool);
   const int64_t width = (call.heads + blocks.tiles()) * call.pool.head_dim;
-  unpack_written(blocks, call.slots, tokens, call.layer);
+  const bool stores = blocks.tiles() > 0;  // else queries are prepared, and no block is touched
+  if (stores) unpack_written(blocks, call.slots, tokens, call.layer);
   const auto write = blocks.table.write_token[call.pool.form()];
   blocks.run(tokens, width, [&](int64_t token, int thread) { write(call, token, blocks.scratch(thread)); });
-  seal_written(blocks, call.slots, tokens, call.layer);
+  if (stores) seal_written(blocks, call.slots, tokens, call.layer);
 }
 
 namespace {

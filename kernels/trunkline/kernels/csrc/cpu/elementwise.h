@@ -1,5 +1,5 @@
-// Ops that look at one element, or one row, at a time: sums, factors, limits, plain activations, layer norms,
-// sums of experts' results.
+// Ops that look at one element, or one row, at a time: sums, products, factors, limits, plain activations, layer
+// norms, sums of experts' results.
 //
 // Plain data only: this header is compiled once per level.
 #pragma once
@@ -20,8 +20,9 @@ enum class ElementOp : int {
   kSilu = 5,
   kGelu = 6,
   kGeluTanh = 7,
+  kMultiply = 8,  // into *= x
 };
-constexpr int kElementOps = 8;
+constexpr int kElementOps = 9;
 
 struct ElementCall {
   void* into;

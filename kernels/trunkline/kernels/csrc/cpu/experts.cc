@@ -95,9 +95,17 @@ void keep_groups(const ExpertsLayer& layer, float* keys, std::vector<float>& sco
   }
 }
 
-// Makes keys by which a token's experts are chosen; scores become sigmoids, where they are to be. The order of a
-// softmax is that of the router's outputs.
+void make_softmax(float* scores, int64_t count) {
+  const float largest = *std::max_element(scores, scores + count);
+  float total = 0.0f;
+  for (int64_t i = 0; i < count; ++i) total += scores[i] = std::exp(scores[i] - largest);
+  for (int64_t i = 0; i < count; ++i) scores[i] /= total;
+}
+
+// Makes keys by which a token's experts are chosen; scores become sigmoids, or a softmax if something is added to it.
+// Its order is else that of the router's outputs.
 void make_keys(const ExpertsLayer& layer, float* scores, float* keys) {
+  if (layer.is_scored() && !layer.sigmoid) make_softmax(scores, layer.router->out_features);
   for (int64_t expert = 0; expert < layer.router->out_features; ++expert) {
     if (layer.sigmoid) scores[expert] = 1.0f / (1.0f + std::exp(-scores[expert]));
     keys[expert] = scores[expert] + (layer.choice_bias == nullptr ? 0.0f : layer.choice_bias[expert]);
@@ -111,13 +119,13 @@ void make_keys(const ExpertsLayer& layer, float* scores, float* keys) {
 void make_shares(const ExpertsLayer& layer, const float* scores, const int32_t* chosen, float largest,
                  float* share) {
   const int64_t experts = layer.router->out_features, count = layer.per_token;
-  float total = layer.sigmoid ? 1e-20f : 0.0f;
+  float total = layer.is_scored() ? 1e-20f : 0.0f;
   for (int64_t i = 0; i < count; ++i) {
-    share[i] = layer.sigmoid ? scores[chosen[i]] : std::exp(scores[chosen[i]] - largest);
+    share[i] = layer.is_scored() ? scores[chosen[i]] : std::exp(scores[chosen[i]] - largest);
     total += share[i];
   }
   if (!layer.normalised) total = 1.0f;
-  if (!layer.normalised && !layer.sigmoid) {
+  if (!layer.normalised && !layer.is_scored()) {
     total = 0.0f;
     for (int64_t expert = 0; expert < experts; ++expert) total += std::exp(scores[expert] - largest);
   }

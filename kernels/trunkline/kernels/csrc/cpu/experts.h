@@ -26,14 +26,16 @@ struct ExpertsLayer {
   bool normalised;           // shares are divided by their sum
   bool scales_inputs;        // shares multiply what experts read, not what they make
   float factor;              // of the shares, behind that
-  const float* choice_bias;  // one per expert of the layer, for the choice alone; null: none. Only with sigmoid
+  const float* choice_bias;  // one per expert of the layer, for the choice alone; null: none
   const float* scale;        // one per expert of the layer, factor of its shares; null: none
   int64_t groups;            // of neighbouring experts
   int64_t groups_per_token;  // those whose best scores have the largest sum
-  int64_t group_best;        // how many of a group's scores: 2, or 1, as always without sigmoid
+  int64_t group_best;        // how many of a group's scores: 2, or 1, as always where nothing is scored
 
+  // Whether the router's outputs become scores before the choice; else a softmax need not be computed for it.
+  bool is_scored() const { return sigmoid || choice_bias != nullptr; }
   // Whether experts are not simply chosen by the router's outputs.
-  bool has_keys() const { return sigmoid || groups_per_token < groups; }
+  bool has_keys() const { return is_scored() || groups_per_token < groups; }
 };
 
 // Sums results by shares: out[token] = sum over i of share[token, i] * made[place[token, i]], in this order.

@@ -82,7 +82,8 @@ void Program::run_op(const ProgramOp& op, SharedGroup* sums) {
     case OpKind::kWideNorm: return wide_norm(op);
     case OpKind::kAbsorb: return absorb(op);
     case OpKind::kExpand: return expand(op);
-    case OpKind::kStoreKv: return store_kv(op);
+    case OpKind::kStoreKv:
+    case OpKind::kPrepareQueries: return store_kv(op);
     case OpKind::kAttend:
       if (step.decode_rows > 0) decode(op);
       if (step.has_prefill) prefill(op);
@@ -94,6 +95,7 @@ void Program::run_op(const ProgramOp& op, SharedGroup* sums) {
     case OpKind::kTemper: return temper(op);
     case OpKind::kGate: return gate(op);
     case OpKind::kHeadNorm: return head_norm(op);
+    case OpKind::kMultiply: return multiply(op);
     case OpKind::kHost: break;
   }
   TVM_FFI_THROW(ValueError) << "the interpreter has no such op";
@@ -247,6 +249,7 @@ void Program::store_kv(const ProgramOp& op) {
   const ProgramBuffer& qkv = at(op.into);
   WriteCall call{};
   call.pool = pool;
+  if (op.kind == OpKind::kPrepareQueries) call.pool.kv_heads = 0;  // then queries are all that there is
   call.layer = static_cast<int32_t>(op.number), call.heads = static_cast<int32_t>(op.heads);
   call.slots = step.slots;
   call.qkv = qkv.data;
@@ -299,6 +302,16 @@ void Program::head_norm(const ProgramOp& op) {
     char* values = into.data + row * into.row_bytes() + first;
     call.x = values, call.out = values;
     run_norm(*context, call, into.type, heads);
+  }
+}
+
+void Program::multiply(const ProgramOp& op) {
+  const ProgramBuffer &into = at(op.into), &x = at(op.x);
+  const int64_t first = op.number * (x.row_bytes() / x.width);
+  for (int64_t row = 0; row < rows_of(into); ++row) {
+    const char* factors = x.data + row * x.row_bytes() + first;
+    const ElementCall call{into.data + row * into.row_bytes(), factors, 0.0f};
+    run_elements(*context, ElementOp::kMultiply, into.type, call, into.width);
   }
 }
 

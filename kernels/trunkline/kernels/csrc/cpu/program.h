@@ -51,8 +51,10 @@ enum class OpKind : int64_t {
   kTemper = 22,
   kGate = 23,
   kHeadNorm = 24,
+  kPrepareQueries = 25,
+  kMultiply = 26,
 };
-constexpr int64_t kOpKinds = 25;
+constexpr int64_t kOpKinds = 27;
 
 enum class RowKind : int64_t { kTokens = 0, kStates = 1, kLogits = 2 };
 constexpr int64_t kRowKinds = 3;
@@ -147,6 +149,7 @@ struct Program {
   void temper(const ProgramOp& op);
   void gate(const ProgramOp& op);
   void head_norm(const ProgramOp& op);
+  void multiply(const ProgramOp& op);
   void store_kv(const ProgramOp& op);
   void decode(const ProgramOp& op);
   void prefill(const ProgramOp& op);

@@ -62,9 +62,10 @@ void read_experts(const OpReader& reader, ProgramOp& op) {
               routed.first >= 0 && routed.first <= all - routed.count,
           "the router does not fit its experts");
   routed.group_best = (reader.words[6] & 4) != 0 ? 1 : 2;
-  const bool by_outputs = (routed.groups == 1 || routed.group_best == 1) && reader.words[9] == -1;
-  require((routed.sigmoid || by_outputs) && routed.groups >= 1 && all % routed.groups == 0 &&
-              routed.groups_per_token >= 1 && routed.groups_per_token <= routed.groups &&
+  const bool scored = routed.sigmoid || reader.words[9] != -1;
+  require((scored || routed.groups == 1 || routed.group_best == 1) && routed.groups >= 1 &&
+              all % routed.groups == 0 && routed.groups_per_token >= 1 &&
+              routed.groups_per_token <= routed.groups &&
               routed.per_token <= routed.groups_per_token * (all / routed.groups),
           "experts cannot be chosen so");
   if (reader.words[9] != -1) {
@@ -153,7 +154,7 @@ void read_squares(const OpReader& reader, ProgramOp& op) {
 }
 
 void read_attention(const OpReader& reader, ProgramOp& op, const PoolView& pool, int64_t ropes) {
-  const bool stores = op.kind == OpKind::kStoreKv;
+  const bool stores = op.kind != OpKind::kAttend;
   const int queries = reader.buffer(1);
   (stores ? op.into : op.x) = queries;
   op.number = reader.words[2], op.heads = reader.words[3];
@@ -161,8 +162,11 @@ void read_attention(const OpReader& reader, ProgramOp& op, const PoolView& pool,
   require(op.number >= 0 && op.number < pool.layers, "an op is of a layer that the pool does not have");
   require(op.heads > 0 && op.heads <= INT32_MAX && op.heads % pool.kv_heads == 0,
           "query heads must be a multiple of the KV heads");
-  require(qkv.width == (op.heads + pool.bands * pool.kv_heads) * pool.head_dim && qkv.rows == RowKind::kTokens &&
-              qkv.type == dense_type_of(pool.type),
+  // A layer that reads another one's KV has queries alone.
+  const int64_t queries_width = op.heads * pool.head_dim;
+  const bool alone = op.kind == OpKind::kPrepareQueries || (!stores && qkv.width == queries_width);
+  require(qkv.width == queries_width + (alone ? 0 : pool.bands * pool.kv_heads * pool.head_dim) &&
+              qkv.rows == RowKind::kTokens && qkv.type == dense_type_of(pool.type),
           "qkv does not fit the pool");
   if (stores) {
     op.out = reader.buffer(4, true), op.other = reader.buffer(5, true);
@@ -219,6 +223,13 @@ void read_elements(const OpReader& reader, ProgramOp& op) {
     require(x.width == 1 && x.type == DenseType::kFloat32 && x.rows == into.rows,
             "a gate is a float32 for each row");
     require_apart(op.x, op.into);
+  } else if (op.kind == OpKind::kMultiply) {
+    op.x = reader.buffer(2), op.number = reader.words[3];
+    const ProgramBuffer& x = reader.at(op.x);
+    require(x.rows == into.rows && x.type == into.type && op.number >= 0 && into.width <= x.width &&
+                op.number <= x.width - into.width,
+            "factors are columns of rows of the same type");
+    require_apart(op.x, op.into);
   } else if (op.kind == OpKind::kHeadNorm) {
     op.number = reader.words[2], op.weight = reader.constant(3);
     require(op.weight.is_float32 && op.weight.rows == 1 && op.weight.width > 0 && op.number >= 0 &&
@@ -226,7 +237,9 @@ void read_elements(const OpReader& reader, ProgramOp& op) {
             "the heads of a norm do not fit");
   } else if (op.kind == OpKind::kActivate) {
     op.number = reader.words[2];
-    require(op.number >= static_cast<int64_t>(ElementOp::kRelu) && op.number < kElementOps, "no such activation");
+    require(op.number >= static_cast<int64_t>(ElementOp::kRelu) &&
+                op.number <= static_cast<int64_t>(ElementOp::kGeluTanh),
+            "no such activation");
   } else if (op.kind == OpKind::kForbid) {
     op.number = reader.words[2];
     require(op.number >= 0 && op.number <= into.width && into.type == DenseType::kFloat32,
@@ -266,6 +279,7 @@ ProgramOp read_op(const OpReader& reader, const double* reals, int64_t ropes) {
     case OpKind::kAbsorb: read_absorb(reader, op); break;
     case OpKind::kExpand: read_expand(reader, op); break;
     case OpKind::kStoreKv:
+    case OpKind::kPrepareQueries:
     case OpKind::kAttend: read_attention(reader, op, reader.program.pool, ropes); break;
     case OpKind::kSelect:
       op.x = reader.buffer(1), op.out = reader.buffer(2);

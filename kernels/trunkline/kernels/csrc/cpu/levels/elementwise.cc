@@ -7,7 +7,11 @@
 namespace trunkline::TRUNKLINE_NAMESPACE {
 namespace {
 
-// What an op makes of an element. `x` is only there for sums.
+// Whether an op has a second operand.
+template <ElementOp op>
+constexpr bool kHasOther = op == ElementOp::kAdd || op == ElementOp::kMultiply;
+
+// What an op makes of an element. `x` is only there for ops of two.
 template <ElementOp op>
 TRUNKLINE_INLINE Vec made(Vec into, Vec x, Vec factor) {
   if constexpr (op == ElementOp::kAdd) return add(into, x);
@@ -18,6 +22,7 @@ TRUNKLINE_INLINE Vec made(Vec into, Vec x, Vec factor) {
   if constexpr (op == ElementOp::kSilu) return silu(into);
   if constexpr (op == ElementOp::kGelu) return gelu_erf(into);
   if constexpr (op == ElementOp::kGeluTanh) return gelu_tanh(into);
+  if constexpr (op == ElementOp::kMultiply) return mul(into, x);
   return into;
 }
 
@@ -29,14 +34,14 @@ void element_range(const ElementCall& call, int64_t begin, int64_t end) {
   const Vec factor = set1(call.factor);
   int64_t i = begin;
   for (; i + kLanes <= end; i += kLanes) {
-    const Vec other = op == ElementOp::kAdd ? T::load_floats(x + i) : zero();
+    const Vec other = kHasOther<op> ? T::load_floats(x + i) : zero();
     T::store_floats(into + i, made<op>(T::load_floats(into + i), other, factor));
   }
   if (i == end) return;
   Storage lanes[kLanes] = {}, others[kLanes] = {};
   const auto bytes = static_cast<size_t>(end - i) * sizeof(Storage);
   std::memcpy(lanes, into + i, bytes);
-  if (op == ElementOp::kAdd) std::memcpy(others, x + i, bytes);
+  if (kHasOther<op>) std::memcpy(others, x + i, bytes);
   T::store_floats(lanes, made<op>(T::load_floats(lanes), T::load_floats(others), factor));
   std::memcpy(into + i, lanes, bytes);
 }
@@ -163,7 +168,8 @@ const ElementTable kElementTable = {
     {TRUNKLINE_ELEMENTS(ElementOp::kAdd), TRUNKLINE_ELEMENTS(ElementOp::kScale),
      TRUNKLINE_ELEMENTS(ElementOp::kClamp), TRUNKLINE_ELEMENTS(ElementOp::kSoftCap),
      TRUNKLINE_ELEMENTS(ElementOp::kRelu), TRUNKLINE_ELEMENTS(ElementOp::kSilu),
-     TRUNKLINE_ELEMENTS(ElementOp::kGelu), TRUNKLINE_ELEMENTS(ElementOp::kGeluTanh)},
+     TRUNKLINE_ELEMENTS(ElementOp::kGelu), TRUNKLINE_ELEMENTS(ElementOp::kGeluTanh),
+     TRUNKLINE_ELEMENTS(ElementOp::kMultiply)},
     {layer_norm_rows<Float32>, layer_norm_rows<BFloat16>, layer_norm_rows<Float16>},
     {mix_tokens<Float32>, mix_tokens<BFloat16>, mix_tokens<Float16>},
     {square_sums_rows<Float32>, square_sums_rows<BFloat16>, square_sums_rows<Float16>},
