@@ -60,8 +60,8 @@ class NoDevice:
         del name, arguments
         self.calls += 1
 
-    def attention_shape(self, dtype: torch.dtype, head_dim: int) -> AttentionShape:
-        del dtype, head_dim
+    def attention_shape(self, dtype: torch.dtype, head_dim: int, kv_dtype: str = "auto") -> AttentionShape:
+        del dtype, head_dim, kv_dtype
         return AttentionShape(
             tile_rows=64,
             tile_tokens=64,

@@ -28,6 +28,7 @@ from trunkline.deploy.node import node
 from trunkline.deploy.supervisor import serve
 from trunkline.deploy.supervisor.configs import configs_of
 from trunkline.deploy.supervisor.serve import grown, plan_cluster
+from trunkline.kvstore.chunk_format import KV_DTYPES
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.model.families import read_model_config
 from trunkline.worker.model.tensor_index import expected_shapes
@@ -121,12 +122,19 @@ def test_groups_share_gpus_when_they_are_told_to(show_gpus: ShowGpus) -> None:
     assert plan.settings.tp == 1
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES[1:])
+def test_kv_in_8_bits_is_for_gpus_too(kv_dtype: str, show_gpus: ShowGpus) -> None:
+    show_gpus(1)
+    plan = plan_cluster(ServeSettings(port=0, dtype="bfloat16", kv_dtype=kv_dtype))
+    found = configs_of(plan, Path("/run"), DiskFolders()).values()
+    workers = [(c.device, c.kv_dtype) for c in found if isinstance(c, WorkerConfig)]
+    assert workers == [("cuda", kv_dtype)]
+
+
 @pytest.mark.parametrize(
     ("visible", "given", "message"),
     [
         (0, {"device": "cuda"}, "--device is cuda, but this machine shows no NVIDIA GPU; use --device cpu"),
-        (1, {"kv_dtype": "fp8"}, "--kv-dtype is fp8, for which there are kernels on CPUs only"),
-        (1, {"kv_dtype": "int8"}, "--kv-dtype is int8, for which there are kernels on CPUs only"),
         (0, {"gpu_memory_fraction": 0.5}, "--gpu-memory-fraction is 0.5, but workers compute on CPUs .*no NVIDIA"),
         (8, {"gpu_memory_fraction": 0.5, "device": "cpu"}, "workers compute on CPUs; leave it out"),
         (

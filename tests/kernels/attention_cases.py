@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -59,10 +59,21 @@ def make_case(
     # Mild to peaked softmax: partial results whose peaks differ are where merges go wrong.
     size = (0.3, 1.0, 3.0)[seed % 3]
     q = (size * torch.randn(sum(counts), spec.heads, spec.head_dim, generator=generator)).to(dtype)
-    kept, latent = data, spec.latent_dim
-    if kv_dtype != "auto":
-        kept = from_rows(wrap(data, kv_dtype, latent).data, torch.float32, latent)
-    return Case(forest, counts, spec, data, q, *attention_oracle(forest, counts, q, kept, 1, spec), kv_dtype)
+    expected = attention_oracle(forest, counts, q, kept(data, kv_dtype, spec.latent_dim), 1, spec)
+    return Case(forest, counts, spec, data, q, *expected, kv_dtype)
+
+
+def kept(data: Tensor, kv_dtype: str, latent: int = 0) -> Tensor:
+    """The keys and values that a pool keeps of `data`, in float32 if it rounds them."""
+    return data if kv_dtype == "auto" else from_rows(wrap(data, kv_dtype, latent).data, torch.float32, latent)
+
+
+def with_rounded_kv(case: Case) -> Case:
+    """The case, held against PyTorch over keys and values that are rounded to the queries' type, too: for kernels
+    that are given such keys and values."""
+    data = kept(case.data, case.kv_dtype).to(case.q.dtype)
+    _, plain = attention_oracle(case.forest, case.counts, case.q, data, 1, case.spec)
+    return replace(case, plain=plain)
 
 
 def own_tokens(row: Row) -> int:

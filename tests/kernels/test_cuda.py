@@ -6,6 +6,7 @@ Emulated everywhere, on a GPU where there is one. The other tests of ops run on 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,15 @@ from kernels.attention_cases import (
     check_decode,
     check_prefill,
     decode,
+    kept,
     make_case,
     own_tokens,
     random_decode_case,
 )
 from kernels.cuda_emulated import A100, ADA, CXX, H200, configure, emulated_library, make_emulated
 from kernels.dense_cases import check_norms
-from kernels.forests import Forest, Shape, behind_prefix, no_runs, one_row, pool_data, random_forest
-from kernels.implementations import CUDA, DTYPES, make_kernels
+from kernels.forests import Forest, Shape, behind_prefix, no_runs, one_row, pool_data, random_forest, wrap
+from kernels.implementations import CUDA, DTYPES, HALF_TYPES, make_kernels
 from kernels.module_forest import KINDS, module_case
 from kernels.oracle import HEAD_DIMS, attention_oracle, make_spec
 from kernels.pairwise import pairwise
@@ -35,8 +37,10 @@ from trunkline.kernels.cuda import CudaKernels
 from trunkline.kernels.cuda_build import CudaBuildError
 from trunkline.kernels.cuda_library import CudaError
 from trunkline.kernels.cuda_work import CudaDecodeWork, Workspace
-from trunkline.kernels.ops import Kernels, KvPool, QkNorm
+from trunkline.kernels.ops import Kernels, KvPool, QkNorm, make_angles
 from trunkline.kernels.plan import WritePlan
+from trunkline.kernels.quantised_kv import to_rows
+from trunkline.kvstore.chunk_format import KV_DTYPES
 
 F32 = torch.float32
 
@@ -47,16 +51,52 @@ cuda = pytest.mark.parametrize("implementation", CUDA)
 """A test runs on the emulation, and on the GPU where there is one."""
 
 
-@pairwise(implementation=CUDA, head_dim=(*HEAD_DIMS, 20), dtype=DTYPES, seeded=True)
-def test_every_kernel_once(implementation: str, head_dim: int, dtype: torch.dtype, seed: int) -> None:
+@pairwise(implementation=CUDA, head_dim=(*HEAD_DIMS, 20), dtype=DTYPES, kv_dtype=KV_DTYPES, seeded=True)
+def test_every_kernel_once(
+    implementation: str, head_dim: int, dtype: torch.dtype, kv_dtype: str, seed: int
+) -> None:
     """Small random batches, decode and prefill; `test_cuda_conformance` has large ones."""
-    decoded = random_decode_case(seed, 16, head_dim, dtype, rows=3)
+    decoded = random_decode_case(seed, 16, head_dim, dtype, kv_dtype, rows=3)
     check_decode(make_kernels(implementation), decoded, seed)
     forest = random_forest(np.random.default_rng(seed), Shape(2, 16, depth_max=2, private_max=1))
     counts = [min(own_tokens(row), 20) for row in forest.rows]
-    prefilled = make_case(forest, make_spec(4, 2, head_dim), dtype, seed, counts)
+    prefilled = make_case(forest, make_spec(4, 2, head_dim), dtype, seed, counts, kv_dtype)
     check_prefill(make_kernels(implementation), prefilled, seed)
     check_norms(make_kernels(implementation), (8, 100)[seed % 2], dtype, 1.0)
+
+
+@pairwise(implementation=CUDA, head_dim=(64, 80, 36), dtype=DTYPES, kv_dtype=KV_DTYPES[1:])
+def test_keys_are_rounded_behind_norm_and_rotation(
+    implementation: str, head_dim: int, dtype: torch.dtype, kv_dtype: str
+) -> None:
+    """To the bytes of the keys that a pool of their own type gets, rotated as a whole or in part."""
+    torch.manual_seed(head_dim)
+    kernels, spec = make_kernels(implementation), make_spec(3, 1, head_dim, rotary_dim=head_dim - 4)
+    assert spec.inverse_frequencies is not None
+    angles = make_angles(torch.tensor([3, 4, 0, 1000, 7]), spec.inverse_frequencies)
+    norm = QkNorm(torch.randn(head_dim).to(dtype), torch.randn(head_dim).to(dtype), 1e-5)
+    qkv, plan = torch.randn(5, 5 * head_dim).to(dtype), WritePlan(8, np.array([3, 9, -1, 15, 0], dtype=np.int32))
+    data, queries = torch.zeros(2, 2, 2, 1, 8, head_dim, dtype=dtype), []
+    plain, rounded = wrap(data), wrap(data, kv_dtype)
+    for pool in (plain, rounded):
+        queries.append(kernels.write_kv(plan, qkv.clone(), angles, pool, 1, spec, norm))
+    assert torch.equal(*queries)
+    assert torch.equal(rounded.data, to_rows(plain.data, kv_dtype))
+
+
+@pairwise(implementation=CUDA, head_dim=(64, 256), dtype=HALF_TYPES, kv_dtype=KV_DTYPES[1:])
+def test_small_values_keep_their_places(
+    implementation: str, head_dim: int, dtype: torch.dtype, kv_dtype: str
+) -> None:
+    """Scales of values that float16 could not multiply with weights: they are below its normal numbers."""
+    forest = behind_prefix(16, 6, [3, 7, 9])
+    case, spec = make_case(forest, make_spec(4, 2, head_dim), dtype, 0), make_spec(4, 2, head_dim)
+    for size in (1e-3, 3e4):
+        data = case.data.clone()
+        data[:, :, 1] *= size / 4
+        expected = attention_oracle(forest, case.counts, case.q, kept(data, kv_dtype), 1, spec)
+        small = Case(forest, case.counts, spec, data, case.q, *expected, kv_dtype)
+        small.assert_result(decode(make_kernels(implementation), small, wrap(data, kv_dtype)))
 
 
 @pairwise(implementation=CUDA, kind=KINDS)
@@ -66,7 +106,7 @@ def test_prompts_with_modules(implementation: str, kind: str) -> None:
     check_decode(make_kernels(implementation), module_case(variant, kind, False), variant)
 
 
-def growing_case(chunk_size: int, spare: int) -> Case:
+def growing_case(chunk_size: int, spare: int, kv_dtype: str = "auto") -> Case:
     forest = random_forest(np.random.default_rng(5), Shape(6, chunk_size))
     for row in forest.rows:
         tail = row.ranges[-1]
@@ -74,7 +114,7 @@ def growing_case(chunk_size: int, spare: int) -> Case:
         row.position += 2 - tail.tokens
     spec = make_spec(4, 2, 64)
     data = pool_data(forest, spec, torch.bfloat16, 5, spare=spare)
-    case = make_case(forest, spec, torch.bfloat16, 5)
+    case = make_case(forest, spec, torch.bfloat16, 5, kv_dtype=kv_dtype)
     return replace(case, data=data)
 
 
@@ -100,7 +140,8 @@ def test_plans_move_to_the_device_only_when_they_change(kernels: Kernels) -> Non
 
 def grown(case: Case) -> Case:
     """The case with the results that its rows have now."""
-    exact, plain = attention_oracle(case.forest, case.counts, case.q, case.data, 1, case.spec)
+    data = kept(case.data, case.kv_dtype)
+    exact, plain = attention_oracle(case.forest, case.counts, case.q, data, 1, case.spec)
     return replace(case, exact=exact, plain=plain)
 
 
@@ -145,12 +186,18 @@ class Replayed:
 
 
 @pytest.fixture
-def step(monkeypatch: pytest.MonkeyPatch) -> Replayed:
+def kv_dtype() -> str:
+    return "auto"
+
+
+@pytest.fixture
+def step(monkeypatch: pytest.MonkeyPatch, kv_dtype: str) -> Replayed:
     configure(H200, 0)
-    case = growing_case(16, 9)
-    return Replayed(make_emulated(), case, KvPool.wrap(case.data), monkeypatch)
+    case = growing_case(16, 9, kv_dtype)
+    return Replayed(make_emulated(), case, wrap(case.data, kv_dtype), monkeypatch)
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_a_captured_step_follows_the_plan(step: Replayed) -> None:
     """Replays see their step and whatever plan is in the buffer: never the one of the capture."""
     kernels, case = step.kernels, step.case
@@ -219,8 +266,8 @@ def test_a_captured_step_follows_wide_and_narrow_pieces(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("device", [H200, A100, ADA])
 def test_narrow_pieces_have_more_stages_or_no_layout_of_their_own(device: tuple[int, int, int]) -> None:
     configure(device, 0)
-    for head_dim in HEAD_DIMS:
-        shape = emulated_library().attention_shape(torch.float16, head_dim)
+    for head_dim, kv_dtype in product(HEAD_DIMS, KV_DTYPES):
+        shape = emulated_library().attention_shape(torch.float16, head_dim, kv_dtype)
         assert shape.narrow_stages == 0 or shape.stages < shape.narrow_stages <= 4
         assert bool(shape.narrow_rows) == bool(shape.narrow_stages)
         blocks = shape.grid // device[0]

@@ -18,6 +18,7 @@ from kernels.attention_cases import (
     own_tokens,
     prefill,
     random_prefill_case,
+    with_rounded_kv,
 )
 from kernels.cuda_emulated import CXX, make_emulated
 from kernels.forests import Forest, Row, Shape, no_runs, one_row, random_forest, wrap
@@ -39,6 +40,8 @@ from trunkline.kernels.library_attention import (
     AttentionLibrary,
     LibraryPrefill,
     LibraryWork,
+    gather_tiles,
+    gathered_bytes,
     join,
     prefill_of_environment,
     rest,
@@ -49,6 +52,7 @@ from trunkline.kernels.native import NativeLibraryError
 from trunkline.kernels.ops import AttentionSpec, KvPool
 from trunkline.kernels.plan import PrefillPlan
 from trunkline.kernels.reference import ReferenceKernels
+from trunkline.kvstore.chunk_format import KV_DTYPES
 
 EVERYTHING = LibraryPrefill(FLASH_ON_CPU, operations_min=0)
 AMPLE = 1 << 23
@@ -74,7 +78,7 @@ class WithLibrary(ReferenceKernels):
             work = LibraryWork(plan, entries, pool, self._gather_bytes)
             self.pieces += sum(len(pieces) for _, pieces in work.entries)
             around = torch.full((self._gather_bytes // 4 + 2,), float("nan"))
-            work.attend(self._prefill.library, q, pool, layer, spec, out, around[1:-1])
+            work.attend(self._prefill.library, q, pool, layer, spec, out, (around[1:-1], gather_tiles))
             assert around[[0, -1]].isnan().all(), "written outside of the buffer"
         self.taken += len(entries)
         self.left += plan.num_entries - len(entries)
@@ -102,20 +106,29 @@ def plain_forest(rng: np.random.Generator, chunk_size: int, rows: int) -> tuple[
     return forest, counts
 
 
-@pairwise(seeded=True, heads=HEADS, head_dim=HEAD_DIMS, dtype=DTYPES, chunk_size=(1, 16, 24, 64))
+@pairwise(
+    seeded=True,
+    heads=HEADS,
+    head_dim=HEAD_DIMS,
+    dtype=DTYPES,
+    chunk_size=(1, 16, 24, 64),
+    kv_dtype=KV_DTYPES,
+)
 def test_plain_sequences(
-    heads: tuple[int, int], head_dim: int, dtype: torch.dtype, chunk_size: int, seed: int
+    heads: tuple[int, int], head_dim: int, dtype: torch.dtype, chunk_size: int, kv_dtype: str, seed: int
 ) -> None:
     """All of them are the library's, whatever the buffer: contexts in one piece, and in many."""
     rng = np.random.default_rng(seed)
     forest, counts = plain_forest(rng, chunk_size, 5)
-    case = make_case(forest, make_spec(*heads, head_dim), dtype, seed, counts)
-    block_bytes = wrap(case.data).format.layer_bytes
+    case = with_rounded_kv(make_case(forest, make_spec(*heads, head_dim), dtype, seed, counts, kv_dtype))
+    pool = wrap(case.data, kv_dtype)
+    block_bytes = gathered_bytes(pool)
+    assert kv_dtype != "auto" or block_bytes == pool.format.layer_bytes
     least = (-(-max(counts) // chunk_size) + 1) * block_bytes
     found = []
     for gather_bytes in (AMPLE, least, 3 * least):
         kernels = WithLibrary(gather_bytes=gather_bytes)
-        case.assert_result(prefill(kernels, case))
+        case.assert_result(prefill(kernels, case, pool))
         assert (kernels.taken, kernels.left) == (5, 0)
         found.append(kernels.pieces)
     assert found[0] == 5 + sum(count < row.tokens for count, row in zip(counts, forest.rows, strict=True))
@@ -201,8 +214,9 @@ def test_layers_that_no_library_computes() -> None:
     ):
         assert not taken(other)
     quantised = wrap(torch.zeros(2, 1, 2, 2, 16, 64), "int8")
-    assert not taken(spec, quantised)
-    assert not taken(spec, library=LibraryPrefill(FLASH, 0)), "float32"
+    assert taken(spec, quantised)
+    for wide in (pool, quantised):
+        assert not taken(spec, wide, LibraryPrefill(FLASH, 0)), "float32"
     assert taken(spec, KvPool.wrap(pool.data.bfloat16()), LibraryPrefill(FLASH, 0))
 
 
@@ -356,8 +370,10 @@ def test_a_library_that_does_not_work_is_left_alone(monkeypatch: pytest.MonkeyPa
 
 
 @emulated
-@pairwise(seeded=True, chunk_size=(8, 16, 64), head_dim=(64, 128, 20), dtype=DTYPES)
-def test_beside_kernels_of_our_own(chunk_size: int, head_dim: int, dtype: torch.dtype, seed: int) -> None:
+@pairwise(seeded=True, chunk_size=(8, 16, 64), head_dim=(64, 128, 20), dtype=DTYPES, kv_dtype=KV_DTYPES)
+def test_beside_kernels_of_our_own(
+    chunk_size: int, head_dim: int, dtype: torch.dtype, kv_dtype: str, seed: int
+) -> None:
     """One batch, some of it the library's: sequences that are plain, shifted, with holes."""
     rng = np.random.default_rng(seed)
     forest = random_forest(rng, Shape(3, chunk_size, depth_max=3, private_max=1, shifts=True, holes=True))
@@ -368,10 +384,23 @@ def test_beside_kernels_of_our_own(chunk_size: int, head_dim: int, dtype: torch.
     forest.blocks += plain.blocks
     forest.runs = no_runs()
     counts = [min(own_tokens(row), 30) for row in forest.rows]
-    case = make_case(forest, make_spec(4, 2, head_dim), dtype, seed, counts)
+    case = with_rounded_kv(make_case(forest, make_spec(4, 2, head_dim), dtype, seed, counts, kv_dtype))
     kernels = make_emulated(prefill=EVERYTHING)
     check_prefill(kernels, case, seed)
     assert kernels.counters.calls.get("library_attention", 0) == int(head_dim != 20)
+
+
+@emulated
+@pairwise(dtype=DTYPES, head_dim=(64, 84), kv_dtype=KV_DTYPES[1:])
+def test_gathered_rows_in_8_bits_are_what_they_stand_for(dtype: torch.dtype, head_dim: int, kv_dtype: str) -> None:
+    """To the bit, by one launch as by torch."""
+    torch.manual_seed(head_dim)
+    pool = wrap((torch.randn(3, 2, 2, 2, 7, head_dim) * torch.rand(3, 2, 2, 2, 7, 1)).to(dtype), kv_dtype)
+    tiles, index = pool.data.view(24, -1)[3:], torch.tensor([5, 0, 20, 5])
+    found, expected = (torch.full((4, 7 * head_dim), float("nan"), dtype=dtype) for _ in range(2))
+    make_emulated()._moves.gather_tiles(pool, tiles, index, found)
+    gather_tiles(pool, tiles, index, expected)
+    assert torch.equal(found, expected)
 
 
 @emulated

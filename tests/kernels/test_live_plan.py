@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from kernels.cuda_emulated import CXX, H200, configure, make_emulated
+from kernels.forests import wrap
 from kernels.implementations import make_kernels
 from kernels.oracle import make_spec
 from seeds import seeds
@@ -46,7 +47,9 @@ def take_step(world: RowWorld, rows: LiveRows) -> None:
         rows.step(world.rows, NO_RUNS, world.drafts)
 
 
-def check_attention(kernels: Kernels, seed: int, steps: int, head_dim: int, dtype: torch.dtype) -> None:
+def check_attention(
+    kernels: Kernels, seed: int, steps: int, head_dim: int, dtype: torch.dtype, kv_dtype: str = "auto"
+) -> None:
     rng, chunk = np.random.default_rng(seed), 16
     world, rows = RowWorld(rng, chunk, rows_max=5), LiveRows(chunk)
     spec, reference = make_spec(4, 2, head_dim), ReferenceKernels()
@@ -58,7 +61,7 @@ def check_attention(kernels: Kernels, seed: int, steps: int, head_dim: int, dtyp
             continue
         plan = rows.plan
         q = torch.randn(plan.num_rows, 4, head_dim, generator=generator).to(dtype)
-        pool = KvPool.wrap(only_read(data, plan.rebuilt()))
+        pool = wrap(only_read(data, plan.rebuilt()), kv_dtype)
         out, expected = torch.full_like(q, float("nan")), torch.full_like(q, float("nan"))
         kernels.decode_attention(plan, q, pool, 0, spec, out)
         reference.decode_attention(plan, q, pool, 0, spec, expected)
@@ -83,10 +86,10 @@ def test_attention_on_the_cpu(seed: int) -> None:
 
 
 @pytest.mark.skipif(CXX is None, reason="no C++ compiler for the emulation")
-@pytest.mark.parametrize("seed", seeds(1))
-def test_attention_over_the_mirror_of_a_device(seed: int) -> None:
+@pytest.mark.parametrize(("kv_dtype", "seed"), list(zip(("auto", "int8"), seeds(2), strict=True)))
+def test_attention_over_the_mirror_of_a_device(kv_dtype: str, seed: int) -> None:
     configure(H200, seed % 7)
-    check_attention(make_emulated(), seed, 20, 64, torch.float16)
+    check_attention(make_emulated(), seed, 20 if kv_dtype == "auto" else 10, 64, torch.float16, kv_dtype)
 
 
 @pytest.mark.skipif(CXX is None, reason="no C++ compiler for the emulation")

@@ -224,7 +224,23 @@ def test_tokens_one_at_a_time_fill_a_block(implementation: str, dtype: torch.dty
             assert same_bits(contents(kernels, model.pool), model.plain)
 
 
-@pairwise(seeded=True, implementation=CPU, dtype=DTYPES, kv_dtype=("int8", "fp8"), head_dim=(64, 70, 84))
+@pairwise(seeded=True, chunk_size=(1, 7, 16), implementation=CUDA, dtype=DTYPES, kept=KV_DTYPES)
+def test_operations_in_any_order_on_gpus(
+    chunk_size: int, implementation: str, dtype: torch.dtype, kept: str, seed: int
+) -> None:
+    """Tiles of one token and of seven do not begin at multiples of 16 bytes in 8 bits."""
+    rng = np.random.default_rng([chunk_size, seed])
+    operations = ["fill", "fill", "fill", *rng.choice(OPERATIONS, size=5).tolist(), "attend"]
+    check(implementation, seed, chunk_size, dtype, operations, kept)
+
+
+@pairwise(
+    seeded=True,
+    implementation=(*CPU, *CUDA),
+    dtype=DTYPES,
+    kv_dtype=("int8", "fp8"),
+    head_dim=(64, 70, 84),
+)
 def test_numbers_of_all_sizes_are_rounded_as_the_reference_does(
     implementation: str, dtype: torch.dtype, kv_dtype: str, head_dim: int, seed: int
 ) -> None:

@@ -67,10 +67,16 @@ class Ahead(Simulation):
 
 
 def make_simulation(
-    folder: Path, blocks: int, *, graphs: bool, prefill: LibraryPrefill | None = None, **settings: Any
+    folder: Path,
+    blocks: int,
+    *,
+    graphs: bool,
+    prefill: LibraryPrefill | None = None,
+    kv_dtype: str = "auto",
+    **settings: Any,
 ) -> Ahead:
     """An engine over such a runner."""
-    runner = make_runner(folder, blocks, graphs=graphs, prefill=prefill)
+    runner = make_runner(folder, blocks, graphs=graphs, prefill=prefill, kv_dtype=kv_dtype)
     settings = {"max_context": 400, "max_rows": ROWS_MAX, **settings}
     simulation = Ahead(EngineConfig(num_blocks=blocks, chunk_size=CHUNK, **settings))
     simulation.runner = runner

@@ -39,7 +39,6 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ({"gpu_memory_fraction": 1.01}, "at most 1"),
         ({"dtype": "int8"}, "allowed: float32"),
         ({"kv_dtype": "bfloat16"}, "allowed: auto, int8, fp8"),
-        ({"kv_dtype": "fp8", "device": "cuda", "gpu": 0}, "device 'cuda' has no kernels for it"),
         ({"chunk_size": 0}, "1 to 1024 tokens"),
         ({"pool_blocks": 0}, "pool_blocks or kv_memory_bytes"),
         ({"threads": 0}, "threads is 0"),

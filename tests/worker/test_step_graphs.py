@@ -24,6 +24,7 @@ from worker.graph_driver import KnownDrafts, Traffic, make_runner, make_simulati
 from trunkline.kernels.library_attention import FLASH_ON_CPU, LibraryPrefill
 from trunkline.kernels.reference_sampling import ReferenceSampling, largest_sums, token_keys
 from trunkline.kernels.sampling import Draws
+from trunkline.kvstore.chunk_format import KV_DTYPES
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.worker.messages import Join, Sampling, StepPlan
 from trunkline.worker.runner import Runner
@@ -38,9 +39,9 @@ def small(models: Models) -> Path:
     return models(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
 
 
-def check_traffic(folder: Path, seed: int, steps: int, blocks: int = 90) -> None:
+def check_traffic(folder: Path, seed: int, steps: int, blocks: int = 90, kv_dtype: str = "auto") -> None:
     """The same requests op by op, as graphs, and as graphs with drafts."""
-    settings: dict[str, Any] = {"max_context": 150}
+    settings: dict[str, Any] = {"max_context": 150, "kv_dtype": kv_dtype}
     traffic = Traffic(seed, steps)
     plain = make_simulation(folder, blocks, graphs=False, **settings)
     expected = traffic.run(plain)
@@ -71,6 +72,12 @@ def test_replayed_steps_draw_the_same_tokens(small: Path, seed: int) -> None:
     check_traffic(small, seed, 25)
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES[1:])
+def test_steps_over_kv_in_8_bits_are_replayed(small: Path, kv_dtype: str) -> None:
+    """Rounded where a step writes it, read by the same step, copied where sequences part."""
+    check_traffic(small, 4, 12, kv_dtype=kv_dtype)
+
+
 def test_a_mixture_of_experts_is_replayed(models: Models) -> None:
     """Which experts have tokens is another choice in each replay."""
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -86,9 +93,9 @@ def test_experts_that_wait_for_the_device_are_not_captured(models: Models) -> No
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("pool", [90, 40])
-def test_replayed_steps_draw_the_same_tokens_for_long(small: Path, pool: int) -> None:
-    check_traffic(small, pool, 2000, pool)
+@pytest.mark.parametrize(("pool", "kv_dtype"), [(90, "auto"), (40, "auto"), (90, "int8"), (40, "fp8")])
+def test_replayed_steps_draw_the_same_tokens_for_long(small: Path, pool: int, kv_dtype: str) -> None:
+    check_traffic(small, pool, 2000, pool, kv_dtype)
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -39,6 +39,8 @@ from trunkline.kernels.cuda_library import (
     check_shifts,
     check_slots,
     check_written,
+    kept_type,
+    kv_numbers,
     library_of_device,
 )
 from trunkline.kernels.cuda_moves import PoolMoves
@@ -125,7 +127,7 @@ class CudaKernels:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self._products = ScaledProducts()
-        self._shapes: dict[tuple[torch.dtype, int], AttentionShape] = {}
+        self._shapes: dict[tuple[torch.dtype, int, str], AttentionShape] = {}
         self._constants: dict[int, tuple[Tensor, Tensor]] = {}
         self._workspace: Workspace | None = None
         self._moves = PoolMoves(self._library, self._stream, self._indices)
@@ -198,11 +200,11 @@ class CudaKernels:
             self._library.call("attention", byref(call), self._stream())
         if state.library is not None and self._prefill is not None:
             self.counters.called("library_attention")
-            memory = self._reserve(pool.data.device).memory()
-            state.library.attend(self._prefill.library, q, pool, layer, spec, out, memory)
+            buffer = self._reserve(pool.data.device).memory(), self._moves.gather_tiles
+            state.library.attend(self._prefill.library, q, pool, layer, spec, out, buffer)
 
     def _shape(self, pool: KvPool, spec: AttentionSpec) -> AttentionShape:
-        key = (pool.data.dtype, spec.head_dim)
+        key = (pool.computed, spec.head_dim, kept_type(pool))
         if key not in self._shapes:
             refuse_capture(self._is_capturing(), "the attention kernel is not loaded yet")
             self._shapes[key] = self._library.attention_shape(*key)
@@ -282,7 +284,6 @@ class CudaKernels:
             pool=data.data_ptr(),
             q_row_stride=q.stride(0),
             out_row_stride=out.stride(0),
-            dtype=DTYPE_NUMBERS[data.dtype],
             head_dim=spec.head_dim,
             heads=spec.heads,
             kv_heads=spec.kv_heads,
@@ -299,6 +300,7 @@ class CudaKernels:
             scale=spec.scale,
             soft_cap=spec.soft_cap,
         )
+        call.dtype, call.kv_dtype = kv_numbers(pool)
         call.inverse_frequencies, call.alibi_slopes = self._constants_of(spec, data.device)
         if spec.inverse_frequencies is not None:
             call.rotary_half = len(spec.inverse_frequencies)
@@ -363,8 +365,6 @@ class CudaKernels:
             qkv=qkv.data_ptr(),
             pool=data.data_ptr(),
             slots=slots.data_ptr(),
-            dtype=DTYPE_NUMBERS[data.dtype],
-            angle_dtype=DTYPE_NUMBERS[data.dtype],
             tokens=tokens,
             heads=spec.heads,
             kv_heads=spec.kv_heads,
@@ -373,14 +373,15 @@ class CudaKernels:
             layers=data.shape[1],
             layer=layer,
         )
-        kept: list[Tensor] = []
+        call.dtype, call.kv_dtype = kv_numbers(pool)
+        call.angle_dtype, kept = call.dtype, list[Tensor]()
         if angles is not None:
-            dtype = angles.cos.dtype if angles.cos.dtype in (data.dtype, torch.float32) else torch.float32
+            dtype = angles.cos.dtype if angles.cos.dtype in (qkv.dtype, torch.float32) else torch.float32
             kept += [x.to(dtype).contiguous() for x in angles]
             call.cos, call.sin = kept[0].data_ptr(), kept[1].data_ptr()
             call.angle_dtype, call.rotary_half = DTYPE_NUMBERS[dtype], kept[0].shape[-1] // 2
         if norm is not None:
-            kept += [weight.to(data.dtype).contiguous() for weight in (norm.q_weight, norm.k_weight)]
+            kept += [weight.to(qkv.dtype).contiguous() for weight in (norm.q_weight, norm.k_weight)]
             call.q_weight, call.k_weight, call.eps = kept[-2].data_ptr(), kept[-1].data_ptr(), norm.eps
         self._library.call("write_kv", byref(call), self._stream())
         return qkv.view(tokens, spec.heads + 2 * spec.kv_heads, spec.head_dim)[:, : spec.heads]

@@ -22,6 +22,8 @@ from trunkline.kernels.plan import WritePlan
 from trunkline.kvstore.chunks import Int32Array
 
 DTYPE_NUMBERS: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+KV_NUMBERS: Final = {"int8": 3, "fp8": 4}
+"""Types of 8 bits in which KV may be kept; rows end with their scale (`trunkline.kernels.quantised_kv`)."""
 ACTIVATION_NUMBERS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
@@ -42,8 +44,8 @@ class AttentionCall(ctypes.Structure):
     _fields_: ClassVar[_Fields] = [
         *_fields(c_void_p, "q out pool work steps partial_acc partial_stats alibi_slopes inverse_frequencies"),
         *_fields(c_int64, "q_row_stride out_row_stride"),
-        *_fields(c_int32, "dtype head_dim heads kv_heads chunk_size layers layer rotary_half window causal rows"),
-        *_fields(c_int32, "tile_rows stages narrow_stages grid shared_bytes"),
+        *_fields(c_int32, "dtype kv_dtype head_dim heads kv_heads chunk_size layers layer rotary_half window"),
+        *_fields(c_int32, "causal rows tile_rows stages narrow_stages grid shared_bytes"),
         *_fields(c_float, "scale soft_cap"),
     ]
 
@@ -61,7 +63,8 @@ class WriteCall(ctypes.Structure):
 
     _fields_: ClassVar[_Fields] = [
         *_fields(c_void_p, "qkv pool slots cos sin q_weight k_weight"),
-        *_fields(c_int32, "dtype angle_dtype tokens heads kv_heads head_dim chunk_size layers layer rotary_half"),
+        *_fields(c_int32, "dtype kv_dtype angle_dtype tokens heads kv_heads head_dim chunk_size layers layer"),
+        *_fields(c_int32, "rotary_half"),
         ("eps", c_float),
     ]
 
@@ -127,7 +130,7 @@ _STRUCTURES: Final = (
 )
 _ARGUMENTS: Final[dict[str, list[Any]]] = {
     "trunkline_set_device": [c_int32],
-    "trunkline_attention_shape": [c_int32, c_int32, POINTER(AttentionShape)],
+    "trunkline_attention_shape": [c_int32, c_int32, c_int32, POINTER(AttentionShape)],
     "trunkline_attention": [POINTER(AttentionCall), c_void_p],
     "trunkline_add_steps": [c_void_p, c_int32, c_void_p],
     "trunkline_patch_words": [c_void_p, c_void_p, c_int32, c_void_p],
@@ -135,6 +138,7 @@ _ARGUMENTS: Final[dict[str, list[Any]]] = {
     "trunkline_end_rows": [POINTER(StepRowsCall), c_void_p],
     "trunkline_write_kv": [POINTER(WriteCall), c_void_p],
     "trunkline_copy_blocks": [c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p],
+    "trunkline_widen_tiles": [*[c_void_p] * 3, *[c_int32] * 5, c_void_p],
     "trunkline_move_regions": [POINTER(MoveCall), c_void_p],
     "trunkline_rms_norm": [POINTER(NormCall), c_void_p],
     "trunkline_gated_activation": [c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p],
@@ -181,14 +185,18 @@ class CudaLibrary:
             text = self._library.trunkline_error_string(error).decode()
             raise CudaError(f"{name} failed with CUDA error {error}: {text}")
 
-    def attention_shape(self, dtype: torch.dtype, head_dim: int) -> AttentionShape:
-        """Return how attention is launched for a type and head size; constant per device.
+    def attention_shape(self, dtype: torch.dtype, head_dim: int, kv_dtype: str = "auto") -> AttentionShape:
+        """Return how attention is launched for types and a head size; constant per device.
+
+        Args:
+            dtype: Of queries and results.
+            kv_dtype: In which KV is kept; "auto": `dtype`.
 
         Raises:
             CudaError: No kernel takes the head size (more than 256).
         """
-        shape = AttentionShape()
-        self.call("attention_shape", DTYPE_NUMBERS[dtype], head_dim, byref(shape))
+        shape, number = AttentionShape(), DTYPE_NUMBERS[dtype]
+        self.call("attention_shape", number, KV_NUMBERS.get(kv_dtype, number), head_dim, byref(shape))
         return shape
 
 
@@ -218,11 +226,22 @@ ALIGNMENT: Final = 16
 """Alignment in bytes of all data that kernels read in 16-byte units."""
 
 
+def kept_type(pool: KvPool) -> str:
+    """Return the type of 8 bits in which KV is kept; "auto": that in which it is computed."""
+    return pool.format.row[0].dtype if pool.format.is_quantised else "auto"
+
+
+def kv_numbers(pool: KvPool) -> tuple[int, int]:
+    """Return the numbers of the type in which KV is computed, and of that in which it is kept."""
+    computed = DTYPE_NUMBERS[pool.computed]
+    return computed, KV_NUMBERS.get(kept_type(pool), computed)
+
+
 def check_pool(pool: KvPool, chunk_size: int) -> None:
     """Check the pool's memory, and that a plan is for its block size."""
     data = pool.data
-    if data.dtype not in DTYPE_NUMBERS:
-        raise ValueError(f"KV of type {data.dtype}; the CUDA kernels take float32, float16, bfloat16")
+    if pool.computed not in DTYPE_NUMBERS:
+        raise ValueError(f"KV of type {pool.format.computed}; the CUDA kernels take float32, float16, bfloat16")
     if not data.is_contiguous() or data.data_ptr() % ALIGNMENT:
         raise ValueError(f"the KV pool must be contiguous and aligned to {ALIGNMENT} bytes")
     if chunk_size != pool.chunk_size:
@@ -232,8 +251,8 @@ def check_pool(pool: KvPool, chunk_size: int) -> None:
 
 
 def check_heads(pool: KvPool, layer: int, spec: AttentionSpec) -> None:
-    shape = pool.data.shape
-    if shape[3] != spec.kv_heads or shape[5] != spec.head_dim:
+    shape, form = pool.data.shape, pool.format
+    if len(form.bands) != 2 or form.heads != spec.kv_heads or form.row[0].count != spec.head_dim:
         raise ValueError(f"a pool of shape {tuple(shape)} does not fit {spec.kv_heads} x {spec.head_dim}")
     if not 0 <= layer < shape[1]:
         raise ValueError(f"layer {layer}: the pool has {shape[1]}")
@@ -260,8 +279,8 @@ def check_items(pool: KvPool, last_block: int) -> None:
 def check_queries(name: str, x: Tensor, pool: KvPool, spec: AttentionSpec, needs: tuple[int, bool]) -> None:
     """Check queries or results of attention; `needs`: rows, and whether they must be aligned."""
     rows, aligned = needs
-    if x.dtype != pool.data.dtype:
-        raise ValueError(f"{name} is {x.dtype}, but the KV pool is {pool.data.dtype}")
+    if x.dtype != pool.computed:
+        raise ValueError(f"{name} is {x.dtype}, but the KV pool is of {pool.format.name}")
     if x.shape[1:] != (spec.heads, spec.head_dim) or x.stride()[1:] != (spec.head_dim, 1):
         raise ValueError(f"{name} of shape {tuple(x.shape)}, strides {x.stride()}: heads must be dense")
     if x.shape[0] < rows:
@@ -285,8 +304,8 @@ def check_slots(plan: WritePlan, pool: KvPool) -> None:
 
 def check_written(plan: WritePlan, qkv: Tensor, pool: KvPool, spec: AttentionSpec) -> None:
     """Check queries, keys and values of new tokens."""
-    if qkv.dtype != pool.data.dtype or not qkv.is_contiguous():
-        raise ValueError(f"qkv must be contiguous and {pool.data.dtype} like the pool, not {qkv.dtype}")
+    if qkv.dtype != pool.computed or not qkv.is_contiguous():
+        raise ValueError(f"qkv must be contiguous and {pool.format.computed} like the pool, not {qkv.dtype}")
     width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
     if qkv[0:1].numel() != (width if len(qkv) else 0):
         raise ValueError(f"qkv of shape {tuple(qkv.shape)}: a token has {width} elements")

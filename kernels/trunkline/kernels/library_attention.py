@@ -9,7 +9,8 @@ sequence's keys dense in memory, and know neither shifts nor positions. So they 
                  └─ each gives a result and a log-sum-exp ─┘ joined
 
 The keys and values of a piece are gathered from the pool into one buffer, which all pieces, entries and layers
-take in turn: however long a context is, it takes no more memory. A log-sum-exp is the natural logarithm of the sum
+take in turn: however long a context is, it takes no more memory. Those that are kept in 8 bits become numbers of
+the type that they were computed in on the way. A log-sum-exp is the natural logarithm of the sum
 of `exp(scaled score)` over the keys of a piece; it says what weight the piece has among the others (`join`).
 
 An entry is *plain* if it reads whole blocks one after the other (the last may be partly filled), unshifted, and
@@ -35,6 +36,7 @@ from torch import Tensor
 from trunkline.kernels.native import NativeLibraryError
 from trunkline.kernels.ops import AttentionSpec, KvPool
 from trunkline.kernels.plan import PrefillPlan
+from trunkline.kernels.quantised_kv import vectors_of
 
 VARIABLE: Final = "TRUNKLINE_CUDA_PREFILL"
 """Environment variable that says whose attention computes plain prefill on GPUs, for comparisons: a name in
@@ -82,8 +84,7 @@ class AttentionLibrary:
     def takes(self, spec: AttentionSpec, pool: KvPool) -> bool:
         """Return whether the library computes attention of such a layer, as far as keys are not hidden."""
         return (
-            pool.data.dtype in self.dtypes
-            and not pool.format.is_quantised
+            pool.computed in self.dtypes
             and spec.head_dim <= HEAD_DIM_MAX
             and spec.head_dim % HEAD_DIM_STEP == 0
             and not (spec.soft_cap or spec.span or spec.latent_dim)
@@ -152,7 +153,7 @@ class LibraryPrefill:
         # Of a row's new tokens the first may lie in the middle of a block.
         new_blocks = (queries + plan.chunk_size - 1) // plan.chunk_size + 1
         chosen = (queries > 0) & (queries <= tokens) & (tokens <= window) & (operations >= self.operations_min)
-        chosen &= new_blocks * pool.format.layer_bytes <= gather_bytes
+        chosen &= new_blocks * gathered_bytes(pool) <= gather_bytes
         return [int(entry) for entry in np.flatnonzero(chosen) if is_plain(plan, int(entry))]
 
 
@@ -232,6 +233,31 @@ def rest(plan: PrefillPlan, entries: Sequence[int]) -> PrefillPlan | None:
     )
 
 
+Gather = Callable[[KvPool, Tensor, Tensor, Tensor], None]
+"""`gather_tiles`, or what does the same."""
+
+
+def gather_tiles(pool: KvPool, tiles: Tensor, index: Tensor, into: Tensor) -> None:
+    """Write keys or values of some tiles into a buffer.
+
+    Args:
+        tiles: Tiles of the pool, `[m, tokens * row]`.
+        index: Which of them, int64 `[n]`.
+        into: `[n, tokens * head_dim]`, of the type in which KV is computed.
+    """
+    if not pool.format.is_quantised:
+        torch.index_select(tiles, 0, index, out=into)
+        return
+    rows = tiles[index].view(len(index), pool.chunk_size, -1)
+    into.copy_(vectors_of(pool, rows, into.dtype).flatten(1))
+
+
+def gathered_bytes(pool: KvPool) -> int:
+    """Return the bytes of one layer of one block in the buffer."""
+    form = pool.format
+    return len(form.bands) * form.heads * form.chunk_size * form.row[0].count * pool.computed.itemsize
+
+
 class Piece(NamedTuple):
     """Keys that are gathered and attended to at once."""
 
@@ -285,32 +311,36 @@ class LibraryWork:
         layer: int,
         spec: AttentionSpec,
         out: Tensor,
-        memory: Tensor,
+        buffer: tuple[Tensor, Gather],
     ) -> None:
         """Compute attention of the entries (`Kernels.prefill_attention`).
 
         Args:
-            memory: The buffer, one-dimensional, of any type whose bytes are aligned as the pool's are.
+            buffer: The buffer, one-dimensional, of any type whose bytes are aligned as the pool's are, and what
+                writes into it.
         """
-        memory = memory.view(pool.data.dtype)
+        buffer = buffer[0].view(pool.computed), buffer[1]
         for queries, pieces in self.entries:
             vectors, found = q[queries].transpose(0, 1)[None], None
             for piece in pieces:
-                k, v = self._gather(piece, pool, layer, memory)
+                k, v = self._gather(piece, pool, layer, buffer)
                 result, lse = library.call(vectors, k, v, piece.is_causal, spec.scale)
                 part = Attended(result[0], lse[0])
                 found = part if found is None else join(found, part)
             assert found is not None
             out[queries] = found.out.transpose(0, 1)
 
-    def _gather(self, piece: Piece, pool: KvPool, layer: int, memory: Tensor) -> tuple[Tensor, Tensor]:
+    def _gather(
+        self, piece: Piece, pool: KvPool, layer: int, buffer: tuple[Tensor, Gather]
+    ) -> tuple[Tensor, Tensor]:
         """Return keys and values `[1, kv_heads, tokens, head_dim]`, in the buffer."""
         _, _, bands, heads, size, row = pool.data.shape
         tiles = pool.data.view(-1, size * row)[layer * bands * heads :]
-        index = self._index[piece.tiles]
-        into = memory[: len(index) * size * row].view(len(index), size * row)
-        torch.index_select(tiles, 0, index, out=into)
-        k, v = into.view(bands, 1, heads, -1, row)[..., piece.skip : piece.skip + piece.tokens, :]
+        index, head_dim = self._index[piece.tiles], pool.format.row[0].count
+        memory, gather = buffer
+        into = memory[: len(index) * size * head_dim].view(len(index), size * head_dim)
+        gather(pool, tiles, index, into)
+        k, v = into.view(bands, 1, heads, -1, head_dim)[..., piece.skip : piece.skip + piece.tokens, :]
         return k, v
 
 
@@ -318,6 +348,6 @@ def _pieces(tokens: int, new: int, pool: KvPool, gather_bytes: int) -> Iterator[
     """Yield the pieces of an entry: first token, the one behind the last, and whether it is causal."""
     context = tokens - new
     yield context, tokens, True
-    step = gather_bytes // pool.format.layer_bytes * pool.chunk_size
+    step = gather_bytes // gathered_bytes(pool) * pool.chunk_size
     for start in range(0, context, step):
         yield start, min(start + step, context), False

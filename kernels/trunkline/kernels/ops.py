@@ -76,6 +76,12 @@ class KvPool:
     def chunk_size(self) -> int:
         return self.format.chunk_size
 
+    @property
+    def computed(self) -> torch.dtype:
+        """Type in which KV is computed, also that of what reads it; KV may be kept in another."""
+        dtype: torch.dtype = getattr(torch, self.format.computed)
+        return dtype
+
 
 class QkNorm(NamedTuple):
     """RMS norm of each query and key head before rotation."""

@@ -57,10 +57,14 @@ struct uint3 {
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
 struct alignas(8) float2 {
   float x, y;
 };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
@@ -83,7 +87,7 @@ enum class State { kReady, kAtBarrier, kInWarp, kDone };
 struct PendingCopy {
   void* target;
   const void* source;
-  bool present;
+  int bytes;
 };
 
 struct Fiber {

@@ -55,11 +55,11 @@ inline void check_alignment(const void* address, uintptr_t bytes) {
   if (reinterpret_cast<uintptr_t>(address) % bytes != 0) emulation::fail("a misaligned address");
 }
 
-inline void copy_async_16(void* shared, const void* global, bool present) {
+inline void copy_async_16(void* shared, const void* global, int bytes) {
   check_alignment(shared, 16);
   check_alignment(global, 16);
   std::memset(shared, 0xff, 16);
-  emulation::block().current().groups.back().push_back({shared, global, present});
+  emulation::block().current().groups.back().push_back({shared, global, bytes});
 }
 inline void copy_async_commit() { emulation::block().current().groups.emplace_back(); }
 template <int Pending>
@@ -67,11 +67,8 @@ void copy_async_wait() {
   auto& groups = emulation::block().current().groups;
   while (groups.size() > Pending + 1) {  // the open group is not among the pending ones
     for (const emulation::PendingCopy& copy : groups.front()) {
-      if (copy.present) {
-        std::memcpy(copy.target, copy.source, 16);
-      } else {
-        std::memset(copy.target, 0, 16);
-      }
+      std::memset(copy.target, 0, 16);
+      std::memcpy(copy.target, copy.source, static_cast<size_t>(copy.bytes));
     }
     groups.erase(groups.begin());
   }
@@ -182,6 +179,9 @@ T shuffle_xor(T x, int mask) {
   std::memcpy(&x, fiber.out, sizeof(x));
   return x;
 }
+
+inline void combine_nothing(emulation::Fiber* [32]) {}
+inline void sync_warp() { emulation::block().warp_operation(combine_nothing); }
 
 inline uint32_t bits_of(float x) { return bit_copy<uint32_t>(x); }
 inline float float_of(uint32_t bits) { return bit_copy<float>(bits); }

@@ -173,10 +173,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             *self._one_of(DEVICES, "device"),
             *self._one_of(DTYPES, "dtype"),
             *self._one_of(KV_DTYPES, "kv_dtype"),
-            (
-                self.kv_dtype == "auto" or self.device == "cpu",
-                f"kv_dtype is {self.kv_dtype!r}; device {self.device!r} has no kernels for it, only for auto",
-            ),
             *self._one_of(COLLECTIVES, "collectives"),
             (
                 0 < self.window_share <= 1,

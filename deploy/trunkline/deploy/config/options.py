@@ -87,9 +87,7 @@ SERVE_OPTIONS: Final = (
         "on CPUs).",
         MODEL,
     ),
-    CliOption(
-        "kv_dtype", "int8 or fp8 keeps KV in 8 bits (on CPUs), to save memory; auto keeps it as it is.", MODEL
-    ),
+    CliOption("kv_dtype", "int8 or fp8 keeps KV in 8 bits, to save memory; auto keeps it as it is.", MODEL),
     CliOption("quantization", "int8 keeps weights in 8 bits, to save memory; none keeps them as they are.", MODEL),
     CliOption(
         "tool_call_parser",

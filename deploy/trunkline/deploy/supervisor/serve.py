@@ -154,11 +154,6 @@ def _check_device(settings: ServeSettings, device: str) -> None:
         raise UserError(
             f"--kernels is {settings.kernels}, but the model runs on device {device}; use --kernels auto"
         )
-    if settings.kv_dtype != "auto" and device != "cpu":
-        raise UserError(
-            f"--kv-dtype is {settings.kv_dtype}, for which there are kernels on CPUs only, but the model runs on "
-            f"device {device}; use --kv-dtype auto, or --device cpu"
-        )
 
 
 def _checked_model(settings: ServeSettings, folder: Path, dtype: str, device: str) -> ModelConfig:

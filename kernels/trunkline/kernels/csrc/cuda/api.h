@@ -8,14 +8,14 @@
 
 namespace trunkline::cuda {
 
-enum DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
+enum DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2, kInt8 = 3, kFloat8 = 4 };
 enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
 
 // One layer's attention over a work plan (common/work_plan.h). Decode, or with `causal` prefill.
 struct AttentionCall {
   const void* q;                      // [rows, heads, head_dim], rotated
   void* out;                          // likewise, overwritten
-  const void* pool;                   // [blocks, layers, 2, kv_heads, chunk_size, head_dim]
+  const void* pool;                   // [blocks, layers, 2, kv_heads, chunk_size, row]
   const int32_t* work;                // the plan's words
   const int32_t* steps;               // how many tokens tails have grown by; null: none
   float* partial_acc;                 // [partials, heads, head_dim]
@@ -24,7 +24,8 @@ struct AttentionCall {
   const double* inverse_frequencies;  // [rotary_half], or null
   int64_t q_row_stride;               // in elements
   int64_t out_row_stride;
-  int32_t dtype;
+  int32_t dtype;     // of q and out
+  int32_t kv_dtype;  // dtype, or one of 8 bits: a row has a float32 behind its numbers, their scale
   int32_t head_dim;
   int32_t heads;
   int32_t kv_heads;
@@ -44,7 +45,7 @@ struct AttentionCall {
   float soft_cap;  // 0: off
 };
 
-// How to launch attention on the current device; constant per (dtype, head_dim), so graphs stay valid.
+// How to launch attention on the current device; constant per (dtype, kv_dtype, head_dim), so graphs stay valid.
 struct AttentionShape {
   int32_t tile_rows;  // most query vectors of a tile: what the planner should aim at
   int32_t tile_tokens;
@@ -66,6 +67,7 @@ struct WriteCall {
   const void* q_weight;  // [head_dim], or null: no norm
   const void* k_weight;
   int32_t dtype;
+  int32_t kv_dtype;     // as in AttentionCall
   int32_t angle_dtype;  // dtype, or float32
   int32_t tokens;
   int32_t heads;
@@ -168,8 +170,9 @@ void trunkline_struct_bytes(int32_t* sizes);
 const char* trunkline_error_string(int32_t error);
 // Sets the calling thread's device: this library's own copy of the runtime does not know its caller's.
 int32_t trunkline_set_device(int32_t device);
-int32_t trunkline_attention_shape(int32_t dtype, int32_t head_dim, AttentionShape* shape);  // host memory
-int32_t trunkline_attention(const AttentionCall* call, void* stream);                       // call: host memory
+// shape, call: host memory
+int32_t trunkline_attention_shape(int32_t dtype, int32_t kv_dtype, int32_t head_dim, AttentionShape* shape);
+int32_t trunkline_attention(const AttentionCall* call, void* stream);
 int32_t trunkline_add_steps(int32_t* steps, int32_t delta, void* stream);
 // changes: [n, 2] index of a word, its value; no index twice.
 int32_t trunkline_patch_words(int32_t* words, const int32_t* changes, int32_t n, void* stream);
@@ -180,6 +183,10 @@ int32_t trunkline_write_kv(const WriteCall* call, void* stream);
 int32_t trunkline_copy_blocks(void* pool, const int32_t* copies, int32_t n, int32_t tiles_per_block,
                               int32_t chunk_size, int32_t token_bytes, void* stream);
 int32_t trunkline_move_regions(const MoveCall* call, void* stream);
+// Tiles of rows in 8 bits (kv_dtype; a scale behind each) as they are computed: tile i of `out` [tiles, rows, head_dim]
+// is tile index[i] of `pool`. head_dim: a multiple of 4.
+int32_t trunkline_widen_tiles(const void* pool, const int64_t* index, void* out, int32_t dtype, int32_t kv_dtype,
+                              int32_t tiles, int32_t tile_rows, int32_t head_dim, void* stream);
 int32_t trunkline_rms_norm(const NormCall* call, void* stream);
 // gate_up: [rows, 2 * width]; out: [rows, width].
 int32_t trunkline_gated_activation(const void* gate_up, void* out, int32_t dtype, int32_t activation, int32_t rows,

@@ -10,15 +10,16 @@ namespace {
 constexpr int kMatrixRows = 64;
 constexpr int kStagesMax = 4;
 
-AttentionKernel find_matrix_kernel(int32_t dtype, int32_t head_dim) {
-  if (dtype == kFloat32) return {nullptr, 0, 0, 0};
+AttentionKernel find_matrix_kernel(int32_t dtype, int32_t kv_dtype, int32_t head_dim) {
+  if (dtype == kFloat32) return {};
+  const bool in_bytes = kv_dtype != dtype;
   switch (head_dim) {
-    case 64: return attention_d64(dtype);
-    case 80: return attention_d80(dtype);
-    case 96: return attention_d96(dtype);
-    case 128: return attention_d128(dtype);
-    case 256: return attention_d256(dtype);
-    default: return {nullptr, 0, 0, 0};
+    case 64: return attention_d64(dtype, in_bytes);
+    case 80: return attention_d80(dtype, in_bytes);
+    case 96: return attention_d96(dtype, in_bytes);
+    case 128: return attention_d128(dtype, in_bytes);
+    case 256: return attention_d256(dtype, in_bytes);
+    default: return {};
   }
 }
 
@@ -53,7 +54,8 @@ bool choose_stages(const AttentionKernel& kernel, const DeviceLimits& limits, At
   for (int rows = kMatrixRows; rows >= 16; rows /= 2) {
     for (int blocks = 2; blocks >= 1; --blocks) {
       const int available =
-          std::min(limits.shared_per_block, limits.shared_per_processor / blocks - limits.shared_reserved);
+          std::min(limits.shared_per_block, limits.shared_per_processor / blocks - limits.shared_reserved) -
+          kernel.number_bytes;
       const int stages = std::min(kStagesMax, (available - rows * kernel.row_bytes) / kernel.stage_bytes);
       if (stages < 2) continue;
       shape.tile_rows = rows;
@@ -66,6 +68,7 @@ bool choose_stages(const AttentionKernel& kernel, const DeviceLimits& limits, At
         shape.narrow_stages = narrow_stages;
         shape.shared_bytes = std::max(shape.shared_bytes, narrow_stages * kernel.stage_bytes + narrow_bytes);
       }
+      shape.shared_bytes += kernel.number_bytes;
       return true;
     }
   }
@@ -177,14 +180,15 @@ cudaError_t allow_shared(const void* kernel, int shared_bytes) {
 
 extern "C" {
 
-int32_t trunkline_attention_shape(int32_t dtype, int32_t head_dim, AttentionShape* shape) {
+int32_t trunkline_attention_shape(int32_t dtype, int32_t kv_dtype, int32_t head_dim, AttentionShape* shape) {
   if (head_dim < 1 || head_dim > kGeneralHeadDimMax || dtype < kFloat32 || dtype > kBfloat16) {
     return cudaErrorInvalidValue;
   }
+  if (kv_dtype != dtype && kv_dtype != kInt8 && kv_dtype != kFloat8) return cudaErrorInvalidValue;
   DeviceLimits limits;
   cudaError_t error = read_limits(limits);
   if (error != cudaSuccess) return error;
-  const AttentionKernel matrix = find_matrix_kernel(dtype, head_dim);
+  const AttentionKernel matrix = find_matrix_kernel(dtype, kv_dtype, head_dim);
   KernelPointer kernel = matrix.kernel;
   int shared_allowed = 0;
   *shape = {};
@@ -217,7 +221,7 @@ int32_t trunkline_attention_shape(int32_t dtype, int32_t head_dim, AttentionShap
 }
 
 int32_t trunkline_attention(const AttentionCall* call, void* stream) {
-  const AttentionKernel matrix = find_matrix_kernel(call->dtype, call->head_dim);
+  const AttentionKernel matrix = find_matrix_kernel(call->dtype, call->kv_dtype, call->head_dim);
   // stages > 1 is what attention_shape says of the matrix kernels.
   const bool is_matrix = matrix.kernel != nullptr && call->stages > 1;
   const KernelPointer kernel = is_matrix ? matrix.kernel : general_kernel(call->dtype);

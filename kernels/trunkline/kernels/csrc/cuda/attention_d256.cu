@@ -3,6 +3,6 @@
 
 namespace trunkline::cuda {
 
-AttentionKernel attention_d256(int32_t dtype) { return matrix_instance_of<256>(dtype); }
+AttentionKernel attention_d256(int32_t dtype, bool in_bytes) { return matrix_instance_of<256>(dtype, in_bytes); }
 
 }  // namespace trunkline::cuda

@@ -3,6 +3,6 @@
 
 namespace trunkline::cuda {
 
-AttentionKernel attention_d64(int32_t dtype) { return matrix_instance_of<64>(dtype); }
+AttentionKernel attention_d64(int32_t dtype, bool in_bytes) { return matrix_instance_of<64>(dtype, in_bytes); }
 
 }  // namespace trunkline::cuda

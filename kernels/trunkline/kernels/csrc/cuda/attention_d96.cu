@@ -3,6 +3,6 @@
 
 namespace trunkline::cuda {
 
-AttentionKernel attention_d96(int32_t dtype) { return matrix_instance_of<96>(dtype); }
+AttentionKernel attention_d96(int32_t dtype, bool in_bytes) { return matrix_instance_of<96>(dtype, in_bytes); }
 
 }  // namespace trunkline::cuda

@@ -5,6 +5,7 @@
 // a lane is a token, in the output it is a column.
 #pragma once
 
+#include "quantised_kv.cuh"
 #include "tiles.cuh"
 
 namespace trunkline::cuda {
@@ -80,15 +81,31 @@ class GeneralSegment {
   }
 
   __device__ void load(const TileCursor& tile) {
-    const int64_t first = static_cast<int64_t>(tile.first()) * d_;
-    const T* pool = static_cast<const T*>(call_.pool) + first;
-    const T* keys = pool + pool_tile(call_, tile.block(), 0, tile.kv_head());
-    const T* values = pool + pool_tile(call_, tile.block(), 1, tile.kv_head());
+    if (call_.kv_dtype == call_.dtype) {
+      const T* pool = static_cast<const T*>(call_.pool);
+      load_rows(tile, [&](int64_t row, float* to) {
+        const T* from = pool + row * d_;
+        for (int i = lane_; i < d_; i += kWarpLanes) to[i] = to_float(from[i]);
+      });
+      return;
+    }
+    const auto* pool = static_cast<const unsigned char*>(call_.pool);
+    with_bytes(call_.kv_dtype, [&](auto bytes) {
+      load_rows(tile, [&](int64_t row, float* to) {
+        const unsigned char* from = pool + row * (d_ + kScaleBytes);
+        const float scale = load_scale(from + d_);
+        for (int i = lane_; i < d_; i += kWarpLanes) to[i] = decltype(bytes)::value(from[i], 0) * scale;
+      });
+    });
+  }
+
+  // `load_row(row of the pool, place)` for the tile's keys and values, a warp for each.
+  template <class LoadRow>
+  __device__ void load_rows(const TileCursor& tile, const LoadRow& load_row) {
+    const int64_t keys = rows_before(call_, tile, 0), values = rows_before(call_, tile, 1);
     for (int token = warp_; token < tile.tokens(); token += kWarps) {
-      for (int i = lane_; i < d_; i += kWarpLanes) {
-        keys_[token * (d_ + 1) + i] = to_float(keys[token * d_ + i]);
-        values_[token * d_ + i] = to_float(values[token * d_ + i]);
-      }
+      load_row(keys + token, keys_ + token * (d_ + 1));
+      load_row(values + token, values_ + token * d_);
     }
   }
 

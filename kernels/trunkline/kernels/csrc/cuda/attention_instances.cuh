@@ -10,24 +10,28 @@ struct AttentionKernel {
   void (*kernel)(AttentionCall);  // null: no such instance
   int tile_tokens;
   int stage_bytes;
-  int row_bytes;
+  int row_bytes;     // for each query vector
+  int number_bytes;  // for all stages together
 };
 
-template <class T, int D>
+template <class T, int D, bool kBytes>
 AttentionKernel matrix_instance() {
-  using Layout = MatrixLayout<D>;
-  return {attention_matrix_kernel<T, D>, Layout::kTokens, Layout::kStageBytes, Layout::kRowBytes};
+  using Layout = MatrixLayout<D, kBytes>;
+  return {attention_matrix_kernel<T, D, kBytes>, Layout::kTokens, Layout::kStageBytes, Layout::kRowBytes,
+          Layout::kNumberBytes};
 }
 
-AttentionKernel attention_d64(int32_t dtype);
-AttentionKernel attention_d80(int32_t dtype);
-AttentionKernel attention_d96(int32_t dtype);
-AttentionKernel attention_d128(int32_t dtype);
-AttentionKernel attention_d256(int32_t dtype);
+// `in_bytes`: K and V are in 8 bits.
+AttentionKernel attention_d64(int32_t dtype, bool in_bytes);
+AttentionKernel attention_d80(int32_t dtype, bool in_bytes);
+AttentionKernel attention_d96(int32_t dtype, bool in_bytes);
+AttentionKernel attention_d128(int32_t dtype, bool in_bytes);
+AttentionKernel attention_d256(int32_t dtype, bool in_bytes);
 
 template <int D>
-AttentionKernel matrix_instance_of(int32_t dtype) {
-  return dtype == kBfloat16 ? matrix_instance<Bf16, D>() : matrix_instance<Fp16, D>();
+AttentionKernel matrix_instance_of(int32_t dtype, bool in_bytes) {
+  if (in_bytes) return dtype == kBfloat16 ? matrix_instance<Bf16, D, true>() : matrix_instance<Fp16, D, true>();
+  return dtype == kBfloat16 ? matrix_instance<Bf16, D, false>() : matrix_instance<Fp16, D, false>();
 }
 
 }  // namespace trunkline::cuda

@@ -24,116 +24,25 @@
 // next B.
 //
 // Tokens that no item covers are never read: their K and V are zeros in shared memory and their scores -inf.
+//
+// Of K and V in 8 bits (`kBytes`) the ring has rows as they lie in the pool. Each warp makes numbers of its strip of
+// tokens, in a tile that all share: first of the keys, which only this warp reads, exactly (scores are multiplied with
+// their scales); then, in the same place, of the values, times their scales, which all read after C.
 #pragma once
 
-#include "fragments.h"
-#include "tiles.cuh"
+#include "matrix_loader.cuh"
 
 namespace trunkline::cuda {
 
-constexpr int kNarrowRows = 16;
-
-// Where everything lies in dynamic shared memory, in bytes; the host computes the size from it.
-template <int D>
-struct MatrixLayout {
-  static constexpr int kTokens = D > 128 ? 32 : 64;
-  static constexpr int kStride = fragment::row_stride(D);              // of Q, K and V
-  static constexpr int kWeightStride = fragment::row_stride(kTokens);  // of P
-  static constexpr int kTensor = kTokens * kStride;                    // elements of one K or V tile
-  static constexpr int kStageBytes = 2 * kTensor * 2;
-  static constexpr int kRowBytes = kStride * 2 + kWeightStride * 2 + kWarps * 4 + RowTable::kArrays * 4;
-
-  static constexpr int bytes(int stages, int tile_rows) { return stages * kStageBytes + tile_rows * kRowBytes; }
-};
-
-template <class T, int D>
-struct MatrixShared {
-  using Layout = MatrixLayout<D>;
-  T* stages;
-  T* q;
-  T* weights;
-  float* peaks;  // [warps][capacity]
-  RowTable rows;
-  int capacity;
-
-  __device__ MatrixShared(unsigned char* memory, int stage_count, int tile_rows)
-      : stages(reinterpret_cast<T*>(memory)),
-        q(stages + stage_count * 2 * Layout::kTensor),
-        weights(q + tile_rows * Layout::kStride),
-        peaks(reinterpret_cast<float*>(weights + tile_rows * Layout::kWeightStride)),
-        rows(reinterpret_cast<unsigned char*>(peaks + kWarps * tile_rows), tile_rows),
-        capacity(tile_rows) {}
-};
-
-// Keeps `stages - 1` tiles under way. Every step closes exactly one group of copies, an empty one once there is
-// nothing left, so that the number of pending groups always tells which tile has arrived.
-template <class T, int D>
-class TileLoader {
- public:
-  using Layout = MatrixLayout<D>;
-
-  __device__ TileLoader(const AttentionCall& call, const TileCursor& cursor, T* memory, int stages)
-      : call_(call), cursor_(cursor), memory_(memory), stages_(stages) {
-    more_ = cursor_.next_segment();
-    for (int i = 0; i < stages_ - 1; ++i) issue();
-  }
-
-  // The oldest tile under way: wait for this thread's part of it. A barrier must follow.
-  __device__ const T* wait() {
-    if (stages_ == 2) {
-      copy_async_wait<0>();
-    } else if (stages_ == 3) {
-      copy_async_wait<1>();
-    } else {
-      copy_async_wait<2>();
-    }
-    const T* stage = memory_ + read_ * 2 * Layout::kTensor;
-    read_ = read_ + 1 == stages_ ? 0 : read_ + 1;
-    return stage;
-  }
-
-  __device__ void issue() {
-    while (more_ && !cursor_.next_tile()) more_ = cursor_.next_segment();
-    if (more_) copy();
-    copy_async_commit();
-    write_ = write_ + 1 == stages_ ? 0 : write_ + 1;
-  }
-
- private:
-  __device__ void copy() {
-    constexpr int kUnits = D / 8;  // of 16 bytes in a row
-    const T* pool = static_cast<const T*>(call_.pool);
-    const int64_t first = static_cast<int64_t>(cursor_.first()) * D;
-    const T* keys = pool + pool_tile(call_, cursor_.block(), 0, cursor_.kv_head()) + first;
-    const T* values = pool + pool_tile(call_, cursor_.block(), 1, cursor_.kv_head()) + first;
-    T* stage = memory_ + write_ * 2 * Layout::kTensor;
-    const int tokens = cursor_.tokens();
-#pragma unroll 4
-    for (int i = static_cast<int>(threadIdx.x); i < Layout::kTokens * kUnits; i += kThreads) {
-      const int token = i / kUnits, column = (i - token * kUnits) * 8;
-      const bool present = token < tokens;
-      const int source = present ? token * D + column : 0;
-      T* target = stage + token * Layout::kStride + column;
-      copy_async_16(target, keys + source, present);
-      copy_async_16(target + Layout::kTensor, values + source, present);
-    }
-  }
-
-  const AttentionCall& call_;
-  TileCursor cursor_;
-  T* memory_;
-  int stages_, read_ = 0, write_ = 0;
-  bool more_;
-};
-
 // One segment with 16 * MT vectors, padding included.
-template <class T, int D, int MT>
+template <class T, int D, int MT, bool kBytes>
 class MatrixSegment {
  public:
-  using Layout = MatrixLayout<D>;
-  using Shared = MatrixShared<T, D>;
+  using Layout = MatrixLayout<D, kBytes>;
+  using Shared = MatrixShared<T, D, kBytes>;
   static constexpr int kStride = Layout::kStride, kWeightStride = Layout::kWeightStride;
   static constexpr int kTokenTiles = Layout::kTokens / (8 * kWarps);  // of a warp's strip: 2, or 1
+  static constexpr int kStrip = 8 * kTokenTiles;                      // tokens
   static constexpr int kColumnTiles = (D / 8 + kWarps - 1) / kWarps;  // of a warp's part of O
   static constexpr int kSteps = D / 16;                               // k steps of the scores
   static_assert(D % 16 == 0 && (kTokenTiles == 2 || (kTokenTiles == 1 && kSteps % 2 == 0)));
@@ -145,7 +54,7 @@ class MatrixSegment {
         lane_(static_cast<int>(threadIdx.x) % kWarpLanes),
         warp_(static_cast<int>(threadIdx.x) / kWarpLanes) {}
 
-  __device__ void run(TileCursor& tile, TileLoader<T, D>& loader, const WorkView& work, int steps) {
+  __device__ void run(TileCursor& tile, TileLoader<T, D, kBytes>& loader, const WorkView& work, int steps) {
     __syncthreads();  // the segment before is done with Q and the row table
     shared_.rows.fill(tile, work, call_, steps, 16 * MT);
     __syncthreads();
@@ -153,10 +62,15 @@ class MatrixSegment {
     __syncthreads();
     turn_queries(shared_.q, kStride, shared_.rows, call_, tile.vectors());
     while (tile.next_tile()) {
-      const T* keys = loader.wait();
+      const unsigned char* stage = loader.wait();
       __syncthreads();  // A
       loader.issue();
-      attend(tile, keys, keys + Layout::kTensor);
+      if constexpr (kBytes) {
+        attend_bytes(tile, stage);
+      } else {
+        const T* keys = reinterpret_cast<const T*>(stage);
+        attend(tile, keys, keys + Layout::kTensor);
+      }
     }
     finish();
   }
@@ -179,13 +93,79 @@ class MatrixSegment {
   __device__ void attend(const TileCursor& tile, const T* keys, const T* values) {
     const int tokens = tile.tokens();
     float scores[MT][kTokenTiles][4] = {};
-    if (warp_ * 8 * kTokenTiles < tokens) multiply_keys(scores, keys);
+    if (warp_ * kStrip < tokens) multiply_keys(scores, keys);
     apply_rule(scores, tokens, tile.base());
     share_peaks(scores);
     __syncthreads();  // B
     weigh(scores);
     __syncthreads();  // C
     multiply_values(values, tokens);
+  }
+
+  __device__ void attend_bytes(const TileCursor& tile, const unsigned char* keys) {
+    const unsigned char* values = keys + Layout::kTileBytes;
+    const int tokens = tile.tokens();
+    keys += rows_before(call_, tile, 0) * Layout::kRow % kCopyBytes;
+    values += rows_before(call_, tile, 1) * Layout::kRow % kCopyBytes;
+    float scores[MT][kTokenTiles][4] = {};
+    make_numbers<false>(keys, tokens);
+    sync_warp();
+    if (warp_ * kStrip < tokens) multiply_keys(scores, shared_.numbers);
+    sync_warp();
+    make_numbers<true>(values, tokens);
+    scale(scores, keys, tokens);
+    apply_rule(scores, tokens, tile.base());
+    share_peaks(scores);
+    __syncthreads();  // B
+    weigh(scores);
+    __syncthreads();  // C
+    multiply_values(shared_.numbers, tokens);
+  }
+
+  // This warp's strip of rows in 8 bits as numbers of type T, exactly or times their scales, as far as they are
+  // multiplied. Behind the last token they are of what lies there, which is finite, and its scale is not read.
+  template <bool kScaled>
+  __device__ void make_numbers(const unsigned char* rows, int tokens) {
+    constexpr int kQuads = D / 4;
+    const int first = warp_ * kStrip;
+    if (first >= (tokens + 31) / 32 * 32) return;
+    with_bytes(call_.kv_dtype, [&](auto bytes) {
+      using Bytes = decltype(bytes);
+#pragma unroll 4
+      for (int i = lane_; i < kStrip * kQuads; i += kWarpLanes) {
+        const int token = first + i / kQuads, quad = i % kQuads;
+        const unsigned char* row = rows + token * Layout::kRow;
+        const uint32_t word = *reinterpret_cast<const uint32_t*>(row + quad * 4);
+        float x[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) x[j] = Bytes::value(word, j);
+        if constexpr (kScaled) {
+          const float scale = token < tokens ? *reinterpret_cast<const float*>(row + D) : 0.0f;
+#pragma unroll
+          for (int j = 0; j < 4; ++j) x[j] = __fmul_rn(x[j], scale);
+        }
+        *reinterpret_cast<uint2*>(shared_.numbers + token * kStride + quad * 4) =
+            make_uint2(pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]));
+      }
+    });
+  }
+
+  // Scores of this warp's tokens times the scales of their keys in 8 bits.
+  __device__ void scale(float (&scores)[MT][kTokenTiles][4], const unsigned char* rows, int tokens) {
+#pragma unroll
+    for (int j = 0; j < kTokenTiles; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int token = warp_ * kStrip + j * 8 + fragment::c_column(lane_) + c;
+        if (token >= tokens) continue;
+        const float own = *reinterpret_cast<const float*>(rows + token * Layout::kRow + D);
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+          scores[m][j][c] = __fmul_rn(scores[m][j][c], own);
+          scores[m][j][2 + c] = __fmul_rn(scores[m][j][2 + c], own);
+        }
+      }
+    }
   }
 
   __device__ void multiply_keys(float (&scores)[MT][kTokenTiles][4], const T* keys) {
@@ -388,21 +368,21 @@ class MatrixSegment {
   }
 };
 
-template <class T, int D, int MT>
-__device__ __forceinline__ void run_segment(const AttentionCall& call, const MatrixShared<T, D>& shared,
-                                            TileCursor& tile, TileLoader<T, D>& loader, const WorkView& work,
-                                            int steps) {
-  MatrixSegment<T, D, MT> segment(call, shared);
+template <class T, int D, int MT, bool kBytes>
+__device__ __forceinline__ void run_segment(const AttentionCall& call, const MatrixShared<T, D, kBytes>& shared,
+                                            TileCursor& tile, TileLoader<T, D, kBytes>& loader,
+                                            const WorkView& work, int steps) {
+  MatrixSegment<T, D, MT, kBytes> segment(call, shared);
   segment.clear_peaks();
   segment.run(tile, loader, work, steps);
 }
 
-template <class T, int D>
+template <class T, int D, bool kBytes>
 __device__ __forceinline__ void run_units(const AttentionCall& call, const WorkView& work, int steps,
                                           const UnitList& units, int stages, int tile_rows) {
-  const MatrixShared<T, D> shared(dynamic_shared(), stages, tile_rows);
-  TileCursor tile(work, call, steps, units, tile_rows, MatrixLayout<D>::kTokens);
-  TileLoader<T, D> loader(call, tile, shared.stages, stages);
+  const MatrixShared<T, D, kBytes> shared(dynamic_shared(), stages, tile_rows);
+  TileCursor tile(work, call, steps, units, tile_rows, MatrixLayout<D, kBytes>::kTokens);
+  TileLoader<T, D, kBytes> loader(call, tile, shared.stages, stages);
   while (tile.next_segment()) {
     const int vectors = tile.vectors();
     if (vectors <= 16) {
@@ -416,7 +396,7 @@ __device__ __forceinline__ void run_units(const AttentionCall& call, const WorkV
   copy_async_wait<0>();
 }
 
-template <class T, int D>
+template <class T, int D, bool kBytes>
 __global__ void __launch_bounds__(kThreads) attention_matrix_kernel(const __grid_constant__ AttentionCall call) {
   const WorkView work(call.work);
   const int steps = call.steps == nullptr ? 0 : *call.steps;
@@ -430,8 +410,8 @@ __global__ void __launch_bounds__(kThreads) attention_matrix_kernel(const __grid
                          !apart   ? UnitList::kAll
                          : narrow ? UnitList::kNarrow
                                   : UnitList::kWide);
-    run_units<T, D>(call, work, steps, units, narrow ? call.narrow_stages : call.stages,
-                    narrow ? kNarrowRows : call.tile_rows);
+    run_units<T, D, kBytes>(call, work, steps, units, narrow ? call.narrow_stages : call.stages,
+                            narrow ? kNarrowRows : call.tile_rows);
   }
 }
 

@@ -3,6 +3,7 @@
 #include <primitives.cuh>
 
 #include "api.h"
+#include "quantised_kv.cuh"
 
 #include <algorithm>
 
@@ -32,17 +33,23 @@ __global__ void __launch_bounds__(kWriteThreads) write_kernel(const __grid_const
   const bool is_query = head < call.heads, is_value = head >= call.heads + call.kv_heads;
   T* x = static_cast<T*>(call.qkv) + index * d;
 
-  T* stored = nullptr;
+  T* stored = nullptr;               // the row as it is computed,
+  unsigned char* rounded = nullptr;  // or in 8 bits
   const int slot = call.slots[token];
   if (!is_query && slot >= 0) {
     const int64_t block = slot / call.chunk_size, offset = slot - block * call.chunk_size;
     const int kv_head = head - call.heads - (is_value ? call.kv_heads : 0);
     const int64_t tile = ((block * call.layers + call.layer) * 2 + (is_value ? 1 : 0)) * call.kv_heads + kv_head;
-    stored = static_cast<T*>(call.pool) + (tile * call.chunk_size + offset) * d;
+    const int64_t row = tile * call.chunk_size + offset;
+    if (call.kv_dtype == call.dtype) {
+      stored = static_cast<T*>(call.pool) + row * d;
+    } else {
+      rounded = static_cast<unsigned char*>(call.pool) + row * (d + kScaleBytes);
+    }
   }
   if (is_value) {
-    if (stored == nullptr) return;
-    for (int i = lane; i < d; i += kWarpLanes) stored[i] = x[i];
+    if (rounded != nullptr) store_byte_row(x, d, call.kv_dtype, rounded);
+    for (int i = lane; i < d && stored != nullptr; i += kWarpLanes) stored[i] = x[i];
     return;
   }
 
@@ -58,9 +65,9 @@ __global__ void __launch_bounds__(kWriteThreads) write_kernel(const __grid_const
     return weight == nullptr ? value : value * to_float(weight[i]);
   };
   const auto write = [&](int i, float value) {
-    const T rounded = from_float<T>(value);
-    x[i] = rounded;
-    if (stored != nullptr) stored[i] = rounded;
+    const T own = from_float<T>(value);
+    x[i] = own;
+    if (stored != nullptr) stored[i] = own;
   };
   const A* cosine = static_cast<const A*>(call.cos) + token * 2 * half;
   const A* sine = static_cast<const A*>(call.sin) + token * 2 * half;
@@ -70,6 +77,9 @@ __global__ void __launch_bounds__(kWriteThreads) write_kernel(const __grid_const
     write(i + half, high * to_float(cosine[i + half]) + low * to_float(sine[i + half]));
   }
   for (int i = 2 * half + lane; i < d; i += kWarpLanes) write(i, read(i));
+  if (rounded == nullptr) return;
+  sync_warp();  // a pair of the rotation and a number of the row are different lanes'
+  store_byte_row(x, d, call.kv_dtype, rounded);
 }
 
 // Thread block (copy, tile): a range of tokens of a (layer, K or V, head) tile is contiguous.
@@ -101,12 +111,41 @@ __global__ void __launch_bounds__(kMoveThreads) move_kernel(const MoveCall call)
   }
 }
 
+// One warp per row, one word of it per lane.
+template <class T>
+__global__ void __launch_bounds__(kWriteThreads)
+    widen_kernel(const unsigned char* pool, const int64_t* index, T* out, int64_t rows, int tile_rows, int d,
+                 int32_t kv_dtype) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWriteWarps + threadIdx.x / kWarpLanes;
+  if (row >= rows) return;
+  const int64_t tile = row / tile_rows;
+  const unsigned char* from = pool + (index[tile] * tile_rows + row - tile * tile_rows) * (d + kScaleBytes);
+  const float scale = load_scale(from + d);
+  with_bytes(kv_dtype, [&](auto bytes) {
+    for (int i = 4 * lane; i < d; i += 4 * kWarpLanes) {
+      const uint32_t word = *reinterpret_cast<const uint32_t*>(from + i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) out[row * d + i + j] = from_float<T>(decltype(bytes)::value(word, j) * scale);
+    }
+  });
+}
+
 bool divides(int64_t unit, const MoveCall& call) {
   const auto source = reinterpret_cast<uintptr_t>(call.source);
   const auto destination = reinterpret_cast<uintptr_t>(call.destination);
   const auto all = static_cast<int64_t>(source | destination) | call.region_bytes | call.source_stride_bytes |
                    call.destination_stride_bytes;
   return all % unit == 0;
+}
+
+template <class T>
+cudaError_t launch_widen(const void* pool, const int64_t* index, void* out, int32_t kv_dtype, int32_t tiles,
+                         int32_t tile_rows, int32_t head_dim, void* stream) {
+  const int64_t rows = static_cast<int64_t>(tiles) * tile_rows;
+  const dim3 grid(static_cast<unsigned>((rows + kWriteWarps - 1) / kWriteWarps));
+  return launch(widen_kernel<T>, grid, kWriteThreads, 0, stream, static_cast<const unsigned char*>(pool), index,
+                static_cast<T*>(out), rows, tile_rows, head_dim, kv_dtype);
 }
 
 template <class T, class A>
@@ -128,10 +167,25 @@ extern "C" {
 int32_t trunkline_write_kv(const WriteCall* call, void* stream) {
   if (call->tokens == 0) return cudaSuccess;
   if (call->angle_dtype != call->dtype && call->angle_dtype != kFloat32) return cudaErrorInvalidValue;
+  if (call->kv_dtype != call->dtype && call->kv_dtype != kInt8 && call->kv_dtype != kFloat8) {
+    return cudaErrorInvalidValue;
+  }
   switch (call->dtype) {
     case kFloat32: return launch_write<float, float>(*call, stream);
     case kFloat16: return launch_write_of<Fp16>(*call, stream);
     case kBfloat16: return launch_write_of<Bf16>(*call, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+int32_t trunkline_widen_tiles(const void* pool, const int64_t* index, void* out, int32_t dtype, int32_t kv_dtype,
+                              int32_t tiles, int32_t tile_rows, int32_t head_dim, void* stream) {
+  if (head_dim % 4 != 0 || (kv_dtype != kInt8 && kv_dtype != kFloat8)) return cudaErrorInvalidValue;
+  if (tiles == 0) return cudaSuccess;
+  switch (dtype) {
+    case kFloat32: return launch_widen<float>(pool, index, out, kv_dtype, tiles, tile_rows, head_dim, stream);
+    case kFloat16: return launch_widen<Fp16>(pool, index, out, kv_dtype, tiles, tile_rows, head_dim, stream);
+    case kBfloat16: return launch_widen<Bf16>(pool, index, out, kv_dtype, tiles, tile_rows, head_dim, stream);
     default: return cudaErrorInvalidValue;
   }
 }
@@ -141,14 +195,14 @@ int32_t trunkline_copy_blocks(void* pool, const int32_t* copies, int32_t n, int3
   if (n == 0) return cudaSuccess;
   const dim3 grid(static_cast<unsigned>(n) * static_cast<unsigned>(tiles_per_block));
   // The pool's own address is aligned to 16 bytes (the caller checks), so tokens decide.
-  if (token_bytes % 16 == 0) {
-    const int units = token_bytes / 16;
-    return launch(copy_kernel<uint4>, grid, kMoveThreads, 0, stream, static_cast<uint4*>(pool), copies,
-                  tiles_per_block, chunk_size * units, units);
-  }
-  const int units = token_bytes / 2;
-  return launch(copy_kernel<uint16_t>, grid, kMoveThreads, 0, stream, static_cast<uint16_t*>(pool), copies,
-                tiles_per_block, chunk_size * units, units);
+  const auto copy_by = [&]<class Unit>(Unit* units) {
+    const int token_units = token_bytes / static_cast<int>(sizeof(Unit));
+    return launch(copy_kernel<Unit>, grid, kMoveThreads, 0, stream, units, copies, tiles_per_block,
+                  chunk_size * token_units, token_units);
+  };
+  if (token_bytes % 16 == 0) return copy_by(static_cast<uint4*>(pool));
+  if (token_bytes % 4 == 0) return copy_by(static_cast<uint32_t*>(pool));
+  return copy_by(static_cast<unsigned char*>(pool));
 }
 
 int32_t trunkline_move_regions(const MoveCall* call, void* stream) {

@@ -162,10 +162,10 @@ class TileCursor {
   int item_ = 0, item_tokens_ = 0, item_base_ = 0, offset_ = 0;
 };
 
-// Elements before the (block, layer, K or V, head) tile of the pool; a tile is contiguous.
-__device__ __forceinline__ int64_t pool_tile(const AttentionCall& call, int block, int is_value, int kv_head) {
-  const int64_t index = ((static_cast<int64_t>(block) * call.layers + call.layer) * 2 + is_value) * call.kv_heads;
-  return (index + kv_head) * call.chunk_size * call.head_dim;
+// Rows of the pool before those of the cursor's tile, of keys or of values; the rows of a tile are contiguous.
+__device__ __forceinline__ int64_t rows_before(const AttentionCall& call, const TileCursor& tile, int is_value) {
+  const int64_t layer = static_cast<int64_t>(tile.block()) * call.layers + call.layer;
+  return ((layer * 2 + is_value) * call.kv_heads + tile.kv_head()) * call.chunk_size + tile.first();
 }
 
 // What a segment's query vectors are, in shared memory, one element per vector.

@@ -65,10 +65,10 @@ __device__ __forceinline__ uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// Start copying 16 aligned bytes to shared memory; zeros if not `present`, and then nothing is read.
-__device__ __forceinline__ void copy_async_16(void* shared, const void* global, bool present) {
+// Start copying the first `bytes` of 16 aligned bytes to shared memory, the others become zeros. No more is read.
+__device__ __forceinline__ void copy_async_16(void* shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
-               "r"(present ? 16 : 0)
+               "r"(bytes)
                : "memory");
 }
 // Close this thread's group of copies; an empty group is allowed and counts.
@@ -122,6 +122,9 @@ template <class T>
 __device__ __forceinline__ T shuffle_xor(T x, int mask) {
   return __shfl_xor_sync(0xffffffffu, x, mask);
 }
+
+// All lanes have arrived, and see what the others have written before.
+__device__ __forceinline__ void sync_warp() { __syncwarp(); }
 
 __device__ __forceinline__ uint32_t bits_of(float x) { return __float_as_uint(x); }
 __device__ __forceinline__ float float_of(uint32_t bits) { return __uint_as_float(bits); }
