@@ -18,11 +18,18 @@ from gpu_device import Call, Gpu, Output, Visit
 
 from trunkline.kernels import cuda_decode
 from trunkline.kernels.cuda import CudaKernels
+from trunkline.kvstore.chunk_format import KV_DTYPES
 
 BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 96)
 BATCH_CELL: Final = Cell(2304, 2048, 32, 8)
 SWEPT: Final = (Cell(2048, 0, 32, 8), Cell(2048, 1024, 32, 8), Cell(4096, 4096, 32, 8), Cell(4096, 4096, 32, 32))
 """Cells in which cuts and stages are tried out."""
+KEPT: Final = tuple(
+    replace(cell, kv_dtype=kv_dtype)
+    for cell in (Cell(4096, 0, 32, 8), Cell(4096, 2048, 32, 8), Cell(4096, 4096, 32, 8), Cell(1024, 0, 32, 32))
+    for kv_dtype in KV_DTYPES[1:]
+)
+"""KV in 8 bits, in cells of the table."""
 PIECES: Final = (1, 2, 3, 4)
 """Of each thread block."""
 PIECE_TOKENS: Final = (128, 256, 512, 1024)
@@ -36,10 +43,11 @@ class Cells:
     batches: Sequence[int] = BATCHES
     batch_cell: Cell = BATCH_CELL
     swept: Sequence[Cell] = SWEPT
+    kept: Sequence[Cell] = KEPT
 
 
 def measure_decode(gpu: Gpu, out: Output, visit: Visit, cells: Cells | None = None) -> None:
-    """The table, then batches, then pieces and stages, then attention and merge apart; as far as the time goes."""
+    """The table, KV in 8 bits, batches, pieces and stages, attention and merge apart; as far as the time goes."""
     cells = cells or Cells()
     bandwidth = gpu.copy_bandwidth(1 << 30 if gpu.device.type == "cuda" else 1 << 16)
     table = cells.table[1::2] if visit.quick else cells.table
@@ -48,8 +56,13 @@ def measure_decode(gpu: Gpu, out: Output, visit: Visit, cells: Cells | None = No
             out.note(f"no time was left for {cell} and what follows it in the table")
             break
         measure_cell(gpu, out, cell, bandwidth)
+    for cell in cells.kept:
+        if visit.has_used(0.65):
+            out.note(f"no time was left for {cell} and what follows it of KV in 8 bits")
+            break
+        measure_cell(gpu, out, cell, bandwidth)
     for batch in cells.batches:
-        if visit.has_used(0.7):
+        if visit.has_used(0.75):
             out.note(f"no time was left for a batch of {batch} and more")
             break
         measure_cell(gpu, out, replace(cells.batch_cell, batch=batch), bandwidth)

@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from gpu_checks import relative_error
 from gpu_device import Gpu, Replay
+from gpu_kept import kept
 from torch import Tensor
 
 from trunkline.kernels.ops import AttentionSpec, KvPool
 from trunkline.kernels.plan import DecodePlan, Segments, build_decode_plan
+from trunkline.kernels.quantised_kv import SCALE_BYTES, vectors_of
 from trunkline.kvstore.chunks import Int32Array
 
 CHUNK: Final = 64
@@ -24,7 +26,7 @@ CACHE_TIMES: Final = 3
 
 @dataclass(frozen=True)
 class Cell:
-    """`batch` rows of `n_p` tokens of which the first `n_s` are shared; float16 KV."""
+    """`batch` rows of `n_p` tokens of which the first `n_s` are shared; computed in float16."""
 
     n_p: int
     n_s: int
@@ -32,10 +34,19 @@ class Cell:
     kv_heads: int
     batch: int = 32
     head_dim: int = 128
+    kv_dtype: str = "auto"
+    """In which KV is kept, one of `KV_DTYPES`."""
 
     @property
     def name(self) -> str:
-        return "MHA" if self.heads == self.kv_heads else f"GQA {self.heads}/{self.kv_heads}"
+        name = "MHA" if self.heads == self.kv_heads else f"GQA {self.heads}/{self.kv_heads}"
+        return name if self.kv_dtype == "auto" else f"{name}, {self.kv_dtype} KV"
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token's keys and values."""
+        row = 2 * self.head_dim if self.kv_dtype == "auto" else self.head_dim + SCALE_BYTES
+        return 2 * self.kv_heads * row
 
     @property
     def tail(self) -> int:
@@ -48,12 +59,12 @@ class Cell:
 
     @property
     def pool_bytes(self) -> int:
-        return self.blocks * CHUNK * self.kv_heads * self.head_dim * 4
+        return self.blocks * CHUNK * self.token_bytes
 
     @property
     def floor_bytes(self) -> int:
         """What a step has to read: shared KV once."""
-        return (self.n_s + self.batch * (self.n_p - self.n_s)) * self.kv_heads * self.head_dim * 4
+        return (self.n_s + self.batch * (self.n_p - self.n_s)) * self.token_bytes
 
     def rotated_sets(self, cache_bytes: int) -> int:
         return max(ROTATED_SETS_MIN, -(-CACHE_TIMES * cache_bytes // self.floor_bytes))
@@ -138,7 +149,7 @@ def make_buffers(gpu: Gpu, cell: Cell, seed: int) -> Buffers:
     data.normal_(generator=generator)
     q = torch.empty(cell.batch, cell.heads, cell.head_dim, dtype=torch.float16, device=gpu.device)
     q.normal_(generator=generator)
-    return Buffers(KvPool.wrap(data), q, torch.full_like(q, float("nan")))
+    return Buffers(kept(data, cell.kv_dtype), q, torch.full_like(q, float("nan")))
 
 
 def exact_rows(cell: Cell, buffers: Buffers, rows: list[int]) -> Tensor:
@@ -147,7 +158,8 @@ def exact_rows(cell: Cell, buffers: Buffers, rows: list[int]) -> Tensor:
     length = cell.n_s + cell.tail
     for row in rows:
         blocks = torch.from_numpy(cell.tables()[row].astype(np.int64)).to(buffers.q.device)
-        kv = buffers.pool.data[blocks, 0].double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
+        stored = vectors_of(buffers.pool, buffers.pool.data[blocks, 0], torch.float64)
+        kv = stored.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
         k, v = kv.repeat_interleave(group, dim=1)
         scores = torch.einsum("hd,htd->ht", buffers.q[row].double(), k) * cell.head_dim**-0.5
         results.append(torch.einsum("ht,htd->hd", scores.softmax(dim=-1), v))

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from gpu_device import Gpu, Output, Visit
+from gpu_kept import check_rounding, kept, over, widest
 from torch import Tensor
 
 from trunkline.kernels.cuda import CudaKernels
 from trunkline.kernels.experts import Experts, route, run_experts
 from trunkline.kernels.float8 import float8
-from trunkline.kernels.library_attention import AttentionLibrary, LibraryPrefill
+from trunkline.kernels.library_attention import AttentionLibrary, LibraryPrefill, gathered_bytes
 from trunkline.kernels.ops import AttentionSpec, KvPool, PackedLinear, QkNorm, make_angles
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, Segments, WritePlan, build_decode_plan
 from trunkline.kernels.program import Buffer, Rows
@@ -30,6 +31,7 @@ from trunkline.kernels.reference_sampling import ReferenceSampling
 from trunkline.kernels.routing import Routing
 from trunkline.kernels.sampling import Biases, Draws, LogitEdits, Masks, Penalties, SamplingOps
 from trunkline.kernels.scaled_products import capability_of, float8_rows, why_not, widened
+from trunkline.kvstore.chunk_format import KV_DTYPES
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 SMALL_HEAD_DIMS = (64, 128)
@@ -118,10 +120,12 @@ def relative_error(out: Tensor, exact: Tensor) -> float:
     return error if np.isfinite(error) else float("inf")
 
 
-def check_attention(gpu: Gpu, trial: Trial, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
+def check_attention(
+    gpu: Gpu, trial: Trial, dtype: torch.dtype, kv_dtype: str = "auto"
+) -> Iterator[tuple[str, float]]:
     """(op, relative error) of decode, in both modes, and prefill."""
-    rounded, head_dim = trial.data.to(gpu.device, dtype), trial.spec.head_dim
-    pool, exact_pool = KvPool.wrap(rounded), KvPool.wrap(rounded.double())
+    head_dim, pool = trial.spec.head_dim, kept(trial.data.to(gpu.device, dtype), kv_dtype)
+    exact_pool = widest(pool)
     for name in ("decode_attention", "decode_attention_invariant", "prefill_attention"):
         kernels, reference = gpu.kernels(invariant=name.endswith("invariant")), ReferenceKernels()
         prefill = name == "prefill_attention"
@@ -135,7 +139,7 @@ def check_attention(gpu: Gpu, trial: Trial, dtype: torch.dtype) -> Iterator[tupl
         else:
             kernels.decode_attention(trial.decode_plan(), q, pool, 1, trial.spec, out)
             reference.decode_attention(trial.decode_plan(), q.double(), exact_pool, 1, trial.spec, exact)
-        yield name, relative_error(out, exact)
+        yield name + over(kv_dtype), relative_error(out, exact)
 
 
 PROMPTS = ((1, 0), (40, 0), (7, 100), (130, 333), (1, 64), (20, 128), (16, 150))
@@ -170,7 +174,7 @@ def prompts_plan(seed: int, chunk: int) -> tuple[PrefillPlan, int]:
 
 
 def check_library(
-    gpu: Gpu, library: AttentionLibrary, seed: int, head_dim: int, dtype: torch.dtype
+    gpu: Gpu, library: AttentionLibrary, seed: int, head_dim: int, dtype: torch.dtype, kv_dtype: str = "auto"
 ) -> Iterator[tuple[str, float]]:
     """Prefill that is given to a library, as far as it may be; so little memory that a context is in pieces."""
     chunk, (heads, kv_heads) = 64, ((8, 8), (8, 2), (6, 2), (4, 1))[seed % 4]
@@ -182,18 +186,18 @@ def check_library(
     q = torch.randn(len(plan.query_position), heads, head_dim, generator=generator).to(gpu.device, dtype)
     for block, start, count in zip(plan.block, plan.first, plan.count, strict=True):
         data[block, ..., :start, :] = data[block, ..., start + count :, :] = float("nan")
-    pool, exact = KvPool.wrap(data), torch.empty_like(q, dtype=torch.float64)
+    pool, exact = kept(data, kv_dtype), torch.empty_like(q, dtype=torch.float64)
     if not library.takes(spec, pool):
         return
-    exact_pool = KvPool.wrap(data.double())
-    ReferenceKernels().prefill_attention(replace(plan), q.double(), exact_pool, 1, spec, exact)
+    ReferenceKernels().prefill_attention(replace(plan), q.double(), widest(pool), 1, spec, exact)
     kernels = gpu.kernels(
-        prefill=LibraryPrefill(library, operations_min=0), workspace_bytes=5 * pool.format.layer_bytes
+        prefill=LibraryPrefill(library, operations_min=0), workspace_bytes=5 * gathered_bytes(pool)
     )
     out = torch.full_like(q, float("nan"))
     kernels.prefill_attention(replace(plan), q, pool, 1, spec, out)
     was_given = "library_attention" in kernels.counters.calls
-    yield f"prefill_by_{library.name}", relative_error(out, exact) if was_given else float("inf")
+    name = f"prefill_by_{library.name}{over(kv_dtype)}"
+    yield name, relative_error(out, exact) if was_given else float("inf")
 
 
 def check_writes(gpu: Gpu, seed: int, head_dim: int, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
@@ -385,12 +389,14 @@ def check_sampling(gpu: Gpu, seed: int) -> Iterator[tuple[str, float]]:
     yield "draw", 0.0 if torch.equal(drawn, expected) else float("inf")
 
 
-def check_replays(gpu: Gpu, trials: list[Trial], dtype: torch.dtype) -> Iterator[tuple[str, float]]:
+def check_replays(
+    gpu: Gpu, trials: list[Trial], dtype: torch.dtype, kv_dtype: str = "auto"
+) -> Iterator[tuple[str, float]]:
     """A captured step, replayed over other plans of as many rows: each must compute what its plan says now."""
     first = trials[0]
     blocks = max(len(trial.data) for trial in trials)
     data = torch.zeros(blocks, *first.data.shape[1:], dtype=dtype, device=gpu.device)
-    pool, kernels, reference = KvPool.wrap(data), gpu.kernels(), ReferenceKernels()
+    pool, kernels, reference = kept(data, kv_dtype), gpu.kernels(), ReferenceKernels()
     q = torch.randn(len(first.positions), first.spec.heads, first.spec.head_dim, device=gpu.device).to(dtype)
     out = torch.full_like(q, float("nan"))
     plan = first.decode_plan()
@@ -405,28 +411,32 @@ def check_replays(gpu: Gpu, trials: list[Trial], dtype: torch.dtype) -> Iterator
     for trial in (*trials, first):
         data.zero_()
         data[: len(trial.data)] = trial.data.to(gpu.device, dtype)
+        pool.data.copy_(kept(data, kv_dtype).data)
         kernels.prepare_replay(trial.decode_plan(), pool, first.spec)
         out.fill_(float("nan"))
         graph.replay()
         gpu.synchronize()
         exact = torch.empty_like(q, dtype=torch.float64)
-        exact_pool = KvPool.wrap(data.double())
-        reference.decode_attention(trial.decode_plan(), q.double(), exact_pool, 1, first.spec, exact)
-        yield "replays_of_other_plans", relative_error(out, exact)
+        reference.decode_attention(trial.decode_plan(), q.double(), widest(pool), 1, first.spec, exact)
+        yield "replays_of_other_plans" + over(kv_dtype), relative_error(out, exact)
 
 
 def one_round(gpu: Gpu, seed: int, dtype: torch.dtype, head_dims: tuple[int, ...]) -> Iterator[tuple[str, float]]:
-    """Every op once per head size."""
+    """Every op once per head size; KV in 8 bits in one of its types, in turn."""
     yield from check_dense(gpu, seed, dtype)
     yield from check_experts(gpu, seed, dtype)
     yield from check_float8(gpu, seed, dtype)
     yield from check_sampling(gpu, seed)
-    for head_dim in head_dims:
-        yield from check_attention(gpu, random_trial(seed, head_dim), dtype)
+    for index, head_dim in enumerate(head_dims):
+        trial, kv_dtype = random_trial(seed, head_dim), KV_DTYPES[1:][(seed + index) % 2]
+        yield from check_attention(gpu, trial, dtype)
+        yield from check_attention(gpu, trial, dtype, kv_dtype)
         yield from check_writes(gpu, seed, head_dim, dtype)
+        yield from check_rounding(gpu, seed, head_dim, dtype, kv_dtype)
     specs = random_trial(seed, head_dims[0])
     trials = [replace(random_trial(seed + other, head_dims[0]), spec=specs.spec) for other in (0, 20, 40)]
     yield from check_replays(gpu, trials, dtype)
+    yield from check_replays(gpu, trials, dtype, KV_DTYPES[1:][seed % 2])
 
 
 def library_round(
@@ -436,8 +446,10 @@ def library_round(
     is apart from `one_round`, because the sanitizer is for kernels of our own."""
     for library in gpu.libraries:
         try:
-            for head_dim in head_dims:
+            for index, head_dim in enumerate(head_dims):
                 yield from check_library(gpu, library, seed, head_dim, dtype)
+                kv_dtype = KV_DTYPES[1:][(seed + index) % 2]
+                yield from check_library(gpu, library, seed, head_dim, dtype, kv_dtype)
         except (RuntimeError, NotImplementedError) as error:
             out.problem(f"prefill by {library.name}, {dtype}: {str(error)[:300]}")
 

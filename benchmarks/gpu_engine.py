@@ -1,6 +1,6 @@
 """One rank of the whole engine for the GPU benchmark: generates greedily and prints the token ids as JSON.
 
-    python benchmarks/gpu_engine.py MODEL DEVICE KERNELS DTYPE RANK TP COLLECTIVES RENDEZVOUS
+    python benchmarks/gpu_engine.py MODEL DEVICE KERNELS DTYPE KV_DTYPE RANK TP COLLECTIVES RENDEZVOUS
 
 COLLECTIVES is `none`, or a value of `WorkerConfig.collectives` to force them. The plans are those of a controller
 with one request after the other: prompts with a common prefix, computed once, then all rows decode together.
@@ -57,7 +57,7 @@ def generate(runner: Runner, vocabulary: int) -> list[list[int]]:
 
 
 def main() -> None:
-    model, device, kernels, dtype, rank, tp, collectives, rendezvous = sys.argv[1:9]
+    model, device, kernels, dtype, kv_dtype, rank, tp, collectives, rendezvous = sys.argv[1:10]
     forced = collectives != "none"
     config = WorkerConfig(
         model=model,
@@ -68,6 +68,7 @@ def main() -> None:
         device=device,
         gpu=int(rank) % max(1, torch.cuda.device_count()) if device == "cuda" else None,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         kernels=kernels,
         collectives=collectives if forced else "auto",
         chunk_size=CHUNK,
