@@ -35,10 +35,19 @@ KNOWN: Final[dict[tuple[str, str], int]] = {
 LATE_IMPORTS: Final = {
     # Who keeps records in SQLite needs no client of Redis.
     "kvstore/trunkline/kvstore/records/__init__.py": {"trunkline.kvstore.records.redis_store"},
+    # httpx: for clusters whose groups are found through Kubernetes.
+    "router/trunkline/router/membership/open_source.py": {
+        "trunkline.router.membership.kubernetes_api",
+        "trunkline.router.membership.kubernetes_source",
+    },
     # OpenTelemetry takes half a second and 7 MB, and may not be installed: for processes that are traced only.
     "runtime/trunkline/runtime/tracing.py": {"trunkline.runtime.tracing_export"},
     # A Ctrl-C meanwhile must not show a traceback.
-    "deploy/trunkline/deploy/main.py": {"trunkline.deploy.cli", "trunkline.deploy.supervisor"},
+    "deploy/trunkline/deploy/main.py": {
+        "trunkline.deploy.cli.app",
+        "trunkline.deploy.cli.serving",
+        "trunkline.deploy.supervisor",
+    },
     # Too slow to import for a command that may not need it.
     "deploy/trunkline/deploy/config/gguf_models.py": {"tokenizers"},
     "deploy/trunkline/deploy/config/models.py": {"huggingface_hub", "huggingface_hub.errors"},

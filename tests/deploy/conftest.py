@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from deploy.commands import Serve, invoke
 
-from trunkline.deploy.cli import app as cli
+from trunkline.deploy.cli import serving
 from trunkline.deploy.config import machine
 from trunkline.deploy.config.settings import ServeSettings
 
@@ -46,7 +46,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
 
     def settings(text: str, *words: str, **environment: str) -> ServeSettings:
         seen: list[ServeSettings] = []
-        monkeypatch.setattr(cli, "run_cluster", seen.append)
+        monkeypatch.setattr(serving, "run_cluster", seen.append)
         (tmp_path / "serve.yaml").write_text(text)
         done = invoke(["serve", *words, "--config", str(tmp_path / "serve.yaml")], environment)
         assert done.exit_code == 0, done.stderr

@@ -114,9 +114,22 @@ def test_commands_say_that_no_cluster_runs_there(arguments: list[str], message: 
 def test_the_command_line_imports_nothing_heavy() -> None:
     """Help must not wait for a machine-learning stack."""
     heavy = {"torch", "transformers", "fastapi", "uvicorn", "huggingface_hub", "tokenizers", "redis"}
-    code = f"import sys, trunkline.deploy.cli.app; print({heavy} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    assert heavy & _modules("trunkline.deploy.cli.app") == set()
+
+
+@pytest.mark.processes
+def test_a_server_waits_for_nothing_that_only_other_commands_need() -> None:
+    others = {"httpx", "trunkline.prompts", "trunkline.router.pml", "trunkline.deploy.launch.commands"}
+    assert others & _modules("trunkline.deploy.cli.app") == others
+    assert others & _modules("trunkline.deploy.cli.serving") == set()
+
+
+def _modules(name: str) -> set[str]:
+    """Return the modules that a process has imported with this one."""
+    code = f"import sys, {name}; print(*sys.modules)"
+    return set(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    )
 
 
 @pytest.mark.processes

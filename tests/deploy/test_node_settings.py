@@ -12,7 +12,7 @@ import pytest
 from trunkline.controller.config import ControllerConfig
 from trunkline.controller.messages import WorkerHello
 from trunkline.controller.service.membership import disagreement
-from trunkline.deploy.cli.app import group, router, workers
+from trunkline.deploy.cli.serving import group, router, workers
 from trunkline.deploy.config.disk_folders import DiskFolders
 from trunkline.deploy.config.node_settings import (
     Address,

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+import trunkline.runtime.light_imports  # noqa: F401 (before what imports structlog)
 from trunkline.controller.config import ControllerConfig
 from trunkline.controller.engine_config import ConfigError
 from trunkline.controller.service.service import ControllerService

@@ -11,17 +11,22 @@ import sys
 from typing import Final
 
 _START_WORKERS: Final = ("serve", "group", "workers")
+_SERVE: Final = (*_START_WORKERS, "router")
 _HELP: Final = {"-h", "--help"}
 
 
 def main() -> None:
     """Run the `trunkline` command."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if sys.argv[1:] and sys.argv[1] in _START_WORKERS and not _HELP.intersection(sys.argv):
+    command = sys.argv[1] if len(sys.argv) > 1 else ""
+    if command in _START_WORKERS and not _HELP.intersection(sys.argv):
         from trunkline.deploy.supervisor import forks  # noqa: PLC0415
 
         forks.begin()
-    from trunkline.deploy.cli import app  # noqa: PLC0415
+    if command in _SERVE:
+        from trunkline.deploy.cli.serving import main as run  # noqa: PLC0415
+    else:
+        from trunkline.deploy.cli.app import main as run  # noqa: PLC0415
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    app.main()
+    run()

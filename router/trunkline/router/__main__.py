@@ -10,6 +10,7 @@ from typing import Any
 
 import uvloop
 
+import trunkline.runtime.light_imports  # noqa: F401 (before what imports structlog)
 from trunkline.router.config import load_config
 from trunkline.router.server import inherited, listen, serve
 from trunkline.runtime.process import enter_role

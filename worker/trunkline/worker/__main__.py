@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import trunkline.runtime.light_imports  # (before what imports structlog)
+import trunkline.worker.light_torch  # noqa: F401 (before what imports torch)
 from trunkline.runtime.process import enter_role, spare_the_collector
 from trunkline.worker import fork_server
 from trunkline.worker.config import WorkerConfig, load_config

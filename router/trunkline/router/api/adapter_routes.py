@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Final
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -16,6 +16,7 @@ from trunkline.router.api.requests import check_model, service_of
 from trunkline.router.errors import ApiError, bad_value, unavailable
 from trunkline.router.http.answers import while_connected
 from trunkline.router.http.body import read_request
+from trunkline.router.jobs.late_model import LateModel
 from trunkline.router.service import RouterService
 from trunkline.router.streams.adapters import load_adapter, unload_adapter
 from trunkline.router.streams.health import describe
@@ -26,7 +27,7 @@ NAME_CHARACTERS_MAX: Final = 256
 PATH_CHARACTERS_MAX: Final = 4096
 
 
-class UnloadRequest(BaseModel):
+class UnloadRequest(LateModel):
     """The request `POST /v1/unload_lora_adapter`."""
 
     model_config = ConfigDict(strict=True, extra="ignore")

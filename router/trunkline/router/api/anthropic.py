@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal
 from fastapi import APIRouter
 from msgspec import UNSET
 from msgspec.structs import replace
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from pydantic.json_schema import WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
@@ -54,6 +54,7 @@ from trunkline.router.http.answers import (
 from trunkline.router.http.body import beside_loop
 from trunkline.router.jobs.generation_parameters import DialogParameters
 from trunkline.router.jobs.known_parameters import KNOWN
+from trunkline.router.jobs.late_model import LateModel
 from trunkline.router.jobs.parameter_table import Endpoint, row
 from trunkline.router.jobs.parameters import Count, Stops
 from trunkline.router.jobs.request_models import ChatRequest, Message
@@ -77,7 +78,7 @@ _CONVERSATION: Final = re.compile(r"session_(?:id\W+)?([0-9a-fA-F-]{36})")
 """Matches the name of a conversation in the `user_id` that Claude Code sends."""
 
 
-class OutputFormat(BaseModel):
+class OutputFormat(LateModel):
     """The field `output_config.format`."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
@@ -86,7 +87,7 @@ class OutputFormat(BaseModel):
     schema_: Annotated[Object, Field(alias="schema")]
 
 
-class OutputConfig(BaseModel):
+class OutputConfig(LateModel):
     """The field `output_config`."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -95,7 +96,7 @@ class OutputConfig(BaseModel):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class Thinking(BaseModel):
+class Thinking(LateModel):
     """The field `thinking`."""
 
     model_config = ConfigDict(strict=True, extra="ignore")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,6 +24,7 @@ from trunkline.router.api.requests import service_of
 from trunkline.router.errors import bad_value, in_conflict
 from trunkline.router.http.answers import JsonResponse
 from trunkline.router.http.body import read_request
+from trunkline.router.jobs.late_model import LateModel
 from trunkline.router.service import RouterService
 from trunkline.router.stores.batch_store import BatchState, Problem, ResultFile, Status, StoredBatch
 from trunkline.router.stores.owned_records import store_errors
@@ -45,7 +46,7 @@ _MetadataKey = Annotated[str, Field(max_length=64)]
 _MetadataValue = Annotated[str, Field(max_length=512)]
 
 
-class BatchRequest(BaseModel):
+class BatchRequest(LateModel):
     """The body of `POST /v1/batches`."""
 
     model_config = ConfigDict(strict=True, extra="ignore")

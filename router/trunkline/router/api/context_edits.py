@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
 from trunkline.router.errors import ApiError, bad_value, unsupported
 from trunkline.router.http.body import validate
+from trunkline.router.jobs.late_model import LateModel
 from trunkline.router.jobs.parameter_table import shown_names, unknown_within
 from trunkline.router.text.edits import (
     KEPT_TURNS_DEFAULT,
@@ -32,7 +33,7 @@ _Counting = Annotated[StrictInt, Field(ge=1, le=_NUMBER_MAX)]
 _Fields = TypeVar("_Fields", bound=BaseModel)
 
 
-class _Object(BaseModel):
+class _Object(LateModel):
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
 

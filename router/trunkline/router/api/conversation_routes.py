@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from fastapi import APIRouter
 from msgspec.structs import replace
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from pydantic.json_schema import WithJsonSchema
 from starlette.requests import Request
 
@@ -28,6 +28,7 @@ from trunkline.router.api.turn import check_messages
 from trunkline.router.errors import bad_value, not_found
 from trunkline.router.http.answers import JsonResponse
 from trunkline.router.http.body import beside_loop, parse_json_object, read_body, read_request, validate
+from trunkline.router.jobs.late_model import LateModel
 from trunkline.router.jobs.parameters import Metadata
 from trunkline.router.jobs.request_models import MESSAGES_MAX
 from trunkline.router.request_context import draw_hex, request_name
@@ -44,7 +45,7 @@ _ITEMS_AT_ONCE: Final = 20
 _Items = Annotated[list[Any], WithJsonSchema({"type": "array", "items": {"type": "object"}})]
 
 
-class ConversationUpdate(BaseModel):
+class ConversationUpdate(LateModel):
     """The request `POST /v1/conversations/{id}`."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -52,7 +53,7 @@ class ConversationUpdate(BaseModel):
     metadata: Metadata
 
 
-class ConversationRequest(BaseModel):
+class ConversationRequest(LateModel):
     """The request `POST /v1/conversations`."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -62,7 +63,7 @@ class ConversationRequest(BaseModel):
     metadata: Metadata | None = None
 
 
-class ItemsRequest(BaseModel):
+class ItemsRequest(LateModel):
     """The request `POST /v1/conversations/{id}/items`."""
 
     model_config = ConfigDict(strict=True, extra="ignore")

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -28,6 +28,7 @@ from trunkline.router.api.requests import service_of
 from trunkline.router.errors import bad_value, in_conflict
 from trunkline.router.http.answers import JsonResponse
 from trunkline.router.http.body import beside_loop, read_request
+from trunkline.router.jobs.late_model import LateModel
 from trunkline.router.service import RouterService
 from trunkline.router.stores.batch_store import OVER, BatchState, ResultFile, StoredBatch
 from trunkline.router.stores.file_store import PART_BYTES, FileInfo
@@ -50,7 +51,7 @@ _encode = msgspec.json.Encoder().encode
 Object = dict[str, Any]
 
 
-class MessageBatchRequest(BaseModel):
+class MessageBatchRequest(LateModel):
     """The body of `POST /v1/messages/batches`."""
 
     model_config = ConfigDict(strict=True, extra="ignore")

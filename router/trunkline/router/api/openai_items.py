@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
@@ -13,6 +13,7 @@ from trunkline.router.api.blocks import Block
 from trunkline.router.errors import ApiError, bad_value
 from trunkline.router.jobs.generation_parameters import DialogParameters
 from trunkline.router.jobs.known_parameters import KNOWN
+from trunkline.router.jobs.late_model import LateModel
 from trunkline.router.jobs.parameter_table import Endpoint, row
 from trunkline.router.jobs.parameters import Count, LogprobCount, ToolChoice
 from trunkline.router.tools.response_tools import OwnTool, custom_input
@@ -52,7 +53,7 @@ _ID: Final[dict[str, Any]] = {
 }
 
 
-class TextFormat(BaseModel):
+class TextFormat(LateModel):
     """The field `text.format`."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
@@ -64,7 +65,7 @@ class TextFormat(BaseModel):
     strict: bool | None = None
 
 
-class TextOptions(BaseModel):
+class TextOptions(LateModel):
     """The field `text`."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -77,7 +78,7 @@ class TextOptions(BaseModel):
 Summary = Literal["auto", "concise", "detailed"]
 
 
-class Reasoning(BaseModel):
+class Reasoning(LateModel):
     """The field `reasoning`."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -95,7 +96,7 @@ class Reasoning(BaseModel):
     """Largest number of tokens of the thought."""
 
 
-class ContextEdit(BaseModel):
+class ContextEdit(LateModel):
     """An entry of the field `context_management`."""
 
     model_config = ConfigDict(strict=True, extra="ignore")

@@ -6,13 +6,14 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from trunkline.router.jobs.late_model import LateModel
 from trunkline.router.jobs.parameters import SchemaTtl, SessionId
 
 
-class SchemaRequest(BaseModel):
+class SchemaRequest(LateModel):
     """The request `POST /v1/schemas`."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
@@ -44,7 +45,7 @@ class SchemaRequest(BaseModel):
         return self
 
 
-class SchemaUpdate(BaseModel):
+class SchemaUpdate(LateModel):
     """The request `PATCH /v1/schemas/{id}`. Fields that are missing or null stay as they are."""
 
     model_config = ConfigDict(strict=True, extra="ignore")

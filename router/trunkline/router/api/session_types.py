@@ -6,11 +6,12 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from trunkline.kvstore.cuts import DROPS_MAX
+from trunkline.router.jobs.late_model import LateModel
 from trunkline.router.jobs.parameters import Metadata, ModulesPrompt, SessionId, SessionTtl, Trailing, Truncation
 from trunkline.router.jobs.request_models import Messages
 from trunkline.router.stores.session_state import SessionModules, SessionState
@@ -37,7 +38,7 @@ _Ranges = Annotated[Any, BeforeValidator(_ranges), WithJsonSchema(_RANGES)]
 _Index = Annotated[int, Field(ge=0)]
 
 
-class SessionUpdate(BaseModel):
+class SessionUpdate(LateModel):
     """The request `PATCH /v1/sessions/{id}`. Fields that are missing or null stay as they are."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -110,7 +111,7 @@ class SessionRequest(SessionUpdate):
         return SessionModules(source, self.trailing or "fixed", self.cache_salt or "")
 
 
-class DiscardRequest(BaseModel):
+class DiscardRequest(LateModel):
     """The request `POST /v1/sessions/{id}/discard`, with one of both fields."""
 
     model_config = ConfigDict(strict=True, extra="ignore")

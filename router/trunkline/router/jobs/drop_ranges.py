@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt
+from pydantic import AfterValidator, ConfigDict, Field, StrictInt
 from pydantic_core import PydanticCustomError
 
 from trunkline.kvstore.cuts import DROPS_MAX
+from trunkline.router.jobs.late_model import LateModel
 
 
-class DropRange(BaseModel):
+class DropRange(LateModel):
     """An entry of the field `drop`: messages, or tokens, `[from, to)` that the model does not see."""
 
     model_config = ConfigDict(strict=True, extra="forbid")

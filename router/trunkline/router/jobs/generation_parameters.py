@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from trunkline.router.jobs.drop_ranges import Drops
 from trunkline.router.jobs.hints import Hints, hints_of
+from trunkline.router.jobs.late_model import LateModel
 from trunkline.router.jobs.parameter_table import row
 from trunkline.router.jobs.parameters import (
     REPETITION_PENALTY_MIN,
@@ -51,7 +52,7 @@ _SCHEMA: Final = "see [structured output](#structured-output)"
 _BEAMS: Final = "see [beam search](#beam-search)"
 
 
-class RequestBody(BaseModel):
+class RequestBody(LateModel):
     """What all requests have."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
@@ -245,7 +246,7 @@ class DialogParameters(SharedParameters):
     document_modules: bool | None = row("boolean", "false", "see [documents as modules](#documents-as-modules)")
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(LateModel):
     """The field `stream_options`: what a stream contains besides its text."""
 
     model_config = ConfigDict(strict=True, extra="ignore")

@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, m
 from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from trunkline.router.jobs.late_model import LateModel
 from trunkline.router.text.stop_expressions import (
     EXPRESSION_CHARACTERS_MAX,
     check_edges,
@@ -395,7 +396,7 @@ Whitespace = Literal["compact", "any"]
 """Type of the field that says which white space a grammar allows between the parts of JSON: none, or any."""
 
 
-class NamedSchema(BaseModel):
+class NamedSchema(LateModel):
     """The field `response_format.json_schema`. `strict` changes nothing: answers always follow the schema."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -406,7 +407,7 @@ class NamedSchema(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(LateModel):
     """The field `response_format`: free text, any JSON object, JSON of a schema, or marked parts with schemas."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -420,7 +421,7 @@ class ResponseFormat(BaseModel):
         return self.model_extra or {}
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(LateModel):
     """The field `structured_outputs`, in vLLM's form: exactly one of its fields is given."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -433,7 +434,7 @@ class StructuredOutputs(BaseModel):
     structural_tag: StructuralTag | None = None
 
 
-class Keep(BaseModel):
+class Keep(LateModel):
     """The field `truncation.keep`: what a cut leaves at the beginning of the prompt."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -442,7 +443,7 @@ class Keep(BaseModel):
     sink_tokens: Annotated[StrictInt, Field(ge=0, le=SINK_TOKENS_MAX)] = 4
 
 
-class TruncationChoice(BaseModel):
+class TruncationChoice(LateModel):
     """The field `truncation`: what happens to a prompt that does not fit. A string stands for an object
     with that type."""
 

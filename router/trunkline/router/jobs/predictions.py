@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BeforeValidator, ConfigDict
 from pydantic_core import PydanticCustomError
+
+from trunkline.router.jobs.late_model import LateModel
 
 PREDICTION_CHARACTERS_MAX: Final = 32 << 10
 """Largest number of characters of a prediction that count: they are encoded while other requests wait."""
 
 
-class PredictedText(BaseModel):
+class PredictedText(LateModel):
     """A part of `prediction.content`."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -26,7 +28,7 @@ def _parts(value: Any) -> Any:
     return [PredictedText(type="text", text=value)] if isinstance(value, str) else value
 
 
-class Prediction(BaseModel):
+class Prediction(LateModel):
     """The field `prediction`: what the answer will be like, in OpenAI's form."""
 
     model_config = ConfigDict(strict=True, extra="ignore")

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -30,6 +29,7 @@ from trunkline.router.jobs.generation_parameters import (
     RequestBody,
 )
 from trunkline.router.jobs.known_parameters import KNOWN
+from trunkline.router.jobs.late_model import LateModel
 from trunkline.router.jobs.parameter_table import Endpoint, row
 from trunkline.router.jobs.parameters import (
     Choices,
@@ -112,7 +112,7 @@ _DETOKENIZE_IDS: Final[dict[str, Any]] = {
 DetokenizeIds = Annotated[Any, BeforeValidator(_token_ids), WithJsonSchema(_DETOKENIZE_IDS)]
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(LateModel):
     """A function that an earlier answer called."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -122,7 +122,7 @@ class FunctionCall(BaseModel):
     """The call's arguments: JSON text, as the model wrote it."""
 
 
-class ToolCall(BaseModel):
+class ToolCall(LateModel):
     """One of the calls of an assistant's message."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -132,7 +132,7 @@ class ToolCall(BaseModel):
     function: FunctionCall
 
 
-class Message(BaseModel):
+class Message(LateModel):
     """One message of a conversation."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -219,7 +219,7 @@ DOCUMENTS_MAX: Final = 1024
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class ThinkingSwitch(BaseModel):
+class ThinkingSwitch(LateModel):
     """The field `thinking` of chats: whether the model thinks before it answers, and how long."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -228,7 +228,7 @@ class ThinkingSwitch(BaseModel):
     budget_tokens: CountOrZero | None = None
 
 
-class ReasoningSwitch(BaseModel):
+class ReasoningSwitch(LateModel):
     """The field `reasoning` of chats, in OpenRouter's form."""
 
     model_config = ConfigDict(strict=True, extra="ignore")

@@ -7,8 +7,6 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from trunkline.kvstore.records import RecordStore
 from trunkline.router.membership.dns_source import DnsSource
-from trunkline.router.membership.kubernetes_api import SlicesApi
-from trunkline.router.membership.kubernetes_source import KubernetesSource
 from trunkline.router.membership.member import MemberSource
 from trunkline.router.membership.records_source import RecordsSource
 from trunkline.router.membership.static_source import StaticSource
@@ -62,11 +60,14 @@ def _dns(url: str, parts: SplitResult) -> DnsSource:
     return DnsSource(parts.hostname, parts.port, int(events))
 
 
-def _kubernetes(url: str, parts: SplitResult) -> KubernetesSource:
+def _kubernetes(url: str, parts: SplitResult) -> MemberSource:
     query = _query(url, parts, ("port", "events"))
     service = parts.path.strip("/")
     if not parts.hostname or not service or "/" in service or not query.get("port"):
         raise ValueError(f"members are {url!r}; expected {FORMS[3]}")
+    from trunkline.router.membership.kubernetes_api import SlicesApi  # noqa: PLC0415
+    from trunkline.router.membership.kubernetes_source import KubernetesSource  # noqa: PLC0415
+
     return KubernetesSource(SlicesApi(parts.hostname, service), query["port"], query.get("events", ""))
 
 

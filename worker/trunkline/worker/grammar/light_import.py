@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 from tokenizers import Tokenizer
+
+from trunkline.runtime.light_imports import other_modules
 
 
 class TokenizerFile:
@@ -60,19 +60,6 @@ class _StandIn(ModuleType):
         return _Nothing
 
 
-@contextmanager
-def _modules(**wanted: ModuleType | None) -> Iterator[None]:
-    """Let `import` find other modules under these names meanwhile; None: no such module."""
-    before = {name: sys.modules[name] for name in wanted if name in sys.modules}
-    sys.modules.update(wanted)  # type: ignore[arg-type]  # None is what the import system takes for "none"
-    try:
-        yield
-    finally:
-        for name in wanted:
-            del sys.modules[name]
-        sys.modules.update(before)
-
-
 def import_xgrammar() -> None:
     """Import xgrammar. From then on `import xgrammar` finds it, with `TokenizerFile` for a class of tokenizers.
 
@@ -83,11 +70,11 @@ def import_xgrammar() -> None:
         return
     transformers = _StandIn("transformers")
     transformers.PreTrainedTokenizerFast = TokenizerFile  # type: ignore[attr-defined]
-    with _modules(transformers=transformers):
+    with other_modules({"transformers": transformers}):
         if "torch" in sys.modules:
             importlib.import_module("xgrammar")
             return
-        with _modules(torch=None):
+        with other_modules({"torch": None}):
             importlib.import_module("tvm_ffi")  # it looks for torch, but can do without
-        with _modules(torch=_StandIn("torch")):
+        with other_modules({"torch": _StandIn("torch")}):
             importlib.import_module("xgrammar")

@@ -1,0 +1,26 @@
+"""Import torch without the module that describes what its ops would do with tensors that have no content.
+
+Only tracing and compiling need that (`torch._meta_registrations`). To import it takes a fifth of the time that
+torch takes, which is most of a worker's start. `worker/__main__.py` imports this file before everything that uses
+torch. A later `import torch._meta_registrations` gets the real module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Final
+
+from trunkline.runtime.light_imports import other_modules
+
+_TRACING: Final = "torch._meta_registrations"
+
+
+def _import_torch() -> None:
+    if "torch" not in sys.modules:
+        with other_modules({_TRACING: ModuleType(_TRACING)}):
+            importlib.import_module("torch")
+
+
+_import_torch()
