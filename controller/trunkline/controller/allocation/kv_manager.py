@@ -61,6 +61,7 @@ class KVCacheManager:
         self.tree = tree
         self.ttl = ttl
         self.chunk_size = tree.chunk_size
+        self.has_window = isinstance(tree, ReaderCache)
         self.prefix_cache = prefix_cache
         self.next_batch_seq_id = 1
 
@@ -72,8 +73,9 @@ class KVCacheManager:
 
     def _is_available(self, blocks: int, thin: int) -> bool:
         """Return whether so many blocks can be had now, `thin` of them thin."""
-        has_blocks = blocks <= self.pool.free_count + self.tree.evictable
-        return has_blocks and blocks - thin <= self.pool.whole_free + self.tree.thinnable
+        return blocks <= self.pool.free_count + self.tree.evictable and (
+            blocks - thin <= self.pool.whole_free + self.tree.thinnable
+        )
 
     def make_room(self, blocks: int, plan: PlanBuilder | None = None, whole: int | None = None) -> bool:
         """Evict idle chunks until `blocks` blocks are free, and make unread chunks thin until `whole` blocks can
@@ -124,9 +126,8 @@ class KVCacheManager:
         if far and wait_for is not None and wait_for(far):
             self.tree.prune_root(stem.root)
             return Admission.FAR
-        outcome = None
-        if self._has_fixed_part(sequence, match):
-            outcome = self._reserve(sequence, found, spare, plan, tails)
+        has_fixed_part = self._has_fixed_part(sequence, match)
+        outcome = self._reserve(sequence, found, spare, plan, tails) if has_fixed_part else None
         if outcome is not None:
             return outcome
         self.tree.prune_root(stem.root)
@@ -362,8 +363,14 @@ class KVCacheManager:
             anchor = sequence.anchor
             key = sequence.tokens.to_bytes(index * self.chunk_size, (index + 1) * self.chunk_size)
             node = self._child(sequence, key)
+            if node is None and not self.has_window:
+                node = self.tree.append(anchor, key, sequence.private.pop(0), now, sequence.stem.marker)
+                self._lives(sequence, node, now)
+                self.tree.computed(node, 0)
+                sequence.path.append(node)
+                continue
             is_shared = self.pool.holders(sequence.private[0]) > 1
-            if node is None and isinstance(self.tree, ReaderCache) and is_shared and not is_beam:
+            if node is None and is_shared and not is_beam:
                 break  # a fork of the sequence reads the block, too, and nothing in the tree would say so
             if node is None:
                 node = self.tree.insert(anchor, key, sequence.private.pop(0), 0, now, sequence.stem.marker)
@@ -380,13 +387,11 @@ class KVCacheManager:
                     break  # others use the block, which lacks what this sequence reads; tried again later
                 self.pool.release(self.tree.swap(node, sequence.private.pop(0)))
             else:
-                block = sequence.private.pop(0)
-                self.pool.release(block)
+                self.pool.release(block := sequence.private.pop(0))
                 if block != node.block:
                     merged.append((index, node.block))
-            read = sequence.read_chunks
-            self.tree.hold(node, read + 1)
-            self.tree.release(anchor, now, read)
+            self.tree.hold(node, sequence.read_chunks + 1)
+            self.tree.release(anchor, now, sequence.read_chunks)
             sequence.path.append(node)
         return merged
 

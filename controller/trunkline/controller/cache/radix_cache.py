@@ -215,6 +215,7 @@ class RadixCache(RadixTree):
     def computed(self, node: Node, step: int, plan: TierCopyPlan | None = None) -> None:
         """Let steps after `step` read a full chunk, and save it: at the end of `plan` if given, else later."""
         node.ready_step = step
+        self.changed.note(node)
         self.absorb_prefixes(node)
         if plan is not None and self._wants_copy(node) and self._reserve(node, plan, is_late=True):
             return

@@ -419,6 +419,19 @@ class RadixTree:
         self.node_count += 1
         return node
 
+    def append(self, parent: Node, key: bytes, block: BlockId, now: float, marker: bytes = b"") -> Node:
+        """Add a chunk that a holder of `parent` has computed, and let it hold the chunk instead of `parent`: what
+        `attach`, `hold` and `release` would do. Not in a tree that counts readers
+        (`trunkline.controller.cache.reader_cache`)."""
+        node = self.attach(parent, key, block, 0, marker)
+        node.holders = node.active = 1  # `parent` has an active child now instead of a holder
+        self.active_count += 1
+        parent.holders -= 1
+        assert parent.holders >= 0
+        parent.last_use = max(parent.last_use, now)
+        node.last_use = now
+        return node
+
     def _link(self, parent: Node, node: Node) -> None:
         node.parent = parent
         parent.children[node.key] = node

@@ -166,13 +166,17 @@ class Scheduler:
     def _grow(self, plan: PlanBuilder) -> None:
         """Give a block to every row that begins a new chunk in this step, oldest group first."""
         slots = self.rows.active_slots() if self._pending.rows_changed else self.row_set.slots
-        starting = slots[
-            self.rows.planned[slots] == self.rows.block_counts[slots] * np.int64(self.config.chunk_size)
-        ]
+        held = self.rows.block_counts[slots] * np.int64(self.config.chunk_size)
+        starting = slots[self.rows.planned[slots] == held]
         if not len(starting):
             return
         groups: dict[int, list[Sequence]] = {}
         rows = [s for slot in starting.tolist() if (s := self.rows.sequences[slot]) is not None]
+        has_room = self.kv.pool.free_count >= len(rows)
+        if has_room and not (self.kv.has_window or self.forks.searches):  # as below, for rows that share nothing
+            for sequence in rows:
+                plan.append_block(self.rows, sequence, self.kv.pool.allocate())
+            return
         for sequence in sorted(rows, key=lambda s: (self.queue.rank(s.group), s.sample)):
             groups.setdefault(sequence.request, []).append(sequence)
         for members in groups.values():
@@ -300,12 +304,9 @@ class Scheduler:
 
     def _prefill(self, plan: PlanBuilder) -> None:
         """Spend the rest of the token budget: first on admitted prompts, then on waiting groups."""
+        rows, config = len(plan.rows), self.config
         budget = prefill_budget(
-            self.costs,
-            len(plan.rows),
-            1000.0 * self.config.target_itl_ms,
-            self.config.token_budget - len(plan.rows),
-            self.config.chunk_size,
+            self.costs, rows, 1000.0 * config.target_itl_ms, config.token_budget - rows, config.chunk_size
         )
         for sequence in list(self.prefilling):
             if budget <= 0:
