@@ -59,6 +59,14 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "phi3": {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75},
     "glm4": {"architectures": ["Glm4ForCausalLM"], "partial_rotary_factor": 0.5},
     "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
+    "gemma4-e": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "global_head_dim": 64,
+        "num_kv_shared_layers": 3,
+        "layer_types": ["full_attention"] * 6,
+        "hidden_size_per_layer_input": 64,
+        "vocab_size_per_layer_input": 4096,
+    },
     "mixtral": {"architectures": ["MixtralForCausalLM"], "intermediate_size": 1200, "num_local_experts": 8},
     "qwen3-moe": {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 32, **ROUTED},
     "glm4-moe": {

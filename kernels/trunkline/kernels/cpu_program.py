@@ -20,7 +20,7 @@ from trunkline.kernels.cpu import DENSE_TYPES, CpuKernels
 from trunkline.kernels.cpu_counting import Counting
 from trunkline.kernels.cpu_plans import NONE, ShiftTable, prefill_state, turns_queries
 from trunkline.kernels.experts import Experts
-from trunkline.kernels.family_ops import Gate, HeadNorm, Multiply, PrepareQueries
+from trunkline.kernels.family_ops import Gate, HeadNorm, Multiply, PrepareQueries, Spread
 from trunkline.kernels.latent import Absorb, Expand
 from trunkline.kernels.native import library
 from trunkline.kernels.op_by_op import Collective, OpByOp, StepBatch
@@ -81,6 +81,7 @@ KINDS: Final[dict[type[Op], int]] = {
     HeadNorm: 24,
     PrepareQueries: 25,
     Multiply: 26,
+    Spread: 27,
 }
 """The number of each op in `csrc/cpu/program.h`."""
 HOST: Final = 0
@@ -175,7 +176,7 @@ class _Words:
                 return [buffer(op.into), ACTIVATIONS[op.activation]]
             case Add() | Gate():
                 return [buffer(op.into), buffer(op.x)]
-            case Select():
+            case Select() | Spread():
                 return [buffer(op.x), buffer(op.out)]
             case Forbid():
                 return [buffer(op.into), op.first]

@@ -96,3 +96,20 @@ class Multiply(Op):
             ("the rows and type of x", (self.into.rows, self.into.dtype), (self.x.rows, self.x.dtype)),
             ("whether x has the columns", True, 0 <= self.first <= self.x.width - self.into.width),
         ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread(Op):
+    """`out` = the rows of `x` at their tokens, zeros at the others: what `Select` took, brought back."""
+
+    kind = "spread"
+    reads = ("x",)
+    writes = ("out",)
+    x: Buffer
+    out: Buffer
+
+    def facts(self) -> Facts:
+        return [
+            ("the rows of x and out", (Rows.STATES, Rows.TOKENS), (self.x.rows, self.out.rows)),
+            ("the width and type of out", (self.x.width, self.x.dtype), (self.out.width, self.out.dtype)),
+        ]

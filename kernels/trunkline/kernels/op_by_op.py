@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trunkline.kernels.adapters import AdapterGroups, AdapterLayers, AdapterRows
 from trunkline.kernels.experts import Experts, run_experts
-from trunkline.kernels.family_ops import Gate, HeadNorm, Multiply, PrepareQueries
+from trunkline.kernels.family_ops import Gate, HeadNorm, Multiply, PrepareQueries, Spread
 from trunkline.kernels.latent import Absorb, Expand
 from trunkline.kernels.live_plan import AnyDecodePlan
 from trunkline.kernels.ops import Angles, Kernels, KvPool, make_angles, rotate
@@ -153,6 +153,7 @@ class OpByOp:
             Attend: self._attend,
             Experts: self._experts,
             Select: self._select,
+            Spread: self._spread,
             SoftCap: self._soft_cap,
             Forbid: self._forbid,
         }
@@ -320,6 +321,14 @@ class OpByOp:
     def _select(self, op: Select) -> None:
         x, rows = self._values[op.x.name], self._batch.state_rows
         self._values[op.out.name] = x if rows is None else x[rows]
+
+    def _spread(self, op: Spread) -> None:
+        x, rows = self._values[op.x.name], self._batch.state_rows
+        if rows is None:
+            self._values[op.out.name] = x.clone()
+            return
+        out = self._values[op.out.name] = x.new_zeros(len(self._batch.ids), op.out.width)
+        out[rows] = x
 
     def _soft_cap(self, op: SoftCap) -> None:
         self._values[op.into.name].div_(op.cap).tanh_().mul_(op.cap)

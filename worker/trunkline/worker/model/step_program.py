@@ -4,7 +4,7 @@
                             norm -> gate, up -> down ─ all-reduce ─ + ] × layers -> norm -> head -> logits
 
 This is LLaMA; `Residual` has the other ways in which attention and MLP come together. Behind attention of the last
-layer only the tokens go on whose final states are needed.
+layer, and before the first one that reads another one's KV, only the tokens go on whose final states are needed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trunkline.kernels.experts import Experts
-from trunkline.kernels.family_ops import Gate, HeadNorm, Multiply, PrepareQueries
+from trunkline.kernels.family_ops import Gate, HeadNorm, Multiply, PrepareQueries, Spread
 from trunkline.kernels.latent import Absorb, Expand
 from trunkline.kernels.ops import AttentionSpec, PackedLinear, QkNorm
 from trunkline.kernels.program import (
@@ -94,15 +94,15 @@ class _Compiler:
         delta: Buffer | None = None
         for index, layer in enumerate(weights.layers):
             self._layer = index
+            if index == config.kv_layers:
+                residual, layer_embedding = self._keep_states(residual, layer_embedding)
             x = self._norm(layer.attention_norm, delta, residual)
             attended = self._attention(index, layer, x)
-            if index == config.layers - 1:
-                self._rows = Rows.STATES
-                attended, residual = self._select(attended, "attended"), self._select(residual, "residual")
+            if index == config.layers - 1 and self._rows is Rows.TOKENS:
+                residual, layer_embedding = self._keep_states(residual, layer_embedding)
+                attended = self._select(attended, "attended")
                 if config.architecture.residual is Residual.PARALLEL and not config.architecture.names.mlp_norm:
                     x = self._select(x, "x")
-                if layer_embedding is not None:
-                    layer_embedding = self._select(layer_embedding, "layer_embedding")
             residual, delta = self._finish(layer, x, attended, residual)
             if layer.layer_input is not None and layer_embedding is not None:
                 delta = self._layer_input(layer.layer_input, layer_embedding, residual, delta)
@@ -124,6 +124,12 @@ class _Compiler:
         if present < logits.width:
             self._ops.append(Forbid(first=present, into=logits))
         return Program(tuple(self._ops), config.kv_layers, states, logits)
+
+    def _keep_states(self, residual: Buffer, layer_embedding: Buffer | None) -> tuple[Buffer, Buffer | None]:
+        """Go on with the tokens alone whose final states are needed."""
+        self._rows = Rows.STATES
+        kept = None if layer_embedding is None else self._select(layer_embedding, "layer_embedding")
+        return self._select(residual, "residual"), kept
 
     def _buffer(self, name: str, width: int, dtype: torch.dtype | None = None) -> Buffer:
         prefix = "" if self._rows is Rows.TOKENS else "last_"
@@ -200,8 +206,8 @@ class _Compiler:
         if layer.sinks is not None:
             spec = replace(spec, sinks=layer.sinks)
         if index >= self._config.kv_layers:
-            qkv = self._queries(layer.qkv, layer.qk_norm, x, own, spec)
-            return self._attend(qkv, index, spec)
+            queries = self._queries(layer.qkv, layer.qk_norm, x, own, spec)
+            return self._select(self._attend(queries, index, spec), "attended")
         qkv = self._linear(x, layer.qkv, "qkv", place="qkv")
         if self._config.qkv_clip:
             self._ops.append(Clamp(limit=self._config.qkv_clip, into=qkv))
@@ -221,15 +227,21 @@ class _Compiler:
     def _queries(
         self, layer: PackedLinear, norm: QkNorm | None, x: Buffer, own: LayerAttention, spec: AttentionSpec
     ) -> Buffer:
-        """Return the queries of a layer that reads another one's KV."""
-        queries = self._linear(x, layer, "queries", place="qkv")
+        """Return the queries of a layer that reads another one's KV.
+
+        They are of all tokens, as attention takes them, but only those are computed whose results go on: no token
+        is seen by others here.
+        """
+        made = self._linear(x, layer, "queries", place="qkv")
+        queries = Buffer("queries", Rows.TOKENS, made.width, made.dtype)
+        self._ops.append(Spread(x=made, out=queries))
         cos, sin = self._rotations[own.rope] if own.rope else (None, None)
         weight, eps = (norm.q_weight, norm.eps) if norm else (None, 0.0)
         self._ops.append(PrepareQueries(queries=queries, spec=spec, cos=cos, sin=sin, weight=weight, eps=eps))
         return queries
 
     def _attend(self, qkv: Buffer, index: int, spec: AttentionSpec) -> Buffer:
-        attended = self._buffer("attended", spec.heads * spec.head_dim)
+        attended = Buffer("attended", Rows.TOKENS, spec.heads * spec.head_dim, self._dtype)
         self._ops.append(Attend(qkv=qkv, layer=self._config.kv_layer(index), spec=spec, out=attended))
         return attended
 

@@ -89,6 +89,7 @@ void Program::run_op(const ProgramOp& op, SharedGroup* sums) {
       if (step.has_prefill) prefill(op);
       return;
     case OpKind::kSelect: return select(op);
+    case OpKind::kSpread: return spread(op);
     case OpKind::kSoftCap: return elements(op, ElementOp::kSoftCap);
     case OpKind::kForbid: return forbid(op);
     case OpKind::kExperts: return experts(op);
@@ -363,6 +364,16 @@ void Program::select(const ProgramOp& op) {
   for (int64_t row = 0; row < rows_of(out); ++row) {
     const int64_t from = step.state_rows == nullptr ? row : step.state_rows[row];
     std::memcpy(out.data + row * bytes, x.data + from * bytes, static_cast<size_t>(bytes));
+  }
+}
+
+void Program::spread(const ProgramOp& op) {
+  const ProgramBuffer &x = at(op.x), &out = at(op.out);
+  const auto bytes = static_cast<size_t>(x.row_bytes());
+  if (step.state_rows != nullptr) std::memset(out.data, 0, static_cast<size_t>(rows_of(out)) * bytes);
+  for (int64_t row = 0; row < rows_of(x); ++row) {
+    const int64_t to = step.state_rows == nullptr ? row : step.state_rows[row];
+    std::memcpy(out.data + to * x.row_bytes(), x.data + row * x.row_bytes(), bytes);
   }
 }
 

@@ -53,8 +53,9 @@ enum class OpKind : int64_t {
   kHeadNorm = 24,
   kPrepareQueries = 25,
   kMultiply = 26,
+  kSpread = 27,
 };
-constexpr int64_t kOpKinds = 27;
+constexpr int64_t kOpKinds = 28;
 
 enum class RowKind : int64_t { kTokens = 0, kStates = 1, kLogits = 2 };
 constexpr int64_t kRowKinds = 3;
@@ -154,6 +155,7 @@ struct Program {
   void decode(const ProgramOp& op);
   void prefill(const ProgramOp& op);
   void select(const ProgramOp& op);
+  void spread(const ProgramOp& op);
   void forbid(const ProgramOp& op);
   ScoreRule rule_of(const ProgramOp& op) const;
 

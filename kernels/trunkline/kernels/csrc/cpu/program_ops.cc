@@ -256,6 +256,15 @@ void read_elements(const OpReader& reader, ProgramOp& op) {
   }
 }
 
+void read_select(const OpReader& reader, ProgramOp& op) {
+  op.x = reader.buffer(1), op.out = reader.buffer(2);
+  const bool selects = op.kind == OpKind::kSelect;
+  const ProgramBuffer &tokens = reader.at(selects ? op.x : op.out), &states = reader.at(selects ? op.out : op.x);
+  require(tokens.rows == RowKind::kTokens && states.rows == RowKind::kStates && tokens.width == states.width &&
+              tokens.type == states.type,
+          "rows are selected from tokens, into states of the same width and type, or brought back");
+}
+
 }  // namespace
 
 ProgramOp read_op(const OpReader& reader, const double* reals, int64_t ropes) {
@@ -282,12 +291,7 @@ ProgramOp read_op(const OpReader& reader, const double* reals, int64_t ropes) {
     case OpKind::kPrepareQueries:
     case OpKind::kAttend: read_attention(reader, op, reader.program.pool, ropes); break;
     case OpKind::kSelect:
-      op.x = reader.buffer(1), op.out = reader.buffer(2);
-      require(reader.at(op.x).rows == RowKind::kTokens && reader.at(op.out).rows == RowKind::kStates &&
-                  reader.at(op.x).width == reader.at(op.out).width &&
-                  reader.at(op.x).type == reader.at(op.out).type,
-              "rows are selected from tokens, into states of the same width and type");
-      break;
+    case OpKind::kSpread: read_select(reader, op); break;
     default: read_elements(reader, op);
   }
   return op;
