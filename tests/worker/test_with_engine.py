@@ -10,7 +10,7 @@ import pytest
 from simulation.drafts import RandomDrafts, draft_from
 from simulation.driver import Simulation
 from worker.beam_driver import Case, check, expected_hypotheses, with_likely_stops
-from worker.checkpoints import Models
+from worker.checkpoints import Models, transformers_logits
 from worker.driver import VOCAB_SIZE
 from worker.engine_driver import make_simulation
 
@@ -54,6 +54,23 @@ def test_text_does_not_depend_on_what_the_engine_does(name: str, kv_dtype: str, 
     tight, simulation = simulate(folder, prompts, 24, kv_dtype)
     assert tight == alone
     assert simulation.engine.scheduler.counters.preemptions > 0
+
+
+def test_every_token_of_a_prompt_is_scored(models: Models) -> None:
+    """Where layers compute only the tokens whose states are needed: in pieces, beside texts that need few."""
+    folder = models("gemma4-e")
+    simulation = make_simulation(folder, 100, token_budget=24, max_rows=8)
+    rng = np.random.default_rng(0)
+    for length in (5, 37, 70):
+        prompt = rng.integers(VOCAB_SIZE, size=length).tolist()
+        request = simulation.submit(prompt, 6, prompt_logprobs=1)
+        simulation.submit(rng.integers(VOCAB_SIZE, size=30).tolist(), 9)
+        simulation.run()
+        expected = transformers_logits(folder, prompt).log_softmax(dim=-1)
+        scored = simulation.streams[request].scored
+        assert sorted(scored) == list(range(1, length))
+        for position, row in scored.items():
+            assert abs(row[0] - float(expected[position - 1, prompt[position]])) <= 1e-4
 
 
 KINDS: list[dict[str, Any]] = [
