@@ -161,7 +161,7 @@ class SharedParameters(RequestBody):
         "what is left out; see [what is left out](#what-is-left-out)",
     )
     drop: Drops = row(
-        'at most 64 objects `{"from": a, "to": b}`, ascending; of tokens 1,024',
+        'at most 1,024 objects `{"from": a, "to": b}`, ascending',
         "none",
         "messages (responses: items of `input`; completions: tokens of the prompt) a to b - 1, which the model "
         "does not see; see [what is left out](#what-is-left-out)",
