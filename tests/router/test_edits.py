@@ -14,8 +14,9 @@ from seeds import seeds
 
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.api.context_edits import applied_edits, read_edits, tool_names
-from trunkline.router.api.edited_prompts import cleared, mark_conversation
+from trunkline.router.api.edited_prompts import cleared
 from trunkline.router.api.left_out import EditedPrompt
+from trunkline.router.api.marked_turns import mark_conversation
 from trunkline.router.errors import ApiError
 from trunkline.router.jobs.request_models import Message
 from trunkline.router.routing.names import KvIdentity, prompt_names
@@ -82,8 +83,8 @@ def test_marks_change_nothing_and_show_where_each_part_stands(seed: int) -> None
             given = [Message.model_validate(message) for message in conversation(draw, calls_max=calls)]
             marked = mark_conversation(given)
             assert marked is not None
-            found, marks = marked
-            placed = marks.read(rendered(template, found.messages))
+            found = marked.conversation
+            placed = marked.marks.read(rendered(template, found.messages))
             assert placed is not None
             assert placed.text == rendered(template, given)
             for one, other in pairwise(placed.places):
@@ -357,13 +358,14 @@ def grown(tokenizer: Tokenizer, steps: int, keep: int) -> tuple[list[int], tuple
         messages.append({"role": "tool", "tool_call_id": f"c{number}", "content": content})
     marked = mark_conversation([Message.model_validate(message) for message in messages])
     assert marked is not None
-    found, marks = marked
-    placed = marks.read(tokenizer.render_chat([message.for_template() for message in found.messages]))
+    found = marked.conversation
+    placed = marked.marks.read(tokenizer.render_chat([message.for_template() for message in found.messages]))
     assert placed is not None
     ids = tokenizer.encode(placed.text, add_special_tokens=False)
     tokens, places = tokenizer.places(placed.text, ids, add_special_tokens=False)
     edit = ClearToolUses(trigger_tokens=None, keep=keep)
-    edited = cleared(EditedPrompt(placed.text, tokens, ()), places, found, placed, [edit])
+    spans = [places.within(place.start, place.stop) for place in placed.places]
+    edited = cleared(EditedPrompt(placed.text, tokens, ()), spans, found, placed, [edit])
     assert edited.applied[0].groups == len(edited.drops) == steps - keep
     return list(tokens), tuple(edited.drops)
 

@@ -65,14 +65,16 @@ class Marks(NamedTuple):
         marked = f"{self.opening}{part}{self.opening}{core}{self.closing}"
         return text[:start] + marked + text[start + len(core) :]
 
-    def read(self, text: str) -> PlacedText | None:
-        """Take the marks out of a text; None if some are damaged."""
+    def read(self, text: str, known: tuple[str, PlacedText] | None = None) -> PlacedText | None:
+        """Take the marks out of a text; None if some are damaged. `known`: a text with these marks that may begin
+        like it, and what was read of it."""
         opening, closing = self
         pattern = re.compile(f"{opening}([0-9]+){opening}([^{opening}{closing}]*){closing}")
+        places, end = ([], 0) if known is None else _begun(*known, text)
+        length = places[-1].stop if places else 0
         pieces: list[str] = []
-        places: list[PartPlace] = []
-        end = length = 0
-        for match in pattern.finditer(text):
+        begun = known[1].text[:length] if known is not None else ""
+        for match in pattern.finditer(text, end):
             pieces += [text[end : match.start()], match[2]]
             start = length + match.start() - end
             length = start + len(match[2])
@@ -80,7 +82,19 @@ class Marks(NamedTuple):
             end = match.end()
         plain = "".join([*pieces, text[end:]])
         damaged = (opening, closing, _escaped(opening), _escaped(closing))
-        return None if any(mark in plain for mark in damaged) else PlacedText(plain, places)
+        return None if any(mark in plain for mark in damaged) else PlacedText(begun + plain, places)
+
+
+def _begun(marked: str, known: PlacedText, text: str) -> tuple[list[PartPlace], int]:
+    """Return the first places of a text with marks that begins like another one, and where the last of them ends,
+    marks included."""
+    agreed, count = agreed_length(marked, text), len(known.places)
+    behind = len(marked) - len(known.text)
+    """Characters of marks up to the last place that is looked at."""
+    while count and known.places[count - 1].stop + behind > agreed:
+        count -= 1
+        behind -= 3 + len(str(known.places[count].part))
+    return known.places[:count], known.places[count - 1].stop + behind if count else 0
 
 
 def _escaped(mark: str) -> str:
