@@ -6,10 +6,12 @@ A `whole` client keeps nothing at the server: each request has the whole convers
 agents send it; a `messages` client does the same at `/v1/messages`, and marks its last message with
 `cache_control`. The answers end with white space that the client trims, so that they come back otherwise than
 they were written. A `stored` one has a session, in memory, and sends what is new. An `items` client sends the
-whole conversation to `/v1/responses`, a `continued` one what is new, with `previous_response_id`. All parts are
-the router's own, called in the order in which a request meets them: JSON, validation, the prompt (template and
-tokenizer, or what is remembered of it), the choice among two controllers by the names of its chunks, the message
-to the controller; behind it the answer is remembered, and the turn of a session stored. Sockets are left out.
+whole conversation to `/v1/responses`, a `continued` one what is new, with `previous_response_id`. A `tools` client
+is one of `/v1/messages` whose users' messages are results of tools; an `edited` one lets old ones be cleared, but
+for the last three. All parts are the router's own, called in the order in which a request meets them: JSON,
+validation, the prompt (template and tokenizer, or what is remembered of it), the choice among two controllers by
+the names of its chunks, the message to the controller; behind it the answer is remembered, and the turn of a
+session stored. Sockets are left out.
 
 `remembers` says whether the router remembers prompts. Times are CPU times of the process, of all its threads, the
 median of some turns in one conversation.
@@ -36,7 +38,9 @@ from report import Report, parse_arguments
 from trunkline.router.api.anthropic import MESSAGES, MessagesRequest, as_conversation
 from trunkline.router.api.anthropic_content import Warnings
 from trunkline.router.api.blocks import as_chat
+from trunkline.router.api.context_edits import read_edits
 from trunkline.router.api.document_prompts import marks_of
+from trunkline.router.api.edited_prompts import edited_prompt
 from trunkline.router.api.openai_items import RESPONSES, ResponsesRequest
 from trunkline.router.api.prompting import chat_job
 from trunkline.router.api.response_input import to_items, to_messages
@@ -56,6 +60,7 @@ from trunkline.router.service import RouterService
 from trunkline.router.stores.session_history import History
 from trunkline.router.stores.session_state import SessionState
 from trunkline.router.streams.streams import submission
+from trunkline.router.text.edits import Edit
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.router.tools.plan import ToolPlan, prepare_tools
 
@@ -66,6 +71,10 @@ SHORT: Final = ("stored", "continued")
 """Kinds of clients that send only what is new."""
 ITEMS: Final = ("items", "continued")
 """Kinds of clients of `/v1/responses`."""
+LOOK: Final = {"name": "look", "description": "Reads.", "input_schema": {"type": "object"}}
+_CLEAR: Final = {"type": "clear_tool_uses_20250919", "trigger": {"type": "tool_uses", "value": 1}}
+TOOLS: Final[dict[str, dict[str, Any]]] = {"tools": {}, "edited": {"context_management": {"edits": [_CLEAR]}}}
+"""Kinds of clients of `/v1/messages` that use tools, with their further fields."""
 _T = TypeVar("_T")
 WORDS: Final = (
     "the file has a function that reads lines and returns them as a list of strings so we test it with none"
@@ -100,6 +109,8 @@ class Client:
             system, *turns = messages
             text = {"type": "text", "text": turns[-1]["content"], "cache_control": {"type": "ephemeral"}}
             body |= {"messages": [*turns[:-1], {"role": "user", "content": [text]}], "system": system["content"]}
+        if kind in TOOLS:
+            body |= {"messages": with_calls(messages[1:]), "tools": [LOOK], **TOOLS[kind]}
         if kind in ITEMS:
             stored = {"previous_response_id": previous} if kind == "continued" else {"store": False}
             body = {"model": "demo", "input": messages, "max_output_tokens": 200, **stored}
@@ -110,6 +121,17 @@ class Client:
         said = self.text(40)
         self.messages.append({"role": "assistant", "content": said})
         return self._tokenizer.encode(said + " \n\n", add_special_tokens=False)
+
+
+def with_calls(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation in which all messages of the user but the first are results of a tool."""
+    found = turns[:1]
+    for number, (said, asked) in enumerate(zip(turns[1::2], turns[2::2], strict=True)):
+        call = {"type": "tool_use", "id": f"t{number}", "name": "look", "input": {"path": f"a/{number}"}}
+        result = {"type": "tool_result", "tool_use_id": f"t{number}", "content": asked["content"]}
+        found.append({"role": "assistant", "content": [{"type": "text", "text": said["content"]}, call]})
+        found.append({"role": "user", "content": [result]})
+    return found
 
 
 class FrontEnd:
@@ -135,6 +157,7 @@ class FrontEnd:
             self._core.set_available(controller, True, 0.0)
         self._loop = asyncio.new_event_loop()
         self._turns = 0
+        self._edits: tuple[Edit, ...] = ()
         self._kind = kind
         self._session = self._run(self._stored(history)) if kind == "stored" else ""
         self.previous = self._run(self._response(history)) if kind == "continued" else ""
@@ -163,10 +186,11 @@ class FrontEnd:
         with self._timed("prompt"):
             if self._session:
                 turn = self._run(open_turn(self._service, request, self._session, "chat"))
-            job = self._run(chat_job(self._service, request, plan, turn))
+            edited = self._run(edited_prompt(self._service, request, plan, self._edits, turn))
+            job = self._run(chat_job(self._service, request, plan, turn, edited))
         with self._timed("route"):
             begun = None if job.remembered is None else job.remembered.names
-            route = RouteRequest(job.packed_prompt(), session="s", begun=begun)
+            route = RouteRequest(job.packed_prompt(), session="s", begun=begun, drops=job.cut.drops)
             decision = self._core.route(route, float(self._turns))
             self._core.sent(self._turns, decision, route, float(self._turns))
         with self._timed("submit"):
@@ -184,10 +208,11 @@ class FrontEnd:
         return job
 
     def _read(self, fields: dict[str, Any]) -> tuple[ChatRequest, ToolPlan]:
-        if self._kind == "messages":
+        if self._kind == "messages" or self._kind in TOOLS:
             MESSAGES.read(fields)
             body = validate(MessagesRequest, fields)
             marks_of(body)
+            self._edits = read_edits(body.context_management, ["look"])
             request, plan, _ = as_conversation(self._service, body, {}, Warnings(), None)
             return request, plan
         CHAT.read(fields)
@@ -260,7 +285,7 @@ def main() -> None:
     arguments = parse_arguments(__doc__)
     report = Report("front_end")
     turns = 5 if arguments.quick else 15
-    kinds = ("whole", "messages", "items", "stored", "continued")
+    kinds = ("whole", "messages", *TOOLS, "items", "stored", "continued")
     for kind, remembers in (("whole", False), *((kind, True) for kind in kinds)):
         for history in (10_000, 50_000, 200_000):
             tokens, seconds = measure(kind, history, turns, remembers=remembers)
