@@ -59,7 +59,7 @@ AREAS: Final[dict[str, tuple[str, ...]]] = {
     "survival": (
         *("controller/trunkline/controller/service/*", "router/trunkline/router/streams/*", "runtime/*"),
         *(
-            "worker/trunkline/worker/service.py",
+            *("worker/trunkline/worker/service.py", "worker/trunkline/worker/link.py"),
             "worker/trunkline/worker/tensor_parallel.py",
             "deploy/trunkline/deploy/*",
         ),

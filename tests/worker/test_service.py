@@ -36,6 +36,7 @@ from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.kvstore.tier import TierKind
 from trunkline.runtime.process import is_worker, node_id
 from trunkline.worker import service
+from trunkline.worker.link import Link
 from trunkline.worker.messages import (
     LEAVE_TOPIC,
     CompileGrammar,
@@ -55,7 +56,7 @@ from trunkline.worker.messages import (
     plan_topic,
     rank_topic,
 )
-from trunkline.worker.service import EXIT_CONFIG, EXIT_LEFT, Link, Watchdog
+from trunkline.worker.service import EXIT_CONFIG, EXIT_LEFT, Watchdog
 
 pytestmark = pytest.mark.processes
 Report = TypeVar("Report", bound=WorkerReport)

@@ -1,7 +1,8 @@
-"""Large pages for memory that is read from end to end: the KV pool and packed weights.
+"""Large pages for memory that is read from end to end, the KV pool and packed weights, and pages ahead of writes.
 
 A stream of reads crosses a small page every tenth of a microsecond, and prefetching stops at each. Most systems
-give large pages only on request.
+give large pages only on request. The system gives a page, and clears it, at the first write to it, which then
+waits.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import Tensor
 LARGE_PAGE_BYTES: Final = 2 << 20
 _MADV_HUGEPAGE: Final = 14
 """Linux's number for the advice to use large pages (`madvise`)."""
+_MADV_POPULATE_WRITE: Final = 23
+"""Linux's number for having pages now that can be written; since 5.14."""
 _MADV_COLLAPSE: Final = 25
 """Linux's number for putting memory that is written already on large pages, now; since 6.1."""
 
@@ -43,6 +46,18 @@ def collect_large_pages(tensor: Tensor) -> bool:
     if sys.platform != "linux" or tensor.device.type != "cpu":
         return False
     return _advise(tensor, LARGE_PAGE_BYTES, _MADV_COLLAPSE)
+
+
+def take_pages(tensor: Tensor) -> bool:
+    """Have the system give the whole pages of a tensor in host memory now, as a write to each would; what the
+    tensor holds stays as it is.
+
+    Returns:
+        Whether the system did so for all of them; nothing depends on it but speed.
+    """
+    if sys.platform != "linux" or tensor.device.type != "cpu":
+        return False
+    return _advise(tensor, mmap.PAGESIZE, _MADV_POPULATE_WRITE)
 
 
 def _advise(tensor: Tensor, page: int, advice: int) -> bool:

@@ -1,21 +1,34 @@
-"""Make a rank's KV pools, on the device and in host memory, and say how many blocks fit."""
+"""Make a rank's KV pools, on the device and in host memory, say how many blocks fit, and take memory ahead of the
+blocks that are written."""
 
 from __future__ import annotations
 
-import torch
+import mmap
+from typing import Final
 
+import torch
+from torch import Tensor
+
+from trunkline.kernels.large_pages import LARGE_PAGE_BYTES, take_pages
 from trunkline.kernels.ops import KvPool
 from trunkline.kernels.thin_memory import ThinMemory, ThinMemoryError
-from trunkline.kvstore.chunks import Int32Array
+from trunkline.kvstore.chunks import Int32Array, unpack_int32
 from trunkline.kvstore.window_share import blocks_within, whole_blocks
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.device import choose_kernels
 from trunkline.worker.errors import PlanError, WorkerConfigError
+from trunkline.worker.messages import StepPlan
 from trunkline.worker.model.decoder import make_kv_pool
 from trunkline.worker.model.model_config import ModelConfig
 from trunkline.worker.tiers.copier import Copier
 from trunkline.worker.tiers.copy_lane import CopyOptions
 from trunkline.worker.tiers.host_pool import HostPool
+
+AHEAD_BYTES: Final = 32 << 20
+"""Memory of a pool that is taken ahead of what was written: some thousand tokens of a small model. Large models
+compute prompts so slowly that first writes do not count."""
+_PAUSE_MS: Final = 20
+"""Time without a message before the next memory is taken: within a request messages come faster."""
 
 
 class PoolMaker:
@@ -57,6 +70,87 @@ class PoolMaker:
             return ThinMemory(blocks, self.part, self._windowed).pool
         except ThinMemoryError as error:
             raise WorkerConfigError(str(error)) from error
+
+
+class PagesAhead:
+    """Memory of one area that is taken ahead of its highest item in use. Items are taken into use in ascending
+    order, so that memory comes next."""
+
+    def __init__(self, memory: Tensor, item_bytes: int) -> None:
+        """
+        Args:
+            memory: The area, contiguous, in host memory; items stand one behind the other.
+        """
+        self._bytes = memory.view(torch.uint8).flatten()
+        self._item_bytes = item_bytes
+        self._used = 0
+        """Bytes up to the end of the highest item in use."""
+        self._taken = 0
+        """Bytes up to the end of the memory that was taken, or is in use."""
+
+    @property
+    def is_short(self) -> bool:
+        """Whether less memory than wanted is ahead."""
+        return self._taken < min(self._used + AHEAD_BYTES, len(self._bytes))
+
+    def note(self, items: Int32Array) -> None:
+        """Note items that are in use now."""
+        self._used = max(self._used, (int(items.max(initial=-1)) + 1) * self._item_bytes)
+        self._taken = max(self._taken, self._used)
+
+    def take(self) -> None:
+        """Take the next memory: up to the end of a large page."""
+        start, address = self._taken, self._bytes.data_ptr()
+        # At least a small page of it, so that something can be taken.
+        end = (address + start + mmap.PAGESIZE) // LARGE_PAGE_BYTES + 1
+        self._taken = min(end * LARGE_PAGE_BYTES - address, len(self._bytes))
+        if not take_pages(self._bytes[start : self._taken]):
+            self._taken = len(self._bytes)  # the system cannot do it: first writes take memory as ever
+
+
+class MemoryAhead:
+    """Takes memory for the chunks that come next, of CPU and host pools, while a rank has nothing to do.
+
+    These pools have room in the address space; the system gives memory with the first write to each page, and
+    clears it: milliseconds of a prompt for which a client waits, and of its copy beside the next step. A page at a
+    time is taken between two looks for messages, so that a plan that comes waits for one at most. An idle rank
+    stays small: no more than `AHEAD_BYTES` of each pool are taken ahead.
+    """
+
+    def __init__(self, pool: KvPool, host: HostPool | None) -> None:
+        # A device's memory, and what is pinned for it, is there from the start. Thin blocks give theirs back.
+        has_pages = pool.data.device.type == "cpu" and pool.thin is None
+        self._blocks = PagesAhead(pool.data, pool.format.chunk_bytes) if has_pages else None
+        self._slots = None if host is None or host.is_pinned else PagesAhead(host.memory, host.slot_bytes)
+        self._areas = [area for area in (self._blocks, self._slots) if area is not None]
+
+    @property
+    def is_short(self) -> bool:
+        """Whether less memory than wanted is ahead anywhere."""
+        return any(area.is_short for area in self._areas)
+
+    def patience_ms(self, longest_ms: int) -> int:
+        """Return how long to wait for a message until `touch` is called."""
+        return _PAUSE_MS if self.is_short else longest_ms
+
+    def note(self, plan: StepPlan) -> None:
+        """Note the blocks and host slots that a plan takes into use. It has been executed, so it names no others
+        than there are."""
+        if self._blocks is not None:
+            for blocks in (*(join.blocks for join in plan.joins), *(fork.blocks for fork in plan.forks)):
+                self._blocks.note(unpack_int32(blocks))
+            if plan.blocks:
+                self._blocks.note(unpack_int32(plan.blocks, columns=3)[:, 2])
+        if self._slots is not None:
+            for saves in filter(None, (plan.saves, plan.late_saves)):
+                self._slots.note(unpack_int32(saves, columns=3)[:, 1])
+
+    def touch(self) -> None:
+        """Take some memory where less than wanted is ahead."""
+        for area in self._areas:
+            if area.is_short:
+                area.take()
+                return
 
 
 def windows_of(model: ModelConfig, pool: KvPool, share: float) -> dict[str, int]:

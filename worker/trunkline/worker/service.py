@@ -9,14 +9,12 @@
 A process lives for one epoch of its group (docs/protocol.md): it says hello, is welcomed, and only then meets the
 other ranks and loads.
 Idle means blocked in a poll: a rank that waits costs nothing. Only while a grammar is compiled, beside the steps,
-the main thread wakes up more often to report it.
+and while memory is taken for the next prompts (`pool_memory.MemoryAhead`), the main thread wakes up more often.
 """
 
 from __future__ import annotations
 
 import os
-import queue
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -27,25 +25,14 @@ import structlog
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from trunkline.controller.messages import (
-    LoadProgress,
-    MoveOutcome,
-    MovesDone,
-    Probed,
-    WorkerFailed,
-    WorkerHello,
-    WorkerReady,
-    WorkerReport,
-)
-from trunkline.runtime.process import RareLog, node_id, report_status
+from trunkline.controller.messages import LoadProgress, WorkerFailed, WorkerReady
+from trunkline.runtime.process import RareLog, report_status
 from trunkline.runtime.tracing import start as start_tracing
-from trunkline.runtime.wire_flags import NOBLOCK
-from trunkline.runtime.wire_keys import Role
-from trunkline.runtime.wire_sockets import HANDSHAKE_FAILED, WirePeer
+from trunkline.runtime.wire_sockets import HANDSHAKE_FAILED
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.errors import PeerLostError, PlanError, RankRefusedError, WorkerError, can_never_work
+from trunkline.worker.errors import PeerLostError, RankRefusedError, WorkerError, can_never_work
+from trunkline.worker.link import Link, Outbox
 from trunkline.worker.messages import (
-    LEAVE_TOPIC,
     CompileGrammar,
     ForgetGrammar,
     Leave,
@@ -56,11 +43,8 @@ from trunkline.worker.messages import (
     TierOrder,
     UnloadAdapter,
     Welcome,
-    WorkerMessage,
-    member_topic,
-    plan_topic,
-    rank_topic,
 )
+from trunkline.worker.pool_memory import MemoryAhead
 from trunkline.worker.runner import Runner
 from trunkline.worker.step_traces import StepTraces
 from trunkline.worker.tiers.tier_service import TierService
@@ -80,175 +64,9 @@ _COMPILING_POLL_MS: Final = 3
 """Longest sleep of the main thread while a grammar is compiled: a request waits for this rank's report."""
 _LEAVE_WITHIN_S: Final = 0.7
 """Time that the main thread has to leave by itself once the controller is gone, or the rank has given up."""
-_LINGER_MS: Final = 500
-_HEARTBEAT_MS: Final = 1000
-"""Interval of ZeroMQ's heartbeats. When a host dies, its TCP connections stay open: silence is the only sign."""
 
 log = structlog.get_logger()
 _rare = RareLog("trunkline.worker")
-
-
-class Link:
-    """A rank's two sockets. Reports may be sent from the main thread only."""
-
-    def __init__(self, config: WorkerConfig) -> None:
-        self.incarnation = secrets.token_bytes(16)
-        """Random bytes that name this process."""
-        self._config = config
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
-        self.peer = WirePeer(config.wire_keys, Role.WORKER)
-        """The wire keys for the connection to the controller."""
-        self.status_path = config.status_path
-        self.is_refused = False
-        """Whether the controller has refused this rank's connection; set by the watchdog."""
-        self._plans = self._subscriber()
-        self._timeout_ms = -1
-        """Longest time that the socket waits now."""
-        self.monitor = self._plans.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED | HANDSHAKE_FAILED
-        )
-        self._reports = self.open_reports()
-        self._plans.subscribe(rank_topic(config.rank, self.incarnation))
-        self.peer.connect(self._plans, config.plan_endpoint)
-
-    def connect_again(self) -> None:
-        """Connect again, perhaps with other keys, if the controller has refused this rank's connection."""
-        if self.is_refused:
-            self.is_refused = False
-            self.peer.advance()
-            self.peer.again(self._plans, self._config.plan_endpoint)
-            self.peer.again(self._reports, self._config.report_endpoint)
-
-    def _subscriber(self) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.SUB)
-        # A dropped plan would stop the group, so the queue has no limit; the controller keeps it short.
-        socket.set(zmq.RCVHWM, 0)
-        if self._config.plan_endpoint.startswith("tcp:"):
-            socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-            socket.set(zmq.HEARTBEAT_TIMEOUT, 2 * _HEARTBEAT_MS)
-        return socket
-
-    def open_leave(self) -> zmq.Socket[bytes]:
-        """Return a socket for `Leave`, to be used by the calling thread only and closed before `close`. It is
-        connected when the controller has accepted this rank's connection."""
-        socket = self._subscriber()
-        socket.subscribe(LEAVE_TOPIC)
-        return socket
-
-    def connect_leave(self, socket: zmq.Socket[bytes]) -> None:
-        """Connect the socket of `open_leave`; called by the same thread."""
-        self.peer.connect(socket, self._config.plan_endpoint)
-
-    def say_hello(self) -> None:
-        """Tell the controller that this process has started and belongs to no epoch."""
-        self.offer(WorkerHello(self._config.rank, os.getpid(), node_id(), self.incarnation, self._config.terms))
-
-    def enter(self, epoch: int) -> None:
-        """Subscribe to the plans of an epoch, then to the topic that tells the controller so."""
-        # In this order, so that the controller sees the second subscription only when the first is there.
-        self._plans.subscribe(plan_topic(epoch))
-        self._plans.subscribe(member_topic(self.incarnation))
-
-    def open_reports(self, *, has_limit: bool = True) -> zmq.Socket[bytes]:
-        """Return a socket for reports, to be used by the calling thread only and closed before `close`.
-
-        Args:
-            has_limit: Whether sending waits when many reports have not been taken by the controller.
-        """
-        reports = self._context.socket(zmq.PUSH)
-        reports.set(zmq.LINGER, _LINGER_MS)
-        if not has_limit:
-            reports.set(zmq.SNDHWM, 0)
-        self.peer.connect(reports, self._config.report_endpoint)
-        return reports
-
-    def report(self, message: WorkerReport) -> None:
-        """Send a report; wait for the controller if it is slow."""
-        self._reports.send(self._encoder.encode(message))
-
-    def offer(self, message: WorkerReport) -> None:
-        """Send a report, or drop it if too many wait: for messages that are repeated or only informative."""
-        try:
-            self._reports.send(self._encoder.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            log.warning("report dropped: the controller takes none", message=type(message).__name__)
-
-    def receive(self, timeout_ms: int) -> WorkerMessage | None:
-        """Return the next message; None if none comes within `timeout_ms`.
-
-        Raises:
-            PlanError: something that is not a message of this protocol.
-        """
-        if timeout_ms != self._timeout_ms:
-            self._timeout_ms = timeout_ms
-            self._plans.set(zmq.RCVTIMEO, timeout_ms)
-        # Of two frames, and without a poller: every step waits for this.
-        try:
-            self._plans.recv()
-        except zmq.Again:
-            return None
-        try:
-            payload = self._plans.recv(NOBLOCK)
-        except zmq.Again:
-            raise PlanError("a message has a topic and nothing else") from None
-        try:
-            return self._decoder.decode(payload)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise PlanError(f"undecodable plan of {len(payload)} bytes: {error}") from error
-
-    def stop_monitor(self) -> None:
-        """End the monitoring of connections: the monitor socket gets its last event."""
-        self._plans.disable_monitor()
-
-    def close(self) -> None:
-        """Close the sockets; the last report has a moment to be sent. The monitor socket must be closed before."""
-        self._plans.close(linger=0)
-        self._reports.close(linger=_LINGER_MS)
-        self._context.term()
-
-
-class Outbox:
-    """Sends the reports of the tiers' threads at once, also while the main thread is in a long step."""
-
-    def __init__(self, config: WorkerConfig, link: Link) -> None:
-        self._config = config
-        self._link = link
-        self._waiting: queue.SimpleQueue[list[MoveOutcome] | Probed | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._send, name="outbox", daemon=True)
-        self._thread.start()
-
-    def put(self, report: list[MoveOutcome] | Probed) -> None:
-        """Send outcomes or an answer soon. May be called from any thread."""
-        self._waiting.put(report)
-
-    def close(self) -> None:
-        """Send what was put before, then end the thread. To be called before the link is closed."""
-        self._waiting.put(None)
-        self._thread.join()
-
-    def _send(self) -> None:
-        encoder = msgspec.msgpack.Encoder()
-        reports = self._link.open_reports(has_limit=False)
-        is_open = True
-        while is_open:
-            outcomes: list[MoveOutcome] = []
-            report = self._waiting.get()
-            # Whatever has come meanwhile goes along.
-            while True:
-                if isinstance(report, list):
-                    outcomes += report
-                elif isinstance(report, Probed):
-                    reports.send(encoder.encode(report))
-                else:
-                    is_open = False
-                if self._waiting.empty():
-                    break
-                report = self._waiting.get()
-            if outcomes:
-                reports.send(encoder.encode(MovesDone(self._config.rank, self._config.epoch, outcomes)))
-        reports.close(linger=_LINGER_MS)
 
 
 class Watchdog:
@@ -463,18 +281,20 @@ def _loop(
     log.info("ready", blocks=runner.num_blocks, block_bytes=runner.block_bytes, device=config.device)
     report_status(config.status_path, "ready", epoch=config.epoch)
     started, next_ready = False, 0.0
+    ahead = MemoryAhead(runner.pool, None if runner.copier is None else runner.copier.host)
     while True:
         now = time.monotonic()
         if not started and now >= next_ready:
             link.offer(ready)
             next_ready = now + _READY_EVERY_S
         runner.launched.report_ended(link.report)
-        poll_ms = _COMPILING_POLL_MS if runner.is_preparing else _POLL_MS
+        poll_ms = _COMPILING_POLL_MS if runner.is_preparing else ahead.patience_ms(_POLL_MS)
         message = link.receive(runner.launched.patience_ms(poll_ms))
         started |= message is not None and not isinstance(message, Welcome)  # which may come twice
         if isinstance(message, StepPlan):
             began = time.monotonic()
             runner.launch(message)
+            ahead.note(message)
             if traces.is_on:
                 traces.step(message, began, time.monotonic())
         elif isinstance(message, TierOrder):
@@ -493,8 +313,10 @@ def _loop(
         elif watchdog.controller_gone.is_set():
             log.error("the controller is gone")
             return EXIT_LEFT
-        elif message is None and traces.is_on and not runner.is_preparing:
-            traces.idle()
+        elif message is None and not runner.is_preparing:
+            ahead.touch()
+            if traces.is_on:
+                traces.idle()
         runner.check()
         for report in runner.reports():
             link.report(report)

@@ -157,6 +157,11 @@ class HostPool:
             if rows.any():
                 self.scatter(kernels, blocks[rows], slots[rows], range(first, first + 1 + len(others)))
 
+    @property
+    def memory(self) -> Tensor:
+        """All slots, uint8 `[slots, slot_bytes]`."""
+        return self._bytes
+
     # --- for the tiers below
 
     def generation(self, slot: int) -> int:
