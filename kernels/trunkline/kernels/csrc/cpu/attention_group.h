@@ -105,9 +105,13 @@ class GroupReader {
       const int token = at.first[at.item] + at.done;
       const int start = aligned_ ? token / kTokenStep * kTokenStep : token;
       if (budget < (aligned_ ? kTokenStep : 1)) break;
-      const int stop = min_of(token + left, start + budget);
-      budget -= aligned_ ? static_cast<int>(round_up(stop - start, kTokenStep)) : stop - start;
+      int stop = min_of(token + left, start + budget);
       const int position = at.base[at.item] + at.done;
+      // Whole steps behind the last position that is seen are skipped in the next turn of the loop.
+      const long beyond = static_cast<long>(token) + at.see_to - position + 1;
+      if (aligned_ && beyond > token && beyond < stop)
+        stop = min_of(stop, static_cast<int>(round_up(beyond, kTokenStep)));
+      budget -= aligned_ ? static_cast<int>(round_up(stop - start, kTokenStep)) : stop - start;
       const bool seen = position <= at.see_to && position + (stop - token) - 1 >= at.see_from;
       if (aligned_) {
         if (seen) add(at.block[at.item], token, stop, position, group);

@@ -407,12 +407,9 @@ class AttentionUnit {
     const int columns = group_.columns;
     Vec top = load(scores);
     for (int c = kLanes; c < columns; c += kLanes) top = max(top, load(scores + c));
-    const float largest = reduce_max(top) * factor;
     float peak = memory_.peak[row];
-    if (largest > peak + kPeakSlack) {
-      if (peak != kMinusInfinity) rescale(row, peak - largest);
-      memory_.peak[row] = peak = largest;
-    }
+    if (any_above(mul(top, set1(factor)), set1(peak + kPeakSlack)))
+      peak = raise_peak(row, reduce_max(top) * factor);
     const Vec offset = set1(peak == kMinusInfinity ? 0.0f : -peak), scale = set1(factor);
     float* lanes = memory_.total + row * kTotalLanes;
     Vec sums[kTotalLanes / kLanes];
@@ -420,7 +417,7 @@ class AttentionUnit {
     for (int c = 0; c < columns; c += kTotalLanes) {
       for (int i = 0; i < kTotalLanes / kLanes; ++i) {
         const int at = c + i * kLanes;
-        const Vec weight = exp2(fma(load(scores + at), scale, offset));
+        const Vec weight = weight_of(fma(load(scores + at), scale, offset));
         sums[i] = add(sums[i], weight);
         if constexpr (kPackedWeights) {
           store_bf16(reinterpret_cast<uint16_t*>(scores) + at, weight);
@@ -430,6 +427,22 @@ class AttentionUnit {
       }
     }
     for (int i = 0; i < kTotalLanes / kLanes; ++i) store(lanes + i * kLanes, sums[i]);
+  }
+
+  // A weight by its exponent, as accurate as what is multiplied with it.
+  TRUNKLINE_INLINE static Vec weight_of(Vec exponent) {
+#if TRUNKLINE_LEVEL >= 3
+    if constexpr (kPackedWeights) return exp2_for_bf16(exponent);
+#endif
+    return exp2(exponent);
+  }
+
+  // The row's new peak, if `largest` exceeds the present one by more than the slack: it may be no number.
+  float raise_peak(int row, float largest) {
+    const float peak = memory_.peak[row];
+    if (!(largest > peak + kPeakSlack)) return peak;
+    if (peak != kMinusInfinity) rescale(row, peak - largest);
+    return memory_.peak[row] = largest;
   }
 
   void rescale(int row, float exponent) {

@@ -122,6 +122,8 @@ TRUNKLINE_INLINE float reduce_max(Vec x) {
   x = max(x, swap_pairs(x));
   return _mm512_cvtss_f32(max(x, swap_ones(x)));
 }
+// Whether any lane of `x` is greater than the limit's.
+TRUNKLINE_INLINE bool any_above(Vec x, Vec limit) { return _mm512_cmp_ps_mask(x, limit, _CMP_GT_OQ) != 0; }
 TRUNKLINE_INLINE Vec iota() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 // `x` where lower <= index < upper, lane by lane, else `other`.
 TRUNKLINE_INLINE Vec keep_between(Vec x, Vec index, Vec lower, Vec upper, Vec other) {
@@ -257,6 +259,9 @@ TRUNKLINE_INLINE float reduce_max(Vec x) {
   half = _mm_max_ps(half, _mm_movehl_ps(half, half));
   return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
 }
+TRUNKLINE_INLINE bool any_above(Vec x, Vec limit) {
+  return _mm256_movemask_ps(_mm256_cmp_ps(x, limit, _CMP_GT_OQ)) != 0;
+}
 TRUNKLINE_INLINE Vec iota() { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
 TRUNKLINE_INLINE Vec keep_between(Vec x, Vec index, Vec lower, Vec upper, Vec other) {
   const Vec from = _mm256_cmp_ps(index, lower, _CMP_GE_OQ);
@@ -358,6 +363,10 @@ TRUNKLINE_INLINE float reduce_max(Vec x) {
   const float left = x[0] > x[1] ? x[0] : x[1];
   const float right = x[2] > x[3] ? x[2] : x[3];
   return left > right ? left : right;
+}
+TRUNKLINE_INLINE bool any_above(Vec x, Vec limit) {
+  const Ints above = x > limit;
+  return (above[0] | above[1] | above[2] | above[3]) != 0;
 }
 TRUNKLINE_INLINE Vec iota() { return Vec{0, 1, 2, 3}; }
 TRUNKLINE_INLINE Vec keep_between(Vec x, Vec index, Vec lower, Vec upper, Vec other) {
