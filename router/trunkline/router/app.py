@@ -7,14 +7,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from trunkline.router.api import (
     adapter_routes,
@@ -185,8 +187,18 @@ def _include(app: FastAPI) -> None:
     generating = (chat, completions, openai_responses, anthropic, embeddings, scoring, ollama)
     stored = (stored_responses, conversations, schemas, sessions)
     served = (tokens, model_routes, adapter_routes)
+    for module in generating:
+        _add_shortcuts(app, module.routes)
     for module in (*generating, *stored, files, batches, message_batches, *served, admin, ui):
         app.include_router(module.routes)
+
+
+def _add_shortcuts(app: FastAPI, routes: APIRouter) -> None:
+    """Lead POST requests to their endpoints without FastAPI, which looks for dependencies that none of them has.
+    Its own routes stay behind, for the OpenAPI document and other methods."""
+    for route in routes.routes:
+        if isinstance(route, APIRoute) and route.methods == {"POST"} and not route.param_convertors:
+            app.router.routes.append(Route(route.path, route.endpoint, methods=["POST"], include_in_schema=False))
 
 
 def _answer_pages_of(app: FastAPI, origins: list[str]) -> None:

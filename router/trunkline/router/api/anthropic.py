@@ -42,7 +42,8 @@ from trunkline.router.api.context_edits import applied_edits, read_edits, tool_n
 from trunkline.router.api.document_prompts import dialog_tokens, marks_of, modular_job, unmarked
 from trunkline.router.api.edited_prompts import edited_prompt
 from trunkline.router.api.left_out import dropped_messages
-from trunkline.router.api.prompting import chat_job, start
+from trunkline.router.api.prompt_batch import start
+from trunkline.router.api.prompting import chat_job
 from trunkline.router.api.requests import check_length, check_model, read_parameters, service_of
 from trunkline.router.http.answers import (
     BODY_OUTLET,
@@ -242,7 +243,7 @@ async def messages(request: Request) -> Response:
     job = await modular_job(service, chat, plan, marks, edited=edited)
     job = job or await chat_job(service, unmarked(chat, marks), plan, edited=edited)
     job = replace(job, max_tokens=min(job.max_tokens, body.max_tokens))
-    generation = await while_connected(request, start(service, job, arrived_at))
+    generation = await start(service, job, arrived_at, request)
     writer = _MessageWriter(service, body, generation, plan, warnings)
     writer.lifetime = lifetime
     writer.applied = () if edited is None else edited.applied

@@ -33,7 +33,8 @@ from trunkline.router.api.answer_fields import (
 from trunkline.router.api.document_prompts import mark_documents, marks_of, modular_job
 from trunkline.router.api.edited_prompts import edited_prompt
 from trunkline.router.api.module_prompts import modules_job
-from trunkline.router.api.prompting import chat_job, has_modules, start
+from trunkline.router.api.prompt_batch import start
+from trunkline.router.api.prompting import chat_job, has_modules
 from trunkline.router.api.requests import check_model, read_parameters, service_of
 from trunkline.router.api.responses import (
     CalledFunction,
@@ -96,7 +97,7 @@ async def chat_completions(request: Request) -> Response:
             job = made
         else:
             job = await chat_job(service, body, plan, turn, edited)
-        generation = await while_connected(request, start(service, job, arrived_at))
+        generation = await start(service, job, arrived_at, request)
         work.callback(generation.close)
         answer = _ChatAnswer(service, body, plan, generation, turn)
         if not body.stream:

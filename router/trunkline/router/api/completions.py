@@ -91,7 +91,10 @@ async def completions(request: Request) -> Response:
         batch = PromptBatch()
         work.callback(batch.close)
         jobs = await _jobs(service, body, turn)
-        await while_connected(request, batch.submit(service, jobs, arrived_at))
+        if len(jobs) == 1:  # which is sent at once
+            await batch.submit(service, jobs, arrived_at)
+        else:
+            await while_connected(request, batch.submit(service, jobs, arrived_at))
         answer = _CompletionAnswer(service, body, batch, make_head("cmpl", service, body.model), turn)
         if not body.stream:
             return await while_connected(request, answer.whole())

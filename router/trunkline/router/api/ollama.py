@@ -27,8 +27,9 @@ from trunkline.router.api.edited_prompts import edited_prompt
 from trunkline.router.api.embeddings import pooled
 from trunkline.router.api.model_routes import listed_names
 from trunkline.router.api.ollama_content import Message, to_messages
+from trunkline.router.api.prompt_batch import start
 from trunkline.router.api.prompt_reports import vector_of
-from trunkline.router.api.prompting import chat_job, completion_job, encode_text, start
+from trunkline.router.api.prompting import chat_job, completion_job, encode_text
 from trunkline.router.api.requests import check_length, check_model, read_parameters, service_of
 from trunkline.router.http.answers import BODY_OUTLET, JsonResponse, LineStream, line, while_connected
 from trunkline.router.http.body import beside_loop, validate
@@ -246,7 +247,7 @@ async def _raw_job(request: Request, service: RouterService, body: OllamaGenerat
 async def _answer(request: Request, service: RouterService, writer: _Answer, job: Job) -> Response:
     if writer.body.limit is not None:
         job = replace(job, max_tokens=min(job.max_tokens, writer.body.limit))
-    generation = await while_connected(request, start(service, job, writer.arrived_at))
+    generation = await start(service, job, writer.arrived_at, request)
     if writer.body.stream is not False:
         return LineStream(generation, writer.lines(generation, request.scope.get(BODY_OUTLET)))
     try:

@@ -23,7 +23,8 @@ from trunkline.router.api.document_prompts import marks_of, modular_job, unmarke
 from trunkline.router.api.edited_prompts import edited_prompt
 from trunkline.router.api.left_out import dropped_messages
 from trunkline.router.api.openai_items import HISTORY, RESPONSES, HistoryRequest, Object, ResponsesRequest
-from trunkline.router.api.prompting import Rendering, chat_job, encode_text, start
+from trunkline.router.api.prompt_batch import start
+from trunkline.router.api.prompting import Rendering, chat_job, encode_text
 from trunkline.router.api.requests import check_length, check_model, read_parameters, service_of
 from trunkline.router.api.response_compaction import Compaction, begin_compaction, usage_of
 from trunkline.router.api.response_input import (

@@ -1,5 +1,7 @@
 """`PromptBatch`: the generations of several prompts in one HTTP request, started, read and aborted together.
 
+`start` is for a single one.
+
 `LoopTurns` lets other requests run while one with many prompts or tokens is worked on.
 """
 
@@ -10,8 +12,11 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
+from starlette.requests import Request
+
 from trunkline.router.api.answer_fields import Collected, collect_choices
 from trunkline.router.errors import ApiError
+from trunkline.router.http.answers import while_connected
 from trunkline.router.jobs.job import Job
 from trunkline.router.service import RouterService
 from trunkline.router.streams.generation import Delta, Generation
@@ -32,6 +37,26 @@ class LoopTurns:
         if time.monotonic() - self._began >= _TURN_S:
             await asyncio.sleep(0)
             self._began = time.monotonic()
+
+
+async def start(service: RouterService, job: Job, arrived_at: float, request: Request | None = None) -> Generation:
+    """Submit a job, at once, and wait until an engine accepts it.
+
+    Args:
+        arrived_at: Loop time of the request, in seconds.
+        request: Of the client that waits; None: the caller looks after clients that leave.
+
+    Raises:
+        ApiError: No engine accepted it.
+        ClientLeftError: The client has left.
+    """
+    generation = service.generate(job, arrived_at)
+    try:
+        await (generation.begin() if request is None else while_connected(request, generation.begin()))
+    except BaseException:  # cancellation included: the client left
+        generation.close()
+        raise
+    return generation
 
 
 _T = TypeVar("_T")

@@ -26,7 +26,6 @@ from trunkline.router.jobs.job import Job, ModelLimits, Prompt, bad_word_ids, ma
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, Message
 from trunkline.router.request_context import current, draw_seed
 from trunkline.router.service import RouterService
-from trunkline.router.streams.generation import Generation
 from trunkline.router.tenancy.auth import cache_salt
 from trunkline.router.tenancy.tenants import current_meter
 from trunkline.router.text.chat_template import RenderedChat
@@ -479,18 +478,3 @@ def check_scores(job: Job, tokens: int) -> None:
             f"`prompt_logprobs` (or `logprobs` with `echo`) asks for {count * tokens} log-probabilities of prompt "
             f"tokens; {LOGPROBS_OF_PROMPTS_MAX} are possible at once. Please ask for fewer, or for fewer prompts.",
         )
-
-
-async def start(service: RouterService, job: Job, arrived_at: float) -> Generation:
-    """Submit a job and wait until an engine accepts it. `arrived_at`: loop time of the request, in seconds.
-
-    Raises:
-        ApiError: No engine accepted it.
-    """
-    generation = service.generate(job, arrived_at)
-    try:
-        await generation.begin()
-    except BaseException:  # cancellation included: the client left
-        generation.close()
-        raise
-    return generation

@@ -17,7 +17,8 @@ from trunkline.router.api.answer_fields import draft_details
 from trunkline.router.api.blocks import AnswerBlocks
 from trunkline.router.api.document_prompts import modular_job, unmarked
 from trunkline.router.api.openai_items import Object, usage_object
-from trunkline.router.api.prompting import chat_job, start
+from trunkline.router.api.prompt_batch import start
+from trunkline.router.api.prompting import chat_job
 from trunkline.router.api.response_turn import ResponseTurn
 from trunkline.router.errors import unavailable
 from trunkline.router.jobs.parameters import TruncationChoice

@@ -142,9 +142,10 @@ async def _race(work: Coroutine[Any, Any, _T], receive: Receive) -> _T:
         task.add_done_callback(_close_result)
         raise
     finally:
-        for pending in (task, watcher):
-            pending.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
+        watcher.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, watcher, return_exceptions=True)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
