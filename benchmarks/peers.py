@@ -37,7 +37,7 @@ import re
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -62,9 +62,10 @@ from peer_servers import (
     settle,
     stop_servers_when_terminated,
 )
+from plain_stream import plain_stream
 from report import Report, argument_parser, commit, cpu_name, fill, place_in
 from safetensors.torch import load_file
-from serving import OWN_TOKENS, Prompts, StreamTimes, stream
+from serving import OWN_TOKENS, Prompts, StreamTimes
 from small_model import BLOCKS_MLP, MLP, VOCABULARY, small_model
 from transformers import AutoModelForCausalLM
 
@@ -96,12 +97,12 @@ QUICK: Final = Lengths(prompt=512, prefix=256, long_prefix=1024, output=32, batc
 class Client:
     """Requests to one server, and prompts that no server has seen."""
 
-    def __init__(self, server: Server, http: httpx.AsyncClient, prompts: Prompts) -> None:
-        self.server, self._http, self.prompts = server, http, prompts
+    def __init__(self, server: Server, prompts: Prompts) -> None:
+        self.server, self.prompts = server, prompts
 
     async def send(self, ids: list[int], tokens: int) -> StreamTimes:
         prompt, known = self.server.prompt(ids), self.server.kind.ids
-        return await stream(self._http, self.server.model, prompt, tokens, ignore_eos=known)
+        return await plain_stream(self.server.url, self.server.model, prompt, tokens, ignore_eos=known)
 
     async def first_tokens(self, tokens: int) -> tuple[float, float]:
         """Return the times to the first token, in seconds, cold and with all but the last token sent before."""
@@ -321,21 +322,16 @@ class Speed:
         """
         rates: list[tuple[float, float]] = []
         tasks = tasks_of(self._lengths)
-        # llama.cpp's server closes connections that are idle while the others are asked.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        async with AsyncExitStack() as stack:
-            clients = []
-            for server in self._servers:
-                http = httpx.AsyncClient(base_url=server.url, timeout=600, limits=limits)
-                clients.append(Client(server, await stack.enter_async_context(http), prompts))
-            for client in clients:
-                await client.send(prompts.take(64), 8)
-            for turn in range(rounds):
-                measured = measure_limits(Arm(CORES), self._dtype, Report("limits"))
-                rates.append((measured.read_bytes_per_s, measured.flop_per_s))
-                for task in tasks:
-                    for client in clients[turn % len(clients) :] + clients[: turn % len(clients)]:
-                        await self._measure(task, client, patience_s, table)
+        # Each request has a connection of its own: llama.cpp's server closes those that are idle.
+        clients = [Client(server, prompts) for server in self._servers]
+        for client in clients:
+            await client.send(prompts.take(64), 8)
+        for turn in range(rounds):
+            measured = measure_limits(Arm(CORES), self._dtype, Report("limits"))
+            rates.append((measured.read_bytes_per_s, measured.flop_per_s))
+            for task in tasks:
+                for client in clients[turn % len(clients) :] + clients[: turn % len(clients)]:
+                    await self._measure(task, client, patience_s, table)
         read, flop = (median(each) for each in zip(*rates, strict=True))
         setting = self._setting
         token_bytes, prompt_flop = needs(setting.folder, self._lengths, self._dtype, setting.weights)

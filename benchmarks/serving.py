@@ -29,6 +29,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import httpx
 import numpy as np
@@ -50,15 +51,9 @@ class StreamTimes:
     started_at: float
 
 
-async def stream(
-    client: httpx.AsyncClient, model: str, prompt: list[int] | str, max_tokens: int, *, ignore_eos: bool = True
-) -> StreamTimes:
-    """Send a completion of exactly `max_tokens` tokens and time its stream.
-
-    Args:
-        ignore_eos: An end that the model says is no end; False: the server knows no such parameter.
-    """
-    body = {
+def body_of(model: str, prompt: list[int] | str, max_tokens: int, *, ignore_eos: bool) -> dict[str, Any]:
+    """Return the body of a completion that is streamed, and greedy."""
+    return {
         "model": model,
         "prompt": prompt,
         "max_tokens": max_tokens,
@@ -67,6 +62,17 @@ async def stream(
         "stream_options": {"include_usage": True},
         **({"ignore_eos": True} if ignore_eos else {}),
     }
+
+
+async def stream(
+    client: httpx.AsyncClient, model: str, prompt: list[int] | str, max_tokens: int, *, ignore_eos: bool = True
+) -> StreamTimes:
+    """Send a completion of exactly `max_tokens` tokens and time its stream.
+
+    Args:
+        ignore_eos: An end that the model says is no end; False: the server knows no such parameter.
+    """
+    body = body_of(model, prompt, max_tokens, ignore_eos=ignore_eos)
     start, first, usage = time.perf_counter(), 0.0, None
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
