@@ -89,6 +89,7 @@ async def plain_stream(
     """
     content = json.dumps(body_of(model, prompt, max_tokens, ignore_eos=ignore_eos)).encode()
     host = urlsplit(url)
+    place = host.hostname or "", host.port or 80
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host.netloc}\r\nContent-Type: application/json\r\n"
     request = f"{head}Content-Length: {len(content)}\r\nConnection: close\r\n\r\n".encode() + content
     start = time.perf_counter()
