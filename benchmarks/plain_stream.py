@@ -94,9 +94,7 @@ async def plain_stream(
     request = f"{head}Content-Length: {len(content)}\r\nConnection: close\r\n\r\n".encode() + content
     start = time.perf_counter()
     loop = asyncio.get_running_loop()
-    transport, answer = await loop.create_connection(
-        lambda: _Answer(request), host.hostname or "", host.port or 80
-    )
+    transport, answer = await loop.create_connection(lambda: _Answer(request), *place)
     try:
         async with asyncio.timeout(PATIENCE_S):
             await answer.is_over

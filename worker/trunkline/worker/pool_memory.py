@@ -24,9 +24,9 @@ from trunkline.worker.tiers.copier import Copier
 from trunkline.worker.tiers.copy_lane import CopyOptions
 from trunkline.worker.tiers.host_pool import HostPool
 
-AHEAD_BYTES: Final = 32 << 20
-"""Memory of a pool that is taken ahead of what was written: some thousand tokens of a small model. Large models
-compute prompts so slowly that first writes do not count."""
+AHEAD_BYTES: Final = 16 << 20
+"""Memory of a pool that is taken ahead of what was written: what each of two ranks needs for a prompt of 2,048
+tokens of a small model. Large models compute prompts so slowly that first writes do not count."""
 _PAUSE_MS: Final = 20
 """Time without a message before the next memory is taken: within a request messages come faster."""
 
