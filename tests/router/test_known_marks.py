@@ -45,7 +45,10 @@ def test_a_conversation_that_goes_on_is_edited_as_one_that_is_new(
             del messages[1 + 2 * rng.randrange(len(messages) // 2) :]
         elif change < 0.3 and len(messages) > 5:  # or changes what it had sent
             messages = copy.deepcopy(messages)
-            messages[-1]["content"][0]["content"] = report(rng.randrange(9)) + " °C"
+            result = next(each["content"] for each in reversed(messages) if isinstance(each["content"], list))
+            result[0]["content" if result[0]["type"] == "tool_result" else "text"] = (
+                report(rng.randrange(9)) + " °C"
+            )
         elif change < 0.4:  # or says something that could be a mark
             messages += [{"role": "assistant", "content": "a"}, {"role": "user", "content": chr(0xFDD0 + turn)}]
         while len(messages) < LEAST or rng.random() < 0.5:
