@@ -29,6 +29,9 @@ NATIVE := CMakeLists.txt $(wildcard $(addprefix kernels/trunkline/kernels/csrc/,
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+NEEDED := import tomllib; package = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print(*package["dependencies"], *package["optional-dependencies"]["dev"], sep="\n")
 setup: $(STAMP) ## Create .venv with pinned dependencies (quick when nothing changed)
 
 $(STAMP): pyproject.toml constraints.txt $(NATIVE)
@@ -37,7 +40,10 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@echo "Installing pinned dependencies into $(VENV) (the first time: some minutes, about 200 MB)"
 	@# Python compiles what it imports; of most of torch's and transformers' modules nothing ever is. What serving
 	@# imports is compiled here once; at the first start, every process would do it at the same time.
-	@$(BIN)/python -m pip install --disable-pip-version-check --no-compile --quiet -c constraints.txt -e '.[dev]'
+	@# What the package needs is fetched and unpacked while the compiler makes the package itself.
+	@mkdir -p build && $(BIN)/python -c '$(NEEDED)' > build/needed.txt
+	@$(PIP) --no-compile -c constraints.txt -r build/needed.txt & \
+		$(PIP) --no-compile --no-deps -e . || { kill $$!; exit 1; }; wait $$!
 	@$(BIN)/python -c 'import trunkline.worker.__main__' & \
 		$(BIN)/python -c 'import trunkline.router.__main__, trunkline.controller.__main__, trunkline.deploy.cli.app'; wait $$!
 	@touch $(STAMP)

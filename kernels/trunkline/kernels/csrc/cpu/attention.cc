@@ -35,7 +35,7 @@ namespace {
 // Query vectors of a block of prefill: enough to use what is read of K and V well, few enough for the caches.
 constexpr int64_t kPrefillVectors = 96;
 // Units of decode that each thread gets at least, if there are as many.
-constexpr int64_t kUnitsPerThread = 4;
+constexpr int64_t kPiecesPerThread = 4;
 
 const float* per_head(const TensorView& tensor, int64_t heads) {
   if (tensor.numel() == 0) return nullptr;
@@ -78,7 +78,7 @@ int64_t list_decode_units(CpuContext& context, const DecodeCall& call, const Dec
       context.lists.reserve(static_cast<size_t>(pieces * kv_heads) * sizeof(DecodeUnit)));
   *units = list;
   const int64_t threads = context.pool.threads();
-  const int64_t heads_max = threads == 1 ? kv_heads : pieces * kv_heads / (threads * kUnitsPerThread);
+  const int64_t heads_max = threads == 1 ? kv_heads : pieces * kv_heads / (threads * kPiecesPerThread);
   for (int32_t piece = 0; piece < pieces; ++piece) {
     const int64_t vectors = (call.work.piece_entries[piece + 1] - call.work.piece_entries[piece]) * call.group;
     int64_t heads = call.pool.chunk % kTokenStep == 0 ? std::min(heads_max, kRowBlock / vectors) : 1;

@@ -14,6 +14,9 @@
 
 namespace trunkline {
 
+// Elements of a unit of ops that only read and write: below this a second thread costs more than it takes over.
+constexpr int64_t kUnitElements = 16384;
+
 struct CpuContext {
   CpuContext(CpuLevel chosen, int threads)
       : level(chosen), pool(threads), thread_scratch(static_cast<size_t>(threads)) {}

@@ -10,13 +10,6 @@
 #include "ops.h"
 
 namespace trunkline {
-namespace {
-
-// Below this a second thread costs more than it takes over.
-constexpr int64_t kUnitElements = 16384;
-
-}  // namespace
-
 void run_norm(CpuContext& shared, const NormCall& call, DenseType type, int64_t rows) {
   const NormRows norm = norm_table(shared.level).rows[static_cast<int>(type)];
   const int64_t rows_per_unit = std::max<int64_t>(1, kUnitElements / std::max<int64_t>(1, call.width));

@@ -9,9 +9,6 @@
 namespace trunkline {
 namespace {
 
-// Below this a second thread costs more than it takes over.
-constexpr int64_t kUnitElements = 16384;
-
 const ElementTable& element_table(CpuLevel level) {
 #if TRUNKLINE_LEVELS > 1
   switch (level) {

@@ -24,7 +24,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr uint64_t kMagic = 0x31505247534c5254;  // "TRLSGRP1"
-constexpr std::chrono::microseconds kSpin{50};
+constexpr std::chrono::microseconds kPollFor{50};
 // Waking a sleeper takes longer than a decoder's ops between two collectives: two ranks that sleep for each other
 // once would go on doing so at every call. So a wait first yields its core to other threads, and looks again.
 constexpr std::chrono::microseconds kYield{2000};
@@ -272,7 +272,7 @@ bool SharedGroup::spin_until_reached(int peer, uint32_t round) {
   const std::atomic<uint32_t>& word = ranks_[peer].word;
   const auto start = Clock::now();
   for (auto now = start; now < start + kYield; now = Clock::now()) {
-    if (spins_ && now < start + kSpin) {
+    if (spins_ && now < start + kPollFor) {
       for (int i = 0; i < kPausesPerLook; ++i) relax();
     } else {
       sched_yield();
