@@ -13,7 +13,9 @@ import openai
 import pytest
 from router.fake_controller import FakeController
 from router.harness import ADMIN, DEMO_MODEL, MESSAGES, RunningRouter, running, wait_until
+from starlette.routing import Route
 
+from trunkline.router.app import create_app
 from trunkline.router.config import ModelConfig, RouterConfig
 from trunkline.router.http.middleware import is_metered
 from trunkline.router.streams.served_models import ServedModels
@@ -155,3 +157,20 @@ def test_who_may_ask(place: Path, tokenizer: Tokenizer) -> None:
             assert http.get(path, headers=ADMIN).status_code == 200, path
     assert access_needed("/docs/x") is Access.UNKNOWN
     assert not is_metered("/load")
+
+
+def test_generating_endpoints_are_reached_past_fastapi_and_answer_as_before(
+    named: tuple[RunningRouter, FakeController],
+) -> None:
+    app = create_app(named[0].service)
+    direct = {route.path for route in app.routes if type(route) is Route}
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat"} <= direct
+    with named[0].client() as http:
+        listed = http.get("/openapi.json").json()["paths"]
+        for path in sorted(path for path in direct if path.startswith(("/v1/", "/api/"))):
+            assert "post" in listed[path]
+            refused = http.get(path)
+            status = 404 if path.startswith("/v1/responses/") else 405  # to GET it is the id of a response
+            assert (path, refused.status_code, "error" in refused.json()) == (path, status, True)
+            refused = http.post(path, json={"model": 5})
+            assert (refused.status_code, "error" in refused.json()) == (400, True)
