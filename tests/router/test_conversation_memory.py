@@ -11,11 +11,13 @@ from router.fake_controller import FakeController, prompt_of
 from router.harness import RunningRouter
 from seeds import seeds
 
+from trunkline.router.api.known_turns import TurnMemory
+from trunkline.router.api.response_input import to_messages
 from trunkline.router.errors import ApiError
 from trunkline.router.http.body import validate
 from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.request_context import known
-from trunkline.router.text.conversation_memory import LEAST, Beginnings, ConversationMemory
+from trunkline.router.text.conversation_memory import LEAST, MESSAGE_BYTES, Beginnings, ConversationMemory, size_of
 from trunkline.router.text.tokenizer import Tokenizer
 
 
@@ -73,6 +75,31 @@ def random_message(rng: random.Random) -> dict[str, Any]:
         call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}, "index": 0}
         return {"role": "assistant", "content": text, "tool_calls": [call]}
     return {"role": rng.choice(["user", "assistant", "system"]), "content": text, "extra": rng.choice([1, True])}
+
+
+def called(arguments: str) -> list[dict[str, Any]]:
+    """A conversation in which the model calls a tool with large arguments."""
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return [{"role": "user", "content": "a"}, *[called] * (LEAST - 1)]
+
+
+def test_texts_in_calls_count_as_much_as_others_and_once() -> None:
+    memory, characters = ConversationMemory(64 << 20), 10_000
+    for _ in range(5):
+        with known(conversations=memory):
+            validate(ChatRequest, {"messages": called("x" * characters)})
+        texts = (LEAST - 1) * characters
+        assert texts < memory.checked.bytes < texts + 2 * LEAST * MESSAGE_BYTES
+
+
+@pytest.mark.parametrize("kind", ["function_call", "reasoning"])
+def test_texts_of_items_count_whether_or_not_they_are_shown(kind: str) -> None:
+    memory, text = TurnMemory(64 << 20), "x" * 10_000
+    item = {"type": kind, "call_id": "x", "name": "f", "arguments": text, "encrypted_content": text}
+    for _ in range(3):
+        to_messages([dict(item) for _ in range(LEAST)], None, memory=memory)
+        assert memory.bytes == size_of([item] * LEAST) > 2 * LEAST * len(text)
 
 
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}}

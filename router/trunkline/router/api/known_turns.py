@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, NamedTuple
 
-from trunkline.router.text.conversation_memory import LEAST, MESSAGE_BYTES, Beginnings
+from trunkline.router.text.conversation_memory import LEAST, Beginnings, size_of
 
 Message = dict[str, Any]
 
@@ -53,14 +53,11 @@ def translated(
         return extend(NO_TURNS)
     known = memory.find(scope, begins, turns)
     first = NO_TURNS if known is None else _first(known.value, known.agreed)
-    found, size = extend(first), 0
+    found, shared = extend(first), len(first.borders)
     if found is None:
         return None
-    shared = max(0, len(first.messages) - 1)  # the last one may have been continued
-    if known is not None:
-        size = known.size - _size(known.value.messages[shared:])
-    size += _size(found.messages[shared:])
-    memory.put(scope, begins, turns, found, size)
+    size = 0 if known is None else known.size - size_of(known.items[shared:])
+    memory.put(scope, begins, turns, found, size + size_of(turns[shared:]))
     return found
 
 
@@ -73,11 +70,6 @@ def begun(first: Turns) -> list[Message]:
         if "tool_calls" in messages[-1]:
             messages[-1]["tool_calls"] = list(messages[-1]["tool_calls"])
     return messages
-
-
-def _size(messages: Sequence[Message]) -> int:
-    """Return the bytes of memory that messages take, about."""
-    return sum(len(message["content"]) + MESSAGE_BYTES for message in messages)
 
 
 def _first(whole: Turns, count: int) -> Turns:

@@ -43,7 +43,7 @@ from trunkline.router.jobs.parameters import (
 )
 from trunkline.router.request_context import current
 from trunkline.router.tenancy.auth import cache_salt
-from trunkline.router.text.conversation_memory import LEAST, MESSAGE_BYTES, beginning_of_fields
+from trunkline.router.text.conversation_memory import LEAST, beginning_of_fields, size_of
 
 
 def _content(value: Any) -> str:
@@ -202,10 +202,8 @@ def _known_first(value: Any, check: ValidatorFunctionWrapHandler, info: Validati
             messages = [*known.value[: known.agreed], *check(new)]
         except ValidationError:
             return check(value)  # type: ignore[no-any-return]  # which names the right message
-        size = known.size if known.agreed == len(known.items) else 0
-    added = messages[-len(new) :] if size else messages
-    size += sum([len(message.content) + MESSAGE_BYTES for message in added])
-    memory.checked.put(scope, begins, value, messages, size)
+        size = known.size - size_of(known.items[known.agreed :])
+    memory.checked.put(scope, begins, value, messages, size + size_of(new))
     return messages
 
 

@@ -28,6 +28,8 @@ LEAST: Final = 16
 """Smallest number of messages of a conversation that is remembered: the work that shorter ones save is small."""
 MESSAGE_BYTES: Final = 1500
 """Memory that a message takes besides its texts, about."""
+_VALUE_BYTES: Final = 8
+"""Memory that each value in a list or an object takes besides its texts, at least."""
 _ENTRIES_MAX: Final = 8
 """Largest number of conversations that begin alike."""
 _LAST: Final = 4
@@ -144,6 +146,21 @@ class ConversationMemory:
         self.checked.forget(scope)
         self.rendered.forget(scope)
         self.turns.forget(scope)
+
+
+def size_of(messages: Iterable[Any]) -> int:
+    """Return the bytes of memory that messages take, about, as clients send them: with all texts in them, those of
+    calls and of what a model is not shown among them."""
+    size, values = 0, list(messages)
+    size += MESSAGE_BYTES * len(values)
+    while values:
+        value = values.pop()
+        if isinstance(value, str):
+            size += len(value)
+        elif isinstance(value, (dict, list)):
+            size += _VALUE_BYTES * len(value)
+            values += value.values() if isinstance(value, dict) else value
+    return size
 
 
 def beginning(contents: Iterable[object]) -> Hashable:
