@@ -12,6 +12,7 @@ import pytest
 import torch
 from kernels.cuda_emulated import CXX, make_emulated
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 from torch import Tensor
 from worker.checkpoints import assert_greedy, largest_difference, make_checkpoint
 from worker.driver import generate, run_config
@@ -179,6 +180,17 @@ def test_logits_are_those_of_the_same_numbers(name: str, kernels: str, pairs: Pa
     for stream in generate(runner):
         assert largest_difference(pair.plain, stream) <= 1e-4
         assert_greedy(pair.plain, stream)
+
+
+@pytest.mark.parametrize(("name", "rank", "number"), [("tensor", 0, 4), ("tensor", 1, None), ("latents", 0, None)])
+def test_scales_of_kv_are_ignored_aloud(name: str, rank: int, number: int | None, pairs: Pairs) -> None:
+    stored = pairs(name).stored
+    shard = Shard(check_model(stored, 2, "float32"), rank, 2)
+    with capture_logs() as logs:
+        device = torch.device("cpu")
+        load_weights(stored, shard, torch.float32, device, ReferenceKernels(), lambda *_: None)
+    said = [line["tensors"] for line in logs if "scales of KV are not used" in line["event"]]
+    assert said == ([] if number is None else [number])
 
 
 @pytest.mark.processes

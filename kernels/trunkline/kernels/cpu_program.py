@@ -241,14 +241,15 @@ class _Adapters:
     """The adapters that the library has, by numbers that are used again."""
 
     def __init__(
-        self, ops: tuple[Op, ...], take: Callable[[int, Tensor], None], use: Callable[[Tensor], None]
+        self, sites: list[str], take: Callable[[int, Tensor], None], use: Callable[[Tensor], None]
     ) -> None:
         """
         Args:
+            sites: names of the layers that adapters can change, in the library's order; "": there is none.
             take: gives the library the layers of an adapter, or forgets it (no handles).
             use: gives it the number of the adapter of each token of a step.
         """
-        self._places = [op.place if isinstance(op, Linear) else "" for op in ops]
+        self._sites = sites
         self._take, self._use = take, use
         self._kept: list[AdapterLayers | None] = []
         """By number; None: the number is free."""
@@ -263,8 +264,8 @@ class _Adapters:
             return
         if number is None:
             number = next((at for at, kept in enumerate(self._kept) if kept is None), len(self._kept))
-        handles = torch.zeros(len(self._places), 2, dtype=torch.int64)
-        for index, place in enumerate(self._places):
+        handles = torch.zeros(len(self._sites), 2, dtype=torch.int64)
+        for index, place in enumerate(self._sites):
             if place and (own := layers.get(place)) is not None:
                 handles[index, 0], handles[index, 1] = own.down.data.handle, own.up.data.handle
         self._take(number, handles)
@@ -276,6 +277,13 @@ class _Adapters:
         """Take the adapters of the tokens of the step that has begun."""
         numbers = np.array([*(self._numbers[key] for key in rows.keys), -1], dtype=np.int32)
         self._use(torch.from_numpy(numbers[rows.of_token]))
+
+
+def _sites(op: Op, is_native: bool) -> list[str]:
+    """Return the names of an op's layers for adapters, as many as the library counts (`csrc/cpu/adapters.h`)."""
+    if isinstance(op, Experts) and is_native:
+        return op.sites()
+    return [op.place if isinstance(op, Linear) else ""]
 
 
 class _Memory:
@@ -360,7 +368,8 @@ class CpuProgram:
         self._memory = _Memory(words.buffers, partial(module.program_bind, self._handle))
         self._counting = Counting(program.ops, kernels.counters, pool.format.layer_token_bytes)
         calls = (partial(call, self._handle) for call in (module.program_adapter, module.program_adapt))
-        self._adapters = _Adapters(program.ops, *calls)
+        sites = [site for op, own in zip(program.ops, words.is_native, strict=True) for site in _sites(op, own)]
+        self._adapters = _Adapters(sites, *calls)
         self._held: tuple[object, ...] = ()
         self._segments: dict[tuple[int, int], list[tuple[bool, int, int]]] = {}
         self._others = OpByOp(program, kernels, pool, group) if not all(words.is_native) else None

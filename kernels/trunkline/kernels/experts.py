@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trunkline.kernels.ops import Activation, ExpertStack, Kernels, PackedLinear
+from trunkline.kernels.adapters import AdapterGroups
+from trunkline.kernels.ops import Activation, ExpertStack, Kernels, PackedLinear, RowAddend
 from trunkline.kernels.program import Buffer, Facts, Op
 from trunkline.kernels.routing import Routing
 
@@ -52,6 +53,16 @@ class Experts(Op):
     """What the router reads; None: `x`."""
     scale: Tensor | None = None
     """float32 `[experts of the layer]`, factor of each expert's share."""
+    place: str = ""
+    """What the names of its layers for adapters begin with; "": they have nothing for it."""
+
+    def sites(self) -> list[str]:
+        """Return the names for adapters of the router, then of both layers of each expert here."""
+        if not self.place:
+            return [""] * (1 + 2 * len(self.experts))
+        here = range(self.first, self.first + len(self.experts))
+        layers = (f"{self.place}.{expert}.{side}" for expert in here for side in ("up", "down"))
+        return [f"{self.place}.router", *layers]
 
     def facts(self) -> Facts:
         x, count, routing = self.x, self.router.out_features, self.routing
@@ -83,18 +94,30 @@ class Experts(Op):
         ]
 
 
-def run_experts(kernels: Kernels, op: Experts, x: Tensor, router_x: Tensor | None = None) -> Tensor:
+def run_experts(
+    kernels: Kernels,
+    op: Experts,
+    x: Tensor,
+    router_x: Tensor | None = None,
+    adapted: AdapterGroups | None = None,
+) -> Tensor:
     """Return this rank's part of the experts' sum for tokens `[tokens, width]`, in their type.
 
     Args:
         router_x: what the router reads, of the same shape and type; None: `x`.
+        adapted: the tokens by adapter; None: no token has one. Where an adapter changes an expert, the experts are
+            computed one at a time.
     """
-    scores = kernels.linear(x if router_x is None else router_x, op.router, torch.float32)
+    router_x = x if router_x is None else router_x
+    addend = _addend(kernels, adapted, f"{op.place}.router", router_x)
+    scores = kernels.linear(router_x, op.router, torch.float32, addend)
     shares, chosen = route(scores, op.routing, op.choice_bias)
     if op.scale is not None:
         shares = shares * op.scale[chosen]
-    if op.stack is None:
-        return _one_at_a_time(kernels, op, x, shares, chosen)
+    if adapted is not None and not adapted.has(op.sites()[1:]):
+        adapted = None
+    if op.stack is None or adapted is not None:
+        return _one_at_a_time(kernels, op, x, shares, chosen, adapted)
     return _grouped(op, op.stack, x, shares, chosen)
 
 
@@ -121,7 +144,9 @@ def route(outputs: Tensor, routing: Routing, choice_bias: Tensor | None) -> tupl
     return shares * routing.factor, chosen
 
 
-def _one_at_a_time(kernels: Kernels, op: Experts, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+def _one_at_a_time(
+    kernels: Kernels, op: Experts, x: Tensor, shares: Tensor, chosen: Tensor, adapted: AdapterGroups | None
+) -> Tensor:
     order = chosen.view(-1).argsort(stable=True)
     tokens, share = order // op.routing.per_token, shares.view(-1)[order, None]
     # One transfer to the host per layer: up to where in `order` each expert's tokens reach.
@@ -129,16 +154,24 @@ def _one_at_a_time(kernels: Kernels, op: Experts, x: Tensor, shares: Tensor, cho
     out = torch.zeros_like(x, dtype=torch.float32)
     first = op.first
     start = stops[first - 1] if first else 0
-    for (up, down), stop in zip(op.experts, stops[first : first + len(op.experts)], strict=True):
+    for index, (up, down) in enumerate(op.experts, first):
+        stop = stops[index]
         if stop > start:
             own = tokens[start:stop]
             rows, weights = x[own], share[start:stop]
             if op.routing.scales_inputs:
                 rows, weights = (rows.float() * weights).to(x.dtype), torch.ones_like(weights)
-            made = kernels.linear(kernels.gated_linear(rows, up), down)
+            own_adapted = None if adapted is None else adapted.within(own)
+            inner = kernels.gated_linear(rows, up, _addend(kernels, own_adapted, f"{op.place}.{index}.up", rows))
+            added = _addend(kernels, own_adapted, f"{op.place}.{index}.down", inner)
+            made = kernels.linear(inner, down, None, added)
             out.index_add_(0, own, made.float().mul_(weights))
         start = stop
     return out.to(x.dtype)
+
+
+def _addend(kernels: Kernels, adapted: AdapterGroups | None, place: str, x: Tensor) -> RowAddend | None:
+    return None if adapted is None else adapted.addend(kernels, place, x)
 
 
 def _grouped(op: Experts, stack: ExpertStack, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:

@@ -165,8 +165,8 @@ class OpByOp:
         self._adapted.clear()
         if batch.adapters is not None:
             device = batch.ids.device
-            self._adapted[Rows.TOKENS] = AdapterGroups(batch.adapters, None, device)
-            self._adapted[Rows.STATES] = AdapterGroups(batch.adapters, batch.state_rows, device)
+            for rows, chosen in ((Rows.TOKENS, None), (Rows.STATES, batch.state_rows)):
+                self._adapted[rows] = AdapterGroups(batch.adapters, chosen, self._adapters, device)
 
     def run(self, start: int, stop: int) -> None:
         for call, op in self._bound[start:stop]:
@@ -225,7 +225,7 @@ class OpByOp:
             x = x[: self._batch.logits_rows]
         addend = None
         if op.place and self._adapted:
-            addend = self._adapted[out.rows].addend(self._kernels, self._adapters, op.place, x)
+            addend = self._adapted[out.rows].addend(self._kernels, op.place, x)
         if op.gated:
             self._values[out.name] = self._kernels.gated_linear(x, op.layer, addend)
         else:
@@ -316,7 +316,8 @@ class OpByOp:
 
     def _experts(self, op: Experts) -> None:
         router_x = None if op.router_x is None else self._values[op.router_x.name]
-        self._values[op.out.name] = run_experts(self._kernels, op, self._values[op.x.name], router_x)
+        adapted = self._adapted.get(op.x.rows)
+        self._values[op.out.name] = run_experts(self._kernels, op, self._values[op.x.name], router_x, adapted)
 
     def _select(self, op: Select) -> None:
         x, rows = self._values[op.x.name], self._batch.state_rows

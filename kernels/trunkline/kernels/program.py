@@ -286,7 +286,7 @@ class Program:
                 _check_op(op, written)
             except ProgramError as error:
                 raise ProgramError(f"op {index} ({op.kind}): {error}") from None
-        places = [op.place for op in self.ops if isinstance(op, Linear) and op.place]
+        places = [place for op in self.ops if (place := getattr(op, "place", ""))]
         if len(set(places)) < len(places):
             raise ProgramError("two layers have the same name for adapters")
         for result in (self.states, self.logits):

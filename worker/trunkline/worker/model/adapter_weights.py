@@ -3,7 +3,8 @@
 The modules behind one op (queries, keys and values; gate and up) become one pair of matrices: their A below each
 other, their B on a diagonal. Ranks divide them as they divide the base layer (`model_config`): of layers that are
 split by output rows, each rank has all of A and its rows of B; of those split by input columns its columns of A
-and all of B, so the sum over the ranks that the base layer needs is the adapter's, too.
+and all of B, so the sum over the ranks that the base layer needs is the adapter's, too. Of experts each rank has
+the pairs of those that it has.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch import Tensor
 from trunkline.kernels.adapters import AdapterLayer, AdapterLayers
 from trunkline.kernels.ops import Kernels
 from trunkline.worker.errors import AdapterError
-from trunkline.worker.model.adapters import Adapter
-from trunkline.worker.model.model_config import Piece, Shard
+from trunkline.worker.model.adapter_experts import both_gates
+from trunkline.worker.model.adapters import AdaptedModule, Adapter
+from trunkline.worker.model.model_config import Mixture, Piece, Shard
 from trunkline.worker.model.row_order import filled
 
 
@@ -34,6 +36,8 @@ class _Site(NamedTuple):
     """The order of the pieces' rows, -1 for zeros; None: as they are."""
     inputs: list[int] | None = None
     """The same of the inputs."""
+    is_here: bool = True
+    """Whether this rank has the op; else another one has."""
 
 
 def load_adapter(
@@ -49,9 +53,10 @@ def load_adapter(
     try:
         with safe_open(adapter.file, framework="pt") as file:
             for index in sorted({layer for layer, _ in adapter.modules}):
-                for site in _sites(shard, index):
+                halves = _Halves(file)
+                for site in _sites(shard, index, adapter):
                     left -= {(index, piece.name) for piece in site.pieces}
-                    pair = _matrices(adapter, index, site, file)
+                    pair = _matrices(adapter, index, site, halves) if site.is_here else None
                     if pair is not None:
                         down, up = (each.to(device=device, dtype=dtype).contiguous() for each in pair)
                         packed = AdapterLayer(kernels.pack_linear(down, None), kernels.pack_linear(up, None))
@@ -63,7 +68,28 @@ def load_adapter(
     return layers
 
 
-def _matrices(adapter: Adapter, layer: int, site: _Site, file: Any) -> tuple[Tensor, Tensor] | None:
+class _Halves:
+    """The matrices of a layer's modules."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._of_all: dict[str, Tensor] = {}
+        """Those of all experts, which each expert needs a part of."""
+
+    def of(self, module: AdaptedModule) -> tuple[Tensor, Tensor]:
+        """Return A `[rank, in]` and B `[out, rank]`, float32."""
+        if module.part is None:
+            return self._file.get_tensor(module.a).float(), self._file.get_tensor(module.b).float()
+        for name in (module.a, module.b):
+            if name not in self._of_all:
+                self._of_all[name] = self._file.get_tensor(name).float()
+        a, b, part = self._of_all[module.a], self._of_all[module.b], module.part
+        a = a.view(part.experts, module.rank, -1)[part.expert]
+        b = b.view(len(b), module.rank, part.experts)[:, :, part.expert]
+        return (b.T, a.T) if part.is_turned else (a, b)
+
+
+def _matrices(adapter: Adapter, layer: int, site: _Site, halves: _Halves) -> tuple[Tensor, Tensor] | None:
     """Return A `[rank, in]` and B, scaled, `[out, rank]` of an op, float32; None: it has nothing there."""
     names = [
         name for name in dict.fromkeys(piece.name for piece in site.pieces) if (layer, name) in adapter.modules
@@ -73,12 +99,13 @@ def _matrices(adapter: Adapter, layer: int, site: _Site, file: Any) -> tuple[Ten
     parts, matrices, ranks = [], {}, 0
     for name in names:
         module = adapter.modules[layer, name]
-        parts.append(file.get_tensor(module.a)[:, site.columns].float())
-        matrices[name] = (file.get_tensor(module.b).float() * module.scale, slice(ranks, ranks + module.rank))
+        a, b = halves.of(module)
+        parts.append(a[:, site.columns])
+        matrices[name] = (b * module.scale, slice(ranks, ranks + module.rank))
         ranks += module.rank
     rows = []
     for name, chosen in site.pieces:
-        part = torch.zeros(chosen.stop - chosen.start, ranks)
+        part = torch.zeros(len(range(chosen.start, chosen.stop, chosen.step or 1)), ranks)
         if name in matrices:
             matrix, columns = matrices[name]
             part[:, columns] = matrix[chosen]
@@ -90,7 +117,7 @@ def _matrices(adapter: Adapter, layer: int, site: _Site, file: Any) -> tuple[Ten
     return down, up if site.order is None else filled(up, site.order)
 
 
-def _sites(shard: Shard, layer: int) -> list[_Site]:
+def _sites(shard: Shard, layer: int, adapter: Adapter) -> list[_Site]:
     config, names = shard.config, shard.config.architecture.names
     hidden = slice(0, config.hidden_size)
     own, order = shard.of_layer(layer), shard.filled_rows(layer)
@@ -115,6 +142,31 @@ def _sites(shard: Shard, layer: int) -> list[_Site]:
             _Site(f"{kind}up", pieces),
             _Site(f"{kind}down", [Piece(prefix + names.down, hidden)], rows),
         ]
+    if mixture is not None:
+        sites.append(_Site("experts.router", [Piece(names.router, slice(0, mixture.experts))]))
+        sites += _expert_sites(shard, layer, mixture, adapter)
+    return sites
+
+
+def _expert_sites(shard: Shard, layer: int, mixture: Mixture, adapter: Adapter) -> list[_Site]:
+    architecture, width = shard.config.architecture, mixture.width
+    names, here = architecture.names, shard.experts
+    rows = shard.mlp_rows(width) if mixture.is_split else slice(0, width)
+    both = [slice(rows.start, rows.stop), slice(width + rows.start, width + rows.stop)]
+    if architecture.interleaved_gates:
+        both = [slice(2 * rows.start + odd, 2 * rows.stop, 2) for odd in (0, 1)]
+    sites = []
+    for expert in range(mixture.experts):
+        start, is_here = names.expert.format(expert), expert in here
+        joined = start + both_gates(names)
+        pieces = [Piece(start + name, rows) for name in names.expert_gates]
+        if (layer, joined) in adapter.modules:
+            if any((layer, name) in adapter.modules for name, _ in pieces if name != joined):
+                raise AdapterError(f"{adapter.file} changes expert {expert} of layer {layer} in two ways")
+            pieces = [Piece(joined, part) for part in both]
+        down = [Piece(start + names.down, slice(0, shard.config.hidden_size))]
+        sites.append(_Site(f"experts.{expert}.up", pieces, is_here=is_here))
+        sites.append(_Site(f"experts.{expert}.down", down, rows, is_here=is_here))
     return sites
 
 

@@ -3,9 +3,10 @@
       adapter_config.json          r, lora_alpha, use_rslora, rank_pattern, alpha_pattern; what is refused by name
       adapter_model.safetensors    base_model.model.MODULE.lora_A.weight [r, in], ….lora_B.weight [out, r]
 
-The tensors say which modules the adapter changes; `target_modules` and `layers_to_transform` only say how PEFT
-found them. The content of the files is not trusted: whatever it is, the result is an adapter that fits, or one
-`AdapterError`.
+The tensors say which modules the adapter changes; `target_modules`, `target_parameters` and
+`layers_to_transform` only say how PEFT found them. Experts have modules of their own, or share two matrices
+(`adapter_experts`). The content of the files is not trusted: whatever it is, the result is an adapter that fits,
+or one `AdapterError`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, Final, NamedTuple
 
 from trunkline.kvstore.adapters import adapter_key
 from trunkline.worker.errors import AdapterError, CheckpointError
+from trunkline.worker.model.adapter_experts import ExpertPart, find_stack, owners
 from trunkline.worker.model.model_config import ModelConfig
 from trunkline.worker.model.tensor_index import TensorEntry, layer_shapes, read_header
 
@@ -36,7 +38,6 @@ _REFUSED: Final[Mapping[str, tuple[object, ...]]] = {
     "lora_bias": (False, None),
     "modules_to_save": (None, []),
     "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []),
     "layer_replication": (None, []),
     "alora_invocation_tokens": (None, []),
     "use_qalora": (False, None),
@@ -57,6 +58,8 @@ class AdaptedModule(NamedTuple):
     rank: int
     scale: float
     """Factor of `B @ A`."""
+    part: ExpertPart | None = None
+    """Which part of A and B, where these are of all experts of the layer; `rank` is that of the part."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ class Adapter:
     key: bytes
     """Of its name and its files' content (`trunkline.kvstore.adapters`)."""
     modules: Mapping[tuple[int, str], AdaptedModule]
-    """By layer and name of the module within it, as the checkpoint has it."""
+    """By layer and name of the module within it, as the checkpoint has it; parts of matrices of all experts as in
+    `adapter_experts`."""
 
 
 def read_adapter(name: str, folder: Path, config: ModelConfig, rank_max: int = RANK_MAX) -> Adapter:
@@ -144,23 +148,43 @@ def _modules(
     for path, names in sorted(halves.items()):
         if len(names) < 2:
             raise AdapterError(f"module {path[:120]!r} has lora_{min(names)}, but not the other matrix")
-        place, shape = places.find(path)
         a, b = tensors[names["A"]], tensors[names["B"]]
         for entry, name in ((a, names["A"]), (b, names["B"])):
             if len(entry.shape) != 2 or not entry.is_float:
                 raise AdapterError(f"{name} is {entry.dtype} {list(entry.shape)}; expected is a matrix of floats")
+        if (stacked := places.find_experts(path)) is not None:
+            stack = find_stack(path, a.shape, b.shape, config, settings)
+            owner = path.removesuffix(".base_layer")
+            scale = scales.of(f"{owner}.{stack.parameter}", stack.rank)
+            _check_rank(path, stack.rank, rank_max)
+            for expert in range(stack.experts):
+                part = ExpertPart(expert, stack.experts, stack.is_turned)
+                place = stacked, config.architecture.names.expert.format(expert) + stack.module
+                _add(modules, place, AdaptedModule(names["A"], names["B"], stack.rank, scale, part), path)
+            continue
+        place, shape = places.find(path)
         rank = a.shape[0]
         if (b.shape[0], a.shape[1]) != shape or b.shape[1] != rank or not rank:
             raise AdapterError(
                 f"module {path!r}: A is {list(a.shape)} and B {list(b.shape)}; this model's layer has {shape[1]} "
                 f"inputs and {shape[0]} outputs, so the adapter is of another base model"
             )
-        if rank > rank_max:
-            raise AdapterError(f"module {path!r} has rank {rank}; --max-lora-rank allows {rank_max}")
-        if place in modules:
-            raise AdapterError(f"module {path!r} is there twice")
-        modules[place] = AdaptedModule(names["A"], names["B"], rank, scales.of(path, rank))
+        _check_rank(path, rank, rank_max)
+        _add(modules, place, AdaptedModule(names["A"], names["B"], rank, scales.of(path, rank)), path)
     return modules
+
+
+def _check_rank(path: str, rank: int, rank_max: int) -> None:
+    if rank > rank_max:
+        raise AdapterError(f"module {path!r} has rank {rank}; --max-lora-rank allows {rank_max}")
+
+
+def _add(
+    modules: dict[tuple[int, str], AdaptedModule], place: tuple[int, str], module: AdaptedModule, path: str
+) -> None:
+    if place in modules:
+        raise AdapterError(f"module {path!r} is there twice")
+    modules[place] = module
 
 
 def _kind_of(tensor: str) -> str:
@@ -221,6 +245,14 @@ class _Places:
         prefixes = "|".join(map(re.escape, sorted(config.architecture.prefixes, key=len, reverse=True)))
         self._path = re.compile(rf"(?:{prefixes}){start}(\d{{1,6}}){end}(.+)")
         self._shapes: dict[int, dict[str, tuple[int, int]]] = {}
+        self._experts = {f"{owner}{end}" for owner in owners(names) for end in ("", ".base_layer")}
+
+    def find_experts(self, path: str) -> int | None:
+        """Return the layer whose experts a module has all in one; None: it is not such a module."""
+        found = self._path.fullmatch(path)
+        if found is None or found[2] not in self._experts or int(found[1]) >= self._config.layers:
+            return None
+        return int(found[1]) if self._config.mixture_of(int(found[1])) is not None else None
 
     def find(self, path: str) -> tuple[tuple[int, str], tuple[int, int]]:
         """Return the place of a module, and its outputs and inputs.
@@ -235,28 +267,31 @@ class _Places:
                 f"module {path[:120]!r} is none of this model's {self._config.layers} layers; adapters change the "
                 "linear layers of attention and MLP, not embeddings or the head"
             )
-        shapes = self._shapes.setdefault(layer, adaptable(self._config, layer))
-        if module not in shapes:
-            kind = " (experts are no targets)" if "experts." in module or module.endswith("experts") else ""
-            if module == self._config.architecture.names.expand:
-                kind = " (each head's part of it is inside two products with latents)"
-            raise AdapterError(
-                f"module {path[:120]!r} is none that adapters can change in this model{kind}; those are "
-                f"{', '.join(shapes)}"
-            )
-        return (layer, module), shapes[module]
+        if layer not in self._shapes:
+            self._shapes[layer] = adaptable(self._config, layer)
+        shapes = self._shapes[layer]
+        # Since transformers 5 some modules of mixtures are called otherwise than in checkpoints.
+        block = module.replace("mlp.", "block_sparse_moe.", 1)
+        for name in (module, block, f"{block}.layer"):
+            if name in shapes:
+                return (layer, name), shapes[name]
+        names, kind = self._config.architecture.names, ""
+        if module == names.expand:
+            kind = " (each head's part of it is inside two products with latents)"
+        shown = dict.fromkeys(re.sub(r"(?<=experts\.)\d+", "N", name) for name in shapes)
+        raise AdapterError(
+            f"module {path[:120]!r} is none that adapters can change in this model{kind}; those are "
+            f"{', '.join(shown)}"
+        )
 
 
 def adaptable(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
     """Return the modules of a layer that adapters can change, with their numbers of outputs and inputs."""
     names = config.architecture.names
-    expert = names.expert.split("{}")[0]
     found: dict[str, tuple[int, int]] = {}
     for tensor, shape in layer_shapes(config, layer):
         module = tensor.removesuffix(".weight")
-        if module == tensor or len(shape) != 2 or module in (names.router, names.shared_gate, names.expand):
-            continue
-        if config.mixture_of(layer) is not None and expert and module.startswith(expert):
+        if module == tensor or len(shape) != 2 or module in (names.shared_gate, names.expand):
             continue
         rows, columns = shape
         found[module] = (columns, rows) if config.architecture.transposed else (rows, columns)

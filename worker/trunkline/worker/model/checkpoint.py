@@ -11,8 +11,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
+import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -42,6 +43,10 @@ from trunkline.worker.model.weights import (
     Weights,
 )
 
+log = structlog.get_logger()
+
+_KV_SCALES: Final = (".k_scale", ".v_scale", ".kv_scale")
+"""Endings of tensors that say for a whole layer how to keep its KV in 8 bits."""
 Progress = Callable[[str, float], None]
 """Function that is called with a stage's name and the fraction done."""
 
@@ -67,6 +72,12 @@ def load_weights(
     try:
         with ExitStack() as stack:
             files = _Files(folder, dtype, device, stack)
+            ignored = sum(name.endswith(_KV_SCALES) for name in files.index)
+            if ignored and shard.rank == 0:
+                log.info(
+                    "the checkpoint's scales of KV are not used: KV in 8 bits has one for each head and token",
+                    tensors=ignored,
+                )
             return _ShardReader(files, shard, kernels, quantisation).read(progress)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: {error}") from error

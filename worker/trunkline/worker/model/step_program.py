@@ -385,6 +385,7 @@ class _Compiler:
             stack=weights.stack,
             router_x=router_x,
             scale=weights.scale,
+            place=f"{self._layer}.experts",
         )
         self._ops.append(chosen)
         return out

@@ -12,15 +12,16 @@ namespace {
 constexpr int64_t kSlackBytes = 64;  // a vector's lanes behind the last value
 
 int64_t rounded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+int64_t bytes_of(DenseType type) { return type == DenseType::kFloat32 ? 4 : 2; }
 
 }  // namespace
 
-Addend adapter_addend(CpuContext& context, const LinearLayer& layer, const AdaptedRows& rows,
-                      const std::vector<AdapterLayers>& adapters, size_t op, const void* x) {
-  const auto layer_of = [&](const AdaptedRows::Group& group) {
-    return adapters[static_cast<size_t>(group.adapter)][op];
-  };
-  const int64_t element_bytes = layer.type == DenseType::kFloat32 ? 4 : 2;
+Addend adapter_addend(CpuContext& context, const LinearLayer& layer, const OpAdapters& adapted, size_t site,
+                      const void* x) {
+  if (adapted.rows == nullptr) return {};
+  const AdaptedRows& rows = *adapted.rows;
+  const auto layer_of = [&](const AdaptedRows::Group& group) { return adapted.layer(group.adapter, site); };
+  const int64_t element_bytes = bytes_of(layer.type);
   const int64_t row_bytes = layer.in_features * element_bytes;
   const int64_t width = layer.activation == Activation::kNone ? layer.out_features : 2 * layer.out_features;
   int64_t inner_bytes = 0;
@@ -61,6 +62,37 @@ Addend adapter_addend(CpuContext& context, const LinearLayer& layer, const Adapt
   run_linears(context, downs.data(), downs.size());
   run_linears(context, ups.data(), ups.size());
   return {values, rows.place.data(), width};
+}
+
+Addend adapter_addend(CpuContext& context, const OpAdapters& adapted, const std::vector<AdaptedRun>& runs,
+                      int64_t width, DenseType type, const void* x, int64_t rows, std::vector<int32_t>& place) {
+  place.assign(static_cast<size_t>(rows), -1);
+  int64_t count = 0, inner_bytes = 0;
+  for (const AdaptedRun& run : runs) {
+    const AdapterLayer own = adapted.layer(run.adapter, run.site);
+    if (own.down == nullptr) continue;
+    for (int64_t row = run.start; row < run.stop; ++row) {
+      place[static_cast<size_t>(row)] = static_cast<int32_t>(count++);
+    }
+    inner_bytes += rounded((run.stop - run.start) * own.down->out_features * bytes_of(type));
+  }
+  if (count == 0) return {};
+  char* inner = context.adapters.reserve(static_cast<size_t>(inner_bytes + count * width * 4 + kSlackBytes));
+  auto* values = reinterpret_cast<float*>(inner + inner_bytes);
+  std::vector<LinearCall> downs, ups;
+  for (const AdaptedRun& run : runs) {
+    const AdapterLayer own = adapted.layer(run.adapter, run.site);
+    if (own.down == nullptr) continue;
+    const int64_t own_rows = run.stop - run.start;
+    const char* own_x = static_cast<const char*>(x) + run.start * own.down->in_features * bytes_of(type);
+    float* own_values = values + place[static_cast<size_t>(run.start)] * width;
+    downs.push_back({own.down, own_x, inner, false, own_rows});
+    ups.push_back({own.up, inner, own_values, true, own_rows});
+    inner += rounded(own_rows * own.down->out_features * bytes_of(type));
+  }
+  run_linears(context, downs.data(), downs.size());
+  run_linears(context, ups.data(), ups.size());
+  return {values, place.data(), width};
 }
 
 }  // namespace trunkline

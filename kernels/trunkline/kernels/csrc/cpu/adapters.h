@@ -3,6 +3,9 @@
 //
 //      rows of a step, by adapter -> x * A^T (one list of units) -> h * B^T, float32 -> `Addend` of the op's own layer
 //
+// A site is a layer of an op that adapters can change: ops have one each (which most do not use), a mixture of experts
+// has its router and two for each expert that is here. Sites are numbered in the order of the ops.
+//
 // B is scaled when it is packed. A row's result does not depend on the rows beside it, as for all linear layers.
 #pragma once
 
@@ -14,13 +17,13 @@
 
 namespace trunkline {
 
-// What an adapter has for one op; null: nothing.
+// What an adapter has for one site; null: nothing.
 struct AdapterLayer {
   const LinearLayer* down = nullptr;  // A: [rank, in]
   const LinearLayer* up = nullptr;    // B: [outputs, rank], of a gated layer [2 * outputs, rank]
 };
 
-// By op of a program; empty: there is no such adapter.
+// By site of a program; empty: there is no such adapter.
 using AdapterLayers = std::vector<AdapterLayer>;
 
 // The rows of one kind that have adapters, sorted by adapter.
@@ -57,9 +60,32 @@ struct AdaptedRows {
   }
 };
 
-// What the adapters add to `layer`'s results for x; no values: none of them has anything for it. `at(adapter)` is the
-// adapter's layer. It lies in memory of the context until the next call.
-Addend adapter_addend(CpuContext& context, const LinearLayer& layer, const AdaptedRows& rows,
-                      const std::vector<AdapterLayers>& adapters, size_t op, const void* x);
+// The rows of an op that have adapters, and what these have for its sites.
+struct OpAdapters {
+  const AdaptedRows* rows = nullptr;  // null: no row has one
+  const std::vector<AdapterLayers>* adapters = nullptr;
+  size_t first_site = 0;
+
+  AdapterLayer layer(int32_t adapter, size_t site) const {
+    return (*adapters)[static_cast<size_t>(adapter)][first_site + site];
+  }
+};
+
+// Rows that stand together and have one adapter, and the site that they go to.
+struct AdaptedRun {
+  int32_t adapter;
+  size_t site;
+  int64_t start, stop;
+};
+
+// What the adapters add to the results of a site's `layer` for x; no values: none of them has anything for it. It lies
+// in memory of the context until the next call, of this or the next function.
+Addend adapter_addend(CpuContext& context, const LinearLayer& layer, const OpAdapters& adapted, size_t site,
+                      const void* x);
+
+// What they add to results of `width` outputs for runs of the rows of x, `[rows, in]` of type `type`, each run to a
+// site of its own. Fills `place`, which the result points to.
+Addend adapter_addend(CpuContext& context, const OpAdapters& adapted, const std::vector<AdaptedRun>& runs,
+                      int64_t width, DenseType type, const void* x, int64_t rows, std::vector<int32_t>& place);
 
 }  // namespace trunkline

@@ -31,7 +31,8 @@ struct Routing {
   int32_t* chosen;  // [tokens, per_token], ascending
   float* share;     // [tokens, per_token]
   int32_t* place;   // [tokens, per_token]: row among the pairs that are here, sorted by expert; -1: not here
-  int32_t* stops;   // [count]: up to which row an expert's pairs reach
+  int32_t* stops;   // [count, kinds]: up to which row the pairs of an expert and a kind reach
+  int64_t kinds;    // of tokens: those without an adapter, then those of each adapter of the step
 };
 
 char* carved(char*& at, int64_t bytes) {
@@ -40,10 +41,10 @@ char* carved(char*& at, int64_t bytes) {
   return start;
 }
 
-Routing routing_of(CpuContext& context, const ExpertsLayer& layer, int64_t tokens) {
+Routing routing_of(CpuContext& context, const ExpertsLayer& layer, int64_t tokens, int64_t kinds) {
   const int64_t all = layer.router->out_features, pairs = tokens * layer.per_token;
   const int64_t key_words = layer.has_keys() ? tokens * all : 0;
-  const int64_t words = tokens * all + key_words + 3 * pairs + layer.count;
+  const int64_t words = tokens * all + key_words + 3 * pairs + layer.count * kinds;
   char* at = context.routing.reserve(static_cast<size_t>(words * 4 + 6 * 64));
   Routing routing{};
   routing.scores = reinterpret_cast<float*>(carved(at, tokens * all * 4));
@@ -51,7 +52,8 @@ Routing routing_of(CpuContext& context, const ExpertsLayer& layer, int64_t token
   routing.chosen = reinterpret_cast<int32_t*>(carved(at, pairs * 4));
   routing.share = reinterpret_cast<float*>(carved(at, pairs * 4));
   routing.place = reinterpret_cast<int32_t*>(carved(at, pairs * 4));
-  routing.stops = reinterpret_cast<int32_t*>(carved(at, layer.count * 4));
+  routing.stops = reinterpret_cast<int32_t*>(carved(at, layer.count * kinds * 4));
+  routing.kinds = kinds;
   return routing;
 }
 
@@ -154,40 +156,100 @@ void choose(const ExpertsLayer& layer, float* scores, float* keys, int32_t* chos
   if (!are_numbers) std::fill(share, share + count, std::numeric_limits<float>::quiet_NaN());
 }
 
+// The kind of each token (`Routing::kinds`); empty: no token has an adapter.
+std::vector<int32_t> token_kinds(const OpAdapters& adapted, int64_t tokens) {
+  if (adapted.rows == nullptr) return {};
+  std::vector<int32_t> kinds(static_cast<size_t>(tokens), 0);
+  int32_t kind = 0;
+  for (const auto& group : adapted.rows->groups) {
+    ++kind;
+    for (int64_t i = group.start; i < group.stop; ++i) {
+      kinds[static_cast<size_t>(adapted.rows->rows[static_cast<size_t>(i)])] = kind;
+    }
+  }
+  return kinds;
+}
+
 // Fills `place` and `stops`; returns the pairs that are here.
-int64_t sort_by_expert(const ExpertsLayer& layer, const Routing& routing, int64_t tokens) {
-  const int64_t pairs = tokens * layer.per_token;
-  const auto local = [&](int64_t pair) { return routing.chosen[pair] - layer.first; };
-  const auto here = [&](int64_t expert) { return expert >= 0 && expert < layer.count; };
-  std::fill(routing.stops, routing.stops + layer.count, 0);
-  for (int64_t pair = 0; pair < pairs; ++pair) {
-    if (here(local(pair))) ++routing.stops[local(pair)];
-  }
+int64_t sort_by_expert(const ExpertsLayer& layer, const Routing& routing, int64_t tokens,
+                       const std::vector<int32_t>& kind) {
+  const int64_t buckets = layer.count * routing.kinds;
+  std::fill(routing.stops, routing.stops + buckets, 0);
+  // Calls `body(pair, bucket)` for all pairs, -1 for those that are not here.
+  const auto for_pairs = [&](auto&& body) {
+    for (int64_t token = 0; token < tokens; ++token) {
+      const int64_t own = kind.empty() ? 0 : kind[static_cast<size_t>(token)];
+      for (int64_t pair = token * layer.per_token; pair < (token + 1) * layer.per_token; ++pair) {
+        const int64_t expert = routing.chosen[pair] - layer.first;
+        body(pair, expert >= 0 && expert < layer.count ? expert * routing.kinds + own : -1);
+      }
+    }
+  };
+  for_pairs([&](int64_t, int64_t bucket) {
+    if (bucket >= 0) ++routing.stops[bucket];
+  });
   int32_t before = 0;
-  for (int64_t expert = 0; expert < layer.count; ++expert) {
-    before += std::exchange(routing.stops[expert], before);  // where it starts, until its pairs are placed
+  for (int64_t bucket = 0; bucket < buckets; ++bucket) {
+    before += std::exchange(routing.stops[bucket], before);  // where it starts, until its pairs are placed
   }
-  for (int64_t pair = 0; pair < pairs; ++pair) {
-    routing.place[pair] = here(local(pair)) ? routing.stops[local(pair)]++ : -1;
-  }
+  for_pairs([&](int64_t pair, int64_t bucket) {
+    routing.place[pair] = bucket >= 0 ? routing.stops[bucket]++ : -1;
+  });
   return before;
+}
+
+// The pairs that have adapters, as rows of an expert's first layer (`side` 0) or second.
+std::vector<AdaptedRun> adapted_runs(const ExpertsLayer& layer, const Routing& routing, const OpAdapters& adapted,
+                                     size_t side) {
+  std::vector<AdaptedRun> runs;
+  for (int64_t expert = 0, start = 0; expert < layer.count; ++expert) {
+    for (int64_t kind = 0; kind < routing.kinds; ++kind) {
+      const int64_t stop = routing.stops[expert * routing.kinds + kind];
+      if (kind > 0 && stop > start) {
+        const int32_t adapter = adapted.rows->groups[static_cast<size_t>(kind - 1)].adapter;
+        runs.push_back({adapter, 1 + 2 * static_cast<size_t>(expert) + side, start, stop});
+      }
+      start = stop;
+    }
+  }
+  return runs;
+}
+
+// Runs one layer of each expert that has pairs, and adds what adapters add.
+void run_side(CpuContext& context, std::vector<LinearCall>& calls, const ExpertsLayer& layer,
+              const Routing& routing, const OpAdapters& adapted, size_t side, const void* x, int64_t pairs) {
+  std::vector<int32_t> place;
+  if (routing.kinds > 1 && !calls.empty()) {
+    const LinearLayer& own = *calls[0].layer;
+    const int64_t width = own.activation == Activation::kNone ? own.out_features : 2 * own.out_features;
+    const std::vector<AdaptedRun> runs = adapted_runs(layer, routing, adapted, side);
+    Addend addend = adapter_addend(context, adapted, runs, width, own.type, x, pairs, place);
+    for (LinearCall& call : calls) {
+      if (addend.values == nullptr) break;
+      call.addend = addend;
+      addend.place += call.rows;  // calls are in the order of the pairs
+    }
+  }
+  run_linears(context, calls.data(), calls.size());
 }
 
 }  // namespace
 
 void run_experts(CpuContext& context, const ExpertsLayer& layer, const void* router_x, const void* x, void* out,
-                 int64_t tokens) {
+                 int64_t tokens, const OpAdapters& adapted) {
   const LinearLayer& router = *layer.router;
-  const Routing routing = routing_of(context, layer, tokens);
+  const int64_t kinds = adapted.rows == nullptr ? 1 : 1 + static_cast<int64_t>(adapted.rows->groups.size());
+  const Routing routing = routing_of(context, layer, tokens, kinds);
   LinearCall scores{};
   scores.layer = &router, scores.x = router_x, scores.out = routing.scores, scores.float_out = true,
   scores.rows = tokens;
+  scores.addend = adapter_addend(context, router, adapted, 0, router_x);
   run_linear(context, scores);
   for_tokens(context, tokens, [&](int64_t token) {
     const int64_t first = token * router.out_features, own = token * layer.per_token;
     choose(layer, routing.scores + first, routing.keys + first, routing.chosen + own, routing.share + own);
   });
-  const int64_t pairs = sort_by_expert(layer, routing, tokens);
+  const int64_t pairs = sort_by_expert(layer, routing, tokens, token_kinds(adapted, tokens));
   const int64_t element_bytes = router.type == DenseType::kFloat32 ? 4 : 2;
   const int64_t row_bytes = router.in_features * element_bytes;
   const int64_t inner_bytes = layer.count == 0 ? 0 : layer.experts[0].up->out_features * element_bytes;
@@ -208,15 +270,16 @@ void run_experts(CpuContext& context, const ExpertsLayer& layer, const void* rou
     }
   });
   std::vector<LinearCall> ups, downs;
-  for (int64_t expert = 0, start = 0; expert < layer.count; start = routing.stops[expert++]) {
-    const int64_t own = routing.stops[expert] - start;
+  for (int64_t expert = 0, start = 0, stop = 0; expert < layer.count; ++expert, start = stop) {
+    stop = routing.stops[(expert + 1) * kinds - 1];
+    const int64_t own = stop - start;
     if (own == 0) continue;
     const auto& [up, down] = layer.experts[expert];
     ups.push_back({up, rows + start * row_bytes, inner + start * inner_bytes, false, own});
     downs.push_back({down, inner + start * inner_bytes, made + start * row_bytes, false, own});
   }
-  run_linears(context, ups.data(), ups.size());
-  run_linears(context, downs.data(), downs.size());
+  run_side(context, ups, layer, routing, adapted, 0, rows, pairs);
+  run_side(context, downs, layer, routing, adapted, 1, inner, pairs);
   const MixCall mix{made, routing.place, routing.share, out, layer.per_token, router.in_features};
   run_mix(context, mix, router.type, tokens);
 }

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "adapters.h"
 #include "attention.h"
 #include "context.h"
 #include "elementwise.h"
@@ -26,8 +27,9 @@ void run_layer_norm(CpuContext& context, const LayerNormCall& call, DenseType ty
 void run_heads(CpuContext& context, const HeadsCall& call);
 void run_absorb(CpuContext& context, const AbsorbCall& call);
 
+// Sites of `adapted`: the router, then two for each of the layer's experts.
 void run_experts(CpuContext& context, const ExpertsLayer& layer, const void* router_x, const void* x, void* out,
-                 int64_t tokens);
+                 int64_t tokens, const OpAdapters& adapted);
 void run_mix(CpuContext& context, const MixCall& call, DenseType type, int64_t tokens);
 void run_square_sums(CpuContext& context, const SquareSumsCall& call, DenseType type, int64_t rows);
 void run_wide_norm(CpuContext& context, const WideNormCall& call, DenseType type, int64_t rows);

@@ -174,14 +174,15 @@ void Program::linear(const ProgramOp& op) {
   call.float_out = out.type == DenseType::kFloat32;
   call.rows = rows_of(out);
   if (call.rows == 0) return;
-  if (out.rows != RowKind::kLogits) {
-    const AdaptedRows& adapted = step.adapted[static_cast<size_t>(out.rows)];
-    const auto index = static_cast<size_t>(&op - ops.data());
-    if (!adapted.groups.empty()) {
-      call.addend = adapter_addend(*context, *op.linear, adapted, adapters, index, call.x);
-    }
-  }
+  call.addend = adapter_addend(*context, *op.linear, adapters_of(op, out.rows), 0, call.x);
   run_linear(*context, call);
+}
+
+OpAdapters Program::adapters_of(const ProgramOp& op, RowKind rows) const {
+  if (rows == RowKind::kLogits) return {};
+  const AdaptedRows& adapted = step.adapted[static_cast<size_t>(rows)];
+  if (adapted.groups.empty()) return {};
+  return {&adapted, &adapters, op.first_site};
 }
 
 void Program::experts(const ProgramOp& op) {
@@ -189,7 +190,8 @@ void Program::experts(const ProgramOp& op) {
   ExpertsLayer layer = op.routed;
   layer.experts = op.experts.data();
   const char* routed = op.other < 0 ? x.data : at(op.other).data;
-  if (rows_of(x) > 0) run_experts(*context, layer, routed, x.data, at(op.out).data, rows_of(x));
+  if (rows_of(x) == 0) return;
+  run_experts(*context, layer, routed, x.data, at(op.out).data, rows_of(x), adapters_of(op, x.rows));
 }
 
 void Program::elements(const ProgramOp& op, ElementOp kind) {

@@ -85,6 +85,7 @@ struct ProgramOp {
   int other = -1;  // sines, rotary parts of keys, what a router reads
   int latent = -1;
   const LinearLayer* linear = nullptr;
+  size_t first_site = 0;  // of those that adapters can change
   ExpertsLayer routed{};  // but its experts, which are here:
   std::vector<Expert> experts;
   std::vector<const LinearLayer*> by_head;
@@ -95,6 +96,14 @@ struct ProgramOp {
   int64_t window = 0;  // of kTemper, the period
   int64_t span = 0;
   double factor = 0.0, cap = 0.0;  // eps, scale, limit
+
+  size_t sites() const { return kind == OpKind::kExperts ? 1 + 2 * experts.size() : 1; }
+  // The layer of a site; null: there is none.
+  const LinearLayer* site(size_t index) const {
+    if (kind != OpKind::kExperts) return linear;
+    if (index == 0) return routed.router;
+    return index % 2 == 1 ? experts[index / 2].up : experts[index / 2 - 1].down;
+  }
 };
 
 // Tensors of one step; Python keeps them until the next one begins.
@@ -128,6 +137,7 @@ struct Program {
   int64_t group = 0;  // handle of a SharedGroup; 0: none
   bool buffered = false, invariant = false;
   std::vector<AdapterLayers> adapters;
+  size_t sites = 0;  // of all ops
   ProgramStep step;
   Scratch turned;
 
@@ -158,6 +168,7 @@ struct Program {
   void spread(const ProgramOp& op);
   void forbid(const ProgramOp& op);
   ScoreRule rule_of(const ProgramOp& op) const;
+  OpAdapters adapters_of(const ProgramOp& op, RowKind rows) const;
 
   ProgramBuffer& at(int buffer) { return buffers[static_cast<size_t>(buffer)]; }
 };

@@ -54,6 +54,8 @@ int64_t program_new(int64_t context, TensorView words, TensorView reals, TensorV
   const auto* real = static_cast<const double*>(reals.data_ptr());
   for (int64_t i = 0; i < words.size(0); ++i, op += kOpWords, real += kOpReals) {
     program->ops.push_back(read_op(OpReader{*program, held, op}, real, ropes));
+    program->ops.back().first_site = program->sites;
+    program->sites += program->ops.back().sites();
   }
   return reinterpret_cast<int64_t>(program.release());
 }
@@ -159,31 +161,39 @@ void program_begin(int64_t handle, int64_t tokens, int64_t decode_rows, int64_t 
   step.rows = {tokens, states, logits};
 }
 
-// Takes an adapter's layers: int64 [ops, 2], for each op the handles of A and B, or zeros. Empty: the adapter is gone.
-// Python keeps the layers until they are replaced.
+// What an adapter has for `layer`, from the handles of A and B; zeros: nothing.
+AdapterLayer adapter_layer(const LinearLayer* layer, const int64_t* handles) {
+  const auto* down = reinterpret_cast<const PackedLayer*>(handles[0]);
+  const auto* up = reinterpret_cast<const PackedLayer*>(handles[1]);
+  require((down == nullptr) == (up == nullptr), "an adapter has A and B of a site, or neither");
+  if (down == nullptr) return {};
+  require(layer != nullptr, "an adapter is of linear ops and experts before the head");
+  const bool is_gated = layer->activation != Activation::kNone;
+  require(down->type == layer->type && up->type == layer->type && down->in_features == layer->in_features &&
+              up->out_features == (is_gated ? 2 : 1) * layer->out_features &&
+              up->in_features == down->out_features && down->activation == Activation::kNone &&
+              up->activation == Activation::kNone,
+          "an adapter's layers do not fit their op");
+  return {down, up};
+}
+
+// Takes an adapter's layers: int64 [sites, 2], for each site (`adapters.h`) the handles of A and B, or zeros. Empty: the
+// adapter is gone. Python keeps the layers until they are replaced.
 void program_adapter(int64_t handle, int64_t adapter, TensorView handles) {
   Program& program = program_of(handle);
-  const auto ops = static_cast<int64_t>(program.ops.size());
+  const auto sites = static_cast<int64_t>(program.sites);
   const int64_t* at = int64_data(handles, "handles");
   require(adapter >= 0 && adapter <= static_cast<int64_t>(program.adapters.size()),
           "adapters are numbered from 0");
-  require(handles.numel() == 0 || handles.numel() == 2 * ops, "an adapter has two layers per op");
+  require(handles.numel() == 0 || handles.numel() == 2 * sites, "an adapter has two layers per site");
   AdapterLayers layers(static_cast<size_t>(handles.numel() / 2));
-  for (size_t i = 0; i < layers.size(); ++i) {
-    const auto* down = reinterpret_cast<const PackedLayer*>(at[2 * i]);
-    const auto* up = reinterpret_cast<const PackedLayer*>(at[2 * i + 1]);
-    require((down == nullptr) == (up == nullptr), "an adapter has A and B of an op, or neither");
-    if (down == nullptr) continue;
-    const ProgramOp& op = program.ops[i];
-    require(op.kind == OpKind::kLinear && program.buffers[static_cast<size_t>(op.out)].rows != RowKind::kLogits,
-            "an adapter is of linear ops before the head");
-    const LinearLayer& own = *op.linear;
-    const int64_t outputs = own.activation == Activation::kNone ? own.out_features : 2 * own.out_features;
-    require(down->type == own.type && up->type == own.type && down->in_features == own.in_features &&
-                up->out_features == outputs && up->in_features == down->out_features &&
-                down->activation == Activation::kNone && up->activation == Activation::kNone,
-            "an adapter's layers do not fit their op");
-    layers[i] = {down, up};
+  for (const ProgramOp& op : program.ops) {
+    if (layers.empty()) break;
+    const bool fits_rows = op.out >= 0 && program.buffers[static_cast<size_t>(op.out)].rows != RowKind::kLogits;
+    for (size_t site = 0; site < op.sites(); ++site) {
+      layers[op.first_site + site] =
+          adapter_layer(fits_rows ? op.site(site) : nullptr, at + 2 * (op.first_site + site));
+    }
   }
   program.step.adapted[0].clear(), program.step.adapted[1].clear();
   if (adapter == static_cast<int64_t>(program.adapters.size())) program.adapters.emplace_back();
