@@ -192,9 +192,8 @@ int64_t sort_by_expert(const ExpertsLayer& layer, const Routing& routing, int64_
   for (int64_t bucket = 0; bucket < buckets; ++bucket) {
     before += std::exchange(routing.stops[bucket], before);  // where it starts, until its pairs are placed
   }
-  for_pairs([&](int64_t pair, int64_t bucket) {
-    routing.place[pair] = bucket >= 0 ? routing.stops[bucket]++ : -1;
-  });
+  for_pairs(
+      [&](int64_t pair, int64_t bucket) { routing.place[pair] = bucket >= 0 ? routing.stops[bucket]++ : -1; });
   return before;
 }
 
