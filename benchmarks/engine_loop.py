@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import DropCache, EngineOutputs, Event, Ready
 from trunkline.controller.engine_config import EngineConfig
@@ -60,7 +62,7 @@ class EngineLoop:
     ) -> None:
         """
         Args:
-            engine: limits; blocks and chunk size count for the worker, too.
+            engine: limits; blocks and chunk size count for the worker, too. Windows are the model's.
             worker: more fields of `WorkerConfig`.
         """
         config = WorkerConfig(
@@ -72,7 +74,7 @@ class EngineLoop:
             **worker,
         )
         self.runner = Runner.load(config, lambda *_: None, copying=copying)
-        self.engine = Engine(engine)
+        self.engine = Engine(msgspec.structs.replace(engine, **self.runner.windows))
         self.memory = Memory()
         self.requests: dict[int, Done] = {}
         self.step_seconds: list[float] = []

@@ -54,6 +54,7 @@ class TieredLoop(EngineLoop):
             swap_us_per_block=self.runner.swap_us_per_block,
             disk_slots=self.tiers.disk_slots,
             remote=self.tiers.has_remote,
+            **self.runner.windows,
         )
         self.engine = Engine(limits)
 

@@ -39,6 +39,14 @@ ENGINES = {
     "long prompts only": (SMALL, Mix(prompt_max=180, output_max=20, samples=0, beams=0, scored=0, grammars=0)),
     "cuts": (replace(SMALL, num_blocks=90), Mix(prompt_max=120, output_max=40, cuts=0.2, ttl=0.1, preempts=0.005)),
     "few blocks": (replace(SMALL, num_blocks=26, part_window=9), Mix(prompt_max=60, preempts=0.02)),
+    "modules": (
+        replace(SMALL, num_blocks=90, whole_blocks=40),
+        Mix(prompt_max=100, modules=0.5, calls=0.05, schemas=6, ttl=0.1, preempts=0.01),
+    ),
+    "modules, few blocks, tiers": (
+        replace(SMALL, num_blocks=48, whole_blocks=26, host_slots=30, disk_slots=60, preemption="swap"),
+        Mix(prompt_max=80, modules=0.6, calls=0.05, schemas=6, preempts=0.02),
+    ),
     "lost workers": (SMALL, Mix(prompt_max=60, losses=0.01)),
     "host tier": (
         replace(SMALL, host_slots=70),

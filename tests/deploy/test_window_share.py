@@ -34,11 +34,13 @@ GEMMA: dict[str, Any] = {
 }
 
 
-def check(folder: Path, device: str = "cpu", config: dict[str, Any] = GEMMA, **settings: Any) -> None:
+def check(
+    folder: Path, device: str = "cpu", config: dict[str, Any] = GEMMA, *, chunk: int = 64, **settings: Any
+) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     model = read_model_config(folder)
     given = ServeSettings(**{"window_share": 0.25, "kv_memory_bytes": 64 << 20, **settings})
-    check_windows(given, model, model.chunk_format(64, "float32"), device)
+    check_windows(given, model, model.chunk_format(chunk, "float32"), device)
 
 
 def test_a_share_that_works(tmp_path: Path) -> None:
@@ -62,6 +64,11 @@ def test_a_share_that_works(tmp_path: Path) -> None:
 def test_what_cannot_work_is_refused(tmp_path: Path, device: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check(tmp_path, device, **settings)
+
+
+def test_layers_without_whole_pages_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="part of a layer is 1024 bytes in a chunk of 2 tokens, too little"):
+        check(tmp_path, chunk=2)
 
 
 def test_models_of_one_kind_of_layers_have_no_share(tmp_path: Path) -> None:

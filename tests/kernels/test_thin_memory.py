@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 
 from trunkline.kernels.thin_memory import ThinMemory, ThinMemoryError
-from trunkline.kvstore.chunk_format import kv_format
-from trunkline.kvstore.window_share import blocks_within, whole_blocks, windowed_stretches
+from trunkline.kvstore.chunk_format import ChunkFormat, kv_format
+from trunkline.kvstore.window_share import blocks_within, given_back, whole_blocks, windowed_stretches
 
 WINDOWED = (True, True, False, True)
 PART = kv_format((4, 2, 16, 32), "float32")
 LAYER_BYTES = 2 * 2 * 16 * 32 * 4
+UNEVEN = kv_format((4, 2, 16, 24), "float32")
+"""A layer is a page and a half."""
+EIGHT_BITS = kv_format((4, 2, 32, 76), "bfloat16", "int8")
+"""A layer is two pages and a half."""
 
 
 def resident_bytes(memory: ThinMemory) -> int:
@@ -63,10 +67,35 @@ def test_blocks_fit_exactly(share: float) -> None:
         return LAYER_BYTES * (blocks + 3 * whole_blocks(blocks, share))
 
     for memory in range(8 * LAYER_BYTES, 200 * LAYER_BYTES, 1000):
-        blocks = blocks_within(memory, PART, WINDOWED, share)
+        blocks = blocks_within(memory, PART, WINDOWED, share, mmap.PAGESIZE)
         assert needed(blocks) <= memory < needed(blocks + 1)
 
 
-def test_parts_of_pages_are_refused() -> None:
-    with pytest.raises(ThinMemoryError, match="a layer's KV of a chunk is 2048 bytes, which are not whole pages"):
+@pytest.mark.parametrize(("part", "given"), [(UNEVEN, 2), (EIGHT_BITS, 5)])
+def test_parts_of_pages(part: ChunkFormat, given: int) -> None:
+    """Where a layer is no whole pages, those within a stretch are given back, and no byte beside it is touched."""
+    assert part.layer_bytes % mmap.PAGESIZE
+    assert given_back(part, WINDOWED, mmap.PAGESIZE) == given * mmap.PAGESIZE
+    memory = ThinMemory(40, part, WINDOWED)
+    data = memory.pool.data
+    for block in range(40):
+        data[block] = block + 1
+    before = resident_bytes(memory)
+    thin = np.array([0, 3, 4, 5, 17, 39], dtype=np.int32)
+    memory.pool.thin(thin)  # type: ignore[misc]
+    for block in range(40):
+        assert (data[block, 2] == block + 1).all()
+        assert (data[block] == block + 1).all() == (block not in thin)
+    assert before - resident_bytes(memory) >= len(thin) * given * mmap.PAGESIZE
+    data[4] = 5
+    assert (data[4] == 5).all()
+    budget = 100 * part.chunk_bytes
+    blocks = blocks_within(budget, part, WINDOWED, 0.25, mmap.PAGESIZE)
+    whole = whole_blocks(blocks, 0.25)
+    assert blocks > 100
+    assert blocks * part.chunk_bytes - (blocks - whole) * given * mmap.PAGESIZE <= budget
+
+
+def test_stretches_without_a_whole_page_are_refused() -> None:
+    with pytest.raises(ThinMemoryError, match="KV of a chunk is 2048 bytes, which may hold no whole page"):
         ThinMemory(4, kv_format((4, 1, 16, 16), "float32"), WINDOWED)

@@ -35,7 +35,7 @@ def modules_fit(config: EngineConfig, layout: PromptLayout, own: int, max_tokens
     longest = own + min(max_tokens, config.max_context - end)
     texts = sum(blocks_for(len(text.tokens) // 4, size) for text in layout.texts)
     shared = own // size
-    return texts + shared + width * (blocks_for(longest, size) - shared) <= config.num_blocks
+    return texts + shared + width * (blocks_for(longest, size) - shared) <= config.kept_blocks
 
 
 def texts_fit(config: EngineConfig, texts: list[ModuleText]) -> bool:
@@ -47,7 +47,7 @@ def texts_fit(config: EngineConfig, texts: list[ModuleText]) -> bool:
         blocks.append(above + blocks_for(count, config.chunk_size))
         if text.position + count > config.max_context:
             return False
-    return config.prefix_cache and max(blocks) <= min(config.num_blocks, config.max_table_blocks)
+    return config.prefix_cache and max(blocks) <= min(config.kept_blocks, config.max_table_blocks)
 
 
 class ModuleCallers:

@@ -60,6 +60,10 @@ class WindowedPool(SimulatedPool):
         """Attend over positions of a block table in the layers with a window."""
         for position in range(start, stop):
             index, offset = divmod(position, self.chunk_size)
-            entry = self._windowed[table[index]][offset]
-            assert entry is not None, "a token attends to KV of layers with a window that is gone"
-            assert entry == self._blocks[table[index]][offset], "layers with a window have KV of another past"
+            self.look_at(table[index], offset)
+
+    def look_at(self, block: int, offset: int) -> None:
+        """Attend over a token of a block in the layers with a window."""
+        entry = self._windowed[block][offset]
+        assert entry is not None, "a token attends to KV of layers with a window that is gone"
+        assert entry == self._blocks[block][offset], "layers with a window have KV of another past"

@@ -308,6 +308,8 @@ class SimulatedWorkers:
             block = resident.table[cell.entry]
             if number < start:
                 entry = self.pool.read(block, cell.offset, self.last_step, batch_seq_id)
+                if self.part_window:
+                    self.pool.look_at(block, cell.offset)
                 assert entry.frame == cell.frame, "a key was rotated at another position than is assumed"
                 known = number < resident.first or entry.token == resident.tokens[number - resident.first]
                 assert known, "KV of other tokens is seen"

@@ -224,7 +224,7 @@ def test_a_share_is_refused_where_it_cannot_be(models: Models) -> None:
     for name, settings, reason in (
         ("gqa", {}, "others see all tokens"),
         ("mistral", {"sliding_window": WINDOW}, "others see all tokens"),
-        ("gemma3", {}, "not whole pages"),
+        ("gemma3", {}, "no whole page"),
     ):
         folder = models(name, **settings)
         with pytest.raises(WorkerConfigError, match=reason):

@@ -9,15 +9,22 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from simulation.driver import Simulation
-from worker.checkpoints import Models, assert_greedy
-from worker.test_thin_blocks import LARGE, WINDOW, random_tokens, runner_of, small, spoil, windowed_layers
+from worker.checkpoints import Models, assert_greedy, transformers_logits
+from worker.cuts import CHUNK
+from worker.module_group import ENGINE, Answer, ModuleGroup
+from worker.redis_server import RedisServer
+from worker.test_thin_blocks import LARGE, SHARE, WINDOW, random_tokens, runner_of, small, spoil, windowed_layers
 
 from trunkline.controller.messages import StepResult
+from trunkline.controller.tiers.costs import StepCosts
 from trunkline.kvstore.chunks import unpack_int32
+from trunkline.kvstore.tier import TierKind
 from trunkline.kvstore.window_share import LoadedLayers
 from trunkline.worker.messages import StepPlan
 
@@ -58,6 +65,73 @@ def ask(simulation: Simulation, prompt: list[int], tokens: int = 12) -> tuple[li
     simulation.run()
     assert stream.cached_tokens is not None
     return stream.prompt + stream.output, stream.cached_tokens
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_kv_in_8_bits(models: Models, kv_dtype: str) -> None:
+    """Texts are those of blocks that are all whole. What lies behind windows is given back for real, of layers
+    that are no whole pages."""
+    folder = models("gemma3", sliding_window=WINDOW, num_attention_heads=8, num_key_value_heads=8, head_dim=64)
+    said = []
+    for share in (SHARE, 1.0):
+        rng = np.random.default_rng(8)
+        simulation = small(
+            folder, 60, host_memory_bytes=4 * HOST, preemption="swap", window_share=share, kv_dtype=kv_dtype
+        )
+        assert simulation.engine.config.whole_blocks == (12 if share < 1 else 0)
+        session, _ = ask(simulation, random_tokens(rng, 250))
+        midway, _ = ask(simulation, [*session[:150], 5, 6, 7])
+        others = [ask(simulation, random_tokens(rng, 200))[0] for _ in range(3)]
+        turn, found = ask(simulation, [*session, 1, 2, 3])
+        assert found == len(session) - 1
+        said.append([session, midway, *others, turn])
+    assert said[0] == said[1]
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("patience")
+def test_texts_come_back_from_every_tier(models: Models, redis_server: RedisServer, tmp_path: Path) -> None:
+    """Nothing is computed but what follows, and no token differs; midway, too, where the tiers' copies give layers
+    with a window what they need."""
+    folder = models("gemma3", sliding_window=WINDOW, head_dim=32)
+    tiers: dict[str, Any] = {
+        "host_memory_bytes": HOST,
+        "disk_path": str(tmp_path / "slab"),
+        "disk_bytes": 2 * HOST,
+    }
+    settings = replace(ENGINE, num_blocks=90, max_context=400)
+    group = ModuleGroup(folder, settings, window_share=SHARE, remote_url=redis_server.url, **tiers)
+    try:
+        rng = np.random.default_rng(9)
+        session = group.ask(random_tokens(rng, 300), 20)
+        prompts = [[*text_of(session), 1, 2, 3], [*text_of(session)[:150], 5, 6, 7]]
+        expected = [group.ask(prompt) for prompt in prompts]
+        for tier in (TierKind.HOST, TierKind.DISK, TierKind.REMOTE):
+            for prompt, before in zip(prompts, expected, strict=True):
+                group.settle()
+                group.sink(tier)
+                computed = group.engine.computed_tokens
+                again = group.ask(prompt)
+                assert again.tokens == before.tokens
+                assert again.found[tier] > len(prompt) // 2
+                assert group.engine.computed_tokens - computed <= 2 * CHUNK
+    finally:
+        group.close()
+    for answer in (session, *expected):
+        assert isinstance(answer.prompt, list)
+        logits = transformers_logits(folder, text_of(answer))
+        assert logits[len(answer.prompt) - 1 : -1].argmax(dim=-1).tolist() == answer.tokens[0]
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading always pays: computing seems to take far longer."""
+    monkeypatch.setattr(StepCosts, "token_us", 1e6)
+
+
+def text_of(answer: Answer) -> list[int]:
+    assert isinstance(answer.prompt, list)
+    return answer.prompt + answer.tokens[0]
 
 
 def test_texts_are_spilled_and_come_back(mixed: Path) -> None:

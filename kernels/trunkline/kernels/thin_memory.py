@@ -7,8 +7,9 @@ next write. Addresses, kernels and copies know nothing of it.
       block     │ layer 0 │ layer 1 … 5 │ layer 6 │ layer 7 … 11 │
       thin      │█████████│             │█████████│              │     █: memory
 
-The pool takes room in the address space for all blocks, and memory only for what is written. Its layers' parts
-must be whole pages, and it has small pages: a large one would be given back only as a whole.
+The pool takes room in the address space for all blocks, and memory only for what is written. It has small pages: a
+large one would be given back only as a whole. Where a layer's part is not whole pages, the pages at both ends of a
+stretch stay.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 from trunkline.kernels.ops import KvPool
 from trunkline.kvstore.chunk_format import ChunkFormat
 from trunkline.kvstore.chunks import Int32Array
-from trunkline.kvstore.window_share import windowed_stretches
+from trunkline.kvstore.window_share import given_back, windowed_stretches
 
 _MAP_NORESERVE: Final = 0x4000
 """Linux's number for a mapping of which the system does not check that it could be memory as a whole."""
@@ -49,10 +50,10 @@ class ThinMemory:
         """
         if sys.platform != "linux":
             raise ThinMemoryError("memory behind windows is given back on Linux only; use window_share 1")
-        if part.layer_bytes % mmap.PAGESIZE:
+        if not given_back(part, windowed, mmap.PAGESIZE):
             raise ThinMemoryError(
-                f"a layer's KV of a chunk is {part.layer_bytes} bytes, which are not whole pages of "
-                f"{mmap.PAGESIZE} bytes: use window_share 1, or another chunk_size"
+                f"a layer's KV of a chunk is {part.layer_bytes} bytes, which may hold no whole page of "
+                f"{mmap.PAGESIZE} bytes to give back: use window_share 1, or a larger chunk_size"
             )
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         self._map = mmap.mmap(-1, blocks * part.chunk_bytes, flags=flags)
@@ -66,7 +67,10 @@ class ThinMemory:
         self.pool = replace(pool, thin=self.thin, windowed=tuple(windowed))
 
     def thin(self, blocks: Int32Array) -> None:
-        """Give back the memory of these blocks for layers with a window."""
+        """Give back the memory of these blocks for layers with a window, as far as it is whole pages."""
         for block in blocks.tolist():
             for start, length in self.stretches:
-                self._map.madvise(mmap.MADV_DONTNEED, block * self._chunk_bytes + start, length)
+                begin = block * self._chunk_bytes + start
+                first, stop = -(-begin // mmap.PAGESIZE), (begin + length) // mmap.PAGESIZE
+                if first < stop:
+                    self._map.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (stop - first) * mmap.PAGESIZE)

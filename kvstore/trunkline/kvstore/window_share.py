@@ -27,16 +27,36 @@ def windowed_stretches(windowed: Sequence[bool]) -> list[tuple[int, int]]:
     return [(first, stop) for first, stop in zip([0, *stops], stops, strict=False) if windowed[first]]
 
 
-def blocks_within(memory_bytes: int, part: ChunkFormat, windowed: Sequence[bool], share: float) -> int:
+def given_back(part: ChunkFormat, windowed: Sequence[bool], page: int) -> int:
+    """Return how many bytes of a block are given back when it becomes thin, at least: whole pages.
+
+    Args:
+        windowed: for each layer, whether it has a window.
+        page: bytes of a page of memory.
+    """
+    sizes = [(stop - first) * part.layer_bytes for first, stop in windowed_stretches(windowed)]
+    if part.layer_bytes % page == 0:
+        return sum(sizes)
+    # A stretch may begin and end anywhere in a page.
+    return sum(max(0, size - page + 1) // page * page for size in sizes)
+
+
+def blocks_within(memory_bytes: int, part: ChunkFormat, windowed: Sequence[bool], share: float, page: int) -> int:
     """Return how many blocks fit into this memory if `share` of them hold the KV of all layers at once.
 
     Args:
         windowed: for each layer, whether it has a window.
+        page: bytes of a page of memory.
     """
-    blocks = int(memory_bytes // (part.layer_bytes * (len(windowed) - (1 - share) * sum(windowed))))
-    while blocks and _bytes(blocks, part, windowed, share) > memory_bytes:
+    given = given_back(part, windowed, page)
+
+    def needed(count: int) -> int:
+        return count * (part.chunk_bytes - given) + whole_blocks(count, share) * given
+
+    blocks = int(memory_bytes // (part.chunk_bytes - (1 - share) * given))
+    while blocks and needed(blocks) > memory_bytes:
         blocks -= 1
-    while _bytes(blocks + 1, part, windowed, share) <= memory_bytes:
+    while needed(blocks + 1) <= memory_bytes:
         blocks += 1
     return blocks
 
@@ -44,8 +64,3 @@ def blocks_within(memory_bytes: int, part: ChunkFormat, windowed: Sequence[bool]
 def whole_blocks(blocks: int, share: float) -> int:
     """Return how many of so many blocks can hold the KV of all layers at once."""
     return max(1, int(blocks * share))
-
-
-def _bytes(blocks: int, part: ChunkFormat, windowed: Sequence[bool], share: float) -> int:
-    plain = len(windowed) - sum(windowed)
-    return part.layer_bytes * (blocks * plain + whole_blocks(blocks, share) * sum(windowed))

@@ -55,7 +55,7 @@ class PoolMaker:
         """Number of blocks that fit into the memory that the configuration gives."""
         config = self._config
         return config.pool_blocks or blocks_within(
-            config.kv_memory_bytes, self.part, self._windowed, config.window_share
+            config.kv_memory_bytes, self.part, self._windowed, config.window_share, mmap.PAGESIZE
         )
 
     def make(self, blocks: int) -> KvPool:

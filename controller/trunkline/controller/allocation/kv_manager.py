@@ -484,8 +484,9 @@ class KVCacheManager:
         key = sequence.tokens.to_bytes(start, stop)
         leaf = self.tree.covered_by_sibling(sequence.anchor, key)
         shared = self.pool.holders(sequence.private[0]) > 1
-        if leaf is not None and leaf.key != key and sequence.group.encodes and not leaf.is_loadable:
-            leaf = None  # the end of a longer text is too far away: this one would be encoded again and again
+        unusable = leaf is not None and (self.tree.is_thin(leaf) or not leaf.is_loadable)
+        if leaf is not None and leaf.key != key and sequence.group.encodes and unusable:
+            leaf = None  # the end of a longer text is thin or far away: this one would be encoded again and again
         if leaf is not None:
             if leaf.key == key and not (leaf.on_device or shared):
                 self.tree.place(leaf, sequence.private.pop(0))

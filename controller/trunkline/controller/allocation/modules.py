@@ -25,8 +25,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from trunkline.controller.allocation.window_match import whole_part
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import TOKEN_BYTES, Match, Node
+from trunkline.controller.cache.thin_cache import ThinCache
 from trunkline.controller.messages import ModuleText, PromptLayout
 from trunkline.controller.sequences.module_prompt import CachedText, ModulePrompt
 from trunkline.controller.sequences.sequence import PrefixMatch, Sequence, SequenceGroup, Stem, TokenBuffer
@@ -119,7 +121,8 @@ class FoundText(NamedTuple):
 
 def find_text(tree: RadixCache, text: CachedText, stop: int, step: int) -> FoundText:
     """Return the chunks of the first `stop` tokens of a text that step `step` can use. What only a peer has is
-    missing: the job that encodes the text pulls it."""
+    missing: the job that encodes the text pulls it. So is what has become thin and has no copy in host memory: the
+    job computes it again in its place."""
     root = tree.find_text_root(text.place)
     if root is None:
         return FoundText([], None, text.position)
@@ -132,6 +135,8 @@ def find_text(tree: RadixCache, text: CachedText, stop: int, step: int) -> Found
             return FoundText([], None, base)
         if child.ready_step >= step:
             return FoundText([], child, base)
+        if tree.is_thin(child) and not child.host_ready:
+            return FoundText([], None, base)
         nodes.append(child)
         node = child
     return FoundText(nodes, None, base)
@@ -178,6 +183,8 @@ def match_modules(
     else:
         root, base = tree.prompt_root(prompt.name), prompt.runs[0][0]
     match = tree.match(root, sequence.tokens.to_bytes(len(path) * tree.chunk_size, stop), step)
+    if isinstance(tree, ThinCache) and match.pending is None:
+        match, _ = whole_part(tree, sequence, match)
     match.path = path + match.path
     extents += _own_extents(prompt, len(path), base, tree.chunk_size)
     return PrefixMatch(Stem(root, len(path), tuple(pins), root.name, tuple(extents)), match)

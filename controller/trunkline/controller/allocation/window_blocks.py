@@ -32,7 +32,7 @@ class AbsentChunks(NamedTuple):
         if isinstance(tree, ThinCache):  # the other layers read all chunks
             unseen = dict.fromkeys((node for node in path[:behind] if not node.on_device), LoadedLayers.PLAIN)
             placed = unseen | placed
-        return cls(placed, [node for node in path[behind:] if tree.is_thin(node)])
+        return cls(placed, list(dict.fromkeys(node for node in path[behind:] if tree.is_thin(node))))
 
     @property
     def thin(self) -> int:

@@ -46,12 +46,19 @@ def match_thin(tree: ThinCache, root: Node, sequence: Sequence, stop: int, step:
     match = tree.match(root, sequence.tokens.to_bytes(0, stop), step)
     if match.pending is not None:
         return PrefixMatch(Stem(root, keeps_blocks=True), match)
+    match, behind = whole_part(tree, sequence, match)
+    return PrefixMatch(Stem(root, behind=behind, keeps_blocks=True), match)
+
+
+def whole_part(tree: ThinCache, sequence: Sequence, match: Match) -> tuple[Match, int]:
+    """Return the longest part of a match of which layers with a window have all that a sequence's next query sees,
+    on the device or in host memory, and how many chunks at its beginning that query does not see."""
     usable, behind = _usable_thin(tree, sequence, match.path, ALL_CHUNKS)
     if usable < len(match.path):
         match = Match(match.path[:usable], None, None, 0)
     elif match.partial is not None and tree.is_thin(match.partial):
         match.partial, match.partial_tokens = None, 0
-    return PrefixMatch(Stem(root, behind=behind, keeps_blocks=True), match)
+    return match, behind
 
 
 def _usable_thin(tree: ThinCache, sequence: Sequence, path: list[Node], load_entries: int) -> tuple[int, int]:

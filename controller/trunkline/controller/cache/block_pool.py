@@ -31,6 +31,8 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.whole_blocks = num_blocks
+        """Number of blocks that can hold KV of all layers at once (`trunkline.controller.cache.thin_blocks`)."""
         self._free = [BlockId(i) for i in range(num_blocks - 1, -1, -1)]
         self._holders = [0] * num_blocks
         self.taken: list[BlockId] = []

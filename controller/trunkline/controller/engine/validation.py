@@ -401,10 +401,10 @@ def _problem_of_fit(request: Request, layout: PromptLayout, prompt_len: int, con
         + blocks_for(longest, size)
         + (request.width - 1) * (blocks_for(longest, size) - prompt_len // size)
     )
-    if needed > config.num_blocks:
+    if needed > config.kept_blocks:
         return (
             f"its modules and {request.width} outputs of up to {longest} own tokens need {needed} blocks of "
-            f"{size} tokens at once (a text begins a block of its own); this group has {config.num_blocks}"
+            f"{size} tokens at once (a text begins a block of its own); this group has {config.kept_blocks}"
         )
     seen = sum(count for count, text in zip(texts, layout.texts, strict=True) if text.seen)
     if seen + blocks_for(longest, size) > config.max_table_blocks:
@@ -429,8 +429,6 @@ def problem_of_texts(texts: Sequence[ModuleText], config: EngineConfig) -> str:
     """Return why these texts of modules can never be encoded here; "" if they can."""
     if not config.prefix_cache:
         return "this group keeps no KV (its prefix cache is off), so it has no modules"
-    if config.whole_blocks:
-        return "this group gives up KV behind its windows (--window-share), so it has no modules"
     blocks: list[int] = []
     for index, text in enumerate(texts):
         count = len(text.tokens) // TOKEN_BYTES
@@ -438,10 +436,10 @@ def problem_of_texts(texts: Sequence[ModuleText], config: EngineConfig) -> str:
         if end > config.max_context:
             return f"text {index} ends at position {end}; this model has {config.max_context} positions"
         blocks.append(blocks_for(count, config.chunk_size) + (blocks[text.parent] if text.parent >= 0 else 0))
-        if blocks[-1] > min(config.num_blocks, config.max_table_blocks):
+        if blocks[-1] > min(config.kept_blocks, config.max_table_blocks):
             return (
                 f"text {index} and those that it sees need {blocks[-1]} blocks of {config.chunk_size} tokens at "
-                f"once; this group has {config.num_blocks}, and a sequence at most {config.max_table_blocks}"
+                f"once; this group has {config.kept_blocks}, and a sequence at most {config.max_table_blocks}"
             )
     return ""
 

@@ -255,7 +255,7 @@ class ModuleCalls:
     def _pins_max(self) -> int:
         """Largest number of chunks that may be pinned."""
         if self._on_device:
-            return int(PINNED_DEVICE_SHARE * self._kv.pool.num_blocks)
+            return int(PINNED_DEVICE_SHARE * self._kv.pool.whole_blocks)
         return self._tree.tiers.config.pins_max
 
     def _room(self) -> int:
@@ -287,7 +287,8 @@ class ModuleCalls:
         if not nodes:
             return True
         if self._on_device:
-            if self._new(nodes) > self._room() or not all(node.on_device for node in nodes):
+            is_here = all(node.on_device and not self._tree.is_thin(node) for node in nodes)
+            if self._new(nodes) > self._room() or not is_here:
                 return False
             for node in nodes:
                 self._tree.hold(node)

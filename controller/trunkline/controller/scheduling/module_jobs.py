@@ -297,7 +297,7 @@ class ModuleJobs:
 
     def _hold(self, text: CachedText, stop: int, step: int) -> None:
         nodes = find_text(self._tree, text, stop, step).nodes
-        if nodes and all(node.on_device for node in nodes):
+        if nodes and all(node.on_device and not self._tree.is_thin(node) for node in nodes):
             self._tree.hold(nodes[-1])
             self._held.append(nodes[-1])
 

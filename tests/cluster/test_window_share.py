@@ -1,0 +1,243 @@
+"""A model in which some layers have a window, served with a share of whole blocks by real processes, on all tiers.
+
+The device holds two contexts, and KV of layers with a window for a quarter of its blocks; host memory holds one
+and a half, as a text must fit there to come back. So what is asked sinks to disk and to a Redis server, and comes
+back into thin blocks. Texts are those of `transformers`, or of a server that has no share and keeps nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import httpx
+import pytest
+from cluster.harness import Cluster, soon, wait_for
+from router.model_folders import VOCAB_SIZE, write_tokenizer
+from worker.checkpoints import make_checkpoint, transformers_logits
+from worker.redis_server import RedisServer
+
+pytestmark = [pytest.mark.processes, pytest.mark.area("survival")]
+
+CHUNK: Final = 16
+WINDOW: Final = 64
+BLOCKS: Final = 64
+TOKENS: Final = 24
+TEXTS: Final = 4
+CONTEXT: Final = 440
+"""Tokens of the first turn of a text: 27 chunks, nearly twice as many as blocks are whole."""
+NAME: Final = "windows"
+PLAIN: Final = (
+    *("--served-model-name", NAME, "--dtype", "float32", "--threads", "1", "--chunk-size", str(CHUNK)),
+    *("--max-batch", "8", "--token-budget", "64"),
+)
+TIERED: Final = (*PLAIN, "--tp", "2", "--kv-memory", f"{BLOCKS * 18}KiB", "--host-tier", "2MiB")
+SHARE: Final = ("--window-share", "0.25")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Gemma 3 of six layers, five of them with a window; a rank's part of a layer is two pages."""
+    windowed, plain = "sliding_attention", "full_attention"
+    folder = make_checkpoint(
+        tmp_path_factory.mktemp("model") / NAME,
+        "gemma3",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        layer_types=[windowed, windowed, windowed, plain, windowed, windowed],
+        head_dim=64,
+        sliding_window=WINDOW,
+        max_position_embeddings=2048,
+    )
+    write_tokenizer(folder, "the words of a model in which some layers have a window")
+    return folder
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+def disk(folder: Path) -> tuple[str, str]:
+    return "--disk-tier", f"{folder / 'kv'}:64MiB"
+
+
+class Answer(NamedTuple):
+    """A prompt's answer, in tokens."""
+
+    prompt: list[int]
+    output: list[int]
+    cache: dict[str, Any]
+
+    @property
+    def text(self) -> list[int]:
+        return self.prompt + self.output
+
+    def found(self, *tiers: str) -> int:
+        """Tokens of the prompt that were found in these tiers."""
+        return sum(int(self.cache["tiers"].get(tier, 0)) for tier in tiers)
+
+
+def body_of(prompt: list[int], tokens: int) -> dict[str, Any]:
+    greedy = {"model": NAME, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return greedy | {"prompt": prompt, "max_tokens": tokens}
+
+
+def ask(cluster: Cluster, prompt: list[int], tokens: int = TOKENS) -> Answer:
+    said = cluster.post("/v1/completions", body_of(prompt, tokens))
+    return Answer(prompt, said["choices"][0]["token_ids"], said["cache"])
+
+
+class Stream(threading.Thread):
+    """An answer that is being read while something happens to the cluster."""
+
+    def __init__(self, cluster: Cluster, prompt: list[int], tokens: int) -> None:
+        super().__init__(daemon=True)
+        self.output: list[int] = []
+        self.prompt = prompt
+        self._tokens = tokens
+        self._url = f"{cluster.url}/v1/completions"
+        self.start()
+
+    def run(self) -> None:
+        body = body_of(self.prompt, self._tokens) | {"stream": True}
+        with httpx.stream("POST", self._url, json=body, timeout=100) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                        self.output += choice.get("token_ids") or []
+
+    def wait_for(self, tokens: int) -> None:
+        """Return when so many tokens have come."""
+        wait_for(lambda: len(self.output) >= tokens, 60)
+
+    def end(self) -> Answer:
+        """Return what it said, which is all that was asked for."""
+        self.join(100)
+        assert len(self.output) == self._tokens
+        return Answer(self.prompt, self.output, {})
+
+
+def check(model: Path, *answers: Answer) -> None:
+    """They are what `transformers` would have said."""
+    for answer in answers:
+        logits = transformers_logits(model, answer.text)
+        assert logits[len(answer.prompt) - 1 : -1].argmax(dim=-1).tolist() == answer.output
+
+
+def draw(rng: random.Random, tokens: int) -> list[int]:
+    return [rng.randrange(6, VOCAB_SIZE) for _ in range(tokens)]  # behind the special ones
+
+
+def next_turn(rng: random.Random, answer: Answer) -> list[int]:
+    return answer.text + draw(rng, 9)
+
+
+def sink(cluster: Cluster, answers: list[Answer]) -> None:
+    """Wait until the disk has nearly all chunks of these texts. So small a host pool may lose some before the disk
+    has them; texts that are asked again bring theirs back."""
+    chunks = 0.9 * sum((len(answer.text) - 1) // CHUNK for answer in answers)
+    for _ in range(10):
+        if soon(lambda: cluster.metric("tier_slots_used", tier="disk") >= chunks, 5):
+            return
+        for answer in answers:
+            ask(cluster, answer.prompt)
+    assert cluster.metric("tier_slots_used", tier="disk") >= chunks
+
+
+@pytest.mark.timeout(300)
+def test_texts_sink_and_come_back_and_outlive_a_worker(
+    model: Path, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    rng = random.Random(1)
+    options = (*TIERED, *SHARE, *disk(tmp_path), "--remote-tier", redis_server.url)
+    with Cluster(*options, model=str(model)) as cluster:
+        assert cluster.gauge("blocks_total") == BLOCKS
+        first = [ask(cluster, draw(rng, CONTEXT)) for _ in range(TEXTS)]
+        check(model, *first)
+        sink(cluster, first)
+        second = [ask(cluster, next_turn(rng, answer)) for answer in first]
+        check(model, *second)
+        assert any(answer.found("host", "disk", "remote") > CONTEXT for answer in second), "loading never paid"
+        midway = [ask(cluster, answer.text[:300] + draw(rng, 5)) for answer in first[:2]]
+        check(model, *midway)
+        assert any(answer.found("host", "disk", "remote") >= 300 for answer in midway)
+        stream = Stream(cluster, next_turn(rng, second[0]), 160)
+        stream.wait_for(8)
+        os.kill(cluster.pids["worker-1"], signal.SIGKILL)
+        check(model, stream.end())
+        assert "worker-1 was killed by SIGKILL" in cluster.log
+        third = [ask(cluster, next_turn(rng, answer)) for answer in second[2:]]
+        check(model, *third)
+        assert any(answer.found("disk", "remote") > CONTEXT for answer in third), "the disk outlives the worker"
+        assert cluster.metric("tier_failures_total") == 0
+        last = Stream(cluster, next_turn(rng, third[0]), 160)
+        last.wait_for(8)
+        cluster.process.send_signal(signal.SIGTERM)
+        check(model, last.end())
+        assert cluster.wait() == 0
+        assert cluster.alive() == []
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_random_texts_while_workers_die(model: Path, redis_server: RedisServer, tmp_path: Path, seed: int) -> None:
+    """Turns and departures of texts, several at once, against a server without a share that keeps nothing; then
+    other clusters find what this one wrote, without a share and with another share and number of ranks."""
+    rng = random.Random(seed)
+    remote = ("--remote-tier", redis_server.url)
+    plain = (*PLAIN, "--tp", "1", "--no-prefix-cache", "--kv-memory", "32MiB")
+    with Cluster(*plain, model=str(model)) as expected:
+        with Cluster(*TIERED, *SHARE, *disk(tmp_path), *remote, model=str(model)) as cluster:
+            texts = play(rng, cluster, expected, 80)
+            assert cluster.log.count("killed by SIGKILL") >= 4
+            assert cluster.metric("tier_hit_tokens_total", tier="disk") > CONTEXT
+            wait_for(cluster.is_idle, 20)
+            assert cluster.stop() == 0
+        with Cluster(*TIERED, *disk(tmp_path), model=str(model)) as cluster:
+            assert read_again(cluster, expected, texts, "disk") > CONTEXT
+            assert cluster.stop() == 0
+        wide = (*PLAIN, "--tp", "1", "--kv-memory", "3MiB", "--host-tier", "2MiB", "--window-share", "0.5")
+        with Cluster(*wide, "--disk-tier", "0", *remote, model=str(model)) as cluster:
+            assert read_again(cluster, expected, texts, "remote") > CONTEXT
+            assert cluster.stop() == 0
+
+
+def play(rng: random.Random, cluster: Cluster, expected: Cluster, acts: int) -> list[list[int]]:
+    """Let texts grow, and workers die; return the texts."""
+    texts = [draw(rng, CONTEXT) for _ in range(TEXTS)]
+    for act in range(acts):
+        chosen = rng.sample(range(TEXTS), rng.randrange(1, 4))
+        prompts = []
+        for index in chosen:
+            text = texts[index] if len(texts[index]) < 560 else draw(rng, rng.randrange(200, CONTEXT))
+            keep = len(text) if rng.random() < 0.6 else rng.randrange(1, len(text))
+            prompts.append(text[:keep] + draw(rng, rng.randrange(1, 40)))
+        streams = [Stream(cluster, prompt, TOKENS) for prompt in prompts]
+        if act % 16 == 8:
+            streams[0].wait_for(2)
+            os.kill(cluster.pids[rng.choice(["worker-0", "worker-1"])], signal.SIGKILL)
+        for index, stream in zip(chosen, streams, strict=True):
+            answer = stream.end()
+            assert answer.output == ask(expected, answer.prompt).output, f"act {act}"
+            texts[index] = answer.text
+    return texts
+
+
+def read_again(cluster: Cluster, expected: Cluster, texts: list[list[int]], tier: str) -> int:
+    """Ask for what follows on texts; return how many of their tokens were found in a tier."""
+    answers = [ask(cluster, text) for text in texts]
+    assert [answer.output for answer in answers] == [ask(expected, text).output for text in texts]
+    return sum(answer.found(tier) for answer in answers)
