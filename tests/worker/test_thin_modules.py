@@ -17,6 +17,7 @@ from worker.checkpoints import Models
 from worker.driver import VOCAB_SIZE
 from worker.module_group import ENGINE, LayoutJudge, ModuleGroup
 from worker.test_module_engine import HOST_BYTES, random_prompts
+from worker.test_thin_blocks import windowed_layers
 
 from trunkline.kvstore.chunks import Int32Array
 
@@ -60,7 +61,7 @@ def spoil(group: ModuleGroup) -> list[int]:
     """Fill what plans thin with large numbers in layers with a window, so that nothing counts it unnoticed; return
     the list of these blocks."""
     runner, thinned = group.runner, list[int]()
-    layers = [index for index, own in enumerate(runner._decoder.shard.config.attention) if own.window]
+    layers = windowed_layers(runner)
 
     def fill(blocks: Int32Array) -> None:
         thinned.extend(blocks.tolist())
