@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t kSlackBytes = 64;  // a vector's lanes behind the last value
 
 int64_t rounded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-int64_t bytes_of(DenseType type) { return type == DenseType::kFloat32 ? 4 : 2; }
+int64_t adapter_element_bytes(DenseType type) { return type == DenseType::kFloat32 ? 4 : 2; }
 
 }  // namespace
 
@@ -21,7 +21,7 @@ Addend adapter_addend(CpuContext& context, const LinearLayer& layer, const OpAda
   if (adapted.rows == nullptr) return {};
   const AdaptedRows& rows = *adapted.rows;
   const auto layer_of = [&](const AdaptedRows::Group& group) { return adapted.layer(group.adapter, site); };
-  const int64_t element_bytes = bytes_of(layer.type);
+  const int64_t element_bytes = adapter_element_bytes(layer.type);
   const int64_t row_bytes = layer.in_features * element_bytes;
   const int64_t width = layer.activation == Activation::kNone ? layer.out_features : 2 * layer.out_features;
   int64_t inner_bytes = 0;
@@ -74,7 +74,7 @@ Addend adapter_addend(CpuContext& context, const OpAdapters& adapted, const std:
     for (int64_t row = run.start; row < run.stop; ++row) {
       place[static_cast<size_t>(row)] = static_cast<int32_t>(count++);
     }
-    inner_bytes += rounded((run.stop - run.start) * own.down->out_features * bytes_of(type));
+    inner_bytes += rounded((run.stop - run.start) * own.down->out_features * adapter_element_bytes(type));
   }
   if (count == 0) return {};
   char* inner = context.adapters.reserve(static_cast<size_t>(inner_bytes + count * width * 4 + kSlackBytes));
@@ -84,11 +84,12 @@ Addend adapter_addend(CpuContext& context, const OpAdapters& adapted, const std:
     const AdapterLayer own = adapted.layer(run.adapter, run.site);
     if (own.down == nullptr) continue;
     const int64_t own_rows = run.stop - run.start;
-    const char* own_x = static_cast<const char*>(x) + run.start * own.down->in_features * bytes_of(type);
+    const char* own_x =
+        static_cast<const char*>(x) + run.start * own.down->in_features * adapter_element_bytes(type);
     float* own_values = values + place[static_cast<size_t>(run.start)] * width;
     downs.push_back({own.down, own_x, inner, false, own_rows});
     ups.push_back({own.up, inner, own_values, true, own_rows});
-    inner += rounded(own_rows * own.down->out_features * bytes_of(type));
+    inner += rounded(own_rows * own.down->out_features * adapter_element_bytes(type));
   }
   run_linears(context, downs.data(), downs.size());
   run_linears(context, ups.data(), ups.size());
