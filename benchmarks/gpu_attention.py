@@ -13,8 +13,8 @@ from unittest.mock import patch
 
 import torch
 from gpu_cases import ACCEPT_US, GOAL_US, TABLE_3, Buffers, Cell, make_buffers, replay_error, target_us
-from gpu_checks import LIMITS
 from gpu_device import Call, Gpu, Output, Visit
+from gpu_errors import LIMITS
 
 from trunkline.kernels import cuda_decode
 from trunkline.kernels.cuda import CudaKernels

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from gpu_attention import case_of, decode_calls, make_sets
 from gpu_cases import CHUNK, TABLE_3, Buffers, Cell, make_buffers, replay_error
-from gpu_checks import LIMITS
 from gpu_device import Call, Gpu, Output, Visit
+from gpu_errors import LIMITS
 from torch import Tensor
 
 Calls = list[Call]

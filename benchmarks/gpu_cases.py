@@ -7,8 +7,8 @@ from typing import Final
 
 import numpy as np
 import torch
-from gpu_checks import relative_error
 from gpu_device import Gpu, Replay
+from gpu_errors import relative_error
 from gpu_kept import kept
 from torch import Tensor
 

@@ -8,35 +8,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from gpu_device import Gpu, Output, Visit
+from gpu_errors import LIMITS, relative_error
 from gpu_kept import check_rounding, kept, over, widest
+from gpu_layers import check_experts, check_float8
 from torch import Tensor
 
-from trunkline.kernels.cuda import CudaKernels
-from trunkline.kernels.experts import Experts, route, run_experts
-from trunkline.kernels.float8 import float8
 from trunkline.kernels.library_attention import AttentionLibrary, LibraryPrefill, gathered_bytes
-from trunkline.kernels.ops import AttentionSpec, KvPool, PackedLinear, QkNorm, make_angles
+from trunkline.kernels.ops import AttentionSpec, KvPool, QkNorm, make_angles
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, Segments, WritePlan, build_decode_plan
-from trunkline.kernels.program import Buffer, Rows
 from trunkline.kernels.reference import ReferenceKernels
 from trunkline.kernels.reference_sampling import ReferenceSampling
-from trunkline.kernels.routing import Routing
 from trunkline.kernels.sampling import Biases, Draws, LogitEdits, Masks, Penalties, SamplingOps
-from trunkline.kernels.scaled_products import capability_of, float8_rows, why_not, widened
 from trunkline.kvstore.chunk_format import KV_DTYPES
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 SMALL_HEAD_DIMS = (64, 128)
-LIMITS = {torch.float32: 2e-5, torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
-"""Relative error, as norms: a few roundings of the type (queries, weights and results are rounded to it)."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +103,6 @@ def random_trial(seed: int, head_dim: int, chunk: int = 64, rows: int = 37) -> T
         part.copy_(torch.randn(part.shape, generator=generator, dtype=torch.float64))
     to_int = np.array(runs, dtype=np.int32).reshape(-1, 4), np.array(position, dtype=np.int32)
     return Trial(spec, data, Segments(*columns), *to_int, chunk)
-
-
-def relative_error(out: Tensor, exact: Tensor) -> float:
-    """Infinite if anything is NaN."""
-    error = float((out.double() - exact).norm() / exact.norm().clamp_min(1e-30))
-    return error if np.isfinite(error) else float("inf")
 
 
 def check_attention(
@@ -242,113 +227,6 @@ def check_dense(gpu: Gpu, seed: int, dtype: torch.dtype) -> Iterator[tuple[str, 
         gated = kernels.gated_linear(x, kernels.pack_gated_linear(matrix, None, activation))
         packed = reference.pack_gated_linear(matrix.double(), None, activation)
         yield f"gated_{activation}", relative_error(gated, reference.gated_linear(x.double(), packed))
-
-
-class Mixture(NamedTuple):
-    """A random mixture of experts, or a rank's part of one."""
-
-    kernels: CudaKernels
-    op: Experts
-    weights: tuple[Tensor, Tensor]
-    """`[experts here, 2 * width, hidden]` and `[experts here, hidden, width]`."""
-
-    @classmethod
-    def random(
-        cls,
-        gpu: Gpu,
-        seed: int,
-        dtype: torch.dtype,
-        routing: Routing = Routing(3),  # noqa: B008 (frozen)
-        here: range = range(9),
-        bias: Tensor | None = None,
-    ) -> Mixture:
-        """
-        Args:
-            here: those of nine experts that the rank has.
-            bias: of the router, float32 `[9]`.
-        """
-        count, hidden, width = 9, 64, 48
-        generator = torch.Generator().manual_seed(seed)
-        shapes = ((count, hidden), (count, 2 * width, hidden), (count, hidden, width))
-        router, up, down = (
-            (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(gpu.device, dtype) for shape in shapes
-        )
-        up, down = up[here.start : here.stop], down[here.start : here.stop]
-        kernels = gpu.kernels()
-        experts = [
-            (kernels.pack_gated_linear(one, None, "silu"), kernels.pack_linear(other, None))
-            for one, other in zip(up, down, strict=True)
-        ]
-        own_bias = None if bias is None else bias.to(gpu.device, dtype)
-        op = Experts(
-            x=Buffer("x", Rows.TOKENS, hidden, dtype),
-            router=kernels.pack_linear(router, own_bias),
-            first=here.start,
-            experts=tuple(experts),
-            routing=routing,
-            choice_bias=None,
-            out=Buffer("out", Rows.TOKENS, hidden, dtype),
-            stack=kernels.stack_experts(experts),
-        )
-        return cls(kernels, op, (up, down))
-
-    def tokens(self, count: int, seed: int = 0) -> Tensor:
-        """`[count, hidden]`."""
-        x = torch.randn(count, self.op.x.width, generator=torch.Generator().manual_seed(seed))
-        return x.to(self.weights[0].device, self.op.x.dtype)
-
-    def exact(self, x: Tensor) -> Tensor:
-        """The sum in float64, every token through every expert, with the shares that the op computes."""
-        op, here = self.op, slice(self.op.first, self.op.first + len(self.weights[0]))
-        shares, chosen = route(self.kernels.linear(x, op.router, torch.float32), op.routing, op.choice_bias)
-        share = torch.zeros(len(x), op.router.out_features, dtype=torch.float64, device=x.device)
-        share = share.scatter_(1, chosen, shares.double()).T[here, :, None]
-        within, behind = (share, (share != 0).double()) if op.routing.scales_inputs else (1.0, share)
-        up, down = (weight.double().mT for weight in self.weights)
-        gate, up = ((x.double() * within) @ up).chunk(2, dim=-1)
-        return ((F.silu(gate) * up @ down) * behind).sum(dim=0)
-
-
-def check_experts(gpu: Gpu, seed: int, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
-    """A mixture of experts by grouped products, where the device has them for this type: as it is, and as a graph
-    that gets other tokens."""
-    mixture = Mixture.random(gpu, seed, dtype)
-    if mixture.op.stack is None:
-        return
-    kernels, op, x = mixture.kernels, mixture.op, mixture.tokens(1 + seed % 40)
-    yield "experts", relative_error(run_experts(kernels, op, x), mixture.exact(x))
-    out = torch.empty_like(x)
-    graph = gpu.graph([lambda: out.copy_(run_experts(kernels, op, x))], [kernels])
-    for other in (1, 2):
-        x.copy_(mixture.tokens(len(x), other))
-        graph.replay()
-        gpu.synchronize()
-        yield "experts_as_a_graph", relative_error(out, mixture.exact(x))
-
-
-def _into(kernels: CudaKernels, layer: PackedLinear, x: Tensor, out: Tensor) -> None:
-    out.copy_(kernels.linear(x, layer))
-
-
-def check_float8(gpu: Gpu, seed: int, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
-    """fp8 weights that the device multiplies as they are, as a graph that gets other rows; infinite if the trial
-    refuses what the device should have."""
-    generator, kernels = torch.Generator().manual_seed(seed), gpu.kernels()
-    for name, group in (("float8_by_row", 256), ("float8_by_group", 128)):
-        codes = (torch.randn(144, 256, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
-        scale = (0.5 + torch.rand(144, 256 // group, generator=generator)) / 1600
-        weight = float8(codes.to(gpu.device), scale.to(gpu.device), dtype)
-        if why_not(weight, capability_of(gpu.device)):
-            continue
-        layer = kernels.pack_linear(replace(weight, float8_inputs=True), None)
-        x = torch.randn(1 + seed % 40, 256, generator=generator).to(gpu.device, dtype)
-        out = torch.empty(len(x), 144, dtype=dtype, device=gpu.device)
-        graph = gpu.graph([partial(_into, kernels, layer, x, out)], [kernels])
-        x.mul_(3)
-        graph.replay()
-        gpu.synchronize()
-        exact = widened(float8_rows(x, group)) @ weight.dequantise(torch.float64).T
-        yield name, relative_error(out, exact) if layer.data[0].float8_inputs else float("inf")
 
 
 def check_sampling(gpu: Gpu, seed: int) -> Iterator[tuple[str, float]]:

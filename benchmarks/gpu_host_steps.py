@@ -39,6 +39,7 @@ VIEWS = (
         "detach",
         "t",
         "transpose",
+        "permute",
         "unsqueeze",
         "squeeze",
         "expand",

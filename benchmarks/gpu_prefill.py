@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from gpu_baselines import FOREIGN_ERRORS, has_flashinfer
 from gpu_cases import CHUNK
-from gpu_checks import LIMITS, relative_error
 from gpu_device import Call, Gpu, Output, Visit
+from gpu_errors import LIMITS, relative_error
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right

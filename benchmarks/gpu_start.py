@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from gpu_checks import LIMITS, one_round
+from gpu_checks import one_round
 from gpu_device import Gpu, Output, Visit
+from gpu_errors import LIMITS
 
 from trunkline.kernels.cuda_build import find_compiler, library_path
 

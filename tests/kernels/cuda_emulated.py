@@ -2,7 +2,8 @@
 
 Emulated: the device code itself, compiled by the C++ compiler against an emulation of the few hardware operations
 it uses (`cuda_emulation/`), behind the same C interface, on tensors in host memory. It finds wrong indices, wrong
-fragments, missing barriers and waits, reads of what nobody wrote; it knows nothing of speed.
+fragments, missing barriers and waits, reads of what nobody wrote; it knows nothing of speed. Compiled with
+sanitizers it also finds what is read or written outside of any tensor.
 """
 
 from __future__ import annotations
@@ -33,7 +34,14 @@ from trunkline.kernels.ops import Kernels, KvPool, PackedLinear
 EMULATION: Final = Path(__file__).parent / "cuda_emulation"
 CACHE: Final = Path(__file__).parents[2] / ".cache" / "cuda_emulation"
 CXX: Final = shutil.which("g++") or shutil.which("c++")
-FLAGS: Final = ("-std=c++20", "-O2", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
+VARIABLE: Final = "TRUNKLINE_EMULATION_SANITIZED"
+"""Environment variable of `make check-emulation`: not empty, the emulated kernels are compiled with sanitizers."""
+# Stacks of emulated threads are switched by jumps, which the checks of local variables do not follow.
+SANITIZERS: Final = (
+    *("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "--param", "asan-stack=0", "-g1"),
+)
+CHECKS: Final = SANITIZERS if os.environ.get(VARIABLE) else ()
+FLAGS: Final = ("-std=c++20", "-O2", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas", *CHECKS)
 
 H200: Final = (3, 232448, 233472)
 """Processors (few, so that thread blocks do several units), shared memory per block and per processor."""
@@ -67,12 +75,14 @@ def _build(sources: Path, library: Path) -> None:
         for _, done in objects:
             done.result()
         made = Path(scratch) / "library.so"
-        _compile(["-shared", "-o", str(made), *(target for target, _ in objects)])
+        _compile(["-shared", *CHECKS, "-o", str(made), *(target for target, _ in objects)])
         os.replace(made, library)
 
 
 def _compile(arguments: list[str]) -> None:
-    subprocess.run([CXX or "c++", *arguments], check=True)
+    # Not the sanitizers' libraries, which may be loaded here.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    subprocess.run([CXX or "c++", *arguments], check=True, env=environment)
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Mixtures of experts by grouped products: against a dense computation, as a graph, without a wait for the device.
 
-On a CPU torch's own grouped product runs, with the emulated activation in the middle.
+On a CPU torch's own grouped product runs for numbers, with the emulated activation in the middle; for codes of 8
+bits, and where torch has none, ours, emulated.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any, Final
 
 import pytest
 import torch
-from gpu_checks import LIMITS, Mixture, check_experts, relative_error
+from gpu_errors import LIMITS, relative_error
+from gpu_layers import FORMS, Mixture, check_experts
 from kernels.cuda_emulated import CXX
 from kernels.emulated_gpu import EmulatedGpu
 from kernels.emulated_graphs import CaptureError, EmulatedGraphs
@@ -56,6 +58,21 @@ def test_grouped_products_give_the_dense_sum(tokens: int, seed: int, dtype: torc
     assert relative_error(run(mixture, x), mixture.exact(x)) <= LIMITS[dtype]
     assert mixture.kernels.counters.calls["grouped_experts"] == 1
     assert "gated_linear" not in mixture.kernels.counters.calls
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 17, 70])
+def test_our_grouped_products_give_the_dense_sum(
+    tokens: int, dtype: torch.dtype, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trunkline.kernels.experts.has_grouped_products", lambda *_: False)
+    mixture = Mixture.random(EmulatedGpu(), tokens, dtype, form=form)
+    x = mixture.tokens(tokens, tokens)
+    assert relative_error(run(mixture, x), mixture.exact(x)) <= LIMITS[dtype]
+    assert mixture.kernels.counters.calls["own_grouped_products"] == 2
+    alone = mixture._replace(op=replace(mixture.op, stack=None))
+    assert relative_error(run(alone, x), mixture.exact(x)) <= LIMITS[dtype]
 
 
 @pytest.mark.parametrize(
@@ -139,10 +156,14 @@ def one_at_a_time(mixture: Mixture) -> Mixture:
     return mixture._replace(op=replace(mixture.op, stack=None))
 
 
+KINDS: Final = [(FLOAT, ""), (torch.bfloat16, "fp8 in groups"), (torch.float16, "int8")]
+
+
+@pytest.mark.parametrize(("dtype", "form"), KINDS)
 @pytest.mark.parametrize("here", [range(9), range(2, 6)])
-def test_nothing_waits_for_the_device(here: range) -> None:
+def test_nothing_waits_for_the_device(here: range, dtype: torch.dtype, form: str) -> None:
     """Nor can one expert after the other do without."""
-    mixture = Mixture.random(EmulatedGpu(), 7, FLOAT, here=here)
+    mixture = Mixture.random(EmulatedGpu(), 7, dtype, here=here, form=form)
     x = mixture.tokens(20)
     with NoWait():  # type: ignore[no-untyped-call]
         run(mixture, x)
@@ -150,10 +171,11 @@ def test_nothing_waits_for_the_device(here: range) -> None:
         run(one_at_a_time(mixture), x)
 
 
+@pytest.mark.parametrize(("dtype", "form"), KINDS)
 @pytest.mark.parametrize("here", [range(9), range(2, 6)])
-def test_a_graph_takes_other_tokens(here: range) -> None:
+def test_a_graph_takes_other_tokens(here: range, dtype: torch.dtype, form: str) -> None:
     """Its memory holds NaN before each replay; other experts have tokens than while it was captured."""
-    mixture = Mixture.random(EmulatedGpu(), 8, FLOAT, here=here)
+    mixture = Mixture.random(EmulatedGpu(), 8, dtype, here=here, form=form)
     x = mixture.tokens(20)
     out = torch.empty_like(x)
 
@@ -165,7 +187,7 @@ def test_a_graph_takes_other_tokens(here: range) -> None:
     for seed in range(3):
         x.copy_(mixture.tokens(20, 10 + seed))
         replay.replay()
-        assert relative_error(out, mixture.exact(x)) <= LIMITS[FLOAT]
+        assert relative_error(out, mixture.exact(x)) <= LIMITS[dtype]
 
 
 def test_one_expert_after_the_other_gives_the_same() -> None:
@@ -177,24 +199,26 @@ def test_one_expert_after_the_other_gives_the_same() -> None:
 def test_the_kit_s_check_takes_part() -> None:
     for dtype, limit in LIMITS.items():
         found = list(check_experts(EmulatedGpu(), 1, dtype))
-        assert [name for name, _ in found] == ["experts", "experts_as_a_graph", "experts_as_a_graph"]
+        names = ["experts"]
+        if dtype != FLOAT:
+            names += ["experts_by_own_products", "experts_int8", "experts_fp8", "experts_fp8_in_groups"]
+        assert [name for name, _ in found] == [
+            each for name in names for each in (name, f"{name}_as_a_graph", f"{name}_as_a_graph")
+        ]
         assert max(error for _, error in found) <= limit
 
 
-def test_a_stack_is_the_experts_only_memory() -> None:
-    kernels = EmulatedGpu().kernels()
-    weight = torch.randn(3, 16, 8)
-    experts = [
-        (kernels.pack_gated_linear(up, None, "silu"), kernels.pack_linear(torch.randn(8, 8), None))
-        for up in weight
-    ]
-    stack = kernels.stack_experts(experts)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_stack_is_the_experts_only_memory(form: str) -> None:
+    stack = Mixture.random(EmulatedGpu(), 1, torch.bfloat16, form=form).op.stack
     assert stack is not None
-    assert torch.equal(stack.up, weight)
-    for number, (up, down) in enumerate(stack.layers):
-        assert up.data[0].data_ptr() == stack.up[number].data_ptr()
-        assert down.data[0].data_ptr() == stack.down[number].data_ptr()
-        assert up.data[1:] == (None, "silu")
+    for number, layers in enumerate(stack.layers):
+        for layer, whole in zip(layers, (stack.up, stack.down), strict=True):
+            weight = layer.data[0]
+            parts = tuple(weight) if form == "int8" else weight.parts[:2] if form else (weight,)
+            own = (whole.weight[number], *(() if whole.scale is None else (whole.scale[number],)))
+            assert [part.data_ptr() for part in parts] == [part.data_ptr() for part in own]
+            assert layer.data[1:] in ((None, "silu"), (None,))
 
 
 @pytest.mark.parametrize("kind", ["bias", "int8", "width"])
@@ -208,7 +232,12 @@ def test_what_grouped_products_do_not_take_is_not_stacked(kind: str) -> None:
         )
         for _ in range(2)
     ]
-    assert kernels.stack_experts(experts) is None
+    assert kernels.stack_experts(experts, FLOAT) is None
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_float32_has_only_torch_s_products(form: str) -> None:
+    assert (Mixture.random(EmulatedGpu(), 1, FLOAT, form=form).op.stack is None) == bool(form)
 
 
 def test_devices_with_grouped_products() -> None:

@@ -22,6 +22,7 @@ from gpu_attention import Cells, by_phase, measure_decode
 from gpu_baselines import compare_all, compile_flashinfer
 from gpu_cases import Cell
 from gpu_device import Gpu, Output, Visit, measure_ceilings, times_by_kernel
+from gpu_errors import LIMITS
 from gpu_model import ModelShape, measure_model
 from gpu_part import RUNS
 from gpu_prefill import Prompt, measure_prefill
@@ -68,13 +69,15 @@ def test_start_calls_every_op_once(monkeypatch: pytest.MonkeyPatch) -> None:
         *("decode_attention_over_int8", "decode_attention_invariant_over_int8", "prefill_attention_over_int8"),
         *("replays_of_other_plans_over_int8", "write_kv_in_int8"),
         *("write_kv", "pool_moves", "rms_norm", "add_rms_norm", "linear"),
-        *("edit_logits", "draw", "experts", "experts_as_a_graph", "float8_by_row"),
+        *("edit_logits", "draw", "float8_by_row", "round_float8_by_row"),
+        *(f"experts{form}{kind}" for form in FORMS for kind in ("", "_as_a_graph")),
         *("gated_silu", "gated_gelu", "gated_gelu_tanh"),
     }
     assert found.facts["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert "nvcc" in found.facts
 
 
+FORMS = ("", "_by_own_products", "_int8", "_fp8", "_fp8_in_groups")
 RANDOM_TRIAL = gpu_checks.random_trial
 
 
@@ -113,7 +116,7 @@ def test_libraries_compute_what_the_reference_does() -> None:
     gpu.libraries = (replace(FLASH_ON_CPU, name="broken", call=fail), FLASH_ON_CPU)
     found = dict(gpu_checks.library_round(gpu, Output(stream), 1, torch.bfloat16, (64,)))
     assert list(found) == ["prefill_by_flash-on-cpu", "prefill_by_flash-on-cpu_over_fp8"]
-    assert max(found.values()) <= gpu_checks.LIMITS[torch.bfloat16]
+    assert max(found.values()) <= LIMITS[torch.bfloat16]
     assert "prefill by broken, torch.bfloat16: no such head size" in stream.getvalue()
     gpu.libraries = (replace(FLASH_ON_CPU, dtypes=frozenset()),)
     assert not list(gpu_checks.library_round(gpu, Output(stream), 1, torch.bfloat16, (64,)))
@@ -124,7 +127,7 @@ def test_replays_of_other_plans_are_noticed_if_stale(monkeypatch: pytest.MonkeyP
     """Each replay computes what its plan says; one that keeps the captured plan is far off."""
     trials = [small_trial(seed, 64) for seed in (0, 20, 40)]
     trials = [replace(trial, spec=trials[0].spec) for trial in trials]
-    limit = gpu_checks.LIMITS[torch.bfloat16]
+    limit = LIMITS[torch.bfloat16]
     errors = [error for _, error in gpu_checks.check_replays(EmulatedGpu(), trials, torch.bfloat16)]
     assert len(errors) == 4
     assert max(errors) <= limit

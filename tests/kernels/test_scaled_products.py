@@ -13,7 +13,8 @@ from typing import Any, Final
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_checks import LIMITS, check_float8, relative_error
+from gpu_errors import LIMITS, relative_error
+from gpu_layers import check_float8
 from kernels.cuda_emulated import CXX
 from kernels.emulated_gpu import EmulatedGpu
 from kernels.emulated_graphs import EmulatedGraphs
@@ -25,7 +26,7 @@ from torch.nn.functional import ScalingType
 
 from trunkline.kernels import scaled_products
 from trunkline.kernels.float8 import float8
-from trunkline.kernels.grouped import GroupedWeight
+from trunkline.kernels.grouped import GroupedWeight, linear_grouped
 from trunkline.kernels.native import NativeLibraryError
 from trunkline.kernels.ops import RowAddend
 from trunkline.kernels.scaled_products import (
@@ -34,7 +35,6 @@ from trunkline.kernels.scaled_products import (
     ScaledProducts,
     float8_rows,
     linear_float8,
-    linear_stored,
     why_not,
     widened,
 )
@@ -150,7 +150,7 @@ def test_groups_are_given_as_torch_describes_them(tokens: int, hopper: None) -> 
         assert isinstance(weight, GroupedWeight)
         assert weight.float8_inputs
         x = torch.randn(tokens, width).bfloat16()
-        out = linear_stored(x, weight, None, x.dtype)
+        out = ScaledProducts().linear(x, weight, None)
         assert (out.dtype, out.shape) == (torch.bfloat16, (tokens, 144))
         assert relative_error(out, exact(x, weight)) <= LIMITS[torch.bfloat16]
 
@@ -158,9 +158,9 @@ def test_groups_are_given_as_torch_describes_them(tokens: int, hopper: None) -> 
 def test_a_row_without_numbers_spoils_no_other() -> None:
     weight = made(ROWS)
     x = torch.randn(4, 256).bfloat16()
-    expected = linear_float8(x, weight, None)
+    expected = linear_float8(x, weight, None, float8_rows)
     x[1, 7], x[2, 9] = float("nan"), float("inf")
-    out = linear_float8(x, weight, None)
+    out = linear_float8(x, weight, None, float8_rows)
     assert out[1:3].isnan().all()
     assert torch.equal(out[[0, 3]], expected[[0, 3]])
 
@@ -240,7 +240,8 @@ def test_what_a_trial_refuses_becomes_floats(fault: str, monkeypatch: pytest.Mon
     assert reasons.get(fault, "of 1 rows is wrong by") in logs[0]["reason"]
     assert "line 7" not in logs[0]["reason"]
     x = torch.randn(3, 256).bfloat16()
-    out = linear_stored(x, stored, None, x.dtype)
+    assert not products.takes(x, stored, x.dtype)
+    out = linear_grouped(x, stored, None)
     assert relative_error(out, x.double() @ weight.dequantise(torch.float64).T) <= LIMITS[torch.float32]
 
 
@@ -266,7 +267,8 @@ def test_inputs_are_floats_only_with_floats() -> None:
 @needs_emulation
 def test_the_kit_s_check_takes_part() -> None:
     for dtype in HALF:
-        ((name, error),) = check_float8(EmulatedGpu(), 1, dtype)
-        assert name == "float8_by_row"
-        assert error <= LIMITS[dtype]
+        rounded, product = check_float8(EmulatedGpu(), 1, dtype)
+        assert rounded == ("round_float8_by_row", 0.0)
+        assert product[0] == "float8_by_row"
+        assert product[1] <= LIMITS[dtype]
     assert list(check_float8(EmulatedGpu(), 1, torch.float32)) == []

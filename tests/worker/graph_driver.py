@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -72,11 +73,16 @@ def make_simulation(
     *,
     graphs: bool,
     prefill: LibraryPrefill | None = None,
-    kv_dtype: str = "auto",
+    fields: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Ahead:
-    """An engine over such a runner."""
-    runner = make_runner(folder, blocks, graphs=graphs, prefill=prefill, kv_dtype=kv_dtype)
+    """An engine over such a runner.
+
+    Args:
+        fields: of the runner's configuration.
+        settings: of the engine's.
+    """
+    runner = make_runner(folder, blocks, graphs=graphs, prefill=prefill, **(fields or {}))
     settings = {"max_context": 400, "max_rows": ROWS_MAX, **settings}
     simulation = Ahead(EngineConfig(num_blocks=blocks, chunk_size=CHUNK, **settings))
     simulation.runner = runner

@@ -181,6 +181,7 @@ def test_random_steps_of_prefixes_beams_and_drafts(seed: int) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", seeds(40))
 def test_a_hundred_thousand_steps(seed: int) -> None:
     check_steps(seed, 2500, (ALL, PREFIXES)[seed % 2])

@@ -87,7 +87,9 @@ class CpuKernels:
         self.pack_linear, self.linear = dense.pack_linear, dense.linear
         self.pack_gated_linear, self.gated_linear = dense.pack_gated_linear, dense.gated_linear
 
-    def stack_experts(self, experts: Sequence[tuple[PackedLinear, PackedLinear]]) -> ExpertStack | None:
+    def stack_experts(
+        self, experts: Sequence[tuple[PackedLinear, PackedLinear]], dtype: torch.dtype
+    ) -> ExpertStack | None:
         return None  # programs run natively, an expert at a time
 
     def write_kv(

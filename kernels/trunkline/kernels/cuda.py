@@ -17,14 +17,13 @@ from typing import Final
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trunkline.kernels import native
 from trunkline.kernels.cuda_build import CudaBuildError
 from trunkline.kernels.cuda_decode import PIECE_TOKENS_MIN, PIECES_PER_WORKER, DecodePlans
+from trunkline.kernels.cuda_layers import CudaLayers
 from trunkline.kernels.cuda_library import (
-    ACTIVATION_NUMBERS,
     DTYPE_NUMBERS,
     AttentionCall,
     AttentionShape,
@@ -59,13 +58,13 @@ from trunkline.kernels.cuda_work import (
     partial_floats,
     refuse_capture,
 )
-from trunkline.kernels.experts import stacked
 from trunkline.kernels.library_attention import LibraryPrefill, LibraryWork, rest
 from trunkline.kernels.live_plan import AnyDecodePlan, LiveDecodePlan
 from trunkline.kernels.ops import (
     Activation,
     Angles,
     AttentionSpec,
+    ExpertMatrices,
     ExpertStack,
     KernelCounters,
     KvPool,
@@ -77,8 +76,7 @@ from trunkline.kernels.ops import (
     add_rows,
 )
 from trunkline.kernels.plan import PrefillPlan, WritePlan
-from trunkline.kernels.quantisation import stored_bytes
-from trunkline.kernels.scaled_products import ScaledProducts, linear_stored
+from trunkline.kernels.scaled_products import Float8Rows
 from trunkline.kvstore.chunks import Int32Array
 
 INVARIANT_TOKENS: Final = 512
@@ -126,7 +124,7 @@ class CudaKernels:
         # The ops promise sums in float32, also within cuBLAS.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        self._products = ScaledProducts()
+        self._layers = CudaLayers(self._library, self.counters, self._stream)
         self._shapes: dict[tuple[torch.dtype, int, str], AttentionShape] = {}
         self._constants: dict[int, tuple[Tensor, Tensor]] = {}
         self._workspace: Workspace | None = None
@@ -442,8 +440,7 @@ class CudaKernels:
         return out
 
     def pack_linear(self, weight: Weight, bias: Tensor | None, quantisation: Quantisation = "") -> PackedLinear:
-        stored = self._products.stored(weight, quantisation)
-        return PackedLinear(weight.shape[0], weight.shape[1], (stored, bias), stored_bytes(stored, bias))
+        return self._layers.pack(weight, bias, quantisation)
 
     def linear(
         self,
@@ -453,47 +450,29 @@ class CudaKernels:
         addend: RowAddend | None = None,
     ) -> Tensor:
         self.counters.called("linear")
-        return add_rows(self._linear(x, layer, out_dtype), addend)
-
-    def _linear(self, x: Tensor, layer: PackedLinear, out_dtype: torch.dtype | None) -> Tensor:
-        weight, bias = layer.data
-        if not isinstance(weight, Tensor):
-            return linear_stored(x, weight, bias, out_dtype or x.dtype).to(out_dtype or x.dtype)
-        if out_dtype is None or out_dtype == x.dtype:
-            return F.linear(x, weight, bias)
-        if not x.is_cuda:
-            return F.linear(x.to(out_dtype), weight.to(out_dtype), None if bias is None else bias.to(out_dtype))
-        # cuBLAS keeps its float32 sums; a product in the type of x would round them first.
-        out = torch.mm(x, weight.t(), out_dtype=out_dtype)
-        return out if bias is None else out.add_(bias)
+        return add_rows(self._layers.linear(x, layer, out_dtype), addend)
 
     def pack_gated_linear(
         self, weight: Weight, bias: Tensor | None, activation: Activation, quantisation: Quantisation = ""
     ) -> PackedLinear:
-        stored = self._products.stored(weight, quantisation)
-        data = (stored, bias, activation)
-        return PackedLinear(weight.shape[0] // 2, weight.shape[1], data, stored_bytes(stored, bias))
+        return self._layers.pack_gated(weight, bias, activation, quantisation)
 
     def gated_linear(self, x: Tensor, layer: PackedLinear, addend: RowAddend | None = None) -> Tensor:
         self.counters.called("gated_linear")
-        weight, bias, activation = layer.data
-        is_plain = isinstance(weight, Tensor)
-        gate_up = F.linear(x, weight, bias) if is_plain else linear_stored(x, weight, bias, x.dtype)
-        return self._activate(activation, add_rows(gate_up, addend)).to(x.dtype)
+        return self._layers.gated(x, layer, addend)
 
-    def _activate(self, activation: Activation, gate_up: Tensor) -> Tensor:
-        rows, width = len(gate_up), gate_up.shape[1] // 2
-        out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
-        numbers = (DTYPE_NUMBERS[out.dtype], ACTIVATION_NUMBERS[activation], rows, width)
-        self._library.call("gated_activation", gate_up.data_ptr(), out.data_ptr(), *numbers, self._stream())
-        return out
+    def stack_experts(
+        self, experts: Sequence[tuple[PackedLinear, PackedLinear]], dtype: torch.dtype
+    ) -> ExpertStack | None:
+        return self._layers.stack(experts, dtype)
 
-    def stack_experts(self, experts: Sequence[tuple[PackedLinear, PackedLinear]]) -> ExpertStack | None:
-        return stacked(experts, self._activate_group)
+    def multiply_grouped(self, x: Tensor, matrices: ExpertMatrices, stops: Tensor | None) -> Tensor:
+        """As `CudaLayers.multiply_grouped`."""
+        return self._layers.multiply_grouped(x, matrices, stops)
 
-    def _activate_group(self, activation: Activation, gate_up: Tensor) -> Tensor:
-        self.counters.called("grouped_experts")
-        return self._activate(activation, gate_up)
+    def round_rows(self, x: Tensor, group: int, padded: int) -> Float8Rows:
+        """As `CudaLayers.round_rows`."""
+        return self._layers.round_rows(x, group, padded)
 
 
 def _current_stream() -> int:

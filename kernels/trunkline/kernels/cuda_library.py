@@ -118,6 +118,24 @@ class StepRowsCall(ctypes.Structure):
     ]
 
 
+class Float8Call(ctypes.Structure):
+    """The arguments of rounding rows to floats of 8 bits."""
+
+    _fields_: ClassVar[_Fields] = [
+        *_fields(c_void_p, "x codes factor"),
+        *_fields(c_int32, "dtype rows padded width group"),
+    ]
+
+
+class GroupedCall(ctypes.Structure):
+    """The arguments of products of sorted rows with one of several matrices each."""
+
+    _fields_: ClassVar[_Fields] = [
+        *_fields(c_void_p, "x weights scale stops out"),
+        *_fields(c_int32, "dtype out_dtype weight_type rows width outputs matrices group"),
+    ]
+
+
 _STRUCTURES: Final = (
     AttentionCall,
     AttentionShape,
@@ -127,6 +145,8 @@ _STRUCTURES: Final = (
     DrawCall,
     EditCall,
     StepRowsCall,
+    Float8Call,
+    GroupedCall,
 )
 _ARGUMENTS: Final[dict[str, list[Any]]] = {
     "trunkline_set_device": [c_int32],
@@ -142,6 +162,8 @@ _ARGUMENTS: Final[dict[str, list[Any]]] = {
     "trunkline_move_regions": [POINTER(MoveCall), c_void_p],
     "trunkline_rms_norm": [POINTER(NormCall), c_void_p],
     "trunkline_gated_activation": [c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p],
+    "trunkline_round_float8": [POINTER(Float8Call), c_void_p],
+    "trunkline_grouped_products": [POINTER(GroupedCall), c_void_p],
     "trunkline_draw_scratch_bytes": [c_int32, c_int32, POINTER(c_int64)],
     "trunkline_draw": [POINTER(DrawCall), c_void_p],
     "trunkline_add_biases": [POINTER(EditCall), c_void_p],

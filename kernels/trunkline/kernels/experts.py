@@ -4,7 +4,8 @@ one at a time   each expert's tokens through its two layers, in any form of weig
                 many tokens each expert has, so it waits for the device once per layer
 grouped         one product over all experts for each of the two layers (`ExpertStack`): tokens are sorted by
                 expert on the device, which alone knows where each expert's begin; every shape follows from
-                the number of tokens, so a graph can hold it
+                the number of tokens, so a graph can hold it. Torch has such products for some types and
+                devices; for others, and for codes of 8 bits, kernels may have their own.
 """
 
 from __future__ import annotations
@@ -12,19 +13,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trunkline.kernels.adapters import AdapterGroups
-from trunkline.kernels.ops import Activation, ExpertStack, Kernels, PackedLinear, RowAddend
+from trunkline.kernels.grouped import GroupedWeight
+from trunkline.kernels.ops import Activation, ExpertMatrices, ExpertStack, Kernels, PackedLinear, RowAddend
 from trunkline.kernels.program import Buffer, Facts, Op
+from trunkline.kernels.quantisation import QuantisedWeight
 from trunkline.kernels.routing import Routing
+
+Multiply = Callable[[Tensor, ExpertMatrices, Tensor], Tensor]
+"""A grouped product, as `ExpertStack.multiply`."""
 
 _SUMMED_TOKENS: Final = 1024
 """Number of tokens whose results are in float32 at a time."""
+_OWN_INPUTS: Final = 16
+"""What the numbers of a row must be a multiple of for the CUDA kernels' own grouped product."""
 _ALIGNED_BYTES: Final = 16
 """What the bytes of a row must be a multiple of for torch's grouped product."""
 
@@ -187,8 +195,8 @@ def _grouped(op: Experts, stack: ExpertStack, x: Tensor, shares: Tensor, chosen:
     if op.routing.scales_inputs:
         rows = (rows.float() * shares.view(-1)[order, None]).to(x.dtype)
         shares = torch.ones_like(shares)
-    inner = stack.activate(F.grouped_mm(rows, stack.up.mT, offs=stops))
-    made = F.grouped_mm(inner, stack.down.mT, offs=stops)
+    inner = stack.activate(stack.multiply(rows, stack.up, stops))
+    made = stack.multiply(inner, stack.down, stops)
     # Of each token and choice, its row in `made`. Rows of other ranks' experts were never written.
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
     place, is_foreign = place.view(tokens, per_token), (own == count).view(tokens, per_token, 1)
@@ -201,29 +209,83 @@ def _grouped(op: Experts, stack: ExpertStack, x: Tensor, shares: Tensor, chosen:
 
 
 def stacked(
-    experts: Sequence[tuple[PackedLinear, PackedLinear]], activate: Callable[[Activation, Tensor], Tensor]
+    experts: Sequence[tuple[PackedLinear, PackedLinear]],
+    dtype: torch.dtype,
+    activate: Callable[[Activation, Tensor], Tensor],
+    multiply: Multiply,
 ) -> ExpertStack | None:
-    """Bring experts of plain layers together (`Kernels.stack_experts`).
+    """Bring experts without biases together (`Kernels.stack_experts`), numbers or codes of 8 bits.
 
     Args:
         experts: their data are weight, bias and for the gated ones the activation.
+        dtype: the type of what they are multiplied with.
         activate: computes an activation of `[rows, 2 * width]`.
+        multiply: the kernels' own grouped product, which is taken where torch has none.
     """
     sides = list(zip(*experts, strict=True))
-    if not all(isinstance(layer.data[0], Tensor) and layer.data[1] is None for side in sides for layer in side):
+    if any(layer.data[1] is not None for side in sides for layer in side):
         return None
     gated, seconds = sides
-    weight, _, activation = gated[0].data
-    capability = torch.cuda.get_device_capability(weight.device) if weight.is_cuda else None
-    if not has_grouped_products(weight.dtype, (gated[0].in_features, seconds[0].in_features), capability):
+    widths = (gated[0].in_features, seconds[0].in_features)
+    weights = [[layer.data[0] for layer in side] for side in sides]
+    if all(isinstance(weight, Tensor) for side in weights for weight in side):
+        weight = weights[0][0]
+        capability = torch.cuda.get_device_capability(weight.device) if weight.is_cuda else None
+        if has_grouped_products(weight.dtype, widths, capability):
+            multiply = multiply_by_torch
+        elif not has_own_products(dtype, widths):
+            return None
+    elif not all(_are_codes(side) for side in weights) or not has_own_products(dtype, widths):
         return None
-    up, down = (torch.stack([layer.data[0] for layer in side]) for side in sides)
+    (up, ups), (down, downs) = (_together(side) for side in weights)
     layers = [
         tuple(replace(layer, data=(own, *layer.data[1:])) for layer, own in zip(side, parts, strict=True))
-        for side, parts in zip(sides, (up, down), strict=True)
+        for side, parts in zip(sides, (ups, downs), strict=True)
     ]
-    numbers = torch.arange(len(up), device=up.device)
-    return ExpertStack(up, down, numbers, tuple(zip(*layers, strict=True)), partial(activate, activation))
+    numbers = torch.arange(len(experts), device=up.weight.device)
+    pairs = tuple(zip(*layers, strict=True))
+    return ExpertStack(up, down, multiply, numbers, pairs, partial(activate, gated[0].data[2]))
+
+
+def _are_codes(weights: Sequence[Any]) -> bool:
+    """Return whether weights are codes of 8 bits with scales for equal groups."""
+    if all(isinstance(weight, QuantisedWeight) for weight in weights):
+        return True
+    return all(isinstance(weight, GroupedWeight) and weight.floats for weight in weights) and (
+        len({weight.group for weight in weights}) == 1
+    )
+
+
+def _together(weights: Sequence[Any]) -> tuple[ExpertMatrices, list[Any]]:
+    """Return weights of one kind in one tensor, and each as a view of it."""
+    first = weights[0]
+    if isinstance(first, Tensor):
+        whole = ExpertMatrices(torch.stack(list(weights)))
+        return whole, list(whole.weight)
+    if isinstance(first, QuantisedWeight):
+        values, scale = (torch.stack(parts) for parts in zip(*weights, strict=True))
+        return ExpertMatrices(values, scale[..., None]), list(map(QuantisedWeight, values, scale))
+    codes, scale = (torch.stack([getattr(w, name) for w in weights]).contiguous() for name in ("codes", "scale"))
+    # Their inputs are not rounded here, so nor are those of an expert alone.
+    parts = [
+        replace(weight, codes=own, scale=factors, float8_inputs=False)
+        for weight, own, factors in zip(weights, codes, scale, strict=True)
+    ]
+    return ExpertMatrices(codes.view(torch.float8_e4m3fn), scale), parts
+
+
+def multiply_by_torch(x: Tensor, matrices: ExpertMatrices, stops: Tensor) -> Tensor:
+    """Multiply sorted rows with one of several matrices each, by torch's grouped product."""
+    return F.grouped_mm(x, matrices.weight.mT, offs=stops)
+
+
+def has_own_products(dtype: torch.dtype, widths: tuple[int, ...]) -> bool:
+    """Return whether the CUDA kernels' own grouped product multiplies such matrices.
+
+    Args:
+        widths: numbers of a row in each of the matrices.
+    """
+    return dtype in (torch.float16, torch.bfloat16) and all(width % _OWN_INPUTS == 0 for width in widths)
 
 
 def has_grouped_products(dtype: torch.dtype, widths: tuple[int, ...], capability: tuple[int, int] | None) -> bool:

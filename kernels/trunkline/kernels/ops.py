@@ -120,14 +120,26 @@ class PackedLinear:
     """Bytes of weight, scales and bias: the layer's memory, and what a call with few tokens reads."""
 
 
+class ExpertMatrices(NamedTuple):
+    """A matrix of each of a layer's experts on this rank, in one tensor."""
+
+    weight: Tensor
+    """`[experts, out, in]`: numbers, or codes of 8 bits (float8_e4m3fn or int8)."""
+    scale: Tensor | None = None
+    """Of codes: float32 `[experts, out, groups]`, which multiplies those of a group of inputs."""
+
+
 @dataclass(frozen=True)
 class ExpertStack:
-    """A layer's experts on this rank in two tensors, for grouped products. `Kernels.stack_experts` makes it."""
+    """A layer's experts on this rank in a few tensors, for grouped products. `Kernels.stack_experts` makes it."""
 
-    up: Tensor
+    up: ExpertMatrices
     """Gated matrices, `[experts, 2 * width, hidden]`: of each expert its gate, then up."""
-    down: Tensor
+    down: ExpertMatrices
     """Second matrices, `[experts, hidden, width]`."""
+    multiply: Callable[[Tensor, ExpertMatrices, Tensor], Tensor]
+    """Multiplies rows `[rows, in]`, sorted by expert, which end for each expert at an int32 `[experts]`, with a
+    matrix each; rows behind the last of these ends may stay unwritten."""
     numbers: Tensor
     """int64 `[experts]`: 0, 1, 2, ….."""
     layers: tuple[tuple[PackedLinear, PackedLinear], ...]
@@ -362,11 +374,14 @@ class Kernels(Protocol):
         """Apply a gated layer to `x` `[tokens, in]`; return `[tokens, n]`."""
         ...
 
-    def stack_experts(self, experts: Sequence[tuple[PackedLinear, PackedLinear]]) -> ExpertStack | None:
+    def stack_experts(
+        self, experts: Sequence[tuple[PackedLinear, PackedLinear]], dtype: torch.dtype
+    ) -> ExpertStack | None:
         """Bring the experts of a layer together; their old memory is not needed any more.
 
         Args:
             experts: gated layer and second layer of each.
+            dtype: the type of what they are multiplied with.
 
         Returns:
             None: these kernels, this device or these weights have no grouped products, so experts are computed one

@@ -217,7 +217,9 @@ class ReferenceKernels:
             return F.silu(gate).mul_(up).to(x.dtype)
         return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none").mul_(up).to(x.dtype)
 
-    def stack_experts(self, experts: Sequence[tuple[PackedLinear, PackedLinear]]) -> ExpertStack | None:
+    def stack_experts(
+        self, experts: Sequence[tuple[PackedLinear, PackedLinear]], dtype: torch.dtype
+    ) -> ExpertStack | None:
         return None
 
 

@@ -9,16 +9,17 @@ The units multiply e4m3 with e4m3, so inputs are rounded to it, too, with a fact
 One scale for a whole matrix is an equal one for each output, and a block of 128 × 128 with a scale is 128 groups
 of 128 inputs: that is how `GroupedWeight` has them. The factor is the largest magnitude over 448, the largest
 number of e4m3, so nothing is cut off. Nothing waits for the device, and shapes follow from those of the arguments,
-so a graph can hold it.
+so a graph can hold it. Inputs are rounded by what the owner of `ScaledProducts` gives, on GPUs in one launch.
 
 This is done only where the checkpoint is meant for it (`GroupedWeight.float8_inputs`), and only for shapes for
-which a trial with the layer's own weight gave the right numbers. Other layers become floats at each call, and the
+which a trial with the layer's own weight gave the right numbers. Inputs of other layers are not rounded, and the
 log says which and why.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -30,10 +31,10 @@ from torch.nn.functional import ScalingType
 
 from trunkline.kernels.grouped import GroupedWeight, linear_grouped
 from trunkline.kernels.native import NativeLibraryError
-from trunkline.kernels.quantisation import QuantisedWeight, linear_quantised, stored_weight
+from trunkline.kernels.quantisation import QuantisedWeight, stored_weight
 
 VARIABLE: Final = "TRUNKLINE_CUDA_FP8"
-"""Environment variable for comparisons: with `FLOATS` all fp8 weights become floats at each call."""
+"""Environment variable for comparisons: with `FLOATS` no inputs of fp8 weights are rounded."""
 FLOATS: Final = "floats"
 LARGEST: Final = 448.0
 """The largest number of e4m3."""
@@ -65,6 +66,10 @@ class Float8Rows(NamedTuple):
     """float32 `[rows, groups]`, row by row beside each other if there are several groups."""
 
 
+Rounding = Callable[[Tensor, int, int], Float8Rows]
+"""Rounds rows as `float8_rows` does."""
+
+
 class _Key(NamedTuple):
     """What a trial holds for."""
 
@@ -76,15 +81,20 @@ class _Key(NamedTuple):
 
 
 class ScaledProducts:
-    """Which fp8 weights a device multiplies as they are. Trials are remembered."""
+    """Which fp8 weights a device multiplies as they are, and their products. Trials are remembered."""
 
-    def __init__(self) -> None:
+    def __init__(self, rounding: Rounding | None = None) -> None:
+        """
+        Args:
+            rounding: Rounds inputs, to the same bits as `float8_rows`; None: that.
+        """
+        self._rounding = rounding or float8_rows
         self._problems: dict[_Key, str] = {}
 
     def stored(
         self, weight: Tensor | GroupedWeight, quantisation: str
     ) -> Tensor | QuantisedWeight | GroupedWeight:
-        """Return a weight as layers keep it; `float8_inputs` says whether `linear_stored` multiplies it as it is.
+        """Return a weight as layers keep it; `float8_inputs` says whether `linear` multiplies it as it is.
         Waits for the device if its shape is new.
 
         Raises:
@@ -94,7 +104,7 @@ class ScaledProducts:
         if not isinstance(weight, GroupedWeight) or not weight.floats or quantisation:
             return stored_weight(weight, quantisation)
         ready = replace(weight, scale=_beside(weight.scale))
-        return replace(ready, float8_inputs=not self._problem(ready))
+        return replace(weight, float8_inputs=False) if self._problem(ready) else ready
 
     def _problem(self, weight: GroupedWeight) -> str:
         if not weight.float8_inputs:
@@ -107,13 +117,25 @@ class ScaledProducts:
         key = _Key(weight.codes.device, weight.dtype, weight.shape, weight.group, weight.float8_inputs)
         if key in self._problems:
             return self._problems[key]
-        problem = self._problems[key] = trial_problem(weight) if reason is None else reason
+        problem = self._problems[key] = trial_problem(weight, self._rounding) if reason is None else reason
         facts = {"outputs": weight.shape[0], "inputs": weight.shape[1], "group": weight.group}
         if problem:
-            log.warning("fp8 weights become floats at each call, which takes longer", reason=problem, **facts)
+            log.warning("products of fp8 weights take longer, as inputs are not rounded", reason=problem, **facts)
         else:
             log.info("fp8 weights are multiplied as they are, with inputs rounded to fp8", **facts)
         return problem
+
+    @staticmethod
+    def takes(x: Tensor, weight: QuantisedWeight | GroupedWeight, out_dtype: torch.dtype) -> bool:
+        """Return whether `linear` computes this layer; what `out_dtype` asks for beyond the type of `x` must be
+        computed exactly."""
+        rounds = isinstance(weight, GroupedWeight) and weight.float8_inputs and weight.dtype == x.dtype
+        return rounds and out_dtype == x.dtype
+
+    def linear(self, x: Tensor, weight: QuantisedWeight | GroupedWeight, bias: Tensor | None) -> Tensor:
+        """Return the layer of `x` `[tokens, in]`, in its type, with inputs rounded to fp8, if `takes` says so."""
+        assert isinstance(weight, GroupedWeight)
+        return linear_float8(x, weight, bias, self._rounding)
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:
@@ -148,7 +170,7 @@ def why_not(weight: GroupedWeight, capability: tuple[int, int] | None) -> str:
     return ""
 
 
-def trial_problem(weight: GroupedWeight) -> str:
+def trial_problem(weight: GroupedWeight, rounding: Rounding) -> str:
     """Return what is wrong with products of such a weight, empty if nothing is: a few random rows are multiplied,
     and compared with the same rounded rows times the weight in float64. Waits for the device."""
     generator = torch.Generator().manual_seed(0)
@@ -156,7 +178,7 @@ def trial_problem(weight: GroupedWeight) -> str:
     for rows in _TRIAL_ROWS:
         x = torch.randn(rows, weight.shape[1], generator=generator).to(device, weight.dtype)
         try:
-            out = linear_float8(x, weight, None).double()
+            out = linear_float8(x, weight, None, rounding).double()
         except (RuntimeError, ValueError, NotImplementedError) as error:
             first_line = str(error).split("\n")[0]
             return f"torch's product of {rows} rows fails: {first_line[:300]}"
@@ -167,17 +189,7 @@ def trial_problem(weight: GroupedWeight) -> str:
     return ""
 
 
-def linear_stored(
-    x: Tensor, weight: QuantisedWeight | GroupedWeight, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    """Return the layer of `x` `[tokens, in]`, in the type of `x` or a wider one; what `out_dtype` asks for beyond
-    the type of `x` is computed exactly."""
-    if isinstance(weight, GroupedWeight) and weight.float8_inputs and out_dtype == x.dtype == weight.dtype:
-        return linear_float8(x, weight, bias)
-    return linear_quantised(x, weight, bias)
-
-
-def linear_float8(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
+def linear_float8(x: Tensor, weight: GroupedWeight, bias: Tensor | None, rounding: Rounding) -> Tensor:
     """Return `x · wᵀ + bias` of `x` `[tokens, in]` in its type, `x` rounded to floats of 8 bits; sums are those of
     the matrix units.
 
@@ -185,9 +197,7 @@ def linear_float8(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tens
         weight: one that `ScaledProducts.stored` has returned.
     """
     tokens, by_row = len(x), weight.group == weight.shape[1]
-    if missing := 0 if by_row else -tokens % _ALIGNED_ROWS:
-        x = F.pad(x, (0, 0, 0, missing))
-    rows = float8_rows(x, weight.group)
+    rows = rounding(x, weight.group, tokens if by_row else tokens + -tokens % _ALIGNED_ROWS)
     recipe = ScalingType.RowWise if by_row else ScalingType.BlockWise1x128
     out = F.scaled_mm(
         rows.codes,
@@ -201,8 +211,14 @@ def linear_float8(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tens
     return out if bias is None else out.add_(bias)
 
 
-def float8_rows(x: Tensor, group: int) -> Float8Rows:
-    """Round rows `[rows, in]`, `group` inputs with a factor. A group with infinity or NaN makes results NaN."""
+def float8_rows(x: Tensor, group: int, padded: int = 0) -> Float8Rows:
+    """Round rows `[rows, in]`, `group` inputs with a factor. A group with infinity or NaN makes results NaN.
+
+    Args:
+        padded: Number of rows of the result: behind those of `x` come zeros.
+    """
+    if padded > len(x):
+        x = F.pad(x, (0, 0, 0, padded - len(x)))
     parts = x.float().view(len(x), x.shape[1] // group, group)
     factor = (parts.abs().amax(dim=-1) * (1.0 / LARGEST)).clamp_min_(LEAST_FACTOR)
     # The factor is rounded, so the largest may come out above 448, which has no code.

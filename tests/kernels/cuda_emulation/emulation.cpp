@@ -9,6 +9,7 @@ namespace {
 
 constexpr size_t kStackBytes = 64 * 1024;
 constexpr int kSharedAlwaysAllowed = 48 * 1024;
+constexpr unsigned kGridMaxY = 65535;
 
 std::map<const void*, int> shared_allowed;  // by kernel
 
@@ -139,11 +140,14 @@ cudaError_t launch(const void* kernel, dim3 grid, int threads, size_t shared_byt
                    const std::function<void()>& body) {
   std::mt19937 random(device().seed++);
   if (static_cast<int>(shared_bytes) > shared_limit(kernel)) return cudaErrorInvalidValue;
+  if (grid.x == 0 || grid.y == 0 || grid.z != 1 || grid.y > kGridMaxY) return cudaErrorInvalidConfiguration;
   if (static_cast<int>(shared_bytes) > device().shared_per_block) fail("more shared memory than the device has");
-  for (unsigned x = 0; x < grid.x; ++x) {
-    ThreadBlock thread_block(threads, shared_bytes, body, random);
-    active = {&thread_block, {x, 0, 0}, {grid.x, 1, 1}};
-    thread_block.run();
+  for (unsigned y = 0; y < grid.y; ++y) {
+    for (unsigned x = 0; x < grid.x; ++x) {
+      ThreadBlock thread_block(threads, shared_bytes, body, random);
+      active = {&thread_block, {x, y, 0}, {grid.x, grid.y, 1}};
+      thread_block.run();
+    }
   }
   active = {};
   return cudaSuccess;

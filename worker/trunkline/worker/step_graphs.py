@@ -108,7 +108,7 @@ def why_not(program: Program, group: TensorParallel) -> str:
     if any(isinstance(op, Experts) and op.stack is None for op in program.ops):
         return (
             "the host waits to hear how many tokens each expert has; products are grouped on the device for "
-            "weights in bfloat16 without biases, on GPUs of compute capability 9.x and 10.x"
+            "models in bfloat16 and float16, with such weights, fp8 or int8, without biases"
         )
     return ""
 

@@ -94,7 +94,7 @@ class _Files:
         self._opened: dict[Path, Any] = {}
         self._last: tuple[str, Weight] = ("", torch.empty(0))
         self._stack = stack
-        self._dtype, self.device = dtype, device
+        self.dtype, self.device = dtype, device
 
     def part(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Weight:
         """Return a part of a matrix, in blocks if it is stored so; `columns` without `rows`.
@@ -105,7 +105,7 @@ class _Files:
         """
         found = self._part(name, rows, columns)
         if isinstance(found, GroupedWeight) and not found.floats:
-            return replace(found, int8_inputs=self._dtype != torch.float32)
+            return replace(found, int8_inputs=self.dtype != torch.float32)
         return found
 
     def _part(self, name: str, rows: slice | None, columns: slice | None) -> Weight:
@@ -143,7 +143,7 @@ class _Files:
 
         if member.kind is MemberKind.MXFP4:
             blocks, scales = (own_part(ending).to(self.device) for ending in ("_blocks", "_scales"))
-            return read_mxfp4(member.source, blocks, scales, self._dtype)
+            return read_mxfp4(member.source, blocks, scales, self.dtype)
         return own_part("").T if member.kind is MemberKind.MATRIX else own_part("")
 
     def _float8(self, name: str, scheme: Float8Scheme, rows: slice, columns: slice) -> GroupedWeight:
@@ -155,7 +155,7 @@ class _Files:
         assert scale is not None  # the headers were checked
         scale = scale.reshape(scheme.scale_shape(*self.index[weight].shape))
         first = (rows.start or 0, columns.start or 0)
-        return read_float8(name, scheme, part.to(self.device, copy=True), scale, first, self._dtype)
+        return read_float8(name, scheme, part.to(self.device, copy=True), scale, first, self.dtype)
 
     def is_in_blocks(self, name: str) -> bool:
         entry = self.index[name]
@@ -173,7 +173,7 @@ class _Files:
         file, blocks = entry.file, entry.stored
         if blocks is not None or entry.packed is not None or entry.member is not None:
             found = self.part(name, rows, columns) if blocks is None else self._blocks.read(blocks, rows, columns)
-            dense = found.dequantise(dtype or self._dtype) if isinstance(found, GroupedWeight) else found
+            dense = found.dequantise(dtype or self.dtype) if isinstance(found, GroupedWeight) else found
             return self._own(dense, dtype)
         stored = self._open(file).get_slice(name)
         part: Tensor = stored[:, columns] if columns is not None else stored[rows or slice(None)]
@@ -188,7 +188,7 @@ class _Files:
     def _packed(self, matrix: PackedMatrix) -> GroupedWeight:
         """Return a whole matrix: its words are not divided as its rows and columns are."""
 
-        return read_packed(matrix, self._tensor, self._dtype)
+        return read_packed(matrix, self._tensor, self.dtype)
 
     def _tensor(self, name: str) -> Tensor | None:
         if name not in self._sources:
@@ -203,7 +203,7 @@ class _Files:
 
     def _own(self, part: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return a copy of its own: the file's mapping can then be closed, and slices become contiguous."""
-        return part.to(device=self.device, dtype=dtype or self._dtype, copy=True).contiguous()
+        return part.to(device=self.device, dtype=dtype or self.dtype, copy=True).contiguous()
 
 
 class _ShardReader:
@@ -338,7 +338,7 @@ class _ShardReader:
             down = self._row_parallel(start + names.down, rows, has_bias)
             up = self._up(start, rows, width, names.expert_gates)
             experts.append(MlpWeights(up, down))
-        stack = self._kernels.stack_experts(experts)
+        stack = self._kernels.stack_experts(experts, self._files.dtype)
         if stack is not None:
             experts = [MlpWeights(*layers) for layers in stack.layers]
         return ExpertWeights(

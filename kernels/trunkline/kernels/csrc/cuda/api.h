@@ -164,6 +164,38 @@ struct StepRowsCall {
   int32_t chunk_size;
 };
 
+// Rows rounded to floats of 8 bits (e4m3): x ≈ codes * factor.
+struct Float8Call {
+  const void* x;   // [rows, width], contiguous
+  uint8_t* codes;  // [padded, width]; zeros behind the rows
+  float* factor;   // [width / group, padded]
+  int32_t dtype;   // of x: 16 bits
+  int32_t rows;
+  int32_t padded;  // at least `rows`
+  int32_t width;
+  int32_t group;  // 128, or the width
+};
+
+enum WeightType : int32_t { kNumbers = 0, kFloat8 = 1, kInt8 = 2 };
+
+// Products of sorted rows with one of several matrices each.
+struct GroupedCall {
+  const void* x;        // [rows, width], contiguous
+  const void* weights;  // [matrices, outputs, width]: of the type of x, or codes
+  const float* scale;   // [matrices, outputs, width / group]; null: numbers
+  const int32_t*
+      stops;          // [matrices], ascending: where the rows of each matrix end; null: of one, that of all rows
+  void* out;          // [rows, outputs]; rows behind the last stop stay as they are
+  int32_t dtype;      // of x: 16 bits
+  int32_t out_dtype;  // dtype, or float32
+  int32_t weight_type;
+  int32_t rows;
+  int32_t width;    // a multiple of 16
+  int32_t outputs;  // a multiple of 8
+  int32_t matrices;
+  int32_t group;  // inputs that share a scale, a multiple of 16
+};
+
 extern "C" {
 // Sizes of the structures above, in order, so that the caller can check its mirror of them. Host memory.
 void trunkline_struct_bytes(int32_t* sizes);
@@ -191,6 +223,8 @@ int32_t trunkline_rms_norm(const NormCall* call, void* stream);
 // gate_up: [rows, 2 * width]; out: [rows, width].
 int32_t trunkline_gated_activation(const void* gate_up, void* out, int32_t dtype, int32_t activation, int32_t rows,
                                    int32_t width, void* stream);
+int32_t trunkline_round_float8(const Float8Call* call, void* stream);                    // call: host memory
+int32_t trunkline_grouped_products(const GroupedCall* call, void* stream);               // likewise
 int32_t trunkline_draw_scratch_bytes(int32_t rows, int32_t vocab_size, int64_t* bytes);  // host memory
 int32_t trunkline_draw(const DrawCall* call, void* stream);
 int32_t trunkline_add_biases(const EditCall* call, void* stream);  // no token twice in a row

@@ -109,6 +109,8 @@ void trunkline_struct_bytes(int32_t* sizes) {
   sizes[5] = sizeof(DrawCall);
   sizes[6] = sizeof(EditCall);
   sizes[7] = sizeof(StepRowsCall);
+  sizes[8] = sizeof(Float8Call);
+  sizes[9] = sizeof(GroupedCall);
 }
 
 int32_t trunkline_set_device(int32_t device) { return cudaSetDevice(device); }
