@@ -176,7 +176,7 @@ struct Float8Call {
   int32_t group;  // 128, or the width
 };
 
-enum WeightType : int32_t { kNumbers = 0, kFloat8 = 1, kInt8 = 2 };
+enum WeightType : int32_t { kWeightNumbers = 0, kWeightFloat8 = 1, kWeightInt8 = 2 };
 
 // Products of sorted rows with one of several matrices each.
 struct GroupedCall {

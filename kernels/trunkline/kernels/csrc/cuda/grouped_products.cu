@@ -298,9 +298,9 @@ cudaError_t launch_product(const GroupedCall& call, void* stream) {
 template <class T>
 cudaError_t launch_weights(const GroupedCall& call, void* stream) {
   switch (call.weight_type) {
-    case kNumbers: return launch_product<T, Numbers<T>>(call, stream);
-    case kFloat8: return launch_product<T, Codes<T, Float8>>(call, stream);
-    case kInt8: return launch_product<T, Codes<T, Int8>>(call, stream);
+    case kWeightNumbers: return launch_product<T, Numbers<T>>(call, stream);
+    case kWeightFloat8: return launch_product<T, Codes<T, Float8>>(call, stream);
+    case kWeightInt8: return launch_product<T, Codes<T, Int8>>(call, stream);
     default: return cudaErrorInvalidValue;
   }
 }
