@@ -175,7 +175,7 @@ class Product {
       const int input = step * kStep + unit * kUnit / bytes;
       const bool present = first + row < stop && input < call_.width;
       const int64_t offset = (static_cast<int64_t>(first + row) * call_.width + input) * bytes;
-      copy_async_16(to + row * stride + unit * kUnit, present ? from + offset : from, present);
+      copy_async_16(to + row * stride + unit * kUnit, present ? from + offset : from, present ? kUnit : 0);
     }
   }
 
