@@ -157,6 +157,10 @@ def test_loaded_and_unloaded_while_requests_run(adapted: Adapted, tmp_path: Path
     large = PeftFolder(tmp_path / "large", adapted.base, ("q_proj",), r=9)
     refused = adapted.call("load", lora_name="d", lora_path=str(large.folder))
     assert "rank 9; --max-lora-rank allows 8" in refused.text
+    wider = PeftFolder(tmp_path / "wider", make_checkpoint(tmp_path / "another", intermediate_size=160))
+    refused = adapted.call("load", lora_name="d", lora_path=str(wider.folder))
+    assert refused.status_code == 400, refused.text
+    assert "160" in refused.json()["error"]["message"]  # an adapter of another base
     assert set(adapted.models()) == {"base", "a", "b"}
     # A long answer goes on to its end while its adapter goes.
     with adapted.stream("b", 300) as texts:

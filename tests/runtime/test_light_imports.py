@@ -29,6 +29,7 @@ import trunkline.worker.light_torch
 import torch
 assert "torch._meta_registrations" not in sys.modules
 assert (torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3)) == 3).all()
+assert torch.randn(3, generator=torch.Generator().manual_seed(0)).isfinite().all()
 import torch._meta_registrations
 shape = torch.ops.aten.convolution(
     torch.empty(1, 2, 5, 5, device="meta"), torch.empty(3, 2, 3, 3, device="meta"),

@@ -62,7 +62,7 @@ def test_a_good_model(folder: Path) -> None:
         (
             {"architectures": ["GPT7"]},
             UnsupportedModelError,
-            "GPT7; supported: DeepseekV2ForCausalLM, ",
+            "GPT7; supported: Cohere2ForCausalLM, ",
         ),
         (
             {"architectures": ["Qwen2_5_VLForConditionalGeneration"]},

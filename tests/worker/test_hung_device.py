@@ -15,15 +15,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from controller.service_harness import BLOCKS, CHUNK, Router, group_config, run_controller
 from msgspec.structs import replace
 from worker.driver import run_config
 from worker.ranks import RankProcess
 from worker.tier_driver import wait_until
 
+from trunkline.kvstore.chunk_format import kv_format
 from trunkline.kvstore.shards import HeadShard
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.launched_steps import LaunchedSteps
+from trunkline.worker.model.decoder import make_kv_pool
 from trunkline.worker.service import EXIT_LEFT, serve
 
 pytestmark = pytest.mark.processes
@@ -46,6 +49,7 @@ def serve_hung(config: WorkerConfig, marker: Path) -> None:
     def load(*_: object) -> Any:
         return SimpleNamespace(
             copier=None,
+            pool=make_kv_pool(32, kv_format((1, 1, 16, 16), "bfloat16"), torch.device("cpu")),
             head_shard=HeadShard(2, config.rank, config.tp),
             num_blocks=32,
             block_bytes=1024,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import random
 import sys
@@ -28,7 +29,18 @@ BLOCKS = 2 * AHEAD_BYTES // PART.chunk_bytes + 37
 
 
 def make_pool(blocks: int = BLOCKS) -> KvPool:
-    return make_kv_pool(blocks, PART, torch.device("cpu"))
+    pool = make_kv_pool(blocks, PART, torch.device("cpu"))
+    give_back(pool.data)
+    return pool
+
+
+def give_back(memory: torch.Tensor) -> None:
+    """Let the system have the whole pages of a tensor: the test before may have written to the same memory."""
+    start, size = memory.data_ptr(), memory.numel() * memory.element_size()
+    first, stop = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    assert madvise(first, stop - first, mmap.MADV_DONTNEED) == 0
 
 
 def present(pool: KvPool) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

@@ -2,11 +2,13 @@
 
 Only tracing and compiling need that (`torch._meta_registrations`). To import it takes a fifth of the time that
 torch takes, which is most of a worker's start. `worker/__main__.py` imports this file before everything that uses
-torch. A later `import torch._meta_registrations` gets the real module.
+torch. A later `import torch._meta_registrations` gets the real module. What that module would import and torch's
+generators of random numbers need (`torch._prims.rng_prims`) is imported here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from types import ModuleType
@@ -15,12 +17,16 @@ from typing import Final
 from trunkline.runtime.light_imports import other_modules
 
 _TRACING: Final = "torch._meta_registrations"
+_GENERATORS: Final = "torch._prims.rng_prims"
+"""In torch 2.13 no `torch.Generator` can be made before it is imported."""
 
 
 def _import_torch() -> None:
     if "torch" not in sys.modules:
         with other_modules({_TRACING: ModuleType(_TRACING)}):
             importlib.import_module("torch")
+        with contextlib.suppress(ImportError):  # other versions of torch may do without
+            importlib.import_module(_GENERATORS)
 
 
 _import_torch()
