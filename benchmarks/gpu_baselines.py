@@ -25,6 +25,7 @@ from torch import Tensor
 Calls = list[Call]
 
 _WORKSPACE_BYTES: Final = 256 << 20
+_BATCH_WORKSPACE_BYTES: Final = 4 << 30
 _DEVICE = torch.device("cuda")
 
 
@@ -74,6 +75,8 @@ def flashinfer_decode(cell: Cell, sets: list[Buffers]) -> Calls:
 def flashinfer_batch_attention(cell: Cell, sets: list[Buffers]) -> Calls:
     library: Any = importlib.import_module("flashinfer")
     wrapper = library.BatchAttention(kv_layout="HND")
+    # It reserves room for partial results of the largest grid, which its own buffer does not have.
+    wrapper.float_workspace_buffer = torch.empty(_BATCH_WORKSPACE_BYTES, dtype=torch.uint8, device=_DEVICE)
     indptr, indices, _ = _pages(cell)
     lengths = torch.full((cell.batch,), cell.n_s + cell.tail, dtype=torch.int32, device=_DEVICE)
     queries = torch.arange(cell.batch + 1, dtype=torch.int32, device=_DEVICE)

@@ -6,6 +6,7 @@ Parts reach the device through `Gpu` alone, so that tests can put the emulated k
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -28,10 +29,22 @@ ENQUEUE_CYCLES: Final = 2_000_000
 """For which the device is kept busy (about 1 ms) while the host enqueues a sample: launches are not measured."""
 
 
+NO_CACHING: Final = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+"""Variable that turns torch's allocator off, so that a sanitizer sees each tensor's memory."""
+
+
 class Replay(Protocol):
     """A captured graph."""
 
-    def replay(self) -> None: ...
+    @property
+    def replay(self) -> Call: ...
+
+
+@dataclass(frozen=True)
+class Again:
+    """Stands for a graph."""
+
+    replay: Call
 
 
 class Output:
@@ -138,6 +151,14 @@ class Gpu:
             for call in calls:
                 call()
         return graph
+
+    def graph_or_call(self, call: Call, kernels: CudaKernels) -> Replay:
+        """A graph of a call that allocates memory; the call itself under a sanitizer, for which torch's allocator
+        is off: the driver's own allows nothing while a graph is captured."""
+        if NO_CACHING not in os.environ:
+            return self.graph([call], [kernels])
+        call()
+        return Again(call)
 
     def time_us(self, call: Call, runs: int = 21) -> float:
         """Median microseconds of a call, each sample over as many calls as take a millisecond."""

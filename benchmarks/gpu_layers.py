@@ -137,7 +137,7 @@ def check_mixture(gpu: Gpu, mixture: Mixture, seed: int, name: str) -> Iterator[
     kernels, op, x = mixture.kernels, mixture.op, mixture.tokens(1 + seed % 40)
     yield name, relative_error(run_experts(kernels, op, x), mixture.exact(x))
     out = torch.empty_like(x)
-    graph = gpu.graph([lambda: out.copy_(run_experts(kernels, op, x))], [kernels])
+    graph = gpu.graph_or_call(lambda: out.copy_(run_experts(kernels, op, x)), kernels)
     for other in (1, 2):
         x.copy_(mixture.tokens(len(x), other))
         graph.replay()
@@ -162,7 +162,7 @@ def check_float8(gpu: Gpu, seed: int, dtype: torch.dtype) -> Iterator[tuple[str,
         layer = kernels.pack_linear(replace(weight, float8_inputs=True), None)
         x = torch.randn(1 + seed % 40, 256, generator=generator).to(gpu.device, dtype)
         out = torch.empty(len(x), 144, dtype=dtype, device=gpu.device)
-        graph = gpu.graph([partial(_into, kernels, layer, x, out)], [kernels])
+        graph = gpu.graph_or_call(partial(_into, kernels, layer, x, out), kernels)
         x.mul_(3)
         graph.replay()
         gpu.synchronize()

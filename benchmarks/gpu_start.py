@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 from gpu_checks import one_round
-from gpu_device import Gpu, Output, Visit
+from gpu_device import NO_CACHING, Gpu, Output, Visit
 from gpu_errors import LIMITS
 
 from trunkline.kernels.cuda_build import find_compiler, library_path
@@ -124,7 +124,7 @@ def sanitize(gpu: Gpu, out: Output, visit: Visit) -> None:
 
 def run_sanitizer(out: Output, tool: str, check: str, seconds: float) -> None:
     # torch's allocator would hide accesses beyond a tensor inside its own large blocks.
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment = {**os.environ, NO_CACHING: "1"}
     # Errors of calls: torch and its libraries probe for what may be missing.
     command = [tool, "--tool", check, "--error-exitcode", "9", "--report-api-errors", "no"]
     command += [sys.executable, str(FOLDER / "gpu_checks.py")]

@@ -1,4 +1,4 @@
-"""Linear layers of the CUDA kernels, emulated: rounding of inputs to fp8, grouped products.
+"""Layers of the CUDA kernels, emulated: norms, gates, rounding of inputs to fp8, grouped products.
 
 The mixtures of experts and the fp8 layers that are made of them are tested in `test_experts` and
 `test_scaled_products`.
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from gpu_errors import LIMITS, relative_error
 from gpu_host_steps import Operations
 from kernels.cuda_emulated import CXX, H200, configure, make_emulated
+from kernels.dense_cases import ACTIVATIONS, activated, normed
 from kernels.grouped_cases import random_weight
 from seeds import seeds
 from torch import Tensor
@@ -98,6 +99,37 @@ def test_a_layer_is_a_rounding_and_a_product(monkeypatch: pytest.MonkeyPatch) ->
 def test_roundings_that_are_not_there_are_refused(width: int, group: int, padded: int) -> None:
     with pytest.raises(CudaError, match="round_float8 failed"):
         make_emulated().round_rows(torch.zeros(4, width).bfloat16(), group, padded)
+
+
+WIDTHS: Final = (100, 136, 1056, 2056, 4104, 8200)
+"""Whole units of 16 bytes or not; rows that one, two and four units a thread hold, and longer ones."""
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_norms_of_rows_of_any_width(width: int, dtype: torch.dtype) -> None:
+    kernels, generator = make_emulated(), torch.Generator().manual_seed(width)
+    # One element further rows begin between multiples of 16 bytes.
+    for start in (0, 1):
+        x, before = (torch.randn(2 * width + 1, generator=generator).to(dtype)[start:][: 2 * width] for _ in "xb")
+        x, residual = x.view(2, width), before.view(2, width)
+        weight, summed = torch.randn(width, generator=generator).to(dtype), x + residual
+        assert relative_error(kernels.rms_norm(x, weight, 1e-5), normed(x, weight)[0]) <= LIMITS[dtype] / 2
+        out = kernels.add_rms_norm(x, residual, weight, 1e-5)
+        assert torch.equal(residual, summed)
+        assert relative_error(out, normed(summed, weight)[0]) <= LIMITS[dtype] / 2
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+@pytest.mark.parametrize("width", [100, 136, 2056])
+def test_gates_of_rows_of_any_width(width: int, dtype: torch.dtype) -> None:
+    kernels, generator = make_emulated(), torch.Generator().manual_seed(width)
+    matrix = torch.randn(2 * width, 16, generator=generator).to(dtype)
+    x = torch.randn(3, 16, generator=generator).to(dtype)
+    for activation in ACTIVATIONS:
+        out = kernels.gated_linear(x, kernels.pack_gated_linear(matrix, None, activation))
+        exact = activated((x.double() @ matrix.double().T).to(dtype).double(), activation)
+        assert relative_error(out, exact) <= LIMITS[dtype]
 
 
 def random_matrices(

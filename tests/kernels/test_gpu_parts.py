@@ -320,5 +320,5 @@ def test_what_a_sanitizer_finds_is_a_problem(
 def test_the_real_device_is_not_used_here() -> None:
     """The seam is complete: nothing that parts call on the device is left to torch.cuda."""
     names = {name for name in vars(Gpu) if not name.startswith("_")}
-    inherited = {"copy_bandwidth", "read_bandwidth", "matmul_rate"}
+    inherited = {"copy_bandwidth", "read_bandwidth", "matmul_rate", "graph_or_call"}
     assert names - set(vars(EmulatedGpu)) == inherited

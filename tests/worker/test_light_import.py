@@ -23,6 +23,22 @@ def test_trials_import_nothing_heavy() -> None:
     assert done.stdout == "{'xgrammar'}\n"
 
 
+@pytest.mark.processes
+def test_what_workers_are_forked_from_asks_no_driver() -> None:
+    """A process that has asked CUDA how many GPUs there are cannot fork others that use one. So says torch where
+    it is built for CUDA, which is imitated here."""
+    code = """if True:
+        import torch
+        asked = []
+        torch.cuda._is_compiled = lambda: True
+        torch._C._cuda_getDeviceCount = lambda: asked.append(1) or 0
+        import trunkline.worker.__main__
+        print(len(asked), torch.cuda.is_available(), len(asked))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "0 False 1\n"
+
+
 def with_byte_tokens(folder: Path) -> Path:
     """A tokenizer whose tokens spell blanks as "▁" and bytes as "<0x0A>", as those of SentencePiece do."""
     spelled = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab"]

@@ -26,6 +26,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from trunkline.runtime.process import enter_role
 
 STALE: Final = b"stale"
@@ -112,6 +114,8 @@ def _become_worker(
     os.close(write)
     while os.getppid() == between:
         time.sleep(_POLL_S)
+    if torch.cuda._is_in_bad_fork():  # something that was imported has asked the driver: begin anew
+        os.execv(sys.executable, (sys.executable, "-P", "-m", "trunkline.worker", "--config", str(config)))
     try:
         return run(config)
     except SystemExit as end:

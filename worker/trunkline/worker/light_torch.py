@@ -29,4 +29,17 @@ def _import_torch() -> None:
             importlib.import_module(_GENERATORS)
 
 
+def _import_without_gpu(name: str) -> None:
+    """Import a module to which torch says meanwhile that there is no GPU, instead of asking the driver: a process
+    that has asked it cannot make others by forking that use a GPU."""
+    if name not in sys.modules:
+        cuda = sys.modules["torch"].cuda
+        is_available, cuda.is_available = cuda.is_available, lambda: False
+        try:
+            importlib.import_module(name)
+        finally:
+            cuda.is_available = is_available
+
+
 _import_torch()
+_import_without_gpu("tvm_ffi")

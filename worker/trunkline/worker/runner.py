@@ -252,6 +252,7 @@ class Runner:
 
     def close(self) -> None:
         """Leave the group, end the grammar compiler, give the host pool back. Nothing works afterwards."""
+        self.launched.graphs = None  # NCCL waits until no graph holds a call of its own
         self._group.close()
         self.adapters.close()
         if self._grammars is not None:

@@ -20,6 +20,7 @@ too: its logits are there, the ordinary selection goes on from them, and what wa
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -88,12 +89,24 @@ class CudaGraphs:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all captures: cuBLAS keeps a workspace for each stream that it is captured on.
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def capture(self, run: Callable[[], None]) -> Replay:
         graph = torch.cuda.CUDAGraph()
-        # Other threads copy KV meanwhile: only this one's calls are held to the rules of a capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            run()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        # Not `torch.cuda.graph`: it empties torch's cache each time, and what `run` raises is lost behind what
+        # ends the capture.
+        with torch.cuda.stream(self._stream):
+            # Other threads copy KV meanwhile: only this one's calls are held to the rules of a capture.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            except BaseException:
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph
 
     def forget(self) -> None:
@@ -129,15 +142,6 @@ class _CapturedBatch:
     @property
     def logits_rows(self) -> int:
         return self.num_rows
-
-
-@dataclass(frozen=True)
-class _Graph:
-    """A bucket's graph."""
-
-    replay: Replay
-    logits: Tensor
-    """float32 `[rows, columns of this rank]`; of the latest replay."""
 
 
 @dataclass(frozen=True)
@@ -202,11 +206,13 @@ class StepGraphs:
         specs = [op.spec for op in decoder.program.ops if isinstance(op, Attend)]
         distinct = {id(spec): spec for spec in specs}.values()
         self._layers = [(spec, sum(other is spec for other in specs)) for spec in distinct]
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[int, Replay] = {}
         self._generation = (-1, -1)
         self.captures = 0
         """Number of graphs captured so far."""
         device, start = pool.data.device, decoder.shard.vocab_start
+        # Of the latest replay, whichever graph it is of: logits of each graph would stay allocated in their pool.
+        self._logits = torch.empty(self.buckets[-1], decoder.program.logits.width, device=device)
         self._keys = token_keys(torch.arange(start, start + decoder.program.logits.width, device=device))
         self._sampling = kernels.sampling()
         self._ring = _TokenRing(self.buckets[-1], device)
@@ -234,7 +240,7 @@ class StepGraphs:
         for rows in reversed(self.buckets):
             # Once as it is: what CUDA and cuBLAS load at the first use must not be loaded during a capture.
             works = list(self._prepare(plan))
-            self._step(rows, plan, works, [])()
+            self._step(rows, plan, works)()
             for work in works:
                 work.replayed()
             self._capture(rows, plan)
@@ -255,12 +261,12 @@ class StepGraphs:
         self._buffers.patch(changes)
         works = self._prepare(plan)
         graph = self._graph(batch.num_rows, plan)
-        graph.replay.replay()
+        graph.replay()
         for work, layers in works.items():
             self._count(plan, work, layers)
             work.replayed()
         tokens = self._buffers.tokens[: batch.num_rows]
-        return Drawn(graph.logits[: batch.num_rows], *self._ring.send(tokens))
+        return Drawn(self._logits[: batch.num_rows], *self._ring.send(tokens))
 
     def _count(self, plan: LiveDecodePlan, work: DeviceWork, layers: int) -> None:
         """Count what the attention of so many layers reads in a replay."""
@@ -278,7 +284,7 @@ class StepGraphs:
             works[work] = works.get(work, 0) + layers
         return works
 
-    def _graph(self, rows: int, plan: LiveDecodePlan) -> _Graph:
+    def _graph(self, rows: int, plan: LiveDecodePlan) -> Replay:
         """Return the graph for so many rows, of a plan that is on the device."""
         if self._generation != self._addresses and self._graphs:
             log.warning("graphs are captured again: a plan has outgrown the memory that they hold", rows=rows)
@@ -287,25 +293,21 @@ class StepGraphs:
         bucket = next(size for size in self.buckets if size >= rows)
         return self._graphs.get(bucket) or self._capture(bucket, plan)
 
-    def _capture(self, rows: int, plan: LiveDecodePlan) -> _Graph:
+    def _capture(self, rows: int, plan: LiveDecodePlan) -> Replay:
         """Capture the graph of a bucket.
 
         Args:
             plan: Any of at most so many rows. Its step is on the device, or will be.
         """
         works = list(self._prepare(plan))
-        logits: list[Tensor] = []
-        run = self._step(rows, plan, works, logits)
+        run = self._step(rows, plan, works)
         self._generation = self._addresses
-        graph = _Graph(self._maker.capture(run), logits[-1])
-        self._graphs[rows] = graph
+        graph = self._graphs[rows] = self._maker.capture(run)
         self.captures += 1
         return graph
 
-    def _step(
-        self, rows: int, plan: LiveDecodePlan, works: list[DeviceWork], logits: list[Tensor]
-    ) -> Callable[[], None]:
-        """Return what launches a step of a bucket and leaves its logits in the list."""
+    def _step(self, rows: int, plan: LiveDecodePlan, works: list[DeviceWork]) -> Callable[[], None]:
+        """Return what launches a step of a bucket."""
         inputs, decoder = self._buffers.inputs(rows), self._decoder
         write = WritePlan(decoder.pool.chunk_size, np.zeros(rows, dtype=np.int32))
         write.state = inputs.slots
@@ -315,8 +317,9 @@ class StepGraphs:
             self._buffers.begin(rows, works[0])
             decoder.runner.begin(batch)
             decoder.runner.run(0, len(decoder.program.ops))
-            logits.append(decoder.runner.value(decoder.program.logits))
-            self._buffers.end(rows, works[0], self._draw(logits[-1], inputs.draws))
+            logits = decoder.runner.value(decoder.program.logits)
+            self._logits[:rows].copy_(logits)
+            self._buffers.end(rows, works[0], self._draw(logits, inputs.draws))
             for work in works[1:]:
                 self._buffers.count(work)
 

@@ -124,7 +124,7 @@ class GeneralSegment {
     float sum = weight;
     for (int mask = kWarpLanes / 2; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
     weights_[v * kGeneralTokens + lane_] = weight;
-    // The shuffles above: every lane has read peak_[v] by now.
+    sync_warp();  // every lane has read peak_[v]
     if (lane_ == 0) {
       decay_[v] = exp2f(before - finite_peak(peak));
       total_[v] = __fmaf_rn(total_[v], decay_[v], sum);

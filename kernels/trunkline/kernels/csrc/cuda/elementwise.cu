@@ -1,4 +1,7 @@
 // Norms and gated activation: one pass over memory where torch takes several. Sums are in float32.
+//
+// Rows of whole units of 16 bytes, at addresses that are multiples of 16, are read unit by unit, all that a thread reads
+// before anything that depends on it; others element by element.
 #include <primitives.cuh>
 
 #include "api.h"
@@ -18,6 +21,85 @@ __device__ float block_sum(float x) {
   float total = 0.0f;
   for (int warp = 0; warp < kNormThreads / kWarpLanes; ++warp) total += sums[warp];
   return total;
+}
+
+constexpr int kUnitBytes = 16;
+template <class T>
+constexpr int kUnitCount = kUnitBytes / static_cast<int>(sizeof(T));  // elements
+
+template <class T>
+__device__ __forceinline__ void unpack(const uint4& unit, float (&x)[kUnitCount<T>]) {
+  const uint32_t words[4] = {unit.x, unit.y, unit.z, unit.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      x[i] = float_of(words[i]);
+    } else {
+      x[2 * i] = to_float(T{static_cast<uint16_t>(words[i])});
+      x[2 * i + 1] = to_float(T{static_cast<uint16_t>(words[i] >> 16)});
+    }
+  }
+}
+
+template <class T>
+__device__ __forceinline__ uint4 pack(const float (&x)[kUnitCount<T>]) {
+  if constexpr (sizeof(T) == 4) {
+    return make_uint4(bits_of(x[0]), bits_of(x[1]), bits_of(x[2]), bits_of(x[3]));
+  } else {
+    return make_uint4(pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]), pack2<T>(x[4], x[5]), pack2<T>(x[6], x[7]));
+  }
+}
+
+// A thread block per row, which it keeps in registers: up to `kUnits` units a thread.
+template <class T, int kUnits>
+__global__ void __launch_bounds__(kNormThreads) norm_units_kernel(const NormCall call) {
+  constexpr int kCount = kUnitCount<T>;
+  const int units = call.width / kCount, thread = static_cast<int>(threadIdx.x);
+  const int64_t start = static_cast<int64_t>(blockIdx.x) * units;
+  const uint4* x = static_cast<const uint4*>(call.x) + start;
+  uint4* residual = call.residual == nullptr ? nullptr : static_cast<uint4*>(call.residual) + start;
+  const uint4* weight = static_cast<const uint4*>(call.weight);
+  uint4* out = static_cast<uint4*>(call.out) + start;
+  uint4 read[kUnits], before[kUnits], factors[kUnits];
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    const int i = u * kNormThreads + thread;
+    read[u] = before[u] = factors[u] = make_uint4(0u, 0u, 0u, 0u);
+    if (i >= units) continue;
+    read[u] = x[i];
+    factors[u] = weight[i];
+    if (residual != nullptr) before[u] = residual[i];
+  }
+  float values[kUnits][kCount];
+  float sum = 0.0f;
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    const int i = u * kNormThreads + thread;
+    unpack<T>(read[u], values[u]);
+    if (residual != nullptr) {
+      float old[kCount];
+      unpack<T>(before[u], old);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) values[u][j] = old[j] + values[u][j];
+      // Rounded first: the norm is of the sum that the next layers see.
+      const uint4 rounded = pack<T>(values[u]);
+      if (i < units) residual[i] = rounded;
+      unpack<T>(rounded, values[u]);
+    }
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) sum += values[u][j] * values[u][j];
+  }
+  const float norm = rsqrtf(block_sum(sum) / static_cast<float>(call.width) + call.eps);
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    const int i = u * kNormThreads + thread;
+    if (i >= units) continue;
+    float factor[kCount];
+    unpack<T>(factors[u], factor);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) values[u][j] = values[u][j] * norm * factor[j];
+    out[i] = pack<T>(values[u]);
+  }
 }
 
 // A thread block per row. In the second pass a thread reads what it itself wrote in the first.
@@ -61,14 +143,53 @@ __global__ void __launch_bounds__(kGateThreads)
   out[i] = from_float<T>(activate(to_float(gate_up[gate]), activation) * to_float(gate_up[gate + width]));
 }
 
+// A unit of the result per thread; rows one below the other in `grid.x`.
+template <class T>
+__global__ void __launch_bounds__(kGateThreads)
+    gate_units_kernel(const uint4* gate_up, uint4* out, int activation, int units) {
+  const int unit = static_cast<int>(blockIdx.y) * kGateThreads + static_cast<int>(threadIdx.x);
+  if (unit >= units) return;
+  const int64_t row = blockIdx.x, at = row * 2 * units + unit;
+  const uint4 left = gate_up[at], right = gate_up[at + units];
+  float gate[kUnitCount<T>], up[kUnitCount<T>];
+  unpack<T>(left, gate);
+  unpack<T>(right, up);
+#pragma unroll
+  for (int i = 0; i < kUnitCount<T>; ++i) gate[i] = activate(gate[i], activation) * up[i];
+  out[row * units + unit] = pack<T>(gate);
+}
+
+template <class T, class... Pointers>
+bool in_units(int width, Pointers... pointers) {
+  return width % kUnitCount<T> == 0 && ((reinterpret_cast<uintptr_t>(pointers) % kUnitBytes == 0) && ...);
+}
+
 template <class T>
 cudaError_t launch_norm(const NormCall& call, void* stream) {
-  return launch(norm_kernel<T>, dim3(static_cast<unsigned>(call.rows)), kNormThreads,
+  void (*kernel)(NormCall) = norm_kernel<T>;
+  const int threads_units = kNormThreads * kUnitCount<T>;  // elements of a unit for every thread
+  if (in_units<T>(call.width, call.x, call.residual, call.weight, call.out)) {
+    if (call.width <= threads_units) {
+      kernel = norm_units_kernel<T, 1>;
+    } else if (call.width <= 2 * threads_units) {
+      kernel = norm_units_kernel<T, 2>;
+    } else if (call.width <= 4 * threads_units) {
+      kernel = norm_units_kernel<T, 4>;
+    }
+  }
+  return launch(kernel, dim3(static_cast<unsigned>(call.rows)), kNormThreads,
                 kNormThreads / kWarpLanes * sizeof(float), stream, call);
 }
 
 template <class T>
-cudaError_t launch_gate(const void* gate_up, void* out, int activation, int width, int64_t total, void* stream) {
+cudaError_t launch_gate(const void* gate_up, void* out, int activation, int rows, int width, void* stream) {
+  if (in_units<T>(width, gate_up, out)) {
+    const int units = width / kUnitCount<T>;
+    const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>((units + kGateThreads - 1) / kGateThreads));
+    return launch(gate_units_kernel<T>, grid, kGateThreads, 0, stream, static_cast<const uint4*>(gate_up),
+                  static_cast<uint4*>(out), activation, units);
+  }
+  const int64_t total = static_cast<int64_t>(rows) * width;
   const dim3 grid(static_cast<unsigned>((total + kGateThreads - 1) / kGateThreads));
   return launch(gate_kernel<T>, grid, kGateThreads, 0, stream, static_cast<const T*>(gate_up),
                 static_cast<T*>(out), activation, width, total);
@@ -90,12 +211,11 @@ int32_t trunkline_rms_norm(const NormCall* call, void* stream) {
 
 int32_t trunkline_gated_activation(const void* gate_up, void* out, int32_t dtype, int32_t activation, int32_t rows,
                                    int32_t width, void* stream) {
-  const int64_t total = static_cast<int64_t>(rows) * width;
-  if (total == 0) return cudaSuccess;
+  if (rows == 0 || width == 0) return cudaSuccess;
   switch (dtype) {
-    case kFloat32: return launch_gate<float>(gate_up, out, activation, width, total, stream);
-    case kFloat16: return launch_gate<Fp16>(gate_up, out, activation, width, total, stream);
-    case kBfloat16: return launch_gate<Bf16>(gate_up, out, activation, width, total, stream);
+    case kFloat32: return launch_gate<float>(gate_up, out, activation, rows, width, stream);
+    case kFloat16: return launch_gate<Fp16>(gate_up, out, activation, rows, width, stream);
+    case kBfloat16: return launch_gate<Bf16>(gate_up, out, activation, rows, width, stream);
     default: return cudaErrorInvalidValue;
   }
 }
