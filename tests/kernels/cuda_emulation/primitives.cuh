@@ -168,16 +168,36 @@ inline void combine_shuffle(emulation::Fiber* lanes[32]) {
   }
 }
 
+inline void combine_pick(emulation::Fiber* lanes[32]) {
+  for (int lane = 0; lane < 32; ++lane) {
+    Shuffle own, other;
+    std::memcpy(&own, lanes[lane]->in, sizeof(own));
+    if (own.mask < 0 || own.mask > 31) emulation::fail("a shuffle from a lane that is none");
+    std::memcpy(&other, lanes[own.mask]->in, sizeof(other));
+    std::memcpy(lanes[lane]->out, &other.value, sizeof(other.value));
+  }
+}
+
 template <class T>
-T shuffle_xor(T x, int mask) {
+T shuffled(T x, int mask, void (*combine)(emulation::Fiber* [32])) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8);
   emulation::Fiber& fiber = emulation::block().current();
   Shuffle in{0, mask};
   std::memcpy(&in.value, &x, sizeof(x));
   std::memcpy(fiber.in, &in, sizeof(in));
-  emulation::block().warp_operation(combine_shuffle);
+  emulation::block().warp_operation(combine);
   std::memcpy(&x, fiber.out, sizeof(x));
   return x;
+}
+
+template <class T>
+T shuffle_xor(T x, int mask) {
+  return shuffled(x, mask, combine_shuffle);
+}
+
+template <class T>
+T shuffle(T x, int lane) {
+  return shuffled(x, lane, combine_pick);
 }
 
 inline void combine_nothing(emulation::Fiber* [32]) {}
@@ -190,6 +210,11 @@ inline float float_of(uint32_t bits) { return bit_copy<float>(bits); }
 inline void atomic_add_shared(uint32_t* word, uint32_t value) { *word += value; }
 
 inline float exp2_approximate(float x) { return std::exp2(x); }
+inline float reciprocal_approximate(float x) { return 1.0f / x; }
+inline void sine_cosine(float x, float& sine, float& cosine) {
+  sine = std::sin(x);
+  cosine = std::cos(x);
+}
 
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared_bytes, void*,

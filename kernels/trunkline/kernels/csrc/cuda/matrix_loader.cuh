@@ -61,6 +61,7 @@ class TileLoader {
   __device__ TileLoader(const AttentionCall& call, const TileCursor& cursor, unsigned char* memory, int stages)
       : call_(call), cursor_(cursor), memory_(memory), stages_(stages) {
     more_ = cursor_.next_segment();
+#pragma unroll 1
     for (int i = 0; i < stages_ - 1; ++i) issue();
   }
 
@@ -102,7 +103,23 @@ class TileLoader {
     const T* keys = pool + rows_before(call_, cursor_, 0) * D;
     const T* values = pool + rows_before(call_, cursor_, 1) * D;
     const int tokens = cursor_.tokens();
-#pragma unroll 4
+    if (kThreads % kUnits == 0 && tokens == Layout::kTokens) {
+      // A whole tile, as most are: every copy is a fixed way behind the first.
+      constexpr int kTokenStep = kThreads / kUnits;
+      const int token = static_cast<int>(threadIdx.x) / kUnits,
+                column = static_cast<int>(threadIdx.x) % kUnits * 8;
+      T* target = stage + token * Layout::kStride + column;
+      keys += token * D + column;
+      values += token * D + column;
+#pragma unroll
+      for (int i = 0; i < Layout::kTokens / kTokenStep; ++i) {
+        T* to = target + i * kTokenStep * Layout::kStride;
+        copy_async_16(to, keys + i * kTokenStep * D, kCopyBytes);
+        copy_async_16(to + Layout::kTensor, values + i * kTokenStep * D, kCopyBytes);
+      }
+      return;
+    }
+#pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < Layout::kTokens * kUnits; i += kThreads) {
       const int token = i / kUnits, column = (i - token * kUnits) * 8;
       const bool present = token < tokens;

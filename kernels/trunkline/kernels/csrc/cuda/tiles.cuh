@@ -80,7 +80,8 @@ class UnitList {
 };
 
 // Walks a thread block's segments and, within each, its tiles. The loader's and the consumer's cursor are two
-// objects of this class, so that both see the same sequence.
+// objects of this class, so that both see the same sequence. Items are read 32 at a time, one by each lane of a warp, and
+// told by shuffles: a read of the plan takes longer than a tile's products.
 class TileCursor {
  public:
   // `tile_rows`, `tile_tokens`: the most of a segment and of a tile.
@@ -105,6 +106,7 @@ class TileCursor {
     }
     item_ = item_start_ - 1;
     item_tokens_ = offset_ = 0;
+    read_from_ = item_start_ - kWarpLanes;  // nothing of this segment
     return true;
   }
 
@@ -114,10 +116,12 @@ class TileCursor {
     while (offset_ >= item_tokens_) {
       if (++item_ >= item_stop_) return false;
       offset_ = 0;
-      item_tokens_ = item_tokens(work_.item_count[item_], work_.item_tail[item_], steps_);
-      item_base_ = work_.item_base[item_];
-      // Behind every row's window: not even read.
-      if (window_ > 0 && item_base_ + item_tokens_ - 1 <= oldest_ - window_) item_tokens_ = 0;
+      if (item_ >= read_from_ + kWarpLanes) read_items();
+      const int lane = item_ - read_from_;
+      item_tokens_ = shuffle(read_tokens_, lane);
+      item_base_ = shuffle(read_base_, lane);
+      item_block_ = shuffle(read_block_, lane);
+      item_first_ = shuffle(read_first_, lane);
     }
     return true;
   }
@@ -131,10 +135,23 @@ class TileCursor {
   // The current tile's tokens, position of its first key, block, and first token in the block.
   __device__ int tokens() const { return min(item_tokens_ - offset_, tile_tokens_); }
   __device__ int base() const { return item_base_ + offset_; }
-  __device__ int block() const { return work_.item_block[item_]; }
-  __device__ int first() const { return work_.item_first[item_] + offset_; }
+  __device__ int block() const { return item_block_; }
+  __device__ int first() const { return item_first_ + offset_; }
 
  private:
+  // The items from the current one on.
+  __device__ void read_items() {
+    read_from_ = item_;
+    const int item = item_ + static_cast<int>(threadIdx.x % kWarpLanes);
+    if (item >= item_stop_) return;
+    read_tokens_ = item_tokens(work_.item_count[item], work_.item_tail[item], steps_);
+    read_base_ = work_.item_base[item];
+    read_block_ = work_.item_block[item];
+    read_first_ = work_.item_first[item];
+    // Behind every row's window: not even read.
+    if (window_ > 0 && read_base_ + read_tokens_ - 1 <= oldest_ - window_) read_tokens_ = 0;
+  }
+
   __device__ void enter_unit(int unit) {
     const int piece = unit / kv_heads_;
     kv_head_ = unit - piece * kv_heads_;
@@ -146,6 +163,7 @@ class TileCursor {
     vector_start_ = 0;
     if (window_ > 0) {
       oldest_ = INT32_MAX;
+#pragma unroll 1
       for (int e = entry_start_ + static_cast<int>(threadIdx.x % kWarpLanes); e < entry_stop; e += kWarpLanes) {
         oldest_ = min(oldest_, work_.query_position[work_.entry_row[e]] + steps_ - work_.entry_shift[e]);
       }
@@ -159,7 +177,9 @@ class TileCursor {
   int kv_head_ = 0, entry_start_ = 0, item_start_ = 0, item_stop_ = 0;
   int vectors_ = 0, vector_start_ = 0;
   int oldest_ = 0;  // the query position, in keys' positions, of the row that looks back furthest
-  int item_ = 0, item_tokens_ = 0, item_base_ = 0, offset_ = 0;
+  int item_ = 0, item_tokens_ = 0, item_base_ = 0, item_block_ = 0, item_first_ = 0, offset_ = 0;
+  int read_from_ = 0, read_tokens_ = 0, read_base_ = 0, read_block_ = 0,
+      read_first_ = 0;  // of item read_from_ + lane
 };
 
 // Rows of the pool before those of the cursor's tile, of keys or of values; the rows of a tile are contiguous.
@@ -190,6 +210,7 @@ struct RowTable {
   // Needs a barrier before (others may still read) and after.
   __device__ void fill(const TileCursor& tile, const WorkView& work, const AttentionCall& call, int steps,
                        int padded) const {
+#pragma unroll 1
     for (int v = static_cast<int>(threadIdx.x); v < padded; v += kThreads) {
       row[v] = slot[v] = -1;
       head[v] = position[v] = shift[v] = 0;
@@ -214,15 +235,17 @@ template <class T>
 __device__ void turn_queries(T* q, int stride, const RowTable& rows, const AttentionCall& call, int vectors) {
   if (call.inverse_frequencies == nullptr) return;
   const int half = call.rotary_half;
+#pragma unroll 1
   for (int v = static_cast<int>(threadIdx.x) / kWarpLanes; v < vectors; v += kWarps) {
     const int shift = rows.shift[v];
     if (shift == 0) continue;
+#pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x) % kWarpLanes; i < half; i += kWarpLanes) {
       // Reduced to one turn in float64: shifts reach 10^5 radians, of which a float32 keeps two digits.
       constexpr double kTurn = 6.283185307179586476925287;
       const double angle = -static_cast<double>(shift) * call.inverse_frequencies[i];
       float sine, cosine;
-      sincosf(static_cast<float>(fma(-kTurn, rint(angle / kTurn), angle)), &sine, &cosine);
+      sine_cosine(static_cast<float>(fma(-kTurn, rint(angle / kTurn), angle)), sine, cosine);
       T* low = q + v * stride + i;
       T* high = low + half;
       const float a = to_float(*low), b = to_float(*high);
@@ -232,22 +255,31 @@ __device__ void turn_queries(T* q, int stride, const RowTable& rows, const Atten
   }
 }
 
+// tanh, to about 1e-7 absolute.
+__device__ __forceinline__ float tanh_approximate(float x) {
+  const float decay = exp2_approximate(-2.0f * kLog2E * fabsf(x));
+  return copysignf(__fmul_rn(1.0f - decay, reciprocal_approximate(1.0f + decay)), x);
+}
+
 // Scores are kept times log2 e, so that weights are powers of two, here and in the merge.
 struct ScoreRule {
   float scale, soft_cap, inverse_cap;
   int window, causal;
+  bool is_plain;  // scores are only scaled
 
   __device__ explicit ScoreRule(const AttentionCall& call)
       : scale(call.soft_cap > 0.0f ? call.scale : call.scale * kLog2E),
         soft_cap(call.soft_cap * kLog2E),
         inverse_cap(call.soft_cap > 0.0f ? 1.0f / call.soft_cap : 0.0f),
         window(call.window),
-        causal(call.causal) {}
+        causal(call.causal),
+        is_plain(call.soft_cap <= 0.0f && call.alibi_slopes == nullptr) {}
 
+  __device__ float scaled(float product) const { return __fmul_rn(product, scale); }
   // `ahead`: the key's position minus the query's.
   __device__ float apply(float product, float slope, int ahead) const {
-    float x = __fmul_rn(product, scale);
-    if (soft_cap > 0.0f) x = __fmul_rn(soft_cap, tanhf(__fmul_rn(x, inverse_cap)));
+    float x = scaled(product);
+    if (soft_cap > 0.0f) x = __fmul_rn(soft_cap, tanh_approximate(__fmul_rn(x, inverse_cap)));
     return __fmaf_rn(slope, static_cast<float>(ahead), x);
   }
   __device__ bool hides(int ahead) const {

@@ -123,6 +123,12 @@ __device__ __forceinline__ T shuffle_xor(T x, int mask) {
   return __shfl_xor_sync(0xffffffffu, x, mask);
 }
 
+// The value of a lane; all 32 lanes must take part.
+template <class T>
+__device__ __forceinline__ T shuffle(T x, int lane) {
+  return __shfl_sync(0xffffffffu, x, lane);
+}
+
 // All lanes have arrived, and see what the others have written before.
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 
@@ -138,6 +144,16 @@ __device__ __forceinline__ float exp2_approximate(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+
+// 1 / x, to a unit in the last place.
+__device__ __forceinline__ float reciprocal_approximate(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Of angles between -pi and pi, to about 4e-7 absolute.
+__device__ __forceinline__ void sine_cosine(float x, float& sine, float& cosine) { __sincosf(x, &sine, &cosine); }
 
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared_bytes, void* stream,
