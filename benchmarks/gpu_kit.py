@@ -1,11 +1,12 @@
 """A folder with all that a visit to a GPU machine needs: `make gpu-kit`, on a machine that needs no GPU.
 
     python benchmarks/gpu_kit.py [--python 3.12] [--to build/gpu-kit] [--wheel dist/trunkline-….whl]
+                                 [--flashinfer-kernels gpu-results/flashinfer-kernels.tar.gz]
 
 The machine to visit has CUDA (with nvcc), Python of that version, torch and `PRESENT`, and no network. The folder
 has Trunkline's wheel with its compiled CPU and CUDA kernels and the demo model, the wheels of `BROUGHT`,
-FlashInfer (its kernels are compiled there), these benchmarks, and the tokens that the engine gives on this CPU.
-There:
+FlashInfer (its kernels are compiled there, but for those that an earlier visit to such a GPU has left), these
+benchmarks, and the tokens that the engine gives on this CPU. There:
 
     bash run.sh [--only PART,...]
 """
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from gpu import COMMIT_FILE
+from gpu_compiled import KERNELS, take
 from gpu_tokens import EXPECTED, Engine, Tokens, generate
 from report import commit
 
@@ -30,14 +32,17 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 KIT_BYTES_MAX: Final = 64 << 20
 PRESENT: Final = (
     *("torch", "numpy", "transformers", "tokenizers", "safetensors", "huggingface-hub"),
-    *("psutil", "jinja2", "pyyaml", "packaging", "typing-extensions", "tqdm", "httpx"),
+    *("psutil", "jinja2", "pyyaml", "packaging", "typing-extensions", "tqdm", "httpx", "anyio", "h11"),
+    *("typer", "rich", "click", "annotated-doc", "prometheus-client", "uvloop"),
 )
 """What the machine has, with all that these need."""
 BROUGHT: Final = (
     *("apache-tvm-ffi", "msgspec", "structlog", "pyzmq", "setproctitle", "xxhash"),
     *("xgrammar", "pydantic", "pydantic-core", "annotated-types", "typing-inspection"),
+    *("fastapi", "starlette", "opentelemetry-api", "uvicorn", "httptools", "httpx-sse", "python-multipart"),
+    *("redis", "hiredis"),
 )
-"""What else the worker, the engine and the kernels import."""
+"""What else the kernels, the engine and `trunkline serve` import."""
 FLASHINFER: Final = ("flashinfer-python==0.6.12", "nvidia-ml-py", "einops", "tabulate")
 """With what it imports. nvcc and ninja compile it there. Newer releases hold compiled kernels and are as large as
 a whole kit may be."""
@@ -81,7 +86,7 @@ def assemble(folder: Path, wheel: Path, others: Path, tokens: Tokens) -> None:
 
     Args:
         wheel: Trunkline's.
-        others: folder of the other wheels.
+        others: folder of the other wheels, and perhaps of FlashInfer's compiled kernels.
         tokens: what the engine generates on a CPU.
 
     Raises:
@@ -91,6 +96,8 @@ def assemble(folder: Path, wheel: Path, others: Path, tokens: Tokens) -> None:
     (folder / "wheels").mkdir(parents=True)
     for source in (wheel, *sorted(others.glob("*.whl"))):
         shutil.copy(source, folder / "wheels")
+    if (others / KERNELS).is_dir():
+        shutil.copytree(others / KERNELS, folder / KERNELS)
     (folder / "benchmarks").mkdir()
     for source in sorted((ROOT / "benchmarks").glob("*.py")):
         shutil.copy(source, folder / "benchmarks")
@@ -130,6 +137,11 @@ def make_kit(arguments: argparse.Namespace) -> None:
     shutil.rmtree(others, ignore_errors=True)
     others.mkdir(parents=True)
     download([*BROUGHT, *(() if arguments.no_flashinfer else FLASHINFER)], arguments.python, others)
+    if arguments.flashinfer_kernels is not None:
+        try:
+            take(arguments.flashinfer_kernels, others / KERNELS)
+        except ValueError as error:
+            raise KitError(f"--flashinfer-kernels: {error}") from None
     assemble(arguments.to, wheel, others, generate(Engine("cpu", "cpu"), 300)["tokens"])
     shutil.rmtree(others)
     size = sum(path.stat().st_size for path in arguments.to.rglob("*") if path.is_file())
@@ -144,6 +156,7 @@ def main() -> None:
     )
     parser.add_argument("--wheel", type=Path, help="Trunkline's; default: the newest in dist/")
     parser.add_argument("--no-flashinfer", action="store_true", help="leave FlashInfer out")
+    parser.add_argument("--flashinfer-kernels", type=Path, help="file of that name that a visit has left")
     try:
         make_kit(parser.parse_args())
     except KitError as error:

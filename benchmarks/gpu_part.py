@@ -22,18 +22,14 @@ from gpu_device import Gpu, Output, Visit, measure_ceilings
 from gpu_model import measure_model
 from gpu_prefill import Prompt, flashinfer_prefill, measure_prefill, measure_prompt
 from gpu_sampling import measure_sampling
-from gpu_start import sanitize, start
+from gpu_sanitizer import sanitize
+from gpu_serve import check_serving
+from gpu_start import start
 from gpu_tiers import measure_tiers
-from gpu_tokens import check_engine
+from gpu_tokens import check_engines
 from gpu_visit import NO_DEVICE
 
 Run = Callable[[Gpu, Output, Visit], None]
-
-
-def check_ops(gpu: Gpu, out: Output, visit: Visit) -> None:
-    """Each op alone, then all of them in the engine."""
-    check_all(gpu, out, visit)
-    check_engine(gpu, out, visit)
 
 
 def compile_all(gpu: Gpu, out: Output, visit: Visit) -> None:
@@ -45,7 +41,9 @@ def compile_all(gpu: Gpu, out: Output, visit: Visit) -> None:
 RUNS: Final[dict[str, Run]] = {
     "start": start,
     "compile": compile_all,
-    "ops": check_ops,
+    "ops": check_all,
+    "engine": check_engines,
+    "serve": check_serving,
     "sanitizer": sanitize,
     "ceilings": measure_ceilings,
     "decode": measure_decode,

@@ -1,24 +1,21 @@
-"""What comes first on a GPU: is everything there, does every op run, does a sanitizer complain?"""
+"""What comes first on a GPU: is everything there, does every op run?"""
 
 from __future__ import annotations
 
 import importlib
-import os
 import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Final
 
 import torch
 from gpu_checks import one_round
-from gpu_device import NO_CACHING, Gpu, Output, Visit
+from gpu_device import Gpu, Output, Visit
 from gpu_errors import LIMITS
 
 from trunkline.kernels.cuda_build import find_compiler, library_path
 
-FOLDER: Final = Path(__file__).parent
 PACKAGES: Final = (
     "torch",
     "triton",
@@ -41,16 +38,18 @@ MODULES: Final = (
     "trunkline.worker.grammar.automaton",
     "trunkline.worker.tiers.tier_service",
     "trunkline.controller.engine.engine",
+    "trunkline.deploy.main",
+    "trunkline.router.server",
     "engine_loop",
     "gpu_attention",
     "gpu_baselines",
     "gpu_engine",
     "gpu_model",
     "gpu_prefill",
+    "gpu_serve",
     "gpu_tiers",
 )
 """All that later parts import."""
-SANITIZER_CHECKS: Final = ("memcheck", "racecheck")
 
 
 def start(gpu: Gpu, out: Output, visit: Visit) -> None:
@@ -102,40 +101,3 @@ def _driver() -> str:
         return "unknown"
     command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def find_sanitizer() -> str | None:
-    compiler = find_compiler()
-    beside = None if compiler is None else compiler.path.resolve().with_name("compute-sanitizer")
-    return str(beside) if beside is not None and beside.is_file() else shutil.which("compute-sanitizer")
-
-
-def sanitize(gpu: Gpu, out: Output, visit: Visit) -> None:
-    """Memory accesses and races of a small round: the part `sanitizer`."""
-    del gpu
-    tool = find_sanitizer()
-    if tool is None:
-        out.note("compute-sanitizer is not installed; memory accesses were not checked")
-        return
-    for index, check in enumerate(SANITIZER_CHECKS):
-        seconds = max(1.0, (visit.seconds_left - 1) / (len(SANITIZER_CHECKS) - index))
-        run_sanitizer(out, tool, check, seconds)
-
-
-def run_sanitizer(out: Output, tool: str, check: str, seconds: float) -> None:
-    # torch's allocator would hide accesses beyond a tensor inside its own large blocks.
-    environment = {**os.environ, NO_CACHING: "1"}
-    # Errors of calls: torch and its libraries probe for what may be missing.
-    command = [tool, "--tool", check, "--error-exitcode", "9", "--report-api-errors", "no"]
-    command += [sys.executable, str(FOLDER / "gpu_checks.py")]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=seconds, check=False, env=environment
-        )
-    except subprocess.TimeoutExpired:
-        out.note(f"compute-sanitizer {check} was stopped after {seconds:.0f} s; it had found nothing")
-        return
-    if done.returncode:
-        out.problem(f"compute-sanitizer {check}: {(done.stdout + done.stderr)[-1500:]}")
-    else:
-        out.note(f"compute-sanitizer {check}: nothing found")

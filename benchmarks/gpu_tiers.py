@@ -1,4 +1,4 @@
-"""Copies between GPU and main memory, alone and beside decoding; two ranks on one GPU (part `tiers`)."""
+"""Copies between GPU and main memory, alone and beside decoding (part `tiers`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from gpu_attention import decode_calls, make_sets
 from gpu_cases import CHUNK, Cell
 from gpu_device import Gpu, Output, Visit
-from gpu_tokens import check_two_ranks
 
 from trunkline.kernels.ops import KvPool
 
@@ -31,13 +30,8 @@ COPIES: Final = Copies()
 
 
 def measure_tiers(gpu: Gpu, out: Output, visit: Visit, copies: Copies = COPIES) -> None:
-    measure_copies(gpu, out, copies)
-    gpu.empty_cache()
-    check_two_ranks(gpu, out, visit)
-
-
-def measure_copies(gpu: Gpu, out: Output, copies: Copies) -> None:
     """GB/s of blocks saved and loaded, and what that costs decode attention at the same time."""
+    del visit
     shape = (copies.blocks, copies.layers, 2, copies.kv_heads, CHUNK, copies.head_dim)
     pool = KvPool.wrap(torch.empty(shape, dtype=torch.bfloat16, device=gpu.device).normal_())
     host = torch.empty(shape, dtype=torch.bfloat16, pin_memory=gpu.device.type == "cuda")

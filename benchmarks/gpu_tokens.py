@@ -115,6 +115,12 @@ def compare(out: Output, visit: Visit, trial: Trial) -> None:
         out.problem(f"the engine, {trial.name}: {same} of {total} tokens are equal; kernels {got['kernels']}")
 
 
+def check_engines(gpu: Gpu, out: Output, visit: Visit) -> None:
+    """The part `engine`."""
+    check_engine(gpu, out, visit)
+    check_two_ranks(gpu, out, visit)
+
+
 def check_engine(gpu: Gpu, out: Output, visit: Visit) -> None:
     """One rank: in float32 against the CPU; in bfloat16, and with KV in 8 bits, against the reference kernels on
     the same device."""

@@ -46,21 +46,32 @@ class Part:
     """Without it nothing after it is worth starting."""
     beside: str = ""
     """This part runs in the background, up to the end of the named one."""
+    is_check: bool = False
+    """It finds what is right or wrong, not how fast: it may run beside others, and is waited for."""
+
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether it is ended with what it runs beside, and nothing is wrong then."""
+        return bool(self.beside) and not self.is_check
 
 
 PARTS: Final = (
     Part("start", 20, "Versions, imports, one call of every op", is_needed=True),
     Part("compile", 150, "FlashInfer's kernels are compiled", beside="sanitizer"),
-    Part("ops", 90, "Every op against the reference; the whole engine's tokens against a CPU's"),
-    Part("sanitizer", 60, "Memory accesses and races"),
+    Part("ops", 50, "Every op against the reference", is_check=True),
+    Part("engine", 60, "The whole engine's tokens against a CPU's: one rank, two ranks on one GPU", is_check=True),
+    Part("serve", 30, "trunkline serve: answers, hits, schemas, streams, SIGKILL, SIGINT", is_check=True),
+    Part("sanitizer", 45, "Memory accesses and races", is_check=True),
     Part("ceilings", 10, "What the device gives at most"),
     Part("decode", 120, "Decode attention: ChunkAttention's Table 3, batches, cuts and stages"),
     Part("flashinfer", 60, "Decode attention beside FlashInfer and torch, on the same buffers, in turn"),
     Part("prefill", 30, "Prefill attention beside cuDNN, FlashAttention-2 and FlashInfer"),
     Part("sampling", 15, "Drawing tokens beside torch's sorts"),
-    Part("model", 145, "A model of 8 billion parameters in the real runner"),
-    Part("tiers", 30, "Copies to and from main memory; two ranks on one GPU"),
+    Part("model", 130, "A model of 8 billion parameters in the real runner"),
+    Part("tiers", 15, "Copies to and from main memory"),
 )
+TOGETHER_S: Final = 120.0
+"""For each check that runs beside the others, if not more."""
 
 
 @dataclass
@@ -118,7 +129,7 @@ class Running:
         said = self.said.read_text(errors="replace").strip()[-SAID_CHARACTERS:]
         if status == "failed":
             found.problems.append(f"the part ended with code {code}: {said}")
-        elif status == "out of time" and not self.part.beside:
+        elif status == "out of time" and not self.part.may_be_cut:
             found.problems.append(f"the part was ended after {limit:.0f} s: {said[-500:]}")
         return found
 
@@ -156,7 +167,7 @@ class VisitRun:
         Returns:
             Whether all is well.
         """
-        background: dict[str, Running] = {}
+        background: dict[str, list[Running]] = {}
         names = [part.name for part in parts]
         deadline = time.monotonic() + seconds
         try:
@@ -168,17 +179,18 @@ class VisitRun:
                 part = replace(wanted, seconds=min(wanted.seconds, left - GRACE_S))
                 running = self._start(part)
                 if part.beside and part.beside in names:
-                    background[part.beside] = running
+                    background.setdefault(part.beside, []).append(running)
                     continue
                 found = self._keep(running)
-                if part.name in background:
-                    self._keep(background.pop(part.name), at_once=True)
+                for waiting in sorted(background.pop(part.name, []), key=lambda each: each.part.may_be_cut):
+                    self._keep(waiting, at_once=waiting.part.may_be_cut)
                 if part.is_needed and (found.status != "done" or found.problems):
                     self._tell(f"\nNothing after `{part.name}` was started.")
                     break
         finally:
-            for running in background.values():
-                self._keep(running, at_once=True)
+            for left_over in background.values():
+                for running in left_over:
+                    self._keep(running, at_once=True)
         return not any(self.found[name].problems for name in names if name in self.found)
 
     def _start(self, part: Part) -> Running:
@@ -192,7 +204,7 @@ class VisitRun:
     def _keep(self, running: Running, *, at_once: bool = False) -> Findings:
         part = running.part
         # The first part reads torch from a disk that is cold, and without it there is no visit.
-        grace = part.seconds if part.is_needed else 0.0 if part.beside else GRACE_S
+        grace = part.seconds if part.is_needed else 0.0 if part.may_be_cut else GRACE_S
         limit = 0.0 if at_once else part.seconds + grace
         found = running.end(limit, self._commit)
         self.found[running.part.name] = found
@@ -254,3 +266,17 @@ def chosen_parts(only: str) -> list[Part]:
         if name not in names:
             raise ValueError(f"there is no part {name!r}; there are: {', '.join(names)}")
     return [part for part in PARTS if not wanted or part.name in wanted]
+
+
+def together(parts: Sequence[Part]) -> list[Part]:
+    """The same parts, but all checks run beside the last of them, and nothing is timed before they end."""
+    checks = [part for part in parts if part.is_check]
+    if not checks:
+        return list(parts)
+    last = checks[-1].name
+    return [
+        replace(part, seconds=max(part.seconds, TOGETHER_S), beside="" if part.name == last else last)
+        if part.is_check
+        else part
+        for part in parts
+    ]

@@ -14,6 +14,7 @@ from typing import Any
 import gpu_attention
 import gpu_baselines
 import gpu_checks
+import gpu_sanitizer
 import gpu_start
 import gpu_tokens
 import pytest
@@ -27,7 +28,7 @@ from gpu_model import ModelShape, measure_model
 from gpu_part import RUNS
 from gpu_prefill import Prompt, measure_prefill
 from gpu_sampling import WAYS, measure_sampling
-from gpu_tiers import Copies, measure_copies
+from gpu_tiers import Copies, measure_tiers
 from gpu_tokens import Engine, Trial
 from gpu_visit import PARTS, Findings
 from kernels.cuda_emulated import CXX
@@ -81,8 +82,8 @@ FORMS = ("", "_by_own_products", "_int8", "_fp8", "_fp8_in_groups")
 RANDOM_TRIAL = gpu_checks.random_trial
 
 
-def small_trial(seed: int, head_dim: int) -> gpu_checks.Trial:
-    return RANDOM_TRIAL(seed, head_dim, chunk=16, rows=5)
+def small_trial(seed: int, head_dim: int, rows: int = 5) -> gpu_checks.Trial:
+    return RANDOM_TRIAL(seed, head_dim, chunk=16, rows=min(rows, 5))
 
 
 @pytest.mark.processes
@@ -263,10 +264,7 @@ def test_a_random_model_in_the_runner() -> None:
 
 
 def test_copies_alone_and_beside_decoding() -> None:
-    stream = io.StringIO()
-    measure_copies(EmulatedGpu(), Output(stream), Copies(3, 2, 2, 64, SMALL))
-    found = Findings("tiers", "done", 0, "")
-    found.read(stream.getvalue())
+    found = found_by(measure_tiers, Copies(3, 2, 2, 64, SMALL))
     assert found.problems == []
     cases = [(result["case"]["copy"], result["case"]["beside"]) for result in found.results]
     assert {(copy, beside) for copy in ("save", "load") for beside in ("nothing", "decode attention")} == set(
@@ -299,22 +297,68 @@ def test_the_engine_gives_the_kits_tokens(tmp_path: Path) -> None:
 
 
 SANITIZER = """#!/bin/sh
-case "$2" in memcheck) exit 0;; *) echo "a race in $8" ; exit {racecheck};; esac
+case "$2" in
+memcheck) exec {memcheck};;
+*) echo "========= {severity}: Race reported between Read access at f()+0x10"
+   echo "=========     and Write access at f()+0x20 [19680 hazards]"
+   echo "========="
+   echo "========= {severity}: Race reported between Read access at f()+0x10"
+   echo "=========     and Write access at f()+0x20 [7 hazards]"
+   exit {code};;
+esac
 """
+RACE = "Race reported between Read access at f()+0x10 and Write access at f()+0x20"
+
+
+def sanitized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visit: Visit, **values: object) -> Findings:
+    """What the part tells of a sanitizer that says this."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(SANITIZER.format(**values))
+    tool.chmod(0o755)
+    monkeypatch.setattr(gpu_sanitizer, "find_sanitizer", lambda: str(tool))
+    return found_by(gpu_sanitizer.sanitize, visit=visit)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("racecheck", "kind"), [(0, "notes"), (9, "problems")])
-def test_what_a_sanitizer_finds_is_a_problem(
-    racecheck: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("severity", "code"), [("Warning", 0), ("Error", 9), ("Error", 0)])
+def test_what_a_sanitizer_finds_is_told(
+    severity: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text(SANITIZER.format(racecheck=racecheck))
-    tool.chmod(0o755)
-    monkeypatch.setattr(gpu_start, "find_sanitizer", lambda: str(tool))
-    found = found_by(gpu_start.sanitize, visit=Visit(60))
-    assert "memcheck: nothing found" in found.notes[0]
-    assert "racecheck" in getattr(found, kind)[-1]
+    """Once, however often it is reported; an error is a problem, whatever the exit code, and a warning is not."""
+    values = {"memcheck": "true", "severity": severity, "code": code}
+    found = sanitized(tmp_path, monkeypatch, Visit(60), **values)
+    clean = [f"compute-sanitizer memcheck, {dtype}, done: nothing found" for dtype in ("bfloat16", "float32")]
+    assert [note for note in found.notes if "memcheck" in note] == clean
+    races = [text for text in (found.notes if severity == "Warning" else found.problems) if "racecheck" in text]
+    assert [text.count(f"{severity}: {RACE}") for text in races] == [1, 1]
+    assert len(found.notes) + len(found.problems) == 4
+
+
+@pytest.mark.processes
+def test_a_sanitizer_that_is_stopped_tells_what_it_had_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_sanitizer, "CHECKS", (("memcheck", "float32"),))
+    values = {"memcheck": "sleep 100", "severity": "", "code": 0}
+    found = sanitized(tmp_path, monkeypatch, Visit(2), **values)
+    assert found.notes == ["compute-sanitizer memcheck, float32, stopped before its end: nothing found"]
+    said = (
+        "=========     Invalid __global__ read of size 4 bytes\n=========     at k()+0x10\n========= by thread 1"
+    )
+    assert gpu_sanitizer.findings(said) == ["Invalid __global__ read of size 4 bytes at k()+0x10"]
+
+
+def test_the_sanitizers_round_is_right_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+
+    def noted(gpu: Gpu, seed: int, dtype: torch.dtype, head_dims: object, rows_: int) -> list[tuple[str, float]]:
+        rows.append(rows_)
+        return [("an op", 0.0), ("another", float(dtype == torch.float16))]
+
+    monkeypatch.setattr(gpu_checks, "one_round", noted)
+    assert gpu_checks.small_round(EmulatedGpu(), [torch.float32, torch.bfloat16]) == []
+    assert gpu_checks.small_round(EmulatedGpu()) == ["another in torch.float16 is off by 1.00e+00"]
+    assert set(rows) == {gpu_checks.SMALL_ROWS}
 
 
 def test_the_real_device_is_not_used_here() -> None:

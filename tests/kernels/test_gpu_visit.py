@@ -14,7 +14,7 @@ from typing import Any
 import gpu
 import gpu_visit
 import pytest
-from gpu_visit import NO_DEVICE, PARTS, Part, VisitRun, chosen_parts
+from gpu_visit import NO_DEVICE, PARTS, Part, VisitRun, chosen_parts, together
 
 pytestmark = [pytest.mark.area("gpu-kit"), pytest.mark.processes]
 
@@ -42,8 +42,10 @@ def make_run(folder: Path, told: list[str] | None = None) -> VisitRun:
     return VisitRun(folder, command, "abc", (told if told is not None else []).append)
 
 
-def part(name: str, seconds: float = 60, *, is_needed: bool = False, beside: str = "") -> Part:
-    return Part(name, seconds, f"About {name}", is_needed, beside)
+def part(
+    name: str, seconds: float = 60, *, is_needed: bool = False, beside: str = "", is_check: bool = False
+) -> Part:
+    return Part(name, seconds, f"About {name}", is_needed, beside, is_check)
 
 
 def with_time(run: Callable[[float], bool]) -> None:
@@ -60,15 +62,17 @@ def test_the_parts_are_those_of_a_visit_and_fit_in_ten_minutes() -> None:
     alone = [(part.name, part.seconds) for part in PARTS if not part.beside]
     assert alone == [
         ("start", 20),
-        ("ops", 90),
-        ("sanitizer", 60),
+        ("ops", 50),
+        ("engine", 60),
+        ("serve", 30),
+        ("sanitizer", 45),
         ("ceilings", 10),
         ("decode", 120),
         ("flashinfer", 60),
         ("prefill", 30),
         ("sampling", 15),
-        ("model", 145),
-        ("tiers", 30),
+        ("model", 130),
+        ("tiers", 15),
     ]
     assert sum(seconds for _, seconds in alone) < 600
     assert [part.name for part in PARTS if part.is_needed] == ["start"]
@@ -211,6 +215,45 @@ def test_a_part_in_the_background_ends_before_times_count(tmp_path: Path, monkey
     assert written[written.index("m") :] == "mn", "nothing beside what is timed"
     assert run.found["back"].status == "out of time"
     assert run.found["back"].problems == [], "it is given up, not wrong"
+
+
+def test_checks_run_beside_each_other_and_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the last check ends before another, which is waited for; what is timed comes after both."""
+    marks = tmp_path / "marks"
+    marks.touch()
+    common = (
+        "import time; from pathlib import Path\n"
+        f"marks = Path({str(marks)!r})\n"
+        "def write(letter):\n with marks.open('a') as file: file.write(letter)\n"
+        "def wait_for(letter):\n while letter not in marks.read_text(): time.sleep(0.01)\n"
+    )
+    monkeypatch.setitem(SCRIPTS, "slow", common + "write('s'); wait_for('l'); time.sleep(0.2); write('w')")
+    monkeypatch.setitem(SCRIPTS, "last", common + "wait_for('s'); write('l')")
+    monkeypatch.setitem(SCRIPTS, "measure", common + "write('m')")
+    run = make_run(tmp_path / "out")
+    assert run.run(together([part("slow", is_check=True), part("last", is_check=True), part("measure")]))
+    assert marks.read_text() == "slwm"
+    assert [found.status for found in run.found.values()] == ["done"] * 3
+
+
+def test_a_check_that_does_not_end_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_visit, "TOGETHER_S", 0.0)
+    run = make_run(tmp_path)
+    assert not run.run(together([part("hangs", 1.0, is_check=True), part("good", is_check=True)]))
+    assert "was ended after 1 s" in run.found["hangs"].problems[0]
+    assert run.found["good"].status == "done"
+
+
+def test_together_changes_checks_alone() -> None:
+    changed = {part.name: part for part in together(PARTS)}
+    assert list(changed) == [part.name for part in PARTS]
+    checks = [part.name for part in PARTS if part.is_check]
+    assert checks == ["ops", "engine", "serve", "sanitizer"]
+    assert [changed[name].beside for name in checks] == ["sanitizer"] * 3 + [""]
+    assert all(changed[part.name] == part for part in PARTS if not part.is_check)
+    timed = sum(part.seconds for part in PARTS if not part.is_check and not part.beside)
+    assert timed + max(changed[name].seconds for name in checks) < gpu_visit.VISIT_S
+    assert together([part("good")]) == [part("good")]
 
 
 def test_parts_are_chosen_by_name() -> None:
