@@ -30,7 +30,7 @@ KEPT: Final = tuple(
     for kv_dtype in KV_DTYPES[1:]
 )
 """KV in 8 bits, in cells of the table."""
-PIECES: Final = (1, 2, 3, 4)
+PIECES: Final = (1, 2, 4, 8)
 """Of each thread block."""
 PIECE_TOKENS: Final = (128, 256, 512, 1024)
 

@@ -30,6 +30,7 @@ from gpu_host_deal import measure_deal
 from gpu_host_steps import measure_steps
 from report import Report, parse_arguments
 
+from trunkline.kernels.cuda_decode import PIECE_TOKENS_MIN, PIECES_PER_WORKER, unit_times
 from trunkline.kernels.cuda_work import STEPS_WORDS, WORKSPACE_BYTES, PrefillCut, PrefillWork
 from trunkline.kernels.library_attention import FLASH, LibraryPrefill, LibraryWork, rest
 from trunkline.kernels.ops import AttentionSpec, KvPool
@@ -47,11 +48,11 @@ GPU = WorkOptions(
     partial_bytes=1040,
     tile_rows=64,
     workers=264,
-    pieces_per_worker=2,
-    piece_tokens_min=256,
-    vectors_per_read=128,
+    pieces_per_worker=PIECES_PER_WORKER,
+    piece_tokens_min=PIECE_TOKENS_MIN,
     dealt=True,
     narrow_vectors=16,
+    **unit_times(64, 128),
 )
 """As the CUDA kernels cut work for a model of 32 heads on an H100."""
 

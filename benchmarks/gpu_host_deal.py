@@ -50,8 +50,10 @@ def costs_of(words: Int32Array, options: WorkOptions) -> tuple[list[int], list[b
     counts = words[words[ITEM_COUNT] :]
     vectors = np.diff(entries) * options.group
     tokens = np.array([counts[start:stop].sum() for start, stop in items], dtype=np.int64)
-    costs = tokens * (options.vectors_per_read + vectors) + 1
-    return costs.tolist(), (vectors <= options.narrow_vectors).tolist()
+    narrow = vectors <= options.narrow_vectors
+    tile = np.where(narrow, options.narrow_tile_ns, options.wide_tile_ns)
+    costs = options.unit_ns - (-tokens // options.tile_tokens) * tile
+    return costs.tolist(), narrow.tolist()
 
 
 def most_dealt(words: Int32Array, costs: Sequence[int], options: WorkOptions) -> int:

@@ -268,6 +268,15 @@ def one_row(chunk_size: int, tokens: int, first_block: int = 0) -> Row:
     return Row(ranges, tokens - 1)
 
 
+def separate_rows(chunk_size: int, lengths: Iterable[int]) -> Forest:
+    """Rows of so many tokens that share nothing."""
+    forest = Forest(chunk_size, [], no_runs(), 0)
+    for tokens in lengths:
+        forest.rows.append(one_row(chunk_size, tokens, forest.blocks))
+        forest.blocks += len(forest.rows[-1].ranges)
+    return forest
+
+
 def behind_prefix(chunk_size: int, shared: int, tails: Iterable[int]) -> Forest:
     """Rows with one shared prefix of whole blocks, and a tail each of so many tokens."""
     forest = Forest(chunk_size, [], no_runs(), shared)

@@ -8,8 +8,16 @@ from itertools import product
 
 import numpy as np
 import pytest
-from kernels.forests import Forest, Range, Row, Shape, beam_forest, no_runs, random_forest
-from kernels.work_words import Work, check_lists, check_loads, decode, loads_in_turns, unit_costs
+from kernels.forests import Forest, Range, Row, Shape, beam_forest, random_forest, separate_rows
+from kernels.work_words import (
+    Work,
+    check_lists,
+    check_loads,
+    decode,
+    loads_in_turns,
+    random_times,
+    unit_costs,
+)
 from seeds import seeds
 
 from trunkline.kernels.plan import WorkOptions, plan_decode_work
@@ -34,11 +42,8 @@ def least(costs: Sequence[int], workers: int) -> int:
 
 
 def rows_of(lengths: Sequence[int]) -> Forest:
-    """Rows that share nothing, a block each."""
-    rows = [
-        Row(ranges=[Range(0, block, 0, tokens, 0, 0)], position=tokens - 1) for block, tokens in enumerate(lengths)
-    ]
-    return Forest(max(lengths), rows, no_runs(), len(lengths))
+    """Rows of a block each."""
+    return separate_rows(max(lengths), lengths)
 
 
 def options_of(kv_heads: int, workers: int, vectors_per_read: int = 16) -> WorkOptions:
@@ -76,6 +81,7 @@ def test_the_busiest_worker_has_what_dealing_one_by_one_gives(seed: int) -> None
         invariant_tokens=int(rng.choice([0, 0, 64])),
         dealt=True,
         narrow_vectors=int(rng.choice([0, 16])),
+        **random_times(rng),
     )
     work = dealt(forest, options)
     units = [cost for cost in unit_costs(work, options) for _ in range(options.kv_heads)]

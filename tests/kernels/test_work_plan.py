@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kernels.forests import Forest, Range, Row, Shape, beam_forest, random_forest
-from kernels.work_words import Work, check_lists, decode
+from kernels.work_words import Work, check_lists, decode, random_times
 from seeds import seeds
 
 from trunkline.kernels.plan import DecodePlan, WorkOptions, plan_decode_work
@@ -70,6 +71,7 @@ def test_nothing_is_lost_or_read_twice(seed: int) -> None:
         unit_vectors=int(rng.choice([0, 48])),
         dealt=bool(rng.random() < 0.5),
         narrow_vectors=int(rng.choice([0, 16])),
+        **random_times(rng),
     )
     work = work_of(plan, options)
     check(work, forest)
@@ -161,6 +163,27 @@ def test_partial_results_are_charged_to_cuts(rows: int) -> None:
     added = parts * rows * options.group * options.partial_bytes
     assert added <= max(rows * 4 * 1040, blocks * chunk * options.kv_token_bytes / 2)
     assert parts == {2: 16, 32: 7, 128: 1}[rows]
+
+
+@pytest.mark.parametrize(
+    ("seed", "crc"), list(enumerate((2068507655, 3062273305, 1487254355, 2644846970, 2036359521, 2733734767)))
+)
+def test_plans_for_cpus_stay_as_they_were(seed: int, crc: int) -> None:
+    """Words of the plans that were made before units of GPUs were timed."""
+    shape = Shape((1, 7, 40, 200)[seed % 4], (16, 64)[seed % 2], holes=seed % 3 == 1, modules=seed % 3)
+    options = WorkOptions(
+        kv_heads=8,
+        group=4,
+        kv_token_bytes=512,
+        partial_bytes=1040,
+        tile_rows=64,
+        workers=(1, 2, 16)[seed % 3],
+        vectors_per_read=8,
+        unit_vectors=48,
+        invariant_tokens=64 if seed == 5 else 0,
+    )
+    words = plan_decode_work(random_forest(np.random.default_rng(seed), shape).decode_plan(), options).numpy()
+    assert zlib.crc32(words.tobytes()) == crc
 
 
 def test_a_row_is_cut_along_its_tokens_where_a_worker_takes_several_heads() -> None:
@@ -267,6 +290,8 @@ def test_contradictions_are_named(change: dict[str, list[int]], sentence: str) -
         (replace(OPTIONS, tile_rows=1), "tile_rows"),
         (replace(OPTIONS, unit_vectors=-1), "unit_vectors"),
         (replace(OPTIONS, narrow_vectors=-1), "narrow_vectors"),
+        (replace(OPTIONS, unit_ns=-1), "unit_ns"),
+        (replace(OPTIONS, unit_ns=1, tile_tokens=64, narrow_tile_ns=1, wide_tile_ns=1), "partial_bytes_per_ns"),
     ],
 )
 def test_options_are_checked(options: WorkOptions, sentence: str) -> None:

@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from trunkline.kernels.cuda_decode import UnitTimes
 from trunkline.kernels.plan import WorkOptions
 
 HEADER = (
@@ -93,11 +94,35 @@ def _lists(words: NDArray[np.int32], head: dict[str, int]) -> list[tuple[list[in
 
 
 def unit_costs(work: Work, options: WorkOptions) -> list[int]:
-    """What a unit of each piece counts as, in query vectors, rounded up to five binary digits."""
-    vectors = [options.vectors_per_read + len(piece.entries) * options.group for piece in work.pieces]
-    costs = [piece.tokens * each + 1 for piece, each in zip(work.pieces, vectors, strict=True)]
+    """What a unit of each piece counts as, in query vectors or ns, rounded up to five binary digits."""
+    if options.unit_ns:
+        costs = unit_ns(work, options)
+    else:
+        vectors = [options.vectors_per_read + len(piece.entries) * options.group for piece in work.pieces]
+        costs = [piece.tokens * each + 1 for piece, each in zip(work.pieces, vectors, strict=True)]
     steps = [1 << max(0, cost.bit_length() - 5) for cost in costs]
     return [-(-cost // step) * step for cost, step in zip(costs, steps, strict=True)]
+
+
+def random_times(rng: np.random.Generator) -> UnitTimes:
+    """What units take on some GPU, or nothing, as on CPUs."""
+    if rng.random() < 0.5:
+        return {}
+    return {
+        "unit_ns": int(rng.choice([1, 1000, 4000])),
+        "tile_tokens": int(rng.choice([4, 16, 64])),
+        "narrow_tile_ns": int(rng.integers(1, 3000)),
+        "wide_tile_ns": int(rng.integers(1, 3000)),
+        "partial_bytes_per_ns": int(rng.choice([1, 4000])),
+    }
+
+
+def unit_ns(work: Work, options: WorkOptions) -> list[int]:
+    """What a unit of each piece takes: a fixed part and whole tiles."""
+    tiles = [-(-piece.tokens // options.tile_tokens) for piece in work.pieces]
+    narrow = [len(piece.entries) * options.group <= options.narrow_vectors for piece in work.pieces]
+    tile_ns = [options.narrow_tile_ns if each else options.wide_tile_ns for each in narrow]
+    return [options.unit_ns + count * each for count, each in zip(tiles, tile_ns, strict=True)]
 
 
 def check_lists(work: Work, options: WorkOptions) -> None:

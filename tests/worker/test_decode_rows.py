@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from kernels.work_words import Work, check_lists, check_loads, decode
+from kernels.work_words import Work, check_lists, check_loads, decode, random_times
 from numpy.typing import NDArray
 from seeds import seeds
 from worker.row_world import RowWorld
@@ -125,6 +125,7 @@ def options_of(rng: np.random.Generator) -> WorkOptions:
         unit_vectors=int(rng.choice([0, 48])),
         dealt=bool(rng.random() < 0.7),
         narrow_vectors=int(rng.choice([0, 4, 16])),
+        **random_times(rng),
     )
 
 
@@ -151,13 +152,15 @@ def check_steps(seed: int, steps: int, kinds: tuple[str, ...]) -> None:
         work = decode(mirrors[shown], followed.rows.plan.steps)
         check_lists(work, options[shown])
         now = [int(mirror[WORK_MADE]) for mirror in mirrors]
-        if now[shown] != made[shown] and options[shown].dealt:  # by what pieces cost now
+        is_new = now[shown] != made[shown]  # by what pieces cost now
+        if is_new and options[shown].dealt:
             check_loads(work, options[shown])
         made = now
-        compare(work, plan, options[shown], plain=not {"cut", "modules"} & set(kinds))
+        plain = not {"cut", "modules"} & set(kinds)
+        compare(work, plan, options[shown], same_pieces=plain and (is_new or options[shown].workers == 1))
 
 
-def compare(work: Work, plan: DecodePlan, options: WorkOptions, *, plain: bool) -> None:
+def compare(work: Work, plan: DecodePlan, options: WorkOptions, *, same_pieces: bool) -> None:
     expected = decode(plan_decode_work(plan, options).numpy())
     assert read_by(work) == read_by(expected)
     assert work.query_position == expected.query_position
@@ -165,7 +168,7 @@ def compare(work: Work, plan: DecodePlan, options: WorkOptions, *, plain: bool) 
     partials = partials_of(work)
     if options.invariant_tokens:
         assert partials == partials_of(expected)
-    if plain and options.workers == 1:
+    if same_pieces:
         assert pieces_of(work) == pieces_of(expected)
         assert work.tokens == expected.tokens
 

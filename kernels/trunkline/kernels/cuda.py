@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trunkline.kernels import native
 from trunkline.kernels.cuda_build import CudaBuildError
-from trunkline.kernels.cuda_decode import PIECE_TOKENS_MIN, PIECES_PER_WORKER, DecodePlans
+from trunkline.kernels.cuda_decode import DecodePlans
 from trunkline.kernels.cuda_layers import CudaLayers
 from trunkline.kernels.cuda_library import (
     DTYPE_NUMBERS,
@@ -80,6 +80,10 @@ from trunkline.kernels.scaled_products import Float8Rows
 from trunkline.kvstore.chunks import Int32Array
 
 INVARIANT_TOKENS: Final = 512
+PREFILL_PIECES: Final = 2
+"""For each thread block, aimed at."""
+PREFILL_TOKENS_MIN: Final = 256
+"""No cut makes a piece shorter."""
 
 
 class CudaKernels:
@@ -218,6 +222,7 @@ class CudaKernels:
             device=pool.data.device,
             tile_rows=shape.tile_rows,
             narrow_rows=shape.narrow_rows,
+            tile_tokens=shape.tile_tokens,
             grid=shape.grid,
             invariant_tokens=self._invariant_tokens,
             share=self._share,
@@ -243,8 +248,8 @@ class CudaKernels:
             refuse_capture(self._is_capturing(), "the prefill plan is not on the device yet")
             cut = PrefillCut(
                 rows_per_tile=max(1, key.tile_rows // spec.group),
-                units_wanted=-(-PIECES_PER_WORKER * key.grid // spec.kv_heads),
-                piece_tokens_min=PIECE_TOKENS_MIN,
+                units_wanted=-(-PREFILL_PIECES * key.grid // spec.kv_heads),
+                piece_tokens_min=PREFILL_TOKENS_MIN,
                 piece_tokens=self._invariant_tokens,
                 partials_max=self._workspace_bytes // (4 * partial_floats(spec.heads, spec.head_dim)),
             )

@@ -8,7 +8,7 @@ of index and value that one launch writes, and nothing at all where rows only gr
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypedDict
 
 import torch
 
@@ -18,13 +18,51 @@ from trunkline.kernels.live_plan import AnyDecodePlan, LiveDecodePlan
 from trunkline.kernels.ops import AttentionSpec, KernelCounters
 from trunkline.kernels.plan import DecodePlan, WorkOptions, plan_decode_work
 
-PIECE_TOKENS_MIN: Final = 256
-VECTORS_PER_READ: Final = 128
-"""Number of query vectors whose products take about as long as reading their tokens (kernels.md: 790 TFLOP/s, 4.3
-TB/s)."""
-PIECES_PER_WORKER: Final = 2
+PIECE_TOKENS_MIN: Final = 128
+"""Two tiles, which take about as long as a unit takes besides."""
+PIECES_PER_WORKER: Final = 8
+"""The finest cuts that are tried."""
+UNIT_NS: Final = 3500
+"""What a thread block takes for a unit besides its tiles: reads of the plan and of queries that wait for each
+other, and barriers. On an H200 thread blocks with 128 units of one token each took 456 µs. (That includes their
+tiles, of one token; over whole tiles, rows of 1,024 to 4,096 tokens had 4 to 6 µs besides.)"""
+TIMED_TILE: Final = 64 * 128
+"""Elements of keys in the tiles of the next two; others are taken to need as long for each element."""
+NARROW_TILE_NS: Final = 2000
+"""A tile in a unit of at most 16 query vectors while all thread blocks read: 264 times 32 KiB at 4.2 TB/s."""
+WIDE_TILE_NS: Final = 1300
+"""A tile in a unit of up to 64 query vectors: an estimate for products that overlap with reading, not measured."""
+PARTIAL_BYTES_PER_NS: Final = 4000
+"""Bytes of partial results, written and read, for each ns that merging takes longer: an H200 merged 17 of each of
+32 rows and 32 heads (18 MB) in 7.8 µs, and hardly any in 3.5."""
 DEALT: Final = True
 """Whether plans say which thread block does which pieces, longest first; else thread blocks take turns."""
+
+
+class UnitTimes(TypedDict, total=False):
+    """What units take: fields of `WorkOptions`."""
+
+    unit_ns: int
+    tile_tokens: int
+    narrow_tile_ns: int
+    wide_tile_ns: int
+    partial_bytes_per_ns: int
+
+
+def unit_times(tile_tokens: int, head_dim: int) -> UnitTimes:
+    """Return what units take.
+
+    Args:
+        tile_tokens: Tokens of a tile, which lies in one block.
+    """
+    size = tile_tokens * head_dim
+    return {
+        "unit_ns": UNIT_NS,
+        "tile_tokens": tile_tokens,
+        "narrow_tile_ns": max(1, NARROW_TILE_NS * size // TIMED_TILE),
+        "wide_tile_ns": max(1, WIDE_TILE_NS * size // TIMED_TILE),
+        "partial_bytes_per_ns": PARTIAL_BYTES_PER_NS,
+    }
 
 
 class DecodePlans:
@@ -41,7 +79,7 @@ class DecodePlans:
         self._counters = counters
         self._stream = stream
         self._is_capturing = is_capturing
-        self._options: dict[tuple[WorkKey, int], WorkOptions] = {}
+        self._options: dict[tuple[WorkKey, int, int], WorkOptions] = {}
         self._devices: dict[WorkOptions | None, DeviceWork] = {}
 
     @property
@@ -60,9 +98,9 @@ class DecodePlans:
         Args:
             row_bytes: Bytes of one token's key, or value, of one head.
         """
-        options = self._options.get((key, row_bytes))
+        options = self._options.get((key, row_bytes, plan.chunk_size))
         if options is None:
-            options = self._options[key, row_bytes] = WorkOptions(
+            options = self._options[key, row_bytes, plan.chunk_size] = WorkOptions(
                 kv_heads=spec.kv_heads,
                 group=spec.group,
                 kv_token_bytes=2 * row_bytes,
@@ -73,9 +111,9 @@ class DecodePlans:
                 piece_tokens_min=PIECE_TOKENS_MIN,
                 invariant_tokens=key.invariant_tokens,
                 share=key.share,
-                vectors_per_read=VECTORS_PER_READ,
                 dealt=DEALT,
                 narrow_vectors=key.narrow_rows,
+                **unit_times(min(key.tile_tokens, plan.chunk_size), spec.head_dim),
             )
         if isinstance(plan, LiveDecodePlan):
             live = plan.work(options, self)

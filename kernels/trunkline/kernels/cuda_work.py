@@ -71,6 +71,7 @@ class WorkKey(NamedTuple):
     device: torch.device
     tile_rows: int
     narrow_rows: int
+    tile_tokens: int
     grid: int
     invariant_tokens: int
     share: bool

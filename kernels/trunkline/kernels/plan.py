@@ -258,6 +258,11 @@ class WorkOptions:
     unit_vectors: int = 0
     dealt: bool = False
     narrow_vectors: int = 0
+    unit_ns: int = 0
+    tile_tokens: int = 0
+    narrow_tile_ns: int = 0
+    wide_tile_ns: int = 0
+    partial_bytes_per_ns: int = 0
 
 
 option_values = operator.attrgetter(*WorkOptions.__dataclass_fields__)

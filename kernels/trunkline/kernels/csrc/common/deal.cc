@@ -22,7 +22,32 @@ struct Group {
   }
 };
 
-// The KV heads of a piece cost the same, so they are dealt together: to a whole group at once.
+// Deals units of equal cost, each to the worker with least, so to a whole group at once; `take(unit, worker, count)`.
+class Groups {
+ public:
+  explicit Groups(int32_t workers) { groups_.push({0, 0, workers}); }
+
+  template <class Take>
+  void deal(int64_t cost, int64_t units, const Take& take) {
+    for (int64_t unit = 0; unit < units;) {
+      const Group least = groups_.top();
+      groups_.pop();
+      const auto count = static_cast<int32_t>(std::min<int64_t>(least.count, units - unit));
+      if (count < least.count) groups_.push({least.load, least.worker + count, least.count - count});
+      groups_.push({least.load + cost, least.worker, count});
+      most_ = std::max(most_, least.load + cost);
+      take(unit, least.worker, count);
+      unit += count;
+    }
+  }
+
+  int64_t most() const { return most_; }
+
+ private:
+  std::priority_queue<Group, std::vector<Group>, std::greater<>> groups_;
+  int64_t most_ = 0;
+};
+
 std::vector<Share> longest_first(const std::vector<DealtPiece>& pieces, int32_t kv_heads, int32_t workers,
                                  int64_t& most) {
   std::vector<int32_t> order(pieces.size());
@@ -30,23 +55,15 @@ std::vector<Share> longest_first(const std::vector<DealtPiece>& pieces, int32_t 
   std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
     return pieces[static_cast<size_t>(a)].cost > pieces[static_cast<size_t>(b)].cost;
   });
-  std::priority_queue<Group, std::vector<Group>, std::greater<>> groups;
-  groups.push({0, 0, workers});
+  Groups groups(workers);
   std::vector<Share> shares;
-  most = 0;
   for (const int32_t piece : order) {
-    for (int32_t head = 0; head < kv_heads;) {
-      const Group least = groups.top();
-      groups.pop();
-      const int32_t count = std::min(least.count, kv_heads - head);
-      if (count < least.count) groups.push({least.load, least.worker + count, least.count - count});
-      const int64_t load = least.load + pieces[static_cast<size_t>(piece)].cost;
-      groups.push({load, least.worker, count});
-      shares.push_back({piece, head, least.worker, count});
-      most = std::max(most, load);
-      head += count;
-    }
+    groups.deal(pieces[static_cast<size_t>(piece)].cost, kv_heads,
+                [&](int64_t head, int32_t worker, int32_t count) {
+                  shares.push_back({piece, static_cast<int32_t>(head), worker, count});
+                });
   }
+  most = groups.most();
   return shares;
 }
 
@@ -73,6 +90,13 @@ std::vector<Share> in_turns(const std::vector<DealtPiece>& pieces, int32_t kv_he
 }
 
 }  // namespace
+
+int64_t busiest(std::vector<EqualUnits> units, int32_t workers) {
+  std::sort(units.begin(), units.end(), [](const EqualUnits& a, const EqualUnits& b) { return a.cost > b.cost; });
+  Groups groups(workers);
+  for (const EqualUnits& each : units) groups.deal(each.cost, each.count, [](int64_t, int32_t, int32_t) {});
+  return groups.most();
+}
 
 Deal deal_units(const std::vector<DealtPiece>& pieces, int32_t kv_heads, int32_t workers) {
   int64_t most = 0, most_in_turns = 0;

@@ -29,6 +29,14 @@ struct Deal {
   std::vector<int32_t> units;   // piece * kv_heads + KV head; each is there once
 };
 
+// Units that cost the same.
+struct EqualUnits {
+  int64_t cost, count;
+};
+
+// How much the worker with the most has if units are dealt longest first.
+int64_t busiest(std::vector<EqualUnits> units, int32_t workers);
+
 Deal deal_units(const std::vector<DealtPiece>& pieces, int32_t kv_heads, int32_t workers);
 
 }  // namespace trunkline

@@ -1,6 +1,7 @@
 // Of LivePlan: pieces from the sorted paths, and the words.
 #include <algorithm>
 
+#include "balance.h"
 #include "live_plan.h"
 
 namespace trunkline {
@@ -196,14 +197,14 @@ void LivePlan::order_cuts() {
 // As `balance` in work_plan.cc: pieces are cut so that every worker has several of about equal cost to take.
 void LivePlan::balance() {
   if (options_.workers == 1) return;
-  int64_t total = 0;
-  for (const Piece& piece : pieces_) total += piece_cost(options_, piece.tokens, piece.entries);
-  const int64_t units = int64_t{options_.workers} * options_.pieces_per_worker;
-  const int64_t aim = std::max<int64_t>(1, total * options_.kv_heads / units);
+  std::vector<PieceSize> sizes;
+  for (const Piece& piece : pieces_) sizes.push_back({piece.tokens, piece.entries});
+  const std::vector<int64_t> balanced = balanced_parts(options_, sizes);
   std::vector<Piece> cut;
-  for (Piece piece : pieces_) {
+  for (size_t index = 0; index < pieces_.size(); ++index) {
+    Piece piece = pieces_[index];
     const Row& row = rows_[static_cast<size_t>(piece.leader)];
-    const int64_t tokens = piece.tokens, parts = balanced_parts(options_, tokens, piece.entries, aim);
+    const int64_t tokens = piece.tokens, parts = balanced[index];
     const int32_t begin = piece.from, end = std::min(piece.to, row.tail + 1);
     for (int64_t number = 1; number < parts; ++number) {
       // The first segment in front of which there are `number` parts or more, but at least one in this part.
@@ -390,7 +391,7 @@ void LivePlan::write_pieces() {
 
 void LivePlan::write_deal() {
   std::vector<DealtPiece> pieces;
-  for (const Piece& piece : pieces_) pieces.push_back(dealt_piece(options_, piece.tokens, piece.entries));
+  for (const Piece& piece : pieces_) pieces.push_back(dealt_piece(options_, {piece.tokens, piece.entries}));
   const Deal deal = deal_units(pieces, options_.kv_heads, options_.workers);
   const int64_t bounds = memory_[kWorkUnitBounds], units = memory_[kWorkUnits];
   for (size_t i = 0; i < deal.bounds.size(); ++i) put(bounds + static_cast<int64_t>(i), deal.bounds[i]);

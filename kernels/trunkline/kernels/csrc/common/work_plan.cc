@@ -1,11 +1,12 @@
 #include "work_plan.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 #include <map>
 #include <stdexcept>
 #include <string>
+
+#include "balance.h"
 
 namespace trunkline {
 namespace {
@@ -263,14 +264,13 @@ class Planner {
   // Cuts pieces so that every worker has several of about equal cost to take.
   void balance() {
     if (options_.workers == 1) return;
-    int64_t total = 0;
-    for (const Run& run : pieces_)
-      total += piece_cost(options_, run.tokens, static_cast<int64_t>(run.rows.size()));
-    const int64_t units = int64_t{options_.workers} * options_.pieces_per_worker;
-    const int64_t aim = std::max<int64_t>(1, total * options_.kv_heads / units);
+    std::vector<PieceSize> sizes;
+    for (const Run& run : pieces_) sizes.push_back({run.tokens, static_cast<int64_t>(run.rows.size())});
+    const std::vector<int64_t> balanced = balanced_parts(options_, sizes);
     std::vector<Run> cut;
-    for (Run& run : pieces_) {
-      const int64_t parts = balanced_parts(options_, run.tokens, static_cast<int64_t>(run.rows.size()), aim);
+    for (size_t index = 0; index < pieces_.size(); ++index) {
+      Run& run = pieces_[index];
+      const int64_t parts = balanced[index];
       if (parts == 1) {
         cut.push_back(std::move(run));
         continue;
@@ -394,7 +394,7 @@ class Planner {
     if (!options_.dealt) return {};
     std::vector<DealtPiece> pieces;
     for (const Run& run : pieces_) {
-      pieces.push_back(dealt_piece(options_, run.tokens, static_cast<int64_t>(run.rows.size())));
+      pieces.push_back(dealt_piece(options_, {run.tokens, static_cast<int64_t>(run.rows.size())}));
     }
     return deal_units(pieces, options_.kv_heads, options_.workers);
   }
@@ -415,35 +415,14 @@ void check_options(const WorkOptions& options) {
   if (options.unit_vectors < 0 || options.narrow_vectors < 0) {
     fail("unit_vectors and narrow_vectors must not be negative");
   }
+  if (options.unit_ns < 0 ||
+      (options.unit_ns > 0 && std::min({options.tile_tokens, options.narrow_tile_ns, options.wide_tile_ns,
+                                        options.partial_bytes_per_ns}) < 1)) {
+    fail("with unit_ns, tile_tokens, narrow_tile_ns, wide_tile_ns and partial_bytes_per_ns must be positive");
+  }
   if (options.tile_rows != 0 && options.tile_rows < options.group) {
     fail("tile_rows must hold at least the group of one row");
   }
-}
-
-int64_t piece_cost(const WorkOptions& options, int64_t tokens, int64_t rows) {
-  return tokens * (options.vectors_per_read + rows * options.group) + 1;
-}
-
-int64_t balanced_parts(const WorkOptions& options, int64_t tokens, int64_t rows, int64_t aim) {
-  constexpr int64_t kBytesPerPartialByte = 2;
-  const int64_t vectors = rows * options.group;
-  // KV heads that a worker takes at once.
-  const int64_t heads = std::clamp<int64_t>(options.unit_vectors / vectors, 1, options.kv_heads);
-  const int64_t tile = options.tile_rows == 0 ? rows : options.tile_rows / options.group;
-  const int64_t unit = aim * ((rows + tile - 1) / tile);
-  const int64_t by_tokens = tokens / std::max(1, options.piece_tokens_min);
-  const int64_t by_bytes = tokens * options.kv_token_bytes /
-                           std::max<int64_t>(1, kBytesPerPartialByte * vectors * options.partial_bytes);
-  const int64_t most = std::max<int64_t>(1, std::min(by_tokens, by_bytes));
-  return std::clamp<int64_t>((piece_cost(options, tokens, rows) * heads + unit - 1) / unit, 1, most);
-}
-
-DealtPiece dealt_piece(const WorkOptions& options, int64_t tokens, int64_t rows) {
-  constexpr int kBits = 5;
-  const int64_t cost = piece_cost(options, tokens, rows);
-  const int dropped = std::max(0, static_cast<int>(std::bit_width(static_cast<uint64_t>(cost))) - kBits);
-  const int64_t rounded = ((cost + (int64_t{1} << dropped) - 1) >> dropped) << dropped;
-  return {rounded, rows * options.group <= options.narrow_vectors};
 }
 
 std::vector<int32_t> plan_decode_work(const DecodeItems& items, const WorkOptions& options) {

@@ -13,7 +13,7 @@
 // 2. Cost rule: a run is packed (its rows' queries multiplied together) only if the bytes of KV that this saves
 //    exceed the bytes of the partial results that it adds; else its items are pushed down into the runs that
 //    follow it for its rows, and at last into each row's private piece, which exists anyway.
-// 3. Balance: pieces are cut to about equal cost, with a minimum length.
+// 3. Balance: pieces are cut to about equal cost, with a minimum length (balance.h).
 // Each piece is done once per KV head, or for several at once (`unit_vectors`): then it is cut along its tokens rather
 // than by heads, whose tiles adjoin in memory.
 // 4. Dealing (`dealt`): each worker gets a list of units of its own, longest first (deal.h). The order of pieces, in which
@@ -31,8 +31,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <vector>
-
-#include "deal.h"
 
 namespace trunkline {
 
@@ -67,6 +65,12 @@ struct WorkOptions {
   int32_t unit_vectors = 0;       // most query vectors of which a worker takes several KV heads at once; 0: none
   bool dealt = false;             // the plan says which worker does which units (deal.h)
   int32_t narrow_vectors = 0;     // dealt pieces of at most so many query vectors are in lists of their own
+  // What units take on a GPU (balance.h). `unit_ns` 0: costs are counted in query vectors, as on CPUs.
+  int32_t unit_ns = 0;               // however few tokens it has
+  int32_t tile_tokens = 0;           // tokens that are read at once, at most; begun tiles count whole
+  int32_t narrow_tile_ns = 0;        // a tile of a unit of at most `narrow_vectors`
+  int32_t wide_tile_ns = 0;          // of another one
+  int32_t partial_bytes_per_ns = 0;  // with which `partial_bytes` are moved
 };
 
 // Little-endian int32 words, position-independent: the same buffer is read on the host and on a device.
@@ -171,18 +175,6 @@ TRUNKLINE_HOST_DEVICE inline int32_t token_slot(const WorkView& work, int32_t ta
 
 // Throws std::invalid_argument for options that no plan can follow.
 void check_options(const WorkOptions& options);
-
-// What reading `tokens` for `rows` takes, in query vectors.
-int64_t piece_cost(const WorkOptions& options, int64_t tokens, int64_t rows);
-
-// Into how many parts `balance` cuts a piece so that a unit of work costs about `aim`. Units are parts times the tiles
-// of rows that one worker takes. Partial results are charged: a part reads at least twice the bytes that its partial
-// results are written and read with, or cuts would cost more than they spread.
-int64_t balanced_parts(const WorkOptions& options, int64_t tokens, int64_t rows, int64_t aim);
-
-// What the units of a piece of a dealt plan are. Costs are rounded up to five binary digits, by a sixteenth at most: pieces
-// that differ little are dealt alike, so that few words change when rows join or leave.
-DealtPiece dealt_piece(const WorkOptions& options, int64_t tokens, int64_t rows);
 
 // Throws std::invalid_argument for items that contradict each other.
 std::vector<int32_t> plan_decode_work(const DecodeItems& items, const WorkOptions& options);

@@ -20,7 +20,7 @@ namespace {
 
 namespace ffi = tvm::ffi;
 
-constexpr int kOptions = 14;
+constexpr int kOptions = 19;
 
 struct HostAllocator {
   void AllocData(DLTensor* tensor) {
@@ -65,6 +65,11 @@ WorkOptions read_options(const ffi::Array<int64_t>& numbers, int64_t first) {
   chosen.unit_vectors = option(11);
   chosen.dealt = option(12) != 0;
   chosen.narrow_vectors = option(13);
+  chosen.unit_ns = option(14);
+  chosen.tile_tokens = option(15);
+  chosen.narrow_tile_ns = option(16);
+  chosen.wide_tile_ns = option(17);
+  chosen.partial_bytes_per_ns = option(18);
   return chosen;
 }
 

@@ -1,0 +1,181 @@
+#include "balance.h"
+
+#include <algorithm>
+#include <bit>
+#include <tuple>
+
+#include "work_plan.h"
+
+namespace trunkline {
+namespace {
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// What reading a piece takes, in query vectors.
+int64_t vector_cost(const WorkOptions& options, const PieceSize& piece) {
+  return piece.tokens * (options.vectors_per_read + piece.rows * options.group) + 1;
+}
+
+bool is_narrow(const WorkOptions& options, int64_t rows) { return rows * options.group <= options.narrow_vectors; }
+
+int64_t tiles_of(const WorkOptions& options, int64_t tokens) { return divide_up(tokens, options.tile_tokens); }
+
+int64_t tile_ns(const WorkOptions& options, bool narrow) {
+  return narrow ? options.narrow_tile_ns : options.wide_tile_ns;
+}
+
+// Most rows of a piece that one worker takes.
+int64_t rows_of_tile(const WorkOptions& options, int64_t rows) {
+  return options.tile_rows == 0 ? rows : options.tile_rows / options.group;
+}
+
+int64_t most_by_tokens(const WorkOptions& options, int64_t tokens) {
+  return std::max<int64_t>(1, tokens / std::max(1, options.piece_tokens_min));
+}
+
+// So that a unit of work costs about `aim`. A part reads at least twice the bytes that its partial results are written
+// and read with, or cuts would cost more than they spread.
+int64_t parts_by_vectors(const WorkOptions& options, const PieceSize& piece, int64_t aim) {
+  constexpr int64_t kBytesPerPartialByte = 2;
+  const int64_t vectors = piece.rows * options.group;
+  // KV heads that a worker takes at once.
+  const int64_t heads = std::clamp<int64_t>(options.unit_vectors / vectors, 1, options.kv_heads);
+  const int64_t unit = aim * divide_up(piece.rows, rows_of_tile(options, piece.rows));
+  const int64_t by_bytes = piece.tokens * options.kv_token_bytes /
+                           std::max<int64_t>(1, kBytesPerPartialByte * vectors * options.partial_bytes);
+  const int64_t most = std::max<int64_t>(1, std::min(most_by_tokens(options, piece.tokens), by_bytes));
+  return std::clamp<int64_t>(divide_up(vector_cost(options, piece) * heads, unit), 1, most);
+}
+
+// Pieces of equally many tiles whose units are of the same kinds.
+struct Likes {
+  int64_t tiles, most_parts;
+  int64_t wide, narrow;  // units of a part, over all KV heads
+  int64_t vectors;       // that have a partial result in each part
+  int64_t count = 1;
+
+  auto key() const { return std::tie(tiles, most_parts, wide, narrow, vectors); }
+};
+
+// What a unit should take, in ns.
+struct Aims {
+  int64_t wide, narrow;
+};
+
+// Cuts by what units take on a GPU.
+class Timing {
+ public:
+  Timing(const WorkOptions& options, const std::vector<PieceSize>& pieces) : options_(options) {
+    std::vector<Likes> all;
+    for (const PieceSize& piece : pieces) all.push_back(likes_of(piece));
+    std::sort(all.begin(), all.end(), [](const Likes& a, const Likes& b) { return a.key() < b.key(); });
+    for (const Likes& each : all) {
+      if (!likes_.empty() && likes_.back().key() == each.key()) {
+        ++likes_.back().count;
+      } else {
+        likes_.push_back(each);
+      }
+    }
+  }
+
+  // The best found of common aims, then of others for one kind. Good enough is a tenth above what workers have on average.
+  Aims best() const {
+    int64_t total = 0;
+    for (const Likes& each : likes_) {
+      total += each.count * (each.wide * cost(each.tiles, false) + each.narrow * cost(each.tiles, true));
+    }
+    const int64_t good = total / options_.workers + total / options_.workers / 10;
+    Aims best{INT64_MAX, INT64_MAX};
+    int64_t least = time_of(best);
+    for (const bool keeps_wide : {false, true}) {
+      for (const bool keeps_narrow : {false, true}) {
+        if (keeps_wide && keeps_narrow) continue;
+        const Aims kept = best;
+        // A half, 3/4, 1, 3/2, 2, 3, 4, … units for each worker.
+        for (uint64_t quarters = 2;
+             least > good && quarters <= 4 * static_cast<uint64_t>(options_.pieces_per_worker);
+             quarters += std::bit_floor(quarters) / 2) {
+          const int64_t aim = 4 * total / (static_cast<int64_t>(quarters) * options_.workers);
+          const Aims aims{keeps_wide ? kept.wide : aim, keeps_narrow ? kept.narrow : aim};
+          const int64_t time = time_of(aims);
+          if (time < least) best = aims, least = time;
+        }
+      }
+    }
+    return best;
+  }
+
+  int64_t parts(const PieceSize& piece, const Aims& aims) const { return parts(likes_of(piece), aims); }
+
+ private:
+  int64_t cost(int64_t tiles, bool narrow) const { return options_.unit_ns + tiles * tile_ns(options_, narrow); }
+
+  Likes likes_of(const PieceSize& piece) const {
+    const int64_t rows = rows_of_tile(options_, piece.rows), heads = options_.kv_heads;
+    const int64_t whole = piece.rows / rows, rest = piece.rows % rows;
+    Likes likes{tiles_of(options_, piece.tokens), most_by_tokens(options_, piece.tokens), 0, 0,
+                piece.rows * options_.group * heads};
+    (is_narrow(options_, rows) ? likes.narrow : likes.wide) += whole * heads;
+    if (rest > 0) (is_narrow(options_, rest) ? likes.narrow : likes.wide) += heads;
+    return likes;
+  }
+
+  int64_t parts(const Likes& likes, const Aims& aims) const {
+    const bool narrow = likes.wide == 0;
+    const int64_t tile = tile_ns(options_, narrow), aim = narrow ? aims.narrow : aims.wide;
+    return std::clamp<int64_t>(divide_up(likes.tiles * tile, std::max(aim - options_.unit_ns, tile)), 1,
+                               likes.most_parts);
+  }
+
+  // Of the busiest worker, and of merging. Parts are equal but for a tile.
+  int64_t time_of(const Aims& aims) const {
+    std::vector<EqualUnits> units;
+    int64_t partials = 0;
+    for (const Likes& each : likes_) {
+      const int64_t count = parts(each, aims), longer = each.tiles % count, tiles = each.tiles / count;
+      const auto add = [&](int64_t length, int64_t times) {
+        if (times * each.wide > 0) units.push_back({cost(length, false), times * each.wide});
+        if (times * each.narrow > 0) units.push_back({cost(length, true), times * each.narrow});
+      };
+      add(tiles + 1, longer * each.count);
+      add(tiles, (count - longer) * each.count);
+      partials += count * each.vectors * each.count;
+    }
+    return busiest(std::move(units), options_.workers) +
+           partials * options_.partial_bytes / options_.partial_bytes_per_ns;
+  }
+
+  const WorkOptions& options_;
+  std::vector<Likes> likes_;
+};
+
+}  // namespace
+
+std::vector<int64_t> balanced_parts(const WorkOptions& options, const std::vector<PieceSize>& pieces) {
+  std::vector<int64_t> parts;
+  if (options.unit_ns > 0) {
+    const Timing timing(options, pieces);
+    const Aims aims = timing.best();
+    for (const PieceSize& piece : pieces) parts.push_back(timing.parts(piece, aims));
+    return parts;
+  }
+  int64_t total = 0;
+  for (const PieceSize& piece : pieces) total += vector_cost(options, piece);
+  const int64_t units = int64_t{options.workers} * options.pieces_per_worker;
+  const int64_t aim = std::max<int64_t>(1, total * options.kv_heads / units);
+  for (const PieceSize& piece : pieces) parts.push_back(parts_by_vectors(options, piece, aim));
+  return parts;
+}
+
+DealtPiece dealt_piece(const WorkOptions& options, const PieceSize& piece) {
+  constexpr int kBits = 5;
+  const bool narrow = is_narrow(options, piece.rows);
+  const int64_t cost = options.unit_ns == 0
+                           ? vector_cost(options, piece)
+                           : options.unit_ns + tiles_of(options, piece.tokens) * tile_ns(options, narrow);
+  const int dropped = std::max(0, static_cast<int>(std::bit_width(static_cast<uint64_t>(cost))) - kBits);
+  const int64_t rounded = ((cost + (int64_t{1} << dropped) - 1) >> dropped) << dropped;
+  return {rounded, narrow};
+}
+
+}  // namespace trunkline
