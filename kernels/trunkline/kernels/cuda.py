@@ -153,6 +153,7 @@ class CudaKernels:
         counters.decode_tokens_read += tokens
         counters.decode_bytes_read += tokens * pool.format.layer_token_bytes
         call.work, call.steps = device_work.words_address, device_work.steps_address
+        call.plan_is_there, device_work.is_written = not device_work.is_written, False
         # While a graph is captured the merge always comes along: a later plan may need it.
         if state.needs_merge or self._is_capturing():
             self._take_workspace(call, state.partials, pool.data.device)
@@ -192,7 +193,7 @@ class CudaKernels:
         state = self._prefill_state(plan, pool, spec)
         check_shifts(state.has_shifts, spec)
         self.counters.prefill_tokens_read += state.tokens_read
-        call.causal = 1
+        call.causal, call.plan_is_there = 1, 1  # plans of prompts are copied, not written by a launch
         for part, address in state.parts:
             call.work, call.rows = address, part.row_stop - part.row_start
             call.q = q.data_ptr() + part.row_start * q.stride(0) * q.element_size()

@@ -45,7 +45,7 @@ class AttentionCall(ctypes.Structure):
         *_fields(c_void_p, "q out pool work steps partial_acc partial_stats alibi_slopes inverse_frequencies"),
         *_fields(c_int64, "q_row_stride out_row_stride"),
         *_fields(c_int32, "dtype kv_dtype head_dim heads kv_heads chunk_size layers layer rotary_half window"),
-        *_fields(c_int32, "causal rows tile_rows stages narrow_stages grid shared_bytes"),
+        *_fields(c_int32, "causal rows tile_rows stages narrow_stages grid shared_bytes plan_is_there"),
         *_fields(c_float, "scale soft_cap"),
     ]
 

@@ -181,6 +181,8 @@ class DeviceWork:
         """Whether all that the plan has changed up to this step is in the buffer."""
         self.uploaded_words = 0
         """Number of words that were copied to the device so far."""
+        self.is_written = False
+        """Whether the launch before the next one writes the buffer."""
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.int32, device=device)
         self._changes = self._buffer
@@ -211,8 +213,10 @@ class DeviceWork:
             self._upload(work.words, steps)
         elif len(changes):
             self._patch(changes, steps, library, stream)
+            self.is_written = True
         elif steps != self.steps:
             library.call("add_steps", self.steps_address, steps - self.steps, stream)
+            self.is_written = True
         self.resident, self.steps, self.is_current = work, steps, True
 
     def _upload(self, words: Tensor, steps: int) -> None:

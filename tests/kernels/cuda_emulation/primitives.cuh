@@ -216,11 +216,27 @@ inline void sine_cosine(float x, float& sine, float& cosine) {
   cosine = std::cos(x);
 }
 
+inline void allow_next_launch() {}
+inline void wait_for_launch_before() {}
+
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared_bytes, void*,
                    const Arguments&... arguments) {
   return emulation::launch(reinterpret_cast<const void*>(kernel), grid, threads, shared_bytes,
                            [&] { kernel(arguments...); });
+}
+
+// One launch after the other.
+inline bool launches_early() { return false; }
+
+template <class Kernel, class... Arguments>
+cudaError_t launch_with(bool, Kernel kernel, const Arguments&... arguments) {
+  return launch(kernel, arguments...);
+}
+
+template <class Kernel, class... Arguments>
+cudaError_t launch_early(Kernel kernel, const Arguments&... arguments) {
+  return launch(kernel, arguments...);
 }
 
 }  // namespace trunkline::cuda

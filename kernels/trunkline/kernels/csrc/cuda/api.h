@@ -41,6 +41,7 @@ struct AttentionCall {
   int32_t narrow_stages;
   int32_t grid;
   int32_t shared_bytes;
+  int32_t plan_is_there;  // the launch before this one does not write the plan: the kernel may read it meanwhile
   float scale;
   float soft_cap;  // 0: off
 };

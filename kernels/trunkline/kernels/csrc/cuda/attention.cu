@@ -98,6 +98,7 @@ __device__ void merge_one_by_one(const AttentionCall& call, const float2* stats,
 // One warp per (row, head): the partials of a row, weighted in the order of their slots, so always alike.
 template <class T>
 __global__ void merge_kernel(const __grid_constant__ AttentionCall call) {
+  wait_for_launch_before();
   const WorkView work(call.work);
   const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpLanes;
@@ -225,12 +226,13 @@ int32_t trunkline_attention(const AttentionCall* call, void* stream) {
   // stages > 1 is what attention_shape says of the matrix kernels.
   const bool is_matrix = matrix.kernel != nullptr && call->stages > 1;
   const KernelPointer kernel = is_matrix ? matrix.kernel : general_kernel(call->dtype);
-  const cudaError_t error = launch(kernel, dim3(static_cast<unsigned>(call->grid)), kThreads,
-                                   static_cast<size_t>(call->shared_bytes), stream, *call);
+  const cudaError_t error =
+      launch_with(call->plan_is_there != 0 && launches_early(), kernel, dim3(static_cast<unsigned>(call->grid)),
+                  kThreads, static_cast<size_t>(call->shared_bytes), stream, *call);
   if (error != cudaSuccess || call->partial_acc == nullptr) return error;
   const int64_t pairs = static_cast<int64_t>(call->rows) * call->heads;
   const dim3 grid(static_cast<unsigned>((pairs + kWarps - 1) / kWarps));
-  return launch(merge_of(call->dtype), grid, kThreads, 0, stream, *call);
+  return launch_early(merge_of(call->dtype), grid, kThreads, size_t{0}, stream, *call);
 }
 
 int32_t trunkline_add_steps(int32_t* steps, int32_t delta, void* stream) {

@@ -170,6 +170,7 @@ class GeneralSegment {
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) attention_general_kernel(const __grid_constant__ AttentionCall call) {
+  wait_for_launch_before();
   const WorkView work(call.work);
   const int steps = call.steps == nullptr ? 0 : *call.steps;
   TileCursor tile(work, call, steps, UnitList(work, call.kv_heads, UnitList::kAll), call.tile_rows,

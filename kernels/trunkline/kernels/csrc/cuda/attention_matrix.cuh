@@ -63,6 +63,7 @@ __device__ __forceinline__ void run_units(const AttentionCall& call, const WorkV
 
 template <class T, int D, bool kBytes>
 __global__ void __launch_bounds__(kThreads) attention_matrix_kernel(const __grid_constant__ AttentionCall call) {
+  allow_next_launch();  // the merge waits for all of this
   const WorkView work(call.work);
   const int steps = call.steps == nullptr ? 0 : *call.steps;
   const bool apart = call.narrow_stages > 0;

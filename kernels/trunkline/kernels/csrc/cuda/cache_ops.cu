@@ -24,6 +24,7 @@ __device__ __forceinline__ float warp_sum(float x) {
 // shuffles every lane passes before any lane writes.
 template <class T, class A>
 __global__ void __launch_bounds__(kWriteThreads) write_kernel(const __grid_constant__ WriteCall call) {
+  allow_next_launch();  // attention reads its plan meanwhile
   const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
   const int all_heads = call.heads + 2 * call.kv_heads, d = call.head_dim, half = call.rotary_half;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kWriteWarps + threadIdx.x / kWarpLanes;

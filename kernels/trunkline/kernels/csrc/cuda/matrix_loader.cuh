@@ -61,6 +61,7 @@ class TileLoader {
   __device__ TileLoader(const AttentionCall& call, const TileCursor& cursor, unsigned char* memory, int stages)
       : call_(call), cursor_(cursor), memory_(memory), stages_(stages) {
     more_ = cursor_.next_segment();
+    wait_for_launch_before();  // which writes queries, keys and values, but no plan
 #pragma unroll 1
     for (int i = 0; i < stages_ - 1; ++i) issue();
   }

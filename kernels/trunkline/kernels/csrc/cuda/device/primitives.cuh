@@ -155,18 +155,56 @@ __device__ __forceinline__ float reciprocal_approximate(float x) {
 // Of angles between -pi and pi, to about 4e-7 absolute.
 __device__ __forceinline__ void sine_cosine(float x, float& sine, float& cosine) { __sincosf(x, &sine, &cosine); }
 
+// Programmatic launches, of devices 9.x, for which there is code of their own: a kernel that was launched by `launch_early` may begin once all thread
+// blocks of the one before allow it, and has to wait before it touches what that one reads or writes. All that ran before
+// that one has ended by then, unless it was launched early, too, and did not wait.
+__device__ __forceinline__ void allow_next_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void wait_for_launch_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+inline bool launches_early() {
+  static const bool answer = [] {
+    int device = 0, major = 0;
+    return cudaGetDevice(&device) == cudaSuccess &&
+           cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major == 9;
+  }();
+  return answer;
+}
+
 template <class... Parameters, class... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared_bytes, void* stream,
-                   const Arguments&... arguments) {
+cudaError_t launch_with(bool early, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared_bytes,
+                        void* stream, const Arguments&... arguments) {
   // The launch's own result, not cudaGetLastError(): that may be of a call long before.
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
   if (error != cudaSuccess) static_cast<void>(cudaGetLastError());  // reported here, so not to anyone else
   return error;
+}
+
+template <class Kernel, class... Arguments>
+cudaError_t launch(Kernel kernel, const Arguments&... arguments) {
+  return launch_with(false, kernel, arguments...);
+}
+
+template <class Kernel, class... Arguments>
+cudaError_t launch_early(Kernel kernel, const Arguments&... arguments) {
+  return launch_with(launches_early(), kernel, arguments...);
 }
 
 }  // namespace trunkline::cuda
