@@ -22,15 +22,16 @@ __device__ __forceinline__ void bring_queries(const AttentionCall& call, const M
   constexpr int kUnits = D / 8, kStride = MatrixLayout<D, kBytes>::kStride;
   __syncthreads();  // the segment before is done with Q and the row table
   shared.rows.fill(tile, work, call, steps, padded);
-  __syncthreads();
+  // Not by way of the table: reads of the plan and of queries would wait for each other.
   const T* q = static_cast<const T*>(call.q);
-#pragma unroll 4
+#pragma unroll 2
   for (int i = static_cast<int>(threadIdx.x); i < padded * kUnits; i += kThreads) {
-    const int v = i / kUnits, column = (i - v * kUnits) * 8, row = shared.rows.row[v];
+    const int v = i / kUnits, column = (i - v * kUnits) * 8;
     uint4 x = make_uint4(0u, 0u, 0u, 0u);
-    if (row >= 0) {
-      const int64_t at = row * call.q_row_stride + static_cast<int64_t>(shared.rows.head[v]) * D + column;
-      x = *reinterpret_cast<const uint4*>(q + at);
+    if (v < tile.vectors()) {
+      const int64_t row = work.entry_row[tile.entry(v)];
+      x = *reinterpret_cast<const uint4*>(q + row * call.q_row_stride + static_cast<int64_t>(tile.head(v)) * D +
+                                          column);
     }
     *reinterpret_cast<uint4*>(shared.q + v * kStride + column) = x;
   }
