@@ -99,6 +99,21 @@ def test_small_values_keep_their_places(
         small.assert_result(decode(make_kernels(implementation), small, wrap(data, kv_dtype)))
 
 
+@pairwise(implementation=CUDA, dtype=HALF_TYPES, kv_dtype=KV_DTYPES[1:], rows=(1, 20))
+def test_every_byte_is_its_number(implementation: str, dtype: torch.dtype, kv_dtype: str, rows: int) -> None:
+    """A single token's values, whose scale is 1, are the result: in narrow pieces and in wide ones."""
+    numbers = torch.arange(256) - 127.0
+    if kv_dtype == "fp8":
+        numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    numbers[~(numbers.abs() <= (448 if kv_dtype == "fp8" else 127))] = 0
+    runs = np.array([[0, rows, 0, 1]], dtype=np.int32) if rows > 1 else no_runs()
+    forest = Forest(16, [one_row(16, 1) for _ in range(rows)], runs, 1)
+    case = make_case(forest, make_spec(4, 2, 256), dtype, 0)
+    case.data[:, :, 1, :, 0] = numbers.to(dtype)
+    out = decode(make_kernels(implementation), case, wrap(case.data, kv_dtype))
+    assert torch.equal(out[:rows].float(), numbers.expand(rows, 4, 256))
+
+
 @pairwise(implementation=CUDA, kind=KINDS)
 def test_prompts_with_modules(implementation: str, kind: str) -> None:
     variant = {"rotary": 0, "alibi": 3, "learned": 4}[kind]

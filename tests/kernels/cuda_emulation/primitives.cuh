@@ -206,6 +206,25 @@ inline void sync_warp() { emulation::block().warp_operation(combine_nothing); }
 inline uint32_t bits_of(float x) { return bit_copy<uint32_t>(x); }
 inline float float_of(uint32_t bits) { return bit_copy<float>(bits); }
 
+// PTX manual, "prmt", its default mode without copies of a sign.
+inline uint32_t byte_perm(uint32_t low, uint32_t high, uint32_t chosen) {
+  const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t digit = chosen >> (4 * i) & 0xfu;
+    if (digit > 7) emulation::fail("a byte that is none of eight");
+    result |= static_cast<uint32_t>(bytes >> (8 * digit) & 0xffu) << (8 * i);
+  }
+  return result;
+}
+
+// In float32, where sums and products of the kernels' whole numbers are exact.
+template <class T>
+uint32_t multiply_add_pairs(uint32_t a, uint32_t b, uint32_t c) {
+  const auto half = [&](int i) { return std::fma(half_of<T>(a, i), half_of<T>(b, i), half_of<T>(c, i)); };
+  return pack2<T>(half(0), half(1));
+}
+
 // Fibers run one at a time, up to the next barrier or warp operation.
 inline void atomic_add_shared(uint32_t* word, uint32_t value) { *word += value; }
 

@@ -54,8 +54,7 @@ bool choose_stages(const AttentionKernel& kernel, const DeviceLimits& limits, At
   for (int rows = kMatrixRows; rows >= 16; rows /= 2) {
     for (int blocks = 2; blocks >= 1; --blocks) {
       const int available =
-          std::min(limits.shared_per_block, limits.shared_per_processor / blocks - limits.shared_reserved) -
-          kernel.number_bytes;
+          std::min(limits.shared_per_block, limits.shared_per_processor / blocks - limits.shared_reserved);
       const int stages = std::min(kStagesMax, (available - rows * kernel.row_bytes) / kernel.stage_bytes);
       if (stages < 2) continue;
       shape.tile_rows = rows;
@@ -68,7 +67,6 @@ bool choose_stages(const AttentionKernel& kernel, const DeviceLimits& limits, At
         shape.narrow_stages = narrow_stages;
         shape.shared_bytes = std::max(shape.shared_bytes, narrow_stages * kernel.stage_bytes + narrow_bytes);
       }
-      shape.shared_bytes += kernel.number_bytes;
       return true;
     }
   }

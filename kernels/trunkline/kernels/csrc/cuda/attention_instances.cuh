@@ -10,15 +10,13 @@ struct AttentionKernel {
   void (*kernel)(AttentionCall);  // null: no such instance
   int tile_tokens;
   int stage_bytes;
-  int row_bytes;     // for each query vector
-  int number_bytes;  // for all stages together
+  int row_bytes;  // for each query vector
 };
 
 template <class T, int D, bool kBytes>
 AttentionKernel matrix_instance() {
   using Layout = MatrixLayout<D, kBytes>;
-  return {attention_matrix_kernel<T, D, kBytes>, Layout::kTokens, Layout::kStageBytes, Layout::kRowBytes,
-          Layout::kNumberBytes};
+  return {attention_matrix_kernel<T, D, kBytes>, Layout::kTokens, Layout::kStageBytes, Layout::kRowBytes};
 }
 
 // `in_bytes`: K and V are in 8 bits.

@@ -17,9 +17,8 @@
 //
 // Tokens that no item covers are never read: their K and V are zeros in shared memory and their scores -inf.
 //
-// Of K and V in 8 bits (`kBytes`) the ring has rows as they lie in the pool. Numbers are made of them in a tile that all
-// share: first of the keys, exactly (scores are multiplied with their scales), then, in the same place, of the values,
-// times their scales.
+// Of K and V in 8 bits (`kBytes`) the ring has rows as they lie in the pool. Each warp makes numbers of them in its registers
+// (byte_products.cuh): of keys exactly (scores are multiplied with their scales), of values times their scales.
 #pragma once
 
 #include "attention_narrow.cuh"
@@ -37,10 +36,14 @@ __device__ __forceinline__ void run_units(const AttentionCall& call, const WorkV
     const bool is_narrow = tile.vectors() <= kNarrowRows;
     const int padded = is_narrow ? kNarrowRows : (tile.vectors() + 15) / 16 * 16;
     bring_queries(call, shared, tile, work, steps, padded);
-    SegmentSums<D> sums;
-    NarrowSegment<T, D, kBytes> narrow(call, shared, sums);
-    WideSegment<T, D, kBytes> wide(call, shared, sums, padded);
-    if (!is_narrow) wide.load_queries();
+    SegmentState<D> state;
+    NarrowSegment<T, D, kBytes> narrow(call, shared, state);
+    WideSegment<T, D, kBytes> wide(call, shared, state, padded);
+    if (is_narrow) {
+      narrow.load_queries();
+    } else {
+      wide.load_queries();
+    }
     // One loop for both, so that the code which walks the plan and loads tiles is there once.
     while (tile.next_tile()) {
       const unsigned char* stage = loader.wait();

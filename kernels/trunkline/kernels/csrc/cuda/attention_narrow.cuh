@@ -19,41 +19,36 @@ template <class T, int D, bool kBytes>
 class NarrowSegment : MatrixSegment<T, D, kBytes> {
   using Base = MatrixSegment<T, D, kBytes>;
   using Base::apply_rule, Base::bytes_of, Base::kSteps, Base::kStride, Base::kStrip, Base::kStripTiles,
-      Base::lane_, Base::scale, Base::shared_, Base::sums_, Base::vector, Base::warp_, Base::weigh;
+      Base::lane_, Base::query, Base::shared_, Base::state_, Base::token_of, Base::vector, Base::warp_,
+      Base::weigh;
   using typename Base::Layout;
   static constexpr int kWeightStride = Layout::kWeightStride;
-  static constexpr int kColumnTiles = (D / 8 + kWarps - 1) / kWarps;  // of a warp's part of O
+  static constexpr int kQuarter = (D / 8 + kWarps - 1) / kWarps;
+  // Of a warp's part of O. In 8 bits they come in groups (fragments.h), and of a few head sizes not all warps have as many.
+  static constexpr int kColumnTiles = !kBytes || kQuarter == 2 ? kQuarter : (kQuarter + 3) / 4 * 4;
+  static constexpr int kGroup = kColumnTiles % 4 == 0 ? 4 : 2;
 
  public:
+  using Base::load_queries;
+
   __device__ NarrowSegment(const AttentionCall& call, const typename Base::Shared& shared,
-                           typename Base::Sums& sums)
-      : Base(call, shared, sums, 0, true) {}
+                           typename Base::State& state)
+      : Base(call, shared, state, 0, true) {}
 
   __device__ void attend(const TileCursor& tile, const unsigned char* stage) {
-    const int tokens = tile.tokens(), first = warp_ * kStrip;
-    const T* keys = reinterpret_cast<const T*>(stage);
-    const T* values = keys + Layout::kTensor;
+    const int tokens = tile.tokens(), first = warp_ * kStripTiles;
+    const bool takes_part = token_of(first, 0) < tokens;
     float scores[kStripTiles][4] = {};
     if constexpr (kBytes) {
-      // Of each warp's own strip of tokens numbers are made, of the keys, which only this warp reads, exactly (scores
-      // are multiplied with their scales); then, in the same place, of the values, times theirs, which all read after C.
-      keys = values = shared_.numbers;
-      const unsigned char* key_bytes = bytes_of(tile, stage, 0);
-      this->template make_numbers<false>(key_bytes, tokens);
-      sync_warp();
-      if (first < tokens) multiply_keys(scores, keys);
-      sync_warp();
-      this->template make_numbers<true>(bytes_of(tile, stage, 1), tokens);
-      scale(scores, key_bytes, first, tokens);
-    } else if (first < tokens) {
-      multiply_keys(scores, keys);
+      const auto keys = bytes_of(tile, stage, 0);
+      if (takes_part) keys.multiply_keys(scores, first, [&](int k) -> const auto& { return query(k); });
+      keys.scale(scores, first);
+      finish_tile(scores, bytes_of(tile, stage, 1), tokens, tile.base());
+    } else {
+      const T* keys = reinterpret_cast<const T*>(stage);
+      if (takes_part) multiply_keys(scores, keys);
+      finish_tile(scores, keys + Layout::kTensor, tokens, tile.base());
     }
-    apply_rule(scores, first, tokens, tile.base());
-    share_peaks(scores);
-    __syncthreads();  // B
-    weigh_all(scores);
-    __syncthreads();  // C
-    multiply_values(values, tokens);
   }
 
   // Sums over lanes and warps, in a fixed order, then the output or the partial.
@@ -61,7 +56,7 @@ class NarrowSegment : MatrixSegment<T, D, kBytes> {
     // `peaks` is free: warps that read it in the last tile do so before that tile's barrier C.
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float sum = sums_.total[half][0];
+      float sum = state_.total[half][0];
       sum += shuffle_xor(sum, 1);
       sum += shuffle_xor(sum, 2);
       if ((lane_ & 3) == 0) shared_.peaks[warp_ * shared_.capacity + vector(half)] = sum;
@@ -72,21 +67,20 @@ class NarrowSegment : MatrixSegment<T, D, kBytes> {
       float total = 0.0f;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) total += shared_.peaks[w * shared_.capacity + vector(half)];
-      this->template store<kColumnTiles>(half, warp_ * kColumnTiles * 8, total);
+      this->template store<kColumnTiles, kGroup>(half, warp_ * kColumnTiles, total);
     }
   }
 
  private:
   __device__ void multiply_keys(float (&scores)[kStripTiles][4], const T* keys) {
     const T* strip = keys + warp_ * kStrip * kStride;
-    const T* q = shared_.q + fragment::a_row(lane_) * kStride + fragment::a_column(lane_);
-    uint32_t a[4], b[4];
+    uint32_t b[4];
     if constexpr (kStripTiles == 2) {
       strip += fragment::key_pair_token(lane_) * kStride + fragment::key_pair_column(lane_);
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
         load_matrices(b, strip + k * 16);
-        load_matrices(a, q + k * 16);
+        const auto& a = query(k);
         multiply_add<T>(scores[0], a, b[0], b[1]);
         multiply_add<T>(scores[1], a, b[2], b[3]);
       }
@@ -95,12 +89,20 @@ class NarrowSegment : MatrixSegment<T, D, kBytes> {
 #pragma unroll
       for (int k = 0; k < kSteps; k += 2) {
         load_matrices(b, strip + k * 16);
-        load_matrices(a, q + k * 16);
-        multiply_add<T>(scores[0], a, b[0], b[1]);
-        load_matrices(a, q + (k + 1) * 16);
-        multiply_add<T>(scores[0], a, b[2], b[3]);
+        multiply_add<T>(scores[0], query(k), b[0], b[1]);
+        multiply_add<T>(scores[0], query(k + 1), b[2], b[3]);
       }
     }
+  }
+
+  template <class Values>
+  __device__ void finish_tile(float (&scores)[kStripTiles][4], const Values& values, int tokens, int base) {
+    apply_rule(scores, warp_ * kStripTiles, tokens, base);
+    share_peaks(scores);
+    __syncthreads();  // B
+    weigh_all(scores, values);
+    __syncthreads();  // C
+    multiply_values(values, tokens);
   }
 
   // This warp's largest score of each vector.
@@ -118,44 +120,55 @@ class NarrowSegment : MatrixSegment<T, D, kBytes> {
   }
 
   // Weights of this warp's tokens to shared memory for the other warps; older sums are scaled to the new peak.
-  __device__ void weigh_all(const float (&scores)[kStripTiles][4]) {
+  template <class Values>
+  __device__ void weigh_all(const float (&scores)[kStripTiles][4], const Values& values) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int v = vector(half);
-      float peak = sums_.peak[half];
+      float peak = state_.peak[half];
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) peak = fmaxf(peak, shared_.peaks[w * shared_.capacity + v]);
-      const float reference = finite_peak(peak), decay = exp2_approximate(sums_.peak[half] - reference);
-      sums_.peak[half] = peak;
+      const float reference = finite_peak(peak), decay = exp2_approximate(state_.peak[half] - reference);
+      state_.peak[half] = peak;
       uint32_t weights[kStripTiles];
-      sums_.total[half][0] = __fmaf_rn(sums_.total[half][0], decay, weigh(scores, half, reference, weights));
+      const float sum = weigh(scores, half, reference, warp_ * kStripTiles, values, weights);
+      state_.total[half][0] = __fmaf_rn(state_.total[half][0], decay, sum);
       T* to = shared_.weights + v * kWeightStride + warp_ * kStrip + fragment::c_column(lane_);
 #pragma unroll
       for (int j = 0; j < kStripTiles; ++j) *reinterpret_cast<uint32_t*>(to + j * 8) = weights[j];
 #pragma unroll
       for (int n = 0; n < kColumnTiles; ++n) {
-        sums_.acc[n][2 * half] *= decay;
-        sums_.acc[n][2 * half + 1] *= decay;
+        state_.acc[n][2 * half] *= decay;
+        state_.acc[n][2 * half + 1] *= decay;
       }
     }
   }
 
-  __device__ void multiply_values(const T* values, int tokens) {
+  template <class Values>
+  __device__ void multiply_values(const Values& values, int tokens) {
     const T* weights = shared_.weights + fragment::a_row(lane_) * kWeightStride + fragment::a_column(lane_);
-    const T* from = values + fragment::value_token(lane_) * kStride + warp_ * kColumnTiles * 8;
+    const int first = warp_ * kColumnTiles;
 #pragma unroll
     for (int k = 0; k < Layout::kTokens; k += 32) {
-      if (k >= tokens) break;  // weights and values are zeros there
+      if (k >= tokens) break;  // weights are zeros there
       uint32_t a[2][4];
       load_matrices(a[0], weights + k);
       load_matrices(a[1], weights + k + 16);
+      if constexpr (kBytes) {
 #pragma unroll
-      for (int n = 0; n < kColumnTiles; ++n) {
-        if (warp_ * kColumnTiles + n >= D / 8) break;
-        uint32_t b[4];
-        load_matrices_transposed(b, from + k * kStride + n * 8);
-        multiply_add<T>(sums_.acc[n], a[0], b[0], b[1]);
-        multiply_add<T>(sums_.acc[n], a[1], b[2], b[3]);
+        for (int i = 0; i < 2; ++i) {
+          values.template multiply_values<kColumnTiles, kGroup>(state_.acc, a[i], k / 8 + 2 * i, first);
+        }
+      } else {
+        const T* from = values + (fragment::value_token(lane_) + k) * kStride + first * 8;
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; ++n) {
+          if (first + n >= D / 8) break;
+          uint32_t b[4];
+          load_matrices_transposed(b, from + n * 8);
+          multiply_add<T>(state_.acc[n], a[0], b[0], b[1]);
+          multiply_add<T>(state_.acc[n], a[1], b[2], b[3]);
+        }
       }
     }
   }

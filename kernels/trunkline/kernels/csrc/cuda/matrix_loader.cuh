@@ -17,15 +17,16 @@ constexpr int kCopyBytes = 16;  // of an asynchronous copy
 template <int D, bool kBytes>
 struct MatrixLayout {
   static constexpr int kTokens = D > 128 ? 32 : 64;
-  static constexpr int kStride = fragment::row_stride(D);              // of Q, K and V
+  static constexpr int kStride = fragment::row_stride(D);  // of Q, K and V
+  // Of Q. Beside bytes its rows are read by 8 bytes a lane: eight rows of four lanes meet no bank twice.
+  static constexpr int kQueryStride = kBytes ? D + 16 : kStride;
   static constexpr int kWeightStride = fragment::row_stride(kTokens);  // of P
   static constexpr int kTensor = kTokens * kStride;                    // elements of one K or V tile
   static constexpr int kRow = D + kScaleBytes;                         // bytes, in 8 bits
   // Of K or of V in a stage. Rows in 8 bits begin up to 12 bytes behind the first that is copied.
   static constexpr int kTileBytes = kBytes ? kTokens * kRow + kCopyBytes : kTensor * 2;
   static constexpr int kStageBytes = 2 * kTileBytes;
-  static constexpr int kNumberBytes = kBytes ? kTensor * 2 : 0;  // of the tile of numbers
-  static constexpr int kRowBytes = kStride * 2 + kWeightStride * 2 + kWarps * 4 + RowTable::kArrays * 4;
+  static constexpr int kRowBytes = kQueryStride * 2 + kWeightStride * 2 + kWarps * 4 + RowTable::kArrays * 4;
 
   static_assert(kTileBytes % kCopyBytes == 0);
 };
@@ -34,7 +35,6 @@ template <class T, int D, bool kBytes>
 struct MatrixShared {
   using Layout = MatrixLayout<D, kBytes>;
   unsigned char* stages;
-  T* numbers;  // of K, then of V, if they are in 8 bits
   T* q;
   T* weights;
   float* peaks;  // [warps][capacity]
@@ -43,9 +43,8 @@ struct MatrixShared {
 
   __device__ MatrixShared(unsigned char* memory, int stage_count, int tile_rows)
       : stages(memory),
-        numbers(reinterpret_cast<T*>(stages + stage_count * Layout::kStageBytes)),
-        q(numbers + Layout::kNumberBytes / 2),
-        weights(q + tile_rows * Layout::kStride),
+        q(reinterpret_cast<T*>(stages + stage_count * Layout::kStageBytes)),
+        weights(q + tile_rows * Layout::kQueryStride),
         peaks(reinterpret_cast<float*>(weights + tile_rows * Layout::kWeightStride)),
         rows(reinterpret_cast<unsigned char*>(peaks + kWarps * tile_rows), tile_rows),
         capacity(tile_rows) {}

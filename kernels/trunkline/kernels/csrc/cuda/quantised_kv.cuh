@@ -11,6 +11,8 @@
 
 #include <primitives.cuh>
 
+#include <type_traits>
+
 #include "api.h"
 
 namespace trunkline::cuda {
@@ -19,9 +21,22 @@ constexpr int kScaleBytes = 4;
 
 struct Int8Bytes {
   static constexpr float kLargest = 127.0f;
-  // The value of byte `j` of a word.
+  // The value of byte `j` of a word: behind the bits of 2^23 a byte counts ones, and 128 of them too many once its sign
+  // is turned. (Conversions of whole numbers run at an eighth of the rate.)
   __device__ static float value(uint32_t word, int j) {
-    return static_cast<float>(static_cast<int8_t>(word >> (8 * j)));
+    const uint32_t bits = byte_perm(word ^ 0x80808080u, 0x4b000000u, 0x7440u | static_cast<uint32_t>(j));
+    return __fadd_rn(float_of(bits), -0x1.0001p23f);
+  }
+  // `twice`: two bytes, each in both halves of 16 bits. In bfloat16 2^7 has room for the seven lower bits, and what is too
+  // many is 2^7 or 2^8; in float16 2^10 has room for all.
+  template <class T>
+  __device__ static uint32_t pair(uint32_t twice) {
+    if constexpr (std::is_same_v<T, Bf16>) {
+      const uint32_t bits = (twice & 0x007f007fu) | 0x43004300u, excess = (twice & 0x00800080u) | 0x43004300u;
+      return multiply_add_pairs<T>(excess, 0xbf80bf80u, bits);
+    } else {
+      return multiply_add_pairs<T>((twice & 0x00ff00ffu) ^ 0x64806480u, 0x3c003c00u, 0xe480e480u);
+    }
   }
   __device__ static uint32_t round(float x) { return static_cast<uint32_t>(static_cast<int>(rintf(x))); }
 };
@@ -34,6 +49,13 @@ struct Float8Bytes {
     const auto top = static_cast<int32_t>(word << (24 - 8 * j));
     return __fmul_rn(float_of(static_cast<uint32_t>(top >> 4) & 0x87f00000u), 0x1p120f);
   }
+  template <class T>
+  __device__ static uint32_t pair(uint32_t twice) {
+    constexpr bool kWide = std::is_same_v<T, Bf16>;  // as many bits of exponent as a float32
+    const uint32_t magnitude = kWide ? twice >> 4 & 0x07f007f0u : twice >> 1 & 0x3f803f80u;
+    const uint32_t factor = kWide ? 0x7b807b80u : 0x5c005c00u;  // 2^120, 2^8
+    return multiply_add_pairs<T>((twice & 0x80008000u) | magnitude, factor, 0x80008000u);
+  }
   // To the nearest, ties to even, of magnitudes up to 448. A power of two that is 2^20 times that of x leaves three
   // bits of x's fraction when it is added; below the normal numbers steps are all 2^-9.
   __device__ static uint32_t round(float x) {
@@ -44,6 +66,12 @@ struct Float8Bytes {
     return code | (bits_of(x) >> 24 & 0x80u);
   }
 };
+
+// Bytes `low` and `high` of the eight of two words as 16-bit numbers, exactly.
+template <class T, class Bytes>
+__device__ __forceinline__ uint32_t pair_of(uint32_t first, uint32_t second, int low, int high) {
+  return Bytes::template pair<T>(byte_perm(first, second, static_cast<uint32_t>(low * 0x11 + high * 0x1100)));
+}
 
 // Calls `run` with one of the types above.
 template <class Run>

@@ -135,6 +135,27 @@ __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 __device__ __forceinline__ uint32_t bits_of(float x) { return __float_as_uint(x); }
 __device__ __forceinline__ float float_of(uint32_t bits) { return __uint_as_float(bits); }
 
+// Of the eight bytes of `low` and `high`, counted from 0, those that the four digits of `chosen` name.
+__device__ __forceinline__ uint32_t byte_perm(uint32_t low, uint32_t high, uint32_t chosen) {
+  return __byte_perm(low, high, chosen);
+}
+
+// a * b + c of two pairs of 16-bit floats, rounded once.
+template <class T>
+__device__ __forceinline__ uint32_t multiply_add_pairs(uint32_t a, uint32_t b, uint32_t c);
+template <>
+__device__ __forceinline__ uint32_t multiply_add_pairs<Bf16>(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t y;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+}
+template <>
+__device__ __forceinline__ uint32_t multiply_add_pairs<Fp16>(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t y;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+}
+
 // Add to a word of shared memory that other threads of the block add to as well.
 __device__ __forceinline__ void atomic_add_shared(uint32_t* word, uint32_t value) { atomicAdd(word, value); }
 
