@@ -178,7 +178,7 @@ def check_library(
         return
     ReferenceKernels().prefill_attention(replace(plan), q.double(), widest(pool), 1, spec, exact)
     kernels = gpu.kernels(
-        prefill=LibraryPrefill(library, operations_min=0), workspace_bytes=5 * gathered_bytes(pool)
+        prefill=LibraryPrefill(library, operations_min=0), workspace_bytes=5 * chunk * gathered_bytes(pool)
     )
     out = torch.full_like(q, float("nan"))
     kernels.prefill_attention(replace(plan), q, pool, 1, spec, out)

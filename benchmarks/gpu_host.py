@@ -185,7 +185,7 @@ def prefill(report: Report, prompts: int, tokens: int, runs: int) -> None:
         if own is not None:
             PrefillWork(own, cut)
         if entries:
-            LibraryWork(plan, entries, pool, WORKSPACE_BYTES)
+            LibraryWork(FLASH, plan, entries, pool, WORKSPACE_BYTES)
 
     ways: dict[str, Callable[[], object]] = {"our kernel": lambda: PrefillWork(plan, cut), "with a library": given}
     times: dict[str, list[float]] = {way: [] for way in ways}

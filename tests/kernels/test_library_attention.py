@@ -6,25 +6,23 @@ The library is the one that torch has for CPUs, which gives results and log-sum-
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from kernels.attention_cases import (
     CHUNKS,
-    Case,
-    check_prefill,
     make_case,
     own_tokens,
     prefill,
     random_prefill_case,
     with_rounded_kv,
 )
-from kernels.cuda_emulated import CXX, make_emulated
 from kernels.forests import Forest, Row, Shape, no_runs, one_row, random_forest, wrap
 from kernels.implementations import DTYPES
-from kernels.module_forest import KINDS, module_case
-from kernels.oracle import HEAD_DIMS, HEADS, alibi_slopes, make_spec, random_spec
+from kernels.library_cases import AMPLE, EVERYTHING, IN_PARTS, plain_forest
+from kernels.oracle import HEAD_DIMS, HEADS, alibi_slopes, make_spec
 from kernels.pairwise import pairwise
 from seeds import seeds
 from torch import Tensor
@@ -38,9 +36,10 @@ from trunkline.kernels.library_attention import (
     VARIABLE,
     Attended,
     AttentionLibrary,
+    Lengths,
     LibraryPrefill,
     LibraryWork,
-    gather_tiles,
+    Means,
     gathered_bytes,
     join,
     prefill_of_environment,
@@ -54,17 +53,13 @@ from trunkline.kernels.plan import PrefillPlan
 from trunkline.kernels.reference import ReferenceKernels
 from trunkline.kvstore.chunk_format import KV_DTYPES
 
-EVERYTHING = LibraryPrefill(FLASH_ON_CPU, operations_min=0)
-AMPLE = 1 << 23
-emulated = pytest.mark.skipif(CXX is None, reason="no C++ compiler for the emulation")
-
 
 class WithLibrary(ReferenceKernels):
     """The reference, but for the entries that the library takes."""
 
     def __init__(self, prefill: LibraryPrefill = EVERYTHING, gather_bytes: int = AMPLE) -> None:
         super().__init__()
-        self.taken = self.left = self.pieces = 0
+        self.taken = self.left = self.parts = 0
         self._prefill, self._gather_bytes = prefill, gather_bytes
 
     def prefill_attention(
@@ -75,10 +70,10 @@ class WithLibrary(ReferenceKernels):
         if left is not None:
             super().prefill_attention(left, q, pool, layer, spec, out)
         if entries:
-            work = LibraryWork(plan, entries, pool, self._gather_bytes)
-            self.pieces += sum(len(pieces) for _, pieces in work.entries)
+            work = LibraryWork(self._prefill.library, plan, entries, pool, self._gather_bytes)
+            self.parts += sum(len(parts) for _, parts in work.calls)
             around = torch.full((self._gather_bytes // 4 + 2,), float("nan"))
-            work.attend(self._prefill.library, q, pool, layer, spec, out, (around[1:-1], gather_tiles))
+            work.attend(q, pool, layer, spec, out, Means(around[1:-1]))
             assert around[[0, -1]].isnan().all(), "written outside of the buffer"
         self.taken += len(entries)
         self.left += plan.num_entries - len(entries)
@@ -91,19 +86,6 @@ def test_random_sequences(chunk_size: int, head_dim: int, dtype: torch.dtype, se
     case.assert_result(prefill(kernels, case, strided=seed % 2 == 0))
     if case.spec.soft_cap or case.spec.alibi_slopes is not None:
         assert not kernels.taken
-
-
-def plain_forest(rng: np.random.Generator, chunk_size: int, rows: int) -> tuple[Forest, list[int]]:
-    """Rows with and without a context, in blocks in any order; new tokens from one to all."""
-    lengths = rng.integers(1, 200, size=rows).tolist()
-    counts = [length if rng.random() < 0.3 else int(rng.integers(1, length + 1)) for length in lengths]
-    counts[0] = 1
-    forest = Forest(chunk_size, [one_row(chunk_size, length) for length in lengths], no_runs())
-    blocks = rng.permutation(sum(len(row.ranges) for row in forest.rows)).tolist()
-    for row in forest.rows:
-        row.ranges = [r._replace(block=blocks.pop()) for r in row.ranges]
-        forest.blocks += len(row.ranges)
-    return forest, counts
 
 
 @pairwise(
@@ -122,29 +104,56 @@ def test_plain_sequences(
     forest, counts = plain_forest(rng, chunk_size, 5)
     case = with_rounded_kv(make_case(forest, make_spec(*heads, head_dim), dtype, seed, counts, kv_dtype))
     pool = wrap(case.data, kv_dtype)
-    block_bytes = gathered_bytes(pool)
-    assert kv_dtype != "auto" or block_bytes == pool.format.layer_bytes
-    least = (-(-max(counts) // chunk_size) + 1) * block_bytes
-    found = []
-    for gather_bytes in (AMPLE, least, 3 * least):
-        kernels = WithLibrary(gather_bytes=gather_bytes)
-        case.assert_result(prefill(kernels, case, pool))
-        assert (kernels.taken, kernels.left) == (5, 0)
-        found.append(kernels.pieces)
-    assert found[0] == 5 + sum(count < row.tokens for count, row in zip(counts, forest.rows, strict=True))
-    assert found[1] >= found[2] >= found[0]
+    token_bytes, longest = gathered_bytes(pool), max(row.tokens for row in forest.rows)
+    assert kv_dtype != "auto" or token_bytes == pool.format.layer_token_bytes
+    contexts = sum(count < row.tokens for count, row in zip(counts, forest.rows, strict=True))
+    for prefill_by, calls in ((EVERYTHING, 1), (IN_PARTS, 5 + contexts)):
+        found = []
+        for tokens in (1000, longest, max(counts)):
+            kernels = WithLibrary(prefill_by, tokens * token_bytes)
+            case.assert_result(prefill(kernels, case, pool))
+            assert (kernels.taken, kernels.left) == (5, 0)
+            found.append(kernels.parts)
+        assert found[0] == calls
+        assert found[2] >= found[1] >= found[0]
+        assert prefill_by is IN_PARTS or found[1] <= 5
 
 
-def test_a_context_is_read_in_pieces() -> None:
+def test_a_context_is_read_in_parts() -> None:
+    """As few as there may be, the new tokens with the last of them where the library can."""
     forest = Forest(16, [one_row(16, 700)], no_runs(), 44)
-    case, size = make_case(forest, make_spec(4, 2, 64), torch.float32, 1, [20]), 16 * 2 * 2 * 64 * 4
-    for blocks, pieces in ((3, 1 + 15), (10, 1 + 5), (43, 1 + 1)):
-        kernels = WithLibrary(gather_bytes=blocks * size)
-        case.assert_result(prefill(kernels, case))
-        assert kernels.pieces == pieces
-    too_little = WithLibrary(gather_bytes=2 * size)
+    case, size = make_case(forest, make_spec(4, 2, 64), torch.float32, 1, [20]), 2 * 2 * 64 * 4
+    for tokens, whole, parts in ((20, 35, 1 + 34), (333, 3, 1 + 3), (680, 2, 1 + 1), (700, 1, 1 + 1)):
+        for way, expected in ((EVERYTHING, whole), (IN_PARTS, parts)):
+            kernels = WithLibrary(way, tokens * size)
+            case.assert_result(prefill(kernels, case))
+            assert kernels.parts == expected
+    too_little = WithLibrary(gather_bytes=20 * size - 1)
     case.assert_result(prefill(too_little, case))
     assert (too_little.taken, too_little.left) == (0, 1), "new tokens must fit in"
+
+
+def test_neighbours_are_one_call() -> None:
+    """As long as their keys fit into the buffer together, and no other row lies between them."""
+    case = make_case(
+        Forest(16, [one_row(16, 40, 3 * row) for row in range(6)], no_runs(), 18),
+        make_spec(4, 2, 64),
+        torch.float32,
+        1,
+        [40, 3, 0, 40, 17, 1],
+    )
+    plan, pool = case.forest.prefill_plan(case.counts), KvPool.wrap(case.data)
+
+    def calls(entries: list[int], tokens: int) -> list[tuple[int, int]]:
+        work = LibraryWork(FLASH_ON_CPU, plan, entries, pool, tokens * gathered_bytes(pool))
+        return [(queries.start, queries.stop) for queries, _ in work.calls]
+
+    assert calls([0, 1, 3, 4, 5], 200) == [(0, 43), (43, 101)]
+    assert calls([0, 1, 3, 4, 5], 119) == [(0, 43), (43, 100), (100, 101)]
+    assert calls([0, 1, 4], 79) == [(0, 40), (40, 43), (83, 100)]
+    kernels = WithLibrary(gather_bytes=100 * gathered_bytes(pool))
+    case.assert_result(prefill(kernels, case))
+    assert kernels.parts == 3
 
 
 def is_plain_by_tokens(row: Row, count: int, chunk_size: int) -> bool:
@@ -227,7 +236,11 @@ def part_of(scores: Tensor, v: Tensor) -> Attended:
     """Of float64 scores `[heads, queries, keys]`, perhaps none."""
     lse = scores.logsumexp(dim=-1)
     out = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp() @ v
-    return Attended(out, lse)
+    return Attended(out.transpose(0, 1), lse)
+
+
+def joined_to(a: Attended, b: Attended) -> Attended:
+    return join(a, b, torch.empty_like(a.out))
 
 
 @pytest.mark.parametrize("seed", seeds(20))
@@ -241,19 +254,23 @@ def test_parts_are_joined_to_the_whole(seed: int) -> None:
     parts = [part_of(scores[..., owner == part], v[:, owner == part]) for part in rng.permutation(8).tolist()]
     joined = parts[0]
     for part in parts[1:]:
-        joined = join(joined, part)
-    assert torch.allclose(joined.out, scores.softmax(dim=-1) @ v, rtol=1e-12, atol=1e-12)
+        joined = joined_to(joined, part)
+    assert torch.allclose(joined.out.transpose(0, 1), scores.softmax(dim=-1) @ v, rtol=1e-12, atol=1e-12)
     assert torch.allclose(joined.lse, scores.logsumexp(dim=-1), rtol=1e-12, atol=1e-12)
 
 
 def test_nothing_joined_to_nothing() -> None:
     """Is nothing, and not NaN; joined to something it leaves that as it is, bit by bit."""
-    nothing = Attended(torch.zeros(2, 3, 4), torch.full((2, 3), -torch.inf))
-    something = Attended(torch.randn(2, 3, 4), torch.tensor([[-1e30, 0.0, 5.0], [1e30, -80.0, 80.0]]))
-    both = join(nothing, nothing)
+    nothing = Attended(torch.zeros(3, 2, 4), torch.full((2, 3), -torch.inf))
+    something = Attended(torch.randn(3, 2, 4), torch.tensor([[-1e30, 0.0, 5.0], [1e30, -80.0, 80.0]]))
+    both = joined_to(nothing, nothing)
     assert torch.equal(both.out, nothing.out)
     assert torch.equal(both.lse, nothing.lse)
-    for joined in (join(nothing, something), join(something, nothing), join(both, something)):
+    for joined in (
+        joined_to(nothing, something),
+        joined_to(something, nothing),
+        joined_to(both, something),
+    ):
         assert torch.equal(joined.out, something.out)
         assert torch.equal(joined.lse, something.lse)
 
@@ -262,8 +279,8 @@ def test_a_part_that_is_nan_is_not_lost() -> None:
     good = Attended(torch.ones(1, 1, 2), torch.zeros(1, 1))
     for lse in (torch.nan, torch.inf):  # FlashAttention-2 says inf of a row whose scores are NaN
         bad = Attended(torch.full((1, 1, 2), torch.nan), torch.full((1, 1), lse))
-        assert join(good, bad).out.isnan().all()
-        assert join(join(bad, good), good).out.isnan().all()
+        assert joined_to(good, bad).out.isnan().all()
+        assert joined_to(joined_to(bad, good), good).out.isnan().all()
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -277,10 +294,11 @@ def test_the_librarys_log_sum_exp(dtype: torch.dtype, heads: tuple[int, int]) ->
     for causal in (False, True):
         hidden = torch.ones(9, 9, dtype=torch.bool).triu(1) & causal
         scores = exact.masked_fill(hidden, -torch.inf)
-        out, lse = FLASH_ON_CPU.call(q, k, v, causal, 0.3)
+        rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+        out, lse = FLASH_ON_CPU.call(rows[0], rows[1], rows[2], causal, 0.3, None)
         assert lse.dtype == torch.float32
-        assert torch.allclose(lse.double(), scores.logsumexp(dim=-1), rtol=1e-4, atol=1e-4)
-        expected = scores.softmax(dim=-1) @ v.double().repeat_interleave(group, dim=1)
+        assert torch.allclose(lse.double(), scores.logsumexp(dim=-1)[0], rtol=1e-4, atol=1e-4)
+        expected = (scores.softmax(dim=-1) @ v.double().repeat_interleave(group, dim=1))[0].transpose(0, 1)
         assert torch.allclose(out.double(), expected, rtol=0, atol=max(4 * torch.finfo(dtype).eps, 3e-6))
 
 
@@ -290,12 +308,16 @@ def test_the_librarys_log_sum_exp(dtype: torch.dtype, heads: tuple[int, int]) ->
 @pytest.mark.parametrize("library", CUDA_LIBRARIES.values(), ids=CUDA_LIBRARIES.keys())
 def test_what_torch_is_asked_for_on_a_gpu(library: AttentionLibrary) -> None:
     """Without one: the arguments are those of torch's function, which has no version for this device."""
-    q, k = torch.zeros(1, 8, 7, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 7, 64, dtype=torch.bfloat16)
-    function = getattr(torch.ops.aten, f"_scaled_dot_product_{library.name}_attention").default
-    assert [result.name for result in function._schema.returns[:2]] == ["output", "logsumexp"]
+    q, k = torch.zeros(7, 8, 64, dtype=torch.bfloat16), torch.zeros(7, 2, 64, dtype=torch.bfloat16)
+    names = {"flash": "_flash_attention_forward", "cudnn": "_scaled_dot_product_cudnn_attention"}
+    function = getattr(torch.ops.aten, names[library.name]).default
+    results = [result.name for result in function._schema.returns[:2]]
+    assert results in (["output", "logsumexp"], ["output", "softmax_logsumexp"])
+    ends = torch.tensor([0, 3, 7], dtype=torch.int32)
     for causal in (False, True):
-        with pytest.raises(NotImplementedError, match=f"'{function._schema.name}' .* from the 'CPU' backend"):
-            library.call(q, k, k, causal, 0.3)
+        for lengths in (None, Lengths(ends, ends, 4, 4))[: 1 + library.at_end]:
+            with pytest.raises(NotImplementedError, match=f"'{function._schema.name}' .* from the 'CPU' backend"):
+                library.call(q, k, k, causal, 0.3, lengths)
 
 
 def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,16 +341,30 @@ def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
 def off_by(part: int, factor: float) -> AttentionLibrary:
     """A library one of whose results, the attention or its log-sum-exps, is wrong."""
 
-    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        results = list(FLASH_ON_CPU.call(q, k, v, causal, scale))
+    def call(*given: Any) -> tuple[Tensor, Tensor]:
+        results = list(FLASH_ON_CPU.call(*given))
         results[part] = results[part] * factor
         return results[0], results[1]
 
     return replace(FLASH_ON_CPU, call=call)
 
 
-def without_mask(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    return FLASH_ON_CPU.call(q, k, v, False, scale)
+def with_another(place: int, value: Any) -> AttentionLibrary:
+    """A library that takes one of its arguments for another value."""
+
+    def call(*given: Any) -> tuple[Tensor, Tensor]:
+        changed = list(given)
+        changed[place] = value
+        return FLASH_ON_CPU.call(*changed)
+
+    return replace(FLASH_ON_CPU, call=call)
+
+
+def aligned_at_the_start(*given: Any) -> tuple[Tensor, Tensor]:
+    """As cuDNN's mask is: the i-th query sees keys up to the i-th."""
+    q, k, v, causal, *others = given
+    seen = min(len(q), len(k)) if causal else len(k)
+    return FLASH_ON_CPU.call(q, k[:seen], v[:seen], causal, *others)
 
 
 CPU_DEVICE = torch.device("cpu")
@@ -339,10 +375,15 @@ def test_a_trial_finds_what_does_not_work() -> None:
     assert trial_problem(FLASH_ON_CPU, CPU_DEVICE) == ""
     assert trial_problem(off_by(0, 1.05), CPU_DEVICE) == "flash-on-cpu gives a wrong result"
     assert trial_problem(off_by(1, 1.4427), CPU_DEVICE) == "flash-on-cpu gives wrong log-sum-exps"
-    assert (
-        trial_problem(replace(FLASH_ON_CPU, call=without_mask), CPU_DEVICE) == "flash-on-cpu gives a wrong result"
-    )
-    assert "flash fails: Could not run 'aten::_scaled" in trial_problem(FLASH, CPU_DEVICE)
+    for wrong in (
+        with_another(3, False),
+        with_another(5, None),
+        replace(FLASH_ON_CPU, call=aligned_at_the_start),
+    ):
+        assert trial_problem(wrong, CPU_DEVICE) == "flash-on-cpu gives a wrong result"
+    in_parts = replace(FLASH_ON_CPU, call=aligned_at_the_start, at_end=False)
+    assert trial_problem(in_parts, CPU_DEVICE) == "", "it is never asked for more"
+    assert "flash fails: Could not run 'aten::_flash" in trial_problem(FLASH, CPU_DEVICE)
 
 
 def test_a_library_that_does_not_work_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,92 +405,3 @@ def test_a_library_that_does_not_work_is_left_alone(monkeypatch: pytest.MonkeyPa
     made.clear()
     load.cuda_kernels(CPU_DEVICE)
     assert made == [LibraryPrefill(FLASH_ON_CPU)]
-
-
-# --- in the CUDA kernels, emulated
-
-
-@emulated
-@pairwise(seeded=True, chunk_size=(8, 16, 64), head_dim=(64, 128, 20), dtype=DTYPES, kv_dtype=KV_DTYPES)
-def test_beside_kernels_of_our_own(
-    chunk_size: int, head_dim: int, dtype: torch.dtype, kv_dtype: str, seed: int
-) -> None:
-    """One batch, some of it the library's: sequences that are plain, shifted, with holes."""
-    rng = np.random.default_rng(seed)
-    forest = random_forest(rng, Shape(3, chunk_size, depth_max=3, private_max=1, shifts=True, holes=True))
-    plain, counts = plain_forest(rng, chunk_size, 2)
-    for row in plain.rows:
-        row.ranges = [r._replace(block=r.block + forest.blocks) for r in row.ranges]
-        forest.rows.insert(int(rng.integers(0, len(forest.rows) + 1)), row)
-    forest.blocks += plain.blocks
-    forest.runs = no_runs()
-    counts = [min(own_tokens(row), 30) for row in forest.rows]
-    case = with_rounded_kv(make_case(forest, make_spec(4, 2, head_dim), dtype, seed, counts, kv_dtype))
-    kernels = make_emulated(prefill=EVERYTHING)
-    check_prefill(kernels, case, seed)
-    assert kernels.counters.calls.get("library_attention", 0) == int(head_dim != 20)
-
-
-@emulated
-@pairwise(dtype=DTYPES, head_dim=(64, 84), kv_dtype=KV_DTYPES[1:])
-def test_gathered_rows_in_8_bits_are_what_they_stand_for(dtype: torch.dtype, head_dim: int, kv_dtype: str) -> None:
-    """To the bit, by one launch as by torch."""
-    torch.manual_seed(head_dim)
-    pool = wrap((torch.randn(3, 2, 2, 2, 7, head_dim) * torch.rand(3, 2, 2, 2, 7, 1)).to(dtype), kv_dtype)
-    tiles, index = pool.data.view(24, -1)[3:], torch.tensor([5, 0, 20, 5])
-    found, expected = (torch.full((4, 7 * head_dim), float("nan"), dtype=dtype) for _ in range(2))
-    make_emulated()._moves.gather_tiles(pool, tiles, index, found)
-    gather_tiles(pool, tiles, index, expected)
-    assert torch.equal(found, expected)
-
-
-@emulated
-@pytest.mark.parametrize("kind", KINDS)
-def test_prompts_with_modules(kind: str) -> None:
-    case = module_case(1, kind, True)
-    check_prefill(make_emulated(prefill=EVERYTHING), case, 1)
-
-
-@emulated
-def test_layers_with_windows_beside_layers_without() -> None:
-    """One plan: each layer's rows go where its own rules send them, whatever layer came before."""
-    case = plain_case()
-    kernels, plan = make_emulated(prefill=EVERYTHING), case.forest.prefill_plan(case.counts)
-    for spec in (case.spec, replace(case.spec, window=40), replace(case.spec, soft_cap=5.0), case.spec):
-        own = make_case(case.forest, spec, torch.bfloat16, 3, case.counts)
-        own.assert_result(prefill(kernels, own, plan=plan))
-    assert kernels.counters.calls["library_attention"] == 3, "one of the rows is within the window"
-
-
-def plain_case() -> Case:
-    forest = Forest(16, [one_row(16, 100), one_row(16, 30, 7)], no_runs(), 9)
-    return make_case(forest, make_spec(4, 2, 64), torch.bfloat16, 3, [20, 30])
-
-
-@emulated
-def test_a_plan_serves_pools_of_other_sizes() -> None:
-    """Where keys lie depends on how many layers a pool has."""
-    case = plain_case()
-    kernels, plan = make_emulated(prefill=EVERYTHING), case.forest.prefill_plan(case.counts)
-    wide = torch.cat((case.data, torch.full_like(case.data, float("nan"))), dim=1)
-    for data in (case.data, wide, case.data):
-        case.assert_result(prefill(kernels, case, KvPool.wrap(data), plan))
-
-
-@emulated
-def test_small_prompts_stay_with_our_kernel() -> None:
-    """They would cost a library more launches than they save."""
-    case = plain_case()
-    kernels = make_emulated(prefill=LibraryPrefill(FLASH_ON_CPU))
-    case.assert_result(prefill(kernels, case))
-    assert "library_attention" not in kernels.counters.calls
-
-
-@emulated
-def test_random_layers() -> None:
-    for seed in range(4):
-        rng = np.random.default_rng(seed)
-        spec = random_spec(rng, 64)
-        forest, counts = plain_forest(rng, 16, 3)
-        case = make_case(forest, spec, torch.float32, seed, [min(count, 20) for count in counts])
-        check_prefill(make_emulated(prefill=EVERYTHING), case, seed)

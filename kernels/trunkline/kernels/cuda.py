@@ -58,7 +58,7 @@ from trunkline.kernels.cuda_work import (
     partial_floats,
     refuse_capture,
 )
-from trunkline.kernels.library_attention import LibraryPrefill, LibraryWork, rest
+from trunkline.kernels.library_attention import LibraryPrefill, LibraryWork, Means, rest
 from trunkline.kernels.live_plan import AnyDecodePlan, LiveDecodePlan
 from trunkline.kernels.ops import (
     Activation,
@@ -201,10 +201,11 @@ class CudaKernels:
             if part.needs_merge:
                 self._take_workspace(call, part.partials, pool.data.device)
             self._library.call("attention", byref(call), self._stream())
-        if state.library is not None and self._prefill is not None:
+        if state.library is not None:
             self.counters.called("library_attention")
-            buffer = self._reserve(pool.data.device).memory(), self._moves.gather_tiles
-            state.library.attend(self._prefill.library, q, pool, layer, spec, out, buffer)
+            memory = self._reserve(pool.data.device).memory()
+            means = Means(memory, self._moves.gather_rows, self._moves.join)
+            state.library.attend(q, pool, layer, spec, out, means)
 
     def _shape(self, pool: KvPool, spec: AttentionSpec) -> AttentionShape:
         key = (pool.computed, spec.head_dim, kept_type(pool))
@@ -259,7 +260,9 @@ class CudaKernels:
             state = plan.state[key, pool.data.shape[1], window] = PrefillDeviceWork(
                 plan,
                 None if own is None else PrefillWork(own, cut),
-                LibraryWork(plan, taken, pool, self._workspace_bytes) if taken else None,
+                LibraryWork(prefill.library, plan, taken, pool, self._workspace_bytes)
+                if prefill and taken
+                else None,
                 key.device,
             )
         check_items(pool, state.last_block)

@@ -136,6 +136,25 @@ class GroupedCall(ctypes.Structure):
     ]
 
 
+class GatherCall(ctypes.Structure):
+    """The arguments of gathering keys and values of ranges of tokens."""
+
+    _fields_: ClassVar[_Fields] = [
+        *_fields(c_void_p, "pool ranges out"),
+        *_fields(c_int32, "dtype kv_dtype count tokens chunk_size layers layer kv_heads head_dim"),
+    ]
+
+
+class JoinCall(ctypes.Structure):
+    """The arguments of joining attention over two parts of the keys."""
+
+    _fields_: ClassVar[_Fields] = [
+        *_fields(c_void_p, "a b out a_lse b_lse out_lse"),
+        *_fields(c_int64, "a_row_stride a_head_stride b_row_stride b_head_stride out_row_stride out_head_stride"),
+        *_fields(c_int32, "a_dtype b_dtype out_dtype rows heads head_dim"),
+    ]
+
+
 _STRUCTURES: Final = (
     AttentionCall,
     AttentionShape,
@@ -147,6 +166,8 @@ _STRUCTURES: Final = (
     StepRowsCall,
     Float8Call,
     GroupedCall,
+    GatherCall,
+    JoinCall,
 )
 _ARGUMENTS: Final[dict[str, list[Any]]] = {
     "trunkline_set_device": [c_int32],
@@ -158,7 +179,8 @@ _ARGUMENTS: Final[dict[str, list[Any]]] = {
     "trunkline_end_rows": [POINTER(StepRowsCall), c_void_p],
     "trunkline_write_kv": [POINTER(WriteCall), c_void_p],
     "trunkline_copy_blocks": [c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p],
-    "trunkline_widen_tiles": [*[c_void_p] * 3, *[c_int32] * 5, c_void_p],
+    "trunkline_gather_rows": [POINTER(GatherCall), c_void_p],
+    "trunkline_join_parts": [POINTER(JoinCall), c_void_p],
     "trunkline_move_regions": [POINTER(MoveCall), c_void_p],
     "trunkline_rms_norm": [POINTER(NormCall), c_void_p],
     "trunkline_gated_activation": [c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p],

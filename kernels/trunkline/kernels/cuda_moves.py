@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 
 from trunkline.kernels.cuda_library import (
+    DTYPE_NUMBERS,
     TIER_BLOCKS,
     CudaLibrary,
+    GatherCall,
+    JoinCall,
     MoveCall,
     block_bytes,
     check_moved,
@@ -27,7 +30,7 @@ from trunkline.kernels.cuda_library import (
     reaches,
     staged,
 )
-from trunkline.kernels.library_attention import gather_tiles
+from trunkline.kernels.library_attention import Attended, join
 from trunkline.kernels.ops import KvPool, check_copies
 from trunkline.kvstore.chunks import Int32Array
 
@@ -84,14 +87,41 @@ class PoolMoves:
         call.destination_index = index.data_ptr()
         self._library.call("move_regions", byref(call), self._stream())
 
-    def gather_tiles(self, pool: KvPool, tiles: Tensor, index: Tensor, into: Tensor) -> None:
-        """Do what `library_attention.gather_tiles` does, in one launch if KV is in 8 bits."""
-        if not pool.format.is_quantised:
-            gather_tiles(pool, tiles, index, into)
-            return
-        pointers = (tiles.data_ptr(), index.data_ptr(), into.data_ptr())
-        sizes = (len(index), pool.chunk_size, pool.format.row[0].count)
-        self._library.call("widen_tiles", *pointers, *kv_numbers(pool), *sizes, self._stream())
+    def gather_rows(self, pool: KvPool, layer: int, ranges: Tensor, out: Tensor) -> None:
+        """Do what `library_attention.gather_rows` does, in one launch."""
+        _, layers, _, kv_heads, chunk_size, _ = pool.data.shape
+        call = GatherCall(
+            pool=pool.data.data_ptr(),
+            ranges=ranges.data_ptr(),
+            out=out.data_ptr(),
+            count=len(ranges),
+            tokens=out.shape[2],
+            chunk_size=chunk_size,
+            layers=layers,
+            layer=layer,
+            kv_heads=kv_heads,
+            head_dim=out.shape[3],
+        )
+        call.dtype, call.kv_dtype = kv_numbers(pool)
+        self._library.call("gather_rows", byref(call), self._stream())
+
+    def join(self, a: Attended, b: Attended, out: Tensor) -> Attended:
+        """Do what `library_attention.join` does, in one launch if the vectors are aligned."""
+        parts = {"a": a.out, "b": b.out, "out": out}
+        if not all(map(_is_quadruple, parts.values())):
+            return join(a, b, out)
+        rows, heads, head_dim = out.shape
+        sums = Attended(out, torch.empty((heads, rows), dtype=torch.float32, device=out.device))
+        call = JoinCall(rows=rows, heads=heads, head_dim=head_dim)
+        a_lse, b_lse = a.lse.contiguous(), b.lse.contiguous()
+        call.a_lse, call.b_lse, call.out_lse = a_lse.data_ptr(), b_lse.data_ptr(), sums.lse.data_ptr()
+        for name, x in parts.items():
+            setattr(call, name, x.data_ptr())
+            setattr(call, f"{name}_row_stride", x.stride(0))
+            setattr(call, f"{name}_head_stride", x.stride(1))
+            setattr(call, f"{name}_dtype", DTYPE_NUMBERS[x.dtype])
+        self._library.call("join_parts", byref(call), self._stream())
+        return sums
 
     def gather_slots(
         self, pool: KvPool, blocks: Int32Array, layers: range, host: Tensor, slots: Int32Array
@@ -153,3 +183,9 @@ class PoolMoves:
 
 def _layer_address(pool: KvPool, layers: range) -> int:
     return pool.data.data_ptr() + layers.start * layer_bytes(pool)
+
+
+def _is_quadruple(x: Tensor) -> bool:
+    """Return whether vectors `[rows, heads, head_dim]` can be read by four numbers."""
+    units = (x.stride(0), x.stride(1), x.shape[2])
+    return x.stride(2) == 1 and not any(n % 4 for n in units) and x.data_ptr() % (4 * x.element_size()) == 0

@@ -1,17 +1,22 @@
 """Prefill by a library's attention: which entries of a plan it takes, and how its results are joined.
 
 Torch brings FlashAttention-2 and cuDNN, whose kernels for plain causal attention are better than ours. They want a
-sequence's keys dense in memory, and know neither shifts nor positions. So they are given an entry in parts:
+sequence's keys dense in memory, and know neither shifts nor positions. FlashAttention-2 takes queries that are the
+last of the keys (`AttentionLibrary.at_end`), so an entry is one call, and so are neighbouring entries whose keys
+fit into the buffer together. For a library without that, and where a context is longer than the buffer, an entry
+is cut into parts:
 
       cached context                             new tokens
-      ├───── piece ─────┼── piece ──┤            ├── piece ──┤
+      ├───── part ──────┼── part ───┤            ├── part ───┤
       all queries see all of its keys            causal
                  └─ each gives a result and a log-sum-exp ─┘ joined
 
-The keys and values of a piece are gathered from the pool into one buffer, which all pieces, entries and layers
+The keys and values of a part are gathered from the pool into one buffer, which all parts, entries and layers
 take in turn: however long a context is, it takes no more memory. Those that are kept in 8 bits become numbers of
 the type that they were computed in on the way. A log-sum-exp is the natural logarithm of the sum
-of `exp(scaled score)` over the keys of a piece; it says what weight the piece has among the others (`join`).
+of `exp(scaled score)` over the keys of a part; it says what weight the part has among the others (`join`).
+What a plan decides lies on the device once for all layers, and a layer of one part is three launches: gathering,
+the library's, and the copy of its result.
 
 An entry is *plain* if it reads whole blocks one after the other (the last may be partly filled), unshifted, and
 its queries are the last of these tokens. Entries that are not, and layers with anything else in their scores
@@ -22,6 +27,7 @@ All of this is plain torch, and runs on any device.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -44,8 +50,7 @@ VARIABLE: Final = "TRUNKLINE_CUDA_PREFILL"
 OWN: Final = "own"
 OPERATIONS_MIN: Final = float(1 << 34)
 """Operations of an entry in one layer from which on it is given to a library: with 32 heads of 128 a prompt of
-1,450 tokens, or 460 tokens behind a context of 2,048. A library costs some ten launches for each entry, our kernel
-one for all; so many operations take it about 80 µs if it reaches 200 TFLOP/s. An estimate, never measured."""
+1,450 tokens, or 460 behind a context of 2,048; so many operations take 80 µs at 200 TFLOP/s. An estimate."""
 _TRIAL_ERROR: Final = 0.03
 """Largest error of numbers of size 1 in bfloat16, and of their log-sum-exps."""
 HEAD_DIM_STEP: Final = 8
@@ -56,18 +61,33 @@ class Attended(NamedTuple):
     """Attention over a part of the keys."""
 
     out: Tensor
-    """`[heads, queries, head_dim]`; zeros where a query has seen no key."""
+    """`[queries, heads, head_dim]`; zeros where a query has seen no key."""
     lse: Tensor
     """Natural logarithm of the sum of `exp(scaled score)`, at least float32, `[heads, queries]`; -inf: no key."""
 
 
-def join(a: Attended, b: Attended) -> Attended:
+def join(a: Attended, b: Attended, out: Tensor) -> Attended:
     """Return attention over the keys of both parts (the reduction of ChunkAttention §3.2, by log-sum-exps).
 
-    Parts without a key change nothing; two of them give another one, without NaN. The result is at least float32.
+    Parts without a key change nothing; two of them give another one, without NaN.
+
+    Args:
+        out: The memory of the result, which is computed in at least float32 and then rounded.
     """
-    share = torch.sigmoid(b.lse - a.lse).nan_to_num_(nan=0.0).unsqueeze(-1)
-    return Attended((a.out * (1 - share)).addcmul_(b.out, share), torch.logaddexp(a.lse, b.lse))
+    share = torch.sigmoid(b.lse - a.lse).nan_to_num_(nan=0.0).mT.unsqueeze(-1)
+    out.copy_((a.out * (1 - share)).addcmul_(b.out, share))
+    return Attended(out, torch.logaddexp(a.lse, b.lse))
+
+
+class Lengths(NamedTuple):
+    """Sequences of one call, which lie behind each other."""
+
+    queries: Tensor
+    """Where each sequence's queries begin, and the last one's end: int32 `[sequences + 1]`, on the device."""
+    keys: Tensor
+    """Likewise."""
+    queries_max: int
+    keys_max: int
 
 
 @dataclass(frozen=True)
@@ -76,10 +96,13 @@ class AttentionLibrary:
 
     name: str
     dtypes: frozenset[torch.dtype]
-    call: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
-    """Returns the result `[1, heads, n, head_dim]` and the log-sum-exp `[1, heads, n]`. Arguments: queries of the
-    result's shape; keys and values `[1, kv_heads, m, head_dim]`; whether the i-th query sees only keys up to the
-    i-th (then n = m); the scale."""
+    call: Callable[[Tensor, Tensor, Tensor, bool, float, Lengths | None], tuple[Tensor, Tensor]]
+    """Returns the result `[n, heads, head_dim]` and the log-sum-exp `[heads, n]`. Arguments: queries of the
+    result's shape; keys and values `[m, kv_heads, head_dim]`; whether queries are causal; the scale; None: all is
+    one sequence, else no log-sum-exp is asked for."""
+    at_end: bool
+    """Whether causal queries may be fewer than keys, and are the last of these, and several sequences one call.
+    Otherwise the i-th sees only keys up to the i-th."""
 
     def takes(self, spec: AttentionSpec, pool: KvPool) -> bool:
         """Return whether the library computes attention of such a layer, as far as keys are not hidden."""
@@ -93,30 +116,55 @@ class AttentionLibrary:
         )
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
-    return out, lse
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, lengths: Lengths | None
+) -> tuple[Tensor, Tensor]:
+    forward = torch.ops.aten._flash_attention_forward
+    if lengths is not None:
+        out, lse, *_ = forward(q, k, v, *lengths, 0.0, causal, False, scale=scale)
+        return out, lse
+    q, k, v = q[None], k[None], v[None]
+    out, lse, *_ = forward(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale)
+    return out[0], lse[0]
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _cudnn(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, lengths: Lengths | None
+) -> tuple[Tensor, Tensor]:
+    assert lengths is None
     attention = torch.ops.aten._scaled_dot_product_cudnn_attention
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out, lse, *_ = attention(q, k, v, None, True, 0.0, causal, scale=scale)
-    return out, lse.reshape(q.shape[:-1])  # with a last dimension of 1
+    return out[0].transpose(0, 1), lse.reshape(q.shape[1:-1])  # with a last dimension of 1
 
 
-def _flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _flash_on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, lengths: Lengths | None
+) -> tuple[Tensor, Tensor]:
+    if lengths is not None:
+        ends = zip(lengths.queries[1:-1].tolist(), lengths.keys[1:-1].tolist(), strict=True)
+        splits = [(0, 0), *ends, (len(q), len(k))]
+        results = [
+            _flash_on_cpu(q[i:j], k[m:n], v[m:n], causal, scale, None)
+            for (i, m), (j, n) in itertools.pairwise(splits)
+        ]
+        return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results], dim=1)
     attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = attention(q, k, v, 0.0, causal, scale=scale)
-    return out, lse
+    hidden = torch.full((len(q), len(k)), -torch.inf, dtype=q.dtype).triu(len(k) - len(q) + 1) if causal else None
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out, lse = attention(q, k, v, 0.0, False, attn_mask=hidden, scale=scale)
+    return out[0].transpose(0, 1), lse[0].contiguous()  # as those for GPUs are
 
 
 _HALF: Final = frozenset({torch.float16, torch.bfloat16})
-FLASH: Final = AttentionLibrary("flash", _HALF, _flash)
+FLASH: Final = AttentionLibrary("flash", _HALF, _flash, at_end=True)
 """FlashAttention-2."""
-CUDNN: Final = AttentionLibrary("cudnn", _HALF, _cudnn)
+CUDNN: Final = AttentionLibrary("cudnn", _HALF, _cudnn, at_end=False)
 """For comparisons: it prepares a plan for each shape that it has not met yet, and prompts all have lengths of
 their own."""
-FLASH_ON_CPU: Final = AttentionLibrary("flash-on-cpu", _HALF | {torch.float32, torch.float64}, _flash_on_cpu)
+FLASH_ON_CPU: Final = AttentionLibrary(
+    "flash-on-cpu", _HALF | {torch.float32, torch.float64}, _flash_on_cpu, at_end=True
+)
 """For tests: it gives what the others give."""
 CUDA_LIBRARIES: Final = {library.name: library for library in (FLASH, CUDNN)}
 
@@ -150,10 +198,8 @@ class LibraryPrefill:
         tokens = ends[plan.item_indptr[1:]] - ends[plan.item_indptr[:-1]]
         pairs = queries * (tokens - queries) + queries * (queries + 1) // 2
         operations = 4.0 * spec.heads * spec.head_dim * pairs
-        # Of a row's new tokens the first may lie in the middle of a block.
-        new_blocks = (queries + plan.chunk_size - 1) // plan.chunk_size + 1
         chosen = (queries > 0) & (queries <= tokens) & (tokens <= window) & (operations >= self.operations_min)
-        chosen &= new_blocks * gathered_bytes(pool) <= gather_bytes
+        chosen &= queries * gathered_bytes(pool) <= gather_bytes
         return [int(entry) for entry in np.flatnonzero(chosen) if is_plain(plan, int(entry))]
 
 
@@ -176,27 +222,55 @@ def prefill_of_environment() -> LibraryPrefill | None:
 
 @cache
 def trial_problem(library: AttentionLibrary, device: torch.device) -> str:
-    """Return what is wrong with a library on a device, empty if nothing is: it computes a small attention with its
-    log-sum-exps, in bfloat16, where heads share keys. The first call waits for the device; the answer is kept."""
-    heads, tokens, scale = (4, 2, 2), 9, 0.125
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, count, tokens, 64, generator=generator).bfloat16() for count in heads)
-    for causal in (False, True):
-        scores = q.double() @ k.double().repeat_interleave(2, dim=1).mT * scale
-        hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1) & causal
-        scores = scores.masked_fill(hidden, -torch.inf)
+    """Return what is wrong with a library on a device, empty if nothing is: it computes small attentions of each
+    kind that it is asked for, in bfloat16, where heads share keys. The first call waits for the device; the answer
+    is kept."""
+    trials: list[tuple[tuple[tuple[int, int], ...], bool]] = [
+        (((9, 9),), False),
+        (((9, 9),), True),
+        (((9, 5),), False),
+    ]
+    trials += [(((4, 9),), True), (((4, 9), (7, 7)), True)] if library.at_end else []
+    for sequences, causal in trials:
         try:
-            results = library.call(q.to(device), k.to(device), v.to(device), causal, scale)
-            out, lse = (result.double().cpu() for result in results)
+            found = _trial(library, device, sequences, causal)
         except RuntimeError as error:
             first_line = str(error).split("\n")[0]
             return f"{library.name} fails: {first_line[:300]}"
-        expected = scores.softmax(dim=-1) @ v.double().repeat_interleave(2, dim=1)
-        if out.shape != expected.shape or not torch.allclose(out, expected, rtol=0, atol=_TRIAL_ERROR):
-            return f"{library.name} gives a wrong result"
-        sums = scores.logsumexp(dim=-1)
-        if lse.shape != sums.shape or not torch.allclose(lse, sums, rtol=0, atol=_TRIAL_ERROR):
-            return f"{library.name} gives wrong log-sum-exps"
+        if found:
+            return f"{library.name} gives {found}"
+    return ""
+
+
+def _trial(
+    library: AttentionLibrary, device: torch.device, sequences: tuple[tuple[int, int], ...], causal: bool
+) -> str:
+    """Return what differs from attention in float64, of sequences of so many queries and keys."""
+    generator = torch.Generator().manual_seed(0)
+    ends = np.cumsum([(0, 0), *sequences], axis=0, dtype=np.int32)
+    q = torch.randn(int(ends[-1, 0]), 4, 64, generator=generator).bfloat16()
+    kv = torch.randn(2, 2, int(ends[-1, 1]), 64, generator=generator).bfloat16()
+    scale, outs, sums = 0.125, [], []
+    for (i, m), (j, n) in itertools.pairwise(ends.tolist()):
+        k, v = kv[:, :, m:n].double().repeat_interleave(2, dim=1)
+        hidden = torch.ones(j - i, n - m, dtype=torch.bool).triu(n - m - (j - i) + 1) & causal
+        scores = (q[i:j].double().transpose(0, 1) @ k.mT * scale).masked_fill(hidden, -torch.inf)
+        outs.append((scores.softmax(dim=-1) @ v).transpose(0, 1))
+        sums.append(scores.logsumexp(dim=-1))
+    lengths = None
+    if len(sequences) > 1:
+        queries, keys = torch.from_numpy(ends.T.copy()).to(device)
+        lengths = Lengths(queries, keys, *np.max(sequences, axis=0).tolist())
+    k, v = kv.to(device).transpose(1, 2)
+    results = library.call(q.to(device), k, v, causal, scale, lengths)
+    out, lse = (result.double().cpu() for result in results)
+    expected = torch.cat(outs)
+    if out.shape != expected.shape or not torch.allclose(out, expected, rtol=0, atol=_TRIAL_ERROR):
+        return "a wrong result"
+    if lengths is None and (
+        lse.shape != sums[0].shape or not torch.allclose(lse, sums[0], rtol=0, atol=_TRIAL_ERROR)
+    ):
+        return "wrong log-sum-exps"
     return ""
 
 
@@ -233,121 +307,158 @@ def rest(plan: PrefillPlan, entries: Sequence[int]) -> PrefillPlan | None:
     )
 
 
-Gather = Callable[[KvPool, Tensor, Tensor, Tensor], None]
-"""`gather_tiles`, or what does the same."""
-
-
-def gather_tiles(pool: KvPool, tiles: Tensor, index: Tensor, into: Tensor) -> None:
-    """Write keys or values of some tiles into a buffer.
+def gather_rows(pool: KvPool, layer: int, ranges: Tensor, out: Tensor) -> None:
+    """Write keys and values of ranges of tokens into a buffer, in the type in which they are computed.
 
     Args:
-        tiles: Tiles of the pool, `[m, tokens * row]`.
-        index: Which of them, int64 `[n]`.
-        into: `[n, tokens * head_dim]`, of the type in which KV is computed.
+        ranges: int32 `[n, 4]`: a block, the first token in it, how many, and where the first one goes.
+        out: `[2, kv_heads, tokens, head_dim]`, contiguous.
     """
-    if not pool.format.is_quantised:
-        torch.index_select(tiles, 0, index, out=into)
-        return
-    rows = tiles[index].view(len(index), pool.chunk_size, -1)
-    into.copy_(vectors_of(pool, rows, into.dtype).flatten(1))
+    for block, first, count, to in ranges.tolist():
+        rows = pool.data[block, layer, :, :, first : first + count]
+        out[:, :, to : to + count] = vectors_of(pool, rows, out.dtype)
+
+
+class Means(NamedTuple):
+    """With what keys are gathered and results joined."""
+
+    memory: Tensor
+    """The buffer, one-dimensional, of any type whose bytes are aligned as the pool's are."""
+    gather: Callable[[KvPool, int, Tensor, Tensor], None] = gather_rows
+    """`gather_rows`, or what does the same."""
+    join: Callable[[Attended, Attended, Tensor], Attended] = join
+    """`join`, likewise."""
 
 
 def gathered_bytes(pool: KvPool) -> int:
-    """Return the bytes of one layer of one block in the buffer."""
+    """Return the bytes of one layer of one token in the buffer."""
     form = pool.format
-    return len(form.bands) * form.heads * form.chunk_size * form.row[0].count * pool.computed.itemsize
+    return len(form.bands) * form.heads * form.row[0].count * pool.computed.itemsize
 
 
-class Piece(NamedTuple):
+class Part(NamedTuple):
     """Keys that are gathered and attended to at once."""
 
-    tiles: slice
-    """Where its tiles stand in `LibraryWork`'s index."""
-    skip: int
-    """Tokens in front of its first one in the first block."""
+    ranges: Tensor
+    """Where they lie (`gather_rows`), on the device."""
     tokens: int
     is_causal: bool
+    lengths: Lengths | None
 
 
 class LibraryWork:
     """The entries of a prefill plan that a library computes, and where their keys and values lie."""
 
-    def __init__(self, plan: PrefillPlan, entries: Sequence[int], pool: KvPool, gather_bytes: int) -> None:
-        """
-        Args:
-            entries: Plain ones, whose new tokens fit into the buffer.
-            gather_bytes: Size of the buffer.
-        """
-        index: list[NDArray[np.int64]] = []
-        self.entries: list[tuple[slice, tuple[Piece, ...]]] = []
-        """The queries of each entry, and its pieces: the new tokens, then the context from its start."""
-        for entry in entries:
-            queries = slice(int(plan.query_indptr[entry]), int(plan.query_indptr[entry + 1]))
-            items = slice(int(plan.item_indptr[entry]), int(plan.item_indptr[entry + 1]))
-            tokens = int(plan.count[items].sum())
-            pieces = tuple(
-                self._piece(plan.block[items], piece, pool, index)
-                for piece in _pieces(tokens, queries.stop - queries.start, pool, gather_bytes)
-            )
-            self.entries.append((queries, pieces))
-        self._index = torch.from_numpy(np.concatenate(index)).to(pool.data.device, non_blocking=True)
-
-    def _piece(
-        self, blocks: NDArray[np.int32], piece: tuple[int, int, bool], pool: KvPool, index: list[NDArray[np.int64]]
-    ) -> Piece:
-        """Add a piece's tiles to the index: those of all KV heads' keys, then those of their values."""
-        start, stop, is_causal = piece
-        size, per_layer = pool.chunk_size, pool.data.shape[2] * pool.data.shape[3]
-        chosen = blocks[start // size : -(-stop // size)].astype(np.int64) * (per_layer * pool.data.shape[1])
-        before = sum(map(len, index))
-        index.append((np.arange(per_layer)[:, None] + chosen).ravel())
-        return Piece(slice(before, before + len(index[-1])), start % size, stop - start, is_causal)
-
-    def attend(
+    def __init__(
         self,
         library: AttentionLibrary,
-        q: Tensor,
+        plan: PrefillPlan,
+        entries: Sequence[int],
         pool: KvPool,
-        layer: int,
-        spec: AttentionSpec,
-        out: Tensor,
-        buffer: tuple[Tensor, Gather],
+        gather_bytes: int,
     ) -> None:
-        """Compute attention of the entries (`Kernels.prefill_attention`).
-
-        Args:
-            buffer: The buffer, one-dimensional, of any type whose bytes are aligned as the pool's are, and what
-                writes into it.
         """
-        buffer = buffer[0].view(pool.computed), buffer[1]
-        for queries, pieces in self.entries:
-            vectors, found = q[queries].transpose(0, 1)[None], None
-            for piece in pieces:
-                k, v = self._gather(piece, pool, layer, buffer)
-                result, lse = library.call(vectors, k, v, piece.is_causal, spec.scale)
-                part = Attended(result[0], lse[0])
-                found = part if found is None else join(found, part)
-            assert found is not None
-            out[queries] = found.out.transpose(0, 1)
+        Args:
+            entries: Plain ones, ascending, whose new tokens fit into the buffer.
+            gather_bytes: Size of the buffer.
+        """
+        self._library, self._device = library, pool.data.device
+        self._buffer: Tensor | None = None
+        self._views: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.calls: list[tuple[slice, tuple[Part, ...]]] = []
+        """Queries of one entry or of neighbours, and the parts of their keys: the last, then from the start."""
+        ends = np.concatenate(([0], np.cumsum(plan.count, dtype=np.int64)))[plan.item_indptr]
+        capacity = gather_bytes // gathered_bytes(pool)
+        for run in _runs(plan, entries, np.diff(ends), capacity if library.at_end else 0):
+            queries, tokens = plan.query_indptr[run[0] : run[-1] + 2], np.diff(ends[run[0] : run[-1] + 2])
+            if len(run) > 1:
+                parts: list[tuple[list[tuple[int, int]], bool]] = [([(0, int(count)) for count in tokens], True)]
+            else:
+                context = int(tokens[0]) - int(queries[1] - queries[0])
+                last = max(0, int(tokens[0]) - capacity) if library.at_end else context
+                starts = range(0, last, capacity)
+                parts = [([(last, int(tokens[0]))], True)]
+                parts += [([(start, min(start + capacity, last))], False) for start in starts]
+            self.calls.append(
+                (
+                    slice(int(queries[0]), int(queries[-1])),
+                    tuple(self._part(plan, run, queries, *part) for part in parts),
+                )
+            )
 
-    def _gather(
-        self, piece: Piece, pool: KvPool, layer: int, buffer: tuple[Tensor, Gather]
-    ) -> tuple[Tensor, Tensor]:
-        """Return keys and values `[1, kv_heads, tokens, head_dim]`, in the buffer."""
-        _, _, bands, heads, size, row = pool.data.shape
-        tiles = pool.data.view(-1, size * row)[layer * bands * heads :]
-        index, head_dim = self._index[piece.tiles], pool.format.row[0].count
-        memory, gather = buffer
-        into = memory[: len(index) * size * head_dim].view(len(index), size * head_dim)
-        gather(pool, tiles, index, into)
-        k, v = into.view(bands, 1, heads, -1, head_dim)[..., piece.skip : piece.skip + piece.tokens, :]
-        return k, v
+    def _part(
+        self,
+        plan: PrefillPlan,
+        run: Sequence[int],
+        queries: NDArray[np.int32],
+        tokens: Sequence[tuple[int, int]],
+        is_causal: bool,
+    ) -> Part:
+        """Return a part that reads from one token to another of each entry."""
+        ranges, size, to = [], plan.chunk_size, [0]
+        for entry, (start, stop) in zip(run, tokens, strict=True):
+            places = np.arange(start // size, -(-stop // size))
+            low, high = np.maximum(places * size, start), np.minimum((places + 1) * size, stop)
+            block = plan.block[places + plan.item_indptr[entry]]
+            ranges.append((block, low - places * size, high - low, low - start + to[-1]))
+            to.append(to[-1] + stop - start)
+        table = np.concatenate(ranges, axis=1).T.astype(np.int32, order="C")
+        lengths = None
+        if len(run) > 1:
+            keys = np.asarray(to, dtype=np.int32)
+            first_queries, first_keys = self._send(np.stack((queries - queries[0], keys)))
+            lengths = Lengths(first_queries, first_keys, int(np.diff(queries).max()), int(np.diff(keys).max()))
+        return Part(self._send(table), to[-1], is_causal, lengths)
+
+    def _send(self, x: NDArray[np.int32]) -> Tensor:
+        return torch.from_numpy(x).to(self._device, non_blocking=True)
+
+    def attend(self, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor, means: Means) -> None:
+        """Compute attention of the entries (`Kernels.prefill_attention`)."""
+        views = iter(self._gathered(pool, means.memory))
+        for queries, parts in self.calls:
+            is_all = queries == slice(0, len(q))
+            vectors, into = (q, out) if is_all else (q[queries], out[queries])
+            found: Attended | None = None
+            for index, part in enumerate(parts):
+                whole, k, v = next(views)
+                means.gather(pool, layer, part.ranges, whole)
+                this = Attended(*self._library.call(vectors, k, v, part.is_causal, spec.scale, part.lengths))
+                if found is not None:
+                    is_last = index == len(parts) - 1
+                    this = means.join(found, this, into if is_last else _wide(found))
+                found = this
+            if len(parts) == 1 and found is not None:
+                into.copy_(found.out)
+
+    def _gathered(self, pool: KvPool, memory: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return the memory of each part's keys and values, `[2, kv_heads, tokens, head_dim]`, and both of them as
+        a library is given them. They are the same for all layers."""
+        if self._buffer is not memory:
+            numbers, form = memory.view(pool.computed), pool.format
+            width = len(form.bands) * form.heads * form.row[0].count
+            self._buffer, self._views = memory, []
+            for part in (part for _, parts in self.calls for part in parts):
+                whole = numbers[: part.tokens * width].view(2, form.heads, part.tokens, -1)
+                self._views.append((whole, whole[0].transpose(0, 1), whole[1].transpose(0, 1)))
+        return self._views
 
 
-def _pieces(tokens: int, new: int, pool: KvPool, gather_bytes: int) -> Iterator[tuple[int, int, bool]]:
-    """Yield the pieces of an entry: first token, the one behind the last, and whether it is causal."""
-    context = tokens - new
-    yield context, tokens, True
-    step = gather_bytes // gathered_bytes(pool) * pool.chunk_size
-    for start in range(0, context, step):
-        yield start, min(start + step, context), False
+def _wide(found: Attended) -> Tensor:
+    """Return memory for a result that others will be joined to: its own, if that is exact enough."""
+    dtype = found.lse.dtype
+    return found.out if found.out.dtype == dtype else torch.empty_like(found.out, dtype=dtype)
+
+
+def _runs(
+    plan: PrefillPlan, entries: Sequence[int], tokens: NDArray[np.int64], capacity: int
+) -> Iterator[Sequence[int]]:
+    """Yield neighbouring entries that have at most so many tokens together, or one that has more."""
+    run: list[int] = []
+    for entry in entries:
+        if run and (entry != run[-1] + 1 or sum(int(tokens[e]) for e in (*run, entry)) > capacity):
+            yield run
+            run = []
+        run.append(entry)
+    if run:
+        yield run

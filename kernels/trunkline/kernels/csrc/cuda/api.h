@@ -197,6 +197,45 @@ struct GroupedCall {
   int32_t group;  // inputs that share a scale, a multiple of 16
 };
 
+// Keys and values of ranges of tokens, dense and in the type in which they are computed.
+struct GatherCall {
+  const void* pool;       // [blocks, layers, 2, kv_heads, chunk_size, row]
+  const int32_t* ranges;  // [count, 4]: block, first token in it, tokens, where the first one goes
+  void* out;              // [2, kv_heads, tokens, head_dim]
+  int32_t dtype;
+  int32_t kv_dtype;  // as in AttentionCall; in 8 bits head_dim is a multiple of 4
+  int32_t count;
+  int32_t tokens;
+  int32_t chunk_size;
+  int32_t layers;
+  int32_t layer;
+  int32_t kv_heads;
+  int32_t head_dim;
+};
+
+// Attention over the keys of two parts, by their log-sum-exps. `out` may be `a`. Strides and head_dim are multiples of
+// 4 elements, and addresses of the size of 4.
+struct JoinCall {
+  const void* a;  // [rows, heads, head_dim]
+  const void* b;
+  void* out;
+  const float* a_lse;  // [heads, rows], natural
+  const float* b_lse;
+  float* out_lse;
+  int64_t a_row_stride;  // in elements
+  int64_t a_head_stride;
+  int64_t b_row_stride;
+  int64_t b_head_stride;
+  int64_t out_row_stride;
+  int64_t out_head_stride;
+  int32_t a_dtype;  // that of b, or float32
+  int32_t b_dtype;
+  int32_t out_dtype;  // likewise
+  int32_t rows;
+  int32_t heads;
+  int32_t head_dim;
+};
+
 extern "C" {
 // Sizes of the structures above, in order, so that the caller can check its mirror of them. Host memory.
 void trunkline_struct_bytes(int32_t* sizes);
@@ -216,10 +255,8 @@ int32_t trunkline_write_kv(const WriteCall* call, void* stream);
 int32_t trunkline_copy_blocks(void* pool, const int32_t* copies, int32_t n, int32_t tiles_per_block,
                               int32_t chunk_size, int32_t token_bytes, void* stream);
 int32_t trunkline_move_regions(const MoveCall* call, void* stream);
-// Tiles of rows in 8 bits (kv_dtype; a scale behind each) as they are computed: tile i of `out` [tiles, rows, head_dim]
-// is tile index[i] of `pool`. head_dim: a multiple of 4.
-int32_t trunkline_widen_tiles(const void* pool, const int64_t* index, void* out, int32_t dtype, int32_t kv_dtype,
-                              int32_t tiles, int32_t tile_rows, int32_t head_dim, void* stream);
+int32_t trunkline_gather_rows(const GatherCall* call, void* stream);  // call: host memory
+int32_t trunkline_join_parts(const JoinCall* call, void* stream);     // likewise
 int32_t trunkline_rms_norm(const NormCall* call, void* stream);
 // gate_up: [rows, 2 * width]; out: [rows, width].
 int32_t trunkline_gated_activation(const void* gate_up, void* out, int32_t dtype, int32_t activation, int32_t rows,

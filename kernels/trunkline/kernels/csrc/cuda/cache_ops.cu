@@ -112,24 +112,85 @@ __global__ void __launch_bounds__(kMoveThreads) move_kernel(const MoveCall call)
   }
 }
 
-// One warp per row, one word of it per lane.
+// Four elements that are read or written at once.
 template <class T>
-__global__ void __launch_bounds__(kWriteThreads)
-    widen_kernel(const unsigned char* pool, const int64_t* index, T* out, int64_t rows, int tile_rows, int d,
-                 int32_t kv_dtype) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWriteWarps + threadIdx.x / kWarpLanes;
-  if (row >= rows) return;
-  const int64_t tile = row / tile_rows;
-  const unsigned char* from = pool + (index[tile] * tile_rows + row - tile * tile_rows) * (d + kScaleBytes);
-  const float scale = load_scale(from + d);
-  with_bytes(kv_dtype, [&](auto bytes) {
-    for (int i = 4 * lane; i < d; i += 4 * kWarpLanes) {
-      const uint32_t word = *reinterpret_cast<const uint32_t*>(from + i);
+struct alignas(4 * sizeof(T)) Four {
+  T at[4];
+};
+
+// Of a thread block: a range's rows of one (K or V, head).
+struct Range {
+  int64_t from, to;  // rows of the pool, and of `out`
+  int count;
+  __device__ explicit Range(const GatherCall& call) {
+    const int tiles = 2 * call.kv_heads, index = static_cast<int>(blockIdx.x) / tiles;
+    const int tile = static_cast<int>(blockIdx.x) - index * tiles;
+    const int32_t* range = call.ranges + 4 * static_cast<int64_t>(index);
+    from =
+        ((static_cast<int64_t>(range[0]) * call.layers + call.layer) * tiles + tile) * call.chunk_size + range[1];
+    count = range[2];
+    to = static_cast<int64_t>(tile) * call.tokens + range[3];
+  }
+};
+
+template <class Unit>
+__global__ void __launch_bounds__(kMoveThreads)
+    gather_kernel(const __grid_constant__ GatherCall call, int row_units) {
+  const Range range(call);
+  const Unit* from = static_cast<const Unit*>(call.pool) + range.from * row_units;
+  Unit* to = static_cast<Unit*>(call.out) + range.to * row_units;
+  const int count = range.count * row_units;
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kMoveThreads) to[i] = from[i];
+}
+
+// Of rows in 8 bits: one warp per row, one word of it per lane.
+template <class T>
+__global__ void __launch_bounds__(kMoveThreads) widen_kernel(const __grid_constant__ GatherCall call) {
+  const Range range(call);
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes, d = call.head_dim;
+  with_bytes(call.kv_dtype, [&](auto bytes) {
+    for (int row = static_cast<int>(threadIdx.x) / kWarpLanes; row < range.count;
+         row += kMoveThreads / kWarpLanes) {
+      const unsigned char* from =
+          static_cast<const unsigned char*>(call.pool) + (range.from + row) * (d + kScaleBytes);
+      T* to = static_cast<T*>(call.out) + (range.to + row) * d;
+      const float scale = load_scale(from + d);
+      for (int i = 4 * lane; i < d; i += 4 * kWarpLanes) {
+        const uint32_t word = *reinterpret_cast<const uint32_t*>(from + i);
+        Four<T> numbers;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) out[row * d + i + j] = from_float<T>(decltype(bytes)::value(word, j) * scale);
+        for (int j = 0; j < 4; ++j) numbers.at[j] = from_float<T>(decltype(bytes)::value(word, j) * scale);
+        *reinterpret_cast<Four<T>*>(to + i) = numbers;
+      }
     }
   });
+}
+
+// One warp per (row, head). A part without a key has the share 0, as has one that is NaN, whose numbers make it seen.
+template <class A, class T, class Out>
+__global__ void __launch_bounds__(kMoveThreads) join_kernel(const __grid_constant__ JoinCall call) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * (kMoveThreads / kWarpLanes) + threadIdx.x / kWarpLanes;
+  const int64_t row = index / call.heads, head = index - row * call.heads;
+  if (row >= call.rows) return;
+  const int64_t place = head * call.rows + row;
+  const float s = call.a_lse[place], t = call.b_lse[place];
+  const float weight = 1.0f / (1.0f + expf(s - t)), share = weight >= 0.0f ? weight : 0.0f;
+  const A* a = static_cast<const A*>(call.a) + row * call.a_row_stride + head * call.a_head_stride;
+  const T* b = static_cast<const T*>(call.b) + row * call.b_row_stride + head * call.b_head_stride;
+  Out* out = static_cast<Out*>(call.out) + row * call.out_row_stride + head * call.out_head_stride;
+  for (int i = 4 * lane; i < call.head_dim; i += 4 * kWarpLanes) {
+    const Four<A> x = *reinterpret_cast<const Four<A>*>(a + i);
+    const Four<T> y = *reinterpret_cast<const Four<T>*>(b + i);
+    Four<Out> sum;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      sum.at[j] = from_float<Out>(to_float(x.at[j]) * (1.0f - share) + to_float(y.at[j]) * share);
+    }
+    *reinterpret_cast<Four<Out>*>(out + i) = sum;
+  }
+  const float apart = s == t ? 0.0f : fabsf(s - t);  // also of two infinities
+  if (lane == 0) call.out_lse[place] = (s > t ? s : t) + log1pf(expf(-apart));
 }
 
 bool divides(int64_t unit, const MoveCall& call) {
@@ -141,12 +202,23 @@ bool divides(int64_t unit, const MoveCall& call) {
 }
 
 template <class T>
-cudaError_t launch_widen(const void* pool, const int64_t* index, void* out, int32_t kv_dtype, int32_t tiles,
-                         int32_t tile_rows, int32_t head_dim, void* stream) {
-  const int64_t rows = static_cast<int64_t>(tiles) * tile_rows;
-  const dim3 grid(static_cast<unsigned>((rows + kWriteWarps - 1) / kWriteWarps));
-  return launch(widen_kernel<T>, grid, kWriteThreads, 0, stream, static_cast<const unsigned char*>(pool), index,
-                static_cast<T*>(out), rows, tile_rows, head_dim, kv_dtype);
+cudaError_t launch_gather(const GatherCall& call, void* stream) {
+  const dim3 grid(static_cast<unsigned>(call.count) * 2u * static_cast<unsigned>(call.kv_heads));
+  if (call.kv_dtype != call.dtype) return launch(widen_kernel<T>, grid, kMoveThreads, 0, stream, call);
+  const int bytes = call.head_dim * static_cast<int>(sizeof(T));
+  if (bytes % 16 == 0) return launch(gather_kernel<uint4>, grid, kMoveThreads, 0, stream, call, bytes / 16);
+  return launch(gather_kernel<T>, grid, kMoveThreads, 0, stream, call, call.head_dim);
+}
+
+template <class T>
+cudaError_t launch_join(const JoinCall& call, void* stream) {
+  const bool wide = call.a_dtype != call.b_dtype, widens = call.out_dtype != call.b_dtype;
+  if ((wide && call.a_dtype != kFloat32) || (widens && call.out_dtype != kFloat32)) return cudaErrorInvalidValue;
+  const int64_t warps = static_cast<int64_t>(call.rows) * call.heads, each = kMoveThreads / kWarpLanes;
+  const dim3 grid(static_cast<unsigned>((warps + each - 1) / each));
+  const auto run = [&](auto kernel) { return launch(kernel, grid, kMoveThreads, 0, stream, call); };
+  if (wide) return widens ? run(join_kernel<float, T, float>) : run(join_kernel<float, T, T>);
+  return widens ? run(join_kernel<T, T, float>) : run(join_kernel<T, T, T>);
 }
 
 template <class T, class A>
@@ -179,14 +251,24 @@ int32_t trunkline_write_kv(const WriteCall* call, void* stream) {
   }
 }
 
-int32_t trunkline_widen_tiles(const void* pool, const int64_t* index, void* out, int32_t dtype, int32_t kv_dtype,
-                              int32_t tiles, int32_t tile_rows, int32_t head_dim, void* stream) {
-  if (head_dim % 4 != 0 || (kv_dtype != kInt8 && kv_dtype != kFloat8)) return cudaErrorInvalidValue;
-  if (tiles == 0) return cudaSuccess;
-  switch (dtype) {
-    case kFloat32: return launch_widen<float>(pool, index, out, kv_dtype, tiles, tile_rows, head_dim, stream);
-    case kFloat16: return launch_widen<Fp16>(pool, index, out, kv_dtype, tiles, tile_rows, head_dim, stream);
-    case kBfloat16: return launch_widen<Bf16>(pool, index, out, kv_dtype, tiles, tile_rows, head_dim, stream);
+int32_t trunkline_gather_rows(const GatherCall* call, void* stream) {
+  const bool kept = call->kv_dtype == call->dtype, rounded = call->kv_dtype == kInt8 || call->kv_dtype == kFloat8;
+  if (!kept && (!rounded || call->head_dim % 4 != 0)) return cudaErrorInvalidValue;
+  if (call->count == 0) return cudaSuccess;
+  switch (call->dtype) {
+    case kFloat32: return launch_gather<float>(*call, stream);
+    case kFloat16: return launch_gather<Fp16>(*call, stream);
+    case kBfloat16: return launch_gather<Bf16>(*call, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+int32_t trunkline_join_parts(const JoinCall* call, void* stream) {
+  if (call->rows == 0) return cudaSuccess;
+  switch (call->b_dtype) {
+    case kFloat32: return launch_join<float>(*call, stream);
+    case kFloat16: return launch_join<Fp16>(*call, stream);
+    case kBfloat16: return launch_join<Bf16>(*call, stream);
     default: return cudaErrorInvalidValue;
   }
 }

@@ -231,6 +231,8 @@ void trunkline_struct_bytes(int32_t* sizes) {
   sizes[7] = sizeof(StepRowsCall);
   sizes[8] = sizeof(Float8Call);
   sizes[9] = sizeof(GroupedCall);
+  sizes[10] = sizeof(GatherCall);
+  sizes[11] = sizeof(JoinCall);
 }
 
 int32_t trunkline_set_device(int32_t device) { return cudaSetDevice(device); }
