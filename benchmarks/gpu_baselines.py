@@ -169,11 +169,13 @@ def compare(gpu: Gpu, out: Output, cell: Cell, names: list[str], broken: set[str
         return
     kernels = gpu.kernels()
     graphs = {"ours": gpu.graph(decode_calls(kernels, cell, sets), [kernels])}
+    alive = []  # a graph holds addresses in what the calls hold
     for name in names:
         if name == "flashinfer_cascade" and not cell.n_s:
             continue
         try:
-            graph = gpu.graph(BASELINES[name](cell, sets))
+            alive.append(BASELINES[name](cell, sets))
+            graph = gpu.graph(alive[-1])
             error = replay_error(gpu, graph, cell, sets)
         except FOREIGN_ERRORS as failure:
             out.note(f"{name} at {cell}: {type(failure).__name__}: {str(failure)[-400:]}")

@@ -13,17 +13,17 @@ from kernels.work_words import Work, check_lists, check_loads, decode, unit_ns
 from seeds import seeds
 
 from trunkline.kernels.cuda_decode import (
-    NARROW_TILE_NS,
     PIECE_TOKENS_MIN,
     PIECES_PER_WORKER,
+    TILE_NS,
     UNIT_NS,
-    WIDE_TILE_NS,
     unit_times,
 )
 from trunkline.kernels.plan import DecodePlan, WorkOptions, plan_decode_work
 
 pytestmark = pytest.mark.sanitized
 
+NARROW_TILE_NS, WIDE_TILE_NS = TILE_NS[16]
 WORKERS: Final = 264
 """Thread blocks of an H200."""
 BATCHES: Final = tuple(Cell(2304, 2048, 32, 8, batch=batch) for batch in (1, 2, 4, 8, 16, 32, 64, 96))
@@ -94,8 +94,8 @@ class Times:
 
     @property
     def limit(self) -> float:
-        """What is left to chance: a third, or one short unit where there are hardly more units than workers."""
-        return max(1.35 * self.least, self.least + (UNIT_NS + 2 * WIDE_TILE_NS) / 1e3)
+        """What is left to chance: a half, or one short unit where there are hardly more units than workers."""
+        return max(1.5 * self.least, self.least + (UNIT_NS + 2 * WIDE_TILE_NS) / 1e3)
 
 
 def times_of(plan: DecodePlan, options: WorkOptions) -> Times:
@@ -121,7 +121,7 @@ def test_costs_without_a_fixed_part_break_the_limit() -> None:
     found = {cell: of_cell(cell) for cell in CELLS}
     all_shared = found[Cell(2048, 2048, 32, 32)]
     assert all_shared.before > 20 * all_shared.now
-    assert sum(times.before > times.limit for times in found.values()) >= len(CELLS) // 3
+    assert sum(times.before > times.limit for times in found.values()) >= len(CELLS) // 4
 
 
 def test_whole_tiles_are_counted() -> None:
@@ -154,4 +154,6 @@ def test_random_forests(seed: int) -> None:
 
 def test_small_blocks_are_small_tiles() -> None:
     assert unit_times(16, 128)["narrow_tile_ns"] == NARROW_TILE_NS // 4
+    in_bytes = unit_times(64, 128, in_bytes=True)
+    assert (in_bytes["narrow_tile_ns"], in_bytes["wide_tile_ns"]) == TILE_NS[8]
     assert unit_times(32, 256) == {**unit_times(64, 128), "tile_tokens": 32}

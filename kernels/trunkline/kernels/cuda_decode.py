@@ -28,10 +28,10 @@ other, and barriers. On an H200 thread blocks with 128 units of one token each t
 tiles, of one token; over whole tiles, rows of 1,024 to 4,096 tokens had 4 to 6 µs besides.)"""
 TIMED_TILE: Final = 64 * 128
 """Elements of keys in the tiles of the next two; others are taken to need as long for each element."""
-NARROW_TILE_NS: Final = 2000
-"""A tile in a unit of at most 16 query vectors while all thread blocks read: 264 times 32 KiB at 4.2 TB/s."""
-WIDE_TILE_NS: Final = 1300
-"""A tile in a unit of up to 64 query vectors: an estimate for products that overlap with reading, not measured."""
+TILE_NS: Final = {16: (2000, 3100), 8: (2500, 7000)}
+"""A tile in a unit of at most 16 query vectors, and in one of up to 64, by the bits of a number of KV. On an H200,
+32 heads and 8 KV heads over 4,096 tokens: 64 tiles in narrow units, one for each thread block, took 138 µs with 16
+bits and 171 to 182 with 8; 8 tiles in wide units, and what begins and ends a launch, 31 µs and 57 to 63."""
 PARTIAL_BYTES_PER_NS: Final = 4000
 """Bytes of partial results, written and read, for each ns that merging takes longer: an H200 merged 17 of each of
 32 rows and 32 heads (18 MB) in 7.8 µs, and hardly any in 3.5."""
@@ -49,18 +49,20 @@ class UnitTimes(TypedDict, total=False):
     partial_bytes_per_ns: int
 
 
-def unit_times(tile_tokens: int, head_dim: int) -> UnitTimes:
+def unit_times(tile_tokens: int, head_dim: int, *, in_bytes: bool = False) -> UnitTimes:
     """Return what units take.
 
     Args:
         tile_tokens: Tokens of a tile, which lies in one block.
+        in_bytes: Whether KV is in 8 bits.
     """
     size = tile_tokens * head_dim
+    narrow, wide = TILE_NS[8 if in_bytes else 16]
     return {
         "unit_ns": UNIT_NS,
         "tile_tokens": tile_tokens,
-        "narrow_tile_ns": max(1, NARROW_TILE_NS * size // TIMED_TILE),
-        "wide_tile_ns": max(1, WIDE_TILE_NS * size // TIMED_TILE),
+        "narrow_tile_ns": max(1, narrow * size // TIMED_TILE),
+        "wide_tile_ns": max(1, wide * size // TIMED_TILE),
         "partial_bytes_per_ns": PARTIAL_BYTES_PER_NS,
     }
 
@@ -113,7 +115,9 @@ class DecodePlans:
                 share=key.share,
                 dealt=DEALT,
                 narrow_vectors=key.narrow_rows,
-                **unit_times(min(key.tile_tokens, plan.chunk_size), spec.head_dim),
+                **unit_times(
+                    min(key.tile_tokens, plan.chunk_size), spec.head_dim, in_bytes=row_bytes < 2 * spec.head_dim
+                ),
             )
         if isinstance(plan, LiveDecodePlan):
             live = plan.work(options, self)
