@@ -120,8 +120,8 @@ def test_costs_without_a_fixed_part_break_the_limit() -> None:
     """128 units of one token, each as cheap as 1/256 of another unit, went to each of eight workers."""
     found = {cell: of_cell(cell) for cell in CELLS}
     all_shared = found[Cell(2048, 2048, 32, 32)]
-    assert all_shared.before > 20 * all_shared.now
-    assert sum(times.before > times.limit for times in found.values()) >= len(CELLS) // 4
+    assert all_shared.before > 15 * all_shared.now
+    assert sum(times.before > times.limit for times in found.values()) >= len(CELLS) // 3
 
 
 def test_whole_tiles_are_counted() -> None:
