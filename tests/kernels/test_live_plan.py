@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from kernels.cuda_emulated import CXX, H200, configure, make_emulated
+from kernels.cuda_emulated import CXX, H200, configure, emulated_library, make_emulated
 from kernels.forests import wrap
 from kernels.implementations import make_kernels
 from kernels.oracle import make_spec
@@ -90,6 +92,44 @@ def test_attention_on_the_cpu(seed: int) -> None:
 def test_attention_over_the_mirror_of_a_device(kv_dtype: str, seed: int) -> None:
     configure(H200, seed % 7)
     check_attention(make_emulated(), seed, 20 if kv_dtype == "auto" else 10, 64, torch.float16, kv_dtype)
+
+
+@pytest.mark.skipif(CXX is None, reason="no C++ compiler for the emulation")
+def test_no_plan_is_read_while_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step's layers only the first finds a plan that was just copied, patched or told a step: it may not be
+    read before the stream has come to it. The others may read theirs ahead."""
+    configure(H200, 0)
+    world, rows = RowWorld(np.random.default_rng(3), 16, rows_max=5), LiveRows(16)
+    pool, spec = KvPool.wrap(torch.zeros(BLOCKS, 1, 2, 2, 16, 64, dtype=torch.float16)), make_spec(4, 2, 64)
+    kernels, library = make_emulated(), emulated_library()
+    launch, told, writes = library.call, list[int](), set[str]()
+
+    def record(name: str, *arguments: Any) -> None:
+        if name == "attention":
+            told.append(arguments[0]._obj.plan_is_there)
+        else:
+            writes.add(name)
+        launch(name, *arguments)
+
+    monkeypatch.setattr(library, "call", record)
+    copies = 0
+    for _ in range(30):
+        take_step(world, rows)
+        if not world.rows:
+            continue
+        q, anew = torch.zeros(rows.plan.num_rows, 4, 64, dtype=torch.float16), rows.plan.rebuilt()
+        for plan, grows in ((rows.plan, False), (anew, False), (anew, True)):
+            if grows and anew.steps == anew.steps_left:
+                continue
+            if grows:
+                anew.advance()
+            for _ in range(3):  # layers
+                kernels.decode_attention(plan, q, pool, 0, spec, torch.empty_like(q))
+            assert told == [0, 1, 1]
+            told.clear()
+            copies += plan is anew and not grows
+    assert copies > 15
+    assert writes - {"attention_shape"} == {"add_steps", "patch_words"}
 
 
 @pytest.mark.skipif(CXX is None, reason="no C++ compiler for the emulation")

@@ -193,7 +193,7 @@ class CudaKernels:
         state = self._prefill_state(plan, pool, spec)
         check_shifts(state.has_shifts, spec)
         self.counters.prefill_tokens_read += state.tokens_read
-        call.causal, call.plan_is_there = 1, 1  # plans of prompts are copied, not written by a launch
+        call.causal, call.plan_is_there = 1, 1  # the host has waited for the copy of a prompt's plan
         for part, address in state.parts:
             call.work, call.rows = address, part.row_stop - part.row_start
             call.q = q.data_ptr() + part.row_start * q.stride(0) * q.element_size()

@@ -182,7 +182,8 @@ class DeviceWork:
         self.uploaded_words = 0
         """Number of words that were copied to the device so far."""
         self.is_written = False
-        """Whether the launch before the next one writes the buffer."""
+        """Whether the buffer was written, by a launch or a copy, since attention was last launched. The next
+        launch must not read the plan while what was enqueued before it still runs."""
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.int32, device=device)
         self._changes = self._buffer
@@ -209,14 +210,13 @@ class DeviceWork:
             if resident is None or resident.live is not live or self._generation != live.generation:
                 changes = None
             self._generation = live.generation
+        self.is_written |= changes is None or len(changes) > 0 or steps != self.steps
         if changes is None or 4 * len(changes) > len(work.words):
             self._upload(work.words, steps)
         elif len(changes):
             self._patch(changes, steps, library, stream)
-            self.is_written = True
         elif steps != self.steps:
             library.call("add_steps", self.steps_address, steps - self.steps, stream)
-            self.is_written = True
         self.resident, self.steps, self.is_current = work, steps, True
 
     def _upload(self, words: Tensor, steps: int) -> None:
