@@ -7,7 +7,8 @@
 
 namespace trunkline::cuda {
 
-// What a warp has in registers of a segment: queries, and what is summed up so far. A narrow one uses the fronts: the columns and the tokens of each warp's quarter.
+// What a warp has in registers of a segment: queries, and what is summed up so far. In a narrow one only the fronts of
+// the arrays are used, for the columns and the tokens of each warp's quarter.
 template <int D>
 struct SegmentState {
   static constexpr bool kKeepsQueries = D <= 128;  // in registers; larger heads have no room there

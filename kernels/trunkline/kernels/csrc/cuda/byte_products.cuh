@@ -79,7 +79,8 @@ class ByteTile {
     }
   }
 
-  // Weights (of the tokens of tiles `tile` and the next of the scores) times values; `kTiles` tiles of 8 columns from tile `first` of the row on, in groups of `kGroup`.
+  // Weights (of the tokens of tiles `tile` and the next of the scores) times values; `kTiles` tiles of 8 columns from
+  // tile `first` of the row on, in groups of `kGroup`.
   template <int kTiles, int kGroup, class Sums>
   __device__ void multiply_values(Sums& acc, const uint32_t (&a)[4], int tile, int first) const {
     const int token = fragment::byte_token(0, fragment::c_column(lane_));
