@@ -147,3 +147,21 @@ def test_other_command_lines_are_not_forked(supervisor: Supervisor) -> None:
         command_line("trunkline.worker", "a"),
     ):
         assert supervisor.forks.fork(argv) is None
+
+
+def test_a_worker_that_could_not_use_a_gpu_begins_anew(tmp_path: Path) -> None:
+    """Torch says so of a process that was forked from one that has asked the driver, which is imitated here."""
+    code = """if True:
+        import os, socket, sys
+        from pathlib import Path
+        import torch
+        from trunkline.worker import fork_server
+        torch.cuda._is_in_bad_fork = lambda: True
+        fork_server._fork(socket.socket(), Path(sys.argv[1]), os.dup(1), lambda config: print("as it was forked"))
+    """
+    # The worker has the same output, so this ends when the worker has ended, too.
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "none")], capture_output=True, text=True, check=True
+    )
+    assert "No such file" in done.stdout
+    assert "as it was forked" not in done.stdout
