@@ -165,7 +165,6 @@ def sweep(gpu: Gpu, out: Output, cell: Cell) -> None:
         kernels = gpu.kernels()
         changed = kernels._shape(sets[0].pool, cell.spec())
         changed.narrow_stages = stages
-        changed.narrow_rows = changed.narrow_rows if stages else 0
         time_variant(
             gpu, out, (cell, sets), kernels, f"{stages} stages for narrow pieces" if stages else "one layout"
         )

@@ -284,7 +284,7 @@ def test_narrow_pieces_have_more_stages_or_no_layout_of_their_own(device: tuple[
     for head_dim, kv_dtype in product(HEAD_DIMS, KV_DTYPES):
         shape = emulated_library().attention_shape(torch.float16, head_dim, kv_dtype)
         assert shape.narrow_stages == 0 or shape.stages < shape.narrow_stages <= 4
-        assert bool(shape.narrow_rows) == bool(shape.narrow_stages)
+        assert shape.narrow_rows == 16, "with one layout, too: narrow tiles take less time"
         blocks = shape.grid // device[0]
         assert blocks * (shape.shared_bytes + 1024) <= device[2]
 

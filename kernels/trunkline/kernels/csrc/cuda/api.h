@@ -51,9 +51,8 @@ struct AttentionShape {
   int32_t tile_rows;  // most query vectors of a tile: what the planner should aim at
   int32_t tile_tokens;
   int32_t stages;
-  int32_t
-      narrow_rows;  // most query vectors of a narrow piece, for which there is another layout; 0: there is none
-  int32_t narrow_stages;  // of that layout: more than `stages`, or 0
+  int32_t narrow_rows;    // most query vectors of a narrow piece, whose tiles take less; 0: all take the same
+  int32_t narrow_stages;  // of the layout for narrow pieces: more than `stages`; 0: there is one layout for all
   int32_t shared_bytes;
   int32_t grid;       // thread blocks that fit the device at once
   int32_t is_matrix;  // 1: matrix units; 0: the general kernel

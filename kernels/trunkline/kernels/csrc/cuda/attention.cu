@@ -58,12 +58,12 @@ bool choose_stages(const AttentionKernel& kernel, const DeviceLimits& limits, At
       const int stages = std::min(kStagesMax, (available - rows * kernel.row_bytes) / kernel.stage_bytes);
       if (stages < 2) continue;
       shape.tile_rows = rows;
+      shape.narrow_rows = kNarrowRows;
       shape.stages = stages;
       shape.shared_bytes = stages * kernel.stage_bytes + rows * kernel.row_bytes;
       const int narrow_bytes = kNarrowRows * kernel.row_bytes;
       const int narrow_stages = std::min(kStagesMax, (available - narrow_bytes) / kernel.stage_bytes);
       if (narrow_stages > stages) {
-        shape.narrow_rows = kNarrowRows;
         shape.narrow_stages = narrow_stages;
         shape.shared_bytes = std::max(shape.shared_bytes, narrow_stages * kernel.stage_bytes + narrow_bytes);
       }
