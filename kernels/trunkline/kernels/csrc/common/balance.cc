@@ -9,7 +9,8 @@
 namespace trunkline {
 namespace {
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// Of numbers that are not negative; `b` may be the largest there is.
+int64_t divide_up(int64_t a, int64_t b) { return a / b + (a % b == 0 ? 0 : 1); }
 
 // What reading a piece takes, in query vectors.
 int64_t vector_cost(const WorkOptions& options, const PieceSize& piece) {
