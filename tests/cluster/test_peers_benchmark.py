@@ -49,9 +49,9 @@ def test_a_run_fills_its_place_in_a_page(tmp_path: Path) -> None:
         fill(page, "x", [])
 
 
-def test_the_page_of_benchmarks_has_places(tmp_path: Path) -> None:
-    page = tmp_path / "benchmarks.md"
-    page.write_text((Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8"))
-    for mark in ("peers.py", "peers.py, GGUF"):
-        fill(page, mark, [f"| new {mark} |"])
-        assert f"\n| new {mark} |\n" in page.read_text(encoding="utf-8")
+@pytest.mark.parametrize(("name", "mark"), [("benchmarks.md", "peers.py"), ("measurements.md", "peers.py, GGUF")])
+def test_pages_have_places_for_tables(name: str, mark: str, tmp_path: Path) -> None:
+    page = tmp_path / name
+    page.write_text((Path(__file__).parents[2] / "docs" / name).read_text(encoding="utf-8"))
+    fill(page, mark, [f"| new {mark} |"])
+    assert f"\n| new {mark} |\n" in page.read_text(encoding="utf-8")
