@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -205,3 +205,35 @@ def running(
         for fake in fakes:
             if fake.running:
                 fake.stop()
+
+
+@contextmanager
+def two_routers(
+    place: Path, tokenizer: Tokenizer, kind: str = "sqlite"
+) -> Iterator[list[tuple[httpx.Client, FakeController]]]:
+    """Two routers on one record store of this kind, each with a client and a controller of its own."""
+    with ExitStack() as work:
+        url = work.enter_context(shared_records(kind))
+        routers = []
+        for name in ("one", "two"):
+            (place / name).mkdir()
+            router, [fake] = work.enter_context(running(place / name, tokenizer, records=url))
+            routers.append((work.enter_context(router.client()), fake))
+        yield routers
+
+
+@contextmanager
+def held_request(fake: FakeController, send: Callable[[], httpx.Response]) -> Iterator[None]:
+    """A request that runs at a controller during the context, and is answered then."""
+    before = len(fake.behaviour.submits)
+    fake.behaviour.hold = True
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: answers.append(send()))
+    thread.start()
+    try:
+        wait_until(lambda: len(fake.behaviour.submits) > before)
+        yield
+    finally:
+        fake.behaviour.hold = False
+        thread.join(10)
+    assert answers[0].status_code == 200

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,7 @@ import openai
 import pytest
 from router.api_calls import last_prompt, named_events, say
 from router.fake_controller import FakeController, prompt_of
-from router.harness import EOS, STORES, RunningRouter, running, shared_records, wait_until
+from router.harness import EOS, STORES, RunningRouter, held_request, running, two_routers, wait_until
 from router.idempotency_calls import ask, forget, name_of
 from router.session_calls import error_of
 
@@ -43,23 +40,6 @@ def items_of(http: httpx.Client, conversation: str, **query: Any) -> list[Any]:
 
 def texts_of(http: httpx.Client, conversation: str) -> list[str]:
     return [item["content"][0]["text"] for item in items_of(http, conversation)]
-
-
-@contextmanager
-def in_use(http: httpx.Client, fake: FakeController, conversation: str) -> Iterator[None]:
-    """A request of the conversation runs."""
-    before = len(fake.behaviour.submits)
-    fake.behaviour.hold = True
-    answers: list[httpx.Response] = []
-    thread = threading.Thread(target=lambda: answers.append(respond(http, conversation)))
-    thread.start()
-    try:
-        wait_until(lambda: len(fake.behaviour.submits) > before)
-        yield
-    finally:
-        fake.behaviour.hold = False
-        thread.join(10)
-    assert answers[0].status_code == 200
 
 
 def test_a_conversation_from_its_beginning_to_its_end(client: openai.OpenAI) -> None:
@@ -144,7 +124,7 @@ def test_items_that_are_added_and_removed(http: httpx.Client, fake: FakeControll
 def test_a_conversation_in_use(http: httpx.Client, fake: FakeController) -> None:
     conversation = create(http)
     path = f"{PATH}/{conversation}"
-    with in_use(http, fake, conversation):
+    with held_request(fake, lambda: respond(http, conversation)):
         assert error_of(respond(http, conversation)) == (409, "conversation_locked", "conversation")
         changes = [
             http.post(path, json={"metadata": {}}),
@@ -199,13 +179,7 @@ def test_the_same_request_again(http: httpx.Client, router: RunningRouter) -> No
 
 @pytest.mark.parametrize("kind", STORES)
 def test_routers_share_conversations(place: Path, tokenizer: Tokenizer, kind: str) -> None:
-    with ExitStack() as work:
-        url = work.enter_context(shared_records(kind))
-        routers = []
-        for name in ("one", "two"):
-            (place / name).mkdir()
-            router, [fake] = work.enter_context(running(place / name, tokenizer, records=url))
-            routers.append((work.enter_context(router.client()), fake))
+    with two_routers(place, tokenizer, kind) as routers:
         (here, fake), (there, other) = routers
         conversation = create(here, items=[{"role": "user", "content": "Hello!"}])
         for number, (http, _) in enumerate(routers * 2, 1):
@@ -214,7 +188,7 @@ def test_routers_share_conversations(place: Path, tokenizer: Tokenizer, kind: st
         assert two[: len(one)] == one
         assert items_of(here, conversation) == items_of(there, conversation)
         assert len(items_of(here, conversation)) == 9
-        with in_use(here, fake, conversation):
+        with held_request(fake, lambda: respond(here, conversation)):
             assert error_of(respond(there, conversation))[:2] == (409, "conversation_locked")
         assert there.delete(f"{PATH}/{conversation}").status_code == 200
         assert error_of(respond(here, conversation)) == (404, "conversation_not_found", "conversation")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,10 @@ from router.harness import (
     STORES,
     RunningRouter,
     asking,
+    held_request,
     running,
     shared_records,
+    two_routers,
     wait_until,
 )
 from router.session_calls import chat, create, error_of, get, is_free, key_of, reading_of
@@ -36,23 +36,6 @@ from trunkline.router.stores.session_state import SessionState, pack_header
 from trunkline.router.text.tokenizer import Tokenizer
 
 FIRST = "<|bos|><|user|>What does os.path.join do?<|end|><|assistant|>"
-
-
-@contextmanager
-def in_use(http: httpx.Client, fake: FakeController, session: str) -> Iterator[None]:
-    """A request of the session runs."""
-    before = len(fake.behaviour.submits)
-    fake.behaviour.hold = True
-    answers: list[httpx.Response] = []
-    thread = threading.Thread(target=lambda: answers.append(chat(http, session)))
-    thread.start()
-    try:
-        wait_until(lambda: len(fake.behaviour.submits) > before)
-        yield
-    finally:
-        fake.behaviour.hold = False
-        thread.join(10)
-    assert answers[0].status_code == 200
 
 
 def test_create_and_get(http: httpx.Client, tokenizer: Tokenizer) -> None:
@@ -180,7 +163,7 @@ def test_busy(http: httpx.Client, fake: FakeController, monkeypatch: pytest.Monk
     session = create(http)["id"]
     path = f"/v1/sessions/{session}"
     busy = (409, "session_busy", "session_id")
-    with in_use(http, fake, session):
+    with held_request(fake, lambda: chat(http, session)):
         assert error_of(chat(http, session)) == busy
         assert error_of(chat(http, session, stream=True)) == busy
         assert error_of(http.delete(path)) == busy
@@ -219,7 +202,7 @@ def test_a_lease_is_renewed_while_an_answer_is_made(
 
     monkeypatch.setattr(router.service.records, "renew", counted)
     session = create(http)["id"]
-    with in_use(http, fake, session):
+    with held_request(fake, lambda: chat(http, session)):
         wait_until(lambda: len(renewed) > 4)
         assert error_of(chat(http, session))[1] == "session_busy"
     assert all(renewed)
@@ -433,13 +416,7 @@ def test_what_is_deleted_is_forgotten_by_the_controllers(http: httpx.Client, fak
 @pytest.mark.parametrize("kind", STORES)
 def test_routers_share_sessions(place: Path, tokenizer: Tokenizer, kind: str) -> None:
     """Two routers on one store work on a session in turn; each sees what the other has stored."""
-    with ExitStack() as work:
-        url = work.enter_context(shared_records(kind))
-        routers = []
-        for name in ("one", "two"):
-            (place / name).mkdir()
-            router, [fake] = work.enter_context(running(place / name, tokenizer, records=url))
-            routers.append((work.enter_context(router.client()), fake))
+    with two_routers(place, tokenizer, kind) as routers:
         (here, fake), (there, other) = routers
         session = create(here, metadata={"a": "b"})["id"]
         for turns, (http, _) in enumerate(routers * 2, 1):
@@ -450,7 +427,7 @@ def test_routers_share_sessions(place: Path, tokenizer: Tokenizer, kind: str) ->
         for one, two in itertools.pairwise(prompts):
             assert two[: len(one)] == one
         assert get(here, session, include="messages") == get(there, session, include="messages")
-        with in_use(here, fake, session):
+        with held_request(fake, lambda: chat(here, session)):
             assert error_of(chat(there, session)) == (409, "session_busy", "session_id")
             fork = there.post(f"/v1/sessions/{session}/fork", json={"while_busy": "before"}).json()
         assert (fork["turns"], fork["metadata"]) == (4, {"a": "b"})

@@ -11,11 +11,15 @@ import anthropic
 import httpx
 import openai
 import pytest
+from fastapi import APIRouter, Depends, FastAPI
 from router.fake_controller import FakeController
 from router.harness import ADMIN, DEMO_MODEL, MESSAGES, RunningRouter, running, wait_until
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 from starlette.routing import Route
+from starlette.testclient import TestClient
 
-from trunkline.router.app import create_app
+from trunkline.router.app import add_shortcuts, create_app
 from trunkline.router.config import ModelConfig, RouterConfig
 from trunkline.router.http.middleware import is_metered
 from trunkline.router.streams.served_models import ServedModels
@@ -174,3 +178,26 @@ def test_generating_endpoints_are_reached_past_fastapi_and_answer_as_before(
             assert (path, refused.status_code, "error" in refused.json()) == (path, status, True)
             refused = http.post(path, json={"model": 5})
             assert (refused.status_code, "error" in refused.json()) == (400, True)
+
+
+def test_endpoints_with_a_dependency_are_reached_through_fastapi() -> None:
+    """Past it, nothing would call the dependency."""
+    called: list[str] = []
+
+    async def answer(request: Request) -> JSONResponse:
+        return JSONResponse(request.url.path)
+
+    def note(request: Request) -> None:
+        called.append(request.url.path)
+
+    routes = APIRouter()
+    routes.post("/plain")(answer)
+    routes.post("/guarded", dependencies=[Depends(note)])(answer)
+    app = FastAPI()
+    add_shortcuts(app, routes)
+    app.include_router(routes)
+    assert [route.path for route in app.routes if type(route) is Route][-1:] == ["/plain"]
+    http = TestClient(app)
+    for path in ("/plain", "/guarded"):
+        assert http.post(path).json() == path
+    assert called == ["/guarded"]

@@ -15,7 +15,7 @@ import openai
 import pytest
 from router.api_calls import CITY, TWO_CALLS, last_prompt, named_events, say
 from router.fake_controller import FakeController, prompt_of
-from router.harness import EOS, STORES, RunningRouter, free_port, running, shared_records, wait_until
+from router.harness import EOS, STORES, RunningRouter, free_port, running, shared_records, two_routers, wait_until
 from router.idempotency_calls import ask, forget, name_of
 from router.session_calls import error_of
 
@@ -222,13 +222,7 @@ def test_a_chain_that_outgrows_the_context(http: httpx.Client, fake: FakeControl
 
 @pytest.mark.parametrize("kind", STORES)
 def test_routers_share_responses(place: Path, tokenizer: Tokenizer, kind: str) -> None:
-    with ExitStack() as work:
-        url = work.enter_context(shared_records(kind))
-        routers = []
-        for name in ("one", "two"):
-            (place / name).mkdir()
-            router, [fake] = work.enter_context(running(place / name, tokenizer, records=url))
-            routers.append((work.enter_context(router.client()), fake))
+    with two_routers(place, tokenizer, kind) as routers:
         previous = ""
         for http, _ in routers * 3:
             previous = respond(http, "And?", previous or None)["id"]

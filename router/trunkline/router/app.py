@@ -188,16 +188,18 @@ def _include(app: FastAPI) -> None:
     stored = (stored_responses, conversations, schemas, sessions)
     served = (tokens, model_routes, adapter_routes)
     for module in generating:
-        _add_shortcuts(app, module.routes)
+        add_shortcuts(app, module.routes)
     for module in (*generating, *stored, files, batches, message_batches, *served, admin, ui):
         app.include_router(module.routes)
 
 
-def _add_shortcuts(app: FastAPI, routes: APIRouter) -> None:
-    """Lead POST requests to their endpoints without FastAPI, which looks for dependencies that none of them has.
-    Its own routes stay behind, for the OpenAPI document and other methods."""
+def add_shortcuts(app: FastAPI, routes: APIRouter) -> None:
+    """Route POST requests straight to endpoints that depend on nothing, without FastAPI's search for dependencies.
+    Its own routes stay behind these, for the OpenAPI document and other methods."""
     for route in routes.routes:
-        if isinstance(route, APIRoute) and route.methods == {"POST"} and not route.param_convertors:
+        if not isinstance(route, APIRoute) or route.methods != {"POST"}:
+            continue
+        if not (route.param_convertors or route.dependant.dependencies):
             app.router.routes.append(Route(route.path, route.endpoint, methods=["POST"], include_in_schema=False))
 
 

@@ -1,5 +1,5 @@
-"""The turns of `/v1/messages` as messages of a chat completion. Pure. What was translated before is in
-`known_turns.py`."""
+"""Translate the turns of `/v1/messages` to messages of a chat completion. Pure. `known_turns.py` has what was
+translated before."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _begins(turns: Sequence[Any]) -> Hashable:
 
 def _extended(first: Turns, turns: Sequence[Any]) -> Turns:
     """Return all turns translated. `first`: the first ones."""
-    messages, borders = known_turns.begun(first), first.borders[:]
+    messages, borders = known_turns.continuable_messages(first), first.borders[:]
     notes, lifetimes = first.warnings[:], first.lifetimes[:]
     for index in range(len(borders), len(turns)):
         turn, path = turns[index], f"messages[{index}]"

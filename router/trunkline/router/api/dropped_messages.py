@@ -40,18 +40,19 @@ Raises:
     ApiError: 400, the template refuses it.
 """
 Ends = Callable[[Sequence[int]], Awaitable[list[int] | None]]
-"""Returns where so many first messages end in the text of all; None: they are written otherwise than there."""
-Step = TokenSpan | str
-"""What takes one range out of the text that the ranges behind it have left: the characters of its piece, or the
-text that is left then."""
+"""Returns where the first messages end in the text of all, for ascending numbers of them; None: their own text is
+not its beginning."""
+Removal = TokenSpan | str
+"""How one range is taken out of the text that the ranges behind it have left: the characters of its piece, or the
+text without the piece."""
 
 
-async def dropping_steps(body: ChatRequest, text: str, write: Write, ends: Ends | None) -> list[Step]:
-    """Return the steps that take the ranges of `drop` out of a conversation's text, the last range first.
+async def plan_removals(body: ChatRequest, text: str, write: Write, ends: Ends | None) -> list[Removal]:
+    """Return how to take the ranges of `drop` out of a conversation's text, the last range first.
 
     Args:
         text: The text of all of `body.messages`.
-        ends: Where their beginnings end in it; None: it cannot be told.
+        ends: Tells where first messages end in it; None: that cannot be told.
 
     Raises:
         ApiError: 400, naming the range.
@@ -81,8 +82,9 @@ async def dropping_steps(body: ChatRequest, text: str, write: Write, ends: Ends 
 
 async def _between_beginnings(
     ranges: Sequence[DropRange], messages: list[Message], text: str, write: Write, ends: Ends
-) -> list[Step] | None:
-    """Return the steps, as `dropping_steps`; None: the ranges are no pieces of the text that could be seen so."""
+) -> list[Removal] | None:
+    """Return the removals by where the messages of each range begin and end; None: the ranges are not such pieces
+    of the text."""
     counts = sorted({border for given in ranges[1:] for border in (given.start, given.stop)})
     places = await ends(counts)
     if places is None:
@@ -100,7 +102,7 @@ async def _between_beginnings(
 
 
 def _without(messages: Sequence[Message], ranges: Iterable[DropRange]) -> list[Message]:
-    """Return messages without ranges of them, in another list."""
+    """Return a new list of the messages outside the ranges."""
     left, start = list[Message](), 0
     for given in ranges:
         left += messages[start : given.start]
@@ -111,12 +113,12 @@ def _without(messages: Sequence[Message], ranges: Iterable[DropRange]) -> list[M
 async def message_ends(
     service: RouterService, rendering: Rendering, messages: Sequence[Message], text: str, counts: Sequence[int]
 ) -> list[int] | None:
-    """Return where so many first messages end in the text of all; None: they are written otherwise than there, or
-    each of their texts would have to be written whole.
+    """Return where the first messages of a conversation end in its text. None: their own text is not the beginning
+    of it, or each such text would have to be written whole.
 
     Args:
         text: The text of all messages.
-        counts: Ascending numbers of messages.
+        counts: How many first messages, ascending.
     """
 
     def find() -> list[int] | None:
@@ -164,17 +166,17 @@ async def _rests(ranges: Sequence[DropRange], messages: list[Message], write: Wr
     return rests
 
 
-def dropped_spans(text: RemainingText, steps: Sequence[Step]) -> tuple[TokenSpan, ...]:
-    """Return the tokens that `drop` leaves out of a text, merged. `steps`: of `dropping_steps`.
+def dropped_spans(text: RemainingText, removals: Sequence[Removal]) -> tuple[TokenSpan, ...]:
+    """Return the tokens that `drop` leaves out of a text, merged. `removals`: those of `plan_removals`.
 
     Raises:
         ApiError: 400, naming the range.
     """
     spans: list[TokenSpan] = []
-    for number, step in enumerate(steps):
-        found = text.reduce(step) if isinstance(step, str) else text.cut(*step)
+    for number, removal in enumerate(removals):
+        found = text.reduce(removal) if isinstance(removal, str) else text.cut(*removal)
         if found is None or not span_tokens(merge_spans(found)):
-            param = f"drop[{len(steps) - 1 - number}]"
+            param = f"drop[{len(removals) - 1 - number}]"
             raise bad_value(
                 param,
                 f"`{param}`: what it names is no piece of the prompt: the model's chat template does not show it, "

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trunkline.router.api.dropped_messages import dropped_spans, dropping_steps, message_ends
+from trunkline.router.api.dropped_messages import dropped_spans, message_ends, plan_removals
 from trunkline.router.api.left_out import EditedPrompt, check_left_out
 from trunkline.router.api.marked_turns import (
     KnownMarks,
@@ -77,7 +77,7 @@ async def edited_prompt(
     placed = None if marking is None else marks.read(marking, shown)
     text = await write(body.messages) if placed is None else placed.text
     check_length(len(text), "messages")
-    steps = await dropping_steps(body, text, write, ends)
+    removals = await plan_removals(body, text, write, ends)
     special = body.add_special_tokens
     remembered = None if turn is not None else await remembered_prompt(service, body, text, plan, fits=False)
     if turn is not None:
@@ -95,10 +95,10 @@ async def edited_prompt(
         return service.tokenizer.places(rest, ids, add_special_tokens=False, stays=True)[1]
 
     def choose() -> EditedPrompt:
-        if steps or placed is None or remembered is None:
+        if removals or placed is None or remembered is None:
             own, places = service.tokenizer.places(text, tokens, add_special_tokens=special, stays=stays)
             whole = EditedPrompt(
-                text, own, dropped_spans(RemainingText(text, places), steps), remembered=remembered
+                text, own, dropped_spans(RemainingText(text, places), removals), remembered=remembered
             )
             spans = _spans(placed, places)
         else:
@@ -141,7 +141,7 @@ async def _behind_modules(
     check_length(len(text), "messages")
     marking = mark_conversation(messages) if edits else None
     placed = None if marking is None else marking.marks.read(await write(marking.messages))
-    steps = await dropping_steps(body, text, write, None)
+    removals = await plan_removals(body, text, write, None)
     tokens = [token for part in parts for token in part.tokens]
     before = whole.prompt.prompt_tokens - len(tokens)
     if turn is not None:
@@ -149,7 +149,7 @@ async def _behind_modules(
 
     def choose() -> EditedPrompt:
         own, places = service.tokenizer.places(text, tokens, add_special_tokens=False, stays=True)
-        edited = EditedPrompt(text, own, dropped_spans(RemainingText(text, places), steps), before=before)
+        edited = EditedPrompt(text, own, dropped_spans(RemainingText(text, places), removals), before=before)
         if marking is None or placed is None or placed.text != text:
             return edited
         return cleared(edited, _spans(placed, places), marking.conversation, placed, edits)
@@ -164,7 +164,7 @@ def cleared(
     placed: PlacedText,
     edits: Sequence[Edit],
 ) -> EditedPrompt:
-    """Return a prompt without what edits clear, too. `placed_spans`: the tokens of each place of `placed`."""
+    """Return a prompt without what edits clear besides. `placed_spans`: the tokens of each place of `placed`."""
     spans: list[list[TokenSpan]] = [[] for _ in conversation.parts]
     for place, span in zip(placed.places, placed_spans, strict=True):
         spans[place.part].append(span)

@@ -40,14 +40,14 @@ def translated(
     begins: Hashable,
     extend: Callable[[Turns], Turns | None],
 ) -> Turns | None:
-    """Translate turns, from the last one on that `memory` does not have.
+    """Return turns translated, where those that `memory` has are not translated again.
 
     Args:
-        memory: None: nothing is remembered.
-        scope: Who may know of it.
+        memory: Translations of earlier requests; None: nothing is remembered.
+        scope: Names the tenant, whose other requests may use the translation.
         begins: What conversations that begin alike have in common, and all else that the translation depends on.
-        extend: Returns all turns translated, given the first ones; None: they cannot be translated one after the
-            other. Then nothing is remembered, and None is returned.
+        extend: Returns all turns translated, given the first of them translated; None: turns cannot be translated
+            one after the other. Then nothing is remembered, and None is returned.
     """
     if memory is None or len(turns) < LEAST:
         return extend(NO_TURNS)
@@ -61,9 +61,8 @@ def translated(
     return found
 
 
-def begun(first: Turns) -> list[Message]:
-    """Return the messages of the first turns, of which the last one may be changed, because the next turn may
-    continue it."""
+def continuable_messages(first: Turns) -> list[Message]:
+    """Return the messages of the first turns. The last one is a copy, because the next turn may continue it."""
     messages = first.messages[:]
     if messages:
         messages[-1] = dict(messages[-1])
@@ -73,7 +72,7 @@ def begun(first: Turns) -> list[Message]:
 
 
 def _first(whole: Turns, count: int) -> Turns:
-    """Return at most the first `count` turns, as many as were followed by a message of its own."""
+    """Return the first `count` turns, or fewer: up to one behind which a message of its own begins."""
     if count == len(whole.borders):
         return whole
     while count and whole.borders[count] is None:

@@ -37,7 +37,7 @@ class MarkedConversation(NamedTuple):
 
 
 class KnownMarks(NamedTuple):
-    """What was found of a conversation with marks."""
+    """What is known of a conversation that was marked before."""
 
     marking: Marking
     marked: str
@@ -50,15 +50,15 @@ class KnownMarks(NamedTuple):
 
 
 class MarkMemory:
-    """What was found of one conversation before, and where to keep what is found now."""
+    """What is known of the beginning of one conversation, and where to keep what is found of it now."""
 
     def __init__(
         self, memory: Beginnings[Any] | None, scope: bytes, begins: Hashable, messages: list[Message]
     ) -> None:
         """
         Args:
-            memory: None: nothing is remembered.
-            scope: Who may know of it.
+            memory: What was found of conversations; None: nothing is remembered.
+            scope: Names the tenant, whose other requests may use it.
             begins: What conversations that begin alike have in common.
             messages: The conversation.
         """
@@ -67,7 +67,7 @@ class MarkMemory:
         self._messages = messages
         known = None if self._memory is None else self._memory.find(*self._key, messages)
         self.known: KnownMarks | None = None
-        """What was found of the first messages; None: nothing."""
+        """What is known of the first messages; None: nothing."""
         if known is not None and known.agreed == len(known.items):
             self.known = known.value
 
@@ -88,7 +88,7 @@ class MarkMemory:
         return marking.marks.read(marked, (known.marked, known.placed))
 
     def keep(self, found: KnownMarks) -> None:
-        """Remember what was found of the whole conversation."""
+        """Remember what was found of the conversation."""
         if self._memory is not None:
             size = 3 * len(found.placed.text) + MESSAGE_BYTES * len(self._messages)
             self._memory.put(*self._key, self._messages, found, size)
@@ -112,19 +112,20 @@ def part_spans(
     borders: Places,
     places: Callable[[str, Sequence[int]], TokenPlaces],
 ) -> list[TokenSpan]:
-    """Return the tokens that stand for nothing but each place of `placed`, whose text is `text`.
+    """Return for each place of `placed` the tokens that stand for nothing else.
 
     Args:
-        tokens: Those of the text.
-        known: What was found of a beginning of the conversation.
+        text: The text of `placed`.
+        tokens: The tokens of the text.
+        known: What is known of the beginning of the conversation.
         borders: Places where text and tokens can be split.
         places: Returns the places of the tokens of a text.
     """
-    same = _same(text, tokens, placed, known)
-    new = placed.places[same:]
-    spans = [] if known is None else known.spans[:same]
+    count = _known_count(text, tokens, placed, known)
+    new = placed.places[count:]
+    spans = [] if known is None else known.spans[:count]
     if new:
-        row = int(np.searchsorted(borders[:, 0], new[0].start, "right")) - 1 if same else -1
+        row = int(np.searchsorted(borders[:, 0], new[0].start, "right")) - 1 if count else -1
         characters, first = borders[row].tolist() if row >= 0 else (0, 0)
         found = places(text[characters:], tokens[first:])
         for place in new:
@@ -133,7 +134,7 @@ def part_spans(
     return spans
 
 
-def _same(text: str, tokens: Sequence[int], placed: PlacedText, known: KnownMarks | None) -> int:
+def _known_count(text: str, tokens: Sequence[int], placed: PlacedText, known: KnownMarks | None) -> int:
     """Return the number of first places whose tokens are known."""
     if known is None or not isinstance(tokens, TokenIds):
         return 0

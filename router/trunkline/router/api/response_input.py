@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 from trunkline.router.api.input_files import file_text
-from trunkline.router.api.known_turns import TurnMemory, Turns, begun, translated
+from trunkline.router.api.known_turns import TurnMemory, Turns, continuable_messages, translated
 from trunkline.router.api.openai_items import Object, text_part, thought_part
 from trunkline.router.errors import bad_value, not_found, unsupported
 from trunkline.router.stores.seals import Seal, is_sealed
@@ -89,7 +89,7 @@ def to_messages(
     def extend(first: Turns) -> Turns | None:
         if _last_compaction(items[len(first.borders) :], seal) is not None:
             return None
-        messages, starts = begun(first) or head, first.borders[:]
+        messages, starts = continuable_messages(first) or head, first.borders[:]
         for index in range(len(starts), len(items)):
             before, path = len(messages), "history" if index < count else f"input[{index - count}]"
             _add(messages, items[index], path, seal)

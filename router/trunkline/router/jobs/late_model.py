@@ -1,6 +1,6 @@
-"""`LateModel`: a pydantic model whose validator is made when the first request of its kind comes.
+"""`LateModel`: a pydantic model whose validator is built when it is first used.
 
-To make those of all endpoints takes longer than most else that a router does at its start.
+Building the validators of all endpoints takes longer than most of what a router does at its start.
 """
 
 from __future__ import annotations

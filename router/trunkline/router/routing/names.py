@@ -166,7 +166,7 @@ def prompt_names(request: RouteRequest, identity: KvIdentity) -> Names:
 
 
 def _whole_names(request: RouteRequest, root: ChunkName, size: int) -> list[bytes]:
-    """Return the names of the whole chunks of a prompt as if nothing was dropped, and remember them."""
+    """Return the names of a prompt's whole chunks, as if nothing were dropped, and remember them."""
     begun = {} if request.begun is None else request.begun
     names = begun[root, size] = whole_chunks(root, request.tokens, size, begun=begun.get((root, size), ()))
     return names

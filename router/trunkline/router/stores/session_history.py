@@ -149,7 +149,7 @@ _tokens_of, _characters_of = attrgetter("tokens"), attrgetter("characters")
 
 
 def _joined(marks: list[HistoryMark], more: Iterable[HistoryMark]) -> list[HistoryMark]:
-    """Return ascending marks, followed by others that ascend, too: each once, and not too many."""
+    """Return ascending marks with ascending ones behind them: each once, thinned out if there are too many."""
     for mark in more:
         last = marks[-1] if marks else HistoryMark(0, 0)
         if mark.tokens >= max(1, last.tokens) and mark.characters >= last.characters and mark != last:

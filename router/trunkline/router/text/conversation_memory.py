@@ -149,8 +149,8 @@ class ConversationMemory:
 
 
 def size_of(messages: Iterable[Any]) -> int:
-    """Return the bytes of memory that messages take, about, as clients send them: with all texts in them, those of
-    calls and of what a model is not shown among them."""
+    """Return about how many bytes of memory messages take as clients send them: with all texts in them, also those
+    of calls and those that a model is not shown."""
     size, values = 0, list(messages)
     size += MESSAGE_BYTES * len(values)
     while values:

@@ -70,7 +70,7 @@ class Marks(NamedTuple):
         like it, and what was read of it."""
         opening, closing = self
         pattern = re.compile(f"{opening}([0-9]+){opening}([^{opening}{closing}]*){closing}")
-        places, end = ([], 0) if known is None else _begun(*known, text)
+        places, end = ([], 0) if known is None else _shared_places(*known, text)
         length = places[-1].stop if places else 0
         pieces: list[str] = []
         begun = known[1].text[:length] if known is not None else ""
@@ -85,12 +85,11 @@ class Marks(NamedTuple):
         return None if any(mark in plain for mark in damaged) else PlacedText(begun + plain, places)
 
 
-def _begun(marked: str, known: PlacedText, text: str) -> tuple[list[PartPlace], int]:
-    """Return the first places of a text with marks that begins like another one, and where the last of them ends,
-    marks included."""
+def _shared_places(marked: str, known: PlacedText, text: str) -> tuple[list[PartPlace], int]:
+    """Return the first places that a text with marks has in common with a known one, and where in it the last of
+    them ends, marks included."""
     agreed, count = agreed_length(marked, text), len(known.places)
-    behind = len(marked) - len(known.text)
-    """Characters of marks up to the last place that is looked at."""
+    behind = len(marked) - len(known.text)  # characters of marks up to the last place that is looked at
     while count and known.places[count - 1].stop + behind > agreed:
         count -= 1
         behind -= 3 + len(str(known.places[count].part))

@@ -117,8 +117,7 @@ class RemainingText:
         return None if found is None else self._take_out(found, rest)
 
     def cut(self, start: int, stop: int) -> list[TokenSpan]:
-        """Take out the piece of characters `[start, stop)`, or one beside it that leaves the same text, as
-        `reduce`."""
+        """Take out the characters `[start, stop)`, or a shifted piece that leaves the same text, as `reduce`."""
         text, first, last, length = self.text, start, start, stop - start
         while first and text[first - 1] == text[first - 1 + length]:
             first -= 1
