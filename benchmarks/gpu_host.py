@@ -26,35 +26,20 @@ from statistics import mean, median
 
 import numpy as np
 import torch
-from gpu_host_deal import measure_deal
+from gpu_host_deal import GPU, measure_deal
 from gpu_host_steps import measure_steps
 from report import Report, parse_arguments
 
-from trunkline.kernels.cuda_decode import PIECE_TOKENS_MIN, PIECES_PER_WORKER, unit_times
 from trunkline.kernels.cuda_work import STEPS_WORDS, WORKSPACE_BYTES, PrefillCut, PrefillWork
 from trunkline.kernels.library_attention import FLASH, LibraryPrefill, LibraryWork, rest
 from trunkline.kernels.ops import AttentionSpec, KvPool
-from trunkline.kernels.plan import DecodePlan, PrefillPlan, WorkOptions, plan_decode_work
+from trunkline.kernels.plan import DecodePlan, PrefillPlan, plan_decode_work
 from trunkline.kvstore.chunks import Int32Array, pack_int32
 from trunkline.worker.batch.decode_rows import LiveRows, RebuiltRows
 from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.messages import Join, Sampling
 
 CHUNK, CONTEXT = 64, 4096
-GPU = WorkOptions(
-    kv_heads=8,
-    group=4,
-    kv_token_bytes=512,
-    partial_bytes=1040,
-    tile_rows=64,
-    workers=264,
-    pieces_per_worker=PIECES_PER_WORKER,
-    piece_tokens_min=PIECE_TOKENS_MIN,
-    dealt=True,
-    narrow_vectors=16,
-    **unit_times(64, 128),
-)
-"""As the CUDA kernels cut work for a model of 32 heads on an H100."""
 
 
 class Batch:

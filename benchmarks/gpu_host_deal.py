@@ -16,9 +16,25 @@ from statistics import mean
 import numpy as np
 from report import Report
 
+from trunkline.kernels.cuda_decode import PIECE_TOKENS_MIN, PIECES_PER_WORKER, unit_times
 from trunkline.kernels.plan import Segments, WorkOptions, build_decode_plan, plan_decode_work
 from trunkline.kvstore.chunks import Int32Array
 
+GPU = WorkOptions(
+    kv_heads=8,
+    group=4,
+    kv_token_bytes=512,
+    partial_bytes=1040,
+    tile_rows=64,
+    workers=264,
+    pieces_per_worker=PIECES_PER_WORKER,
+    piece_tokens_min=PIECE_TOKENS_MIN,
+    dealt=True,
+    narrow_vectors=16,
+    **unit_times(64, 128),
+)
+"""As the CUDA kernels cut work on an H100 or H200 (264 thread blocks) for a model of 32 heads of size 128 and 8 KV
+heads, in 16 bits."""
 CHUNK = 64
 SHORTEST, LONGEST = 256, 16_384
 """Tokens of a row, drawn evenly on a logarithmic scale."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from cluster.harness import Cluster
+from worker.redis_server import RedisServer
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +24,12 @@ def plain() -> Iterator[Cluster]:
     with Cluster("--tp", "1", "--dtype", "float32", "--no-prefix-cache", "--threads", "1") as running:
         yield running
         assert running.stop() == 0
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A Redis server for a remote tier, which a test may kill."""
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()

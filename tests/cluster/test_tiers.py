@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -210,14 +209,6 @@ def test_damaged_files_cost_hits_never_words(killed: Killed, expected: list[str]
                 break
         assert missing[-1] == 0, missing
         assert cluster.stop() == 0
-
-
-@pytest.fixture
-def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.kill()
 
 
 @pytest.mark.parametrize("ranks", [2, 1])

@@ -12,7 +12,6 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -59,14 +58,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     write_tokenizer(folder, "the words of a model in which some layers have a window")
     return folder
-
-
-@pytest.fixture
-def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.kill()
 
 
 def disk(folder: Path) -> tuple[str, str]:

@@ -11,21 +11,18 @@ from __future__ import annotations
 import random
 
 import pytest
-from controller.kv_harness import make_sequence, tokens_of
+from controller.kv_harness import tokens_of
+from controller.window_harness import WindowBench
 from msgspec.structs import replace
 from seeds import seeds
 from simulation.driver import Simulation
 from simulation.traffic import Mix, Traffic
 
-from trunkline.controller.allocation.kv_manager import Admission, KVCacheManager
 from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.cache.thin_blocks import ThinPool
 from trunkline.controller.cache.thin_cache import ThinCache
-from trunkline.controller.cache.window_cache import make_cache
 from trunkline.controller.engine.integrity import check_integrity, check_kv_cache
 from trunkline.controller.engine_config import ConfigError, EngineConfig
-from trunkline.controller.sequences.plan_builder import PlanBuilder
-from trunkline.controller.sequences.sequence import Sequence
 from trunkline.kvstore.chunks import BlockId, unpack_int32
 from trunkline.kvstore.window_share import LoadedLayers
 from trunkline.worker.messages import StepPlan
@@ -84,42 +81,16 @@ def test_much_traffic(name: str, seed: int) -> None:
     Traffic(config, mix, seed, check=False).run(3000)
 
 
-class Bench:
+class Bench(WindowBench):
     """A manager of blocks that may be thin, without an engine."""
 
+    pool: ThinPool
+    tree: ThinCache
+
     def __init__(self, num_blocks: int = 60, whole_blocks: int = 24) -> None:
-        self.config = replace(
-            SMALL, num_blocks=num_blocks, whole_blocks=whole_blocks, max_context=1000, token_budget=80
+        super().__init__(
+            replace(SMALL, num_blocks=num_blocks, whole_blocks=whole_blocks, max_context=1000, token_budget=80)
         )
-        self.pool = ThinPool(num_blocks, whole_blocks)
-        tree = make_cache(self.pool, self.config, 0, None)
-        assert isinstance(tree, ThinCache)
-        self.tree = tree
-        self.kv = KVCacheManager(self.pool, tree, prefix_cache=True)
-        self.step = 0
-
-    def admit(self, tokens: list[int], request: int = 1) -> Sequence:
-        self.step += 1
-        sequence = make_sequence(tokens, request=request)
-        plan = PlanBuilder(self.step, CHUNK, float(self.step))
-        assert self.kv.admit(sequence, 0, plan) is Admission.ADMITTED
-        sequence.computed = sequence.tokens.count
-        self.kv.mark_ready(sequence, plan)
-        for source in plan.copy_sources:
-            self.tree.release(source, self.step, 1)
-        return sequence
-
-    def leave(self, sequence: Sequence) -> None:
-        self.kv.leave(sequence, sequence.computed, float(self.step))
-        check_kv_cache(self.kv, [], [])
-
-    def cache(self, tokens: list[int], request: int = 1) -> list[Node]:
-        """Compute a prompt and leave; return its chunks."""
-        sequence = self.admit(tokens, request)
-        self.kv.move_window(sequence, len(tokens))
-        path = list(sequence.path)
-        self.leave(sequence)
-        return path
 
     def thin(self, path: list[Node]) -> list[bool]:
         return [self.tree.is_thin(node) for node in path]

@@ -7,20 +7,15 @@ another past, or is written by someone else meanwhile; `check_integrity` counts 
 from __future__ import annotations
 
 import pytest
-from controller.kv_harness import make_sequence, tokens_of
+from controller.kv_harness import tokens_of
+from controller.window_harness import WindowBench
 from msgspec.structs import replace
 from seeds import seeds
 from simulation.driver import Simulation
 from simulation.traffic import Mix, Traffic
 
-from trunkline.controller.allocation.kv_manager import Admission, KVCacheManager
-from trunkline.controller.cache.block_pool import BlockPool
-from trunkline.controller.cache.radix_tree import Node
-from trunkline.controller.cache.window_cache import WindowCache, make_cache
 from trunkline.controller.engine.integrity import check_integrity, check_kv_cache
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.sequences.plan_builder import PlanBuilder
-from trunkline.controller.sequences.sequence import Sequence
 
 CHUNK = 4
 SMALL = EngineConfig(num_blocks=18, chunk_size=CHUNK, max_context=200, token_budget=16, max_rows=6, window=12)
@@ -103,42 +98,13 @@ def test_the_next_turn_needs_only_the_window_of_the_last_one() -> None:
     assert second.started.exact
 
 
-class Bench:
-    """A manager of blocks with a window, without an engine."""
-
-    def __init__(self, num_blocks: int, window: int = 12) -> None:
-        self.config = replace(SMALL, num_blocks=num_blocks, window=window, max_context=1000, token_budget=80)
-        self.pool = BlockPool(num_blocks)
-        tree = make_cache(self.pool, self.config, 0, None)
-        assert isinstance(tree, WindowCache)
-        self.tree = tree
-        self.kv = KVCacheManager(self.pool, tree, prefix_cache=True)
-        self.step = 0
-
-    def admit(self, tokens: list[int], request: int = 1) -> Sequence:
-        self.step += 1
-        sequence = make_sequence(tokens, request=request)
-        plan = PlanBuilder(self.step, CHUNK, float(self.step))
-        assert self.kv.admit(sequence, 0, plan) is Admission.ADMITTED
-        sequence.computed = sequence.tokens.count
-        self.kv.mark_ready(sequence, plan)
-        for source in plan.copy_sources:
-            self.tree.release(source, self.step, 1)
-        return sequence
-
-    def cache(self, tokens: list[int], request: int = 1) -> list[Node]:
-        """Compute a prompt and leave; return its chunks."""
-        sequence = self.admit(tokens, request)
-        self.kv.move_window(sequence, len(tokens))
-        path = list(sequence.path)
-        self.kv.leave(sequence, len(tokens), float(self.step))
-        check_kv_cache(self.kv, [], [])
-        return path
+def make_bench(num_blocks: int) -> WindowBench:
+    return WindowBench(replace(SMALL, num_blocks=num_blocks, window=12, max_context=1000, token_budget=80))
 
 
 def test_chunks_behind_the_window_leave_first() -> None:
     """Also before those of a session that was used earlier."""
-    bench = Bench(24)
+    bench = make_bench(24)
     bench.cache([40, 41, 42, 43] * 2, request=1)  # an old session
     path = bench.cache(tokens_of(0, 32), request=2)
     assert [node.spent for node in path] == [True] * 5 + [False] * 3
@@ -151,7 +117,7 @@ def test_chunks_behind_the_window_leave_first() -> None:
 
 def test_what_is_seen_from_a_branch_stays() -> None:
     """Two requests have parted behind 16 tokens, so a third may part there, too."""
-    bench = Bench(40)
+    bench = make_bench(40)
     head = tokens_of(0, 16)
     bench.cache([*head, *tokens_of(3, 4)], request=1)
     path = bench.cache([*head, *tokens_of(20, 40)], request=2)
@@ -160,7 +126,7 @@ def test_what_is_seen_from_a_branch_stays() -> None:
 
 
 def test_a_gap_in_the_window_shortens_the_hit() -> None:
-    bench = Bench(40)
+    bench = make_bench(40)
     tokens = tokens_of(0, 48)
     path = bench.cache(tokens)
     for node in path[:5]:  # 12 chunks; without 0 to 4, and later 9
@@ -182,7 +148,7 @@ def test_a_gap_in_the_window_shortens_the_hit() -> None:
 
 def test_a_release_that_reads_nothing_leaves_chunks_to_be_found() -> None:
     """It makes a chunk younger that others still stand below: what is counted can be had all the same."""
-    bench = Bench(20)
+    bench = make_bench(20)
     path = bench.cache(tokens_of(0, 32))
     assert bench.tree.evict(1) == 1
     assert not path[4].on_device
@@ -196,7 +162,7 @@ def test_a_release_that_reads_nothing_leaves_chunks_to_be_found() -> None:
 
 
 def test_hollow_chunks_are_forgotten_with_the_last_chunk_below_them() -> None:
-    bench = Bench(24)
+    bench = make_bench(24)
     bench.cache(tokens_of(0, 60))
     assert bench.tree.node_count == 15
     bench.tree.evict(24)

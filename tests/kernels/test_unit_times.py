@@ -8,43 +8,23 @@ from typing import Final
 import numpy as np
 import pytest
 from gpu_cases import TABLE_3, Cell
+from gpu_host_deal import GPU
 from kernels.forests import Shape, random_forest, separate_rows
 from kernels.work_words import Work, check_lists, check_loads, decode, unit_ns
 from seeds import seeds
 
-from trunkline.kernels.cuda_decode import (
-    PIECE_TOKENS_MIN,
-    PIECES_PER_WORKER,
-    TILE_NS,
-    UNIT_NS,
-    unit_times,
-)
+from trunkline.kernels.cuda_decode import TILE_NS, UNIT_NS, unit_times
 from trunkline.kernels.plan import DecodePlan, WorkOptions, plan_decode_work
 
 pytestmark = pytest.mark.sanitized
 
 NARROW_TILE_NS, WIDE_TILE_NS = TILE_NS[16]
-WORKERS: Final = 264
-"""Thread blocks of an H200."""
 BATCHES: Final = tuple(Cell(2304, 2048, 32, 8, batch=batch) for batch in (1, 2, 4, 8, 16, 32, 64, 96))
 CELLS: Final = TABLE_3 + BATCHES
 
 
 def options_of(kv_heads: int, group: int) -> WorkOptions:
-    """As `DecodePlans` has them: head size 128, 16 bits."""
-    return WorkOptions(
-        kv_heads=kv_heads,
-        group=group,
-        kv_token_bytes=512,
-        partial_bytes=1040,
-        tile_rows=64,
-        workers=WORKERS,
-        pieces_per_worker=PIECES_PER_WORKER,
-        piece_tokens_min=PIECE_TOKENS_MIN,
-        dealt=True,
-        narrow_vectors=16,
-        **unit_times(64, 128),
-    )
+    return replace(GPU, kv_heads=kv_heads, group=group)
 
 
 def by_vectors(options: WorkOptions) -> WorkOptions:
@@ -78,8 +58,8 @@ def bound(uncut: Work, timed: WorkOptions) -> float:
         timed.unit_ns + (cost - timed.unit_ns) * -(-count // part) // count
         for cost, count, part in zip(costs, tiles, parts, strict=True)
     ]
-    crowd = -(-len(costs) * timed.kv_heads // WORKERS) * min(shortest)
-    return max(sum(costs) * timed.kv_heads / WORKERS, *shortest, crowd) / 1e3
+    crowd = -(-len(costs) * timed.kv_heads // timed.workers) * min(shortest)
+    return max(sum(costs) * timed.kv_heads / timed.workers, *shortest, crowd) / 1e3
 
 
 @dataclass(frozen=True)

@@ -5,24 +5,31 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import pytest
 import torch
-from worker.checkpoints import Models, assert_greedy, largest_difference
-from worker.driver import VOCAB_SIZE, Driver, Stream, run_config
+from worker.adapted_models import (
+    Adapted,
+    AdaptedModels,
+    check,
+    check_merged,
+    check_unloading,
+    generate_on,
+    logits_beside_adapters,
+)
+from worker.checkpoints import Models
+from worker.driver import run_config
 from worker.peft_folders import PeftFolder, load
-from worker.ranks import Rank, run_ranks
+from worker.ranks import run_ranks
 from worker.variants import FAMILIES
 
-from trunkline.worker.errors import AdapterError, PlanError
-from trunkline.worker.messages import Sampling
+from trunkline.worker.errors import AdapterError
 from trunkline.worker.model.adapters import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from trunkline.worker.model.families import read_model_config
 from trunkline.worker.runner import Runner
 
-GREEDY: Final = Sampling(temperature=0, logprobs=VOCAB_SIZE)
 ATTENTION: Final = ("q_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "Wqkv", "c_attn", "dense")
 ONE_OF_EACH: Final = (
     *("gqa", "biases", "gpt2", "opt-350m", "pythia", "falcon-40b", "mpt", "gemma2", "glm4", "glm4-moe"),
@@ -33,17 +40,6 @@ TAKE_ADAPTERS: Final = tuple(name for name in FAMILIES if not name.startswith("d
 """All without latent attention, for which adapters are refused."""
 REFERENCE: Final = ("gpt2", "phi3", "glm4-moe")
 """Fused and transposed matrices, gates in one matrix, shared experts: with the reference kernels, too."""
-
-
-class Adapted(NamedTuple):
-    """A checkpoint with two adapters, and the two merged checkpoints."""
-
-    base: Path
-    folders: tuple[Path, Path]
-    merged: tuple[Path, Path]
-
-
-AdaptedModels = Callable[[str], Adapted]
 
 
 @pytest.fixture(scope="module")
@@ -72,32 +68,6 @@ def adapted(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Adapted
     return of
 
 
-def generate_mixed(runner: Runner, keys: list[bytes]) -> list[Stream]:
-    """Streams of the base model and of two adapters beside each other, some on top of others' blocks."""
-    driver = Driver(runner.execute, num_blocks=96, chunk_size=8, seed=1)
-    rng = np.random.default_rng(2)
-    prefix = rng.integers(VOCAB_SIZE, size=17).tolist()
-    first = []
-    for key in (b"", *keys):
-        first.append(driver.add(prefix, GREEDY))
-        first[-1].adapter = key
-    driver.run(first, 3)
-    second: list[Stream] = []
-    for like in (first[1], first[2], first[0], first[1]):
-        tail = rng.integers(VOCAB_SIZE, size=1 + len(second)).tolist()
-        second.append(driver.add(prefix[:16] + tail, GREEDY, like=like, shared=16))
-        second[-1].adapter = like.adapter
-    driver.run(second, 7)
-    return first + second
-
-
-def check(streams: list[Stream], model: Adapted, keys: list[bytes]) -> None:
-    folders = dict(zip((b"", *keys), (model.base, *model.merged), strict=True))
-    for stream in streams:
-        assert largest_difference(folders[stream.adapter], stream) <= 1e-4, folders[stream.adapter].name
-        assert_greedy(folders[stream.adapter], stream)
-
-
 @pytest.mark.parametrize(
     ("name", "kernels"),
     [
@@ -107,30 +77,7 @@ def check(streams: list[Stream], model: Adapted, keys: list[bytes]) -> None:
     ],
 )
 def test_equal_to_merged_weights(name: str, kernels: str, adapted: AdaptedModels) -> None:
-    model = adapted(name)
-    config = run_config(model.base, kernels=kernels, pool_blocks=96, threads=2)
-    runner = Runner.load(config, lambda *_: None)
-    runner.pool.data.fill_(float("nan"))
-    keys = []
-    for number, folder in enumerate(model.folders):
-        report = load(runner, f"adapter-{number}", folder)
-        assert not report.problem
-        keys.append(report.key)
-    streams = generate_mixed(runner, keys)
-    check(streams, model, keys)
-    assert streams[0].output != streams[1].output or streams[0].output != streams[2].output
-    runner.close()
-
-
-def generate_on(rank: Rank, cases: list[Adapted]) -> list[tuple[list[Stream], list[bytes]]]:
-    found = []
-    for case in cases:
-        runner = rank.load(case.base, pool_blocks=96)
-        reports = [load(runner, f"adapter-{number}", folder) for number, folder in enumerate(case.folders)]
-        keys = [report.key for report in reports]
-        found.append((generate_mixed(runner, keys), keys))
-        runner.close()
-    return found
+    check_merged(adapted(name), kernels)
 
 
 @pytest.mark.processes
@@ -152,33 +99,20 @@ def test_ranks_give_the_same(tp: int, names: tuple[str, ...], adapted: AdaptedMo
 @pytest.mark.parametrize("fields", [{"dtype": "bfloat16"}, {"quantisation": "int8"}])
 def test_half_types_and_quantised_bases(fields: dict[str, Any], adapted: AdaptedModels) -> None:
     """Rows without an adapter are the same bits as without any beside them; the others differ from them."""
-    model = adapted("gqa")
-    texts = []
-    for with_adapters in (True, False):
-        runner = Runner.load(run_config(model.base, pool_blocks=96, **fields), lambda *_: None)
-        keys = [load(runner, str(number), folder).key for number, folder in enumerate(model.folders)]
-        streams = generate_mixed(runner, keys if with_adapters else [b"", b""])
-        texts.append([[report.top_logprobs for report in stream.logprobs] for stream in streams])
-    assert texts[0][0] == texts[1][0]
-    assert texts[0][1] != texts[1][1] != texts[0][2]
+    beside, alone = logits_beside_adapters(adapted("gqa"), **fields)
+    assert beside[0] == alone[0]
+    assert beside[1] != alone[1] != beside[2]
 
 
 def test_load_unload_and_load_again(adapted: AdaptedModels) -> None:
+    check_unloading(adapted("gqa"))
+
+
+def test_the_name_is_a_part_of_the_key(adapted: AdaptedModels) -> None:
     model = adapted("gqa")
     runner = Runner.load(run_config(model.base, pool_blocks=96), lambda *_: None)
-    keys = [load(runner, "a", model.folders[0]).key, load(runner, "b", model.folders[1]).key]
-    assert load(runner, "c", model.folders[0]).key not in keys  # the name counts, too
-    runner.adapters.unload(keys[0])
-    driver = Driver(runner.execute, num_blocks=96, chunk_size=8, seed=1)
-    stream = driver.add([1, 2, 3], GREEDY)
-    stream.adapter = keys[0]
-    with pytest.raises(PlanError, match="not loaded"):
-        driver.run([stream], 1)
-    runner = Runner.load(run_config(model.base, pool_blocks=96), lambda *_: None)
-    for folder in model.folders:  # the first number is used again
-        runner.adapters.unload(load(runner, "x", folder).key)
-    assert [load(runner, "a", model.folders[0]).key, load(runner, "b", model.folders[1]).key] == keys
-    check(generate_mixed(runner, keys), model, keys)
+    assert load(runner, "a", model.folders[0]).key != load(runner, "b", model.folders[0]).key
+    runner.close()
 
 
 def edited(**settings: Any) -> Callable[[PeftFolder], None]:

@@ -12,14 +12,24 @@ from typing import Any, Final
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from worker.adapted_models import (
+    Adapted,
+    AdaptedModels,
+    check,
+    check_merged,
+    check_unloading,
+    generate_mixed,
+    generate_on,
+    load_all,
+    logits_beside_adapters,
+)
 from worker.checkpoints import Models, transformers_model
-from worker.driver import Driver, run_config
-from worker.peft_folders import PeftFolder, load
-from worker.ranks import Rank, run_ranks
-from worker.test_adapters import GREEDY, Adapted, AdaptedModels, check, generate_mixed
+from worker.driver import run_config
+from worker.peft_folders import PeftFolder
+from worker.ranks import run_ranks
 
 from trunkline.kernels.reference import ReferenceKernels
-from trunkline.worker.errors import AdapterError, PlanError
+from trunkline.worker.errors import AdapterError
 from trunkline.worker.model.adapter_experts import find_stack
 from trunkline.worker.model.adapter_weights import load_adapter
 from trunkline.worker.model.adapters import WEIGHTS_FILE, read_adapter
@@ -68,27 +78,7 @@ def adapted(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Adapted
     ],
 )
 def test_experts_together_are_equal_to_merged_weights(name: str, kernels: str, adapted: AdaptedModels) -> None:
-    model = adapted(name)
-    runner = Runner.load(run_config(model.base, kernels=kernels, pool_blocks=96, threads=2), lambda *_: None)
-    keys = []
-    for number, folder in enumerate(model.folders):
-        report = load(runner, f"adapter-{number}", folder)
-        assert not report.problem
-        keys.append(report.key)
-    streams = generate_mixed(runner, keys)
-    check(streams, model, keys)
-    assert streams[0].output != streams[1].output or streams[0].output != streams[2].output
-    runner.close()
-
-
-def generate_on(rank: Rank, cases: list[Adapted], **fields: Any) -> list[Any]:
-    found = []
-    for case in cases:
-        runner = rank.load(case.base, pool_blocks=96, **fields)
-        keys = [load(runner, f"adapter-{number}", folder).key for number, folder in enumerate(case.folders)]
-        found.append((generate_mixed(runner, keys), keys))
-        runner.close()
-    return found
+    check_merged(adapted(name), kernels)
 
 
 @pytest.mark.processes
@@ -102,34 +92,13 @@ def test_two_ranks_give_the_same(expert_parallel: bool, adapted: AdaptedModels) 
 
 def test_rows_without_an_adapter_keep_their_bits(adapted: AdaptedModels) -> None:
     """Beside rows with adapters and without any."""
-    model = adapted("qwen3-moe")
-    texts = []
-    for with_adapters in (True, False):
-        runner = Runner.load(run_config(model.base, pool_blocks=96, dtype="bfloat16"), lambda *_: None)
-        keys = [load(runner, str(number), folder).key for number, folder in enumerate(model.folders)]
-        streams = generate_mixed(runner, keys if with_adapters else [b"", b""])
-        texts.append([[report.top_logprobs for report in stream.logprobs] for stream in streams])
-        runner.close()
-    assert texts[0][0] == texts[1][0]
-    assert texts[0][1] != texts[1][1]
+    beside, alone = logits_beside_adapters(adapted("qwen3-moe"), dtype="bfloat16")
+    assert beside[0] == alone[0]
+    assert beside[1] != alone[1]
 
 
 def test_load_and_unload(adapted: AdaptedModels) -> None:
-    model = adapted("qwen3-moe")
-    runner = Runner.load(run_config(model.base, pool_blocks=96), lambda *_: None)
-    keys = [load(runner, str(number), folder).key for number, folder in enumerate(model.folders)]
-    runner.adapters.unload(keys[0])
-    driver = Driver(runner.execute, num_blocks=96, chunk_size=8, seed=1)
-    stream = driver.add([1, 2, 3], GREEDY)
-    stream.adapter = keys[0]
-    with pytest.raises(PlanError, match="not loaded"):
-        driver.run([stream], 1)
-    runner.close()
-    runner = Runner.load(run_config(model.base, pool_blocks=96), lambda *_: None)
-    runner.adapters.unload(load(runner, "0", model.folders[0]).key)
-    assert [load(runner, str(number), folder).key for number, folder in enumerate(model.folders)] == keys
-    check(generate_mixed(runner, keys), model, keys)
-    runner.close()
+    check_unloading(adapted("qwen3-moe"))
 
 
 def turned(adapter: PeftFolder) -> None:
@@ -271,11 +240,10 @@ def test_folders_that_peft_itself_saves(name: str, models: Models, tmp_path: Pat
         wrapped.merge_and_unload().save_pretrained(tmp_path / f"merged-{number}")
         merged.append(tmp_path / f"merged-{number}")
         transformers_model.cache_clear()
+    model = Adapted(base, (folders[0], folders[1]), (merged[0], merged[1]))
     runner = Runner.load(run_config(base, pool_blocks=96), lambda *_: None)
-    reports = [load(runner, str(number), folder) for number, folder in enumerate(folders)]
-    assert not any(report.problem for report in reports)
-    keys = [report.key for report in reports]
-    check(generate_mixed(runner, keys), Adapted(base, (folders[0], folders[1]), (merged[0], merged[1])), keys)
+    keys = load_all(runner, model)
+    check(generate_mixed(runner, keys), model, keys)
     runner.close()
 
 
