@@ -39,7 +39,7 @@ from trunkline.kernels.library_attention import (
     Lengths,
     LibraryPrefill,
     LibraryWork,
-    Means,
+    PartOps,
     gathered_bytes,
     join,
     prefill_of_environment,
@@ -73,7 +73,7 @@ class WithLibrary(ReferenceKernels):
             work = LibraryWork(self._prefill.library, plan, entries, pool, self._gather_bytes)
             self.parts += sum(len(parts) for _, parts in work.calls)
             around = torch.full((self._gather_bytes // 4 + 2,), float("nan"))
-            work.attend(q, pool, layer, spec, out, Means(around[1:-1]))
+            work.attend(q, pool, layer, spec, out, PartOps(around[1:-1]))
             assert around[[0, -1]].isnan().all(), "written outside of the buffer"
         self.taken += len(entries)
         self.left += plan.num_entries - len(entries)

@@ -10,7 +10,7 @@ import pytest
 
 from trunkline.kernels.thin_memory import ThinMemory, ThinMemoryError
 from trunkline.kvstore.chunk_format import ChunkFormat, kv_format
-from trunkline.kvstore.window_share import blocks_within, given_back, whole_blocks, windowed_stretches
+from trunkline.kvstore.window_share import blocks_within, given_back_bytes, whole_blocks, windowed_stretches
 
 WINDOWED = (True, True, False, True)
 PART = kv_format((4, 2, 16, 32), "float32")
@@ -75,7 +75,7 @@ def test_blocks_fit_exactly(share: float) -> None:
 def test_parts_of_pages(part: ChunkFormat, given: int) -> None:
     """Where a layer is no whole pages, those within a stretch are given back, and no byte beside it is touched."""
     assert part.layer_bytes % mmap.PAGESIZE
-    assert given_back(part, WINDOWED, mmap.PAGESIZE) == given * mmap.PAGESIZE
+    assert given_back_bytes(part, WINDOWED, mmap.PAGESIZE) == given * mmap.PAGESIZE
     memory = ThinMemory(40, part, WINDOWED)
     data = memory.pool.data
     for block in range(40):

@@ -1,9 +1,10 @@
 """Adapters (LoRA): what sequences that use one add to the results of linear layers.
 
-An adapter has for some of a program's linear layers two layers of low rank: `B @ (A @ x)` is added to what the
-layer gives for a row, before it is activated and rounded. Such layers are those of linear ops, and of mixtures of
-experts the router's and those of each expert. Rows of a step are sorted by adapter, so that the layers of each are
-called once. A step without such rows does nothing of this (docs/decisions/0020-adapters.md).
+For some of a program's linear layers, its *sites*, an adapter has two layers of low rank: `B @ (A @ x)` is added
+to what the layer gives for a row, before that is activated and rounded. Sites are the layers of linear ops, and in
+a mixture of experts the router and both layers of each expert. Rows of a step are sorted by adapter, so that the
+layers of each adapter are called once. A step without such rows does nothing of this
+(docs/decisions/0020-adapters.md).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from trunkline.kvstore.chunks import Int32Array
 
 
 class AdapterLayer(NamedTuple):
-    """What an adapter has for one layer."""
+    """An adapter's two layers for one site."""
 
     down: PackedLinear
     """A: `[rank, in]`."""
@@ -29,7 +30,7 @@ class AdapterLayer(NamedTuple):
 
 
 AdapterLayers = Mapping[str, AdapterLayer]
-"""An adapter, by the names of layers (`program.Linear.place`, `experts.Experts.sites`)."""
+"""An adapter's layers, by the names of sites (`program.Linear.place`, `experts.Experts.sites`)."""
 
 
 class AdapterRows(NamedTuple):
@@ -64,16 +65,16 @@ class AdapterGroups:
         ]
 
     def within(self, chosen: Tensor) -> AdapterGroups:
-        """Return the groups of these of the rows, int64."""
+        """Return the groups of some of the rows. `chosen`: int64, their numbers."""
         return AdapterGroups(self._rows, chosen, self._adapters, self._device)
 
     def has(self, places: Iterable[str]) -> bool:
-        """Return whether the adapter of any row has something for one of these layers."""
+        """Return whether the adapter of any row changes one of these sites."""
         used = [own for own, rows in self._groups if len(rows)]
         return any(place in own for place in places for own in used)
 
     def addend(self, kernels: Kernels, place: str, x: Tensor) -> RowAddend | None:
-        """Return what the rows' adapters add to a layer's result for `x`; None: nothing."""
+        """Return what the rows' adapters add to a site's result for `x`; None: nothing."""
         found = [
             (rows, kernels.linear(kernels.linear(x[rows], own.down), own.up, torch.float32))
             for layers, rows in self._groups

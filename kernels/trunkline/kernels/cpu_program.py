@@ -280,7 +280,7 @@ class _Adapters:
 
 
 def _sites(op: Op, is_native: bool) -> list[str]:
-    """Return the names of an op's layers for adapters, as many as the library counts (`csrc/cpu/adapters.h`)."""
+    """Return the names of an op's sites, as many as the library counts (`csrc/cpu/adapters.h`)."""
     if isinstance(op, Experts) and is_native:
         return op.sites()
     return [op.place if isinstance(op, Linear) else ""]

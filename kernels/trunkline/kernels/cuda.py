@@ -58,7 +58,7 @@ from trunkline.kernels.cuda_work import (
     partial_floats,
     refuse_capture,
 )
-from trunkline.kernels.library_attention import LibraryPrefill, LibraryWork, Means, rest
+from trunkline.kernels.library_attention import LibraryPrefill, LibraryWork, PartOps, rest
 from trunkline.kernels.live_plan import AnyDecodePlan, LiveDecodePlan
 from trunkline.kernels.ops import (
     Activation,
@@ -204,8 +204,8 @@ class CudaKernels:
         if state.library is not None:
             self.counters.called("library_attention")
             memory = self._reserve(pool.data.device).memory()
-            means = Means(memory, self._moves.gather_rows, self._moves.join)
-            state.library.attend(q, pool, layer, spec, out, means)
+            ops = PartOps(memory, self._moves.gather_rows, self._moves.join)
+            state.library.attend(q, pool, layer, spec, out, ops)
 
     def _shape(self, pool: KvPool, spec: AttentionSpec) -> AttentionShape:
         key = (pool.computed, spec.head_dim, kept_type(pool))

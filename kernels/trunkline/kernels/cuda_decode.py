@@ -19,28 +19,30 @@ from trunkline.kernels.ops import AttentionSpec, KernelCounters
 from trunkline.kernels.plan import DecodePlan, WorkOptions, plan_decode_work
 
 PIECE_TOKENS_MIN: Final = 128
-"""Two tiles, which take about as long as a unit takes besides."""
+"""Fewest tokens of a piece that a cut makes: two tiles, which take about as long as the fixed part of a unit."""
 PIECES_PER_WORKER: Final = 8
-"""The finest cuts that are tried."""
+"""The finest cuts that are tried, in units for each thread block."""
 UNIT_NS: Final = 3500
-"""What a thread block takes for a unit besides its tiles: reads of the plan and of queries that wait for each
-other, and barriers. On an H200 thread blocks with 128 units of one token each took 456 µs. (That includes their
-tiles, of one token; over whole tiles, rows of 1,024 to 4,096 tokens had 4 to 6 µs besides.)"""
+"""The fixed part of a unit, besides its tiles: barriers, and reads of the plan and of queries that wait for each
+other. On an H200 thread blocks with 128 units of one token each took 456 µs. (That includes a tile of one token
+each; with whole tiles, rows of 1,024 to 4,096 tokens took 4 to 6 µs besides them.)"""
 TIMED_TILE: Final = 64 * 128
-"""Elements of keys in the tiles of the next two; others are taken to need as long for each element."""
+"""Tokens times head size of the tiles that `TILE_NS` is about. Tiles of another size are taken to need as long for
+each element."""
 TILE_NS: Final = {16: (2000, 3100), 8: (2500, 7000)}
-"""A tile in a unit of at most 16 query vectors, and in one of up to 64, by the bits of a number of KV. On an H200,
-32 heads and 8 KV heads over 4,096 tokens: 64 tiles in narrow units, one for each thread block, took 138 µs with 16
-bits and 171 to 182 with 8; 8 tiles in wide units, and what begins and ends a launch, 31 µs and 57 to 63."""
+"""What a tile takes in a narrow unit (up to 16 query vectors) and in a wide one (up to 64), by the bits of KV's
+numbers. On an H200, with 32 heads and 8 KV heads over 4,096 tokens, 64 tiles in narrow units, one for each thread
+block, took 138 µs with 16 bits and 171 to 182 with 8; 8 tiles in wide units, with the beginning and end of a
+launch, 31 µs and 57 to 63."""
 PARTIAL_BYTES_PER_NS: Final = 4000
-"""Bytes of partial results, written and read, for each ns that merging takes longer: an H200 merged 17 of each of
-32 rows and 32 heads (18 MB) in 7.8 µs, and hardly any in 3.5."""
+"""How many bytes of partial results, written and read, make merging a ns longer: an H200 merged 17 partial results
+of each of 32 rows and 32 heads (18 MB) in 7.8 µs, and hardly any in 3.5."""
 DEALT: Final = True
 """Whether plans say which thread block does which pieces, longest first; else thread blocks take turns."""
 
 
 class UnitTimes(TypedDict, total=False):
-    """What units take: fields of `WorkOptions`."""
+    """The fields of `WorkOptions` that say what units take."""
 
     unit_ns: int
     tile_tokens: int
@@ -50,10 +52,10 @@ class UnitTimes(TypedDict, total=False):
 
 
 def unit_times(tile_tokens: int, head_dim: int, *, in_bytes: bool = False) -> UnitTimes:
-    """Return what units take.
+    """Return what units of work take on a GPU.
 
     Args:
-        tile_tokens: Tokens of a tile, which lies in one block.
+        tile_tokens: Tokens of a tile, at most those of a block.
         in_bytes: Whether KV is in 8 bits.
     """
     size = tile_tokens * head_dim

@@ -1,8 +1,8 @@
-"""Linear layers on NVIDIA GPUs: cuBLAS and CUTLASS through torch, and what of ours is around and beside them.
+"""Linear layers on NVIDIA GPUs: cuBLAS and CUTLASS through torch, and kernels of our own around and beside them.
 
-Ours are the activation of gated layers, the rounding of inputs to fp8, and products of sorted rows with one of
-several matrices each (`csrc/cuda/grouped_products.cu`), for experts that torch has no such product for, and
-for few rows of layers over codes of 8 bits.
+Our kernels compute the activation of gated layers, round inputs to fp8, and multiply sorted rows with one of
+several matrices each (`csrc/cuda/grouped_products.cu`): for experts for which torch has no such product, and for
+few rows of layers over codes of 8 bits.
 """
 
 from __future__ import annotations
@@ -46,13 +46,11 @@ WEIGHT_NUMBERS: Final = {
     torch.int8: 2,
 }
 """Numbers of the types of weights that our grouped products take."""
-
-
 OWN_OUTPUTS: Final = 8
-"""What the number of outputs is a multiple of in our products."""
+"""Our products need a multiple of so many outputs."""
 OWN_ROWS_MAX: Final = 64
-"""Largest number of rows of a linear layer that our product computes: one tile of it. Whether cuBLAS over floats
-that are made of the codes at each call is faster from fewer rows on has not been measured."""
+"""Largest number of rows of a layer over codes that our product computes: one tile. With more, the codes become
+floats at each call, for cuBLAS. Whether that is faster already from fewer rows on has not been measured."""
 
 
 class CudaLayers:
@@ -69,17 +67,20 @@ class CudaLayers:
         self._products = ScaledProducts(self.round_rows)
 
     def pack(self, weight: Weight, bias: Tensor | None, quantisation: Quantisation) -> PackedLinear:
+        """As `Kernels.pack_linear`."""
         stored = self._products.stored(weight, quantisation)
         return PackedLinear(weight.shape[0], weight.shape[1], (stored, bias), stored_bytes(stored, bias))
 
     def pack_gated(
         self, weight: Weight, bias: Tensor | None, activation: Activation, quantisation: Quantisation
     ) -> PackedLinear:
+        """As `Kernels.pack_gated_linear`."""
         stored = self._products.stored(weight, quantisation)
         data = (stored, bias, activation)
         return PackedLinear(weight.shape[0] // 2, weight.shape[1], data, stored_bytes(stored, bias))
 
     def linear(self, x: Tensor, layer: PackedLinear, out_dtype: torch.dtype | None) -> Tensor:
+        """As `Kernels.linear`, without an addend."""
         weight, bias = layer.data
         if not isinstance(weight, Tensor):
             return self._linear_codes(x, weight, bias, out_dtype or x.dtype)
@@ -92,12 +93,13 @@ class CudaLayers:
         return out if bias is None else out.add_(bias)
 
     def gated(self, x: Tensor, layer: PackedLinear, addend: RowAddend | None) -> Tensor:
+        """As `Kernels.gated_linear`."""
         weight, bias, activation = layer.data
         if isinstance(weight, Tensor):
             gate_up = F.linear(x, weight, bias)
         elif self._products.takes(x, weight, x.dtype):
             gate_up = self._products.linear(x, weight, bias)
-        else:  # rounded once, behind the activation
+        else:  # so that it is rounded once, after the activation
             gate_up = self._linear_codes(x, weight, bias, torch.float32)
         return self._activate(activation, add_rows(gate_up, addend)).to(x.dtype)
 
@@ -110,7 +112,7 @@ class CudaLayers:
             return linear_quantised(x, weight, bias).to(out_dtype)
         if bias is None:
             return self.multiply_grouped(x, matrix, None, out_dtype)
-        # Rounded once, behind the bias.
+        # So that it is rounded once, after the bias.
         return self.multiply_grouped(x, matrix, None, torch.float32).add_(bias).to(out_dtype)
 
     def _activate(self, activation: Activation, gate_up: Tensor) -> Tensor:
@@ -137,12 +139,13 @@ class CudaLayers:
             group=group,
         )
         self._library.call("round_float8", byref(call), self._stream())
-        # With one factor a row torch takes them as they lie, with several those of a group beside each other.
+        # Torch takes one factor a row as it lies, but several with those of a group beside each other.
         return Float8Rows(codes, factor.view(padded, 1) if width == group else factor.T)
 
     def stack(
         self, experts: Sequence[tuple[PackedLinear, PackedLinear]], dtype: torch.dtype
     ) -> ExpertStack | None:
+        """As `Kernels.stack_experts`."""
         return stacked(experts, dtype, self._activate_group, self.multiply_grouped)
 
     def _activate_group(self, activation: Activation, gate_up: Tensor) -> Tensor:
@@ -156,16 +159,19 @@ class CudaLayers:
         stops: Tensor | None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Multiply sorted rows with one of several matrices each.
+        """Multiply each row with one of several matrices; rows are sorted by matrix.
 
         Args:
             x: float16 or bfloat16 `[rows, in]`.
-            matrices: numbers of the type of `x`, or codes.
+            matrices: numbers of the type of `x`, or codes of 8 bits.
             stops: int32 `[matrices]`, ascending: where the rows of each matrix end. None: there is one matrix.
-            out_dtype: None: that of `x`; or float32.
+            out_dtype: float32, or None for the type of `x`.
 
         Returns:
             `[rows, out]`; rows behind the last stop are not written.
+
+        Raises:
+            ValueError: The memory of rows or matrices is not dense, or not aligned to 16 bytes.
         """
         self._counters.called("own_grouped_products")
         x, (count, outputs, width) = x.contiguous(), matrices.weight.shape

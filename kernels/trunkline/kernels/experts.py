@@ -26,15 +26,15 @@ from trunkline.kernels.program import Buffer, Facts, Op
 from trunkline.kernels.quantisation import QuantisedWeight
 from trunkline.kernels.routing import Routing
 
-Multiply = Callable[[Tensor, ExpertMatrices, Tensor], Tensor]
-"""A grouped product, as `ExpertStack.multiply`."""
+GroupedProduct = Callable[[Tensor, ExpertMatrices, Tensor], Tensor]
+"""A function as `ExpertStack.multiply`."""
 
 _SUMMED_TOKENS: Final = 1024
 """Number of tokens whose results are in float32 at a time."""
 _OWN_INPUTS: Final = 16
-"""What the numbers of a row must be a multiple of for the CUDA kernels' own grouped product."""
+"""The CUDA kernels' own grouped product needs a multiple of so many inputs."""
 _ALIGNED_BYTES: Final = 16
-"""What the bytes of a row must be a multiple of for torch's grouped product."""
+"""Torch's grouped product needs rows of a multiple of so many bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +62,10 @@ class Experts(Op):
     scale: Tensor | None = None
     """float32 `[experts of the layer]`, factor of each expert's share."""
     place: str = ""
-    """What the names of its layers for adapters begin with; "": they have nothing for it."""
+    """What the names of its sites begin with; "": adapters change none of its layers."""
 
     def sites(self) -> list[str]:
-        """Return the names for adapters of the router, then of both layers of each expert here."""
+        """Return the names of its sites: the router, then both layers of each expert on this rank."""
         if not self.place:
             return [""] * (1 + 2 * len(self.experts))
         here = range(self.first, self.first + len(self.experts))
@@ -212,15 +212,15 @@ def stacked(
     experts: Sequence[tuple[PackedLinear, PackedLinear]],
     dtype: torch.dtype,
     activate: Callable[[Activation, Tensor], Tensor],
-    multiply: Multiply,
+    multiply: GroupedProduct,
 ) -> ExpertStack | None:
-    """Bring experts without biases together (`Kernels.stack_experts`), numbers or codes of 8 bits.
+    """Bring experts without biases together (`Kernels.stack_experts`): numbers, or codes of 8 bits.
 
     Args:
         experts: their data are weight, bias and for the gated ones the activation.
         dtype: the type of what they are multiplied with.
         activate: computes an activation of `[rows, 2 * width]`.
-        multiply: the kernels' own grouped product, which is taken where torch has none.
+        multiply: the kernels' own grouped product, for weights and devices for which torch has none.
     """
     sides = list(zip(*experts, strict=True))
     if any(layer.data[1] is not None for side in sides for layer in side):
@@ -257,7 +257,7 @@ def _are_codes(weights: Sequence[Any]) -> bool:
 
 
 def _together(weights: Sequence[Any]) -> tuple[ExpertMatrices, list[Any]]:
-    """Return weights of one kind in one tensor, and each as a view of it."""
+    """Return weights of one kind in one tensor, and each weight as a view of its part."""
     first = weights[0]
     if isinstance(first, Tensor):
         whole = ExpertMatrices(torch.stack(list(weights)))
@@ -275,7 +275,7 @@ def _together(weights: Sequence[Any]) -> tuple[ExpertMatrices, list[Any]]:
 
 
 def multiply_by_torch(x: Tensor, matrices: ExpertMatrices, stops: Tensor) -> Tensor:
-    """Multiply sorted rows with one of several matrices each, by torch's grouped product."""
+    """Multiply each row with one of several matrices by torch's grouped product; rows are sorted by matrix."""
     return F.grouped_mm(x, matrices.weight.mT, offs=stops)
 
 

@@ -1,5 +1,5 @@
-"""Ops of a step's program that single families need: gates of shared experts, norms of values, queries of layers
-that read another one's KV, factors that are columns."""
+"""Ops of a step's program that only some families need: gates of shared experts, norms of values, queries of
+layers that read another one's KV, and factors that are columns of a buffer."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Multiply(Op):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread(Op):
-    """`out` = the rows of `x` at their tokens, zeros at the others: what `Select` took, brought back."""
+    """`out` = the rows of `x` at their tokens, zeros at the others: the reverse of `Select`."""
 
     kind = "spread"
     reads = ("x",)

@@ -1,8 +1,8 @@
-"""Large pages for memory that is read from end to end, the KV pool and packed weights, and pages ahead of writes.
+"""Large pages for memory that is read from end to end (the KV pool, packed weights), and pages ahead of writes.
 
 A stream of reads crosses a small page every tenth of a microsecond, and prefetching stops at each. Most systems
-give large pages only on request. The system gives a page, and clears it, at the first write to it, which then
-waits.
+give large pages only on request. A page gets its memory at the first write to it, which waits until the system has
+cleared it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LARGE_PAGE_BYTES: Final = 2 << 20
 _MADV_HUGEPAGE: Final = 14
 """Linux's number for the advice to use large pages (`madvise`)."""
 _MADV_POPULATE_WRITE: Final = 23
-"""Linux's number for having pages now that can be written; since 5.14."""
+"""Linux's number for giving pages their memory now, ready to be written; since 5.14."""
 _MADV_COLLAPSE: Final = 25
 """Linux's number for putting memory that is written already on large pages, now; since 6.1."""
 

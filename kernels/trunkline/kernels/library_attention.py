@@ -1,10 +1,10 @@
 """Prefill by a library's attention: which entries of a plan it takes, and how its results are joined.
 
 Torch brings FlashAttention-2 and cuDNN, whose kernels for plain causal attention are better than ours. They want a
-sequence's keys dense in memory, and know neither shifts nor positions. FlashAttention-2 takes queries that are the
-last of the keys (`AttentionLibrary.at_end`), so an entry is one call, and so are neighbouring entries whose keys
-fit into the buffer together. For a library without that, and where a context is longer than the buffer, an entry
-is cut into parts:
+sequence's keys dense in memory, and know neither shifts nor positions. FlashAttention-2 takes fewer queries than
+keys, namely the last ones (`AttentionLibrary.at_end`), so an entry is one call, and so are neighbouring entries
+whose keys fit into the buffer together. For a library without that, and where a context is longer than the buffer,
+an entry is cut into parts:
 
       cached context                             new tokens
       ├───── part ──────┼── part ───┤            ├── part ───┤
@@ -12,11 +12,11 @@ is cut into parts:
                  └─ each gives a result and a log-sum-exp ─┘ joined
 
 The keys and values of a part are gathered from the pool into one buffer, which all parts, entries and layers
-take in turn: however long a context is, it takes no more memory. Those that are kept in 8 bits become numbers of
-the type that they were computed in on the way. A log-sum-exp is the natural logarithm of the sum
-of `exp(scaled score)` over the keys of a part; it says what weight the part has among the others (`join`).
-What a plan decides lies on the device once for all layers, and a layer of one part is three launches: gathering,
-the library's, and the copy of its result.
+use in turn: a longer context takes no more memory. On the way KV in 8 bits becomes numbers of the type in which it
+was computed. A log-sum-exp is the natural logarithm of the sum of `exp(scaled score)` over the keys of a part; it
+says what weight the part has among the others (`join`).
+What follows from the plan is sent to the device once for all layers. A layer of one part is three launches:
+gathering, the library's, and the copy of its result.
 
 An entry is *plain* if it reads whole blocks one after the other (the last may be partly filled), unshifted, and
 its queries are the last of these tokens. Entries that are not, and layers with anything else in their scores
@@ -81,14 +81,16 @@ def join(a: Attended, b: Attended, out: Tensor) -> Attended:
 
 
 class Lengths(NamedTuple):
-    """Sequences of one call, which lie behind each other."""
+    """The sequences of one call, whose queries and keys stand one behind the other."""
 
     queries: Tensor
     """Where each sequence's queries begin, and the last one's end: int32 `[sequences + 1]`, on the device."""
     keys: Tensor
-    """Likewise."""
+    """The same of its keys."""
     queries_max: int
+    """Largest number of queries of a sequence."""
     keys_max: int
+    """Largest number of keys of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +101,11 @@ class AttentionLibrary:
     dtypes: frozenset[torch.dtype]
     call: Callable[[Tensor, Tensor, Tensor, bool, float, Lengths | None], tuple[Tensor, Tensor]]
     """Returns the result `[n, heads, head_dim]` and the log-sum-exp `[heads, n]`. Arguments: queries of the
-    result's shape; keys and values `[m, kv_heads, head_dim]`; whether queries are causal; the scale; None: all is
-    one sequence, else no log-sum-exp is asked for."""
+    result's shape; keys and values `[m, kv_heads, head_dim]`; whether queries are causal; the scale; and the
+    lengths of several sequences, whose log-sum-exps are not used (None: there is one sequence)."""
     at_end: bool
-    """Whether causal queries may be fewer than keys, and are the last of these, and several sequences one call.
-    Otherwise the i-th sees only keys up to the i-th."""
+    """Whether causal queries may be fewer than keys, of which they are the last (a mask aligned to the bottom
+    right), and one call may be given several sequences. Otherwise the i-th query sees keys up to the i-th."""
 
     def takes(self, spec: AttentionSpec, pool: KvPool) -> bool:
         """Return whether the library computes attention of such a layer, as far as keys are not hidden."""
@@ -246,7 +248,7 @@ def trial_problem(library: AttentionLibrary, device: torch.device) -> str:
 def _trial(
     library: AttentionLibrary, device: torch.device, sequences: tuple[tuple[int, int], ...], causal: bool
 ) -> str:
-    """Return what differs from attention in float64, of sequences of so many queries and keys."""
+    """Return what differs from attention in float64, "" if nothing does. `sequences`: queries and keys of each."""
     generator = torch.Generator().manual_seed(0)
     ends = np.cumsum([(0, 0), *sequences], axis=0, dtype=np.int32)
     q = torch.randn(int(ends[-1, 0]), 4, 64, generator=generator).bfloat16()
@@ -320,19 +322,19 @@ def gather_rows(pool: KvPool, layer: int, ranges: Tensor, out: Tensor) -> None:
         out[:, :, to : to + count] = vectors_of(pool, rows, out.dtype)
 
 
-class Means(NamedTuple):
-    """With what keys are gathered and results joined."""
+class PartOps(NamedTuple):
+    """How parts are gathered and joined: the buffer, and the two operations around the library's call."""
 
     memory: Tensor
     """The buffer, one-dimensional, of any type whose bytes are aligned as the pool's are."""
     gather: Callable[[KvPool, int, Tensor, Tensor], None] = gather_rows
-    """`gather_rows`, or what does the same."""
+    """`gather_rows`, or a kernel that does the same."""
     join: Callable[[Attended, Attended, Tensor], Attended] = join
-    """`join`, likewise."""
+    """`join`, or a kernel that does the same."""
 
 
 def gathered_bytes(pool: KvPool) -> int:
-    """Return the bytes of one layer of one token in the buffer."""
+    """Return the bytes of a token's keys and values of one layer in the buffer."""
     form = pool.format
     return len(form.bands) * form.heads * form.row[0].count * pool.computed.itemsize
 
@@ -345,6 +347,7 @@ class Part(NamedTuple):
     tokens: int
     is_causal: bool
     lengths: Lengths | None
+    """Of a part of several entries; None: it is of one."""
 
 
 class LibraryWork:
@@ -367,7 +370,8 @@ class LibraryWork:
         self._buffer: Tensor | None = None
         self._views: list[tuple[Tensor, Tensor, Tensor]] = []
         self.calls: list[tuple[slice, tuple[Part, ...]]] = []
-        """Queries of one entry or of neighbours, and the parts of their keys: the last, then from the start."""
+        """For each entry, or run of neighbours: its queries, and the parts of its keys: the last, then from the
+        start."""
         ends = np.concatenate(([0], np.cumsum(plan.count, dtype=np.int64)))[plan.item_indptr]
         capacity = gather_bytes // gathered_bytes(pool)
         for run in _runs(plan, entries, np.diff(ends), capacity if library.at_end else 0):
@@ -395,7 +399,7 @@ class LibraryWork:
         tokens: Sequence[tuple[int, int]],
         is_causal: bool,
     ) -> Part:
-        """Return a part that reads from one token to another of each entry."""
+        """Return a part that reads the tokens `[start, stop)` of each entry of a run."""
         ranges, size, to = [], plan.chunk_size, [0]
         for entry, (start, stop) in zip(run, tokens, strict=True):
             places = np.arange(start // size, -(-stop // size))
@@ -414,27 +418,27 @@ class LibraryWork:
     def _send(self, x: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(x).to(self._device, non_blocking=True)
 
-    def attend(self, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor, means: Means) -> None:
+    def attend(self, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor, ops: PartOps) -> None:
         """Compute attention of the entries (`Kernels.prefill_attention`)."""
-        views = iter(self._gathered(pool, means.memory))
+        views = iter(self._gathered(pool, ops.memory))
         for queries, parts in self.calls:
             is_all = queries == slice(0, len(q))
             vectors, into = (q, out) if is_all else (q[queries], out[queries])
             found: Attended | None = None
             for index, part in enumerate(parts):
                 whole, k, v = next(views)
-                means.gather(pool, layer, part.ranges, whole)
+                ops.gather(pool, layer, part.ranges, whole)
                 this = Attended(*self._library.call(vectors, k, v, part.is_causal, spec.scale, part.lengths))
                 if found is not None:
                     is_last = index == len(parts) - 1
-                    this = means.join(found, this, into if is_last else _wide(found))
+                    this = ops.join(found, this, into if is_last else _wide(found))
                 found = this
             if len(parts) == 1 and found is not None:
                 into.copy_(found.out)
 
     def _gathered(self, pool: KvPool, memory: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return the memory of each part's keys and values, `[2, kv_heads, tokens, head_dim]`, and both of them as
-        a library is given them. They are the same for all layers."""
+        """Return for each part the memory of its keys and values, `[2, kv_heads, tokens, head_dim]`, then the keys
+        and the values as a library takes them. They are the same for all layers."""
         if self._buffer is not memory:
             numbers, form = memory.view(pool.computed), pool.format
             width = len(form.bands) * form.heads * form.row[0].count
@@ -446,7 +450,7 @@ class LibraryWork:
 
 
 def _wide(found: Attended) -> Tensor:
-    """Return memory for a result that others will be joined to: its own, if that is exact enough."""
+    """Return memory for a result that others will be joined to: its own if that is at least float32."""
     dtype = found.lse.dtype
     return found.out if found.out.dtype == dtype else torch.empty_like(found.out, dtype=dtype)
 
@@ -454,7 +458,7 @@ def _wide(found: Attended) -> Tensor:
 def _runs(
     plan: PrefillPlan, entries: Sequence[int], tokens: NDArray[np.int64], capacity: int
 ) -> Iterator[Sequence[int]]:
-    """Yield neighbouring entries that have at most so many tokens together, or one that has more."""
+    """Yield runs of neighbouring entries: as many as have at most `capacity` tokens together, at least one."""
     run: list[int] = []
     for entry in entries:
         if run and (entry != run[-1] + 1 or sum(int(tokens[e]) for e in (*run, entry)) > capacity):

@@ -126,7 +126,7 @@ class ExpertMatrices(NamedTuple):
     weight: Tensor
     """`[experts, out, in]`: numbers, or codes of 8 bits (float8_e4m3fn or int8)."""
     scale: Tensor | None = None
-    """Of codes: float32 `[experts, out, groups]`, which multiplies those of a group of inputs."""
+    """float32 `[experts, out, groups]`: of codes, the factor for each group of inputs."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ class ExpertStack:
     down: ExpertMatrices
     """Second matrices, `[experts, hidden, width]`."""
     multiply: Callable[[Tensor, ExpertMatrices, Tensor], Tensor]
-    """Multiplies rows `[rows, in]`, sorted by expert, which end for each expert at an int32 `[experts]`, with a
-    matrix each; rows behind the last of these ends may stay unwritten."""
+    """Multiplies rows `[rows, in]`, sorted by expert, with the matrix of their expert. The third argument is int32
+    `[experts]`: where each expert's rows end. Rows behind the last end may stay unwritten."""
     numbers: Tensor
     """int64 `[experts]`: 0, 1, 2, ….."""
     layers: tuple[tuple[PackedLinear, PackedLinear], ...]
@@ -381,7 +381,7 @@ class Kernels(Protocol):
 
         Args:
             experts: gated layer and second layer of each.
-            dtype: the type of what they are multiplied with.
+            dtype: the type of the rows that they multiply.
 
         Returns:
             None: these kernels, this device or these weights have no grouped products, so experts are computed one

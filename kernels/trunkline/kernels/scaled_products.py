@@ -127,8 +127,8 @@ class ScaledProducts:
 
     @staticmethod
     def takes(x: Tensor, weight: QuantisedWeight | GroupedWeight, out_dtype: torch.dtype) -> bool:
-        """Return whether `linear` computes this layer; what `out_dtype` asks for beyond the type of `x` must be
-        computed exactly."""
+        """Return whether `linear` computes this layer. It does not if results are to be of a wider type than `x`:
+        they must be exact."""
         rounds = isinstance(weight, GroupedWeight) and weight.float8_inputs and weight.dtype == x.dtype
         return rounds and out_dtype == x.dtype
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from trunkline.kernels.ops import KvPool
 from trunkline.kvstore.chunk_format import ChunkFormat
 from trunkline.kvstore.chunks import Int32Array
-from trunkline.kvstore.window_share import given_back, windowed_stretches
+from trunkline.kvstore.window_share import given_back_bytes, windowed_stretches
 
 _MAP_NORESERVE: Final = 0x4000
 """Linux's number for a mapping of which the system does not check that it could be memory as a whole."""
@@ -50,7 +50,7 @@ class ThinMemory:
         """
         if sys.platform != "linux":
             raise ThinMemoryError("memory behind windows is given back on Linux only; use window_share 1")
-        if not given_back(part, windowed, mmap.PAGESIZE):
+        if not given_back_bytes(part, windowed, mmap.PAGESIZE):
             raise ThinMemoryError(
                 f"a layer's KV of a chunk is {part.layer_bytes} bytes, which may hold no whole page of "
                 f"{mmap.PAGESIZE} bytes to give back: use window_share 1, or a larger chunk_size"

@@ -27,28 +27,30 @@ def windowed_stretches(windowed: Sequence[bool]) -> list[tuple[int, int]]:
     return [(first, stop) for first, stop in zip([0, *stops], stops, strict=False) if windowed[first]]
 
 
-def given_back(part: ChunkFormat, windowed: Sequence[bool], page: int) -> int:
-    """Return how many bytes of a block are given back when it becomes thin, at least: whole pages.
+def given_back_bytes(part: ChunkFormat, windowed: Sequence[bool], page_bytes: int) -> int:
+    """Return how much memory a block gives back, at least, when it becomes thin. Only whole pages can be.
 
     Args:
         windowed: for each layer, whether it has a window.
-        page: bytes of a page of memory.
+        page_bytes: size of a page of memory.
     """
     sizes = [(stop - first) * part.layer_bytes for first, stop in windowed_stretches(windowed)]
-    if part.layer_bytes % page == 0:
+    if part.layer_bytes % page_bytes == 0:
         return sum(sizes)
-    # A stretch may begin and end anywhere in a page.
-    return sum(max(0, size - page + 1) // page * page for size in sizes)
+    # A stretch of layers may begin and end anywhere within a page.
+    return sum(max(0, size - page_bytes + 1) // page_bytes * page_bytes for size in sizes)
 
 
-def blocks_within(memory_bytes: int, part: ChunkFormat, windowed: Sequence[bool], share: float, page: int) -> int:
+def blocks_within(
+    memory_bytes: int, part: ChunkFormat, windowed: Sequence[bool], share: float, page_bytes: int
+) -> int:
     """Return how many blocks fit into this memory if `share` of them hold the KV of all layers at once.
 
     Args:
         windowed: for each layer, whether it has a window.
-        page: bytes of a page of memory.
+        page_bytes: size of a page of memory.
     """
-    given = given_back(part, windowed, page)
+    given = given_back_bytes(part, windowed, page_bytes)
 
     def needed(count: int) -> int:
         return count * (part.chunk_bytes - given) + whole_blocks(count, share) * given
@@ -62,5 +64,5 @@ def blocks_within(memory_bytes: int, part: ChunkFormat, windowed: Sequence[bool]
 
 
 def whole_blocks(blocks: int, share: float) -> int:
-    """Return how many of so many blocks can hold the KV of all layers at once."""
+    """Return how many of `blocks` blocks can hold the KV of all layers at once."""
     return max(1, int(blocks * share))

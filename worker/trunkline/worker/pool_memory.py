@@ -1,5 +1,5 @@
-"""Make a rank's KV pools, on the device and in host memory, say how many blocks fit, and take memory ahead of the
-blocks that are written."""
+"""A rank's KV pools on the device and in host memory: how many blocks fit, making the pools, and taking their
+memory from the system before blocks are written."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from trunkline.worker.tiers.copy_lane import CopyOptions
 from trunkline.worker.tiers.host_pool import HostPool
 
 AHEAD_BYTES: Final = 16 << 20
-"""Memory of a pool that is taken ahead of what was written: what each of two ranks needs for a prompt of 2,048
-tokens of a small model. Large models compute prompts so slowly that first writes do not count."""
+"""How much memory of a pool is taken ahead of the blocks in use: what a prompt of 2,048 tokens of a small model
+needs on each of two ranks. Large models compute prompts so slowly that first writes do not count."""
 _PAUSE_MS: Final = 20
-"""Time without a message before the next memory is taken: within a request messages come faster."""
+"""How long no message must have come before more memory is taken. Within a request messages come faster."""
 
 
 class PoolMaker:
@@ -73,35 +73,36 @@ class PoolMaker:
 
 
 class PagesAhead:
-    """Memory of one area that is taken ahead of its highest item in use. Items are taken into use in ascending
-    order, so that memory comes next."""
+    """Memory of one pool that is taken ahead of the highest item (block or slot) in use. Pools hand out items in
+    ascending order, so the memory behind that item is the next to be written."""
 
     def __init__(self, memory: Tensor, item_bytes: int) -> None:
         """
         Args:
-            memory: The area, contiguous, in host memory; items stand one behind the other.
+            memory: All items of the pool, one behind the other; contiguous, in host memory.
+            item_bytes: Size of an item.
         """
         self._bytes = memory.view(torch.uint8).flatten()
         self._item_bytes = item_bytes
         self._used = 0
         """Bytes up to the end of the highest item in use."""
         self._taken = 0
-        """Bytes up to the end of the memory that was taken, or is in use."""
+        """Bytes up to the end of the memory that was taken or is in use."""
 
     @property
     def is_short(self) -> bool:
-        """Whether less memory than wanted is ahead."""
+        """Whether less than `AHEAD_BYTES` is taken ahead."""
         return self._taken < min(self._used + AHEAD_BYTES, len(self._bytes))
 
     def note(self, items: Int32Array) -> None:
-        """Note items that are in use now."""
+        """Note the numbers of items that are in use now."""
         self._used = max(self._used, (int(items.max(initial=-1)) + 1) * self._item_bytes)
         self._taken = max(self._taken, self._used)
 
     def take(self) -> None:
-        """Take the next memory: up to the end of a large page."""
+        """Take the memory up to the end of the next large page."""
         start, address = self._taken, self._bytes.data_ptr()
-        # At least a small page of it, so that something can be taken.
+        # At least a small page, so that there is something to take.
         end = (address + start + mmap.PAGESIZE) // LARGE_PAGE_BYTES + 1
         self._taken = min(end * LARGE_PAGE_BYTES - address, len(self._bytes))
         if not take_pages(self._bytes[start : self._taken]):
@@ -109,12 +110,12 @@ class PagesAhead:
 
 
 class MemoryAhead:
-    """Takes memory for the chunks that come next, of CPU and host pools, while a rank has nothing to do.
+    """Takes memory for the next chunks of the CPU pool and the host pool while a rank has nothing to do.
 
-    These pools have room in the address space; the system gives memory with the first write to each page, and
-    clears it: milliseconds of a prompt for which a client waits, and of its copy beside the next step. A page at a
-    time is taken between two looks for messages, so that a plan that comes waits for one at most. An idle rank
-    stays small: no more than `AHEAD_BYTES` of each pool are taken ahead.
+    At first these pools are address space only. The system gives each page its memory at the first write to it,
+    and clears it, which takes milliseconds of a prompt for which a client waits. So an idle rank takes a page
+    between two looks for messages: a plan that comes then waits for one page at most. An idle rank stays small:
+    no more than `AHEAD_BYTES` of each pool are taken ahead.
     """
 
     def __init__(self, pool: KvPool, host: HostPool | None) -> None:
@@ -126,16 +127,16 @@ class MemoryAhead:
 
     @property
     def is_short(self) -> bool:
-        """Whether less memory than wanted is ahead anywhere."""
+        """Whether a pool has less than `AHEAD_BYTES` taken ahead."""
         return any(area.is_short for area in self._areas)
 
     def patience_ms(self, longest_ms: int) -> int:
-        """Return how long to wait for a message until `touch` is called."""
+        """Return how long to wait for a message before `touch`; `longest_ms` if nothing is to be taken."""
         return _PAUSE_MS if self.is_short else longest_ms
 
     def note(self, plan: StepPlan) -> None:
-        """Note the blocks and host slots that a plan takes into use. It has been executed, so it names no others
-        than there are."""
+        """Note the blocks and host slots that a plan takes into use. It has been executed, so its numbers are
+        within the pools."""
         if self._blocks is not None:
             for blocks in (*(join.blocks for join in plan.joins), *(fork.blocks for fork in plan.forks)):
                 self._blocks.note(unpack_int32(blocks))
@@ -146,7 +147,7 @@ class MemoryAhead:
                 self._slots.note(unpack_int32(saves, columns=3)[:, 1])
 
     def touch(self) -> None:
-        """Take some memory where less than wanted is ahead."""
+        """Take the next memory of one pool that has less than `AHEAD_BYTES` ahead."""
         for area in self._areas:
             if area.is_short:
                 area.take()

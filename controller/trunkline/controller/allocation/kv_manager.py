@@ -72,7 +72,7 @@ class KVCacheManager:
         return min(self.pool.free_count + self.tree.evictable, self.pool.whole_free + self.tree.thinnable)
 
     def _is_available(self, blocks: int, thin: int) -> bool:
-        """Return whether so many blocks can be had now, `thin` of them thin."""
+        """Return whether `blocks` blocks are free or can be freed now, all but `thin` of them whole."""
         return blocks <= self.pool.free_count + self.tree.evictable and (
             blocks - thin <= self.pool.whole_free + self.tree.thinnable
         )
@@ -255,10 +255,10 @@ class KVCacheManager:
             node = self._child(sequence, key)
             if node is None and isinstance(self.tree, WindowCache) and not new:
                 node = self.tree.expect(sequence.anchor, key, now, sequence.stem.marker)
-                self._lives(sequence, node, now)
+                self._set_ttl(sequence, node, now)
             elif node is None:
                 node = self.tree.insert(sequence.anchor, key, new.pop(0), PENDING, now, sequence.stem.marker)
-                self._lives(sequence, node, now)
+                self._set_ttl(sequence, node, now)
             elif node.ready_step != PENDING and self.tree.may_swap(node):
                 self.pool.release(self.tree.swap(node, new.pop(0)))
                 node.ready_step = PENDING
@@ -363,9 +363,9 @@ class KVCacheManager:
             anchor = sequence.anchor
             key = sequence.tokens.to_bytes(index * self.chunk_size, (index + 1) * self.chunk_size)
             node = self._child(sequence, key)
-            if node is None and not self.has_window:
+            if node is None and not self.has_window:  # as below, in one act: no readers are counted
                 node = self.tree.append(anchor, key, sequence.private.pop(0), now, sequence.stem.marker)
-                self._lives(sequence, node, now)
+                self._set_ttl(sequence, node, now)
                 self.tree.computed(node, 0)
                 sequence.path.append(node)
                 continue
@@ -374,7 +374,7 @@ class KVCacheManager:
                 break  # a fork of the sequence reads the block, too, and nothing in the tree would say so
             if node is None:
                 node = self.tree.insert(anchor, key, sequence.private.pop(0), 0, now, sequence.stem.marker)
-                self._lives(sequence, node, now)
+                self._set_ttl(sequence, node, now)
                 self.tree.computed(node, 0)
             elif node.ready_step == PENDING:
                 break  # its producer is not done; this block stays private and is tried again later
@@ -440,9 +440,9 @@ class KVCacheManager:
         account = self.tree.tiers.shares.account(submit.tenant, submit.kv_floor, submit.kv_ceiling)
         self.tree.own(chunks, account)
 
-    def _lives(self, sequence: Sequence, node: Node, now: float) -> None:
-        """Set how long a new chunk is kept at least, if its request has a time of its own: the remote tier is told
-        when the chunk is written (`TierMove.kept_s`), which may be before the request ends."""
+    def _set_ttl(self, sequence: Sequence, node: Node, now: float) -> None:
+        """Set how long a new chunk is kept at least, if its request says so. This cannot wait for the request's
+        end: the remote tier needs the time when the chunk is written (`TierMove.kept_s`)."""
         if ttl := sequence.group.request.submit.ttl:
             self.tree.tiers.keep([node], now + ttl)
 

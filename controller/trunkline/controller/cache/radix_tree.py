@@ -420,8 +420,8 @@ class RadixTree:
         return node
 
     def append(self, parent: Node, key: bytes, block: BlockId, now: float, marker: bytes = b"") -> Node:
-        """Add a chunk that a holder of `parent` has computed, and let it hold the chunk instead of `parent`: what
-        `attach`, `hold` and `release` would do. Not in a tree that counts readers
+        """Add a chunk below `parent`, and let the sequence that computed it hold it instead of `parent`: `attach`,
+        `hold` and `release` in one act. Not for trees that count readers
         (`trunkline.controller.cache.reader_cache`)."""
         node = self.attach(parent, key, block, 0, marker)
         node.holders = node.active = 1  # `parent` has an active child now instead of a holder

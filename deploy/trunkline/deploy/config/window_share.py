@@ -7,7 +7,7 @@ import mmap
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
 from trunkline.kvstore.chunk_format import ChunkFormat
-from trunkline.kvstore.window_share import blocks_within, given_back, whole_blocks
+from trunkline.kvstore.window_share import blocks_within, given_back_bytes, whole_blocks
 from trunkline.kvstore.windows import window_blocks
 from trunkline.worker.model.model_config import ModelConfig
 
@@ -35,7 +35,7 @@ def check_windows(settings: ServeSettings, model: ModelConfig, part: ChunkFormat
     if not settings.prefix_cache:
         raise UserError(f"{given}; it works with the prefix cache only; leave one of the two options out")
     windowed = [own.window > 0 for own in model.attention[: model.kv_layers]]
-    if not given_back(part, windowed, mmap.PAGESIZE):
+    if not given_back_bytes(part, windowed, mmap.PAGESIZE):
         raise UserError(
             f"{given}, but a worker's part of a layer is {part.layer_bytes} bytes in a chunk of {part.chunk_size} "
             "tokens, too little for whole pages of memory to be given back; give a larger --chunk-size, or leave "

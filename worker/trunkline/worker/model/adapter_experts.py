@@ -1,12 +1,13 @@
-"""LoRA of all experts of a layer in two matrices, as PEFT stores it for `target_parameters`. No torch.
+"""LoRA of all experts of a layer in one pair of matrices, as PEFT stores it for `target_parameters`. No torch.
 
       X.experts.lora_A.weight               [experts * rank, in]    the rows of an expert stand together
       X.experts.lora_B.weight               [out, rank * experts]   the columns of an expert are `experts` apart
       X.experts.base_layer.lora_A.weight    the same of another parameter of the module
 
-`transformers` has two such parameters, `gate_up_proj` and `down_proj`; shapes tell which of them a pair is about.
-PEFT before 0.19 takes a parameter `[experts, out, in]` for one `[experts, in, out]`, and later versions take Llama
-4's the other way round: then B and A have changed places, which shapes tell, too, unless a matrix is square.
+`transformers` has two such parameters, `gate_up_proj` and `down_proj`; shapes tell which of them a pair changes.
+PEFT before 0.19 reads a parameter `[experts, out, in]` as if it were `[experts, in, out]`, and later versions make
+the same mistake the other way round with Llama 4. Then A and B have changed places. Shapes tell that, too, unless
+the parameter's matrices are square; then PEFT's version decides.
 """
 
 from __future__ import annotations
@@ -20,43 +21,44 @@ from trunkline.worker.model.architecture import WeightNames
 from trunkline.worker.model.model_config import Mixture, ModelConfig
 
 BOTH_GATES: Final = "gate_up_proj"
-"""Name of the parameter, and of an expert's part of it, where the checkpoint has a matrix for each of the two."""
+"""Name of the parameter for gate and up, and of an expert's part of it where the checkpoint has two matrices."""
 _TURNED_BEFORE: Final = (0, 19)
-"""Version of PEFT."""
+"""PEFT's first version that reads `[experts, out, in]` as such."""
 _LIE_IN_COLUMNS: Final = ("gpt_oss", "llama4")
 """Families whose parameters are `[experts, in, out]` in `transformers`."""
 
 
 class ExpertPart(NamedTuple):
-    """Where the pair of an expert lies in the two matrices of all."""
+    """Where the pair of one expert lies in the pair of all experts."""
 
     expert: int
     experts: int
     is_turned: bool
-    """Whether A is the other matrix's part, transposed, and B this one's."""
+    """Whether A and B have changed places: the expert's A is its part of B, transposed, and its B that of A."""
 
 
 class Stack(NamedTuple):
-    """Two matrices of all experts of a layer."""
+    """A pair of matrices for all experts of a layer."""
 
     parameter: str
-    """Its name in `transformers`."""
+    """Name in `transformers` of the parameter that it changes."""
     module: str
-    """Name of an expert's part, in place of the checkpoint's names of an expert's layers."""
+    """Name of an expert's part of that parameter, within the expert."""
     rank: int
-    """Of each expert."""
+    """Rank of each expert's pair."""
     experts: int
     is_turned: bool
+    """As of `ExpertPart`."""
 
 
 def both_gates(names: WeightNames) -> str:
-    """Return the name, within an expert, of the matrix of gate and up."""
+    """Return the name, within an expert, of the matrix that holds gate and up."""
     gate, up = names.expert_gates
     return up if gate == up else BOTH_GATES
 
 
 def owners(names: WeightNames) -> tuple[str, ...]:
-    """Return the names of a layer's module of all experts, in the checkpoint and in `transformers`."""
+    """Return the names of a layer's module with all experts, in the checkpoint and in `transformers`."""
     owner = names.expert.partition("{}")[0].removesuffix(".")
     return tuple(dict.fromkeys((owner, owner.replace("block_sparse_moe.", "mlp.")))) if owner else ()
 
@@ -64,15 +66,15 @@ def owners(names: WeightNames) -> tuple[str, ...]:
 def find_stack(
     path: str, a: tuple[int, ...], b: tuple[int, ...], config: ModelConfig, settings: Mapping[str, Any]
 ) -> Stack:
-    """Return what two matrices of all experts are about.
+    """Return which parameter a pair of matrices for all experts changes, and how its parts lie.
 
     Args:
-        path: The module, for messages.
-        a, b: Their shapes.
-        settings: Of adapter_config.json.
+        path: Name of the module, for messages.
+        a, b: Shapes of the matrices A and B.
+        settings: Content of adapter_config.json.
 
     Raises:
-        AdapterError: They are of another base model, or may mean two things.
+        AdapterError: The pair is of another base model, or can be read in two ways.
     """
     mixture, names = config.mixture, config.architecture.names
     assert mixture is not None
@@ -92,7 +94,7 @@ def find_stack(
 
 
 def _parameters(mixture: Mixture, names: WeightNames, hidden: int) -> tuple[tuple[str, str, tuple[int, int]], ...]:
-    """Return the parameters, the names of an expert's parts, and their inputs and outputs."""
+    """Return each parameter's name, that of an expert's part, and the part's numbers of inputs and outputs."""
     return (
         ("gate_up_proj", both_gates(names), (hidden, 2 * mixture.width)),
         ("down_proj", names.down, (mixture.width, hidden)),
@@ -100,6 +102,7 @@ def _parameters(mixture: Mixture, names: WeightNames, hidden: int) -> tuple[tupl
 
 
 def _turns_square(path: str, family: str, settings: Mapping[str, Any]) -> bool:
+    """Return whether A and B have changed places where all matrices are square: PEFT's version tells."""
     stated = re.match(r"(\d{1,4})\.(\d{1,4})", str(settings.get("peft_version") or ""))
     if family == "gpt_oss":
         return False

@@ -53,10 +53,10 @@ def load_adapter(
     try:
         with safe_open(adapter.file, framework="pt") as file:
             for index in sorted({layer for layer, _ in adapter.modules}):
-                halves = _Halves(file)
+                pairs = _Pairs(file)
                 for site in _sites(shard, index, adapter):
                     left -= {(index, piece.name) for piece in site.pieces}
-                    pair = _matrices(adapter, index, site, halves) if site.is_here else None
+                    pair = _matrices(adapter, index, site, pairs) if site.is_here else None
                     if pair is not None:
                         down, up = (each.to(device=device, dtype=dtype).contiguous() for each in pair)
                         packed = AdapterLayer(kernels.pack_linear(down, None), kernels.pack_linear(up, None))
@@ -68,13 +68,13 @@ def load_adapter(
     return layers
 
 
-class _Halves:
-    """The matrices of a layer's modules."""
+class _Pairs:
+    """Reads the pairs of matrices of a layer's modules."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
         self._of_all: dict[str, Tensor] = {}
-        """Those of all experts, which each expert needs a part of."""
+        """Matrices for all experts, by name: each expert needs a part of them."""
 
     def of(self, module: AdaptedModule) -> tuple[Tensor, Tensor]:
         """Return A `[rank, in]` and B `[out, rank]`, float32."""
@@ -89,7 +89,7 @@ class _Halves:
         return (b.T, a.T) if part.is_turned else (a, b)
 
 
-def _matrices(adapter: Adapter, layer: int, site: _Site, halves: _Halves) -> tuple[Tensor, Tensor] | None:
+def _matrices(adapter: Adapter, layer: int, site: _Site, pairs: _Pairs) -> tuple[Tensor, Tensor] | None:
     """Return A `[rank, in]` and B, scaled, `[out, rank]` of an op, float32; None: it has nothing there."""
     names = [
         name for name in dict.fromkeys(piece.name for piece in site.pieces) if (layer, name) in adapter.modules
@@ -99,7 +99,7 @@ def _matrices(adapter: Adapter, layer: int, site: _Site, halves: _Halves) -> tup
     parts, matrices, ranks = [], {}, 0
     for name in names:
         module = adapter.modules[layer, name]
-        a, b = halves.of(module)
+        a, b = pairs.of(module)
         parts.append(a[:, site.columns])
         matrices[name] = (b * module.scale, slice(ranks, ranks + module.rank))
         ranks += module.rank

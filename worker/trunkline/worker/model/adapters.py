@@ -59,7 +59,7 @@ class AdaptedModule(NamedTuple):
     scale: float
     """Factor of `B @ A`."""
     part: ExpertPart | None = None
-    """Which part of A and B, where these are of all experts of the layer; `rank` is that of the part."""
+    """Which part of A and B it is, where these are for all experts of the layer; `rank` is the part's."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class _Places:
         self._experts = {f"{owner}{end}" for owner in owners(names) for end in ("", ".base_layer")}
 
     def find_experts(self, path: str) -> int | None:
-        """Return the layer whose experts a module has all in one; None: it is not such a module."""
+        """Return the layer of a module that holds all experts of the layer; None: it is no such module."""
         found = self._path.fullmatch(path)
         if found is None or found[2] not in self._experts or int(found[1]) >= self._config.layers:
             return None

@@ -25,13 +25,13 @@ ROPES: Final[Mapping[str, Mapping[str, Any]]] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
-PACKED: Final = "heads of several sizes are filled up with zeros, which packed weights cannot be"
+NOT_PACKED: Final = "heads of several sizes are filled up with zeros, which packed weights cannot be"
 
 
 def _gemma4(raw: Mapping[str, Any]) -> ModelConfig:
     given = {**DEFAULTS, **{name: value for name, value in raw.items() if value is not None}}
     if given.get("quantization_config"):
-        raise UnsupportedModelError(f"quantization_config is there, which is not implemented: {PACKED}")
+        raise UnsupportedModelError(f"quantization_config is there, which is not implemented: {NOT_PACKED}")
     layers = int(given["num_hidden_layers"])
     kinds = list(
         given.get("layer_types")

@@ -126,7 +126,7 @@ class _Compiler:
         return Program(tuple(self._ops), config.kv_layers, states, logits)
 
     def _keep_states(self, residual: Buffer, layer_embedding: Buffer | None) -> tuple[Buffer, Buffer | None]:
-        """Go on with the tokens alone whose final states are needed."""
+        """Keep only the tokens whose final states are needed, from here on; return both buffers for them."""
         self._rows = Rows.STATES
         kept = None if layer_embedding is None else self._select(layer_embedding, "layer_embedding")
         return self._select(residual, "residual"), kept
@@ -159,10 +159,10 @@ class _Compiler:
         return residual
 
     def _embed_layers(self, weights: LayerEmbedding, embedded: Buffer) -> Buffer:
-        """Return what the layers multiply by, of all layers behind each other.
+        """Return the factors of all layers, one layer's behind the other's: `[tokens, layers * size]`.
 
-        It is `(e * sqrt(size) + n(p)) / sqrt(2)`, where `e` are the layers' own embeddings and `p` is the
-        projection of the token's embedding.
+        They are `(e * sqrt(size) + norm(p)) / sqrt(2)`, where `e` are the layers' own embeddings of the token and
+        `p` is the projection of its embedding.
         """
         config = self._config
         size, width = config.layer_embedding_size, weights.table.shape[1]
@@ -180,7 +180,7 @@ class _Compiler:
     def _layer_input(
         self, weights: LayerInput, embedding: Buffer, residual: Buffer, delta: Buffer | None
     ) -> Buffer:
-        """Add `delta` into the residual; return what the layer's own embedding adds behind it."""
+        """Add `delta` to the residual; return what the layer's own embedding is to add after it."""
         if delta is not None:
             self._ops.append(Add(x=delta, into=residual))
         inner = self._linear(residual, weights.gate, "layer_inner", place="layer_gate")
@@ -229,8 +229,8 @@ class _Compiler:
     ) -> Buffer:
         """Return the queries of a layer that reads another one's KV.
 
-        They are of all tokens, as attention takes them, but only those are computed whose results go on: no token
-        is seen by others here.
+        Attention takes queries of all tokens. Only those whose results are needed are computed, the others are
+        zeros: the layer stores no KV, so no token sees another one's states of this layer.
         """
         made = self._linear(x, layer, "queries", place="qkv")
         queries = Buffer("queries", Rows.TOKENS, made.width, made.dtype)

@@ -83,25 +83,25 @@ class ExpertWeights(NamedTuple):
 
 
 class LayerEmbedding(NamedTuple):
-    """The embeddings that each layer has of its own. Only the table is divided between ranks."""
+    """Embeddings that each layer has of a token beside the model's. Only the table is divided between ranks."""
 
     table: Tensor
-    """Those of this rank's tokens, `[padded vocabulary / tp, layers * size]`."""
+    """`[padded vocabulary / tp, layers * size]`, of this rank's tokens."""
     projection: PackedLinear
-    """Of a token's embedding to what is added to them, `[layers * size, hidden]`."""
+    """`[layers * size, hidden]`, from a token's embedding to what is added to the table's row."""
     norm: Tensor
-    """float32 `[size]`, of each layer's part of that."""
+    """float32 `[size]`, the norm of each layer's part of the projection."""
 
 
 class LayerInput(NamedTuple):
-    """How a layer's own embedding enters: as a factor, between two matrices."""
+    """How a layer uses its own embedding: as a factor between two matrices."""
 
     gate: PackedLinear
     """`[size, hidden]`."""
     out: PackedLinear
     """`[hidden, size]`."""
     norm: NormWeights
-    """Of the result."""
+    """Norm of the result of `out`."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class LayerWeights:
     """Projections to queries, keys and values, `[(heads + 2 * kv_heads) * head_dim, hidden]`; to queries alone in
     layers that read another one's KV."""
     qk_norm: QkNorm | None
-    """In those the keys' weights mean nothing."""
+    """Norms of query and key heads. In layers that read another one's KV only the queries' norm is used."""
     sinks: Tensor | None
     """float32 `[heads]`, of this rank's heads."""
     attention_out: PackedLinear

@@ -34,8 +34,8 @@ int64_t most_by_tokens(const WorkOptions& options, int64_t tokens) {
   return std::max<int64_t>(1, tokens / std::max(1, options.piece_tokens_min));
 }
 
-// So that a unit of work costs about `aim`. A part reads at least twice the bytes that its partial results are written
-// and read with, or cuts would cost more than they spread.
+// As many parts as let a unit of work cost about `aim`. A part reads at least twice as many bytes of KV as its partial
+// results have, or cuts would cost more than they gain.
 int64_t parts_by_vectors(const WorkOptions& options, const PieceSize& piece, int64_t aim) {
   constexpr int64_t kBytesPerPartialByte = 2;
   const int64_t vectors = piece.rows * options.group;
@@ -48,11 +48,11 @@ int64_t parts_by_vectors(const WorkOptions& options, const PieceSize& piece, int
   return std::clamp<int64_t>(divide_up(vector_cost(options, piece) * heads, unit), 1, most);
 }
 
-// Pieces of equally many tiles whose units are of the same kinds.
-struct Likes {
+// Pieces with equally many tiles and equally many units of each kind: they are cut alike.
+struct PieceClass {
   int64_t tiles, most_parts;
   int64_t wide, narrow;  // units of a part, over all KV heads
-  int64_t vectors;       // that have a partial result in each part
+  int64_t vectors;       // query vectors, each of which has a partial result in each part
   int64_t count = 1;
 
   auto key() const { return std::tie(tiles, most_parts, wide, narrow, vectors); }
@@ -63,26 +63,27 @@ struct Aims {
   int64_t wide, narrow;
 };
 
-// Cuts by what units take on a GPU.
+// Chooses cuts by what units take on a GPU.
 class Timing {
  public:
   Timing(const WorkOptions& options, const std::vector<PieceSize>& pieces) : options_(options) {
-    std::vector<Likes> all;
-    for (const PieceSize& piece : pieces) all.push_back(likes_of(piece));
-    std::sort(all.begin(), all.end(), [](const Likes& a, const Likes& b) { return a.key() < b.key(); });
-    for (const Likes& each : all) {
-      if (!likes_.empty() && likes_.back().key() == each.key()) {
-        ++likes_.back().count;
+    std::vector<PieceClass> all;
+    for (const PieceSize& piece : pieces) all.push_back(class_of(piece));
+    std::sort(all.begin(), all.end(), [](const PieceClass& a, const PieceClass& b) { return a.key() < b.key(); });
+    for (const PieceClass& each : all) {
+      if (!classes_.empty() && classes_.back().key() == each.key()) {
+        ++classes_.back().count;
       } else {
-        likes_.push_back(each);
+        classes_.push_back(each);
       }
     }
   }
 
-  // The best found of common aims, then of others for one kind. Good enough is a tenth above what workers have on average.
+  // The best aims that were found: first the same for both kinds of units, then another one for either kind. A plan is
+  // good enough if its time is at most a tenth above the workers' mean.
   Aims best() const {
     int64_t total = 0;
-    for (const Likes& each : likes_) {
+    for (const PieceClass& each : classes_) {
       total += each.count * (each.wide * cost(each.tiles, false) + each.narrow * cost(each.tiles, true));
     }
     const int64_t good = total / options_.workers + total / options_.workers / 10;
@@ -106,33 +107,33 @@ class Timing {
     return best;
   }
 
-  int64_t parts(const PieceSize& piece, const Aims& aims) const { return parts(likes_of(piece), aims); }
+  int64_t parts(const PieceSize& piece, const Aims& aims) const { return parts(class_of(piece), aims); }
 
  private:
   int64_t cost(int64_t tiles, bool narrow) const { return options_.unit_ns + tiles * tile_ns(options_, narrow); }
 
-  Likes likes_of(const PieceSize& piece) const {
+  PieceClass class_of(const PieceSize& piece) const {
     const int64_t rows = rows_of_tile(options_, piece.rows), heads = options_.kv_heads;
     const int64_t whole = piece.rows / rows, rest = piece.rows % rows;
-    Likes likes{tiles_of(options_, piece.tokens), most_by_tokens(options_, piece.tokens), 0, 0,
-                piece.rows * options_.group * heads};
-    (is_narrow(options_, rows) ? likes.narrow : likes.wide) += whole * heads;
-    if (rest > 0) (is_narrow(options_, rest) ? likes.narrow : likes.wide) += heads;
-    return likes;
+    PieceClass found{tiles_of(options_, piece.tokens), most_by_tokens(options_, piece.tokens), 0, 0,
+                     piece.rows * options_.group * heads};
+    (is_narrow(options_, rows) ? found.narrow : found.wide) += whole * heads;
+    if (rest > 0) (is_narrow(options_, rest) ? found.narrow : found.wide) += heads;
+    return found;
   }
 
-  int64_t parts(const Likes& likes, const Aims& aims) const {
-    const bool narrow = likes.wide == 0;
+  int64_t parts(const PieceClass& like, const Aims& aims) const {
+    const bool narrow = like.wide == 0;
     const int64_t tile = tile_ns(options_, narrow), aim = narrow ? aims.narrow : aims.wide;
-    return std::clamp<int64_t>(divide_up(likes.tiles * tile, std::max(aim - options_.unit_ns, tile)), 1,
-                               likes.most_parts);
+    return std::clamp<int64_t>(divide_up(like.tiles * tile, std::max(aim - options_.unit_ns, tile)), 1,
+                               like.most_parts);
   }
 
-  // Of the busiest worker, and of merging. Parts are equal but for a tile.
+  // The time of the busiest worker and of merging. The parts of a piece differ by a tile at most.
   int64_t time_of(const Aims& aims) const {
     std::vector<EqualUnits> units;
     int64_t partials = 0;
-    for (const Likes& each : likes_) {
+    for (const PieceClass& each : classes_) {
       const int64_t count = parts(each, aims), longer = each.tiles % count, tiles = each.tiles / count;
       const auto add = [&](int64_t length, int64_t times) {
         if (times * each.wide > 0) units.push_back({cost(length, false), times * each.wide});
@@ -147,7 +148,7 @@ class Timing {
   }
 
   const WorkOptions& options_;
-  std::vector<Likes> likes_;
+  std::vector<PieceClass> classes_;
 };
 
 }  // namespace

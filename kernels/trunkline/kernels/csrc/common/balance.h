@@ -1,15 +1,15 @@
 // What pieces of work cost, and into how many parts they are cut so that workers have about equally much.
 //
-// Two models. On a CPU (`unit_ns` 0) a piece costs its tokens times (`vectors_per_read` + its query vectors): threads take
-// pieces when they are free, so a few of about equal cost for each are enough, and cuts are charged for the bytes of the
-// partial results that they add. On a GPU costs are nanoseconds of a unit: a fixed part and whole tiles,
+// There are two models. On a CPU (`unit_ns` 0) a piece costs its tokens times (`vectors_per_read` + its query vectors).
+// Threads take pieces when they are free, so a few of about equal cost for each thread are enough. Cuts are charged
+// for the bytes of the partial results that they add. On a GPU a unit costs nanoseconds: a fixed part and whole tiles,
 //
 //      unit_ns + ceil(tokens / tile_tokens) * (narrow_tile_ns or wide_tile_ns)
 //
-// because a unit of one token takes about as long as a unit of one tile, and thread blocks start together: what counts
-// is the one that has most. Which cuts are best then depends on how units add up (17 units for 16 workers take as long as
-// 32), so several are tried, and those taken with which the busiest worker and the merging of the partial results
-// together take least.
+// because a unit of one token takes about as long as a unit of one tile. Thread blocks start together, so the one with
+// the most work counts. Which cuts are best depends on how units add up (17 units take 16 workers as long as 32), so
+// several are tried. The best one has the least sum of two times: that of the busiest worker, and that of merging the
+// partial results.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +28,8 @@ struct PieceSize {
 // Into how many parts each piece is cut along its tokens, in front of the cut by rows (`tile_rows`).
 std::vector<int64_t> balanced_parts(const WorkOptions& options, const std::vector<PieceSize>& pieces);
 
-// What the units of a piece of a dealt plan are. Costs are rounded up to five binary digits, by a sixteenth at most: pieces
-// that differ little are dealt alike, so that few words change when rows join or leave.
+// The kind and cost of the units of a piece, for dealing. Costs are rounded up to five binary digits, by a sixteenth at
+// most: pieces that differ little are dealt alike, so that few words change when rows join or leave.
 DealtPiece dealt_piece(const WorkOptions& options, const PieceSize& piece);
 
 }  // namespace trunkline

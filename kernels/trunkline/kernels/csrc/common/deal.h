@@ -1,14 +1,14 @@
 // Which worker does which units of work: longest first.
 //
 // A *unit* is a piece for one KV head. Thread blocks of a GPU start together and each goes through its own units, so a
-// step takes as long as the worker with the most. Units are dealt in the order of their cost, the longest first, each to
-// the worker that has least so far (Graham, 1969). With `mean` the cost of all units divided by the workers, the worker
-// with the most has
+// step takes as long as the worker with the most. Units are dealt in the order of their cost, the longest first, each
+// to the worker that has least so far (Graham, 1969). With `mean` the cost of all units divided by the workers, the
+// worker with the most has
 //
 //      at most mean + (1 - 1 / workers) * longest, and at most 4/3 of the least that any dealing reaches
 //
-// and never more than if units were taken in turns (unit u by worker u % workers): where those happen to be better, they
-// are kept.
+// and never more than if units were taken in turns (unit u by worker u % workers): where turns happen to be better,
+// they are kept.
 //
 // Units are *wide* or *narrow*, and a worker does its wide ones first: a kernel may have another layout for each kind.
 #pragma once

@@ -16,8 +16,8 @@
 // 3. Balance: pieces are cut to about equal cost, with a minimum length (balance.h).
 // Each piece is done once per KV head, or for several at once (`unit_vectors`): then it is cut along its tokens rather
 // than by heads, whose tiles adjoin in memory.
-// 4. Dealing (`dealt`): each worker gets a list of units of its own, longest first (deal.h). The order of pieces, in which
-// partials are numbered, stays as it is.
+// 4. Dealing (`dealt`): each worker gets a list of units of its own, longest first (deal.h). The order of pieces, in
+// which partials are numbered, stays as it is.
 //
 // Partials: a row has one partial (O, m, n) per piece that it appears in. `entry_ordinal` numbers a row's partials
 // in the order of pieces; a row with a single one needs no merge.

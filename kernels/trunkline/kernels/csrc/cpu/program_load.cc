@@ -177,8 +177,8 @@ AdapterLayer adapter_layer(const LinearLayer* layer, const int64_t* handles) {
   return {down, up};
 }
 
-// Takes an adapter's layers: int64 [sites, 2], for each site (`adapters.h`) the handles of A and B, or zeros. Empty: the
-// adapter is gone. Python keeps the layers until they are replaced.
+// Takes an adapter's layers: int64 [sites, 2], for each site (`adapters.h`) the handles of A and B, or zeros. Empty:
+// the adapter is gone. Python keeps the layers until they are replaced.
 void program_adapter(int64_t handle, int64_t adapter, TensorView handles) {
   Program& program = program_of(handle);
   const auto sites = static_cast<int64_t>(program.sites);

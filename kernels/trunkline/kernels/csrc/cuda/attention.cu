@@ -47,9 +47,9 @@ cudaError_t read_limits(DeviceLimits& limits) {
   return error;
 }
 
-// Two thread blocks per processor hide each other's barriers, so they come before more stages; and large tiles
-// (they read shared KV once for more rows) before both. What a large tile's vectors take is further stages of the layout
-// for narrow pieces; where that makes none, there is one layout.
+// Two thread blocks per processor hide each other's barriers, so they come before more stages; and large tiles, which
+// read shared KV once for more rows, come before both. The layout for narrow pieces has further stages in the room of
+// a large tile's vectors; where there is none for a stage, there is one layout.
 bool choose_stages(const AttentionKernel& kernel, const DeviceLimits& limits, AttentionShape& shape) {
   for (int rows = kMatrixRows; rows >= 16; rows /= 2) {
     for (int blocks = 2; blocks >= 1; --blocks) {

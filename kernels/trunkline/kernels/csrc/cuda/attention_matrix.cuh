@@ -1,24 +1,26 @@
 // Two-phase-partition attention on matrix units (ChunkAttention §3.2-3.3; the blocks of PagedAttention §4.1).
 //
-// A thread block of four warps takes a segment of the plan: up to 64 query vectors (rows that share a run of items, times
-// the query heads of a KV head) against tiles of 64 tokens (32 for head sizes over 128), which come
+// A thread block of four warps takes a segment of the plan: up to 64 query vectors (rows that share a run of items,
+// times the query heads of a KV head) against tiles of 64 tokens (32 for head sizes over 128), which come
 //
 //      global ──cp.async──► ring of `stages` tiles of K and V in shared memory, loaded ahead across segments
 //
-// Segments of up to 16 vectors are narrow: warps share the work on all vectors (attention_narrow.cuh). In wider ones each
-// warp has vectors of its own (attention_wide.cuh). A row's arithmetic, element by element, is the same in both, whatever
-// else is in the tile: what the batch-invariant mode relies on.
+// Segments of up to 16 vectors are narrow: warps share the work on all vectors (attention_narrow.cuh). In wider ones
+// each warp has vectors of its own (attention_wide.cuh). A row's arithmetic, element by element, is the same in both,
+// whatever else is in the tile. The batch-invariant mode relies on that.
 //
-// Two layouts of shared memory, one after the other: *wide* units with `tile_rows` vectors, then *narrow* units, of at most
-// 16 vectors (what few rows read alone, most of what a step without sharing reads), with the room that the other vectors
-// leave as further stages: more bytes under way where reading is all there is to do. Each has its own list of units in the
-// plan, and one without units is passed over. Both are in one launch, so that thread blocks without wide units begin
-// with narrow ones at once. (Kernels apart would have to wait for each other.)
+// Shared memory has two layouts, one after the other. The first is for *wide* units, of up to `tile_rows` vectors. The
+// second is for *narrow* units, of up to 16 vectors: what few rows read alone, which is most of what a step without
+// sharing reads. The room of the other vectors holds further stages there, so that more bytes are under way where
+// reading is all there is to do. Each layout has its own list of units in the plan; one without units is passed over.
+// One launch does both, so that thread blocks without wide units begin with narrow ones at once. (Of two kernels the
+// second would have to wait for the first.)
 //
 // Tokens that no item covers are never read: their K and V are zeros in shared memory and their scores -inf.
 //
-// Of K and V in 8 bits (`kBytes`) the ring has rows as they lie in the pool. Each warp makes numbers of them in its registers
-// (byte_products.cuh): of keys exactly (scores are multiplied with their scales), of values times their scales.
+// Of K and V in 8 bits (`kBytes`) the ring has rows as they lie in the pool. Each warp makes numbers of them in its
+// registers (byte_products.cuh): exactly those of keys, whose scales multiply the scores; those of values times their
+// scales.
 #pragma once
 
 #include "attention_narrow.cuh"

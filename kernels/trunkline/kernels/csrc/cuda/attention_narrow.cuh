@@ -24,7 +24,8 @@ class NarrowSegment : MatrixSegment<T, D, kBytes> {
   using typename Base::Layout;
   static constexpr int kWeightStride = Layout::kWeightStride;
   static constexpr int kQuarter = (D / 8 + kWarps - 1) / kWarps;
-  // Of a warp's part of O. In 8 bits they come in groups (fragments.h), and of a few head sizes not all warps have as many.
+  // Tiles of a warp's part of O. In 8 bits they come in groups (fragments.h), so for a few head sizes some warps have
+  // fewer.
   static constexpr int kColumnTiles = !kBytes || kQuarter == 2 ? kQuarter : (kQuarter + 3) / 4 * 4;
   static constexpr int kGroup = kColumnTiles % 4 == 0 ? 4 : 2;
 

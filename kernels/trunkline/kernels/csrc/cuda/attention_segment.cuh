@@ -1,5 +1,5 @@
 // What narrow and wide segments of attention on matrix units have in common: queries, the rule of scores, weights, and
-// results. In both a lane has two vectors, `c_row` and the eighth behind it, of the 16 that its products are of.
+// results. In both a warp's products are of 16 vectors, of which a lane has two: `c_row` and the eighth behind it.
 #pragma once
 
 #include "byte_products.cuh"
@@ -7,18 +7,18 @@
 
 namespace trunkline::cuda {
 
-// What a warp has in registers of a segment: queries, and what is summed up so far. In a narrow one only the fronts of
-// the arrays are used, for the columns and the tokens of each warp's quarter.
+// What a warp keeps of a segment in registers: queries, and the sums so far. In a narrow segment only the fronts of the
+// arrays are used, for the columns and the tokens of each warp's quarter.
 template <int D>
 struct SegmentState {
   static constexpr bool kKeepsQueries = D <= 128;  // in registers; larger heads have no room there
   uint32_t queries[kKeepsQueries ? D / 16 : 1][4];
   float acc[D / 8][4] = {};
   float peak[2] = {kNegativeInfinity, kNegativeInfinity};
-  float total[2][kWarps] = {};  // by strips of the tiles
+  float total[2][kWarps] = {};  // by the strips (quarters) of tiles whose weights are summed apart
 };
 
-// Brings `padded` queries to shared memory, a multiple of 16, turned as their shifts say.
+// Brings `padded` queries, a multiple of 16, to shared memory, rotated by their shifts.
 template <class T, int D, bool kBytes>
 __device__ __forceinline__ void bring_queries(const AttentionCall& call, const MatrixShared<T, D, kBytes>& shared,
                                               const TileCursor& tile, const WorkView& work, int steps,
@@ -26,7 +26,7 @@ __device__ __forceinline__ void bring_queries(const AttentionCall& call, const M
   constexpr int kUnits = D / 8, kStride = MatrixLayout<D, kBytes>::kQueryStride;
   __syncthreads();  // the segment before is done with Q and the row table
   shared.rows.fill(tile, work, call, steps, padded);
-  // Not by way of the table: reads of the plan and of queries would wait for each other.
+  // Not by way of the row table: queries would then wait for its reads of the plan.
   const T* q = static_cast<const T*>(call.q);
 #pragma unroll 2
   for (int i = static_cast<int>(threadIdx.x); i < padded * kUnits; i += kThreads) {
@@ -57,7 +57,7 @@ class MatrixSegment {
   static_assert(D % 16 == 0 && (kStripTiles == 2 || (kStripTiles == 1 && kSteps % 2 == 0)));
 
  protected:
-  // `first_vector`: of the 16 of this warp's products; `takes_part`: whether they are there.
+  // `first_vector`: the first of the 16 of this warp's products; `takes_part`: whether the segment has them.
   __device__ MatrixSegment(const AttentionCall& call, const Shared& shared, State& state, int first_vector,
                            bool takes_part)
       : call_(call),

@@ -1,5 +1,6 @@
 // Products with a tile of keys or values in 8 bits: fragments are made in registers from the bytes as they lie in the
-// pool, so that they need neither a tile of 16-bit numbers nor barriers. fragments.h says which token or column is where.
+// pool, so that they need neither a tile of 16-bit numbers nor barriers. fragments.h says which token or column is
+// where.
 #pragma once
 
 #include <type_traits>
@@ -9,8 +10,9 @@
 
 namespace trunkline::cuda {
 
-// Calls `visit` with each group of `kGroup` tiles of 8 columns, from tile `first` of a row on, as far as the row goes:
-// with a constant, how many tiles the group has (the last may have half as many), and the number of its first of `kTiles`.
+// Calls `visit` for each group of `kGroup` tiles of 8 columns, from tile `first` of a row on, as far as the row goes.
+// Arguments: how many tiles the group has, as a constant (the last may have half as many), and the number of its first
+// one among the `kTiles`.
 template <int D, int kTiles, int kGroup, class Visit>
 __device__ __forceinline__ void each_group(int first, const Visit& visit) {
   static_assert(kTiles % 2 == 0 && D / 8 % (kGroup / 2) == 0);
@@ -33,12 +35,13 @@ class ByteTile {
   static constexpr int kRow = D + kScaleBytes;
 
  public:
-  // Who is multiplied by the values' scales, in float32 before it is rounded: weights in bfloat16, which loses no more at
-  // any scale and takes values exactly; values in float16, where such weights would be too small.
+  // Whether weights, rather than values, are multiplied by the values' scales, in float32 before they are rounded. In
+  // bfloat16 weights are: it holds values exactly, and loses no more at any scale. In float16 such weights would be too
+  // small.
   static constexpr bool kScalesWeights = std::is_same_v<T, Bf16>;
 
-  // `rows`: of the keys, or of the values, of which `tokens` are there. Behind them bytes are what lies there, which are
-  // finite numbers, and scales are not read.
+  // `rows`: those of the keys, or of the values, for `tokens` tokens. Bytes behind them may be anything, as all are
+  // finite numbers; scales behind them are not read.
   __device__ ByteTile(const unsigned char* rows, int tokens, int lane, int kv_dtype)
       : rows_(rows), tokens_(tokens), lane_(lane), kv_dtype_(kv_dtype) {}
 

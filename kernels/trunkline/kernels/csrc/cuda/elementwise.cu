@@ -1,7 +1,7 @@
 // Norms and gated activation: one pass over memory where torch takes several. Sums are in float32.
 //
-// Rows of whole units of 16 bytes, at addresses that are multiples of 16, are read unit by unit, all that a thread reads
-// before anything that depends on it; others element by element.
+// Rows of whole units of 16 bytes, at addresses that are multiples of 16, are read unit by unit: a thread reads all of
+// its units before it computes. Other rows are read element by element.
 #include <primitives.cuh>
 
 #include "api.h"

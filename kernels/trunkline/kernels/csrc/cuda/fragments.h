@@ -43,9 +43,9 @@ TRUNKLINE_FRAGMENT int key_single_column(int lane) { return (lane >> 3) * 8; }
 // token, so the matrices (8 tokens x 8 columns) are transposed as they are loaded: lane i names token i.
 TRUNKLINE_FRAGMENT int value_token(int lane) { return lane; }
 
-// Tiles in 8 bits lie in rows of an odd number of words, so that no ldmatrix can read them. Lanes read words, and which
-// token or column is which of a product's is chosen so that 32 lanes meet 32 banks, with keys (rows by g, words by t) as
-// with values (rows by t, words by g): column n of tile j of the scores is this token,
+// Tiles in 8 bits lie in rows of an odd number of words, so ldmatrix cannot read them; lanes read words. Which token or
+// column stands where in a product is chosen so that 32 lanes meet 32 banks, with keys (rows by g, words by t) as with
+// values (rows by t, words by g). Column n of tile j of the scores is this token,
 TRUNKLINE_FRAGMENT int byte_token(int j, int n) { return j / 4 * 32 + n * 4 + j % 4; }
 // k 2t, 2t+1, 2t+8, 2t+9 of 16 of the head dimension are these four columns, the same of queries and keys,
 TRUNKLINE_FRAGMENT int byte_quad(int lane) { return (lane & 3) * 4; }

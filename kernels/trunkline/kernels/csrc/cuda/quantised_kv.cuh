@@ -27,8 +27,8 @@ struct Int8Bytes {
     const uint32_t bits = byte_perm(word ^ 0x80808080u, 0x4b000000u, 0x7440u | static_cast<uint32_t>(j));
     return __fadd_rn(float_of(bits), -0x1.0001p23f);
   }
-  // `twice`: two bytes, each in both halves of 16 bits. In bfloat16 2^7 has room for the seven lower bits, and what is too
-  // many is 2^7 or 2^8; in float16 2^10 has room for all.
+  // `twice`: two bytes, each in both halves of 16 bits. In bfloat16 2^7 has room for the seven lower bits, and the
+  // excess is 2^7 or 2^8; in float16 2^10 has room for all bits.
   template <class T>
   __device__ static uint32_t pair(uint32_t twice) {
     if constexpr (std::is_same_v<T, Bf16>) {

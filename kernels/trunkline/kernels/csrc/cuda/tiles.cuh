@@ -29,9 +29,9 @@ __device__ __forceinline__ int warp_min(int x) {
   return x;
 }
 
-// The units of a thread block, in order. A dealt plan (common/deal.h) has two lists for each worker, of wide and of narrow
-// units; thread block b is worker b, and should there be fewer thread blocks also b + grid, b + 2 * grid, … Of another plan
-// it does units b, b + grid, b + 2 * grid, …, all of which count as wide.
+// The units of a thread block, in order. A dealt plan (common/deal.h) has two lists for each worker, of wide and of
+// narrow units. Thread block b is worker b and, should there be fewer thread blocks than workers, also b + grid,
+// b + 2 * grid, … Of another plan it does units b, b + grid, b + 2 * grid, …, all of which count as wide.
 class UnitList {
  public:
   enum Kind { kWide = 1, kNarrow = 2, kAll = kWide | kNarrow };
@@ -80,8 +80,8 @@ class UnitList {
 };
 
 // Walks a thread block's segments and, within each, its tiles. The loader's and the consumer's cursor are two
-// objects of this class, so that both see the same sequence. Items are read 32 at a time, one by each lane of a warp, and
-// told by shuffles: a read of the plan takes longer than a tile's products.
+// objects of this class, so that both see the same sequence. Items are read 32 at a time, one by each lane of a warp,
+// and passed on by shuffles: a read of the plan takes longer than a tile's products.
 class TileCursor {
  public:
   // `tile_rows`, `tile_tokens`: the most of a segment and of a tile.
@@ -178,8 +178,8 @@ class TileCursor {
   int vectors_ = 0, vector_start_ = 0;
   int oldest_ = 0;  // the query position, in keys' positions, of the row that looks back furthest
   int item_ = 0, item_tokens_ = 0, item_base_ = 0, item_block_ = 0, item_first_ = 0, offset_ = 0;
-  int read_from_ = 0, read_tokens_ = 0, read_base_ = 0, read_block_ = 0,
-      read_first_ = 0;  // of item read_from_ + lane
+  // Of item read_from_ + lane.
+  int read_from_ = 0, read_tokens_ = 0, read_base_ = 0, read_block_ = 0, read_first_ = 0;
 };
 
 // Rows of the pool before those of the cursor's tile, of keys or of values; the rows of a tile are contiguous.

@@ -176,10 +176,10 @@ __device__ __forceinline__ float reciprocal_approximate(float x) {
 // Of angles between -pi and pi, to about 4e-7 absolute.
 __device__ __forceinline__ void sine_cosine(float x, float& sine, float& cosine) { __sincosf(x, &sine, &cosine); }
 
-// Programmatic launches, of devices 9.x, for which there is code of their own: a kernel that was launched by
-// `launch_early` may begin once all thread blocks of the one before allow it or have ended, and has to wait before it
-// touches what that one reads or writes. All that was launched before that one has ended when the wait returns: each
-// kernel that is launched early waits.
+// Programmatic dependent launches, on devices of compute capability 9.x, which have machine code of their own. A kernel
+// that was launched by `launch_early` may begin once all thread blocks of the kernel before it allow that or have
+// ended. It has to wait before it touches what that kernel reads or writes. When the wait returns, all kernels before
+// have ended, too, since each kernel that is launched early waits.
 __device__ __forceinline__ void allow_next_launch() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
