@@ -73,19 +73,31 @@ def test_what_is_computed_faster_is_computed() -> None:
     assert not desk.tiers.moves(0.0)
 
 
+def test_chunks_in_a_window_are_worth_all_that_they_save() -> None:
+    """Two of them from disk instead of forty that would be computed; never a part of them."""
+    desk = Desk(1, 1, token_us=10.0)
+    desk.costs_us(100.0, 1000.0)
+    assert not desk.fetching.worth_waiting(group(1), desk.path[1:], 0.0)
+    assert desk.fetching.worth_waiting(group(2), desk.path, 0.0, 40)
+    assert len(desk.tiers.moves(0.0)) == 2
+    dear = Desk(1, 1, token_us=10.0)
+    dear.costs_us(10.0, 3000.0)
+    assert not dear.fetching.worth_waiting(group(3), dear.path, 0.0, 40), "1600 µs: the first alone is no use"
+
+
 def test_each_run_of_a_tier_is_weighed_by_itself() -> None:
     """A near run before a far one that does not pay, and far runs in front that spoil all behind them."""
     desk = Desk(4, 4)
     desk.costs_us(disk=100.0, remote=1e6)
-    count, load_us = desk.fetching._best(desk.path)
+    count, load_us = desk.fetching._best(desk.path, 8)
     assert count == 4
     assert load_us == pytest.approx(400.0)
     desk.costs_us(disk=100.0, remote=1000.0)
-    assert desk.fetching._best(desk.path)[0] == 8
+    assert desk.fetching._best(desk.path, 8)[0] == 8
     desk.costs_us(disk=1e6, remote=1.0)
-    assert desk.fetching._best(desk.path)[0] == 0, "nobody gets to the remote run but through the slow one"
+    assert desk.fetching._best(desk.path, 8)[0] == 0, "nobody gets to the remote run but through the slow one"
     desk.costs_us(disk=4500.0, remote=1.0)
-    assert desk.fetching._best(desk.path)[0] == 8, "the slow run pays with what comes behind it"
+    assert desk.fetching._best(desk.path, 8)[0] == 8, "the slow run pays with what comes behind it"
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,13 @@ from trunkline.controller.cache.thin_cache import ThinCache
 from trunkline.controller.engine.integrity import check_integrity, check_kv_cache
 from trunkline.controller.engine_config import ConfigError, EngineConfig
 from trunkline.kvstore.chunks import BlockId, unpack_int32
+from trunkline.kvstore.tier import TierKind
 from trunkline.kvstore.window_share import LoadedLayers
 from trunkline.worker.messages import StepPlan
 
 CHUNK = 4
+QUICK_S = 1e-5
+"""Time from step to step, so short that what is read from disk is waited for."""
 SMALL = EngineConfig(
     num_blocks=60, chunk_size=CHUNK, max_context=200, token_budget=16, max_rows=6, part_window=12, whole_blocks=18
 )
@@ -69,7 +72,9 @@ ENGINES = {
 def test_traffic(name: str, seed: int) -> None:
     config, mix = ENGINES[name]
     Traffic(config, mix, seed, check=True).run(16)
-    Traffic(config, mix, seed, check=False).run(50)
+    traffic = Traffic(config, mix, seed, check=False)
+    traffic.simulation.pace_s = QUICK_S
+    traffic.run(50)
 
 
 @pytest.mark.soak
@@ -78,7 +83,9 @@ def test_traffic(name: str, seed: int) -> None:
 @pytest.mark.parametrize("name", ENGINES)
 def test_much_traffic(name: str, seed: int) -> None:
     config, mix = ENGINES[name]
-    Traffic(config, mix, seed, check=False).run(3000)
+    traffic = Traffic(config, mix, seed, check=False)
+    traffic.simulation.pace_s = (QUICK_S, 1.0)[seed % 2]
+    traffic.run(3000)
 
 
 class Bench(WindowBench):
@@ -191,6 +198,28 @@ def test_a_text_comes_back_from_host_memory() -> None:
     loads = b"".join(kinds)
     assert 2 <= loads.count(LoadedLayers.ALL) <= 4, "a query at 211 sees chunks 50 to 52"
     assert loads.count(LoadedLayers.PLAIN) > 30
+    check_integrity(simulation.engine.scheduler)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_thin_chunk_comes_back_from_below_host_memory(remote: bool) -> None:
+    """Its place on the device does not hide that layers with a window need it; nothing else is read for them."""
+    config = replace(SMALL, num_blocks=90, max_context=400, host_slots=12, disk_slots=400 * (not remote))
+    simulation = Simulation(replace(config, remote=remote, preemption="swap"))
+    simulation.pace_s = QUICK_S
+    first = simulation.ask(tokens_of(0, 280), 12)
+    chunks = list(simulation.tree.nodes())
+    thin = [node for node in chunks if simulation.tree.is_thin(node) and not node.host_ready]
+    assert len(thin) > 25
+    assert all(node.on_device and (node.remote if remote else node.disk_ready) for node in thin)
+    totals = simulation.tree.totals.tiers[TierKind.REMOTE if remote else TierKind.DISK]
+    before = totals.reads
+    kinds: list[bytes] = []
+    simulation.workers.observer = lambda plan: kinds.append(plan.load_layers or bytes(len(plan.loads) // 12))
+    midway = simulation.ask([*first.prompt[:160], 5, 6, 7], 12)
+    assert midway.cached_tokens == 160
+    assert b"".join(kinds) == bytes([LoadedLayers.WINDOWED] * 3), "a query at 160 sees chunks 37 to 39"
+    assert totals.reads - before == sum(37 < node.depth <= 40 for node in thin) > 0
     check_integrity(simulation.engine.scheduler)
 
 

@@ -123,6 +123,36 @@ def test_texts_come_back_from_every_tier(models: Models, redis_server: RedisServ
         assert logits[len(answer.prompt) - 1 : -1].argmax(dim=-1).tolist() == answer.tokens[0]
 
 
+@pytest.mark.usefixtures("patience")
+def test_what_has_become_thin_comes_back_from_disk(models: Models, tmp_path: Path) -> None:
+    """Where a prompt leaves a text midway, the last window comes from disk, and all before it is on the device."""
+    folder = models("gemma3", sliding_window=WINDOW, head_dim=32)
+    tiers: dict[str, Any] = {
+        "host_memory_bytes": HOST,
+        "disk_path": str(tmp_path / "slab"),
+        "disk_bytes": 2 * HOST,
+    }
+    group = ModuleGroup(folder, replace(ENGINE, num_blocks=60, max_context=400), window_share=SHARE, **tiers)
+    try:
+        session = group.ask(random_tokens(np.random.default_rng(9), 300), 20)
+        group.settle()
+        tree = group.engine.scheduler.kv.tree
+        for node in tree.nodes():
+            if node.host_ready:
+                tree.tiers.mover.drop_host(node)
+        thin = [node for node in tree.nodes() if 5 < node.depth <= 7 and tree.is_thin(node)]
+        assert thin, "a query at 112 sees the sixth and seventh chunk"
+        computed = group.engine.computed_tokens
+        midway = group.ask([*text_of(session)[:112], 5, 6, 7])
+        assert midway.found[TierKind.DISK] == CHUNK * len(thin)
+        assert sum(midway.found) == 112
+        assert group.engine.computed_tokens - computed == 3
+    finally:
+        group.close()
+    logits = transformers_logits(folder, text_of(midway))
+    assert logits[114:-1].argmax(dim=-1).tolist() == midway.tokens[0]
+
+
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading always pays: computing seems to take far longer."""

@@ -206,6 +206,7 @@ class TieredChunk(CopyLocations):
         "stored_below",
         "turns",
         "wants",
+        "whole_wants",
     )
 
     def __init__(self, parent: TieredChunk | None, name: ChunkName) -> None:
@@ -229,6 +230,8 @@ class TieredChunk(CopyLocations):
         """Whether the chunk's owner has removed it. Moves in flight may still use its slots."""
         self.wants: list[tuple[QueueKey, int]] = []
         """The waiting jobs that will use the chunk, in the order of the queue: (key, job)."""
+        self.whole_wants = 0
+        """Number of these jobs that will read the chunk in layers with a window, too."""
         self.turns: tuple[Turn, ...] = ()
         """The turns that have ended with the chunk and whose sessions may come back
         (`trunkline.kvstore.next_use`)."""

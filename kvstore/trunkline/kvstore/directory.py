@@ -26,10 +26,10 @@ A copy is given up only when another one is verified, or when its chunk leaves t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic
 
-from trunkline.kvstore.chunks import NO_PEER, NO_SLOT, ChangeLog, ChunkT, QueueKey, SlotId, TieredChunk
+from trunkline.kvstore.chunks import NO_PEER, NO_SLOT, ChangeLog, ChunkT, QueueKey, SlotId
 from trunkline.kvstore.copies import Copies, IndexEvent, may_leave
 from trunkline.kvstore.directory_check import check_directory, check_peers
 from trunkline.kvstore.next_use import RESTORED, NextUse
@@ -52,11 +52,13 @@ class Directory(Generic[ChunkT]):
         config: DirectoryConfig,
         totals: Mapping[TierKind, TierTotals] | None = None,
         device_blocks: int = 0,
+        is_thin: Callable[[ChunkT], bool] = lambda _: False,
     ) -> None:
         """
         Args:
             totals: The totals of each `TierKind` from which to count on; None: count from zero.
             device_blocks: Number of blocks of the device, for the tenants' shares of it.
+            is_thin: Says of a chunk on the device whether layers with a window have nothing of it there.
 
         Raises:
             ValueError: The configuration makes no sense.
@@ -68,7 +70,7 @@ class Directory(Generic[ChunkT]):
         self.totals = totals or {tier: TierTotals() for tier in TierKind}
         self.health = {tier: TierHealth(READ_US[tier], *limits, self.totals[tier]) for tier in tiers}
         self.copies: Copies[ChunkT] = Copies(config, self.totals, device_blocks)
-        self.jobs: WaitingJobs[ChunkT] = WaitingJobs()
+        self.jobs: WaitingJobs[ChunkT] = WaitingJobs(is_thin)
         self.next_use: NextUse[ChunkT] = NextUse(
             self.copies.offer, has_host=config.host_slots > 0, has_disk=config.disk_slots > 0
         )
@@ -76,6 +78,7 @@ class Directory(Generic[ChunkT]):
         self.mover: TierMover[ChunkT] = TierMover(
             self.copies, self.jobs, self.health, self.peers, config, self.totals
         )
+        self._is_thin = is_thin
         self._released: list[ChunkT] = []
         """Chunks that only a peer is said to have, and that a job has ceased to want since the last moves."""
         self.claimed_count = 0
@@ -160,7 +163,7 @@ class Directory(Generic[ChunkT]):
         return chunk.host, self.copies.host.generation(chunk.host)
 
     def left_device(self, chunk: ChunkT) -> None:
-        """Note that a chunk's block was given up: if a waiting job wants it, a copy may have to be fetched."""
+        """Note that a chunk's block was given up or became thin: a copy may have to be fetched for a job."""
         self.jobs.note(chunk)
         self.copies.offer(chunk)
 
@@ -177,10 +180,13 @@ class Directory(Generic[ChunkT]):
         for chunk in path:
             chunk.last_use = max(chunk.last_use, now)
 
-    @staticmethod
-    def tier_of(chunk: TieredChunk) -> TierKind | None:
-        """Return the fastest tier that has a ready copy; None if no tier has one."""
-        if chunk.on_device:
+    def is_near(self, chunk: ChunkT) -> bool:
+        """Return whether a plan made now may use the chunk in all layers, or load what the device lacks of it."""
+        return chunk.host_ready or (chunk.on_device and not self._is_thin(chunk))
+
+    def tier_of(self, chunk: ChunkT) -> TierKind | None:
+        """Return the fastest tier that has a ready copy, with the KV of all layers; None if no tier has one."""
+        if chunk.on_device and not self._is_thin(chunk):
             return TierKind.DEVICE
         if chunk.host_ready:
             return TierKind.HOST
@@ -190,21 +196,21 @@ class Directory(Generic[ChunkT]):
             return TierKind.PEER
         return TierKind.REMOTE if chunk.remote else None
 
-    @staticmethod
-    def source_of(chunk: TieredChunk) -> Source | None:
+    def source_of(self, chunk: ChunkT) -> Source | None:
         """Return the fastest place that has a ready copy, as `tier_of`, and which peer it is."""
-        tier = Directory.tier_of(chunk)
+        tier = self.tier_of(chunk)
         return None if tier is None else Source(tier, chunk.peer if tier is TierKind.PEER else NO_PEER)
 
-    def want(self, job: int, key: QueueKey, chunks: Sequence[ChunkT]) -> None:
+    def want(self, job: int, key: QueueKey, chunks: Sequence[ChunkT], behind: int = 0) -> None:
         """Note that a waiting job will use the chunks of a path. If the job is known already, this replaces it.
 
         Args:
             key: The job's place in the queue, smallest first. Keys are unique and all of the same length.
+            behind: How many of the first chunks the job reads in layers without a window only.
         """
         if job in self.jobs:
             self.unwant(job)
-        self.jobs.add(job, key, chunks)
+        self.jobs.add(job, key, chunks, behind)
 
     def unwant(self, job: int) -> None:
         """Note that a job does not wait any more. A job that is not known is ignored."""

@@ -274,15 +274,22 @@ REMOTE: Final = Source(TierKind.REMOTE)
 class WaitingJobs(Generic[ChunkT]):
     """The waiting jobs and the chunks that they will use."""
 
-    def __init__(self) -> None:
-        self._jobs: dict[int, tuple[QueueKey, tuple[ChunkT, ...]]] = {}
+    def __init__(self, is_thin: Callable[[ChunkT], bool]) -> None:
+        """
+        Args:
+            is_thin: Says of a chunk on the device whether layers with a window have nothing of it there.
+        """
+        self._is_thin = is_thin
+        self._jobs: dict[int, tuple[QueueKey, tuple[ChunkT, ...], int]] = {}
+        """Of each job its key, its chunks, and how many of these it does not read in layers with a window."""
         self._heads: list[tuple[QueueKey, int]] = []
         """A heap of the waiting jobs. Jobs that are gone are dropped when they come to the top."""
         self._lacking: dict[Source, LazyHeap[ChunkT]] = {
             DISK: LazyHeap(_wanted_first),
             REMOTE: LazyHeap(_wanted_first),
         }
-        """Wanted chunks that are neither in host memory nor on the device, by the place to fetch them from."""
+        """Wanted chunks that are neither in host memory nor, in the layers that are read, on the device, by the
+        place to fetch them from."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -290,29 +297,32 @@ class WaitingJobs(Generic[ChunkT]):
     def __contains__(self, job: int) -> bool:
         return job in self._jobs
 
-    def add(self, job: int, key: QueueKey, chunks: Sequence[ChunkT]) -> None:
-        """Add a waiting job that will use `chunks`."""
-        self._jobs[job] = key, tuple(chunks)
+    def add(self, job: int, key: QueueKey, chunks: Sequence[ChunkT], behind: int = 0) -> None:
+        """Add a waiting job that will use `chunks`, the first `behind` of them in layers without a window only."""
+        self._jobs[job] = key, tuple(chunks), behind
         heapq.heappush(self._heads, (key, job))
-        for chunk in chunks:
+        for index, chunk in enumerate(chunks):
             insort(chunk.wants, (key, job))
+            chunk.whole_wants += index >= behind
             self.note(chunk)
 
     def remove(self, job: int) -> tuple[ChunkT, ...]:
         """Remove a job that does not wait any more; return the chunks that it wanted."""
-        key, chunks = self._jobs.pop(job)
-        for chunk in chunks:
+        key, chunks, behind = self._jobs.pop(job)
+        for index, chunk in enumerate(chunks):
             at = bisect_left(chunk.wants, (key, job))
             if at < len(chunk.wants) and chunk.wants[at] == (key, job):
                 del chunk.wants[at]
+                chunk.whole_wants -= index >= behind
         if len(self._heads) > 2 * len(self._jobs) + 64:
-            self._heads = [(key, job) for job, (key, _) in self._jobs.items()]
+            self._heads = [(key, job) for job, (key, *_) in self._jobs.items()]
             heapq.heapify(self._heads)
         return chunks
 
     def forget(self, chunk: ChunkT) -> None:
         """Forget a chunk that does not exist any more."""
         chunk.wants.clear()
+        chunk.whole_wants = 0
         for heap in self._lacking.values():
             heap.discard(chunk)
 
@@ -345,7 +355,9 @@ class WaitingJobs(Generic[ChunkT]):
     def source(self, chunk: ChunkT) -> Source | None:
         """Return the place to fetch a chunk from; None if it is not wanted, is near already or cannot be
         fetched."""
-        if not chunk.wants or chunk.host >= 0 or chunk.on_device:
+        if not chunk.wants or chunk.host >= 0:
+            return None
+        if chunk.on_device and not (chunk.whole_wants and self._is_thin(chunk)):
             return None
         if chunk.disk_ready:
             return DISK

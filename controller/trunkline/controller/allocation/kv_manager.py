@@ -97,7 +97,7 @@ class KVCacheManager:
         plan: PlanBuilder,
         *,
         tails: int = 0,
-        wait_for: Callable[[list[Node]], bool] | None = None,
+        wait_for: Callable[[list[Node], int], bool] | None = None,
         load_entries: int = ALL_ENTRIES,
     ) -> Admission:
         """Reserve everything that a sequence's known tokens need beyond what is cached, or reserve nothing.
@@ -108,8 +108,8 @@ class KVCacheManager:
             spare: blocks that must stay available for the growth of running sequences.
             tails: number of sequences that will fork from the sequence. If its tokens end within a chunk, that
                 many blocks are reserved in `sequence.tails`.
-            wait_for: called if the next chunks of the prompt are in a tier below the host; says whether to wait
-                for them (`FAR`). If not, they are computed again.
+            wait_for: called if chunks of the prompt are in a tier below the host, with them and the number of
+                those that are computed without them; says whether to wait for them (`FAR`).
             load_entries: chunks that are only in host memory are loaded up to this block-table entry; those behind
                 it are computed again.
         """
@@ -121,9 +121,9 @@ class KVCacheManager:
             sequence.waits_on = match.pending
             self.tree.prune_root(stem.root)
             return Admission.PENDING
-        found, far = split_at_far(self.tree, sequence, found, load_entries, plan.step)
+        found, far, saved = split_at_far(self.tree, sequence, found, load_entries, plan.step)
         stem, match = found
-        if far and wait_for is not None and wait_for(far):
+        if far and wait_for is not None and wait_for(far, saved):
             self.tree.prune_root(stem.root)
             return Admission.FAR
         has_fixed_part = self._has_fixed_part(sequence, match)

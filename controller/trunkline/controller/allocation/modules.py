@@ -121,8 +121,8 @@ class FoundText(NamedTuple):
 
 def find_text(tree: RadixCache, text: CachedText, stop: int, step: int) -> FoundText:
     """Return the chunks of the first `stop` tokens of a text that step `step` can use. What only a peer has is
-    missing: the job that encodes the text pulls it. So is what has become thin and has no copy in host memory: the
-    job computes it again in its place."""
+    missing: the job that encodes the text pulls it. So is what has become thin and has no copy: the job computes
+    it again in its place."""
     root = tree.find_text_root(text.place)
     if root is None:
         return FoundText([], None, text.position)
@@ -135,8 +135,6 @@ def find_text(tree: RadixCache, text: CachedText, stop: int, step: int) -> Found
             return FoundText([], None, base)
         if child.ready_step >= step:
             return FoundText([], child, base)
-        if tree.is_thin(child) and not child.host_ready:
-            return FoundText([], None, base)
         nodes.append(child)
         node = child
     return FoundText(nodes, None, base)

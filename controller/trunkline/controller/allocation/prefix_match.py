@@ -21,6 +21,7 @@ without decoupled positions do it. A later request that drops more is cut out of
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from msgspec import structs
@@ -74,24 +75,31 @@ def _match_plain(tree: RadixCache, sequence: Sequence, stop: int, step: int) -> 
     return PrefixMatch(Stem(root), tree.match(root, sequence.tokens.to_bytes(0, stop), step))
 
 
-def expected_chunks(tree: RadixCache, sequence: Sequence, step: int) -> tuple[list[Node], list[Node]]:
-    """Return the chunks that a waiting sequence will use, wherever they are, as far as is known now.
+class ExpectedChunks(NamedTuple):
+    """The chunks that a waiting sequence will use, wherever they are, as far as is known now."""
 
-    Returns:
-        whole chunks (and the last ones of texts), in order; and those of them whose KV will be read, with the
-        chunk behind them of which only the beginning will be used, if there is one.
-    """
+    path: list[Node]
+    """Whole chunks, and the last ones of texts, in order."""
+    read: list[Node]
+    """Those of them whose KV will be read, and the chunk behind them of which only the beginning will be used, if
+    there is one."""
+    behind: int = 0
+    """How many of the first chunks of `read` will be read in layers without a window only."""
+
+
+def expected_chunks(tree: RadixCache, sequence: Sequence, step: int) -> ExpectedChunks:
+    """Return the chunks that a waiting sequence will use."""
     group, stop = sequence.group, sequence.tokens.count
     if group.modules is not None:
         # Texts that are announced without a request's tokens have no tree for own tokens.
         found = match_modules(tree, sequence, group.modules, stop, step) if group.modules.runs else None
         if found is None or found.match.pending is not None:
             path = _present_texts(tree, sequence, step)
-            return path, path
+            return ExpectedChunks(path, path)
     elif group.cut is not None:
         found = match_behind_cut(tree, sequence, group.cut, stop, step)
         if found is None:
-            return [], []
+            return ExpectedChunks([], [])
     else:
         found = _match_plain(tree, sequence, stop, step)
     path, stem = found.match.path, found.stem
@@ -102,7 +110,9 @@ def expected_chunks(tree: RadixCache, sequence: Sequence, step: int) -> tuple[li
         rest = sequence.tokens.view(start, min(start + tree.chunk_size, stop))
         partial, _ = tree.most_similar_child(end, pack_int32(rest), step)
     tree.prune_root(stem.root)
-    return path, stem.used(path) + ([partial] if partial is not None else [])
+    read = stem.used(path)
+    behind = len(read) - (len(path) - stem.behind)
+    return ExpectedChunks(path, read + ([partial] if partial is not None else []), behind)
 
 
 def _present_texts(tree: RadixCache, sequence: Sequence, step: int) -> list[Node]:

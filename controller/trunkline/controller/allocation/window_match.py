@@ -6,8 +6,10 @@ window is missing, the longest shorter hit counts whose own window is there. Pur
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from trunkline.controller.cache.radix_cache import RadixCache
-from trunkline.controller.cache.radix_tree import ALL_CHUNKS, Match, Node
+from trunkline.controller.cache.radix_tree import Match, Node
 from trunkline.controller.cache.thin_cache import ThinCache
 from trunkline.controller.cache.window_cache import WindowCache
 from trunkline.controller.sequences.sequence import PrefixMatch, Sequence, Stem
@@ -52,8 +54,8 @@ def match_thin(tree: ThinCache, root: Node, sequence: Sequence, stop: int, step:
 
 def whole_part(tree: ThinCache, sequence: Sequence, match: Match) -> tuple[Match, int]:
     """Return the longest part of a match of which layers with a window have all that a sequence's next query sees,
-    on the device or in host memory, and how many chunks at its beginning that query does not see."""
-    usable, behind = _usable_thin(tree, sequence, match.path, ALL_CHUNKS)
+    in some tier, and how many chunks at its beginning that query does not see."""
+    usable, behind = _usable_thin(tree, sequence, match.path, lambda _, node: node.is_stored)
     if usable < len(match.path):
         match = Match(match.path[:usable], None, None, 0)
     elif match.partial is not None and tree.is_thin(match.partial):
@@ -61,17 +63,19 @@ def whole_part(tree: ThinCache, sequence: Sequence, match: Match) -> tuple[Match
     return match, behind
 
 
-def _usable_thin(tree: ThinCache, sequence: Sequence, path: list[Node], load_entries: int) -> tuple[int, int]:
+def _usable_thin(
+    tree: ThinCache, sequence: Sequence, path: list[Node], has_copy: Callable[[int, Node], bool]
+) -> tuple[int, int]:
     """Return up to which chunk of a path a sequence can go on, and how many chunks it does not see from there in
-    layers with a window. What it sees is whole, or thin with a copy in host memory, or, if it is to be fetched,
-    not on the device.
+    layers with a window. What it sees is whole, or thin with a copy that counts, or, if it is to be fetched, not
+    on the device.
 
     Args:
-        load_entries: copies are loaded up to this entry.
+        has_copy: says of (index, chunk) whether a copy of the chunk counts.
     """
 
     def is_there(index: int, node: Node) -> bool:
-        return not tree.is_thin(node) or (node.host_ready and index < load_entries)
+        return not tree.is_thin(node) or has_copy(index, node)
 
     if sequence.is_windowed:
         return tree.usable_length(path, lambda n: sequence.first_query(n * tree.chunk_size), is_there)
@@ -80,12 +84,16 @@ def _usable_thin(tree: ThinCache, sequence: Sequence, path: list[Node], load_ent
 
 def split_at_far(
     tree: RadixCache, sequence: Sequence, found: PrefixMatch, load_entries: int, step: int
-) -> tuple[PrefixMatch, list[Node]]:
-    """Return the part of a match that can be used now, and chunks behind it that could still be fetched.
+) -> tuple[PrefixMatch, list[Node], int]:
+    """Return the part of a match that can be used now, and what could still be fetched so that more can be used.
 
     Args:
         load_entries: chunks that are only in host memory are loaded up to this block-table entry.
         step: the step that would use them.
+
+    Returns:
+        the part; chunks that could be fetched; the number of chunks that need not be computed when all of these
+        are there. With a window it may be larger than theirs.
     """
     stem, match = found
     entries = len(match.path)
@@ -96,18 +104,25 @@ def split_at_far(
         # Before what can be used with a window, others may be computing chunks that are not seen from there.
         return node.ready_step < step and (node.is_loadable if index < load_entries else node.on_device)
 
+    def is_loaded(index: int, node: Node) -> bool:
+        return index < load_entries and node.host_ready
+
     if isinstance(tree, WindowCache) and sequence.is_windowed:
         near, behind = tree.usable_length(match.path, lambda n: sequence.first_query(n * tree.chunk_size), is_near)
         if near == entries:
-            return found, []
+            return found, [], 0
         wanted = enumerate(match.path[stem.behind : load_entries], stem.behind)
         far = [node for index, node in wanted if not is_near(index, node)]
-        return PrefixMatch(Stem(stem.root, behind=behind), Match(match.path[:near], None, None, 0)), far
+        found = PrefixMatch(Stem(stem.root, behind=behind), Match(match.path[:near], None, None, 0))
+        return found, far, min(entries, load_entries) - near
     near = next((i for i, node in enumerate(match.path) if not is_near(i, node)), entries)
     far = match.path[near:load_entries]
     if isinstance(tree, ThinCache):
-        near, behind = _usable_thin(tree, sequence, match.path[:near], load_entries)
+        seen = enumerate(match.path[stem.behind : near], stem.behind)
+        thin = [node for index, node in seen if index < load_entries and not tree.tiers.is_near(node)]
+        far = thin + far
+        near, behind = _usable_thin(tree, sequence, match.path[:near], is_loaded)
         stem = stem._replace(behind=behind)
     if near == entries:
-        return found, []
-    return PrefixMatch(stem, Match(match.path[:near], None, None, 0)), far
+        return found, [], 0
+    return PrefixMatch(stem, Match(match.path[:near], None, None, 0)), far, min(entries, load_entries) - near

@@ -88,7 +88,7 @@ class RadixCache(RadixTree):
         super().__init__(chunk_size, fingerprint, dtype)
         tiers = tiers or DirectoryConfig()
         self.totals = totals or Totals()
-        self.tiers: Directory[Node] = Directory(tiers, self.totals.tiers, pool.num_blocks)
+        self.tiers: Directory[Node] = Directory(tiers, self.totals.tiers, pool.num_blocks, self.is_thin)
         self.fences = Fences(pool.num_blocks, tiers.host_slots)
         self._pool = pool
         self.idle_leaves = IdleLeaves(self.tiers.shares, pool.num_blocks, self._is_idle_leaf, self._wait_of)

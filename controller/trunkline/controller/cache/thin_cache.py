@@ -103,6 +103,7 @@ class ThinCache(ReaderCache):
                 self._reserve(node, plan, forced=node.claims > 0 or node.pins > 0)
             self._thin_pool.thin(node.block)
             self._thinnable -= 1
+            self.tiers.left_device(node)
             done += 1
         return done
 

@@ -127,7 +127,7 @@ class ModuleJobs:
         }
         lacking = [text for text, nodes in found.items() if not nodes]
         self._encode_for(group, prompt, lacking[:TEXTS_AT_ONCE], far=False)
-        far = {text: sum(not node.is_loadable for node in nodes) for text, nodes in found.items()}
+        far = {text: sum(not self._tree.tiers.is_near(node) for node in nodes) for text, nodes in found.items()}
         crowd = sum(far.values()) > self._tree.tiers.config.host_slots // 2
         if crowd:
             # Host memory cannot hold all these texts at once, so a job for each brings it to the device by itself.
@@ -143,7 +143,7 @@ class ModuleJobs:
         far = []
         for part in prompt.parts:
             found = find_text(self._tree, prompt.texts[part.text], part.tokens(prompt), step)
-            if not all(node.is_loadable for node in found.nodes):
+            if not all(self._tree.tiers.is_near(node) for node in found.nodes):
                 far.append(part.text)
         self._encode_for(group, prompt, far[:TEXTS_AT_ONCE], far=True)
 

@@ -406,7 +406,7 @@ class Scheduler:
             self._spare_blocks(group),
             plan,
             tails=0 if group.forked else group.request.width - 1,
-            wait_for=lambda far: self.fetching.worth_waiting(group, far, plan.now),
+            wait_for=lambda far, saved: self.fetching.worth_waiting(group, far, plan.now, saved),
             load_entries=load_entries(group, self.config, self.costs),
         )
         if outcome is Admission.ADMITTED:

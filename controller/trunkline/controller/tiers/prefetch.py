@@ -78,14 +78,15 @@ class Fetching:
         self._timed: dict[int, _Wait] = {}
         """The few waiting requests that have a deadline."""
 
-    def expect(self, group: SequenceGroup, path: AbstractSequence[Node]) -> None:
-        """Fetch the chunks that a waiting request will use."""
+    def expect(self, group: SequenceGroup, path: AbstractSequence[Node], behind: int = 0) -> None:
+        """Fetch the chunks that a waiting request will use, the first `behind` of them in layers without a window
+        only."""
         wait = self._waits.setdefault(group.id, _Wait())
-        for node in path:
-            if not node.is_loadable:
+        for index, node in enumerate(path):
+            if not (node.is_loadable if index < behind else self._tiers.is_near(node)):
                 wait.far.setdefault(node, self._tier_of(node))
         if path:
-            self._tiers.want(group.id, tuple(float(x) for x in group.key), path)
+            self._tiers.want(group.id, tuple(float(x) for x in group.key), path, behind)
 
     def probing(self, group: SequenceGroup, now: float) -> None:
         """Note that the remote tier was asked what it has of a request's prompt."""
@@ -102,23 +103,26 @@ class Fetching:
         wait = self._waits.get(group.id)
         return wait is not None and wait.probe_until > now
 
-    def worth_waiting(self, group: SequenceGroup, far: list[Node], now: float) -> bool:
-        """Return whether a request whose turn it is should wait for the next chunks of its prompt, which are far
-        away.
+    def worth_waiting(self, group: SequenceGroup, far: list[Node], now: float, saved: int = 0) -> bool:
+        """Return whether a request whose turn it is should wait for chunks of its prompt, which are far away.
 
         It also starts the request's deadline, and fetches the chunks if they are not coming yet.
+
+        Args:
+            saved: number of chunks that need not be computed if all of `far` come; 0: these are the next ones.
         """
+        saved = saved or len(far)
         wait = self._waits.setdefault(group.id, _Wait())
         if wait.gave_up:
             return False
-        count, predicted_us = self._best(far)
+        count, predicted_us = self._best(far, saved)
         if not count:
             wait.gave_up = True
             # Nothing is read now that could correct a wrong prediction.
             self._tiers.doubt_costs()
             return False
         if not wait.fetch_until:
-            saved_us = count * self._chunk_size * self._costs.token_us
+            saved_us = (saved if count == len(far) else count) * self._chunk_size * self._costs.token_us
             patience_us = max(PATIENCE_FACTOR * predicted_us, PATIENCE_SHARE * saved_us)
             wait.fetch_until = now + max(self._least_s(far[:count]), patience_us / 1e6)
             self._timed[group.id] = wait
@@ -130,12 +134,13 @@ class Fetching:
             self.expect(group, far)
         return True
 
-    def _best(self, far: list[Node]) -> tuple[int, float]:
+    def _best(self, far: list[Node], saved: int) -> tuple[int, float]:
         """Return how many of these chunks to load, so that loading them and computing the others is fastest, and
-        the predicted loading time in µs. Considered are the ends of runs of chunks in one tier, or of one peer."""
+        the predicted loading time in µs. Considered are the ends of runs of chunks in one tier, or of one peer; of
+        chunks in a window, which save others if all of them are there, all or none."""
         compute_us = self._chunk_size * self._costs.token_us
-        best, best_us, best_load_us = 0, len(far) * compute_us, 0.0
-        for count in range(1, len(far) + 1):
+        best, best_us, best_load_us = 0, saved * compute_us, 0.0
+        for count in range(1 if saved == len(far) else len(far), len(far) + 1):
             if count < len(far) and self._tiers.source_of(far[count]) == self._tiers.source_of(far[count - 1]):
                 continue
             load_us = self._tiers.predicted_us(far[:count])
@@ -273,7 +278,7 @@ class Prefetcher:
 
     def known_tokens(self, group: SequenceGroup, step: int) -> int:
         """Return how many of a group's own tokens are cached in some tier."""
-        path, _ = expected_chunks(self._tree, group.members[0], step)
+        path = expected_chunks(self._tree, group.members[0], step).path
         return _tokens(path[_entries(group) :])
 
     def arrived(self, group: SequenceGroup, step: int, now: float) -> int:
@@ -290,8 +295,8 @@ class Prefetcher:
     def _expect(self, group: SequenceGroup, step: int, now: float) -> AbstractSequence[Node]:
         """Fetch what a waiting request will use, as far as it is known where that is; return its whole chunks."""
         held = self._holders.learn(group, step, now)
-        path, wanted = expected_chunks(self._tree, group.members[0], step)
-        self._fetching.expect(group, [*wanted, *_beyond(held, path)])
+        path, wanted, behind = expected_chunks(self._tree, group.members[0], step)
+        self._fetching.expect(group, [*wanted, *_beyond(held, path)], behind)
         return path
 
     def _may_probe(self, now: float) -> bool:
@@ -398,9 +403,9 @@ class Prefetcher:
             how many of its tokens are cached, and how many of those are not near yet.
         """
         held = self._holders.learn(group, step, now, is_announced=True)
-        path, wanted = expected_chunks(self._tree, group.members[0], step)
+        path, wanted, behind = expected_chunks(self._tree, group.members[0], step)
         if path or held:
-            self._want([*wanted, *_beyond(held, path)], now)
+            self._want([*wanted, *_beyond(held, path)], now, behind)
         return _tokens(path), _tokens([node for node in path if not node.is_loadable])
 
     def announce_path(
@@ -421,10 +426,10 @@ class Prefetcher:
             self._tree.tiers.keep([node for node in path if node.peer != NO_PEER], now + ttl)
         return _tokens(path), _tokens([node for node in path if not node.is_loadable])
 
-    def _want(self, nodes: list[Node], now: float) -> None:
-        """Want chunks behind all waiting requests, in order of arrival, for a while."""
+    def _want(self, nodes: list[Node], now: float, behind: int = 0) -> None:
+        """Want chunks behind all waiting requests, in order of arrival, for a while (`behind` as in `expect`)."""
         job, self._next_job = self._next_job, self._next_job - 1
-        self._tree.tiers.want(job, (inf, inf, 1.0, float(-job), 0.0), nodes)
+        self._tree.tiers.want(job, (inf, inf, 1.0, float(-job), 0.0), nodes, behind)
         self._announced[job] = now + ANNOUNCED_S
         if len(self._announced) > ANNOUNCED_MAX:
             self._forget(next(iter(self._announced)))
