@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from typing import Any
 
 import pytest
@@ -111,23 +110,3 @@ def test_work_is_cancelled_with_its_caller() -> None:
 
     asyncio.run(run())
     assert ended == ["work"]
-
-
-def test_an_error_of_the_connection_beside_a_result_is_not_logged() -> None:
-    """asyncio would say of it that nothing ever asked for it."""
-    logged: list[str] = []
-
-    async def receive() -> dict[str, Any]:
-        raise OSError("the connection is broken")
-
-    async def work() -> str:
-        return "result"
-
-    async def run() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context["message"]))
-        assert await while_connected(Request({"type": "http"}, receive), work()) == "result"
-        await asyncio.sleep(0)
-        gc.collect()
-
-    asyncio.run(run())
-    assert not logged

@@ -117,12 +117,6 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _take_error(task: asyncio.Task[None]) -> None:
-    """Ask for a task's error, if it has one: asyncio logs errors that were never asked for."""
-    if not task.cancelled():
-        task.exception()
-
-
 def _close_result(task: asyncio.Task[Any]) -> None:
     """Close what a task has returned, if it can be closed."""
     if not task.cancelled() and task.exception() is None and isinstance(task.result(), Closable):
@@ -148,8 +142,7 @@ async def _race(work: Coroutine[Any, Any, _T], receive: Receive) -> _T:
         task.add_done_callback(_close_result)
         raise
     finally:
-        watcher.cancel()
-        watcher.add_done_callback(_take_error)
+        watcher.cancel()  # if it has failed, asyncio will not log that as an error that was never retrieved
         if not task.done():
             task.cancel()
             await asyncio.gather(task, watcher, return_exceptions=True)
