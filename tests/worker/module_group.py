@@ -23,6 +23,7 @@ from worker.block_masks import BlockMaskedModel, TextJudge
 from worker.cuts import CHUNK, Logprobs
 from worker.driver import VOCAB_SIZE, Driver, dense_logprobs
 from worker.module_driver import ModulePrompt, Modules, Part, Text
+from worker.module_prompts import random_prompt, random_texts
 
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import CallTexts, EngineOutputs, Event, Ready
@@ -289,3 +290,19 @@ def compile_prompt(schema: pml.CompiledSchema, source: str, context: int = 256) 
     document = pml.parse_prompt(source)
     compiled = pml.compile_prompt(schema, document, WORDS, context=context, add_generation_prompt=False)
     return Prompt(pml.to_layout(compiled), compiled.own.tolist())
+
+
+def random_prompts(seed: int, schemas: int, count: int) -> list[Prompt]:
+    """Several of each of some schemas, in turn; all of them begin with the same texts."""
+    rng = np.random.default_rng(seed)
+    common = random_texts(rng, 3)
+    end = max(text.end for text in common)
+    prompts: list[Prompt] = []
+    for _ in range(schemas):
+        further = [Text(text.tokens, text.position + end, -1) for text in random_texts(rng, 3)]
+        for index, text in enumerate(further):
+            above = [i for i, other in enumerate([*common, *further[:index]]) if other.end <= text.position]
+            text.parent = int(rng.choice([-1, *above]))
+        texts = common + further
+        prompts += [as_prompt(texts, random_prompt(rng, texts)) for _ in range(count)]
+    return prompts[::2] + prompts[1::2]

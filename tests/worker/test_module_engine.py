@@ -26,8 +26,8 @@ from worker.module_group import (
     as_prompt,
     compile_prompt,
     compile_schema,
+    random_prompts,
 )
-from worker.module_prompts import random_prompt, random_texts
 from worker.redis_server import RedisServer
 
 from trunkline.controller.engine_config import EngineConfig
@@ -91,22 +91,6 @@ def tiers(tmp_path: Path) -> dict[str, Any]:
     """Fields of a group with a host pool, and a disk below it that outlives the group."""
     slab, index = tmp_path / "slab", tmp_path / "index.sqlite"
     return {"host_memory_bytes": HOST_BYTES, "disk_path": str(slab), "disk_bytes": 1 << 23, "index": index}
-
-
-def random_prompts(seed: int, schemas: int, count: int) -> list[Prompt]:
-    """Several of each of some schemas, in turn; all of them begin with the same texts."""
-    rng = np.random.default_rng(seed)
-    common = random_texts(rng, 3)
-    end = max(text.end for text in common)
-    prompts: list[Prompt] = []
-    for _ in range(schemas):
-        further = [Text(text.tokens, text.position + end, -1) for text in random_texts(rng, 3)]
-        for index, text in enumerate(further):
-            above = [i for i, other in enumerate([*common, *further[:index]]) if other.end <= text.position]
-            text.parent = int(rng.choice([-1, *above]))
-        texts = common + further
-        prompts += [as_prompt(texts, random_prompt(rng, texts)) for _ in range(count)]
-    return prompts[::2] + prompts[1::2]
 
 
 PRESSURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

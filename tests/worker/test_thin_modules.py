@@ -15,13 +15,13 @@ import pytest
 from msgspec.structs import replace
 from worker.checkpoints import Models
 from worker.driver import VOCAB_SIZE
-from worker.module_group import ENGINE, LayoutJudge, ModuleGroup
-from worker.test_module_engine import HOST_BYTES, random_prompts
-from worker.test_thin_blocks import windowed_layers
+from worker.module_group import ENGINE, LayoutJudge, ModuleGroup, random_prompts
+from worker.thin_driver import windowed_layers
 
 from trunkline.kvstore.chunks import Int32Array
 
 BLOCKS = 90
+HOST_BYTES = 1 << 22
 SHARE = 0.4
 
 

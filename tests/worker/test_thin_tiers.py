@@ -19,7 +19,17 @@ from worker.checkpoints import Models, assert_greedy, transformers_logits
 from worker.cuts import CHUNK
 from worker.module_group import ENGINE, Answer, ModuleGroup
 from worker.redis_server import RedisServer
-from worker.test_thin_blocks import LARGE, SHARE, WINDOW, random_tokens, runner_of, small, spoil, windowed_layers
+from worker.thin_driver import (
+    FAMILIES,
+    LARGE,
+    SHARE,
+    WINDOW,
+    random_tokens,
+    runner_of,
+    small,
+    spoil,
+    windowed_layers,
+)
 
 from trunkline.controller.messages import StepResult
 from trunkline.controller.tiers.costs import StepCosts
@@ -54,7 +64,7 @@ def loads_of(simulation: Simulation) -> Counter[LoadedLayers]:
     return counts
 
 
-@pytest.fixture(scope="module", params=("gemma3", "gpt-oss", "olmo3"))
+@pytest.fixture(scope="module", params=FAMILIES)
 def mixed(models: Models, request: pytest.FixtureRequest) -> Path:
     return models(request.param, sliding_window=WINDOW, head_dim=32)  # a layer of a chunk is a page
 
