@@ -81,9 +81,9 @@ from trunkline.kvstore.chunks import Int32Array
 
 INVARIANT_TOKENS: Final = 512
 PREFILL_PIECES: Final = 2
-"""For each thread block, aimed at."""
+"""Number of pieces of a prefill for each thread block that cuts aim at."""
 PREFILL_TOKENS_MIN: Final = 256
-"""No cut makes a piece shorter."""
+"""Fewest tokens of a piece of a prefill that a cut makes."""
 
 
 class CudaKernels:

@@ -42,7 +42,7 @@ INPUT_GROUP: Final = 32
 LEAST_INPUT: Final = 2.0**-100
 """A group of inputs none of which is larger counts as zeros: the inverse of its factor would be infinite."""
 GROUP_QUANTUM: Final = 16
-"""What the size of a group is a multiple of."""
+"""Groups have a multiple of so many inputs."""
 SCALE_TYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 
 

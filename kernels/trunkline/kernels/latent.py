@@ -58,7 +58,7 @@ class Expand(Op):
     reads = ("x",)
     writes = ("out",)
     x: Buffer
-    """For each head a weighted sum of latents."""
+    """A weighted sum of latents for each head."""
     layers: tuple[PackedLinear, ...]
     """For each head here `[value, latent]`: its matrix `V`."""
     out: Buffer

@@ -65,7 +65,7 @@ class LiveWork:
         self.words = torch.empty(0, dtype=torch.int32)
         """int32 words, the buffer that `WorkView` reads. Later changes are written into it."""
         self.array = self.words.numpy()
-        """The same memory."""
+        """The words as an array, over the same memory."""
         self.state: object = None
         """The data that kernels derive from the words; private to them."""
 

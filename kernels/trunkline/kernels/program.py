@@ -226,7 +226,7 @@ class Attend(Op):
     qkv: Buffer
     """Queries in front, as `StoreKv` left them; or queries alone, where the layer's KV is another one's."""
     layer: int
-    """Whose KV it is, by its index in the pool."""
+    """The layer of the pool whose KV it reads."""
     spec: AttentionSpec
     out: Buffer
 

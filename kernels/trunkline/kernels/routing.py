@@ -13,7 +13,7 @@ class Routing:
     per_token: int
     """Experts that a token goes to: those of the largest scores."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    """What the router's outputs become."""
+    """How the router's outputs become scores."""
     normalised: bool = True
     """Whether the shares of the chosen ones are divided by their sum."""
     factor: float = 1.0

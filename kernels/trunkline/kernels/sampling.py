@@ -75,7 +75,7 @@ class Report(NamedTuple):
     """Natural logarithms of probabilities, of some rows."""
 
     chosen: Tensor
-    """Those of chosen tokens, float32 `[n]`."""
+    """The logarithms of the chosen tokens, float32 `[n]`."""
     top_ids: Tensor
     """The most likely tokens, most likely first, int32 `[n, count]`."""
     top: Tensor

@@ -71,7 +71,7 @@ Rounding = Callable[[Tensor, int, int], Float8Rows]
 
 
 class _Key(NamedTuple):
-    """What a trial holds for."""
+    """The kind of weights that share the result of a trial."""
 
     device: torch.device
     dtype: torch.dtype

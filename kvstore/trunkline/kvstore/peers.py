@@ -42,7 +42,7 @@ class Peer:
 
 
 class PeerNews(NamedTuple):
-    """What ranks must be told of a peer."""
+    """News of a peer for the ranks: its endpoints, or that it is gone."""
 
     number: int
     endpoints: tuple[str, ...]

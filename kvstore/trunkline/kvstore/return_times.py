@@ -45,7 +45,7 @@ CURVES_MAX: Final = 2048
 """Largest number of curves; beyond that the one used least recently is forgotten."""
 
 _LENGTHS: Final = np.diff((*EDGES, 2 * EDGES[-1]))
-"""Of the intervals, in seconds."""
+"""Lengths of the intervals, in seconds."""
 _MOST: Final = 0.999
 """Largest share of turns that come back in an interval: no curve is sure."""
 

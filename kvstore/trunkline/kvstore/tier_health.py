@@ -38,7 +38,7 @@ class _Batch:
     """Whether no read was measured before these."""
     reads: int = 0
     elapsed_us: float = 0.0
-    """What they took, together."""
+    """Time that these reads took together."""
     kept: float = 1.0
     """Weight of the estimate before them beside what they show."""
 

@@ -133,7 +133,7 @@ class DraftsTried(msgspec.Struct, array_like=True, frozen=True):
     request: int
     tried: int
     accepted: int
-    """Of these, drafts that were the tokens drawn."""
+    """Drafts among these that were the tokens drawn."""
     is_prediction: bool = False
     """Whether they are from the request's `prediction` (its first one, if they are from several texts)."""
 

@@ -1,4 +1,4 @@
-"""Steps that run on the device while the host goes on, and results that nobody has taken yet.
+"""Steps that run on the device while the host goes on, and results that were not taken yet.
 
 A step whose tokens stay on the device need not be waited for: the next plan may be taken, and its step launched,
 before the tokens of this one are read. The sequences then have `PENDING` in their places; whatever needs the

@@ -290,7 +290,7 @@ class PeerAt(msgspec.Struct, array_like=True, frozen=True, tag="peer"):
     peer: int
     """Number of the peer, chosen by the controller and never used for another one within an epoch."""
     endpoints: list[str]
-    """By rank of the peer; empty: the peer is gone."""
+    """An endpoint for each rank of the peer; empty: the peer is gone."""
 
 
 TierOrder = TierMoves | Probe | ForgetChunks | PeerAt

@@ -48,7 +48,7 @@ class PoolMaker:
                 "others see all tokens; use 1"
             )
         self.part = model.chunk_format(config.chunk_size, config.dtype, config.kv_dtype).of_rank(config.tp)
-        """What a chunk is on this rank."""
+        """The format of a chunk's part on this rank."""
 
     @property
     def fitting(self) -> int:

@@ -35,7 +35,7 @@ ONE_SHOT_BYTES: Final = 1 << 20
 """Largest number of bytes that a rank reads of others in one shot. Chosen, not measured."""
 _ALIGNED_BYTES: Final = 16
 TYPES: Final = (torch.bfloat16, torch.float32)
-"""What torch's kernels add."""
+"""Types of numbers that torch's kernels add."""
 _SHARED_GPU_VARIABLE: Final = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """Torch's variable that lets ranks share a GPU, for tests."""
 _TRIED_BYTES: Final = (256, BUFFER_BYTES)

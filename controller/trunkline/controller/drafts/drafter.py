@@ -267,7 +267,7 @@ class _SerialStep:
 
     rows: int
     plain_us: float
-    """Its time without drafts, as estimated."""
+    """Estimated time of the step without drafts, in microseconds."""
     drafted: bool
     tokens: int = 0
     """Tokens that it has brought so far."""

@@ -26,7 +26,7 @@ LATE_MAX: Final = 64
 INTERVAL_LEAST: Final = 8
 """Number of tokens behind which a match is looked for again, where none was found."""
 INTERVAL_MAX: Final = 64
-"""The same if none was found again and again."""
+"""Largest number of such tokens, reached after many searches without a match."""
 CHEAP: Final = 0.1
 """Chance that makes a drafted token worth its row, below which short matches are always looked for."""
 LIKELY: Final = 2.0

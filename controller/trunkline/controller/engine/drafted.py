@@ -34,7 +34,7 @@ class Position(NamedTuple):
     rows: RowSet
     tokens: Int32Array
     logprobs: Reports | None
-    """By index into `tokens`."""
+    """Reported log-probabilities, by index into `tokens`; None: no row reports any."""
 
 
 def positions_of(step: InflightStep, tokens: Int32Array, logprobs: Reports | None) -> list[Position]:

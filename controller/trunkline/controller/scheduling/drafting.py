@@ -8,7 +8,7 @@ decoding; the guesses come from a `DraftSource`, not from a second model).
 Each token is drawn as it would be without drafts, so texts do not depend on them. Rules:
 
 1. Drafts stand behind known tokens only: none while a step with the row is in flight. A step with drafts is waited
-   for before the next one is planned, because nobody knows how far its rows will come (`is_full`).
+   for before the next one is planned, as how far its rows will come is not known before (`is_full`).
 2. Drafts take what nothing else wants in this step: rows and drafts together are at most `max_rows`, and with the
    prompt tokens at most `token_budget`.
 3. A row takes blocks early for its drafts only while each row could still have one more block; no sequence is

@@ -58,15 +58,15 @@ class Adapters:
         """
         self._by_name = {name: _Adapter(name, path) for name, path in configured.items()}
         self._leaving: list[_Adapter] = []
-        """Those that requests still use."""
+        """Adapters that are being unloaded, but that requests still use."""
         self._rank_max, self._ranks = rank_max, ranks
         self._tickets = 0
         self._has_workers = False
         self._changed = False
         self.orders: list[LoadAdapter | UnloadAdapter] = []
-        """To be sent to all ranks, in this order."""
+        """Orders to be sent to all ranks, in this order."""
         self.replies: list[tuple[int, AdapterReply]] = []
-        """To be sent to these routers, after the state."""
+        """Replies to be sent to the routers with these numbers, after the new state."""
 
     @property
     def loaded(self) -> list[LoadedAdapter]:

@@ -132,7 +132,7 @@ class Routers:
         self._by_index: dict[int, _Router] = {}
         self._next_index = 1
         self._shares = _Shares(_NONE, _NONE, [])
-        """Of the last step."""
+        """How the rows of the last step are divided between routers."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[RouterRequest] = msgspec.msgpack.Decoder(RouterRequest)
 

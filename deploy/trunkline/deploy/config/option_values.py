@@ -124,7 +124,7 @@ class FurtherModel:
     """A model besides the first one, and the options that it has of its own."""
 
     name: str
-    """By which requests ask for it."""
+    """The name by which requests choose it."""
     model: str
     """MODEL, as the first one is given."""
     options: tuple[tuple[str, str | int | float | bool], ...] = ()

@@ -34,7 +34,7 @@ IN_MEMORY: Final = f"{SQLITE}:memory:"
 _NOTE: Final = "Stored sessions and schemas. They exist nowhere else: what is deleted here is lost.\n"
 _LOCK: Final = "lock"
 _MAGIC: Final = b"SQLite format 3\0"
-"""What a SQLite file begins with."""
+"""The first bytes of a SQLite file."""
 PATIENCE_S: Final = 10.0
 """Seconds for which the store is waited for at the start, if there are old files to take over."""
 

@@ -27,7 +27,7 @@ _PAUSE_MOST_S: Final = 0.5
 _PASSING: Final = ("READONLY", "LOADING", "BUSY", "MASTERDOWN", "NOREPLICAS", "UNKILLABLE")
 """Refusals that end by themselves. Old servers name them in the middle of a text."""
 _NAMED: Final = (refusals.ReadOnlyError, refusals.MasterDownError)
-"""Those whose exceptions' texts do not name them."""
+"""Exceptions of such refusals whose texts do not name them."""
 
 _Answer = TypeVar("_Answer")
 

@@ -38,7 +38,7 @@ _BUSY: Final = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _AT_WRITING: Final = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_TRUNCATE)
 """Error codes of a disk that takes no more, for example because of a quota."""
 _WRONG_USE: Final = (sqlite3.InterfaceError, sqlite3.ProgrammingError)
-"""What is raised for arguments of a wrong type."""
+"""Exceptions for arguments of a wrong type."""
 
 T = TypeVar("T")
 

@@ -138,7 +138,7 @@ class Reading(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What a record is to become."""
+    """The new content of a record: its header, and its chain of segments."""
 
     header: bytes
     ttl: float = 0.0

@@ -61,7 +61,7 @@ class MessageBatchRequest(LateModel):
 
 
 class _Said(msgspec.Struct):
-    """What was answered to a request of a batch."""
+    """The answer to a request of a batch."""
 
     body: msgspec.Raw
     status_code: int

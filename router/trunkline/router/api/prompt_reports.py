@@ -46,7 +46,7 @@ class PromptUsage(msgspec.Struct):
 
 
 class PromptReport(NamedTuple):
-    """What came of one prompt."""
+    """The results of one prompt."""
 
     generation: Generation
     report: TopLogprobs

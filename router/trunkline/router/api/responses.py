@@ -38,7 +38,7 @@ class CompletionTokens(msgspec.Struct):
     drafted_tokens: int | UnsetType = UNSET
     """Drafts that were tried, from whatever text."""
     accepted_drafts: int | UnsetType = UNSET
-    """Of these, drafts that were the tokens drawn."""
+    """Drafts among these that were the tokens drawn."""
 
 
 class Usage(msgspec.Struct):

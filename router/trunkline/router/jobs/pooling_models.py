@@ -166,7 +166,7 @@ class EmbeddingRequest(PoolingRequest):
 
 
 class ScoringRequest(PoolingRequest):
-    """What scores and rankings share."""
+    """The parameters that scores and rankings share."""
 
     scoring: Scoring | None = row(
         '`"yes_no"`, `"cosine"`',

@@ -75,7 +75,7 @@ class Handing:
 
 @dataclass(slots=True)
 class Handed:
-    """What has become of the paths."""
+    """Counts of the paths of a handover, by what became of them."""
 
     paths: int = 0
     """Paths that are completely at other groups."""

@@ -45,7 +45,7 @@ _COUNTED_AT_ONCE: Final = 255
 
 
 class Known(NamedTuple):
-    """What a table has of a chain of names."""
+    """The part of a chain of names that a table has."""
 
     counts: IntArray
     """`[columns, 4]`: names without a gap from the chain's beginning, by the lowest bit of each. Column 0 and

@@ -28,7 +28,7 @@ PREFIX: Final = "file-"
 _PART_TTL_S: Final = KEPT_S + 24 * 3600.0
 """Parts are used a little before or after their file, and must not expire before it."""
 _PART_LATER_S: Final = 3600.0
-"""Time in seconds after which the parts of a file that expires go, too: whoever reads it then comes to its end."""
+"""Time in seconds by which the parts of an expired file outlive it, so that requests which read it can end."""
 
 
 class FileInfo(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -33,13 +33,13 @@ class HistoryKind(NamedTuple):
     name: str
     """The kind of the records' keys, which is also the word for them in errors."""
     prefix: str
-    """What ids begin with."""
+    """The beginning of all ids of this kind."""
     ttl: float
     """Time in seconds without use after which a record is deleted whose client gave none; 0: never."""
     busy_code: str
     """The error's code if another request works on the record."""
     busy_advice: str
-    """What the client can do then."""
+    """The sentence of that error that says what the client can do."""
 
     @property
     def param(self) -> str:

@@ -25,9 +25,9 @@ class EventLog:
     def __init__(self, chunks: Sequence[bytes] = ()) -> None:
         """`chunks`: what `flush` has returned so far, in order."""
         self._told: dict[tuple[Any, ...], _Told] = {}
-        """By place; of all runs together."""
+        """What was told so far in all runs together, by place."""
         self._run: dict[tuple[Any, ...], _Told] = {}
-        """By place; what the present run has told."""
+        """What the present run has told, by place."""
         self._new: list[Event] = []
         self._number = 0
         self.end: Event | None = None

@@ -31,7 +31,7 @@ _JUMP_S: Final = 60.0
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
-    """What a router has of a tenant's limits."""
+    """The part of a tenant's limits that a router has reserved."""
 
     until: float
     """Time of the ledger at which the share ends."""
@@ -56,7 +56,7 @@ class Ledger(msgspec.Struct, frozen=True, array_like=True):
     tokens: float = 0.0
     """Likewise; more than the limit if running requests have overdrawn it."""
     shares: dict[str, Share] = {}
-    """By the routers' ids."""
+    """The routers' shares, by their ids."""
 
 
 class Use(msgspec.Struct, frozen=True):

@@ -50,7 +50,7 @@ class Known(NamedTuple, Generic[_Value]):
     items: Sequence[Any]
     """The remembered messages."""
     value: _Value
-    """What was made of them."""
+    """The result for these messages, such as their text."""
     size: int
     """Bytes that it takes, about."""
 

@@ -35,7 +35,7 @@ class _Written:
     """What a loop has written in a rendering."""
 
     items: list[Any]
-    """What it went through."""
+    """The items that it went through."""
     values: list[Any]
     """The variables that its body names."""
     start: int = 0

@@ -163,7 +163,7 @@ class Prompt(NamedTuple):
     text: str
     tokens: Int32Array
     start: Border
-    """Its last border."""
+    """The last border of the text."""
     names: ChunkNames
     """Names of its chunks. The caller may add more."""
 
@@ -173,7 +173,7 @@ class Part(NamedTuple):
 
     tokens: Int32Array
     places: Places
-    """Its borders."""
+    """Borders within the text."""
 
 
 def part_of(text: str, ids: Sequence[int], borders: BorderTokens) -> Part:

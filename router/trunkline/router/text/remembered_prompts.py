@@ -25,7 +25,7 @@ class RememberedPrompt:
         self._prompt = prompt
         self._tokenizer = tokenizer
         self.reuse = reuse
-        """What was known of it."""
+        """The part of the prompt that was known before."""
 
     @property
     def tokens(self) -> Int32Array:

@@ -99,7 +99,7 @@ class RemainingText:
 
     def __init__(self, text: str, places: TokenPlaces) -> None:
         self.text = text
-        """What is left."""
+        """The text that is left."""
         self._places = places
         self._kept = [TokenSpan(0, len(text))]
         """The characters of the whole text that are left: ascending ranges."""

@@ -16,9 +16,9 @@ class LineRule(NamedTuple):
 
     name: str
     client: str
-    """Whose line it is."""
+    """The client that writes the line."""
     what: str
-    """What is left out, in words."""
+    """A description of what is left out."""
     block: re.Pattern[str]
     """Matches the whole text of the block that is left out: the first one of a system message that is a list."""
 

@@ -35,7 +35,7 @@ class _Site(NamedTuple):
     order: list[int] | None = None
     """The order of the pieces' rows, -1 for zeros; None: as they are."""
     inputs: list[int] | None = None
-    """The same of the inputs."""
+    """The order of the inputs, likewise."""
     is_here: bool = True
     """Whether this rank has the op; else another one has."""
 

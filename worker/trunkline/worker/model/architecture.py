@@ -114,7 +114,7 @@ class WeightNames:
     experts_post_norm: str = ""
     """Norm of what the chosen experts give together."""
     shared_post_norm: str = ""
-    """The same of those that every token goes to."""
+    """Norm of what the experts give that every token goes to."""
     router_norm: str = ""
     """Weights of the norm of the residual before the router, which are divided by the root of the hidden size; the
     whole name."""

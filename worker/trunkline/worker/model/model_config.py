@@ -37,7 +37,7 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()
     """Factor of each pair's wavelength in contexts up to `original_max_positions` (LongRoPE)."""
     long_factors: tuple[float, ...] = ()
-    """The same in longer contexts."""
+    """Factor of each pair's wavelength in longer contexts."""
     turning_pairs: int = 0
     """Leading pairs that turn at all (proportional positions); 0: every pair."""
     is_long: bool = False
@@ -84,7 +84,7 @@ class LayerAttention:
     unit_heads: bool = False
     """Whether the heads of queries and keys are normalised (RMS), without weights."""
     unit_values: bool = False
-    """The same of values."""
+    """Whether values are, too."""
     heads: LayerHeads | None = None
 
     @property

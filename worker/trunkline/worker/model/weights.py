@@ -27,9 +27,9 @@ class LatentWeights(NamedTuple):
     query: PackedLinear
     """To the heads' queries, `[heads * (rotary + plain), …]`."""
     rotary: PackedLinear
-    """To the rotary part of the key, `[rotary, hidden]`."""
+    """Projection to the rotary part of the key, `[rotary, hidden]`."""
     latent: PackedLinear
-    """To the latent, `[latent, hidden]`."""
+    """Projection to the latent, `[latent, hidden]`."""
     latent_norm: Tensor
     keys: tuple[PackedLinear, ...]
     """For each head `[latent, plain]`: what makes keys of latents, transposed, so that it brings a query there."""
@@ -50,13 +50,13 @@ class ExpertNorms(NamedTuple):
     """The norms of experts that stand beside the MLP of every token and read another norm of the residual."""
 
     router: NormWeights
-    """Of the residual, before the router."""
+    """Norm of the residual before the router."""
     before: NormWeights
-    """Of the residual, before the experts."""
+    """Norm of the residual before the experts."""
     behind: NormWeights
-    """Of what the chosen experts give together."""
+    """Norm of what the chosen experts give together."""
     shared_behind: NormWeights
-    """Of what the MLP beside them gives."""
+    """Norm of what the MLP beside them gives."""
 
 
 class ExpertWeights(NamedTuple):

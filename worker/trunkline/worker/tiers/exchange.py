@@ -49,7 +49,7 @@ class Ask(msgspec.Struct, array_like=True, frozen=True, tag="ask"):
 
 
 class Found(msgspec.Struct, array_like=True, frozen=True):
-    """What an exporter has of one chunk."""
+    """An exporter's answer about one chunk."""
 
     index: int
     """Number of the chunk in the question."""

@@ -52,7 +52,7 @@ class Part(NamedTuple):
     """The `exchange_fingerprint`."""
     shard: HeadShard
     format: ChunkFormat
-    """What the rank's part is."""
+    """The format of the rank's part of a chunk."""
 
 
 class RemoteTier:

@@ -239,7 +239,7 @@ class Planner {
     int32_t shift;
   };
 
-  // Items are numbered by who was seen first in the batch; a row's context is in the order of positions.
+  // Items are numbered in the order in which the batch names them; a row's context is in the order of positions.
   void index_rows() {
     entries_of_row_.resize(static_cast<size_t>(in_.num_rows));
     for (int32_t item = 0; item < in_.items; ++item) {
