@@ -24,6 +24,7 @@ import httpx
 import psutil
 import torch
 from gguf_file import write_gguf
+from report import server_environment
 
 POLL_S: Final = 0.02
 SETTLE_S: Final = 0.2
@@ -190,7 +191,7 @@ class Running(Server):
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the server)
         more = {"XDG_CACHE_HOME": str(setting.scratch / "cache")} if kind.remembers else {}
         begun = time.perf_counter()
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", **more, **kind.environment}
+        environment = server_environment(HF_HUB_OFFLINE="1", **more, **kind.environment)
         self._key = setting.key
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, env=environment)
         try:

@@ -27,6 +27,16 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     return argument_parser(description).parse_args()
 
 
+def server_environment(**more: str) -> dict[str, str]:
+    """Return the environment of a server that is measured, with these variables.
+
+    Python keeps the modules that it has compiled, whatever is set for this process: an installed program has them
+    compiled, and else each start would compile hundreds.
+    """
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return own | more
+
+
 def cpu_name() -> str:
     """The processor as Linux names it."""
     try:

@@ -1,13 +1,15 @@
 """How long a server takes until it serves, and a worker that was killed until it is back.
 
     python benchmarks/server_start.py [--quick] [--rounds 5] [--programs PATH,PATH] [--model demo] [--tp 1,2,4]
-                                      [--json PATH]
+                                      [--dtype bfloat16] [--json PATH]
 
 Runs `trunkline serve` of each program (default: this environment's) by turns, on loopback. A program is the path
-of a `trunkline` command, so two versions in two environments can be compared in one run.
+of a `trunkline` command, so two versions in two environments can be compared in one run. The first start of each,
+which may compile its modules and reads all weights for their digest, does not count.
 
 - `ready`: from the command to the first answer of `/health`, which a token was generated for; asked every 10 ms.
-- `cpu`: CPU seconds of all its processes until then.
+- `cpu`: CPU seconds of all its processes until then; also by kind of process.
+- `first token`: how long the first request takes that is sent then.
 - `memory`: what its processes hold then, each shared page counted once (PSS).
 - `first grammar`: how long the first request takes whose answer a grammar binds, one of four words.
 - `worker back`: from SIGKILL of rank 0 until a completion of one token is answered again.
@@ -15,7 +17,6 @@ of a `trunkline` command, so two versions in two environments can be compared in
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -30,13 +31,24 @@ from typing import Final
 
 import httpx
 import psutil
-from report import Report, argument_parser
+from report import Report, argument_parser, server_environment
 from small_model import small_model
 
 POLL_S: Final = 0.01
 PATIENCE_S: Final = 120.0
-TITLE: Final = "trunkline: worker "
-UNITS: Final = {"ready": "s", "cpu": "s", "memory": "MiB", "first grammar": "s", "worker back": "s"}
+TITLE: Final = "trunkline: "
+KINDS: Final = {"router": "router", "controller": "controller", "worker": "workers", "fork": "fork server"}
+"""What the processes are called, by the first word of their titles; other processes are the supervisor."""
+CPU_OF: Final = [f"cpu of {kind}" for kind in ("supervisor", *KINDS.values())]
+UNITS: Final = {
+    "ready": "s",
+    "cpu": "s",
+    **dict.fromkeys(CPU_OF, "s"),
+    "memory": "MiB",
+    "first token": "s",
+    "first grammar": "s",
+    "worker back": "s",
+}
 WORDS: Final = ["w17", "w18", "w19", "w20"]
 """Both models can say them: each is a token of small_model.py."""
 
@@ -58,10 +70,16 @@ class Server:
         """All processes of the server."""
         return [self._process, *self._process.children(recursive=True)]
 
-    def cpu_s(self) -> float:
-        """CPU time in seconds of all its processes."""
-        times = [process.cpu_times() for process in self.processes()]
-        return float(sum(time.user + time.system for time in times))
+    def cpu_s(self) -> dict[str, float]:
+        """CPU time in seconds of all its processes, together and by kind."""
+        found = dict.fromkeys(["cpu", *CPU_OF], 0.0)
+        for process in self.processes():
+            title = " ".join(process.cmdline()).removeprefix(TITLE)
+            times = process.cpu_times()
+            spent = float(times.user + times.system)
+            found["cpu"] += spent
+            found[f"cpu of {KINDS.get(title.partition(' ')[0], 'supervisor')}"] += spent
+        return found
 
     def memory_mib(self) -> float:
         """Their memory in MiB; a page that n of them share counts 1/n for each."""
@@ -70,7 +88,11 @@ class Server:
     def worker(self) -> psutil.Process:
         """The process of rank 0."""
         titles = {" ".join(process.cmdline()).strip(): process for process in self.processes()}
-        return next(process for title, process in titles.items() if title.startswith(TITLE) and "rank 0" in title)
+        return next(
+            process
+            for title, process in titles.items()
+            if title.startswith(f"{TITLE}worker ") and "rank 0" in title
+        )
 
     def choose(self) -> None:
         """Ask for an answer that a grammar binds.
@@ -101,17 +123,17 @@ class Server:
 
 
 @contextmanager
-def serving(program: str, model: str, tp: int) -> Iterator[Server]:
-    """Start a server; stop it in the end."""
+def serving(program: str, model: str, tp: int, *options: str, cache: str = "") -> Iterator[Server]:
+    """Start a server; stop it in the end. `cache`: the folder of the user's caches; "": an empty one."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
+    given = ["--port", str(port), "--tp", str(tp), "--disk-tier", "0", "--served-model-name", "m", *options]
     with tempfile.TemporaryDirectory() as folder:
-        options = ["--port", str(port), "--tp", str(tp), "--disk-tier", "0", "--served-model-name", "m"]
         process = subprocess.Popen(
-            [program, "serve", model, *options],
+            [program, "serve", model, *given],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "XDG_CACHE_HOME": folder},
+            env=server_environment(XDG_CACHE_HOME=cache or folder),
         )
         try:
             yield Server(process, port)
@@ -120,13 +142,15 @@ def serving(program: str, model: str, tp: int) -> Iterator[Server]:
             process.wait(PATIENCE_S)
 
 
-def measured(program: str, model: str, tp: int) -> dict[str, float]:
+def measured(program: str, model: str, tp: int, dtype: str, cache: str) -> dict[str, float]:
     """Return the figures of one start."""
     begun = time.perf_counter()
-    with serving(program, model, tp) as server:
+    with serving(program, model, tp, "--dtype", dtype, cache=cache) as server:
         server.wait_until_it_serves()
-        found = {"ready": time.perf_counter() - begun, "cpu": server.cpu_s(), "memory": server.memory_mib()}
+        found = {"ready": time.perf_counter() - begun, **server.cpu_s(), "memory": server.memory_mib()}
+        begun = time.perf_counter()
         server.wait_for_a_token()
+        found["first token"] = time.perf_counter() - begun
         begun = time.perf_counter()
         server.choose()
         found["first grammar"] = time.perf_counter() - begun
@@ -143,15 +167,19 @@ def main() -> None:
     parser.add_argument("--programs", default=own, help="paths of `trunkline` commands")
     parser.add_argument("--model", default="demo", help="what to serve, or small: the model of small_model.py")
     parser.add_argument("--tp", default="1,2,4", help="numbers of ranks (%(default)s)")
+    parser.add_argument("--dtype", default="auto", help="type of the weights (%(default)s)")
     arguments = parser.parse_args()
     model = str(small_model()) if arguments.model == "small" else arguments.model
     report = Report("server_start")
     rounds = 1 if arguments.quick else arguments.rounds
+    cache = tempfile.TemporaryDirectory()
     for tp in [2] if arguments.quick else [int(word) for word in arguments.tp.split(",")]:
         found: dict[str, list[dict[str, float]]] = {program: [] for program in arguments.programs.split(",")}
-        for _ in range(rounds):
+        for round_number in range(rounds + 1):
             for program, figures in found.items():
-                figures.append(measured(program, model, tp))
+                each = measured(program, model, tp, arguments.dtype, cache.name)
+                if round_number:
+                    figures.append(each)
         for program, figures in found.items():
             case = {"model": arguments.model, "tp": tp}
             if len(found) > 1:

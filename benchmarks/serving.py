@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -33,7 +32,7 @@ from typing import Any
 
 import httpx
 import numpy as np
-from report import Report, argument_parser
+from report import Report, argument_parser, server_environment
 from small_model import VOCABULARY, small_model
 
 OWN_TOKENS = 16
@@ -171,7 +170,7 @@ class Server:
         begin = time.perf_counter()
         # With a disk tier of its own: what an earlier run has left there would be found.
         self.cache = tempfile.TemporaryDirectory()
-        environment = {**os.environ, "TRUNKLINE_LOG": "console", "XDG_CACHE_HOME": self.cache.name}
+        environment = server_environment(TRUNKLINE_LOG="console", XDG_CACHE_HOME=self.cache.name)
         # What it prints is of interest only if it fails, and then it is the end of it.
         self.log = tempfile.TemporaryFile()
         self.process = subprocess.Popen(self.command, stdout=self.log, stderr=subprocess.STDOUT, env=environment)

@@ -144,6 +144,21 @@ def test_everything_is_installed_as_pinned(path: Path) -> None:
         assert set(done.stdout.splitlines()) <= set(known)
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.suffix))
+def test_what_serving_imports_is_compiled_in_the_image(path: Path) -> None:
+    """Nothing is compiled by the servers themselves: their user cannot write there."""
+    before, _, after = _stages(path)[0].rpartition("rm -rf {} +")
+    assert before
+    codes = re.findall(r"/opt/trunkline/bin/python -P -c '([^']*)'", after)
+    imported = set[str]()
+    for code in codes:
+        names = f"{code}; import sys; print(*sys.modules)"
+        done = subprocess.run([sys.executable, "-P", "-c", names], capture_output=True, text=True, check=True)
+        imported.update(done.stdout.split())
+    roles = {f"trunkline.{role}.__main__" for role in ("router", "controller", "worker")}
+    assert {*roles, "trunkline.deploy.cli.app", "trunkline.deploy.cli.serving", "torch", "fastapi"} <= imported
+
+
 def _is_sent(path: str) -> bool:
     """Whether Docker's builder gets to see a file; the last rule that fits decides."""
     sent = True

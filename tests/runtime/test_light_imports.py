@@ -22,13 +22,36 @@ def test_no_role_imports_what_draws_tracebacks(role: str) -> None:
 
 
 @pytest.mark.processes
+def test_the_garbage_collector_of_a_role_begins_when_its_modules_are_imported() -> None:
+    code = """
+import gc, sys
+from importlib.machinery import ModuleSpec
+sys.modules["__main__"].__spec__ = ModuleSpec("trunkline.router.__main__", None)  # as for python -m
+import trunkline.runtime.light_imports
+assert not gc.isenabled()
+from trunkline.runtime.process import enter_role
+enter_role("router")
+print(gc.isenabled(), gc.get_freeze_count() > 1000)
+"""
+    assert _said(code) == "True True"
+
+
+@pytest.mark.processes
+def test_imports_elsewhere_leave_the_garbage_collector_alone() -> None:
+    assert _said("import gc, trunkline.runtime.light_imports; print(gc.isenabled())") == "True"
+
+
+@pytest.mark.processes
 def test_a_worker_has_torch_without_what_traces_it_until_that_is_imported() -> None:
     code = """
 import sys
 import trunkline.worker.light_torch
 import torch
 assert "torch._meta_registrations" not in sys.modules
+assert "torch._prims" not in sys.modules
 assert (torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3)) == 3).all()
+assert torch.randn(3).isfinite().all()
+import torch._prims.rng_prims
 assert torch.randn(3, generator=torch.Generator().manual_seed(0)).isfinite().all()
 import torch._meta_registrations
 shape = torch.ops.aten.convolution(

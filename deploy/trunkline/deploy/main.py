@@ -6,6 +6,7 @@ the command makes of it. So nothing may be imported here before.
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from typing import Final
@@ -18,6 +19,7 @@ _HELP: Final = {"-h", "--help"}
 def main() -> None:
     """Run the `trunkline` command."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    gc.disable()  # there is no garbage among modules
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command in _START_WORKERS and not _HELP.intersection(sys.argv):
         from trunkline.deploy.supervisor import forks  # noqa: PLC0415
@@ -28,5 +30,7 @@ def main() -> None:
     else:
         from trunkline.deploy.cli.app import main as run  # noqa: PLC0415
 
+    gc.freeze()
+    gc.enable()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     run()

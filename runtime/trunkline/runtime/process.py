@@ -49,6 +49,14 @@ def die_with_parent(parent_pid: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def begin_collecting() -> None:
+    """Turn the garbage collector on, if it was off while modules were imported. It never visits what is there
+    already: nearly all of that stays, and one visit takes as long as the imports of a small library."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
+
+
 def spare_the_collector() -> None:
     """Make the garbage collector work less; call it when the process has started. Objects of the start are never
     freed, so it need not visit them again. Requests and steps make many small objects that are freed at once, so
@@ -104,7 +112,8 @@ def enter_role(
     title: str = "",
     **fields: Any,
 ) -> None:
-    """Set up a process: title, files that only its user can read, logging, and its end with its parent.
+    """Set up a process: title, files that only its user can read, logging, its garbage collector, and its end with
+    its parent.
 
     Call this first in `main`.
 
@@ -113,6 +122,7 @@ def enter_role(
         title: Text for the list of processes, in place of the role.
         fields: Fields of this process for its log lines.
     """
+    begin_collecting()
     os.umask(0o077)  # only this user may read what a process writes, and connect to its sockets
     setproctitle.setproctitle(f"trunkline: {title or role}")
     configure_logging(role, log_level, log_format, **fields)

@@ -20,7 +20,9 @@ Only `CudaMemory` asks a device for its memory; tests put other numbers in its p
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
@@ -44,6 +46,9 @@ from trunkline.worker.tensor_parallel import words_of
 
 TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+_GENERATORS: Final = "torch._prims.rng_prims"
+"""In torch 2.13 no `torch.Generator` can be made before it is imported. `light_torch` leaves it out."""
+
 
 def choose_device(config: WorkerConfig) -> torch.device:
     """Return the compute device that the configuration gives this rank.
@@ -58,6 +63,8 @@ def choose_device(config: WorkerConfig) -> torch.device:
     count = torch.cuda.device_count()
     if config.gpu is None or config.gpu >= count:
         raise WorkerConfigError(f"gpu is {config.gpu}, but torch sees {count}; allowed: 0 to {count - 1}")
+    with suppress(ImportError):  # other versions of torch may do without
+        importlib.import_module(_GENERATORS)
     device = torch.device("cuda", config.gpu)
     torch.cuda.set_device(device)
     return device

@@ -49,7 +49,6 @@ def serve(descriptor: int, parent_pid: int, run: Callable[[Path], int]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     enter_role("worker", title="fork server of the workers", parent_pid=parent_pid)
     files = _files_read()
-    gc.collect()
     gc.freeze()  # a collection in a worker must not write to, and so copy, what all share
     with socket.socket(fileno=descriptor) as channel:
         while True:

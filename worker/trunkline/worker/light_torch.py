@@ -2,13 +2,12 @@
 
 Only tracing and compiling need that (`torch._meta_registrations`). To import it takes a fifth of the time that
 torch takes, which is most of a worker's start. `worker/__main__.py` imports this file before everything that uses
-torch. A later `import torch._meta_registrations` gets the real module. What that module would import and torch's
-generators of random numbers need (`torch._prims.rng_prims`) is imported here.
+torch. A later `import torch._meta_registrations` gets the real module. What torch's generators of random numbers
+need of it takes another tenth; only trials on GPUs use them, so it is imported with the GPU (`device.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import sys
 from types import ModuleType
@@ -17,16 +16,12 @@ from typing import Final
 from trunkline.runtime.light_imports import other_modules
 
 _TRACING: Final = "torch._meta_registrations"
-_GENERATORS: Final = "torch._prims.rng_prims"
-"""In torch 2.13 no `torch.Generator` can be made before it is imported."""
 
 
 def _import_torch() -> None:
     if "torch" not in sys.modules:
         with other_modules({_TRACING: ModuleType(_TRACING)}):
             importlib.import_module("torch")
-        with contextlib.suppress(ImportError):  # other versions of torch may do without
-            importlib.import_module(_GENERATORS)
 
 
 def _import_without_gpu(name: str) -> None:
