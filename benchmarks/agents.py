@@ -228,9 +228,8 @@ def add_served(
 
 def main() -> None:
     stop_servers_when_terminated()
-    parser = argument_parser(__doc__)
+    parser = argument_parser(__doc__, PARTS)
     parser.add_argument("traces", type=Path, nargs="?", help="recorded conversations; default: drawn ones")
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--conversations", type=int, default=0, help="the first ones of the file; default: 120")
     parser.add_argument("--rooms", default="", help="shares of the peak footprint; default: 0.1,0.2,0.4,0.6,1")
     parser.add_argument("--policies", default="lru,look-ahead,predicted", help=f"some of {', '.join(POLICIES)}")
@@ -270,7 +269,7 @@ def main() -> None:
     print(f"# commit {commit()}", flush=True)
     report = Report("agents")
     for name, part in zip(PARTS, (directory, server), strict=True):
-        if name in arguments.parts.split(","):
+        if name in arguments.parts:
             part(conversations, report, arguments)
     report.finish(arguments.json, wide=True)
 

@@ -176,13 +176,10 @@ def tasks_of(name: str, texts: EditTexts, arguments: argparse.Namespace) -> list
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser = argument_parser(__doc__, PARTS)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
-    wanted = set(arguments.parts.split(","))
-    if wanted - set(PARTS):
-        parser.error(f"--parts: {', '.join(sorted(wanted - set(PARTS)))} unknown; there are {', '.join(PARTS)}")
+    wanted = arguments.parts
     texts, report = EditTexts(), Report("edit_quality")
     for name in PARTS:
         if name in wanted:

@@ -159,8 +159,7 @@ def rates(bench: Bench) -> None:
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser = argument_parser(__doc__, PARTS)
     parser.add_argument(
         "--sessions", type=int, default=ALL_SESSIONS, help="of the first part; others take a third"
     )
@@ -170,7 +169,7 @@ def main() -> None:
     bench = Bench(arguments, report)
     parts = (policies, unsaturated, overflow, capacity, rates)
     for name, part in zip(PARTS, parts, strict=True):
-        if name in arguments.parts.split(","):
+        if name in arguments.parts:
             part(bench)
     report.finish(arguments.json, wide=True)
 

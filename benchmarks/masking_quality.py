@@ -209,13 +209,10 @@ def add_answers(
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser = argument_parser(__doc__, PARTS)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
-    wanted = set(arguments.parts.split(","))
-    if wanted - set(PARTS):
-        parser.error(f"--parts: {', '.join(sorted(wanted - set(PARTS)))} unknown; there are {', '.join(PARTS)}")
+    wanted = arguments.parts
     texts, report = ModuleTexts(), Report("masking_quality")
     stretches, notebooks = (4, 3) if arguments.quick else (48, 40)
     if "texts" in wanted:

@@ -105,13 +105,12 @@ def small_loop(arguments: argparse.Namespace, *, prefix_cache: bool = True) -> E
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser = argument_parser(__doc__, PARTS)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     report = Report("memory_sharing")
     for name, part in (("memory", memory), ("throughput", throughput), ("beams", beams)):
-        if name in arguments.parts.split(","):
+        if name in arguments.parts:
             part(arguments, report)
     report.finish(arguments.json)
 

@@ -63,7 +63,7 @@ from peer_servers import (
     stop_servers_when_terminated,
 )
 from plain_stream import plain_stream
-from report import Report, argument_parser, commit, cpu_name, fill, place_in
+from report import Report, argument_parser, commit, cpu_name, fill, place_in, some_of
 from safetensors.torch import load_file
 from serving import OWN_TOKENS, Prompts, StreamTimes
 from small_model import BLOCKS_MLP, MLP, VOCABULARY, small_model
@@ -356,7 +356,7 @@ def run(
 ) -> list[str]:
     """Return the table, and in front of it of what it is."""
     lengths = QUICK if arguments.quick else Lengths()
-    parts = arguments.parts.split(",")
+    parts = arguments.parts
     if "texts" in parts:
         found = texts(found, setting, arguments.seed)
     table = Table([kind.name for kind, _ in found])
@@ -394,27 +394,24 @@ def installed(kinds: Sequence[Kind], programs: dict[str, str]) -> list[tuple[Kin
 
 def main() -> None:
     stop_servers_when_terminated()
-    parser = argument_parser(__doc__)
+    parser = argument_parser(__doc__, PARTS)
     names = [kind.name for kind in KINDS]
-    parser.add_argument("--servers", default=",".join(names), help="some of %(default)s")
-    parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s")
+    some = f"some of {', '.join(names)}"
+    parser.add_argument("--servers", type=some_of(names), default=names, metavar="SERVER,…", help=some)
     parser.add_argument("--rounds", type=int, default=0, help="default: 3, quick: 1")
     parser.add_argument("--patience", type=float, default=20.0, help="seconds of a cell that is measured again")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--tp", type=int, default=2, help="ranks of Trunkline (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gguf", type=str.upper, default="", help=f"some of {','.join(GGUF_TYPES)}")
+    some = f"some of {', '.join(GGUF_TYPES)}"
+    parser.add_argument("--gguf", type=some_of(GGUF_TYPES), default=(), metavar="TYPE,…", help=some)
     parser.add_argument("--write", type=Path, help="page whose table is replaced by this run's")
     for kind in KINDS:
         parser.add_argument(f"--{kind.name.replace('.', '-')}", default="", dest=kind.name, metavar="PROGRAM")
     arguments = parser.parse_args()
     arguments.rounds = arguments.rounds or (1 if arguments.quick else 3)
-    if unknown := set(arguments.servers.split(",")) - set(names):
-        parser.error(f"no such servers: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
-    files = arguments.gguf.split(",") if arguments.gguf else []
-    if unknown := set(files) - set(GGUF_TYPES):
-        parser.error(f"no such types: {', '.join(sorted(unknown))}; there are {', '.join(GGUF_TYPES)}")
-    asked = [kind for kind in KINDS if kind.name in arguments.servers.split(",") and (kind.gguf or not files)]
+    files = arguments.gguf
+    asked = [kind for kind in KINDS if kind.name in arguments.servers and (kind.gguf or not files)]
     found, mark = installed(asked, vars(arguments)), "peers.py, GGUF" if files else "peers.py"
     if arguments.write is not None:
         place_in(arguments.write, mark)  # rather than after half an hour

@@ -141,13 +141,12 @@ def under_pressure(arguments: argparse.Namespace, mode: str, chunk_size: int, co
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser = argument_parser(__doc__, PARTS)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     report = Report("preemption")
     for name, part in (("overhead", overhead), ("pressure", pressure)):
-        if name in arguments.parts.split(","):
+        if name in arguments.parts:
             part(arguments, report)
     report.finish(arguments.json)
 

@@ -241,15 +241,12 @@ def add_fit(report: Report, by_length: dict[int, Cases]) -> None:
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser = argument_parser(__doc__, PARTS)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16", help="of weights and KV")
     parser.add_argument("--runs", type=int, default=0, help="instead of 5 (goals) and 3 (growth)")
     arguments = parser.parse_args()
-    wanted = set(arguments.parts.split(","))
-    if wanted - set(PARTS):
-        parser.error(f"--parts: {', '.join(sorted(wanted - set(PARTS)))} unknown; there are {', '.join(PARTS)}")
+    wanted = arguments.parts
     report = Report("prompt_cache")
     for part in (part for part in PARTS if part in wanted):
         grid = (QUICK_GRIDS if arguments.quick else GRIDS)[part]

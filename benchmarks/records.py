@@ -217,9 +217,8 @@ def key_of(number: int) -> RecordKey:
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
+    parser = argument_parser(__doc__, ("turns", "sizes"))
     parser.add_argument("--records", default="", help="numbers of records, separated by commas")
-    parser.add_argument("--parts", default="turns,sizes")
     parser.add_argument("--stores", default="sqlite,redis")
     parser.add_argument("--folder", type=Path, help="where the files are; by default a temporary folder")
     arguments: argparse.Namespace = parser.parse_args()
@@ -227,7 +226,7 @@ def main() -> None:
     count = 200 if arguments.quick else 2000
     report = Report("records")
     names = [name for name in arguments.stores.split(",") if name != "redis" or REDIS]
-    for part in arguments.parts.split(","):
+    for part in arguments.parts:
         for name in names:
             with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, PLACES[name](Path(folder)) as place:
                 if part == "turns":

@@ -8,19 +8,35 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 
-def argument_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with what every benchmark takes: `--quick` and `--json PATH`."""
+def argument_parser(description: str | None, parts: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """A parser with what every benchmark takes: `--quick`, `--json PATH` and, if it has parts, `--parts`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer cells, under a minute on two cores")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
+    if parts:
+        some = f"some of {', '.join(parts)}"
+        parser.add_argument("--parts", type=some_of(parts), default=tuple(parts), metavar="PART,…", help=some)
     return parser
+
+
+def some_of(names: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """Return a reader for an option's value: some of these names, with commas between them. They come in the order
+    of `names`; unknown ones are an error of the command line."""
+
+    def chosen(text: str) -> tuple[str, ...]:
+        given = text.split(",")
+        if unknown := sorted(set(given) - set(names)):
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)} unknown; there are {', '.join(names)}")
+        return tuple(name for name in names if name in given)
+
+    return chosen
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:

@@ -348,14 +348,13 @@ def turn_beside_saves(arguments: argparse.Namespace, report: Report) -> None:
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser = argument_parser(__doc__, PARTS)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="for the slab; a file system with direct I/O")
     arguments = parser.parse_args()
     report = Report("session_turns")
     for name, part in (("turns", turns), ("preload", preload), ("saving", saving)):
-        if name in arguments.parts.split(","):
+        if name in arguments.parts:
             part(arguments, report)
     report.finish(arguments.json, wide=True)
 

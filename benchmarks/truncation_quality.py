@@ -185,14 +185,11 @@ def is_exact(scores: Scores | None, question: Question) -> bool:
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser = argument_parser(__doc__, PARTS)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16", help="of weights and KV")
     arguments = parser.parse_args()
-    wanted = set(arguments.parts.split(","))
-    if wanted - set(PARTS):
-        parser.error(f"--parts: {', '.join(sorted(wanted - set(PARTS)))} unknown; there are {', '.join(PARTS)}")
+    wanted = arguments.parts
     texts, report = Texts(), Report(Path(__file__).stem)
     reader = Reader(DEMO_MODEL, blocks=BLOCKS, dtype=arguments.dtype, threads=arguments.threads)
     for name, measure in (("perplexity", perplexity), ("drift", drift), ("recall", recall)):

@@ -217,13 +217,10 @@ def measure(model: Path, part: str, arguments: argparse.Namespace, report: Repor
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser = argument_parser(__doc__, PARTS)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    parts = arguments.parts.split(",")
-    if unknown := set(parts) - set(PARTS):
-        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    parts = arguments.parts
     torch.manual_seed(0)
     torch.set_num_threads(1)
     report = Report("window_share")

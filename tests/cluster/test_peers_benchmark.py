@@ -9,7 +9,7 @@ import pytest
 from cluster.harness import Cluster
 from peer_servers import TRUNKLINE, Server, Setting
 from peers import Lengths, Speed, Table
-from report import fill
+from report import argument_parser, fill
 from serving import Prompts, model_name
 
 from trunkline.deploy.config.models import DEMO_FOLDER
@@ -55,3 +55,12 @@ def test_pages_have_places_for_tables(name: str, mark: str, tmp_path: Path) -> N
     page.write_text((Path(__file__).parents[2] / "docs" / name).read_text(encoding="utf-8"))
     fill(page, mark, [f"| new {mark} |"])
     assert f"\n| new {mark} |\n" in page.read_text(encoding="utf-8")
+
+
+def test_parts_that_do_not_exist_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argument_parser("A benchmark.", ("one", "two", "three"))
+    assert parser.parse_args([]).parts == ("one", "two", "three")
+    assert parser.parse_args(["--parts", "three,one"]).parts == ("one", "three"), "in the parts' own order"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--parts", "two,tow"])
+    assert "--parts: tow unknown; there are one, two, three" in capsys.readouterr().err
