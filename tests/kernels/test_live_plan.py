@@ -15,16 +15,20 @@ from seeds import seeds
 from torch import Tensor
 from worker.row_world import RowWorld
 
+from trunkline.kernels.cpu import CpuKernels
+from trunkline.kernels.cpu_plans import WORK_ENTRIES
 from trunkline.kernels.cuda import CudaKernels
-from trunkline.kernels.live_plan import ROWS, LiveDecodePlan, LiveWork
+from trunkline.kernels.live_plan import ROWS, AnyDecodePlan, LiveDecodePlan, LiveWork
 from trunkline.kernels.native import isa_levels
-from trunkline.kernels.ops import Kernels, KvPool
+from trunkline.kernels.ops import AttentionSpec, Kernels, KvPool
 from trunkline.kernels.plan import DecodePlan, WorkOptions
 from trunkline.kernels.reference import ReferenceKernels
 from trunkline.worker.batch.decode_rows import LiveRows
 
 NO_RUNS = np.zeros((0, 4), dtype=np.int32)
 BLOCKS = 700
+# Of csrc/common/work_plan.h.
+WORK_ENTRY_ORDINAL, CONTINUES, LEAVES = 18, 1 << 30, 1 << 29
 
 
 def only_read(data: Tensor, plan: DecodePlan) -> Tensor:
@@ -85,6 +89,46 @@ def check_mirror(kernels: CudaKernels, plan: LiveDecodePlan) -> None:
 @pytest.mark.parametrize("seed", seeds(2))
 def test_attention_on_the_cpu(seed: int) -> None:
     check_attention(make_kernels(isa_levels()[0]), seed, 40, 32, torch.float32)
+
+
+def decode_alike(kernels: Kernels, plan: AnyDecodePlan, q: Tensor, pool: KvPool, spec: AttentionSpec) -> Tensor:
+    out = torch.full_like(q, float("nan"))
+    kernels.decode_attention(plan, q, pool, 0, spec, out)
+    return out
+
+
+@pytest.mark.skipif(not isa_levels(), reason="the compiled kernels are not installed")
+@pytest.mark.parametrize(("chunk", "kv_dtype"), [(32, "auto"), (64, "auto"), (64, "int8")])
+@pytest.mark.parametrize("seed", seeds(1, always=(1,)))
+def test_a_state_that_is_carried_on_changes_no_bit(chunk: int, kv_dtype: str, seed: int) -> None:
+    """In the batch-invariant mode rows may share a part of a cut; they have the same bits as if each had read its
+    cut alone, with any number of threads."""
+    rng = np.random.default_rng(seed)
+    world, rows = RowWorld(rng, chunk, rows_max=9), LiveRows(chunk)
+    dtype = torch.float32 if chunk == 32 else torch.bfloat16
+    spec = make_spec(4, 2, 32, window=int(rng.choice([0, 700])))
+    data = torch.randn(BLOCKS, 1, 2, 2, chunk, 32, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    every = [CpuKernels(threads=threads, invariant=True) for threads in (1, 2)]
+    alone = CpuKernels(invariant=True, merge="buffer")  # which carries nothing on
+    continued = left = 0
+    for _ in range(30):
+        take_step(world, rows)
+        if not world.rows:
+            continue
+        plan = rows.plan
+        q = torch.randn(plan.num_rows, 4, 32, dtype=dtype)
+        pool = wrap(only_read(data, plan.rebuilt()), kv_dtype)
+        expected = decode_alike(alone, plan, q, pool, spec)
+        assert not expected.isnan().any()
+        assert torch.equal(decode_alike(every[0], plan.rebuilt(), q, pool, spec), expected)
+        for kernels in every:
+            assert torch.equal(decode_alike(kernels, plan, q, pool, spec), expected)
+            words = plan.work(kernels.planning.options(spec, pool.format.row_bytes)).array
+            ordinals = words[words[WORK_ENTRY_ORDINAL] :][: words[WORK_ENTRIES]]
+            continued += int(np.count_nonzero(ordinals & CONTINUES))
+            left += int(np.count_nonzero(ordinals & LEAVES))
+    assert continued == left
+    assert seed != 1 or continued > 20
 
 
 @pytest.mark.skipif(CXX is None, reason="no C++ compiler for the emulation")

@@ -1,7 +1,8 @@
 """Plans that go on compute what plans made from nothing compute, whatever happens to the rows.
 
 Equal means, after every step: each row reads the same tokens at the same positions with the same shifts, each
-once, and asks from the same position; in the batch-invariant mode its partial results are of the same tokens in
+once, and asks from the same position; in the batch-invariant mode its partial results (those pieces together that
+go on from each other's states) are of the same tokens in
 the same order, so they have the same bits; where no row has modules or is cut, and one worker takes all, the
 pieces are the same: which rows read which tokens together.
 """
@@ -27,6 +28,9 @@ OPTIONS = WorkOptions(kv_heads=2, group=2, kv_token_bytes=512, partial_bytes=102
 ALL = ("plain", "cut", "modules", "beams", "drafts")
 PREFIXES = ("plain", "beams", "drafts")
 NO_RUNS = np.zeros((0, 4), dtype=np.int32)
+# Of csrc/common/work_plan.h.
+ENTRY_CONTINUES, ENTRY_LEAVES, ENTRY_FIRST = 1 << 30, 1 << 29, 1 << 28
+ENTRY_ORDINAL = ENTRY_FIRST - 1
 
 
 def from_nothing(world: RowWorld, chunk: int) -> DecodePlan:
@@ -89,15 +93,26 @@ def read_by(work: Work) -> list[Counter[tuple[int, ...]]]:
     return read
 
 
-def partials_of(work: Work) -> list[list[tuple[tuple[int, ...], ...]]]:
-    """What each partial result of each row is of, in the order of pieces."""
+def partials_of(work: Work, carry_tokens: int = 0) -> list[list[tuple[tuple[int, ...], ...]]]:
+    """What each partial result of each row is of, in the order of pieces. Pieces that go on from each other's
+    states make one."""
     partials: list[list[tuple[tuple[int, ...], ...]]] = [[] for _ in work.query_position]
+    pieces, left = [0] * len(partials), [False] * len(partials)
     for piece in work.pieces:
         items = tuple(item[:4] for item in piece.items if item[2])
-        for row, _, ordinal in piece.entries:
-            assert ordinal == len(partials[row])
-            partials[row].append(items)
-    assert np.diff(work.row_partials).tolist() == [len(each) for each in partials]
+        for row, _, word in piece.entries:
+            assert word & ENTRY_ORDINAL == pieces[row]
+            continues = bool(word & ENTRY_CONTINUES)
+            assert continues == left[row]
+            if continues:
+                assert sum(item[2] for item in partials[row][-1]) % carry_tokens == 0
+                partials[row][-1] += items
+            else:
+                partials[row].append(items)
+            assert bool(word & ENTRY_FIRST) == (continues and len(partials[row]) == 1)
+            pieces[row], left[row] = pieces[row] + 1, bool(word & ENTRY_LEAVES)
+    assert not any(left)
+    assert np.diff(work.row_partials).tolist() == pieces
     return partials
 
 
@@ -129,15 +144,21 @@ def options_of(rng: np.random.Generator) -> WorkOptions:
     )
 
 
-def check_steps(seed: int, steps: int, kinds: tuple[str, ...]) -> None:
-    """Random steps; each plan against the one made from nothing."""
+def check_steps(seed: int, steps: int, kinds: tuple[str, ...]) -> int:
+    """Random steps; each plan against the one made from nothing. Returns how often a state is carried on."""
     rng = np.random.default_rng(seed)
     chunk = int(rng.choice([1, 4, 16]))
     world = RowWorld(rng, chunk, rows_max=int(rng.choice([2, 6, 12])), kinds=kinds)
     chosen = options_of(rng)
-    options = (chosen, replace(chosen, invariant_tokens=int(rng.choice([8, 64]))), replace(OPTIONS, workers=1))
+    carrying = replace(chosen, invariant_tokens=64, carry_tokens=int(rng.choice([4, 16])), partial_bytes=1)
+    options = (
+        chosen,
+        replace(chosen, invariant_tokens=int(rng.choice([8, 64]))),
+        replace(OPTIONS, workers=1),
+        carrying,
+    )
     followed = Followed(chunk, options)
-    made = [0] * len(options)
+    made, carried = [0] * len(options), 0
     for step in range(steps):
         world.step()
         if not world.rows:
@@ -158,6 +179,8 @@ def check_steps(seed: int, steps: int, kinds: tuple[str, ...]) -> None:
         made = now
         plain = not {"cut", "modules"} & set(kinds)
         compare(work, plan, options[shown], same_pieces=plain and (is_new or options[shown].workers == 1))
+        carried += sum(bool(word & ENTRY_CONTINUES) for piece in work.pieces for _, _, word in piece.entries)
+    return carried
 
 
 def compare(work: Work, plan: DecodePlan, options: WorkOptions, *, same_pieces: bool) -> None:
@@ -165,10 +188,10 @@ def compare(work: Work, plan: DecodePlan, options: WorkOptions, *, same_pieces: 
     assert read_by(work) == read_by(expected)
     assert work.query_position == expected.query_position
     assert work.tokens == sum(piece.tokens for piece in work.pieces)
-    partials = partials_of(work)
+    partials = partials_of(work, options.carry_tokens)
     if options.invariant_tokens:
         assert partials == partials_of(expected)
-    if same_pieces:
+    if same_pieces and not options.carry_tokens:
         assert pieces_of(work) == pieces_of(expected)
         assert work.tokens == expected.tokens
 
@@ -181,6 +204,10 @@ def test_random_steps(seed: int) -> None:
 @pytest.mark.parametrize("seed", seeds(4))
 def test_random_steps_of_prefixes_beams_and_drafts(seed: int) -> None:
     check_steps(seed, 300, PREFIXES)
+
+
+def test_states_are_carried_on_where_rows_share() -> None:
+    assert sum(check_steps(seed, 60, PREFIXES) for seed in range(4)) > 100
 
 
 @pytest.mark.soak

@@ -77,8 +77,9 @@ class CpuKernels:
         module: Any = library()
         self.isa = ISA_LEVELS[context.level]
         self.counters = KernelCounters()
-        self.planning = Planning(threads, INVARIANT_TOKENS if invariant else 0, share, self.counters)
         self.buffered = merge == "buffer"
+        tokens = INVARIANT_TOKENS if invariant else 0
+        self.planning = Planning(threads, tokens, share, self.counters, carries=not self.buffered)
         # Looking functions up costs more than calling them.
         self._module = module
         self._write_kv, self._decode = module.write_kv, module.decode_attention

@@ -18,7 +18,12 @@ from trunkline.kernels.ops import AttentionSpec, KernelCounters, KvPool
 from trunkline.kernels.plan import PrefillPlan, WorkOptions, WritePlan, plan_decode_work
 from trunkline.kvstore.chunks import Int32Array
 
-INVARIANT_TOKENS: Final = 512
+INVARIANT_TOKENS: Final = 1024
+"""Tokens between two cuts of a row's context in the batch-invariant mode. The more, the fewer partial results, and
+the fewer pieces among which threads can share a single row's context."""
+CARRY_TOKENS: Final = 64
+"""Keys between two updates of a row's state in the batch-invariant mode (`kShortGroupTokens` in
+`csrc/cpu/attention.h`): in between, states are carried from piece to piece."""
 VECTORS_PER_READ: Final = 8
 """Query vectors whose products take about as long as reading their tokens: 40 GB/s against 300 GFLOP/s."""
 TILE_VECTORS: Final = 256
@@ -135,9 +140,17 @@ class CpuPrefillState:
 class Planning:
     """The options by which the kernels of one instance cut decode plans."""
 
-    def __init__(self, threads: int, invariant_tokens: int, share: bool, counters: KernelCounters) -> None:
+    def __init__(
+        self, threads: int, invariant_tokens: int, share: bool, counters: KernelCounters, *, carries: bool = True
+    ) -> None:
+        """
+        Args:
+            invariant_tokens: Tokens between two cuts of a row's context; 0: cuts are where they cost least.
+            carries: Whether plans that go on may carry states from piece to piece within a cut.
+        """
         self._counters = counters
         self.invariant_tokens = invariant_tokens
+        self._carry_tokens = CARRY_TOKENS if carries and invariant_tokens else 0
         self._threads = threads
         self._share = share
         self._made: dict[tuple[int, int, int, int, int], WorkOptions] = {}
@@ -158,6 +171,7 @@ class Planning:
                 share=self._share,
                 vectors_per_read=VECTORS_PER_READ,
                 unit_vectors=UNIT_VECTORS,
+                carry_tokens=self._carry_tokens,
             )
         return made
 

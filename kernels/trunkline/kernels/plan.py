@@ -263,6 +263,7 @@ class WorkOptions:
     narrow_tile_ns: int = 0
     wide_tile_ns: int = 0
     partial_bytes_per_ns: int = 0
+    carry_tokens: int = 0
 
 
 option_values = operator.attrgetter(*WorkOptions.__dataclass_fields__)

@@ -54,13 +54,37 @@ bool LivePlan::ends_cut(const PathAt& at, int32_t segments) const {
   return cuts_between(row, path.start + segments);
 }
 
-// In the invariant mode paths share whole cuts only.
+// How many segments stand between the last cut and this one, of a path that begins with `start`.
+int32_t LivePlan::segments_behind_cut(const Row& row, int32_t start, int32_t segment) const {
+  int32_t at = segment;
+  while (at > start && !cuts_between(row, at)) --at;
+  return segment - at;
+}
+
+// Whether a state may be carried on behind the first `segments` of a path: the groups of keys in front of that place, in
+// its cut, are whole whether the path goes on or not.
+bool LivePlan::may_carry(const PathAt& at, int32_t segments) const {
+  if (options_.carry_tokens == 0) return false;
+  const Row& row = rows_[static_cast<size_t>(at.row)];
+  const int32_t start = path(at).start, end = start + segments;
+  const int32_t behind = segments_behind_cut(row, start, end);
+  for (int32_t i = end - behind; i < end; ++i) {
+    const Segment& segment = row.segments[static_cast<size_t>(i)];
+    if (segment.first != 0 || segment.size != chunk_) return false;
+  }
+  return int64_t{behind} * chunk_ % options_.carry_tokens == 0;
+}
+
+// In the invariant mode paths share whole cuts only, or whole groups of keys in front of where a state may be carried on.
 void LivePlan::round_agreed() {
   rounded_ = agreed_;
   if (options_.invariant_tokens == 0) return;
+  const auto may_end = [this](const PathAt& at, int32_t segments) {
+    return ends_cut(at, segments) || may_carry(at, segments);
+  };
   for (size_t i = 1; i < sorted_.size(); ++i) {
     int32_t& agreed = rounded_[i];
-    while (agreed > 0 && !(ends_cut(sorted_[i - 1], agreed) && ends_cut(sorted_[i], agreed))) --agreed;
+    while (agreed > 0 && !(may_end(sorted_[i - 1], agreed) && may_end(sorted_[i], agreed))) --agreed;
   }
 }
 
@@ -87,10 +111,7 @@ void LivePlan::split(size_t low, size_t high, int32_t from, int32_t depth) {
 
 // Packs segments [from, to) of the paths if that pays; returns from which on they are still to be given out.
 int32_t LivePlan::take_run(size_t low, size_t high, int32_t from, int32_t to) {
-  if (options_.invariant_tokens > 0) {
-    add_cuts(low, high, from, to);
-    return to;
-  }
+  if (options_.invariant_tokens > 0) return add_cuts(low, high, from, to);
   const Row& leader = rows_[static_cast<size_t>(sorted_[low].row)];
   const int32_t start = path(sorted_[low]).start;
   if (!is_worth_packing(static_cast<int64_t>(high - low), tokens_of(leader, start + from, start + to)))
@@ -99,8 +120,9 @@ int32_t LivePlan::take_run(size_t low, size_t high, int32_t from, int32_t to) {
   return to;
 }
 
-// The cuts of segments [from, to), which begin and end with whole ones.
-void LivePlan::add_cuts(size_t low, size_t high, int32_t from, int32_t to) {
+// The cuts of segments [from, to), or of as many first ones as pay: where only a part of the last cut is shared and is not
+// worth packing, rows read it with what follows. Returns from which segment on they are still to be given out.
+int32_t LivePlan::add_cuts(size_t low, size_t high, int32_t from, int32_t to) {
   const Row& leader = rows_[static_cast<size_t>(sorted_[low].row)];
   const Path& shared = path(sorted_[low]);
   int32_t ordinal = shared.ordinal;
@@ -109,25 +131,31 @@ void LivePlan::add_cuts(size_t low, size_t high, int32_t from, int32_t to) {
     int32_t end = from + 1;
     while (end < to && !cuts_between(leader, shared.start + end)) ++end;
     const int32_t tokens = tokens_of(leader, shared.start + from, shared.start + end);
+    const int32_t behind = segments_behind_cut(leader, shared.start, shared.start + from);
     if (high - low == 1 || is_worth_packing(static_cast<int64_t>(high - low), tokens)) {
       add_piece(low, high, from, end);
-      pieces_.back().ordinal = ordinal;
+      pieces_.back().ordinal = ordinal, pieces_.back().behind = behind;
+    } else if (!std::all_of(sorted_.begin() + static_cast<int64_t>(low),
+                            sorted_.begin() + static_cast<int64_t>(high),
+                            [&](const PathAt& at) { return ends_cut(at, end); })) {
+      break;
     } else {
       for (size_t i = low; i < high; ++i) {
         add_piece(i, i + 1, from, end);
-        pieces_.back().ordinal = ordinal;
+        pieces_.back().ordinal = ordinal, pieces_.back().behind = behind;
       }
     }
     from = end;
     ++ordinal;
   }
+  return from;
 }
 
 void LivePlan::add_piece(size_t low, size_t high, int32_t from, int32_t to) {
   const PathAt& leader = sorted_[low];
   const Row& row = rows_[static_cast<size_t>(leader.row)];
   const int32_t start = path(leader).start;
-  Piece piece{leader.row, start + from, start + to, static_cast<int32_t>(piece_rows_.size()), 0, 0, 0};
+  Piece piece{leader.row, start + from, start + to, static_cast<int32_t>(piece_rows_.size()), 0, 0, 0, 0};
   piece.entries = static_cast<int32_t>(high - low);
   piece.tokens = tokens_of(row, piece.from, piece.to);
   pieces_.push_back(piece);
@@ -151,7 +179,7 @@ void LivePlan::add_private_pieces() {
         pieces_.back().to = stop;
       } else {
         const auto entry = static_cast<int32_t>(piece_rows_.size());
-        pieces_.push_back({place, path.alone, stop, entry, 1, 0, 0});
+        pieces_.push_back({place, path.alone, stop, entry, 1, 0, 0, 0});
         piece_rows_.push_back({place, static_cast<int32_t>(i)});
       }
       pieces_.back().tokens = tokens_of(row, pieces_.back().from, stop);
@@ -181,17 +209,42 @@ int32_t LivePlan::visible(const Row& row) const {
   return options_.invariant_tokens > 0 ? row.tail + 1 : static_cast<int32_t>(row.segments.size());
 }
 
-// In the order of cuts, so that a row's partial results are in the order of its context.
+// In the order of cuts, so that a row's partial results are in the order of its context. Of one cut, what begins it comes
+// first: what continues it waits the less.
 void LivePlan::order_cuts() {
-  int32_t most = 0;
-  for (const Piece& piece : pieces_) most = std::max(most, piece.ordinal);
+  int32_t deepest = 0, most = 0;
+  for (const Piece& piece : pieces_) deepest = std::max(deepest, piece.behind);
+  const auto key = [&](const Piece& piece) { return piece.ordinal * (deepest + 1) + piece.behind; };
+  for (const Piece& piece : pieces_) most = std::max(most, key(piece));
   std::vector<int32_t> start(static_cast<size_t>(most) + 2, 0);
-  for (const Piece& piece : pieces_) ++start[static_cast<size_t>(piece.ordinal) + 1];
+  for (const Piece& piece : pieces_) ++start[static_cast<size_t>(key(piece)) + 1];
   for (size_t i = 1; i < start.size(); ++i) start[i] += start[i - 1];
   std::vector<Piece> ordered(pieces_.size());
   for (const Piece& piece : pieces_)
-    ordered[static_cast<size_t>(start[static_cast<size_t>(piece.ordinal)]++)] = piece;
+    ordered[static_cast<size_t>(start[static_cast<size_t>(key(piece))]++)] = piece;
   pieces_.swap(ordered);
+}
+
+// The ordinals of all entries, with what is carried on (`kEntryContinues` and so on); `partials`: pieces of each row.
+std::vector<int32_t> LivePlan::entry_ordinals(std::vector<int32_t>& partials) const {
+  std::vector<int32_t> words, last(partials.size(), -1), begun(partials.size(), 0);
+  words.reserve(static_cast<size_t>(entries()));
+  for (const Piece& piece : pieces_) {
+    for (int32_t i = piece.entry; i < piece.entry + piece.entries; ++i) {
+      const PathAt& at = piece_rows_[static_cast<size_t>(i)];
+      const auto row = static_cast<size_t>(rows_[static_cast<size_t>(at.row)].index);
+      int32_t word = partials[row]++;
+      if (piece.behind > 0) {
+        word |= kEntryContinues | (begun[row] == 1 ? kEntryFirst : 0);
+        words[static_cast<size_t>(last[row])] |= kEntryLeaves;
+      } else {
+        ++begun[row];
+      }
+      last[row] = static_cast<int32_t>(words.size());
+      words.push_back(word);
+    }
+  }
+  return words;
 }
 
 // As `balance` in work_plan.cc: pieces are cut so that every worker has several of about equal cost to take.
@@ -350,6 +403,7 @@ void LivePlan::write_pieces() {
   const int32_t entry_row = memory_[kWorkEntryRow], entry_shift = memory_[kWorkEntryShift];
   const int32_t entry_ordinal = memory_[kWorkEntryOrdinal];
   std::vector<int32_t> partials(order_.size(), 0);
+  const std::vector<int32_t> ordinals = entry_ordinals(partials);
   int32_t entry = 0, items = 0, widest = 0, shifted = 0, number = 0;
   for (const Piece& piece : pieces_) {
     Row& leader = rows_[static_cast<size_t>(piece.leader)];
@@ -362,7 +416,7 @@ void LivePlan::write_pieces() {
       const int32_t index = rows_[static_cast<size_t>(at.row)].index, shift = path(at).shift;
       put(entry_row + entry, index);
       put(entry_shift + entry, shift);
-      put(entry_ordinal + entry, partials[static_cast<size_t>(index)]++);
+      put(entry_ordinal + entry, ordinals[static_cast<size_t>(entry)]);
       shifted |= shift != 0;
     }
     items += piece.to - piece.from;

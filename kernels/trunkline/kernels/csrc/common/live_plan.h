@@ -70,6 +70,7 @@ class LivePlan {
     int32_t entry, entries;    // in `piece_rows_`
     int32_t tokens;
     int32_t ordinal;  // of the cut, in the invariant mode
+    int32_t behind;   // segments of the cut in front of it, whose state it continues
   };
 
   struct Table {
@@ -111,12 +112,14 @@ class LivePlan {
   void split(size_t low, size_t high, int32_t from, int32_t depth);
   int32_t take_run(size_t low, size_t high, int32_t from, int32_t depth);
   void add_piece(size_t low, size_t high, int32_t from, int32_t to);
-  void add_cuts(size_t low, size_t high, int32_t from, int32_t to);
+  int32_t add_cuts(size_t low, size_t high, int32_t from, int32_t to);
   void add_private_pieces();
   bool is_worth_packing(int64_t rows, int64_t tokens) const;
   int32_t tokens_of(const Row& row, int32_t from, int32_t to) const;
   int32_t visible(const Row& row) const;
   bool cuts_between(const Row& row, int32_t segment) const;
+  int32_t segments_behind_cut(const Row& row, int32_t start, int32_t segment) const;
+  bool may_carry(const PathAt& at, int32_t segments) const;
   void order_cuts();
   void balance();
   void tile();
@@ -130,6 +133,7 @@ class LivePlan {
   void write_pieces();
   void write_deal();
   int64_t entries() const;
+  std::vector<int32_t> entry_ordinals(std::vector<int32_t>& partials) const;
   void write_tail(const Row& row);
   void extend_last_piece(const Row& row, int32_t segments);
 

@@ -420,6 +420,9 @@ void check_options(const WorkOptions& options) {
                                         options.partial_bytes_per_ns}) < 1)) {
     fail("with unit_ns, tile_tokens, narrow_tile_ns, wide_tile_ns and partial_bytes_per_ns must be positive");
   }
+  if (options.carry_tokens < 0 || (options.carry_tokens > 0 && options.invariant_tokens < 1)) {
+    fail("states are carried on in the batch-invariant mode only, behind a positive number of tokens");
+  }
   if (options.tile_rows != 0 && options.tile_rows < options.group) {
     fail("tile_rows must hold at least the group of one row");
   }

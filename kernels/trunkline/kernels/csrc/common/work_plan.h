@@ -26,6 +26,12 @@
 // where its shift changes, and nowhere else; rows are packed only where such cuts agree as a whole. So how a
 // row's partials come about does not depend on who shares its prefix; merged in the order of ordinals, which
 // here is the order of the context, results are equal bit by bit.
+// Where cuts agree in part only, rows may still be packed in that part (`carry_tokens`): its piece leaves each row's state
+// as it is between two groups of keys, and the row's next piece goes on from it. The sums are the same in the same order,
+// so they have the same bits as if the row had read its cut alone:
+//
+//      cut of row 0   [ 448 shared tokens ][ 40 own ]        piece A: rows 0 and 1, 448 tokens, leaves two states
+//      cut of row 1   [ 448 shared tokens ][ 52 own ]        pieces B, C: each continues one of them
 #pragma once
 
 #include <cstddef>
@@ -71,7 +77,16 @@ struct WorkOptions {
   int32_t narrow_tile_ns = 0;        // a tile of a unit of at most `narrow_vectors`
   int32_t wide_tile_ns = 0;          // of another one
   int32_t partial_bytes_per_ns = 0;  // with which `partial_bytes` are moved
+  // Batch-invariant mode of plans that go on: within a cut, a state may be carried on after multiples of so many tokens,
+  // all in whole blocks. 0: never.
+  int32_t carry_tokens = 0;
 };
+
+// Of an entry's ordinal, where states are carried on. The ordinal itself then counts the row's pieces.
+constexpr int32_t kEntryContinues = 1 << 30;  // begins with the state that the row's piece before it left
+constexpr int32_t kEntryLeaves = 1 << 29;     // leaves its state to the row's next piece, and is no partial yet
+constexpr int32_t kEntryFirst = 1 << 28;  // belongs to the row's first partial, though it is not its first piece
+constexpr int32_t kEntryOrdinal = kEntryFirst - 1;
 
 // Little-endian int32 words, position-independent: the same buffer is read on the host and on a device.
 enum WorkHeader : int32_t {

@@ -67,6 +67,9 @@ void prepare_states(CpuContext& context, DecodeCall& call, int64_t heads, bool b
   if (!buffered) {
     const size_t turns = static_cast<size_t>(work.rows) * static_cast<size_t>(call.pool.kv_heads);
     call.turns = reinterpret_cast<uint32_t*>(context.turns.reserve(turns * 4));
+    if (!call.invariant) return;
+    const size_t carried = slots * static_cast<size_t>(carried_floats(call.pool.value_dim));
+    call.carried = reinterpret_cast<float*>(context.carried.reserve(carried * 4));
   }
 }
 

@@ -77,6 +77,8 @@ struct ScoreRule {
 // One partial result of one query head, `state_floats` long: sum of weighted values, peak, total. The weights are
 // 2^(score - peak), scores being multiplied by log2(e), here as everywhere.
 static constexpr int64_t state_floats(int64_t value_dim) { return (value_dim + 15) / 16 * 16 + 16; }
+// One that is carried on: the total is kept by lanes.
+static constexpr int64_t carried_floats(int64_t value_dim) { return state_floats(value_dim) + kTotalLanes; }
 
 struct DecodeCall {
   PoolView pool;
@@ -91,7 +93,9 @@ struct DecodeCall {
   const char* turned = nullptr;          // [slots, heads, d]
   float* states = nullptr;
   bool invariant = false;     // nothing may depend on how many rows share a piece
-  uint32_t* turns = nullptr;  // [rows, kv_heads]: partials merged so far; null: partials go to a buffer
+  uint32_t* turns = nullptr;  // [rows, kv_heads]: pieces done so far; null: partials go to a buffer
+  float* carried =
+      nullptr;  // [rows, heads, carried_floats]: states that pieces leave to the next ones (work_plan.h)
 };
 
 // A piece for some heads. Several heads: at most kRowBlock query vectors in all.

@@ -25,6 +25,7 @@ struct CpuContext {
   ThreadPool pool;
   std::vector<Scratch> thread_scratch;  // by the thread number that the pool passes
   Scratch states;                       // partial results of decode attention
+  Scratch carried;                      // states that pieces of decode attention leave to others
   Scratch turns;                        // zero between calls
   Scratch lists;                        // of units
   Scratch routing;                      // where tokens go

@@ -20,7 +20,7 @@ namespace {
 
 namespace ffi = tvm::ffi;
 
-constexpr int kOptions = 19;
+constexpr int kOptions = 20;
 
 struct HostAllocator {
   void AllocData(DLTensor* tensor) {
@@ -70,6 +70,7 @@ WorkOptions read_options(const ffi::Array<int64_t>& numbers, int64_t first) {
   chosen.narrow_tile_ns = option(16);
   chosen.wide_tile_ns = option(17);
   chosen.partial_bytes_per_ns = option(18);
+  chosen.carry_tokens = option(19);
   return chosen;
 }
 

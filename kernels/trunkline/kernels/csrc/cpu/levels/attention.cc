@@ -69,20 +69,63 @@ TRUNKLINE_INLINE void merge_into(const State& to, const float* acc, float peak, 
   *to.peak = highest;
 }
 
+// A state between two groups of keys, as the row's next piece continues it: acc `[padded d]`, totals by lane, peak.
+struct Carried {
+  float *acc, *total, *peak;
+};
+
+TRUNKLINE_INLINE Carried carried_at(float* carried, int64_t index, int padded) {
+  float* acc = carried + index * (padded + kTotalLanes + 16);
+  return {acc, acc + padded, acc + padded + kTotalLanes};
+}
+
+// The row's states become those that its piece before this one left, whose turn it was.
 template <class T>
-void finish_vector(const DecodeCall& call, AttentionUnit<T>& unit, int vector, int ordinal, int partials,
+void take_up(const DecodeCall& call, AttentionUnit<T>& unit, const DecodeUnit& chosen) {
+  const WorkView& work = call.work;
+  const UnitMemory& memory = unit.memory();
+  const int first_entry = work.piece_entries[chosen.piece], last_entry = work.piece_entries[chosen.piece + 1];
+  const int padded = unit.padded();
+  int vector = 0;
+  for (int64_t head = chosen.head; head < chosen.head + chosen.heads; ++head) {
+    for (int entry = first_entry; entry < last_entry; ++entry) {
+      const int64_t place = work.entry_row[entry] * call.pool.kv_heads + head;
+      wait_for_turn(call.turns + place, static_cast<uint32_t>(work.entry_ordinal[entry] & kEntryOrdinal));
+      for (int g = 0; g < call.group; ++g, ++vector) {
+        const Carried from = carried_at(call.carried, place * call.group + g, padded);
+        std::memcpy(memory.acc + vector * padded, from.acc, static_cast<size_t>(padded) * 4);
+        std::memcpy(memory.total + vector * kTotalLanes, from.total, kTotalLanes * 4);
+        memory.peak[vector] = *from.peak;
+      }
+    }
+  }
+}
+
+template <class T>
+void leave(const DecodeCall& call, AttentionUnit<T>& unit, int vector, int64_t index) {
+  const UnitMemory& memory = unit.memory();
+  const int padded = unit.padded();
+  const Carried to = carried_at(call.carried, index, padded);
+  std::memcpy(to.acc, memory.acc + vector * padded, static_cast<size_t>(padded) * 4);
+  std::memcpy(to.total, memory.total + vector * kTotalLanes, kTotalLanes * 4);
+  *to.peak = memory.peak[vector];
+}
+
+// `opens`: no other partial result has come before; `closes`: none comes behind.
+template <class T>
+void finish_vector(const DecodeCall& call, AttentionUnit<T>& unit, int vector, bool opens, bool closes,
                    float* states, int64_t index, int64_t query_head, char* out) {
   const UnitMemory& memory = unit.memory();
   const int padded = unit.padded();
   const float* acc = memory.acc + vector * padded;
   const State state = state_at(states, index, padded);
-  if (call.turns == nullptr || ordinal == 0) {
+  if (call.turns == nullptr || opens) {
     std::memcpy(state.acc, acc, static_cast<size_t>(padded) * 4);
     *state.peak = memory.peak[vector], *state.total = unit.total(vector);
     return;
   }
   merge_into(state, acc, memory.peak[vector], unit.total(vector), padded);
-  if (ordinal == partials - 1) {
+  if (closes) {
     const int d = static_cast<int>(call.pool.value_dim);
     const float factor = result_factor(call.rule, query_head, *state.total, *state.peak);
     AttentionUnit<T>::template write_scaled<T>(state.acc, factor, d, out);
@@ -97,23 +140,27 @@ void finish(const DecodeCall& call, AttentionUnit<T>& unit, const DecodeUnit& ch
   int vector = 0;
   for (int64_t head = chosen.head; head < chosen.head + chosen.heads; ++head) {
     for (int entry = first_entry; entry < last_entry; ++entry) {
-      const int row = work.entry_row[entry], ordinal = work.entry_ordinal[entry];
+      const int row = work.entry_row[entry], word = work.entry_ordinal[entry];
+      const int ordinal = word & kEntryOrdinal;
       const int slot = work.row_partials[row], partials = work.row_partials[row + 1] - slot;
       char* out = call.out + row * call.out_stride + head * call.group * vector_bytes;
       uint32_t* merged = call.turns == nullptr ? nullptr : call.turns + row * call.pool.kv_heads + head;
       if (partials > 1 && merged != nullptr) wait_for_turn(merged, static_cast<uint32_t>(ordinal));
       const int64_t place = call.turns == nullptr ? slot + ordinal : row;
+      const bool opens = ordinal == 0 || (word & kEntryFirst) != 0, closes = ordinal == partials - 1;
       for (int g = 0; g < call.group; ++g, ++vector, out += vector_bytes) {
         const int64_t query_head = head * call.group + g;
-        if (partials == 1) {
+        const int64_t index = (place * call.pool.kv_heads + head) * call.group + g;
+        if ((word & kEntryLeaves) != 0) {
+          leave(call, unit, vector, index);
+        } else if (opens && closes) {
           unit.write_output(vector, query_head, out);
         } else {
-          const int64_t index = (place * call.pool.kv_heads + head) * call.group + g;
-          finish_vector(call, unit, vector, ordinal, partials, call.states, index, query_head, out);
+          finish_vector(call, unit, vector, opens, closes, call.states, index, query_head, out);
         }
       }
       if (partials > 1 && merged != nullptr) {
-        const uint32_t next = ordinal == partials - 1 ? 0 : static_cast<uint32_t>(ordinal + 1);
+        const uint32_t next = closes ? 0 : static_cast<uint32_t>(ordinal + 1);
         __atomic_store_n(merged, next, __ATOMIC_RELEASE);
       }
     }
@@ -160,7 +207,11 @@ void decode_unit(const DecodeCall& call, const DecodeUnit& chosen, char* scratch
       }
     }
   }
-  unit.reset();
+  if (first_entry < last_entry && (work.entry_ordinal[first_entry] & kEntryContinues) != 0) {
+    take_up(call, unit, chosen);
+  } else {
+    unit.reset();
+  }
   Cursor at{work.item_block,
             work.item_first,
             work.item_count,
