@@ -233,6 +233,7 @@ def write_slots(plan: WritePlan) -> Tensor:
 
 
 def int32_tensor(array: Int32Array) -> Tensor:
+    """Return a copy of an array as a tensor."""
     return torch.from_numpy(np.array(array, dtype=np.int32))
 
 

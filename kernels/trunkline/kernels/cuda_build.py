@@ -121,10 +121,12 @@ def architecture(capability: tuple[int, int]) -> str:
 
 
 def one_device(arch: str) -> Devices:
+    """Return the devices of a library for one architecture, such as "90a"."""
     return Devices(arch, (f"arch=compute_{arch},code=sm_{arch}",))
 
 
 def cache_folder() -> Path:
+    """Return the folder of the user's cache for libraries that were compiled here."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "trunkline"
 
@@ -211,6 +213,7 @@ def _prefix(devices: Devices) -> str:
 
 
 def library_name(devices: Devices, compiler: Compiler) -> str:
+    """Return the file name of a library of the present sources, made by this compiler."""
     version = hashlib.blake2b(compiler.version.encode(), digest_size=5).hexdigest()
     return f"{_prefix(devices)}-{version}.so"
 

@@ -295,6 +295,7 @@ def check_pool(pool: KvPool, chunk_size: int) -> None:
 
 
 def check_heads(pool: KvPool, layer: int, spec: AttentionSpec) -> None:
+    """Check that a pool has such heads in such a layer."""
     shape, form = pool.data.shape, pool.format
     if len(form.bands) != 2 or form.heads != spec.kv_heads or form.row[0].count != spec.head_dim:
         raise ValueError(f"a pool of shape {tuple(shape)} does not fit {spec.kv_heads} x {spec.head_dim}")
@@ -316,6 +317,7 @@ def check_rules(spec: AttentionSpec) -> None:
 
 
 def check_items(pool: KvPool, last_block: int) -> None:
+    """Check that a plan reads blocks of the pool only. `last_block`: the largest that it reads."""
     if last_block >= pool.blocks:
         raise ValueError(f"the plan reads block {last_block}: the pool has {pool.blocks} blocks")
 
@@ -334,11 +336,13 @@ def check_queries(name: str, x: Tensor, pool: KvPool, spec: AttentionSpec, needs
 
 
 def check_shifts(has_shifts: bool, spec: AttentionSpec) -> None:
+    """Check that KV of a layer can act at other positions if a plan has shifts."""
     if has_shifts and spec.inverse_frequencies is None and spec.alibi_slopes is None:
         raise ValueError("a shift needs rotary positions or ALiBi; this layer's attention has neither")
 
 
 def check_slots(plan: WritePlan, pool: KvPool) -> None:
+    """Check that tokens are written to slots of the pool only."""
     slots, end = plan.slots, pool.blocks * pool.chunk_size
     if slots.dtype != "int32" or slots.ndim != 1:
         raise ValueError(f"slots must be int32 [tokens], not {slots.dtype} {list(slots.shape)}")

@@ -53,6 +53,7 @@ class PoolMoves:
         self._indices = indices
 
     def copy(self, pool: KvPool, copies: Int32Array) -> None:
+        """As `Kernels.copy_blocks`."""
         _, layers, _, kv_heads, chunk_size, _ = pool.data.shape
         check_pool(pool, chunk_size)
         check_copies(pool, copies)
@@ -65,6 +66,7 @@ class PoolMoves:
         self._library.call("copy_blocks", *pointers, len(copies), tiles, chunk_size, token_bytes, self._stream())
 
     def gather(self, pool: KvPool, blocks: Int32Array, layers: range, out: Tensor) -> None:
+        """As `Kernels.gather_blocks`."""
         check_moved(pool, blocks, layers, out)
         index = self._indices(blocks, pool.data.device)
         on_device = out.device == pool.data.device and out.is_contiguous()
@@ -78,6 +80,7 @@ class PoolMoves:
             out.copy_(target)
 
     def scatter(self, pool: KvPool, blocks: Int32Array, layers: range, data: Tensor) -> None:
+        """As `Kernels.scatter_blocks`."""
         source = data.to(pool.data.device, pool.data.dtype).contiguous()
         check_moved(pool, blocks, layers, source)
         index = self._indices(blocks, pool.data.device)
@@ -126,6 +129,7 @@ class PoolMoves:
     def gather_slots(
         self, pool: KvPool, blocks: Int32Array, layers: range, host: Tensor, slots: Int32Array
     ) -> None:
+        """As `Kernels.gather_slots`."""
         if self._moves_slots(pool, blocks, layers, host, slots, to_host=True):
             return
         for start, stop in staged(pool, len(blocks), layers):
@@ -137,6 +141,7 @@ class PoolMoves:
     def scatter_slots(
         self, pool: KvPool, blocks: Int32Array, layers: range, host: Tensor, slots: Int32Array
     ) -> None:
+        """As `Kernels.scatter_slots`."""
         if self._moves_slots(pool, blocks, layers, host, slots, to_host=False):
             return
         for start, stop in staged(pool, len(blocks), layers):

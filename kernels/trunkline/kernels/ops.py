@@ -191,6 +191,7 @@ class AttentionSpec:
 
     @property
     def group(self) -> int:
+        """Number of query heads of each KV head."""
         return self.heads // self.kv_heads
 
     @property

@@ -117,9 +117,9 @@ class NextUse(Generic[ChunkT]):
         self._away: OrderedDict[Turn, None] = OrderedDict()
         """The turns that are waited for, oldest first."""
         self._by_name: dict[ChunkName, Turn] = {}
-        """The same turns by their name."""
+        """The turns that are waited for, by name."""
         self._by_request: dict[int, Turn] = {}
-        """The same turns by the number of their request, those that have one."""
+        """The turns that are waited for and have a request, by its number."""
         self._due: list[tuple[float, int, Turn]] = []
         """A heap of the times at which turns reach their next interval. Other turns are dropped at the top."""
         self._serial = count()

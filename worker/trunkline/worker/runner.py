@@ -209,6 +209,7 @@ class Runner:
 
     @property
     def num_blocks(self) -> int:
+        """Number of blocks of the KV pool."""
         return self._decoder.pool.blocks
 
     @property
@@ -223,6 +224,7 @@ class Runner:
 
     @property
     def block_bytes(self) -> int:
+        """Bytes of a block on this rank."""
         return self._decoder.pool.format.chunk_bytes
 
     @property

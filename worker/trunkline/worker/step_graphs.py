@@ -153,13 +153,15 @@ class Drawn:
     tokens: Tensor
     """int32 `[rows]`, in host memory; valid when `is_done`."""
     copied: torch.cuda.Event | None
-    """When the tokens are there; None: they are."""
+    """The event behind the copy of the tokens; None: they are there already."""
 
     @property
     def is_done(self) -> bool:
+        """Whether the tokens are in host memory."""
         return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
+        """Wait until they are."""
         if self.copied is not None:
             self.copied.synchronize()
 

@@ -75,8 +75,8 @@ def to_messages(
         marks: are put around the files before the first answer.
         borders: gets for each item of `input` the number of messages before it; None where it continues the one
             before, or is not in its place because of a compaction.
-        memory: has what was translated before; its messages must not be changed.
-        scope: who may know of that.
+        memory: translations of earlier requests; their messages must not be changed.
+        scope: names the tenant, whose other requests may use the translation.
 
     Raises:
         ApiError: 400, naming the item that is wrong (`input[2].content[0]`).
@@ -120,8 +120,8 @@ def _placed_messages(
     marks: DocumentMarks | None,
     borders: list[int | None] | None,
 ) -> list[Message]:
-    """Translate items with a compaction, or with documents that get marks, as `to_messages`. `messages`: before
-    them."""
+    """Translate items with a compaction, or with documents that get marks, as `to_messages`, and add them to
+    `messages`."""
     placed = [Placed("history", item) for item in history]
     placed += [Placed(f"input[{index}]", item) for index, item in enumerate(given)]
     marked = _with_marks(placed, marks)

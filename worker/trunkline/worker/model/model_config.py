@@ -326,18 +326,22 @@ class Shard:
 
     @property
     def heads(self) -> int:
+        """Number of this rank's query heads."""
         return self.config.heads // self.tp
 
     @property
     def kv_heads(self) -> int:
+        """Number of this rank's KV heads; ranks share a head if there are fewer than ranks."""
         return max(1, self.config.kv_heads // self.tp)
 
     @property
     def first_head(self) -> int:
+        """Number in the model of this rank's first query head."""
         return self.rank * self.heads
 
     @property
     def first_kv_head(self) -> int:
+        """Number in the model of this rank's first KV head."""
         return self.rank * self.config.kv_heads // self.tp  # the same for neighbours if there are too few
 
     @property
@@ -377,6 +381,7 @@ class Shard:
 
     @property
     def alibi_slopes(self) -> tuple[float, ...]:
+        """Slopes of ALiBi of this rank's query heads."""
         return self.config.alibi_slopes[self.first_head : self.first_head + self.heads]
 
     @property

@@ -102,6 +102,7 @@ def with_attention(config: ModelConfig, change: Callable[[int, LayerAttention], 
 
 
 def with_attention_bias(config: ModelConfig, fields: Fields, default: bool = False) -> ModelConfig:
+    """Return a model with biases in all projections of attention if `attention_bias` says so."""
     bias = fields.flag("attention_bias", default)
     return replace(config, attention_bias=bias, attention_out_bias=bias)
 
