@@ -89,7 +89,7 @@ def test_room_is_what_was_told_last_by_whom_is_there(seed: int) -> None:
             core.loads.grow(len(core.loads.room) + rng.randrange(3))
         assert core.loads.room.tolist() == [rooms.get(at, inf) for at in range(len(core.loads.room))]
         lacking = np.array([rng.randrange(3000) for _ in core.loads.room])
-        for at, gone in enumerate(core.loads.displaced(lacking).tolist()):
+        for at, gone in enumerate(core.loads.displaced(lacking, core.loads.queued).tolist()):
             left = max(0.0, rooms.get(at, inf) - core.loads.queued[at])
             assert gone == max(0.0, lacking[at] - left)
 

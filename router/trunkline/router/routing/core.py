@@ -45,7 +45,8 @@ from trunkline.router.routing.traits import Traits
 
 _NONE: Final = np.zeros(0, np.int64)
 _ONES: Final = np.ones(TIERS, np.int64)
-"""Adds up tiers: in matrices this small, `take` and `dot` are several times faster than indexing and `sum`."""
+_FLOAT_ONES: Final = np.ones(TIERS)
+"""Both add up tiers: in matrices this small, `take` and `dot` are several times faster than indexing and `sum`."""
 __all__ = ["Decision", "NoControllerError", "RouteRequest", "RoutingCore", "RoutingSettings"]
 
 
@@ -244,7 +245,8 @@ class RoutingCore:
         found, tiers, effective, pulled, tail = self._look_up(request, now)
         prompt = max((each.names.prompt_tokens for each in found.values()), default=_prompt_tokens(request))
         new, goes_on, loads, matched = prompt - effective, -1, self.loads, tiers.dot(_ONES)
-        costs = self._costs(new, prompt + request.output_tokens - matched)
+        inflight, queued = loads.inflight, loads.queued
+        costs = self._costs(new, prompt + request.output_tokens - matched, inflight, queued)
         if request.pinned >= 0:
             chosen, reason = request.pinned, "pinned"
         elif request.planned >= 0 and request.planned in candidates:
@@ -258,9 +260,9 @@ class RoutingCore:
                 self._traits.chunk_size,
                 new,
                 matched,
-                loads.inflight,
+                inflight,
                 loads.own_inflight,
-                loads.queued,
+                queued,
                 loads.own_queued,
                 loads.own_blocks,
                 loads.running,
@@ -302,11 +304,11 @@ class RoutingCore:
             left_behind(own, given.holders, prompt),
         )
 
-    def _costs(self, new: FloatArray, lacking: IntArray) -> FloatArray:
-        """Return controllers' costs, float64 `[controllers]`, by tokens that are new, and that need room."""
-        loads, settings = self.loads, self.settings
-        waiting = (loads.inflight * settings.request_tokens + loads.queued) / settings.chunk_tokens
-        work = new + settings.displaced_weight * loads.displaced(lacking)
+    def _costs(self, new: FloatArray, lacking: IntArray, inflight: FloatArray, queued: FloatArray) -> FloatArray:
+        """Return controllers' costs, float64 `[controllers]`, by new tokens, those that need room, and loads."""
+        settings = self.settings
+        waiting = (inflight * settings.request_tokens + queued) / settings.chunk_tokens
+        work = new + settings.displaced_weight * self.loads.displaced(lacking, queued)
         return (work + settings.floor_tokens) * (1.0 + waiting)
 
     def sent(self, ticket: int, decision: Decision, request: RouteRequest, now: float) -> None:
@@ -447,8 +449,7 @@ class RoutingCore:
                 if len(own) and depth + tokens > longest:
                     longest, tail = depth + tokens, int(members[own[0]])
             tiers[members] = cached
-            device, host, disk, expected = (cached * self._traits.worth.take(members, axis=0)).T
-            saved = device + host + disk + expected
+            saved = (cached * self._traits.worth.take(members, axis=0)).dot(_FLOAT_ONES)
             if len(peers) and matches[-1].known:
                 whole = cached.dot(_ONES) if tail >= 0 else whole
                 columns = self.index.columns(peers)

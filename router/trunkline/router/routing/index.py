@@ -62,7 +62,8 @@ class Match(NamedTuple):
     def ends(self, row: NDArray[np.uint64]) -> IntArray:
         """Return which of the known chunks have none of some bits (`Columns.host`), and behind them the number of
         known chunks: where runs of chunks with one of the bits end."""
-        lacks = np.ones(len(self.rows) + 1, bool)
+        lacks = np.empty(len(self.rows) + 1, bool)
+        lacks[-1] = True
         np.equal(np.bitwise_or.reduce(self.rows.view(np.uint64) & row, axis=1), 0, out=lacks[:-1])
         return lacks.nonzero()[0]
 

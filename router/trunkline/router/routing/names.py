@@ -19,6 +19,7 @@ It stays at its controller all the same, because its cost is still lowest there,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import msgspec
@@ -38,6 +39,7 @@ _TRIES_MAX: Final = 256
 KEPT_WAYS_MAX: Final = 3
 """Largest number of chains for chunks that were computed behind a cut."""
 _TOKEN_BYTES: Final = 4
+_root_name: Final = lru_cache(maxsize=1024)(root_name)
 
 
 class KvIdentity(msgspec.Struct, frozen=True):
@@ -154,7 +156,7 @@ def prompt_names(request: RouteRequest, identity: KvIdentity) -> Names:
     if len(request.tokens) % _TOKEN_BYTES:
         raise ValueError(f"a prompt of {len(request.tokens)} bytes; tokens have {_TOKEN_BYTES} each")
     count = len(request.tokens) // _TOKEN_BYTES
-    root = root_name(identity.fingerprint, identity.dtype, size, request.salt)
+    root = _root_name(identity.fingerprint, identity.dtype, size, request.salt)
     if request.layout is not None:
         chains, seen = _module_chains(request.layout, request.tokens, root, identity)
         return Names(chains, seen)

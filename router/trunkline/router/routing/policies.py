@@ -196,9 +196,9 @@ class PrefixAware(_Rule):
                 near = candidates[among <= best * (self.settings.near_ratio if is_new else _EQUAL)]
                 chosen = rendezvous_among(view.session, near.tolist(), view.names)
                 return chosen, "prefix" if view.matched_tokens[chosen] else "load"
-        if view.home in candidates and costs[view.home] <= self.settings.stay_ratio * best:
+        if view.home >= 0 and view.home in candidates and costs[view.home] <= self.settings.stay_ratio * best:
             return view.home, "home"  # the home of its schema, where the modules' KV was computed
-        if view.tail in candidates and costs[view.tail] <= self.settings.stay_ratio * best:
+        if view.tail >= 0 and view.tail in candidates and costs[view.tail] <= self.settings.stay_ratio * best:
             return view.tail, "tail"
         most = self._holder(view)
         goes_on = most >= 0 and 2 * view.matched_tokens[most] > view.prompt_tokens
