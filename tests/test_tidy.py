@@ -60,6 +60,12 @@ LATE_IMPORTS: Final = {
 }
 """Imports inside functions, by file."""
 
+TIED_TESTS: Final = {
+    *("cluster/test_weights.py", "deploy/test_watch_stores.py"),
+    *("router/test_edits.py", "router/test_ollama_options.py", "router/test_purge.py"),
+}
+"""Files of tests that import from other ones. None may be added."""
+
 FORBIDDEN_TEXT: Final = re.compile(rf"/(?:home|Users|root|mnt)/\w|{re.escape(ROOT.as_posix())}/", re.ASCII)
 """Paths of somebody's machine, this one's among them."""
 
@@ -164,6 +170,19 @@ def test_the_ratchet_only_tightens() -> None:
 def test_no_global_statements() -> None:
     found = [s.path for s in sources() if any(isinstance(node, ast.Global) for node in s.nodes)]
     assert found == []
+
+
+def test_no_test_imports_from_another_one() -> None:
+    """What several need has a module of its own."""
+    found = {
+        source.path.removeprefix("tests/")
+        for source in sources()
+        if source.path.startswith("tests/")
+        for node in source.nodes
+        for module in imported_modules(node)
+        if module.rpartition(".")[2].startswith("test_")
+    }
+    assert found == TIED_TESTS
 
 
 def test_no_imports_inside_functions() -> None:

@@ -5,8 +5,20 @@ from __future__ import annotations
 import random
 
 import pytest
-from controller.test_travelling_cuts import CUTS, FIRST, below
-from controller.tier_harness import CHUNK, TIERED, Drops, Session, cut_of, settle, simulate, sink, tiers_of
+from controller.tier_harness import (
+    CHUNK,
+    CUTS,
+    FIRST,
+    TIERED,
+    Drops,
+    Session,
+    below,
+    cut_of,
+    settle,
+    simulate,
+    sink,
+    tiers_of,
+)
 from msgspec.structs import replace
 from seeds import seeds
 from simulation.driver import Simulation

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from controller.offer_traffic import CHUNK, TIERED, TRAFFIC, listed, traffic_steps
 from controller.service_harness import Ranks, group_config, run_controller
-from msgspec.structs import replace
 from seeds import seeds
 from simulation.traffic import Mix, Traffic
 
 from trunkline.controller.cache.radix_tree import CUT_ROOT, PENDING, TEXT_ROOT, Node, RadixTree
 from trunkline.controller.engine.engine import Engine
-from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import Handed, OffersCall, Ping
 from trunkline.controller.service import offers
 from trunkline.controller.service.handover import BEGIN_SECONDS, HandoverWait
@@ -28,41 +27,7 @@ from trunkline.router.messages import OfferedPath, Offers
 from trunkline.router.routing.handover import path_names
 from trunkline.router.routing.names import KvIdentity
 
-CHUNK = 4
-TINY = EngineConfig(num_blocks=40, chunk_size=CHUNK, max_context=80, token_budget=24, max_rows=8)
-TIERED = replace(TINY, host_slots=20, disk_slots=60, remote=True, ranks=2)
-TRAFFIC = {
-    "salts": (TINY, Mix(preempts=0.01, salts=0.3)),
-    "tiers": (TIERED, Mix(ttl=0.2, preempts=0.01)),
-    "cuts": (replace(TINY, host_slots=6, disk_slots=30), Mix(cuts=0.5)),
-    "modules": (replace(TIERED, session_ttl_s=300.0), Mix(modules=0.7, calls=0.05)),
-}
 Key = tuple[bytes, bytes]
-
-
-def traffic_steps(traffic: Traffic, mix: Mix, acts: int) -> None:
-    while traffic.live >= mix.crowd:
-        traffic.act()
-    traffic.submit()
-    for _ in range(acts):
-        traffic.act()
-
-
-def listed(tree: RadixTree, kind: str, now: float, *, units: int = 1000) -> list[OfferedPath]:
-    found = OfferList(tree, kind, now)
-    while not found.advance(units):
-        pass
-    paths: list[OfferedPath] = []
-    page = 0
-    while True:
-        answer = found.page(page, 9)
-        assert answer.ticket == 9
-        assert answer == found.page(page, 9), "a page that is asked for again is another one"
-        paths += answer.paths
-        page += 1
-        if not answer.more:
-            return paths
-        assert answer.paths
 
 
 def nodes_above(node: Node) -> list[Node]:

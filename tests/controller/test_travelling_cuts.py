@@ -5,14 +5,26 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from controller.tier_harness import CHUNK, TIERED, Drops, Session, cut_of, pulled_of, settle, simulate
+from controller.tier_harness import (
+    CHUNK,
+    CUTS,
+    FIRST,
+    TIERED,
+    Drops,
+    Session,
+    below,
+    cut_of,
+    pulled_of,
+    settle,
+    simulate,
+)
 from msgspec.structs import replace
 from simulation.driver import Simulation
 from simulation.peers import Network
 from simulation.streams import Stream, verify
 
 from trunkline.controller.cache.kv_events import announced_tiers
-from trunkline.controller.cache.radix_tree import CUT_ROOT, Node
+from trunkline.controller.cache.radix_tree import CUT_ROOT
 from trunkline.controller.engine.validation import problem_of_submit
 from trunkline.controller.messages import Holder, KeptChunks, Submit
 from trunkline.controller.tiers import holders
@@ -23,19 +35,6 @@ from trunkline.router.routing.core import Decision, RouteRequest, RoutingCore
 from trunkline.router.routing.names import KvIdentity
 
 PEERED = replace(TIERED, disk_slots=0, remote=False, peers=True)
-FIRST = 30
-"""Tokens of a session's first turn, with four of output."""
-CUTS: list[Drops] = [
-    ((4, 16),),
-    ((0, 16),),
-    ((0, 20),),
-    ((5, 18),),
-    ((6, 7),),
-    ((5, 8), (9, 11)),
-    ((3, 13), (14, 15), (17, 21)),
-    ((0, 31),),
-    ((4, 8), (12, 37)),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -219,8 +218,3 @@ def test_what_is_computed_instead_of_a_kept_chunk_has_another_name() -> None:
     assert computed
     assert not computed & kept
     settle(away)
-
-
-def below(node: Node) -> list[Node]:
-    """All chunks below a node."""
-    return [each for child in node.children.values() for each in (child, *below(child))]

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from simulation.driver import Simulation
 from simulation.streams import Options, Stream, verify
 
+from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.kvstore.chunks import NO_SLOT
 from trunkline.kvstore.tier import TierKind
@@ -26,6 +27,19 @@ TIERED = EngineConfig(
     remote=True,
     preemption="swap",
 )
+FIRST = 30
+"""Tokens of a session's first turn, with four of output."""
+CUTS: list[Drops] = [
+    ((4, 16),),
+    ((0, 16),),
+    ((0, 20),),
+    ((5, 18),),
+    ((6, 7),),
+    ((5, 8), (9, 11)),
+    ((3, 13), (14, 15), (17, 21)),
+    ((0, 31),),
+    ((4, 8), (12, 37)),
+]
 
 
 def simulate(config: EngineConfig = TIERED, *, pace_s: float = 1e-5) -> Simulation:
@@ -123,3 +137,8 @@ def miss_of(stream: Stream) -> tuple[str, int]:
     """Why something was missed, and from which token on."""
     assert stream.started is not None
     return str(stream.started.miss), stream.started.miss_token
+
+
+def below(node: Node) -> list[Node]:
+    """All chunks below a node."""
+    return [each for child in node.children.values() for each in (child, *below(child))]

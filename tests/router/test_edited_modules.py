@@ -7,9 +7,9 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
+from router.edited_calls import EVERY_TURN, FUNCTIONS, TOOLS, conversation, report
 from router.fake_controller import FakeController, prompt_of, seen_tokens
 from router.schema_calls import post, runs_of, texts_of
-from router.test_edited_prompts import EVERY_TURN, FUNCTIONS, TOOLS, conversation, report
 
 from trunkline.router.text.tokenizer import Tokenizer
 

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from router.edited_calls import TOOLS, report, step
 from router.fake_controller import FakeController, drops_of, prompt_of
-from router.test_edited_prompts import TOOLS, report, step
 from seeds import seeds
 
 from trunkline.router.api.marked_turns import KnownMarks, mark_conversation, part_spans

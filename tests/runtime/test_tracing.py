@@ -11,6 +11,7 @@ import pytest
 from cluster.otlp import Collector
 from hypothesis import given
 from hypothesis import strategies as st
+from runtime.kept_spans import KeptSpans
 
 from trunkline.runtime import tracing, tracing_export
 from trunkline.runtime.spans import (
@@ -39,21 +40,6 @@ from trunkline.runtime.tracing_export import SpanExport
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-class Kept:
-    """A sink that keeps spans."""
-
-    exported = dropped = 0
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-
-    def put(self, span: Span) -> None:
-        self.spans.append(span)
-
-    def close(self, seconds_max: float) -> None:
-        pass
-
-
 def span(name: str = "x") -> Span:
     context = SpanContext(secrets.token_bytes(16), secrets.token_bytes(8))
     return Span(name, context, b"", 1.0, 2.0, {"a": 1})
@@ -74,7 +60,7 @@ def span(name: str = "x") -> Span:
 )
 def test_callers_that_say_whether_they_are_traced(header: str, sampled: bool) -> None:
     assert parse_traceparent(header) == (SpanContext(bytes.fromhex(TRACE), bytes.fromhex(SPAN)), sampled)
-    begun = Tracer(Kept(), ratio=0.0).begin(header)
+    begun = Tracer(KeptSpans(), ratio=0.0).begin(header)
     assert (begun is not None) == sampled
     if begun is not None:
         context, parent = begun
@@ -99,8 +85,8 @@ def test_callers_that_say_whether_they_are_traced(header: str, sampled: bool) ->
 )
 def test_callers_that_say_nothing_that_can_be_used(header: str) -> None:
     assert parse_traceparent(header) is None
-    assert Tracer(Kept(), ratio=0.0).begin(header) is None
-    begun = Tracer(Kept(), ratio=1.0).begin(header)
+    assert Tracer(KeptSpans(), ratio=0.0).begin(header) is None
+    begun = Tracer(KeptSpans(), ratio=1.0).begin(header)
     assert begun is not None
     assert begun[1] == b""
 

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
+from runtime.kept_spans import KeptSpans
+
 from trunkline.kvstore.chunks import pack_int32
-from trunkline.runtime.spans import Span, SpanContext, StepTrace, pack_steps
+from trunkline.runtime.spans import SpanContext, StepTrace, pack_steps
 from trunkline.runtime.tracing import OFF, Tracer
 from trunkline.worker.messages import StepPlan
 from trunkline.worker.step_traces import StepTraces
-
-
-class Kept:
-    exported = dropped = 0
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-
-    def put(self, span: Span) -> None:
-        self.spans.append(span)
-
-    def close(self, seconds_max: float) -> None:
-        pass
 
 
 def part(batch_seq_id: int, tokens: int) -> bytes:
@@ -32,7 +21,7 @@ def plan(step: int, *, traces: bytes | None = None, leaves: tuple[int, ...] = ()
 
 
 def test_parts_of_prompts_and_what_came_after() -> None:
-    kept = Kept()
+    kept = KeptSpans()
     traces = StepTraces(Tracer(kept), 1, 0, 9)
     traces.step(plan(1, traces=part(5, 64)), 10.0, 11.0)
     traces.step(plan(2, traces=part(5, 30) + part(6, 8)), 11.5, 12.0)
@@ -63,7 +52,7 @@ def test_parts_of_prompts_and_what_came_after() -> None:
 
 
 def test_a_prompt_without_a_step_behind_it_has_no_decoding() -> None:
-    kept = Kept()
+    kept = KeptSpans()
     traces = StepTraces(Tracer(kept), 0, 0, 9)
     traces.step(plan(1, traces=part(5, 64)), 1.0, 2.0)
     traces.close()

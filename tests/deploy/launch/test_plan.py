@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import yaml
+from deploy.launch.plans import option, plan, planned, problem
 from seeds import base
 
 from trunkline.deploy.config.node_settings import parse_address, parse_ranks
-from trunkline.deploy.launch.document import Document, FileError, parse
-from trunkline.deploy.launch.fileformat import read
-from trunkline.deploy.launch.plan import API_KEYS, MEMBERS, WIRE_KEYS, Plan, Unit, decide, difference, make_plan
+from trunkline.deploy.launch.document import Document, FileError
+from trunkline.deploy.launch.plan import API_KEYS, MEMBERS, WIRE_KEYS, Plan, decide, difference
 from trunkline.deploy.launch.protocol import Place, UnitState
 from trunkline.deploy.launch.resources import Facts
 from trunkline.deploy.launch.unit_options import Rules, command_rules
@@ -31,26 +31,6 @@ FIRST = base()
 @pytest.fixture(scope="module")
 def rules() -> Rules:
     return command_rules()
-
-
-def plan(text: str, rules: Rules, facts: dict[str, Facts] | None = None) -> Plan:
-    return planned(parse(text, "c.yaml"), rules, facts)
-
-
-def planned(document: Document, rules: Rules, facts: dict[str, Facts] | None = None) -> Plan:
-    return make_plan(document, read(document), rules, facts, "c", Path("/files"))
-
-
-def problem(text: str, rules: Rules, facts: dict[str, Facts] | None = None) -> str:
-    with pytest.raises(FileError) as caught:
-        plan(text, rules, facts)
-    return str(caught.value)
-
-
-def option(unit: Unit, name: str) -> str | None:
-    found = [word.partition("=")[2] for word in unit.argv if word.startswith(f"--{name}=")]
-    assert len(found) <= 1, unit.argv
-    return found[0] if found else None
 
 
 def random_file(random: random.Random) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deploy.launch.test_plan import option, plan, problem
+from deploy.launch.plans import option, plan, problem
 
 from trunkline.deploy.launch.unit_options import command_rules
 

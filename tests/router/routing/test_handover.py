@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from controller.test_offers import TRAFFIC, listed, traffic_steps
+from controller.offer_traffic import TRAFFIC, listed, traffic_steps
 from seeds import seeds
 from simulation.traffic import Traffic
 
