@@ -50,6 +50,11 @@ def test_tokens_reach_their_sequences(seed: int) -> None:
         for slot, token in zip(slots.tolist(), tokens, strict=True):
             sequence, had, _ = live[slot]
             had.append(token)
+            stop = len(had) - 1
+            if stop % CHUNK == 0 and stop - sequence.tokens.count <= CHUNK and rng.random() < 0.8:
+                owner, key = rows.take_filled(slot)
+                assert (owner, key) == (sequence, pack_int32(had[stop - CHUNK : stop]))
+                assert sequence.tokens.view(0, stop).tolist() == had[:stop]
             if len(had) - sequence.tokens.count == 2 * CHUNK or rng.random() < 0.1:
                 rows.flush(slot)
                 assert sequence.tokens.view().tolist() == had

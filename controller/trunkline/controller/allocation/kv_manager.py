@@ -17,6 +17,7 @@ from enum import Enum, auto
 
 import msgspec
 
+from trunkline.controller.allocation.filled_chunks import append_chunk, set_ttl
 from trunkline.controller.allocation.join_message import join_message
 from trunkline.controller.allocation.prefix_match import match_prefix
 from trunkline.controller.allocation.turn_ends import turn_end
@@ -255,10 +256,10 @@ class KVCacheManager:
             node = self._child(sequence, key)
             if node is None and isinstance(self.tree, WindowCache) and not new:
                 node = self.tree.expect(sequence.anchor, key, now, sequence.stem.marker)
-                self._set_ttl(sequence, node, now)
+                set_ttl(self.tree, sequence, node, now)
             elif node is None:
                 node = self.tree.insert(sequence.anchor, key, new.pop(0), PENDING, now, sequence.stem.marker)
-                self._set_ttl(sequence, node, now)
+                set_ttl(self.tree, sequence, node, now)
             elif node.ready_step != PENDING and self.tree.may_swap(node):
                 self.pool.release(self.tree.swap(node, new.pop(0)))
                 node.ready_step = PENDING
@@ -364,17 +365,14 @@ class KVCacheManager:
             key = sequence.tokens.to_bytes(index * self.chunk_size, (index + 1) * self.chunk_size)
             node = self._child(sequence, key)
             if node is None and not self.has_window:  # as below, in one act: no readers are counted
-                node = self.tree.append(anchor, key, sequence.private.pop(0), now, sequence.stem.marker)
-                self._set_ttl(sequence, node, now)
-                self.tree.computed(node, 0)
-                sequence.path.append(node)
+                append_chunk(self.tree, sequence, anchor, key, now)
                 continue
             is_shared = self.pool.holders(sequence.private[0]) > 1
             if node is None and is_shared and not is_beam:
                 break  # a fork of the sequence reads the block, too, and nothing in the tree would say so
             if node is None:
                 node = self.tree.insert(anchor, key, sequence.private.pop(0), 0, now, sequence.stem.marker)
-                self._set_ttl(sequence, node, now)
+                set_ttl(self.tree, sequence, node, now)
                 self.tree.computed(node, 0)
             elif node.ready_step == PENDING:
                 break  # its producer is not done; this block stays private and is tried again later
@@ -439,12 +437,6 @@ class KVCacheManager:
         submit = sequence.group.request.submit
         account = self.tree.tiers.shares.account(submit.tenant, submit.kv_floor, submit.kv_ceiling)
         self.tree.own(chunks, account)
-
-    def _set_ttl(self, sequence: Sequence, node: Node, now: float) -> None:
-        """Set how long a new chunk is kept at least, if its request says so. This cannot wait for the request's
-        end: the remote tier needs the time when the chunk is written (`TierMove.kept_s`)."""
-        if ttl := sequence.group.request.submit.ttl:
-            self.tree.tiers.keep([node], now + ttl)
 
     def _keep(self, sequence: Sequence, tail: list[Node], now: float) -> None:
         """Set how long the chunks of a sequence that leaves are kept; texts of modules have a time of their

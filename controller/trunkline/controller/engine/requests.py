@@ -464,8 +464,9 @@ def _accept(
     scheduler.drafting.extend(slots, tokens, drafted=drafted)
     known = state.known[slots]
     ended = stopped | (known >= state.limit[slots])
-    for index in np.flatnonzero(((known - 1) % scheduler.config.chunk_size == 0) & ~ended).tolist():
-        scheduler.seal(int(slots[index]), int(known[index]) - 1, now)
+    filled = ((known - 1) % scheduler.config.chunk_size == 0) & ~ended
+    if filled.any():
+        scheduler.seal(slots[filled], now)
     for index in np.flatnonzero(ended).tolist():
         sequence = state.sequences[slots[index]]
         assert sequence is not None

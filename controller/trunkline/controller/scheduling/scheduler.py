@@ -24,7 +24,9 @@ from typing import Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
+from trunkline.controller.allocation.filled_chunks import append_filled
 from trunkline.controller.allocation.group_fit import fits_group
 from trunkline.controller.allocation.kv_manager import Admission, KVCacheManager
 from trunkline.controller.allocation.prefix_match import keep_or_compact
@@ -137,12 +139,10 @@ class Scheduler:
         """Add to a plan what it must wait for, and the changes that the workers do not know yet."""
         moved = [BlockId(block) for source, target, _, _ in plan.copies for block in (source, target)]
         plan.save_fence, plan.load_fence = self.kv.tree.fences.close(plan.step, self.kv.pool.taken, moved)
-        slots = plan.rows.slots
-        self.rows.planned[slots] += 1
+        sampled_last = self.rows.count_planned(plan.rows)
         self.queue.charge_rows()
         self.drafting.planned(plan)
-        sampled_last = (self.rows.planned[slots] + 1 >= self.rows.limit[slots]).any()
-        self._pending.rows_changed = bool(plan.sampling) or bool(sampled_last)
+        self._pending.rows_changed = bool(plan.sampling) or sampled_last
         self._pending.hand_over(plan)
         plan.thinned = self.kv.pool.take_thinned()
 
@@ -281,19 +281,19 @@ class Scheduler:
             for member in orphan.members.copy():
                 self.end(member, now)
 
-    def seal(self, slot: int, kv_tokens: int, now: float) -> None:
-        """Put the chunk that a row has filled into the radix tree, to be shared."""
-        sequence = self.rows.sequences[slot]
-        assert sequence is not None
-        self.rows.flush(slot)
-        if not self.config.prefix_cache:
-            return
-        fences = self.kv.tree.fences
-        for index, block in self.kv.seal(sequence, kv_tokens, now):
-            fences.reads(fences.ready_after([block]))  # this block's chunk may still be loading from the host
-            self.rows.set_block(slot, index, block)
-            self._pending.merged.append((sequence.batch_seq_id, index, block))
-            self._pending.rows_changed = True
+    def seal(self, slots: NDArray[np.intp], now: float) -> None:
+        """Put the chunks that rows have just filled into the radix tree, to be shared."""
+        fences, is_cached = self.kv.tree.fences, self.config.prefix_cache
+        is_plain = not self.kv.has_window
+        for slot in slots.tolist():
+            sequence, key = self.rows.take_filled(slot)
+            if not is_cached or (is_plain and append_filled(self.kv.tree, sequence, key, now)):
+                continue
+            for index, block in self.kv.seal(sequence, sequence.tokens.count, now):
+                fences.reads(fences.ready_after([block]))  # this block's chunk may still be loading from the host
+                self.rows.set_block(sequence.slot, index, block)
+                self._pending.merged.append((sequence.batch_seq_id, index, block))
+                self._pending.rows_changed = True
 
     def move_beams(self, group: SequenceGroup, parents: list[int], now: float) -> None:
         """Move a search's beams as the workers did at the end of the step whose result came last."""

@@ -83,10 +83,10 @@ class DecodeRows:
         self.text_blocks: Int32Array = np.zeros(capacity, np.int32)
         """Number of entries at the beginning of each table that belong to texts of modules. Other rows may have
         the same texts at other entries."""
-        self._stop_ids: Int32Array = np.full((STOP_IDS_INLINE, capacity), -1, np.int32)
-        """`[8, capacity]`: one array for each of the first stop tokens."""
+        self._stop_ids: Int32Array = np.empty((0, capacity), np.int32)
+        """`[n, capacity]`: one array for each of the first stop tokens; n: the most of a row so far; -1: none."""
         self._many_stops: dict[int, frozenset[int]] = {}
-        self._recent: Int32Array = np.zeros((capacity, 2 * chunk_size), np.int32)
+        self._recent: Int32Array = np.zeros((capacity, 2 * chunk_size), "<i4")
         """Ring buffers of the latest tokens by position. Their tokens move to the sequence when a chunk fills."""
         self._free = list(range(capacity - 1, -1, -1))
 
@@ -117,6 +117,8 @@ class DecodeRows:
         # A beam search handles stop tokens itself.
         stop_ids = sequence.group.request.submit.stop_token_ids if sequence.beam_position is None else ()
         if len(stop_ids) <= STOP_IDS_INLINE:
+            if (more := len(stop_ids) - len(self._stop_ids)) > 0:
+                self._stop_ids = np.pad(self._stop_ids, ((0, more), (0, 0)), constant_values=-1)
             self._stop_ids[: len(stop_ids), slot] = stop_ids
         else:
             self._many_stops[slot] = frozenset(stop_ids)
@@ -166,6 +168,26 @@ class DecodeRows:
             run = recent[at : at + stop - first]
             sequence.tokens.extend(run)
             first += len(run)
+
+    def take_filled(self, slot: int) -> tuple[Sequence, bytes]:
+        """Move the tokens of the chunk that a row has just filled, in front of its last token, from the ring
+        buffer to the sequence. Return the sequence, and the chunk's tokens as in `Node.key`."""
+        sequence, size = self.sequences[slot], self.chunk_size
+        assert sequence is not None
+        tokens, stop = sequence.tokens, int(self.known[slot]) - 1
+        start = stop // size % 2 * size
+        chunk = self._recent[slot, size - start : 2 * size - start]
+        missing = stop - tokens.count
+        if missing > 0:
+            tokens.extend(chunk[size - missing :])
+        # A chunk that began before the row decoded is not whole in the ring buffer.
+        return sequence, chunk.tobytes() if missing == size else tokens.to_bytes(stop - size, stop)
+
+    def count_planned(self, rows: RowSet) -> bool:
+        """Note that a plan computes a token of each of these rows; return whether one of them has its last."""
+        planned = self.planned[rows.slots] + 1
+        self.planned[rows.slots] = planned
+        return bool((planned + 1 >= self.limit[rows.slots]).any())
 
     def active_slots(self) -> NDArray[np.intp]:
         """Return the indices of the sequences that have a token to compute after the steps planned so far."""
@@ -230,9 +252,11 @@ class DecodeRows:
         slots = rows.slots
         if not valid.all():
             slots, tokens = slots[valid], tokens[valid]
-        self.planned[slots] += drafted
-        self._recent[slots, self.known[slots] % self._recent.shape[1]] = tokens
-        self.known[slots] += 1
+        if drafted:
+            self.planned[slots] += 1
+        known = self.known[slots]
+        self._recent[slots, known % self._recent.shape[1]] = tokens
+        self.known[slots] = known + 1
         stopped = (self._stop_ids.take(slots, axis=1) == tokens).any(axis=0)
         for slot in self._many_stops:
             for index in np.flatnonzero(slots == slot):
@@ -388,9 +412,11 @@ class PlanBuilder(TierCopyPlan):
 
     def append_block(self, rows: DecodeRows, sequence: Sequence, block: BlockId) -> None:
         """Give a row one more block."""
-        index = int(rows.block_counts[sequence.slot])
+        slot = sequence.slot
+        index = int(rows.block_counts[slot])
         sequence.private.append(block)
-        rows.set_block(sequence.slot, index, block)
+        rows.tables[slot, index] = block
+        rows.block_counts[slot] = index + 1
         self.blocks.append((sequence.batch_seq_id, index, block))
 
     def _step_traces(self) -> Iterator[StepTrace]:
