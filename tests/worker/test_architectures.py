@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -67,6 +68,18 @@ def test_logits_and_text_equal_transformers(name: str, kernels: str, models: Mod
     for stream in generate(runner):
         assert largest_difference(folder, stream) <= 1e-4
         assert_greedy(folder, stream)
+
+
+@with_kernels(["gqa", "gpt2", "deepseek-v3"])
+def test_no_weight_depends_on_the_file(name: str, kernels: str, models: Models, tmp_path: Path) -> None:
+    """Matrices may be packed from its mapping; nothing that stays may lie there."""
+    folder = shutil.copytree(models(name), tmp_path / "copy")
+    runners = [Runner.load(run_config(each, kernels=kernels), lambda *_: None) for each in (folder, models(name))]
+    for file in folder.glob("*.safetensors"):
+        with file.open("r+b") as overwritten:
+            overwritten.write(bytes(file.stat().st_size))
+    found, expected = ([(each.output, each.logprobs) for each in generate(runner)] for runner in runners)
+    assert found == expected
 
 
 WIDE_HEADS: dict[str, dict[str, int]] = {

@@ -157,7 +157,7 @@ class Quarantine:
     def got_tokens(self, requests: Int64Array) -> None:
         """Clear requests that got tokens: the workers survived them."""
         if self.is_watching:
-            for request in np.unique(requests).tolist():
+            for request in sorted(set(requests.tolist())):
                 self.ended(request)
 
     def ended(self, request: int) -> None:

@@ -97,7 +97,8 @@ class _Shares(msgspec.Struct, frozen=True):
     def of(cls, requests: Int64Array, samples: Int64Array) -> _Shares:
         """Divide rows with these requests, by the engine's ids, and samples, both `[rows]`."""
         owners = requests >> ROUTER_SHIFT
-        routers, shares = np.unique(owners).tolist(), []
+        # Not by `np.unique`, whose first call imports much of NumPy: the first token after a start would wait.
+        routers, shares = sorted(set(owners.tolist())), []
         for router in routers:
             mine = owners == router
             drawn_for = samples[mine]

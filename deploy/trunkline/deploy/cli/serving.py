@@ -11,6 +11,7 @@ from typing import Any, Final
 import typer
 from typer.core import TyperGroup
 
+import trunkline.runtime.light_imports  # noqa: F401 (before what imports structlog)
 from trunkline.deploy.cli.option_commands import HintingCommand, command, run
 from trunkline.deploy.config.node_settings import Kind, NodeSettings
 from trunkline.deploy.config.options import OPTIONS_OF, SERVE_OPTIONS

@@ -222,7 +222,8 @@ def with_kept(
     assert table is not None, "the prompt has no cut"
     assert history is not None, "the prompt has no cut"
     counts = matches[0].counts.sum(axis=1)
-    moved = np.unique(counts[(counts >= table.first) & (counts < len(table.names))])[::-1].tolist()
+    behind = counts[(counts >= table.first) & (counts < len(table.names))]
+    moved = sorted(set(behind.tolist()), reverse=True)
     first, plain = names.chains[0], names.chains[-1]
     chains = [
         msgspec.structs.replace(first, names=table.moved(count), way=2 + number)

@@ -1,8 +1,10 @@
 """Load one rank's shard: only its slices are read from the safetensors files.
 
 What a rank's slices are is in `model_config`. Matrices that read the same input are fused into one, and each is
-packed for the kernels at once, so that no more than one exists in two forms. Whatever the checkpoint's layout
-(transposed matrices, queries, keys and values in one, norms stored minus one), the result is the same.
+packed for the kernels at once, so that no more than one exists in two forms. Kernels that pack into memory of
+their own read matrices from the file's mapping; all else is copied, so that no weight in use depends on the file.
+Whatever the checkpoint's layout (transposed matrices, queries, keys and values in one, norms stored minus one),
+the result is the same.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ def load_weights(
     """
     try:
         with ExitStack() as stack:
-            files = _Files(folder, dtype, device, stack)
+            files = _Files(folder, dtype, device, stack, lends=kernels.name == "cpu")
             ignored = sum(name.endswith(_KV_SCALES) for name in files.index)
             if ignored and shard.rank == 0:
                 log.info(
@@ -86,7 +88,10 @@ def load_weights(
 class _Files:
     """Reads slices by name, opening each file once, and counts bytes."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, stack: ExitStack) -> None:
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, device: torch.device, stack: ExitStack, *, lends: bool
+    ) -> None:
+        """`lends`: matrices are packed into other memory, so `part` need not copy them out of the file."""
         self.index = read_tensor_index(folder)
         self._sources = {name: entry.file for name, entry in self.index.items()}
         self._counted = 0
@@ -94,10 +99,11 @@ class _Files:
         self._opened: dict[Path, Any] = {}
         self._last: tuple[str, Weight] = ("", torch.empty(0))
         self._stack = stack
+        self._lends = lends
         self.dtype, self.device = dtype, device
 
     def part(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Weight:
-        """Return a part of a matrix, in blocks if it is stored so; `columns` without `rows`.
+        """Return a part of a matrix to be packed, in blocks if it is stored so; `columns` without `rows`.
 
         Half types round what they multiply anyway; with them the layer rounds its inputs to int8, which costs
         little of what rounding the weights did. float32 is for who wants the stored weights' own results. Codes
@@ -123,7 +129,8 @@ class _Files:
             whole = self._packed(packed)
             return whole.rows(rows or slice(None)) if columns is None else whole.columns(columns)
         if stored is None:
-            return self.slice(name, rows, columns)
+            part = self._stored(name, rows, columns)
+            return part.to(self.dtype) if self._lends else self._own(part)
         read = self._blocks.read(stored, rows, columns)
         return read if isinstance(read, GroupedWeight) else self._own(read)
 
@@ -170,15 +177,19 @@ class _Files:
     ) -> Tensor:
         """Return a part of a tensor, contiguous; `columns` are of a matrix, without `rows`."""
         entry = self.index[name]
-        file, blocks = entry.file, entry.stored
+        blocks = entry.stored
         if blocks is not None or entry.packed is not None or entry.member is not None:
             found = self.part(name, rows, columns) if blocks is None else self._blocks.read(blocks, rows, columns)
             dense = found.dequantise(dtype or self.dtype) if isinstance(found, GroupedWeight) else found
             return self._own(dense, dtype)
-        stored = self._open(file).get_slice(name)
+        return self._own(self._stored(name, rows, columns), dtype)
+
+    def _stored(self, name: str, rows: slice | None, columns: slice | None) -> Tensor:
+        """Return a part of a plain tensor in the file's mapping."""
+        stored = self._open(self.index[name].file).get_slice(name)
         part: Tensor = stored[:, columns] if columns is not None else stored[rows or slice(None)]
         self._counted += part.numel() * part.element_size()
-        return self._own(part, dtype)
+        return part
 
     def _open(self, file: Path) -> Any:
         if file not in self._opened:
@@ -450,13 +461,16 @@ class _ShardReader:
     def _head(self, embedding: Tensor) -> PackedLinear:
         prefix, is_tied = self._prefix, self._config.tied_embeddings
         own = f"{prefix}{self._names.embedding}.weight" if is_tied else head_name(self._architecture, prefix)
-        if self._files.is_in_blocks(own):
-            stored = self._files.part(own, self._shard.vocab_rows)
-            assert isinstance(stored, GroupedWeight)
+        if is_tied and not self._files.is_in_blocks(own):
+            return self._kernels.pack_linear(embedding, None)
+        stored = self._files.part(own, self._shard.vocab_rows)
+        if isinstance(stored, GroupedWeight):
             return self._kernels.pack_linear(stored.padded(self._shard.vocab_size), None)
-        return self._kernels.pack_linear(embedding if is_tied else self._vocabulary(own), None)
+        return self._kernels.pack_linear(self._padded(stored), None)
 
     def _vocabulary(self, name: str) -> Tensor:
-        rows = self._files.slice(name, self._shard.vocab_rows)
+        return self._padded(self._files.slice(name, self._shard.vocab_rows))
+
+    def _padded(self, rows: Tensor) -> Tensor:
         padding = self._shard.vocab_size - rows.shape[0]
         return torch.cat([rows, rows.new_zeros(padding, rows.shape[1])]) if padding else rows

@@ -128,7 +128,8 @@ class HostPool:
             values = moves[:, column]
             if len(values) and not 0 <= values.min() <= values.max() < limit:
                 raise PlanError(f"{what}s {values.min()} to {values.max()} moved; there are {limit}")
-            if column == distinct and len(np.unique(values)) < len(values):
+            # Not by `np.unique`, whose first call imports much of NumPy: a rank checks moves before it is ready.
+            if column == distinct and len(set(values.tolist())) < len(values):
                 raise PlanError(f"a {what} is written twice by moves of one plan")
         moves = moves[np.argsort(moves[:, 1], kind="stable")]
         return moves[:, 0], moves[:, 1], moves[:, 2]
