@@ -168,6 +168,13 @@ class _Files:
         entry = self.index[name]
         return entry.packed is not None or (entry.stored is not None and entry.stored.type in BLOCKS)
 
+    def _stored(self, name: str, rows: slice | None, columns: slice | None) -> Tensor:
+        """Return a part of a plain tensor in the file's mapping."""
+        stored = self._open(self.index[name].file).get_slice(name)
+        part: Tensor = stored[:, columns] if columns is not None else stored[rows or slice(None)]
+        self._counted += part.numel() * part.element_size()
+        return part
+
     def slice(
         self,
         name: str,
@@ -183,13 +190,6 @@ class _Files:
             dense = found.dequantise(dtype or self.dtype) if isinstance(found, GroupedWeight) else found
             return self._own(dense, dtype)
         return self._own(self._stored(name, rows, columns), dtype)
-
-    def _stored(self, name: str, rows: slice | None, columns: slice | None) -> Tensor:
-        """Return a part of a plain tensor in the file's mapping."""
-        stored = self._open(self.index[name].file).get_slice(name)
-        part: Tensor = stored[:, columns] if columns is not None else stored[rows or slice(None)]
-        self._counted += part.numel() * part.element_size()
-        return part
 
     def _open(self, file: Path) -> Any:
         if file not in self._opened:
