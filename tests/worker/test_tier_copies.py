@@ -225,6 +225,22 @@ def test_late_saves_begin_before_the_step_ends(travel: Travel) -> None:
     assert saves.done == LAYERS
 
 
+def test_a_small_late_save_is_told_of_the_steps_end_only(
+    travel: Travel, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step runs as one range of ops: to tell a thread of each layer would take longer than the copy."""
+    traveller = travel()
+    runner, ranges = traveller.runner._decoder.runner, []
+    run = runner.run
+    monkeypatch.setattr(runner, "run", lambda start, stop: (ranges.append((start, stop)), run(start, stop)))
+    traveller.prefill(late_saves=moves((3, 7, 1), (4, 8, 1)))
+    assert ranges == [(0, len(runner.program.ops))]
+    traveller.leave(saves=moves((9, 2, 1)), save_fence=traveller.driver.step + 1)
+    traveller.wipe()
+    traveller.swap_in()
+    traveller.check_end(expected)
+
+
 # --- failures
 
 

@@ -119,10 +119,11 @@ class Copier:
             parts = np.frombuffer(plan.load_layers, np.uint8) if plan.load_layers else None
             self._load(plan.step, unpack_int32(plan.loads, columns=3), mark, fence, parts)
         if plan.late_saves:
-            gate.tells_layers = True
+            late = unpack_int32(plan.late_saves, columns=3)
+            gate.has_late_saves, gate.tells_layers = True, self.saves.follows_layers(len(late))
             gate.record_layer = lambda: mark_of(self._device)
             names = plan.save_names[len(plan.saves) // _SAVE_BYTES * NAME_BYTES :]
-            self._save(LATE_SAVE, gate, unpack_int32(plan.late_saves, columns=3), mark, names)
+            self._save(LATE_SAVE, gate, late, mark, names)
         if fence:
             gate.waited_ns += self.saves.wait_for(fence)
         last = self.loads.last_until(plan.load_fence)
@@ -146,7 +147,7 @@ class Copier:
     def finish(self, gate: StepGate) -> None:
         """Note that the step has been computed: its fences are done for all later plans."""
         gate.finish()
-        if gate.tells_layers and not self._options.saves_beside:
+        if gate.has_late_saves and not self._options.saves_beside:
             gate.waited_ns += self.saves.wait_for(self.saves.submitted)
 
     def take_moved(self) -> tuple[int, int]:

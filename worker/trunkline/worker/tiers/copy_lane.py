@@ -36,6 +36,9 @@ _QUANTUM_BYTES: Final = 256 << 10
 """Bytes copied before waiting threads are told: a job of small layers goes several layers at a time."""
 _CUDA_QUANTUM_BYTES: Final = 4 << 20
 """Bytes copied on a GPU before waiting threads are told: each such piece costs a round trip."""
+_WHOLE_BYTES: Final = 1 << 20
+"""A late save of up to so many bytes is copied as a whole when its step is computed: telling a thread of each layer
+takes longer than the copy, and time of the step, whose client often waits for its first token."""
 
 log = structlog.get_logger()
 
@@ -147,6 +150,11 @@ class CopyLane:
         self._queue.put(None)
         self._thread.join()
 
+    def follows_layers(self, blocks: int) -> bool:
+        """Return whether a late save of so many blocks should be told of each layer; else of the last one only."""
+        is_large = blocks * self._host.slot_bytes > _WHOLE_BYTES or self._options.link_bytes_per_s > 0
+        return self._options.is_layerwise and is_large
+
     # --- the thread
 
     def _serve(self) -> None:
@@ -195,7 +203,8 @@ class CopyLane:
         """Return the layers that are copied together; all at once where no thread waits for single layers."""
         layers = self._host.layers
         size = layers
-        if self._options.is_layerwise and job.kind in (LOAD, LATE_SAVE):
+        is_load = self._options.is_layerwise and job.kind == LOAD
+        if is_load or (job.kind == LATE_SAVE and self.follows_layers(len(job.blocks))):
             layer_bytes = len(job.blocks) * (self._host.slot_bytes // layers)
             quantum = _CUDA_QUANTUM_BYTES if self._host.is_pinned else _QUANTUM_BYTES
             # A slow link shows what single layers are worth.
@@ -301,8 +310,10 @@ class StepGate:
         self._computed = computed
         self.loads_from: int | None = None
         """Value of `loads` before layer 0 of the last load that the step needs; None: the step needs no load."""
+        self.has_late_saves = False
+        """Whether blocks are saved that this step computes."""
         self.tells_layers = False
-        """Whether late saves wait for single layers of this step."""
+        """Whether late saves wait for single layers of this step; else for its end."""
         self.record_layer: Callable[[], object] = lambda: None
         self.marks: list[object] = []
         """For each layer, the mark that `record_layer` gave when the layer was stored."""
@@ -340,7 +351,7 @@ class StepGate:
             self._note(-1)
         if self.loads_from is not None:
             self.waited_ns += self._loads.wait(self.loads_from + self._layers)
-        if self.tells_layers:
+        if self.has_late_saves:
             while len(self.marks) < self._layers:
                 self.marks.append(self.record_layer())
             self._computed.advance(self.behind + self._layers)
