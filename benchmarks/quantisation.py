@@ -89,7 +89,7 @@ class Model:
         count = len(ids)
         blocks = -(-count // CHUNK)
         return ForwardBatch(
-            inputs=lambda: (ids, torch.arange(count)),
+            inputs=lambda: (ids.numpy().astype(np.int32), np.arange(count, dtype=np.int32)),
             num_rows=0,
             write=WritePlan(CHUNK, np.arange(count, dtype=np.int32)),
             decode=None,
@@ -124,7 +124,7 @@ class Model:
         self.decoder.pool.data[:rows].zero_()
         self.decoder.pool.packed[:rows].zero_()
         batch = ForwardBatch(
-            inputs=lambda: (torch.arange(2, 2 + rows), torch.from_numpy(last).long()),
+            inputs=lambda: (np.arange(2, 2 + rows, dtype=np.int32), last),
             num_rows=rows,
             write=WritePlan(CHUNK, each * CHUNK + last),
             decode=build_decode_plan(segments, last, int32(np.zeros((0, 4))), CHUNK),

@@ -360,10 +360,7 @@ def batch_of(drafted: DraftRows) -> ForwardBatch:
     """A batch of these rows, as far as selection looks at it."""
     count, nothing = len(drafted.ids), np.zeros(0, dtype=np.int32)
     return ForwardBatch(
-        lambda: (
-            torch.from_numpy(drafted.ids.astype(np.int64)),
-            torch.from_numpy(drafted.lengths.astype(np.int64)),
-        ),
+        lambda: (drafted.ids, drafted.lengths),
         count,
         WritePlan(64, nothing),
         None,

@@ -417,6 +417,40 @@ def test_steady_steps_allocate_nothing(name: str, models: Models) -> None:
     assert [len(ranges) for ranges in native] == [1]
 
 
+def steps_of(folder: Path, *, anew: bool) -> tuple[list[Tensor], int]:
+    """Return the logits of each step, and how many steps passed all their tensors to the library.
+
+    Args:
+        anew: Every step does.
+    """
+    runner, program = load(folder)
+    forward, begin, logits, begun = runner._decoder.forward, program._begin, [], []
+
+    def counted(*arguments: Any) -> None:
+        begun.append(arguments)
+        begin(*arguments)
+
+    def watched(batch: ForwardBatch, *arguments: Any) -> Tensor | None:
+        if anew:
+            program._steady = None
+        found = forward(batch, *arguments)
+        logits.append(torch.empty(0) if found is None else found.clone())
+        return found
+
+    program._begin = counted  # type: ignore[assignment]
+    watch(runner, watched)
+    drive(runner, seed=5)
+    return logits, len(begun)
+
+
+def test_a_steady_step_goes_on_from_the_last_one(models: Models) -> None:
+    """Its tensors are not passed again, and its logits are those of a step that begins anew."""
+    steady, begun = steps_of(models("gpt2"), anew=False)
+    whole, all_begun = steps_of(models("gpt2"), anew=True)
+    assert len(steady) == len(whole) == all_begun > begun
+    assert all(map(torch.equal, steady, whole))
+
+
 def test_a_refused_step_leaves_nothing_to_run_on(models: Models) -> None:
     """Slots and positions that do not exist are named; the step before is not run again."""
     runner, program = load(models("gpt2"))
@@ -437,7 +471,7 @@ def test_a_refused_step_leaves_nothing_to_run_on(models: Models) -> None:
             program.begin(wrong)
         calls = dict(runner.kernels.counters.calls)
         program.run(0, 1)
-        far = dataclasses.replace(good, inputs=lambda: (good.ids, good.positions + 100_000))
+        far = dataclasses.replace(good, inputs=lambda: (good.numbers[0], good.numbers[1] + 100_000))
         program.begin(far)
         with pytest.raises(ValueError, match=r"position .*: the table has"):
             program.run(0, len(program.program.ops))

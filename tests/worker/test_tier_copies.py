@@ -232,7 +232,12 @@ def test_a_small_late_save_is_told_of_the_steps_end_only(
     traveller = travel()
     runner, ranges = traveller.runner._decoder.runner, []
     run = runner.run
-    monkeypatch.setattr(runner, "run", lambda start, stop: (ranges.append((start, stop)), run(start, stop)))
+
+    def watched(start: int, stop: int) -> None:
+        ranges.append((start, stop))
+        run(start, stop)
+
+    monkeypatch.setattr(runner, "run", watched)
     traveller.prefill(late_saves=moves((3, 7, 1), (4, 8, 1)))
     assert ranges == [(0, len(runner.program.ops))]
     traveller.leave(saves=moves((9, 2, 1)), save_fence=traveller.driver.step + 1)

@@ -18,7 +18,8 @@ from torch import Tensor
 from trunkline.kernels.adapters import AdapterLayers, AdapterRows
 from trunkline.kernels.cpu import DENSE_TYPES, CpuKernels
 from trunkline.kernels.cpu_counting import Counting
-from trunkline.kernels.cpu_plans import NONE, ShiftTable, prefill_state, turns_queries
+from trunkline.kernels.cpu_memory import ProgramMemory, TokenMemory
+from trunkline.kernels.cpu_plans import NONE, CpuDecodeWork, ShiftTable, prefill_state, turns_queries
 from trunkline.kernels.experts import Experts
 from trunkline.kernels.family_ops import Gate, HeadNorm, Multiply, PrepareQueries, Spread
 from trunkline.kernels.latent import Absorb, Expand
@@ -50,7 +51,6 @@ from trunkline.kernels.program import (
 from trunkline.kernels.query_scale import Temper
 from trunkline.kernels.routing import Routing
 from trunkline.kernels.wide_norms import SquareSums, WideNorm
-from trunkline.kvstore.chunks import Int32Array
 
 KV_TYPES: Final = {"float32": 0, "float16": 1, "bfloat16": 2}
 """The number of each `KvType` in `csrc/cpu/attention.h`."""
@@ -90,10 +90,6 @@ ROW_KINDS: Final = {Rows.TOKENS: 0, Rows.STATES: 1, Rows.LOGITS: 2}
 ACTIVATIONS: Final = {"relu": 4, "silu": 5, "gelu": 6, "gelu_tanh": 7}
 """The number of each plain activation among `ElementOp` (`csrc/cpu/elementwise.h`)."""
 OP_WORDS: Final = 12
-ROWS_MIN: Final = 16
-"""Rows that every buffer has room for; then powers of two."""
-LOGITS_KEPT: Final = 256
-"""Rows of logits whose memory is kept: a step that scores a prompt may need many more, once."""
 NO_IDS: Final = torch.empty(0, dtype=torch.int64)
 NO_WORDS: Final = torch.empty(0, dtype=torch.int32)
 
@@ -286,48 +282,13 @@ def _sites(op: Op, is_native: bool) -> list[str]:
     return [op.place if isinstance(op, Linear) else ""]
 
 
-class _Memory:
-    """Where the buffers are: memory that stays, and grows in powers of two."""
-
-    def __init__(self, buffers: tuple[Buffer, ...], bind: Callable[[int, Tensor], None]) -> None:
-        """
-        Args:
-            bind: tells the library where a buffer is, by its index.
-        """
-        self.rows = dict.fromkeys(Rows, 0)
-        self._buffers, self._bind = buffers, bind
-        self._of: dict[Buffer, Tensor] = {}
-        self._capacity = dict.fromkeys(Rows, 0)
-        self._slots = NO_WORDS
-        self._slot_numbers: Int32Array = NO_WORDS.numpy()
-
-    def take(self, rows: dict[Rows, int]) -> None:
-        """Make room for a step's rows."""
-        self.rows = rows
-        for kind, count in rows.items():
-            capacity = self._capacity[kind]
-            is_too_large = kind is Rows.LOGITS and capacity > LOGITS_KEPT >= count
-            if count <= capacity and capacity and not is_too_large:
-                continue
-            capacity = self._capacity[kind] = max(ROWS_MIN, 1 << (count - 1).bit_length() if count else 0)
-            for index, buffer in enumerate(self._buffers):
-                if buffer.rows is kind:
-                    memory = self._of[buffer] = torch.empty(capacity, buffer.width, dtype=buffer.dtype)
-                    self._bind(index, memory)
-
-    def slots(self, given: Int32Array) -> Tensor:
-        """Return where the tokens' KV goes, in memory that stays."""
-        if len(given) > len(self._slots):
-            self._slots = torch.empty(self._capacity[Rows.TOKENS], dtype=torch.int32)
-            self._slot_numbers = self._slots.numpy()
-        self._slot_numbers[: len(given)] = given
-        return self._slots[: len(given)]
-
-    def value(self, buffer: Buffer) -> Tensor:
-        return self._of[buffer][: self.rows[buffer.rows]]
-
-    def addresses(self) -> list[int]:
-        return [self._of[buffer].data_ptr() for buffer in self._buffers]
+def _steady(batch: StepBatch, work: CpuDecodeWork, tokens: TokenMemory) -> tuple[TokenMemory, Tensor] | None:
+    """Return what must stay the same for the next step to go on from this one, if it is one of decode rows and
+    nothing else; else None."""
+    is_more = batch.prefill is not None or batch.state_rows is not None or batch.adapters is not None
+    if is_more or work.shifts is not None or batch.logits_rows != tokens.number:
+        return None
+    return tokens, work.words
 
 
 class CpuProgram:
@@ -343,15 +304,11 @@ class CpuProgram:
         self._pool = pool
         attending = [op.spec for op in program.ops if isinstance(op, Attend)]
         specs = {id(spec): spec for spec in attending}
-        self._spec = attending[0]
         self._turning = list(specs.values())
         ropes = {id(op.frequencies): op.frequencies for op in program.ops if isinstance(op, Rotations)}
         self._words = words = _Words(program, list(ropes.values()), shares_memory=group.shared_handle != 0)
         module: Any = library()
-        self._begin, self._run = module.program_begin, module.program_run
-        # Sums wait for other ranks; a step takes milliseconds. Other threads of the interpreter go on meanwhile.
-        self._run.release_gil = True
-        self._handle: int = module.program_new(
+        handle: int = module.program_new(
             kernels.context.handle,
             words.words,
             words.reals,
@@ -364,51 +321,63 @@ class CpuProgram:
             int(kernels.buffered) + 2 * int(kernels.planning.invariant_tokens > 0) + 4 * _type_beside(pool),
             pool.format.latent,
         )
-        weakref.finalize(self, module.program_delete, self._handle)
-        self._memory = _Memory(words.buffers, partial(module.program_bind, self._handle))
+        weakref.finalize(self, module.program_delete, handle)
+        run = module.program_run
+        # Sums wait for other ranks; a step takes milliseconds. Other threads of the interpreter go on meanwhile.
+        run.release_gil = True
+        steps = (partial(call, handle) for call in (module.program_begin, module.program_go_on, run))
+        self._begin, self._go_on, self._run = steps
+        self._memory = ProgramMemory(words.buffers, partial(module.program_bind, handle))
         self._counting = Counting(program.ops, kernels.counters, pool.format.layer_token_bytes)
-        calls = (partial(call, self._handle) for call in (module.program_adapter, module.program_adapt))
+        calls = (partial(call, handle) for call in (module.program_adapter, module.program_adapt))
         sites = [site for op, own in zip(program.ops, words.is_native, strict=True) for site in _sites(op, own)]
         self._adapters = _Adapters(sites, *calls)
         self._held: tuple[object, ...] = ()
+        """What the library points to: it is kept until the next step."""
+        self._steady: tuple[TokenMemory, Tensor] | None = None
+        """Tokens and plan of the last step, if it was one of decode rows and nothing else."""
         self._segments: dict[tuple[int, int], list[tuple[bool, int, int]]] = {}
         self._others = OpByOp(program, kernels, pool, group) if not all(words.is_native) else None
 
     def begin(self, batch: StepBatch) -> None:
-        tokens, state_rows = len(batch.ids), batch.state_rows
+        (ids, positions), state_rows = batch.numbers, batch.state_rows
+        tokens = len(ids)
         rows = {
             Rows.TOKENS: tokens,
             Rows.STATES: tokens if state_rows is None else len(state_rows),
             Rows.LOGITS: batch.logits_rows,
         }
         self._memory.take(rows)
-        kernels, pool, spec = self._kernels, self._pool, self._spec
-        slots = self._memory.slots(batch.write.slots)
+        own = self._memory.tokens(ids, positions, batch.write.slots)
+        kernels, pool, spec = self._kernels, self._pool, self._turning[0]
         work, steps, words = None, 0, NO_WORDS
         if batch.decode is not None:
             work, steps = kernels.planning.decode_work(batch.decode, pool, spec), batch.decode.steps
             words = work.words
         prefill = None if batch.prefill is None else prefill_state(batch.prefill, pool)
-        decode_angles = [] if work is None else self._angles(work.shifts)
-        prefill_angles = [] if prefill is None else self._angles(prefill.shifts)
         self._counting.take(
             None if work is None else work.tokens + steps * batch.num_rows,
             None if prefill is None else prefill.tokens_read,
         )
-        # Kept until the next step: the library only points to these.
-        self._held = held = (
-            batch.ids,
-            batch.positions,
-            slots,
-            NO_IDS if state_rows is None else state_rows,
-            words,
-            work.entry_query if work is not None and decode_angles else NONE,
-            work.turns if work is not None and decode_angles else NONE,
-            NO_WORDS if prefill is None else prefill.words,
-            decode_angles,
-            prefill_angles,
-        )
-        self._begin(self._handle, tokens, batch.num_rows, rows[Rows.STATES], rows[Rows.LOGITS], steps, *held)
+        before, self._steady = self._steady, None  # a step that is refused leaves nothing to go on from
+        steady = None if work is None else _steady(batch, work, own)
+        if before is not None and steady is not None and before[0] is own and before[1] is words:
+            self._go_on(steps)  # the library has all but what has been written into its memory
+        else:
+            decode_angles = [] if work is None else self._angles(work.shifts)
+            prefill_angles = [] if prefill is None else self._angles(prefill.shifts)
+            self._held = held = (
+                *own.views,
+                NO_IDS if state_rows is None else state_rows,
+                words,
+                work.entry_query if work is not None and decode_angles else NONE,
+                work.turns if work is not None and decode_angles else NONE,
+                NO_WORDS if prefill is None else prefill.words,
+                decode_angles,
+                prefill_angles,
+            )
+            self._begin(tokens, batch.num_rows, rows[Rows.STATES], rows[Rows.LOGITS], steps, *held)
+        self._steady = steady
         if batch.adapters is not None:
             self._adapters.use(batch.adapters)
         if self._others is not None:
@@ -423,7 +392,7 @@ class CpuProgram:
             segments = self._segments[key] = self._split(start, stop)
         for is_native, first, last in segments:
             if is_native:
-                self._run(self._handle, first, last)
+                self._run(first, last)
                 self._counting.ran(first, last)
             else:
                 self._run_others(first, last)

@@ -44,11 +44,14 @@ from trunkline.kernels.program import (
 )
 from trunkline.kernels.query_scale import Temper
 from trunkline.kernels.wide_norms import SquareSums, WideNorm
+from trunkline.kvstore.chunks import Int32Array
 
 
 class StepBatch(Protocol):
     """What a program reads of a step; `worker.batch.batch.ForwardBatch` says what each part is."""
 
+    @property
+    def numbers(self) -> tuple[Int32Array, Int32Array]: ...
     @property
     def ids(self) -> Tensor: ...
     @property

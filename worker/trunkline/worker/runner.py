@@ -34,6 +34,7 @@ from trunkline.worker.device import (
     choose_device,
     choose_kernels,
     choose_sampling,
+    in_inference_mode,
     longest_sequence,
     measure_largest_step,
 )
@@ -311,9 +312,8 @@ class Runner:
         """Pay one-time costs of torch and of the collectives before the first request, and measure what moving a
         block costs."""
         zero, two = np.zeros(1, dtype=np.int32), np.array([0, 1], dtype=np.int32)
-        start = torch.zeros(1, dtype=torch.int64, device=self.pool.data.device)
         batch = ForwardBatch(
-            inputs=lambda: (start, start),
+            inputs=lambda: (zero, zero),
             num_rows=0,
             write=WritePlan(self._config.chunk_size, zero),
             decode=None,
@@ -323,6 +323,7 @@ class Runner:
             samples=[],
             samples_changed=False,
             state_rows=None,
+            device=self.pool.data.device,
         )
         self._decoder.forward(batch)
         if self.copier is not None:
@@ -345,13 +346,12 @@ class Runner:
         self.launch(plan)
         return [self.launched.take() for _ in range(self.launched.count)][-1]
 
-    @torch.inference_mode()
+    @in_inference_mode
     def launch(self, plan: StepPlan) -> None:
         """Run one step, or launch it where its tokens can stay on the device; `launched` has the result.
 
         Raises:
-            PlanError: As `execute`.
-            CopyError: As `execute`.
+            PlanError, CopyError: As `execute`.
         """
         started, launched = time.perf_counter_ns(), self.launched
         counters = self.kernels.counters
@@ -465,7 +465,7 @@ class Runner:
     def _forward(self, batch: ForwardBatch, gate: StepGate | None) -> Tensor | None:
         """Compute the batch; return this rank's columns of the logits that are asked for."""
         logits = None
-        if len(batch.ids):  # a plan may only let sequences leave, or only copy blocks
+        if len(batch.numbers[0]):  # a plan may only let sequences leave, or only copy blocks
             take_states = None
             if self._pooler is not None and batch.pooled:
                 take_states = partial(self._pooler.take, batch.pooled)

@@ -22,6 +22,7 @@ from typing import Final
 
 import msgspec
 import structlog
+import torch
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -244,7 +245,8 @@ def _serve_epoch(
         tracer = start_tracing(config.otlp_endpoint, "worker", f"{config.group}/rank-{config.rank}")
         traces = StepTraces(tracer, config.rank, config.group_label, config.epoch)
         try:
-            return _loop(config, link, watchdog, runner, tiers, traces)
+            with torch.inference_mode():  # once: `in_inference_mode`
+                return _loop(config, link, watchdog, runner, tiers, traces)
         finally:
             traces.close()
     finally:

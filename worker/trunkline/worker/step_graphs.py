@@ -39,7 +39,7 @@ from trunkline.kernels.plan import PrefillPlan, WritePlan
 from trunkline.kernels.program import Attend, Program
 from trunkline.kernels.reference_sampling import largest_sums, token_keys
 from trunkline.kernels.sampling import Draws
-from trunkline.kvstore.chunks import pack_int32
+from trunkline.kvstore.chunks import Int32Array, pack_int32
 from trunkline.worker.batch.batch import ForwardBatch
 from trunkline.worker.batch.decode_rows import LiveRows
 from trunkline.worker.batch.row_places import RowPlaces
@@ -126,6 +126,9 @@ def why_not(program: Program, group: TensorParallel) -> str:
     return ""
 
 
+_NO_NUMBERS: Final = np.zeros(0, dtype=np.int32)
+
+
 @dataclass(frozen=True)
 class _CapturedBatch:
     """What a program reads of a step in a graph (`op_by_op.StepBatch`)."""
@@ -135,6 +138,8 @@ class _CapturedBatch:
     num_rows: int
     write: WritePlan
     decode: AnyDecodePlan
+    numbers: tuple[Int32Array, Int32Array] = (_NO_NUMBERS, _NO_NUMBERS)
+    """Empty: the tokens are on the device."""
     prefill: PrefillPlan | None = None
     adapters: AdapterRows | None = None
     state_rows: Tensor | None = None

@@ -40,6 +40,11 @@ _NO_RUNS = np.zeros((0, 4), dtype=np.int32)
 _NO_ROWS = np.zeros(0, dtype=np.int32)
 
 
+def to_int64(values: np.ndarray[tuple[int], np.dtype[np.signedinteger]], device: torch.device) -> Tensor:
+    """Return numbers as an int64 tensor on a device."""
+    return torch.from_numpy(values.astype(np.int64)).to(device)
+
+
 class ScoredPrompt(NamedTuple):
     """Prompt tokens whose log-probabilities are asked for: those that follow the tokens of one prefill entry."""
 
@@ -68,8 +73,8 @@ class PooledPiece(NamedTuple):
 class ForwardBatch:
     """One forward pass: the decode rows' tokens, then the prefill entries' tokens."""
 
-    inputs: Callable[[], tuple[Tensor, Tensor]]
-    """Returns `ids` and `positions`; not called for steps whose tokens the device knows."""
+    inputs: Callable[[], tuple[Int32Array, Int32Array]]
+    """Returns `numbers`; not called for steps whose tokens the device knows."""
     num_rows: int
     """Number of decode rows, drafts included."""
     write: WritePlan
@@ -93,19 +98,23 @@ class ForwardBatch:
     adapters: AdapterRows | None = None
     """The adapters of the tokens' sequences; None: no token has one."""
 
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
+    """Where `ids` and `positions` are made."""
+
     @cached_property
-    def _inputs(self) -> tuple[Tensor, Tensor]:
+    def numbers(self) -> tuple[Int32Array, Int32Array]:
+        """Token ids, and the tokens' positions for rotation (see `sequences`), int32 `[tokens]`."""
         return self.inputs()
 
-    @property
+    @cached_property
     def ids(self) -> Tensor:
         """Token ids, int64 `[tokens]`."""
-        return self._inputs[0]
+        return to_int64(self.numbers[0], self.device)
 
-    @property
+    @cached_property
     def positions(self) -> Tensor:
-        """Positions of the tokens for rotation (see `sequences`), int64 `[tokens]`."""
-        return self._inputs[1]
+        """Positions of the tokens for rotation, int64 `[tokens]`."""
+        return to_int64(self.numbers[1], self.device)
 
     @property
     def needs_states(self) -> bool:
@@ -161,8 +170,9 @@ class BatchBuilder:
         num_rows = len(rows)
         if num_rows:
             self._decode.step(self._rows, self._runs, drafted)
-        entries = unpack_int32(plan.prefill, columns=5)
-        prefill = _Prefill(entries, self._sequences, self._chunk_size) if len(entries) else None
+        prefill = None
+        if plan.prefill:
+            prefill = _Prefill(unpack_int32(plan.prefill, columns=5), self._sequences, self._chunk_size)
         positions, slots = (self._decode.positions, self._decode.slots) if num_rows else (_NO_ROWS, _NO_ROWS)
         samples, state_rows = rows, None
         fork_rows: tuple[int, ...] = ()
@@ -195,12 +205,13 @@ class BatchBuilder:
             prefill=prefill.plan(self._chunk_size, self._window) if prefill is not None else None,
             samples=samples,
             samples_changed=changed,
-            state_rows=None if state_rows is None else self._tensor(state_rows),
+            state_rows=None if state_rows is None else to_int64(state_rows, self._device),
             fork_rows=fork_rows,
             scored=scored,
             pooled=pooled,
             guesses=None if drafted is None else drafted.guesses,
             adapters=self._adapters(rows, prefill) if self._sequences.adapted else None,
+            device=self._device,
         )
 
     @staticmethod
@@ -239,7 +250,7 @@ class BatchBuilder:
         drafted: DraftRows | None,
         prefill: _Prefill | None,
         positions: Int32Array,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Int32Array, Int32Array]:
         """Return the ids and positions of a step's tokens."""
         if drafted is not None:
             ids = drafted.ids
@@ -247,10 +258,7 @@ class BatchBuilder:
             ids = np.fromiter((row.tokens[-1] for row in rows), dtype=np.int32, count=len(rows))
         if prefill is not None:
             ids = np.concatenate([ids, *prefill.ids])
-        return self._tensor(ids), self._tensor(positions)
-
-    def _tensor(self, values: np.ndarray[tuple[int], np.dtype[np.signedinteger]]) -> Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self._device)
+        return ids, positions
 
     def _update_rows(self, plan: StepPlan) -> bool:
         """Take over the plan's rows and runs; return whether the rows are others than before."""

@@ -216,13 +216,15 @@ class SequenceTable:
         Raises:
             PlanError: an unknown or already known sequence, or a block outside the pool.
         """
-        for sequence in unpack_int32(plan.leaves).tolist():
+        for sequence in unpack_int32(plan.leaves).tolist() if plan.leaves else ():
             gone = self._by_id.pop(sequence, None)
             if gone is None:
                 raise PlanError(f"the plan lets sequence {sequence} leave, which has not joined")
             self.adapted -= bool(gone.adapter)
         for join in plan.joins:
             self._add(BatchSequence(join))
+        if not plan.blocks:
+            return  # as in most steps
         entries = unpack_int32(plan.blocks, columns=3)
         self._check_blocks(entries[:, 2], 0)
         for sequence, index, block in entries.tolist():

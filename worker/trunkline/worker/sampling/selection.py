@@ -15,6 +15,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trunkline.controller.messages import BeamStep, PromptLogprobs, TopLogprobs
@@ -61,6 +62,8 @@ class Selector:
         self._chunk_size = chunk_size
         self._plain_greedy = False
         self._sampler_is_current = False
+        self._seen: tuple[Tensor, NDArray[np.float32]] | None = None
+        """The last logits on a CPU whose largest were taken, and their memory: steady steps have the same."""
         self._drawn_plainly: bool | None = None
         """Whether a graph draws what the rows want; None: that was not asked for these rows."""
 
@@ -103,7 +106,7 @@ class Selector:
             return Selection(np.zeros(0, dtype=np.int32))
         if self._plain_greedy and not batch.scored:
             self._sampler_is_current = False
-            selection = Selection(_numbers(self._agree_on_largest(logits, batch)))
+            selection = Selection(self._agree_on_largest(logits, batch))
             if batch.guesses is not None:
                 selection.tokens = accepted(selection.tokens, batch.guesses)
         else:
@@ -204,21 +207,27 @@ class Selector:
             count += search.group.width
         return changed
 
-    def _agree_on_largest(self, logits: Tensor, batch: ForwardBatch) -> Tensor:
+    def _agree_on_largest(self, logits: Tensor, batch: ForwardBatch) -> Int32Array:
         """Return greedy ids from each rank's largest logits: one small collective instead of gather and broadcast.
 
         Every rank sees the same numbers, so all take the same id: the lowest on a tie, as ranks hold
         ascending parts of the vocabulary.
         """
+        if self._group.size == 1 and logits.device.type == "cpu":
+            # Without torch, whose code is not in the processor's caches behind a step.
+            if self._seen is None or self._seen[0] is not logits:
+                self._seen = logits, logits.numpy()
+            largest: Int32Array = self._seen[1].argmax(axis=-1).astype(np.int32)
+            return largest[[*range(batch.sampled_rows), *batch.fork_rows]] if batch.fork_rows else largest
         best = first_argmax(logits)
         if self._group.size == 1:
-            return _with_forks(best, batch)
+            return _numbers(_with_forks(best, batch))
         ids = best + self._vocab_start
         values = logits.gather(1, best[:, None]).squeeze(1)
         # float64 holds both a float32 logit and an id exactly.
         every = self._group.all_gather(torch.stack([values.double(), ids.double()]))
         owner = first_argmax(every[:, 0].T.contiguous())
-        return _with_forks(every[:, 1].T.gather(1, owner[:, None]).squeeze(1).long(), batch)
+        return _numbers(_with_forks(every[:, 1].T.gather(1, owner[:, None]).squeeze(1).long(), batch))
 
 
 def _append(samples: list[BatchSequence], tokens: list[int]) -> None:

@@ -37,8 +37,8 @@ _QUANTUM_BYTES: Final = 256 << 10
 _CUDA_QUANTUM_BYTES: Final = 4 << 20
 """Bytes copied on a GPU before waiting threads are told: each such piece costs a round trip."""
 _WHOLE_BYTES: Final = 1 << 20
-"""A late save of up to so many bytes is copied as a whole when its step is computed: telling a thread of each layer
-takes longer than the copy, and time of the step, whose client often waits for its first token."""
+"""A late save of up to so many bytes is copied as a whole when its step is computed. To tell a thread of each
+layer takes longer than the copy, and takes the step's time, for which a client waits."""
 
 log = structlog.get_logger()
 

@@ -161,6 +161,23 @@ void program_begin(int64_t handle, int64_t tokens, int64_t decode_rows, int64_t 
   step.rows = {tokens, states, logits};
 }
 
+// Goes on to a step of the same decode rows, without anything else: what the last `program_begin` took is still there,
+// with other ids, positions and slots in it. So a steady step passes two numbers instead of a dozen tensors.
+void program_go_on(int64_t handle, int64_t steps) {
+  Program& program = program_of(handle);
+  ProgramStep& step = program.step;
+  const std::array<int64_t, kRowKinds> rows = step.rows;
+  step.rows = {0, 0, 0};  // a refused step leaves nothing to run on
+  const bool decodes = step.decode_words != nullptr && rows[0] == step.decode_rows && !step.has_prefill;
+  require(decodes && step.state_rows == nullptr, "only a step of decode rows goes on");
+  require(step.adapted[0].groups.empty(), "a step with adapters begins anew");
+  require(step.decode_words[kWorkRows] == step.decode_rows, "the plan has other rows than the step");
+  require(steps >= 0 && steps <= INT32_MAX, "steps must not be negative");
+  check_slots(program.pool, step.slots, rows[0]);
+  step.decode_steps = static_cast<int32_t>(steps);
+  step.rows = rows;
+}
+
 // What an adapter has for `layer`, from the handles of A and B; zeros: nothing.
 AdapterLayer adapter_layer(const LinearLayer* layer, const int64_t* handles) {
   const auto* down = reinterpret_cast<const PackedLayer*>(handles[0]);
@@ -237,6 +254,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_new, trunkline::program_new)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_delete, trunkline::program_delete)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_bind, trunkline::program_bind)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_begin, trunkline::program_begin)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_go_on, trunkline::program_go_on)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_adapter, trunkline::program_adapter)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_adapt, trunkline::program_adapt)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(program_run, trunkline::program_run)
