@@ -1,24 +1,31 @@
 """What KV in 8 bits costs and brings: the demo model's perplexity, decode attention, and bytes.
 
-    python benchmarks/kv_dtype.py [--quick] [--json PATH]
+    python benchmarks/kv_dtype.py [--quick] [--json PATH] [--parts perplexity,attention]
 
 `perplexity` is that of the demo model on text it was not trained on, in separate windows of 512 tokens, computed
 by the worker's decoder; every token attends to KV as it is kept. `kl_divergence` is the mean over the tokens of
-KL(float32 || this). `token_bytes` is the KV of one token, all layers.
+KL(float32 || this) for the same form of the model. `token_bytes` is the KV of one token, all layers. The forms
+are keys and values, and latents, as which latent_model.py writes the demo model: once exactly, so that latents
+hold its values, and once with the slowest 12 of 32 pairs of its keys in the latents, without positions, which is
+another model.
 
-`attention_time` is decode attention of one layer, one thread, in CPU time: a row of so many tokens whose KV, with
-that of the other layers, is larger than the caches; all formats take turns. `gain` is the time of KV as it is
-computed over that in 8 bits.
+`attention_time` is decode attention of one layer, one thread, in CPU time: a row of so many tokens whose KV,
+with that of the other layers, is larger than the caches; all formats take turns. `gain` is the time of KV as it
+is computed over that in 8 bits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import groupby, product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import numpy as np
 import torch
+from latent_model import write_latent
 from quantisation import CHUNK, CPU, DTYPES, WINDOW, Model, heldout_windows, int32, losses
 from report import Report, argument_parser, median_seconds
 
@@ -28,32 +35,47 @@ from trunkline.kernels.ops import AttentionSpec, Kernels
 from trunkline.kernels.plan import Segments, build_decode_plan
 from trunkline.kernels.quantised_kv import to_rows
 from trunkline.kvstore.chunk_format import KV_DTYPES, kv_format
-from trunkline.worker.model.decoder import Decoder, make_kv_pool
-from trunkline.worker.tensor_parallel import TensorParallel
+from trunkline.worker.model.decoder import make_kv_pool
 
 POOL_BYTES: Final = 150e6
 """Bytes of the KV of all layers, in bfloat16."""
 SHAPES: Final = ((8, 8, 128), (32, 8, 128), (8, 2, 64))
 """Heads, KV heads, head size: all heads with KV of their own; four to one; the demo model's."""
 LENGTHS: Final = (1024, 4096, 16384)
+LATENTS: Final = {"latents": 0, "latents, slow keys too": 12}
+"""Pairs of each key that latents hold."""
+PARTS: Final = ("perplexity", "attention")
+
+
+def demo_models(kernels: Kernels, scratch: Path) -> Iterator[tuple[str, str, str, Model]]:
+    """Yield the form of the demo model, its type, that of its KV, and the model."""
+    blocks = WINDOW // CHUNK
+    for dtype, kv_dtype in product(DTYPES, KV_DTYPES):
+        model = Model(DEMO_FOLDER, dtype, "", kernels, blocks, kv_dtype=kv_dtype)
+        yield "keys, values", dtype, kv_dtype, model
+    for form, slow_pairs in LATENTS.items():
+        folder = scratch / str(slow_pairs)
+        change = write_latent(DEMO_FOLDER, folder, slow_pairs)
+        for dtype, kv_dtype in product(DTYPES, ("auto", "int8")):
+            yield (
+                form,
+                dtype,
+                kv_dtype,
+                Model(folder, dtype, "", kernels, blocks, kv_dtype=kv_dtype, change=change),
+            )
 
 
 def run_perplexity(kernels: Kernels, quick: bool, report: Report) -> None:
-    forms = [(dtype, kv_dtype) for dtype in DTYPES for kv_dtype in KV_DTYPES]
-    models = []
-    for dtype, kv_dtype in forms:
-        model = Model(DEMO_FOLDER, dtype, "", kernels, 1)
-        shard = model.decoder.shard
-        form = shard.config.chunk_format(CHUNK, dtype, kv_dtype)
-        pool = make_kv_pool(WINDOW // CHUNK, form, CPU)
-        model.decoder = Decoder(shard, model.weights, kernels, TensorParallel.alone(CPU), pool)
-        models.append(model)
-    found = losses(models, heldout_windows(12 if quick else None))
-    for (dtype, kv_dtype), model, loss in zip(forms, models, found, strict=True):
-        case = {"model": "demo", "dtype": dtype, "kv": kv_dtype, "tokens": loss.tokens}
-        report.add(case, "perplexity", math.exp(loss.nats / loss.tokens), "", 1)
-        report.add(case, "kl_divergence", 1e6 * loss.divergence / loss.tokens, "1e-6 nats", 1)
-        report.add(case, "token_bytes", model.decoder.pool.format.chunk_bytes / CHUNK, "B", 1)
+    windows = heldout_windows(12 if quick else None)
+    with TemporaryDirectory() as scratch:
+        for form, group in groupby(demo_models(kernels, Path(scratch)), lambda found: found[0]):
+            found = list(group)
+            kept = zip(found, losses([model for *_, model in found], windows), strict=True)
+            for (_, dtype, kv_dtype, model), loss in kept:
+                case = {"model": "demo", "kept": form, "dtype": dtype, "kv": kv_dtype, "tokens": loss.tokens}
+                report.add(case, "perplexity", math.exp(loss.nats / loss.tokens), "", 1)
+                report.add(case, "kl_divergence", 1e6 * loss.divergence / loss.tokens, "1e-6 nats", 1)
+                report.add(case, "token_bytes", model.decoder.pool.format.chunk_bytes / CHUNK, "B", 1)
 
 
 def attention(kernels: Kernels, kv_dtype: str, shape: tuple[int, int, int], tokens: int) -> Callable[[], object]:
@@ -93,14 +115,21 @@ def run_attention(kernels: Kernels, quick: bool, report: Report) -> None:
 
 
 def main() -> None:
-    arguments = argument_parser(__doc__).parse_args()
+    parser = argument_parser(__doc__)
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s")
+    arguments = parser.parse_args()
+    parts = set(arguments.parts.split(","))
+    if unknown := parts - set(PARTS):
+        parser.error(f"no such parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     torch.manual_seed(0)
     torch.set_num_threads(1)
     report = Report("kv_dtype")
     kernels = load_kernels("cpu", "cpu", 1)
     with torch.inference_mode():
-        run_perplexity(kernels, arguments.quick, report)
-        run_attention(kernels, arguments.quick, report)
+        if "perplexity" in parts:
+            run_perplexity(kernels, arguments.quick, report)
+        if "attention" in parts:
+            run_attention(kernels, arguments.quick, report)
     report.finish(arguments.json, wide=True)
 
 

@@ -1,13 +1,15 @@
 """What int8 weights cost and bring: the demo model's perplexity, the small model's decode step, and bytes.
 
     python benchmarks/quantisation.py [--quick] [--json PATH] [--threads N] [--gguf FILE …]
+                                      [--parts perplexity,speed]
 
 `perplexity` is that of the demo model on text it was not trained on (`heldout.txt`), in separate windows of 512
 tokens as in the model's README, computed by the worker's decoder in each type with and without quantisation
 (`int8`: the layers' matrices, one scale per output; embeddings and head stay as they are), and from GGUF files
-(`Q8_0`, …: all matrices in blocks, rounded by gguf_blocks.py; with `--gguf` also files of the demo model that
-other programs made, such as llama.cpp's quantiser). `kl_divergence` is the mean over the tokens of
-KL(float32 || this), which shows what perplexity averages out.
+(`Q8_0`, `MXFP4`, …: all matrices in blocks, rounded by gguf_blocks.py; with `--gguf` also files of the demo model
+that other programs made, such as llama.cpp's quantiser), and from packed checkpoints (`awq`, `gptq`, …: the
+layers' matrices, rounded by packed_checkpoint.py, without the texts by which AWQ and GPTQ choose). `kl_divergence`
+is the mean over the tokens of KL(float32 || this), which shows what perplexity averages out.
 
 `step_time` is a decode step of the small model (110 M parameters, out of the caches) at a context of 64 tokens;
 `linear_time` its linear layers alone, the head's included; `weight_bytes` what these read. Plain and quantised
@@ -20,12 +22,13 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from gguf_file import write_gguf
+from packed_checkpoint import compressed, write_packed
 from report import Report, argument_parser, median_seconds
 from small_model import small_model
 from tokenizers import Tokenizer
@@ -40,7 +43,7 @@ from trunkline.worker.batch.batch import ForwardBatch, ScoredPrompt
 from trunkline.worker.model.checkpoint import load_weights
 from trunkline.worker.model.decoder import Decoder, make_kv_pool
 from trunkline.worker.model.families import check_model
-from trunkline.worker.model.model_config import Shard
+from trunkline.worker.model.model_config import ModelConfig, Shard
 from trunkline.worker.model.weights import MlpWeights
 from trunkline.worker.tensor_parallel import TensorParallel
 
@@ -49,7 +52,17 @@ CHUNK: Final = 64
 BATCHES: Final = (1, 2, 4, 6, 7, 8, 32)
 CPU: Final = torch.device("cpu")
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-GGUF_KINDS: Final = ("Q8_0", "Q6_K", "Q4_K", "Q4_0")
+GGUF_KINDS: Final = ("Q8_0", "Q6_K", "Q4_K", "Q4_0", "MXFP4")
+PACKED: Final[dict[str, dict[str, Any]]] = {
+    "awq, 4 bits": {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"},
+    "gptq, 4 bits": {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False},
+    "gptq, 4 bits, symmetric": {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True},
+    "gptq, 8 bits": {"quant_method": "gptq", "bits": 8, "group_size": 64, "desc_act": False},
+    "compressed-tensors, 4 bits": compressed("pack-quantized", 4, strategy="group", group_size=64),
+    "compressed-tensors, 8 bits": compressed("int-quantized", 8),
+}
+"""`quantization_config` of each. The demo model's rows have 256 or 704 inputs: the largest usual group is 64."""
+PARTS: Final = ("perplexity", "speed")
 FORMS: Final[tuple[Quantisation, ...]] = ("", "int8")
 
 
@@ -61,13 +74,26 @@ class Model:
     """A checkpoint in one form, on one rank."""
 
     def __init__(
-        self, folder: Path, dtype: str, quantisation: Quantisation, kernels: Kernels, blocks: int
+        self,
+        folder: Path,
+        dtype: str,
+        quantisation: Quantisation,
+        kernels: Kernels,
+        blocks: int,
+        *,
+        kv_dtype: str = "auto",
+        change: Callable[[ModelConfig], ModelConfig] = lambda config: config,
     ) -> None:
-        config = check_model(folder, 1, dtype)
+        """
+        Args:
+            blocks: of the pool for KV.
+            change: what is changed in what config.json says.
+        """
+        config = change(check_model(folder, 1, dtype))
         shard, kind = Shard(config, 0, 1), DTYPES[dtype]
         self.kernels = kernels
         self.weights = load_weights(folder, shard, kind, CPU, kernels, lambda *_: None, quantisation)
-        pool = make_kv_pool(blocks, config.chunk_format(CHUNK, dtype), CPU)
+        pool = make_kv_pool(blocks, config.chunk_format(CHUNK, dtype, kv_dtype), CPU)
         self.decoder = Decoder(shard, self.weights, kernels, TensorParallel.alone(CPU), pool)
         self._dtype = kind
 
@@ -202,7 +228,8 @@ def run_perplexity(kernels: Kernels, windows: list[Tensor], given: list[Path], r
     names = [(dtype, form or dtype) for dtype, form in forms]
     models = [Model(DEMO_FOLDER, dtype, form, kernels, blocks) for dtype, form in forms]
     with TemporaryDirectory() as scratch:
-        for name, folder in gguf_folders(given, Path(scratch)):
+        packed = ((name, write_packed(DEMO_FOLDER, Path(scratch, name), own)) for name, own in PACKED.items())
+        for name, folder in (*gguf_folders(given, Path(scratch)), *packed):
             names.append(("float32", name))
             models.append(Model(folder, "float32", "", kernels, blocks))
     for (dtype, form), model, loss in zip(names, models, losses(models, windows), strict=True):
@@ -233,14 +260,20 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--gguf", type=Path, nargs="*", default=[], help="files of the demo model")
     parser.add_argument("--threads", type=int, default=1, help="of the kernels")
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s")
     arguments = parser.parse_args()
+    parts = set(arguments.parts.split(","))
+    if unknown := parts - set(PARTS):
+        parser.error(f"no such parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     torch.manual_seed(0)
     torch.set_num_threads(1)
     report = Report("quantisation")
     kernels = load_kernels("cpu", "cpu", arguments.threads)
     with torch.inference_mode():
-        run_perplexity(kernels, heldout_windows(12 if arguments.quick else None), arguments.gguf, report)
-        run_speed(kernels, arguments.threads, arguments.quick, report)
+        if "perplexity" in parts:
+            run_perplexity(kernels, heldout_windows(12 if arguments.quick else None), arguments.gguf, report)
+        if "speed" in parts:
+            run_speed(kernels, arguments.threads, arguments.quick, report)
     report.finish(arguments.json, wide=True)
 
 

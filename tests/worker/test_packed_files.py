@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
+from packed_checkpoint import compressed, described, rounded, write_packed
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from worker.checkpoints import assert_greedy, largest_difference, make_checkpoint
@@ -29,14 +30,6 @@ from trunkline.worker.runner import Runner
 SHAPE: Final[dict[str, Any]] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 AWQ: Final[dict[str, Any]] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
 GPTQ: Final[dict[str, Any]] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
-
-
-def compressed(layout: str, bits: int, **weights: Any) -> dict[str, Any]:
-    own = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "channel", **weights}
-    groups = {"group_0": {"targets": ["Linear"], "weights": own, "input_activations": None}}
-    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups, "ignore": ["lm_head"]}
-
-
 CASES: Final[dict[str, dict[str, Any]]] = {
     "awq": AWQ,
     "gptq": {**GPTQ, "checkpoint_format": "gptq"},
@@ -49,79 +42,6 @@ CASES: Final[dict[str, dict[str, Any]]] = {
 }
 EXPERTS: Final = ("awq experts", "packed 4 experts")
 CASES.update({name: CASES[name.removesuffix(" experts")] for name in EXPERTS})
-AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The place in a word, from its lowest bits on, of each of eight outputs."""
-
-
-def words(codes: Tensor, bits: int, places: tuple[int, ...] = ()) -> Tensor:
-    """Pack codes along rows, number by number, as the formats are described."""
-    per_word = 32 // bits
-    packed = torch.zeros(codes.shape[0], codes.shape[1] // per_word, dtype=torch.int64)
-    for column in range(codes.shape[1]):
-        place = places[column % per_word] if places else column % per_word
-        packed[:, column // per_word] |= codes[:, column].long() << (bits * place)
-    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
-
-
-class Rounded(NamedTuple):
-    """A matrix as integers; `[out, in]`, scales and zero points `[out, groups]`."""
-
-    codes: Tensor
-    scale: Tensor
-    zero: Tensor
-
-    @property
-    def weight(self) -> Tensor:
-        group = self.codes.shape[1] // self.scale.shape[1]
-        scale, zero = (part.repeat_interleave(group, dim=1).float() for part in (self.scale, self.zero))
-        return scale * (self.codes.float() - zero)
-
-
-def rounded(weight: Tensor, bits: int, group: int, symmetric: bool) -> Rounded:
-    parts = weight.unfold(1, group, group) if group > 0 else weight[:, None]
-    low, high, top = parts.amin(dim=2), parts.amax(dim=2), 2**bits - 1
-    if symmetric:
-        scale = (parts.abs().amax(dim=2) / (2 ** (bits - 1) - 1)).half()
-        zero = torch.full_like(scale, 2 ** (bits - 1))
-    else:
-        scale = ((high - low) / top).half()
-        zero = (-low / scale.float()).round().clamp(1, top)
-    codes = (parts / scale.float()[..., None] + zero.float()[..., None]).round().clamp(0, top)
-    return Rounded(codes.flatten(1).to(torch.uint8), scale, zero.to(torch.uint8))
-
-
-def stored(name: str, matrix: Rounded, config: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a matrix in a method's format."""
-    method = config["quant_method"]
-    if method == "awq":
-        return {
-            f"{name}.qweight": words(matrix.codes.T, 4, AWQ_PLACES),
-            f"{name}.qzeros": words(matrix.zero.T, 4, AWQ_PLACES),
-            f"{name}.scales": matrix.scale.T.contiguous(),
-        }
-    if method == "gptq":
-        bits, group = config["bits"], matrix.codes.shape[1] // matrix.scale.shape[1]
-        taken = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
-        return {
-            f"{name}.qweight": words(matrix.codes, bits).T.contiguous(),
-            f"{name}.qzeros": words(matrix.zero.T - taken, bits),
-            f"{name}.scales": matrix.scale.T.contiguous(),
-            f"{name}.g_idx": (torch.arange(matrix.codes.shape[1]) // group).to(torch.int32),
-        }
-    bits = config["config_groups"]["group_0"]["weights"]["num_bits"]
-    scale = {f"{name}.weight_scale": matrix.scale}
-    if config["format"] == "int-quantized":
-        return {f"{name}.weight": (matrix.codes.int() - 128).to(torch.int8), **scale}
-    shape = {f"{name}.weight_shape": torch.tensor(matrix.codes.shape)}
-    return {f"{name}.weight_packed": words(matrix.codes, bits), **shape, **scale}
-
-
-def described(config: dict[str, Any]) -> tuple[int, int, bool]:
-    """Bits, group and whether a method's integers are symmetric."""
-    if config["quant_method"] != "compressed-tensors":
-        return config["bits"], config["group_size"], config.get("sym", False)
-    weights = config["config_groups"]["group_0"]["weights"]
-    return weights["num_bits"], weights.get("group_size", -1), True
 
 
 class Pair(NamedTuple):
@@ -145,20 +65,13 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
 
 def make_pair(root: Path, config: dict[str, Any], model: str) -> Pair:
     shape = {**SHAPE, "moe_intermediate_size": 32} if model == "qwen3-moe" else SHAPE
-    plain, packed = make_checkpoint(root / "plain", model, **shape), root / "packed"
-    packed.mkdir()
-    tensors, own = load_file(plain / "model.safetensors"), {}
-    for name, tensor in list(tensors.items()):
-        if not name.endswith("_proj.weight"):
-            own[name] = tensor
-            continue
-        matrix = rounded(tensor.float(), *described(config))
-        tensors[name] = matrix.weight
-        own.update(stored(name.removesuffix(".weight"), matrix, config))
+    plain = make_checkpoint(root / "plain", model, **shape)
+    packed = write_packed(plain, root / "packed", config)
+    tensors = load_file(plain / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight"):
+            tensors[name] = rounded(tensor.float(), *described(config)).weight
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
-    save_file({name: each.contiguous() for name, each in own.items()}, packed / "model.safetensors")
-    given = json.loads((plain / "config.json").read_text())
-    (packed / "config.json").write_text(json.dumps({**given, "quantization_config": config}))
     return Pair(packed, plain)
 
 
