@@ -31,7 +31,6 @@ import numpy as np
 import torch
 from quantisation import CHUNK, Model
 from report import Report, argument_parser, median_seconds
-from safetensors.torch import save_file
 from torch import Tensor
 
 from trunkline.kernels.load import load_kernels
@@ -146,35 +145,56 @@ ROWS: Final = (1, 8, 32)
 def write_random(folder: Path, config: dict[str, Any]) -> Path:
     """Write a checkpoint of random weights in the shapes that config.json implies; return `folder`.
 
-    Weights are parts of one long row of normal numbers, which is all that speed needs of large matrices. Experts
-    are in MXFP4 if the configuration says so.
+    Weights are parts of one long row of normal numbers, which is all that speed needs of large matrices, and takes
+    no memory for them. Experts are in MXFP4 if the configuration says so.
     """
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     model = read_model_config(folder)
     shapes = expected_shapes(model, model.architecture.prefixes[0])
-    drawn = (torch.randn(DRAWN) * 0.02).bfloat16()
+    longest = max(map(math.prod, shapes.values()))
+    row = _repeated((torch.randn(DRAWN) * 0.02).bfloat16(), longest)
+    codes = _repeated(torch.randint(256, (DRAWN,), dtype=torch.uint8), longest)
     tensors: dict[str, Tensor] = {}
-    experts: dict[str, tuple[int, ...]] = {}
+    experts: dict[str, tuple[int, int, int]] = {}
     for name, shape in shapes.items():
         if config.get("quantization_config") and (found := EXPERT.fullmatch(name)) is not None:
-            experts[f"{found[1]}.{found[3]}"] = int(found[2]) + 1, *shape
-        else:  # norms and factors near 1, so that tokens differ in what routers choose
-            tensors[name] = _part(drawn, shape) + (1.0 if "norm" in name or "scal" in name else 0.0)
+            experts[f"{found[1]}.{found[3]}"] = int(found[2]) + 1, shape[0], shape[1]
+        elif "norm" in name or "scal" in name:  # near 1, so that tokens differ in what routers choose
+            tensors[name] = _part(row, shape) + 1.0
+        else:
+            tensors[name] = _part(row, shape)
     for name, (count, rows, width) in experts.items():
-        groups = (count, rows, width // MXFP4_GROUP)
-        tensors[f"{name}_blocks"] = torch.randint(256, (*groups, MXFP4_GROUP // 2), dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.full(groups, MXFP4_SCALE, dtype=torch.uint8)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        groups = (rows, width // MXFP4_GROUP)
+        blocks = [_part(codes, (*groups, MXFP4_GROUP // 2)) for _ in range(count)]
+        tensors[f"{name}_blocks"] = torch.stack(blocks)
+        tensors[f"{name}_scales"] = torch.full((count, *groups), MXFP4_SCALE, dtype=torch.uint8)
+    _write_tensors(folder / "model.safetensors", tensors)
     return folder
 
 
-def _part(drawn: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor of consecutive numbers from a random place on, in a circle."""
-    count, start = math.prod(shape), int(torch.randint(len(drawn), ()))
-    times = -(-(start + count) // len(drawn))
-    whole = torch.cat([drawn] * times) if times > 1 else drawn
-    return whole[start : start + count].view(shape).clone()
+def _repeated(drawn: Tensor, longest: int) -> Tensor:
+    """Return numbers again and again, so that `longest` of them follow each of the first ones."""
+    return drawn.repeat(1 + -(-longest // len(drawn)))
+
+
+def _part(row: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return consecutive numbers from a random place on."""
+    start = int(torch.randint(DRAWN, ()))
+    return row[start : start + math.prod(shape)].view(shape)
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file; tensors may share memory, as the library does not allow."""
+    names, header, end = {torch.bfloat16: "BF16", torch.uint8: "U8"}, {}, 0
+    for name, tensor in tensors.items():
+        offsets = [end, end := end + tensor.nbytes]
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write(tensor.flatten().view(torch.uint8).numpy().data)
 
 
 class Family(Model):

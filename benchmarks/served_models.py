@@ -5,7 +5,7 @@
 `trunkline serve` on loopback, over HTTP, streamed, greedy, in bfloat16; experts of gpt-oss in MXFP4. Weights are
 random (models.py). Widths, heads, experts and windows are those of a published model, which `FAMILIES` names. The
 number of layers is cut, and the vocabulary to the 16,384 words of small_model.py's tokenizer. A checkpoint has up
-to 4.7 GB; it is made in the temporary folder, and removed when it is loaded.
+to 4.7 GB; it is made in the temporary folder (with TMPDIR=/dev/shm in memory), and removed when it is loaded.
 
 Beside each runs a LLaMA with the same hidden size, heads, layers and vocabulary, whose MLP is as wide as makes the
 bytes equal that a token reads: all matrices but the embedding, and of experts those that a token goes to. Beside

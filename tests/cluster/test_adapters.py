@@ -160,7 +160,8 @@ def test_loaded_and_unloaded_while_requests_run(adapted: Adapted, tmp_path: Path
     wider = PeftFolder(tmp_path / "wider", make_checkpoint(tmp_path / "another", intermediate_size=160))
     refused = adapted.call("load", lora_name="d", lora_path=str(wider.folder))
     assert refused.status_code == 400, refused.text
-    assert "160" in refused.json()["error"]["message"]  # an adapter of another base
+    assert "160" in (message := refused.json()["error"]["message"])
+    assert "so the adapter is of another base model" in message
     assert set(adapted.models()) == {"base", "a", "b"}
     # A long answer goes on to its end while its adapter goes.
     with adapted.stream("b", 300) as texts:
