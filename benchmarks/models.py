@@ -17,6 +17,7 @@ large pages (`in_large_pages`) are read up to 1.3 times slower at batch 1: compa
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import re
@@ -249,17 +250,22 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
         share = (large_page_bytes() - before) / plain.weights.bytes_read
         print(f"of the weights of the LLaMA that is compared with, {share:.0%} are in large pages")
         for name in arguments.families.split(","):
-            # One at a time: with the weights of all in memory, fewer would get large pages.
-            before = large_page_bytes()
-            model = load(name, Path(scratch, "compared"), arguments.layers, kernels)
-            share = (large_page_bytes() - before) / model.weights.bytes_read
-            shutil.rmtree(Path(scratch, "compared"))
-            case = {"family": name, "run": "native", "threads": arguments.threads}
-            compare(case, plain, model, arguments.quick, report)
-            report.add(case, "in_large_pages", 100 * share, "%", 1)
-            if arguments.op_by_op:
-                model.run_op_by_op()
-                compare({**case, "run": "op by op"}, plain, model, arguments.quick, report)
+            measure(name, plain, Path(scratch), arguments, report)
+            gc.collect()
+
+
+def measure(name: str, plain: Family, scratch: Path, arguments: argparse.Namespace, report: Report) -> None:
+    """Compare one family; with the weights of all in memory, fewer would get large pages."""
+    before = large_page_bytes()
+    model = load(name, scratch / "compared", arguments.layers, plain.kernels)
+    share = (large_page_bytes() - before) / model.weights.bytes_read
+    shutil.rmtree(scratch / "compared")
+    case = {"family": name, "run": "native", "threads": arguments.threads}
+    compare(case, plain, model, arguments.quick, report)
+    report.add(case, "in_large_pages", 100 * share, "%", 1)
+    if arguments.op_by_op:
+        model.run_op_by_op()
+        compare({**case, "run": "op by op"}, plain, model, arguments.quick, report)
 
 
 def main() -> None:

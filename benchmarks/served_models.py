@@ -1,11 +1,12 @@
 """Families at published widths, served: time to first token and tokens/s beside a dense model of equal bytes.
 
     python benchmarks/served_models.py [--quick] [--json PATH] [--families gpt-oss,gemma3,…] [--rounds 3] [--tp 2]
+                                       [--folder /dev/shm]
 
 `trunkline serve` on loopback, over HTTP, streamed, greedy, in bfloat16; experts of gpt-oss in MXFP4. Weights are
 random (models.py). Widths, heads, experts and windows are those of a published model, which `FAMILIES` names. The
 number of layers is cut, and the vocabulary to the 16,384 words of small_model.py's tokenizer. A checkpoint has up
-to 4.7 GB; it is made in the temporary folder (with TMPDIR=/dev/shm in memory), and removed when it is loaded.
+to 4.7 GB; it is made in `--folder` (the temporary one; /dev/shm is memory), and removed when it is loaded.
 
 Beside each runs a LLaMA with the same hidden size, heads, layers and vocabulary, whose MLP is as wide as makes the
 bytes equal that a token reads: all matrices but the embedding, and of experts those that a token goes to. Beside
@@ -284,7 +285,7 @@ async def ask(servers: Mapping[str, Running], lengths: Lengths, rounds: int) -> 
 def run(name: str, program: str, arguments: argparse.Namespace, report: Report) -> None:
     published = FAMILIES[name]
     kind = replace(TRUNKLINE, command=command)
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
         folder = write(Path(scratch, "family"), published.config)
         read = read_by_token(folder, is_packed="quantization_config" in published.config)
         twin = write(Path(scratch, "dense"), dense_twin(folder, read))
@@ -320,6 +321,7 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--families", default=",".join(DEFAULT), help=f"some of {','.join(FAMILIES)}")
     parser.add_argument("--rounds", type=int, default=0, help="default: 3, quick: 1")
+    parser.add_argument("--folder", type=Path, help="where checkpoints are made")
     parser.add_argument("--tp", type=int, default=2, help="ranks (%(default)s)")
     arguments = parser.parse_args()
     arguments.rounds = arguments.rounds or (1 if arguments.quick else 3)
