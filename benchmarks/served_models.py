@@ -1,7 +1,7 @@
 """Families at published widths, served: time to first token and tokens/s beside a dense model of equal bytes.
 
     python benchmarks/served_models.py [--quick] [--json PATH] [--families gpt-oss,gemma3,…] [--rounds 3] [--tp 2]
-                                       [--folder /dev/shm]
+                                       [--folder /dev/shm] [--write docs/measurements.md]
 
 `trunkline serve` on loopback, over HTTP, streamed, greedy, in bfloat16; experts of gpt-oss in MXFP4. Weights are
 random (models.py). Widths, heads, experts and windows are those of a published model, which `FAMILIES` names. The
@@ -36,8 +36,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from models import EXPERT, write_random
 from peer_servers import TRUNKLINE, Running, Setting, settle, stop_servers_when_terminated
-from peers import Client
-from report import Report, argument_parser
+from peers import Client, shown
+from report import Report, argument_parser, commit, cpu_name, fill, place_in
 from serving import Prompts
 from small_model import VOCABULARY, small_model
 
@@ -46,6 +46,7 @@ from trunkline.worker.model.tensor_index import expected_shapes
 
 MXFP4_BYTES: Final = 17 / 32
 """Of a weight: 4 bits, and an exponent for 32 of them."""
+MARK: Final = "served_models.py"
 MLP_QUANTUM: Final = 64
 TOKENIZER: Final = ("tokenizer.json", "tokenizer_config.json")
 
@@ -282,7 +283,8 @@ async def ask(servers: Mapping[str, Running], lengths: Lengths, rounds: int) -> 
     return found
 
 
-def run(name: str, program: str, arguments: argparse.Namespace, report: Report) -> None:
+def run(name: str, program: str, arguments: argparse.Namespace, report: Report) -> str:
+    """Measure a family; return a row of Markdown."""
     published = FAMILIES[name]
     kind = replace(TRUNKLINE, command=command)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
@@ -306,14 +308,17 @@ def run(name: str, program: str, arguments: argparse.Namespace, report: Report) 
     layers = f"{published.config['num_hidden_layers']} of {published.layers}"
     case = {"family": name, "model": published.name, "layers": layers, "tp": arguments.tp}
     report.add(case, "read by a token", read / 1e6, "MB", 1)
+    texts = [f"{published.name}, {layers} layers", f"{read / 1e6:,.0f} MB"]
     for cell in dict.fromkeys(cell for cell, _ in found):
-        values, against = found[cell, "family"], found[cell, "dense"]
-        unit, is_rate = ("tokens/s", True) if cell.startswith("batch") else ("ms", False)
-        report.add(case, cell, median(values), unit, len(values))
-        report.add(case, f"{cell}, dense", median(against), unit, len(against))
-        ratio = median(values) / median(against)
-        report.add(case, f"{cell}, ratio", ratio if is_rate else 1 / ratio, "x", len(values))
-    print(f"# {name}: measured", flush=True)
+        values, against = median(found[cell, "family"]), median(found[cell, "dense"])
+        unit, ratio = ("tokens/s", values / against) if cell.startswith("batch") else ("ms", against / values)
+        report.add(case, cell, values, unit, arguments.rounds)
+        report.add(case, f"{cell}, dense", against, unit, arguments.rounds)
+        report.add(case, f"{cell}, ratio", ratio, "x", arguments.rounds)
+        texts.append(f"{shown(values)} {unit} ({ratio:.2f})")
+    row = f"| {' | '.join(texts)} |"
+    print(row, flush=True)
+    return row
 
 
 def main() -> None:
@@ -322,18 +327,25 @@ def main() -> None:
     parser.add_argument("--families", default=",".join(DEFAULT), help=f"some of {','.join(FAMILIES)}")
     parser.add_argument("--rounds", type=int, default=0, help="default: 3, quick: 1")
     parser.add_argument("--folder", type=Path, help="where checkpoints are made")
+    parser.add_argument("--write", type=Path, help="page whose table is replaced by this run's")
     parser.add_argument("--tp", type=int, default=2, help="ranks (%(default)s)")
     arguments = parser.parse_args()
     arguments.rounds = arguments.rounds or (1 if arguments.quick else 3)
     if unknown := set(arguments.families.split(",")) - set(FAMILIES):
         parser.error(f"no such families: {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
+    if arguments.write is not None:
+        place_in(arguments.write, MARK)  # rather than after all
     program = TRUNKLINE.found("")
     if program is None:
         raise SystemExit(f"trunkline is not installed: {TRUNKLINE.install}")
     torch.manual_seed(0)
     report = Report("served_models")
-    for name in arguments.families.split(","):
-        run(name, program, arguments, report)
+    rows = [run(name, program, arguments, report) for name in arguments.families.split(",")]
+    of_run = f"Commit `{commit()}`, {cpu_name()}, {arguments.rounds} rounds{' of `--quick`' * arguments.quick}."
+    cells = ("first token, cold", "prefix cached", "batch 1", "batch 8")
+    heads = f"| model | read by a token | {' | '.join(cells)} |"
+    if arguments.write is not None:
+        fill(arguments.write, MARK, [of_run, "", heads, "|" + "---|" * (2 + len(cells)), *rows])
     report.finish(arguments.json, wide=True)
 
 
