@@ -25,7 +25,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from models import FAMILIES, SHAPE, write_random
-from report import Report, argument_parser
+from report import Report, argument_parser, some_of
 from safetensors.torch import save_file
 from small_model import small_model
 
@@ -170,13 +170,12 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--models", default=",".join(TARGETS), help="some of %(default)s")
+    models, some = tuple(TARGETS), f"some of {', '.join(TARGETS)}"
+    parser.add_argument("--models", type=some_of(models), default=models, metavar="MODEL,…", help=some)
     arguments = parser.parse_args()
-    if unknown := set(arguments.models.split(",")) - set(TARGETS):
-        parser.error(f"no such models: {', '.join(sorted(unknown))}; there are {', '.join(TARGETS)}")
     torch.manual_seed(0)
     report = Report("adapters")
-    for name in arguments.models.split(","):
+    for name in arguments.models:
         if name == "dense":
             run(name, small_model(), arguments, report)
             continue

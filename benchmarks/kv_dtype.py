@@ -115,20 +115,15 @@ def run_attention(kernels: Kernels, quick: bool, report: Report) -> None:
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s")
-    arguments = parser.parse_args()
-    parts = set(arguments.parts.split(","))
-    if unknown := parts - set(PARTS):
-        parser.error(f"no such parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    arguments = argument_parser(__doc__, PARTS).parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     report = Report("kv_dtype")
     kernels = load_kernels("cpu", "cpu", 1)
     with torch.inference_mode():
-        if "perplexity" in parts:
+        if "perplexity" in arguments.parts:
             run_perplexity(kernels, arguments.quick, report)
-        if "attention" in parts:
+        if "attention" in arguments.parts:
             run_attention(kernels, arguments.quick, report)
     report.finish(arguments.json, wide=True)
 

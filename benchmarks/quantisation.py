@@ -257,22 +257,18 @@ def run_speed(kernels: Kernels, threads: int, quick: bool, report: Report) -> No
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
+    parser = argument_parser(__doc__, PARTS)
     parser.add_argument("--gguf", type=Path, nargs="*", default=[], help="files of the demo model")
     parser.add_argument("--threads", type=int, default=1, help="of the kernels")
-    parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s")
     arguments = parser.parse_args()
-    parts = set(arguments.parts.split(","))
-    if unknown := parts - set(PARTS):
-        parser.error(f"no such parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     torch.manual_seed(0)
     torch.set_num_threads(1)
     report = Report("quantisation")
     kernels = load_kernels("cpu", "cpu", arguments.threads)
     with torch.inference_mode():
-        if "perplexity" in parts:
+        if "perplexity" in arguments.parts:
             run_perplexity(kernels, heldout_windows(12 if arguments.quick else None), arguments.gguf, report)
-        if "speed" in parts:
+        if "speed" in arguments.parts:
             run_speed(kernels, arguments.threads, arguments.quick, report)
     report.finish(arguments.json, wide=True)
 

@@ -37,7 +37,7 @@ import torch
 from models import EXPERT, write_random
 from peer_servers import TRUNKLINE, Running, Setting, settle, stop_servers_when_terminated
 from peers import Client, shown
-from report import Report, argument_parser, commit, cpu_name, fill, place_in
+from report import Report, argument_parser, commit, cpu_name, fill, place_in, some_of
 from serving import Prompts
 from small_model import VOCABULARY, small_model
 
@@ -324,15 +324,16 @@ def run(name: str, program: str, arguments: argparse.Namespace, report: Report) 
 def main() -> None:
     stop_servers_when_terminated()
     parser = argument_parser(__doc__)
-    parser.add_argument("--families", default=",".join(DEFAULT), help=f"some of {','.join(FAMILIES)}")
+    some = f"some of {', '.join(FAMILIES)}; default: {', '.join(DEFAULT)}"
+    parser.add_argument(
+        "--families", type=some_of(tuple(FAMILIES)), default=DEFAULT, metavar="FAMILY,…", help=some
+    )
     parser.add_argument("--rounds", type=int, default=0, help="default: 3, quick: 1")
     parser.add_argument("--folder", type=Path, help="where checkpoints are made")
     parser.add_argument("--write", type=Path, help="page whose table is replaced by this run's")
     parser.add_argument("--tp", type=int, default=2, help="ranks (%(default)s)")
     arguments = parser.parse_args()
     arguments.rounds = arguments.rounds or (1 if arguments.quick else 3)
-    if unknown := set(arguments.families.split(",")) - set(FAMILIES):
-        parser.error(f"no such families: {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
     if arguments.write is not None:
         place_in(arguments.write, MARK)  # rather than after all
     program = TRUNKLINE.found("")
@@ -340,7 +341,7 @@ def main() -> None:
         raise SystemExit(f"trunkline is not installed: {TRUNKLINE.install}")
     torch.manual_seed(0)
     report = Report("served_models")
-    rows = [run(name, program, arguments, report) for name in arguments.families.split(",")]
+    rows = [run(name, program, arguments, report) for name in arguments.families]
     of_run = f"Commit `{commit()}`, {cpu_name()}, {arguments.rounds} rounds{' of `--quick`' * arguments.quick}."
     cells = ("first token, cold", "prefix cached", "batch 1", "batch 8")
     heads = f"| model | read by a token | {' | '.join(cells)} |"
