@@ -24,6 +24,7 @@ from trunkline.deploy.supervisor.run_folder import CONTROL_SOCKET
 HEALTHY_SECONDS_MAX = 90.0
 NOTICED_SECONDS_MAX = 20.0
 ROUTERS_MAX = 10
+TROUBLE_PAUSE_S = (0.5, 3.0)
 
 
 class View:
@@ -167,6 +168,40 @@ class Chaos:
         """A killed process is noticed after a moment, so: first that, then that the group works again."""
         wait_for(lambda: not self._view.is_ready(group), NOTICED_SECONDS_MAX)
         wait_for(self._view.is_healthy, HEALTHY_SECONDS_MAX)
+
+
+class Trouble:
+    """What happens to the groups, one thing after the other, in an order that follows from a seed."""
+
+    def __init__(self, view: View, seed: int, groups: int) -> None:
+        self.done: list[str] = []
+        self._groups = groups
+        self._view = view
+        self._rng = random.Random(f"trouble {seed}")
+
+    async def reign(self, count: int) -> None:
+        """Do so many things, and return when the cluster is well again."""
+        for _ in range(count):
+            await asyncio.sleep(self._rng.uniform(*TROUBLE_PAUSE_S))
+            what = self._rng.choice(("drain", "worker", "controller", "freeze"))
+            group = self._rng.randrange(self._groups)
+            self.done.append(f"{what} {group}")
+            await asyncio.to_thread(self._do, what, group)
+        await asyncio.to_thread(wait_for, self._view.is_healthy, HEALTHY_SECONDS_MAX)
+
+    def _do(self, what: str, group: int) -> None:
+        if what == "drain":
+            self._view.cluster.command("drain", str(group))
+            self._view.cluster.command("undrain", str(group))
+            return
+        name = f"controller-{group}" if what == "controller" else f"worker-{group}.0"
+        wait_for(lambda: self._view.is_ready(group), HEALTHY_SECONDS_MAX)
+        pid = self._view.pid(name)
+        if what == "freeze":
+            seconds = self._rng.uniform(0.5, 4.0)
+            frozen([pid], lambda: asyncio.run(asyncio.sleep(seconds)))
+        else:
+            os.kill(pid, signal.SIGKILL)
 
 
 class Reaper:

@@ -6,13 +6,11 @@ Conversations have long beginnings and go to another group with each request, so
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import signal
 from pathlib import Path
 
 import pytest
-from cluster.chaos import HEALTHY_SECONDS_MAX, View, flush, frozen
+from cluster.chaos import Trouble, View, flush
 from cluster.crowd import COMPLETIONS, Crowd, Script, compare, scripts
 from cluster.harness import Cluster, wait_for
 
@@ -23,7 +21,6 @@ CLIENTS = 12
 CONVERSATIONS = 12
 STREAMS = 40
 TOKENS = 40
-PAUSE_S = (0.5, 3.0)
 OPTIONS = (
     *("--groups", str(GROUPS), "--tp", "1", "--dtype", "float32", "--threads", "1", "--policy", "round-robin"),
     *("--kv-memory", "32MiB", "--host-tier", "24MiB", "--disk-tier", "0", "--drain-seconds", "5"),
@@ -39,39 +36,6 @@ def conversations() -> list[Script]:
         body = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
         made.append(Script(f"story-{number}", COMPLETIONS, tuple(body | {"prompt": each} for each in prompts)))
     return made
-
-
-class Trouble:
-    """What happens to the groups, one thing after the other, in an order that follows from a seed."""
-
-    def __init__(self, view: View, seed: int) -> None:
-        self.done: list[str] = []
-        self._view = view
-        self._rng = random.Random(f"trouble {seed}")
-
-    async def reign(self, count: int) -> None:
-        """Do so many things, and return when the cluster is well again."""
-        for _ in range(count):
-            await asyncio.sleep(self._rng.uniform(*PAUSE_S))
-            what = self._rng.choice(("drain", "worker", "controller", "freeze"))
-            group = self._rng.randrange(GROUPS)
-            self.done.append(f"{what} {group}")
-            await asyncio.to_thread(self._do, what, group)
-        await asyncio.to_thread(wait_for, self._view.is_healthy, HEALTHY_SECONDS_MAX)
-
-    def _do(self, what: str, group: int) -> None:
-        if what == "drain":
-            self._view.cluster.command("drain", str(group))
-            self._view.cluster.command("undrain", str(group))
-            return
-        name = f"controller-{group}" if what == "controller" else f"worker-{group}.0"
-        wait_for(lambda: self._view.is_ready(group), HEALTHY_SECONDS_MAX)
-        pid = self._view.pid(name)
-        if what == "freeze":
-            seconds = self._rng.uniform(0.5, 4.0)
-            frozen([pid], lambda: asyncio.run(asyncio.sleep(seconds)))
-        else:
-            os.kill(pid, signal.SIGKILL)
 
 
 async def play(cluster: Cluster, played: list[Script], trouble: Trouble, count: int) -> list[Crowd]:
@@ -95,7 +59,7 @@ def test_kv_travels_while_groups_come_and_go(tmp_path: Path, seed: int, count: i
         expected = Crowd(cluster.url)
         asyncio.run(expected.all(played, CLIENTS))
         flush(cluster)
-        trouble = Trouble(view, seed)
+        trouble = Trouble(view, seed, GROUPS)
         crowds = asyncio.run(play(cluster, played, trouble, count))
         pulled = cluster.metric("tier_hit_tokens_total", tier="peer")
         handed = cluster.metric("handover_chunks_total")

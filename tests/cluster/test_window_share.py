@@ -7,6 +7,7 @@ back into thin blocks. Texts are those of `transformers`, or of a server that ha
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -17,6 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import httpx
 import pytest
+from cluster.chaos import Trouble, View
 from cluster.harness import Cluster, soon, wait_for
 from router.model_folders import VOCAB_SIZE, write_tokenizer
 from worker.checkpoints import make_checkpoint, transformers_logits
@@ -37,6 +39,12 @@ PLAIN: Final = (
     *("--max-batch", "8", "--token-budget", "64"),
 )
 TIERED: Final = (*PLAIN, "--tp", "2", "--kv-memory", f"{BLOCKS * 18}KiB", "--host-tier", "2MiB")
+GROUPS: Final = 3
+PEACEFUL_ACTS: Final = 12
+GROUPED: Final = (
+    *(*PLAIN, "--groups", str(GROUPS), "--tp", "1", "--policy", "round-robin", "--drain-seconds", "5"),
+    *("--kv-memory", f"{BLOCKS * 36}KiB", "--host-tier", "2MiB"),
+)
 SHARE: Final = ("--window-share", "0.25")
 
 
@@ -85,25 +93,27 @@ def body_of(prompt: list[int], tokens: int) -> dict[str, Any]:
     return greedy | {"prompt": prompt, "max_tokens": tokens}
 
 
+def complete(cluster: Cluster, body: dict[str, Any]) -> Answer:
+    said = cluster.post("/v1/completions", body)
+    return Answer(body["prompt"], said["choices"][0]["token_ids"], said["cache"])
+
+
 def ask(cluster: Cluster, prompt: list[int], tokens: int = TOKENS) -> Answer:
-    said = cluster.post("/v1/completions", body_of(prompt, tokens))
-    return Answer(prompt, said["choices"][0]["token_ids"], said["cache"])
+    return complete(cluster, body_of(prompt, tokens))
 
 
 class Stream(threading.Thread):
     """An answer that is being read while something happens to the cluster."""
 
-    def __init__(self, cluster: Cluster, prompt: list[int], tokens: int) -> None:
+    def __init__(self, cluster: Cluster, body: dict[str, Any]) -> None:
         super().__init__(daemon=True)
         self.output: list[int] = []
-        self.prompt = prompt
-        self._tokens = tokens
+        self.body = body
         self._url = f"{cluster.url}/v1/completions"
         self.start()
 
     def run(self) -> None:
-        body = body_of(self.prompt, self._tokens) | {"stream": True}
-        with httpx.stream("POST", self._url, json=body, timeout=100) as answer:
+        with httpx.stream("POST", self._url, json=self.body | {"stream": True}, timeout=100) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     for choice in json.loads(line.removeprefix("data: "))["choices"]:
@@ -116,8 +126,8 @@ class Stream(threading.Thread):
     def end(self) -> Answer:
         """Return what it said, which is all that was asked for."""
         self.join(100)
-        assert len(self.output) == self._tokens
-        return Answer(self.prompt, self.output, {})
+        assert len(self.output) == self.body["max_tokens"]
+        return Answer(self.body["prompt"], self.output, {})
 
 
 def check(model: Path, *answers: Answer) -> None:
@@ -164,7 +174,7 @@ def test_texts_sink_and_come_back_and_outlive_a_worker(
         midway = [ask(cluster, answer.text[:300] + draw(rng, 5)) for answer in first[:2]]
         check(model, *midway)
         assert any(answer.found("host", "disk", "remote") >= 300 for answer in midway)
-        stream = Stream(cluster, next_turn(rng, second[0]), 160)
+        stream = Stream(cluster, body_of(next_turn(rng, second[0]), 160))
         stream.wait_for(8)
         os.kill(cluster.pids["worker-1"], signal.SIGKILL)
         check(model, stream.end())
@@ -173,7 +183,7 @@ def test_texts_sink_and_come_back_and_outlive_a_worker(
         check(model, *third)
         assert any(answer.found("disk", "remote") > CONTEXT for answer in third), "the disk outlives the worker"
         assert cluster.metric("tier_failures_total") == 0
-        last = Stream(cluster, next_turn(rng, third[0]), 160)
+        last = Stream(cluster, body_of(next_turn(rng, third[0]), 160))
         last.wait_for(8)
         cluster.process.send_signal(signal.SIGTERM)
         check(model, last.end())
@@ -216,7 +226,7 @@ def play(rng: random.Random, cluster: Cluster, expected: Cluster, acts: int) -> 
             text = texts[index] if len(texts[index]) < 560 else draw(rng, rng.randrange(200, CONTEXT))
             keep = len(text) if rng.random() < 0.6 else rng.randrange(1, len(text))
             prompts.append(text[:keep] + draw(rng, rng.randrange(1, 40)))
-        streams = [Stream(cluster, prompt, TOKENS) for prompt in prompts]
+        streams = [Stream(cluster, body_of(prompt, TOKENS)) for prompt in prompts]
         if act % 16 == 8:
             streams[0].wait_for(2)
             os.kill(cluster.pids[rng.choice(["worker-0", "worker-1"])], signal.SIGKILL)
@@ -225,6 +235,100 @@ def play(rng: random.Random, cluster: Cluster, expected: Cluster, acts: int) -> 
             assert answer.output == ask(expected, answer.prompt).output, f"act {act}"
             texts[index] = answer.text
     return texts
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(("seed", "count"), [(1, 12), (2, 12), (3, 40)])
+def test_agents_at_groups_that_pull_from_each_other_and_die(
+    model: Path, tmp_path: Path, seed: int, count: int
+) -> None:
+    """Turns, edits, parts left out and forks of agents' texts, each at another group than the one before, while
+    groups drain, freeze and die, against a server without a share that keeps nothing."""
+    plain = (*PLAIN, "--tp", "1", "--no-prefix-cache", "--kv-memory", "32MiB")
+    options = (*GROUPED, *SHARE, *disk(tmp_path))
+    with Cluster(*plain, model=str(model)) as expected, Cluster(*options, model=str(model)) as cluster:
+        trouble = Trouble(View(cluster), seed, GROUPS)
+        reign = threading.Thread(target=lambda: asyncio.run(trouble.reign(count)), daemon=True)
+        agents, rng = Agents(seed), random.Random(f"acts {seed}")
+        found = [Tally(cluster, tier) for tier in ("peer", "disk")]
+        acts = 0
+        while reign.is_alive() or acts < 2 * count:
+            if acts == PEACEFUL_ACTS:
+                reign.start()
+            asked = agents.ask(rng.randrange(1, 4))
+            streams = [Stream(cluster, body) for body in asked.values()]
+            for agent, stream in zip(asked, streams, strict=True):
+                answer = stream.end()
+                body = stream.body
+                assert answer.output == complete(expected, body).output, f"act {acts}: {trouble.done}"
+                agents.said(agent, answer)
+            acts += 1
+            for tally in found:
+                tally.look()
+        reign.join()
+        pulled, read = (tally.tokens for tally in found)
+        print(f"{acts} acts, {pulled} tokens pulled, {read} read from disk; {'; '.join(trouble.done)}")
+        assert pulled > 0
+        assert read > 0
+        View(cluster).wait_for_no_leaks()
+        assert cluster.stop() == 0
+
+
+class Tally:
+    """Tokens that were found in a tier, also by controllers that are dead by now."""
+
+    def __init__(self, cluster: Cluster, tier: str) -> None:
+        self.tokens = 0
+        self._before = 0
+        self._cluster, self._tier = cluster, tier
+
+    def look(self) -> None:
+        now = self._cluster.metric("tier_hit_tokens_total", tier=self._tier)
+        self.tokens += now - self._before if now > self._before else 0
+        self._before = now
+
+
+class Agents:
+    """What agents ask, made from a seed and from what they were told: their next turns, their texts with a part
+    edited or left out, and turns of two agents that go on from one text."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(f"agents {seed}")
+        head = draw(self._rng, 150)  # tools and instructions, the same for all
+        self._texts = [head + draw(self._rng, CONTEXT - len(head)) for _ in range(TEXTS)]
+        self._drops: list[list[dict[str, int]]] = [[] for _ in range(TEXTS)]
+
+    def ask(self, count: int) -> dict[int, dict[str, Any]]:
+        """Return the requests of so many agents, by agent."""
+        return {agent: self._next(agent) for agent in self._rng.sample(range(TEXTS), count)}
+
+    def said(self, agent: int, answer: Answer) -> None:
+        self._texts[agent] = answer.text
+
+    def _next(self, agent: int) -> dict[str, Any]:
+        rng, text = self._rng, self._texts[agent]
+        what = rng.choice(("turn", "turn", "turn", "edit", "drop", "fork", "back"))
+        if len(text) > 560:
+            what = "new"
+        if what != "turn" and what != "drop":
+            self._drops[agent] = []
+        match what:
+            case "edit":  # the result of a tool is cleared: what is behind it stays
+                at = rng.randrange(150, len(text) - 40)
+                text = text[:at] + draw(rng, rng.randrange(1, 30)) + text[at + 40 :]
+            case "drop":
+                at = max([150, *(drop["to"] for drop in self._drops[agent])])
+                if at + 60 < len(text):
+                    self._drops[agent].append({"from": at + 10, "to": at + 10 + rng.randrange(8, 40)})
+            case "fork":
+                text = self._texts[rng.randrange(TEXTS)]
+            case "back":
+                text = text[: rng.randrange(150, len(text))]
+            case "new":
+                text = text[:150] + draw(rng, rng.randrange(50, CONTEXT - 150))
+        body = body_of(text + draw(rng, rng.randrange(1, 40)), TOKENS)
+        return body | ({"drop": self._drops[agent]} if self._drops[agent] else {})
 
 
 def read_again(cluster: Cluster, expected: Cluster, texts: list[list[int]], tier: str) -> int:

@@ -13,7 +13,17 @@ from worker.checkpoints import Models, assert_greedy, transformers_logits
 from worker.driver import run_config
 from worker.engine_driver import replay
 from worker.ranks import run_ranks
-from worker.thin_driver import BLOCKS, FAMILIES, SHARE, WINDOW, random_tokens, runner_of, small, spoil
+from worker.thin_driver import (
+    BLOCKS,
+    FAMILIES,
+    SHARE,
+    WINDOW,
+    random_tokens,
+    runner_of,
+    small,
+    spoil,
+    with_windows,
+)
 
 from trunkline.controller.messages import BeamSearch, StepResult
 from trunkline.worker.errors import WorkerConfigError
@@ -23,7 +33,7 @@ from trunkline.worker.runner import Runner
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def mixed(models: Models, request: pytest.FixtureRequest) -> Path:
-    return models(request.param, sliding_window=WINDOW, head_dim=32)  # a layer of a chunk is a page
+    return with_windows(models, request.param)
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from worker.thin_driver import (
     small,
     spoil,
     windowed_layers,
+    with_windows,
 )
 
 from trunkline.controller.messages import StepResult
@@ -66,7 +67,7 @@ def loads_of(simulation: Simulation) -> Counter[LoadedLayers]:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def mixed(models: Models, request: pytest.FixtureRequest) -> Path:
-    return models(request.param, sliding_window=WINDOW, head_dim=32)  # a layer of a chunk is a page
+    return with_windows(models, request.param)
 
 
 def ask(simulation: Simulation, prompt: list[int], tokens: int = 12) -> tuple[list[int], int]:

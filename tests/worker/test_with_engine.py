@@ -10,13 +10,17 @@ import pytest
 from simulation.drafts import RandomDrafts, draft_from
 from simulation.driver import Simulation
 from worker.beam_driver import Case, check, expected_hypotheses, with_likely_stops
-from worker.checkpoints import Models, transformers_logits
+from worker.checkpoints import ABSOLUTE, Models, transformers_logits
 from worker.driver import VOCAB_SIZE
 from worker.engine_driver import make_simulation
+from worker.variants import FAMILIES
 
 from trunkline.controller.messages import BeamSearch
 from trunkline.controller.sequences.sequence import Sequence
 from trunkline.kvstore.chunk_format import KV_DTYPES
+
+LATENT = ("deepseek", "glm4-moe-lite", "mistral4")
+"""Beginnings of the names of families with latent attention."""
 
 
 def simulate(
@@ -138,6 +142,55 @@ def test_mixed_methods_do_not_depend_on_what_the_engine_does(folder: Path, preem
     assert [results(drafted, request) for request in again] == expected
     assert drafted.engine.counters.preemptions > 0
     assert drafted.engine.counters.drafted_tokens > drafted.engine.counters.accepted_drafts > 10
+
+
+def family_cases(names: list[str]) -> list[Any]:
+    """Every family with KV of each type; but for a few of the newest in long runs."""
+    quick = (("gpt-oss", "int8"), ("llama4", "fp8"), ("exaone4", "int8"), ("mistral4", "auto"))
+    cases = [(name, kept) for name in names for kept in KV_DTYPES]
+    return [pytest.param(*case, marks=[] if case in quick else pytest.mark.soak) for case in cases]
+
+
+@pytest.mark.parametrize(("name", "kv_dtype"), family_cases(list(FAMILIES)))
+def test_families_do_not_depend_on_what_the_engine_does(name: str, kv_dtype: str, models: Models) -> None:
+    """Samples, searches, scored prompts and plain requests alone and computed anew; together, preempted again and
+    again and loaded from host memory; and with drafts."""
+    if kv_dtype == "fp8" and name.startswith(LATENT):
+        pytest.skip("refused by name")
+    folder, rng = models(name), np.random.default_rng(5)
+    settings = {"kv_dtype": kv_dtype, "max_context": 200, "positions_shift": not name.startswith(ABSOLUTE)}
+    prefix = rng.integers(VOCAB_SIZE, size=110).tolist()
+    prompts = [
+        prefix[: int(rng.integers(0, 111))] + rng.integers(VOCAB_SIZE, size=int(rng.integers(1, 40))).tolist()
+        for _ in range(8)
+    ]
+    alone = make_simulation(folder, 200, prefix_cache=False, **settings)
+    expected = []
+    for index, prompt in enumerate(prompts):
+        request = submit(alone, index, prompt)
+        alone.run()
+        expected.append(results(alone, request))
+    swapped = make_simulation(folder, 60, preemption="swap", host_memory_bytes=4 << 20, **settings)
+    drafted = make_simulation(folder, 60, preemption="recompute", **settings)
+    outputs = {request: stream.outputs for request, stream in alone.streams.items()}
+    draft_from(drafted, lambda simulation: KnownDrafts(simulation, outputs))
+    for simulation in (swapped, drafted):
+        requests = [submit(simulation, index, prompt) for index, prompt in enumerate(prompts)]
+        preempt_often(simulation)
+        assert [results(simulation, request) for request in requests] == expected
+        assert simulation.engine.counters.preemptions > 2
+    assert drafted.engine.counters.accepted_drafts > 10
+
+
+def preempt_often(simulation: Simulation) -> None:
+    """Run until everything ended; every few steps the newest group is preempted."""
+    scheduler = simulation.engine.scheduler
+    for step in range(100_000):
+        if not simulation.step():
+            break
+        if step % 5 == 4 and (running := scheduler.running()):
+            scheduler.preempt(running[-1].group, simulation.now)
+    simulation.run()
 
 
 @pytest.mark.parametrize(("width", "early_stopping"), [(2, True), (4, False), (6, None)])
