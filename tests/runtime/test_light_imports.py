@@ -39,6 +39,15 @@ print(gc.isenabled(), gc.get_freeze_count() > 1000)
 @pytest.mark.processes
 def test_imports_elsewhere_leave_the_garbage_collector_alone() -> None:
     assert _said("import gc, trunkline.runtime.light_imports; print(gc.isenabled())") == "True"
+    for module in ("trunkline.worker.grammar.trial", "trunkline.deploy.cli.app"):  # which call no `enter_role`
+        code = f"""
+import gc, sys
+from importlib.machinery import ModuleSpec
+sys.modules["__main__"].__spec__ = ModuleSpec({module!r}, None)
+import {module}
+print(gc.isenabled())
+"""
+        assert _said(code) == "True"
 
 
 @pytest.mark.processes

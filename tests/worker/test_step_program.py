@@ -471,6 +471,10 @@ def test_a_refused_step_leaves_nothing_to_run_on(models: Models) -> None:
             program.begin(wrong)
         calls = dict(runner.kernels.counters.calls)
         program.run(0, 1)
+        short = copied(good)
+        short.write.slots = short.write.slots[:1]
+        with pytest.raises(ValueError, match="ids, positions and slots must be one per token"):
+            program.begin(short)
         far = dataclasses.replace(good, inputs=lambda: (good.numbers[0], good.numbers[1] + 100_000))
         program.begin(far)
         with pytest.raises(ValueError, match=r"position .*: the table has"):

@@ -178,13 +178,16 @@ def test_families_do_not_depend_on_what_the_engine_does(name: str, kv_dtype: str
         requests = [submit(simulation, index, prompt) for index, prompt in enumerate(prompts)]
         preempt_often(simulation)
         for request, wanted in zip(requests, expected, strict=True):
-            assert_alike(results(simulation, request), wanted)
+            if kv_dtype == "auto":
+                assert results(simulation, request) == wanted
+            else:
+                assert_alike(results(simulation, request), wanted)
         assert simulation.engine.counters.preemptions > 2
     assert drafted.engine.counters.accepted_drafts > 10
 
 
 def assert_alike(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
-    """The same tokens and reasons; scores differ by a rounding at most."""
+    """The same tokens and reasons; scores differ by a rounding of KV in 8 bits at most."""
     (outputs, searched, scored), (wanted_outputs, wanted_searched, wanted_scored) = found, expected
     assert outputs == wanted_outputs
     for (*what, score), (*wanted, wanted_score) in zip(

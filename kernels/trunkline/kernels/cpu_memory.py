@@ -75,7 +75,13 @@ class ProgramMemory:
                     self._bind(index, memory)
 
     def tokens(self, ids: Int32Array, positions: Int32Array, slots: Int32Array) -> TokenMemory:
-        """Return the tokens in memory that stays: the same object as long as their number does."""
+        """Return the tokens in memory that stays: the same object as long as their number does.
+
+        Raises:
+            ValueError: ids, positions and slots differ in number.
+        """
+        if not len(ids) == len(positions) == len(slots):
+            raise ValueError("ids, positions and slots must be one per token")
         tokens = self._tokens
         if len(ids) != tokens.number:
             is_roomy = len(ids) <= len(tokens.memory[0])

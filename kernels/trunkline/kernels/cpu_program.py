@@ -347,6 +347,7 @@ class CpuProgram:
             Rows.STATES: tokens if state_rows is None else len(state_rows),
             Rows.LOGITS: batch.logits_rows,
         }
+        before, self._steady = self._steady, None  # a step that is refused leaves nothing to go on from
         self._memory.take(rows)
         own = self._memory.tokens(ids, positions, batch.write.slots)
         kernels, pool, spec = self._kernels, self._pool, self._turning[0]
@@ -359,7 +360,6 @@ class CpuProgram:
             None if work is None else work.tokens + steps * batch.num_rows,
             None if prefill is None else prefill.tokens_read,
         )
-        before, self._steady = self._steady, None  # a step that is refused leaves nothing to go on from
         steady = None if work is None else _steady(batch, work, own)
         if before is not None and steady is not None and before[0] is own and before[1] is words:
             self._go_on(steps)  # the library has all but what has been written into its memory

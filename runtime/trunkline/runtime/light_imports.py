@@ -14,6 +14,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Final
+
+ROLES: Final = {f"trunkline.{role}.__main__" for role in ("router", "controller", "worker")}
+"""Modules whose processes call `process.enter_role` when they have imported what they need."""
 
 
 @contextmanager
@@ -32,7 +36,7 @@ def other_modules(wanted: Mapping[str, ModuleType | None]) -> Iterator[None]:
 def _is_process_of_a_role() -> bool:
     """Return whether this process was started as `python -m trunkline.ROLE`."""
     started = getattr(sys.modules["__main__"], "__spec__", None)
-    return started is not None and started.name.startswith("trunkline.")
+    return started is not None and started.name in ROLES
 
 
 def _import_structlog() -> None:

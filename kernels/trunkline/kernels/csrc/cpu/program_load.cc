@@ -162,7 +162,7 @@ void program_begin(int64_t handle, int64_t tokens, int64_t decode_rows, int64_t 
 }
 
 // Goes on to a step of the same decode rows, without anything else: what the last `program_begin` took is still there,
-// with other ids, positions and slots in it. So a steady step passes two numbers instead of a dozen tensors.
+// with other ids, positions and slots in it. So a steady step passes one number instead of a dozen tensors.
 void program_go_on(int64_t handle, int64_t steps) {
   Program& program = program_of(handle);
   ProgramStep& step = program.step;
