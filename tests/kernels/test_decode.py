@@ -23,6 +23,7 @@ from kernels.forests import (
     one_row,
     pool_data,
     random_forest,
+    wrap,
 )
 from kernels.implementations import CPU, CUDA, DTYPES, NATIVE, REFERENCE, make_kernels
 from kernels.oracle import HEAD_DIMS, alibi_slopes, has_positions, make_spec, random_spec
@@ -30,7 +31,8 @@ from kernels.pairwise import pairwise
 from seeds import seeds
 
 from trunkline.kernels.cpu import CpuKernels
-from trunkline.kernels.ops import Kernels, KvPool
+from trunkline.kernels.ops import AttentionSpec, Kernels, KvPool
+from trunkline.kernels.plan import Segments, build_decode_plan
 from trunkline.kvstore.chunk_format import KV_DTYPES
 
 everywhere = pairwise(implementation=(*CPU, *CUDA))
@@ -195,6 +197,31 @@ def test_sinks_merge_by_a_buffer_too(level: str, dtype: torch.dtype) -> None:
     )
 
 
+@pairwise(implementation=CPU, dtype=DTYPES, group=(1, 2, 4), shared=(False, True))
+def test_every_float_of_8_bits_is_read_as_it_is(
+    implementation: str, dtype: torch.dtype, group: int, shared: bool
+) -> None:
+    """Each row sees one token alone. Its value is some of all numbers that there are, those below the normal ones
+    included; a value of few large numbers, which has none of them, is read beside it."""
+    size, codes = 64, [code for code in range(256) if code & 127 != 127]
+    numbers = [[codes[(67 * token + place) % len(codes)] for place in range(size)] for token in range(size)]
+    stored = torch.tensor(numbers).to(torch.uint8)
+    stored[:, 0], stored[1::4, 8:] = 0x7E, 0x55  # 448: the scale is 1
+    values = stored.view(torch.float8_e4m3fn).to(dtype)
+    plain = wrap(torch.stack((torch.eye(size, dtype=dtype), values))[None, None, :, None], "fp8")
+    pool = wrap(torch.full((1, 1, 2, 1, size, size), float("nan"), dtype=dtype), "fp8")
+    kernels, zeros = make_kernels(implementation), np.zeros(size, np.int32)
+    kernels.scatter_blocks(pool, np.zeros(1, np.int32), range(1), plain.data)
+    rows = np.arange(size, dtype=np.int32)
+    segments = Segments(rows, zeros, zeros, zeros, zeros + size, zeros, zeros)
+    runs = np.array([[0, size, 0, 1]] if shared else [], np.int32).reshape(-1, 4)
+    plan = build_decode_plan(segments, zeros + size - 1, runs, size)
+    q = (200 * torch.eye(size, dtype=dtype))[:, None].repeat(1, group, 1)
+    out = torch.full_like(q, float("nan"))
+    kernels.decode_attention(plan, q, pool, 0, AttentionSpec(group, 1, size, 1.0), out)
+    assert torch.equal(out.bfloat16(), values.bfloat16()[:, None].expand_as(out))
+
+
 @everywhere
 def test_a_row_that_sees_nothing_gives_zeros(kernels: Kernels) -> None:
     """Its window has moved past all its keys; its neighbours, which share blocks with it, are as ever."""
@@ -224,16 +251,16 @@ def test_a_row_without_tokens_gives_zeros(kernels: Kernels) -> None:
     torch.testing.assert_close(out[1], data[3, 1, 1, :, 0].repeat_interleave(2, dim=0), rtol=1e-6, atol=1e-6)
 
 
-@everywhere
-def test_a_broken_row_does_not_touch_others(kernels: Kernels) -> None:
+@pairwise(implementation=(*CPU, *CUDA), dtype=DTYPES, kv_dtype=KV_DTYPES)
+def test_a_broken_row_does_not_touch_others(implementation: str, dtype: torch.dtype, kv_dtype: str) -> None:
     """NaN in one row's own keys stays in that row."""
     rng, spec = np.random.default_rng(2), make_spec(4, 2, 64)
     forest = random_forest(rng, Shape(8, 8))
-    data = pool_data(forest, spec, torch.float32, 2)
+    data, kernels = pool_data(forest, spec, dtype, 2), make_kernels(implementation)
     tail = forest.rows[3].ranges[-1]
     data[tail.block, ..., tail.first : tail.first + tail.tokens, :] = float("nan")
-    q, out = torch.randn(8, 4, 64), torch.zeros(8, 4, 64)
-    kernels.decode_attention(forest.decode_plan(), q, KvPool.wrap(data), 1, spec, out)
+    q, out = torch.randn(8, 4, 64).to(dtype), torch.zeros(8, 4, 64, dtype=dtype)
+    kernels.decode_attention(forest.decode_plan(), q, wrap(data, kv_dtype), 1, spec, out)
     assert out.isnan().any(dim=-1).any(dim=-1).tolist() == [row == 3 for row in range(8)]
 
 
@@ -264,8 +291,8 @@ def test_shifts_need_positions(kernels: Kernels) -> None:
         decode(kernels, replace(case, spec=make_spec(4, 2, 64, rotary_dim=0)))
 
 
-@pairwise(level=NATIVE, variant=range(6))
-def test_invariant_mode_ignores_the_batch(level: str, variant: int) -> None:
+@pairwise(level=NATIVE, variant=range(6), kv_dtype=KV_DTYPES)
+def test_invariant_mode_ignores_the_batch(level: str, variant: int, kv_dtype: str) -> None:
     """Bit by bit: a row alone, among sharers of its prefix, in another order, with another number of threads."""
     rng = np.random.default_rng(variant)
     spec = make_spec(8, 2, (64, 128)[variant % 2], window=(0, 0, 700)[variant % 3])
@@ -273,8 +300,9 @@ def test_invariant_mode_ignores_the_batch(level: str, variant: int) -> None:
         9, (16, 64)[variant % 2], depth_max=60, private_max=12, shifts=variant > 2, holes=variant > 3, modules=1
     )
     forest = random_forest(rng, shape)
-    case = make_case(forest, spec, DTYPES[variant % 3], variant)
-    pool = fill_pool(make_kernels(level, 1, True), case.data, spec, rng, "written" if variant % 2 else "wrapped")
+    case = make_case(forest, spec, DTYPES[variant % 3], variant, kv_dtype=kv_dtype)
+    filling: Filling = "written" if variant % 2 else "wrapped"
+    pool = fill_pool(make_kernels(level, 1, True), case.data, spec, rng, filling, kv_dtype)
     whole = decode(make_kernels(level, 1, True), case, pool)
     case.assert_result(whole)
     orders = [[0], [4], [8], rng.permutation(9).tolist(), [0, 1], [7, 2, 4]]
@@ -288,12 +316,12 @@ def test_invariant_mode_ignores_the_batch(level: str, variant: int) -> None:
         assert torch.equal(again, whole[order]), f"rows {order}"
 
 
-@pairwise(merge=("in_place", "buffer"), level=NATIVE)
-def test_a_broken_row_is_not_empty(merge: Literal["in_place", "buffer"], level: str) -> None:
+@pairwise(merge=("in_place", "buffer"), level=NATIVE, kv_dtype=KV_DTYPES)
+def test_a_broken_row_is_not_empty(merge: Literal["in_place", "buffer"], level: str, kv_dtype: str) -> None:
     """Its first pieces are out of its window, the scores of the last are NaN."""
     spec, forest = make_spec(4, 2, 64, window=30), Forest(16, [one_row(16, 800)], no_runs(), 51)
     for dtype in DTYPES:
-        pool = KvPool.wrap(pool_data(forest, spec, dtype, 0))
+        pool = wrap(pool_data(forest, spec, dtype, 0), kv_dtype)
         q, out = torch.full((1, 4, 64), float("nan"), dtype=dtype), torch.zeros(1, 4, 64, dtype=dtype)
         kernels = CpuKernels(isa=level, threads=3, merge=merge)
         kernels.decode_attention(forest.decode_plan(), q, pool, 1, spec, out)

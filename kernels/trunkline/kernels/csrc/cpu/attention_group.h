@@ -25,6 +25,9 @@ TRUNKLINE_INLINE char* tile_of(const PoolView& pool, long block, long layer, lon
          (((block * pool.layers + layer) * pool.bands + band) * pool.kv_heads + head) * pool.tile_bytes;
 }
 
+// Rows of an open tile's last step up to which only they are read: a step of a tile that just began is mostly empty.
+constexpr int kFewRows = 4;
+
 // Columns whose keys lie together, and whose values do, for the head that was loaded last.
 template <class T>
 struct Part {
@@ -130,13 +133,14 @@ class GroupReader {
       Part<T>& part = group.parts[p];
       const int start = part.token / kTokenStep * kTokenStep;
       const char* tile = tile_of(pool_, part.block, layer_, 0, head);
+      const long rows = part.stop - start <= kFewRows ? part.stop - start : part.columns;
       if constexpr (kQuantised) {
         load_scales(part, tile, 0, group.key_scale);
         part.keys = words_of(tile) + start, part.key_stride = pool_.chunk;
         if (!part.packed) {
           B* to = group.key_scratch + part.column;
-          pack_key_rows<typename T::Bytes>(tile + start * pool_.row_bytes, pool_.row_bytes, part.columns,
-                                           integers_, to, kScoreStride);
+          pack_key_rows<typename T::Bytes>(tile + start * pool_.row_bytes, pool_.row_bytes, rows, integers_, to,
+                                           kScoreStride);
           part.keys = to, part.key_stride = kScoreStride;
         }
       } else if (part.packed) {
@@ -144,7 +148,7 @@ class GroupReader {
         part.key_stride = pool_.chunk;
       } else {
         B* to = group.key_scratch + part.column;
-        pack_keys(reinterpret_cast<const Storage*>(tile) + start * d_, part.columns, d_, to, kScoreStride);
+        pack_keys(reinterpret_cast<const Storage*>(tile) + start * d_, rows, d_, to, kScoreStride);
         part.keys = to;
         part.key_stride = kScoreStride;
       }

@@ -55,6 +55,8 @@ class AttentionUnit {
   static constexpr bool kQuantised = kIsQuantisedKv<T>;
   static constexpr bool kBytes = kMultipliesBytes<T>;
   static constexpr bool kPairs = kMultipliesPairs<T>;
+  // Whether a head's scores become weights beside the products of other heads, rather than those of all heads at once.
+  static constexpr bool kWeighsByHead = kBytes || kPairs;
 
   // `vectors` query vectors for each of `heads` KV heads from `head` on, numbered head by head. Several heads: at
   // most kRowBlock in all, and chunks of whole token steps.
@@ -133,7 +135,7 @@ class AttentionUnit {
         const int rows = vectors_ - first < kRowBlock ? vectors_ - first : kRowBlock;
         const Cursor* next = first == 0 ? &at : nullptr;  // fetched once
         score(0, first, rows, 0, next);
-        weigh(first, rows, how);
+        weigh(first, rows, 0, how);
         accumulate(0, first, rows, 0, next);
       }
     }
@@ -188,9 +190,10 @@ class AttentionUnit {
       reader_.load_keys(group_, head_ + h);
       score(h, h * vectors_, vectors_, h * vectors_, &next);
     }
-    weigh(0, heads_ * vectors_, how);
+    if constexpr (!kWeighsByHead) weigh(0, heads_ * vectors_, 0, how);
     for (int h = 0; h < heads_; ++h) {
       reader_.load_values(group_, head_ + h);
+      if constexpr (kWeighsByHead) weigh(h * vectors_, vectors_, h * vectors_, how);
       accumulate(h, h * vectors_, vectors_, h * vectors_, &next);
     }
   }
@@ -259,11 +262,11 @@ class AttentionUnit {
     for (int c = 0; c < group_.columns; c += kLanes) store(row + c, mul(load(row + c), load(scale + c)));
   }
 
-  // Scores of query vectors [first, first + rows), which start at row 0, become weights.
-  void weigh(int first, int rows, const Adjustment& how) {
+  // Scores of query vectors [first, first + rows), which start at row `from`, become weights.
+  void weigh(int first, int rows, int from, const Adjustment& how) {
     const float factor = how.scales ? 1.0f : rule_.scale * kLog2E;
     for (int i = 0; i < rows; ++i) {
-      float* scores = memory_.scores + i * kScoreStride;
+      float* scores = memory_.scores + (from + i) * kScoreStride;
       if (how.any) adjust(scores, first + i, how);
       softmax(scores, first + i, factor);
     }
@@ -305,7 +308,7 @@ class AttentionUnit {
 
   SplitRow split_part(float* row, int n) {
     int8_t* high = memory_.bytes;
-    const SplitRow split = split_row(row, nullptr, n, high, high + n);
+    const SplitRow split = split_row(row, n, high, high + n);
     std::memcpy(row, high, static_cast<size_t>(2 * n));
     return split;
   }
@@ -352,12 +355,14 @@ class AttentionUnit {
   void accumulate_bytes(int h, int first, int rows, int from, const Cursor* next) {
     const A* both[2 * kSplitRows];
     SplitRow splits[kSplitRows];
+    const float poison = poison_of(memory_.value_scale, group_.columns);
     for (int start = 0; start < rows; start += kSplitRows) {
       const int count = rows - start < kSplitRows ? rows - start : kSplitRows;
       for (int i = 0; i < count; ++i) {
         int8_t* high = memory_.bytes + 2 * i * kScoreStride;
         const float* weights = memory_.scores + (from + start + i) * kScoreStride;
-        splits[i] = split_row(weights, memory_.value_scale, group_.columns, high, high + kScoreStride);
+        splits[i] = split_weights(weights, memory_.value_scale, group_.columns, high, high + kScoreStride);
+        splits[i].unit += poison;
       }
       for (int p = 0; p < group_.size; ++p) {
         const Part<T>& part = group_.parts[p];
@@ -432,7 +437,7 @@ class AttentionUnit {
   // A weight by its exponent, as accurate as what is multiplied with it.
   TRUNKLINE_INLINE static Vec weight_of(Vec exponent) {
 #if TRUNKLINE_LEVEL >= 3
-    if constexpr (kPackedWeights) return exp2_for_bf16(exponent);
+    if constexpr (kPackedWeights || kBytes || kPairs) return exp2_for_bf16(exponent);
 #endif
     return exp2(exponent);
   }

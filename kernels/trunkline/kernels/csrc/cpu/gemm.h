@@ -96,9 +96,9 @@ constexpr int kMaxRows = 4, kMaxVectors = 2;
 #endif
 constexpr int kWideRows = (kMaxRows + 1) / 2, kWideVectors = 2 * kMaxVectors;
 
-// MR rows times NV vectors. `ldb`: lanes from one step of B to the next. `ahead`: bytes from B to what will be
-// read next, fetched at the pace of this product; used if kAhead.
-template <class T, int MR, int NV, bool kAhead>
+// MR rows times NV vectors. `ldb`: lanes from one step of B to the next. `ahead`: bytes from the first vector of B to
+// what will be read next, of which kAhead vectors are fetched in each step, at the pace of this product.
+template <class T, int MR, int NV, int kAhead>
 TRUNKLINE_INLINE void gemm_tile(const typename T::A* const* rows, const typename T::B* b, long ldb, int steps,
                                 float* c, long ldc, bool accumulate, long ahead) {
   const typename T::A* a[MR];
@@ -109,7 +109,7 @@ TRUNKLINE_INLINE void gemm_tile(const typename T::A* const* rows, const typename
   }
   for (int k = 0; k < steps; ++k) {
     for (int v = 0; v < NV; ++v) {
-      if constexpr (kAhead) prefetch_second(reinterpret_cast<const char*>(b + v * kLanes) + ahead);
+      if (v < kAhead) prefetch_second(reinterpret_cast<const char*>(b + v * kLanes) + ahead);
       T::template step<MR>(acc[v], a, k, b + v * kLanes);
     }
     b += ldb;
@@ -119,7 +119,7 @@ TRUNKLINE_INLINE void gemm_tile(const typename T::A* const* rows, const typename
   }
 }
 
-template <class T, int NV, bool kAhead, int kRows>
+template <class T, int NV, int kAhead, int kRows>
 TRUNKLINE_INLINE void gemm_block(int m, const typename T::A* const* a, const typename T::B* b, long ldb, int steps,
                                  float* c, long ldc, bool accumulate, long ahead) {
   if constexpr (kRows > 1) {
@@ -128,34 +128,22 @@ TRUNKLINE_INLINE void gemm_block(int m, const typename T::A* const* a, const typ
   gemm_tile<T, kRows, NV, kAhead>(a, b, ldb, steps, c, ldc, accumulate, ahead);
 }
 
-// Rows in blocks of about equal height: a last block of one or two would not fill the pipelines.
-template <class T, int NV>
-[[gnu::noinline]] void gemm_rows(int m, const typename T::A* const* a, const typename T::B* b, long ldb, int steps,
-                                 float* c, long ldc, bool accumulate, long ahead) {
-  int blocks = (m + kMaxRows - 1) / kMaxRows;
-  if (ahead != 0 && blocks > 0) {
+// Rows in blocks of about equal height: a last block of one or two would not fill the pipelines. If there are several,
+// the first two share what is fetched ahead, so that memory is busy for longer.
+template <class T, int NV, int kRows>
+[[gnu::noinline]] void gemm_blocks(int m, const typename T::A* const* a, const typename T::B* b, long ldb,
+                                   int steps, float* c, long ldc, bool accumulate, long ahead) {
+  constexpr int kHalf = (NV + 1) / 2;
+  int blocks = (m + kRows - 1) / kRows;
+  for (int turn = ahead == 0 ? 2 : blocks > 1 ? 0 : -1; blocks > 0; --blocks, ++turn) {
     const int height = (m + blocks - 1) / blocks;
-    gemm_block<T, NV, true, kMaxRows>(height, a, b, ldb, steps, c, ldc, accumulate, ahead);
-    a += height, c += height * ldc, m -= height, --blocks;
-  }
-  for (; blocks > 0; --blocks) {
-    const int height = (m + blocks - 1) / blocks;
-    gemm_block<T, NV, false, kMaxRows>(height, a, b, ldb, steps, c, ldc, accumulate, 0);
-    a += height, c += height * ldc, m -= height;
-  }
-}
-
-// Low and wide blocks: as many accumulators, but rows of B are read in one sweep, as they lie in memory.
-template <class T>
-[[gnu::noinline]] void gemm_wide(int m, const typename T::A* const* a, const typename T::B* b, long ldb, int steps,
-                                 float* c, long ldc, bool accumulate, long ahead) {
-  for (int blocks = (m + kWideRows - 1) / kWideRows; blocks > 0; --blocks) {
-    const int height = (m + blocks - 1) / blocks;
-    if (ahead != 0) {
-      gemm_block<T, kWideVectors, true, kWideRows>(height, a, b, ldb, steps, c, ldc, accumulate, ahead);
-      ahead = 0;
+    if (turn < 0) {
+      gemm_block<T, NV, NV, kRows>(height, a, b, ldb, steps, c, ldc, accumulate, ahead);
+    } else if (turn < 2) {
+      const long fetch = ahead + turn * static_cast<long>((NV - kHalf) * kLanes * sizeof(typename T::B));
+      gemm_block<T, NV, kHalf, kRows>(height, a, b, ldb, steps, c, ldc, accumulate, fetch);
     } else {
-      gemm_block<T, kWideVectors, false, kWideRows>(height, a, b, ldb, steps, c, ldc, accumulate, 0);
+      gemm_block<T, NV, 0, kRows>(height, a, b, ldb, steps, c, ldc, accumulate, 0);
     }
     a += height, c += height * ldc, m -= height;
   }
@@ -166,22 +154,27 @@ template <class T>
 template <class T>
 TRUNKLINE_INLINE void gemm(int m, int n, int steps, const typename T::A* const* a, const typename T::B* b,
                            long ldb, float* c, long ldc, bool accumulate, long ahead = 0) {
+  // Low and wide blocks have as many accumulators, but rows of B are read in one sweep, as they lie in memory. What
+  // has to be converted is read by as many rows at a time as there are registers for.
+  constexpr bool kConverts = T::kWords > 1 || sizeof(typename T::A) != sizeof(typename T::B);
   int vectors = n / kLanes;
-  while (vectors >= kWideVectors) {
-    gemm_wide<T>(m, a, b, ldb, steps, c, ldc, accumulate, ahead);
+  while (vectors >= kWideVectors && (!kConverts || m <= kWideRows)) {
+    gemm_blocks<T, kWideVectors, kWideRows>(m, a, b, ldb, steps, c, ldc, accumulate, ahead);
     b += kWideVectors * kLanes, c += kWideVectors * kLanes, vectors -= kWideVectors;
   }
   while (vectors >= kMaxVectors) {
-    gemm_rows<T, kMaxVectors>(m, a, b, ldb, steps, c, ldc, accumulate, ahead);
+    gemm_blocks<T, kMaxVectors, kMaxRows>(m, a, b, ldb, steps, c, ldc, accumulate, ahead);
     b += kMaxVectors * kLanes, c += kMaxVectors * kLanes, vectors -= kMaxVectors;
   }
   switch (vectors) {
-    case 1: return gemm_rows<T, 1>(m, a, b, ldb, steps, c, ldc, accumulate, ahead);
+    case 1: return gemm_blocks<T, 1, kMaxRows>(m, a, b, ldb, steps, c, ldc, accumulate, ahead);
     case 2:
-      if constexpr (kMaxVectors > 2) return gemm_rows<T, 2>(m, a, b, ldb, steps, c, ldc, accumulate, ahead);
+      if constexpr (kMaxVectors > 2)
+        return gemm_blocks<T, 2, kMaxRows>(m, a, b, ldb, steps, c, ldc, accumulate, ahead);
       break;
     case 3:
-      if constexpr (kMaxVectors > 3) return gemm_rows<T, 3>(m, a, b, ldb, steps, c, ldc, accumulate, ahead);
+      if constexpr (kMaxVectors > 3)
+        return gemm_blocks<T, 3, kMaxRows>(m, a, b, ldb, steps, c, ldc, accumulate, ahead);
       break;
     default: break;
   }

@@ -142,8 +142,9 @@ struct Float8Kv<BFloat16> : BFloat16 {
   template <int MR>
   TRUNKLINE_INLINE static void step(Vec (&acc)[MR], const A* const (&a)[MR], int k, const B* b) {
     const Bits quads = load_bits(b);
-    const auto first = reinterpret_cast<__m512bh>(pairs_of_float8(shift_left(quads, 8)));
-    const auto second = reinterpret_cast<__m512bh>(pairs_of_float8(quads));
+    Bits even, odd;
+    all_pairs_of_float8<(MR > 1)>(quads, even, odd);
+    const auto first = reinterpret_cast<__m512bh>(even), second = reinterpret_cast<__m512bh>(odd);
     for (int m = 0; m < MR; ++m) {
       const A* own = a[m] + 2 * k;
       acc[m] = _mm512_dpbf16_ps(acc[m], reinterpret_cast<__m512bh>(set1_word(own[0])), first);
@@ -343,21 +344,37 @@ struct SplitRow {
 };
 
 #if TRUNKLINE_LEVEL >= 3
-// `n` floats, a multiple of 16 of them, times `factors` (null: 1) to 16-bit integers and these to two rows of bytes.
-TRUNKLINE_INLINE SplitRow split_row(const float* x, const float* factors, int n, int8_t* high, int8_t* low) {
-  Vec top = zero(), poison = zero();
-  const auto value = [&](int i) { return factors == nullptr ? load(x + i) : mul(load(x + i), load(factors + i)); };
-  for (int i = 0; i < n; i += kLanes) {
-    const Vec v = value(i);
-    top = max(top, max(v, sub(zero(), v)));
-    poison = fma(v, zero(), poison);
-  }
-  const float largest = reduce_max(top);
+// `n` floats, a multiple of 16 of them, to 16-bit integers of the largest magnitude and these to two rows of bytes.
+template <class Value>
+TRUNKLINE_INLINE SplitRow split_values(const Value& value, float largest, int n, int8_t* high, int8_t* low) {
   const Vec inverse = set1(largest > 0x1p-100f ? kInt16Largest / largest : 0.0f);
   Bits sum = zero_bits();
   for (int i = 0; i < n; i += kLanes) sum = split_lanes(mul(value(i), inverse), high + i, low + i, sum);
-  return {largest / kInt16Largest + reduce_add(poison),
-          static_cast<int32_t>(128u * static_cast<uint32_t>(reduce_add_bits(sum)))};
+  return {largest / kInt16Largest, static_cast<int32_t>(128u * static_cast<uint32_t>(reduce_add_bits(sum)))};
+}
+
+// 0; NaN if one of `n` numbers is NaN or infinity.
+TRUNKLINE_INLINE float poison_of(const float* x, int n) {
+  Vec poison = zero();
+  for (int i = 0; i < n; i += kLanes) poison = fma(load(x + i), zero(), poison);
+  return reduce_add(poison);
+}
+
+TRUNKLINE_INLINE SplitRow split_row(const float* x, int n, int8_t* high, int8_t* low) {
+  Vec top = zero();
+  for (int i = 0; i < n; i += kLanes) top = max(top, max(load(x + i), sub(zero(), load(x + i))));
+  SplitRow row = split_values([x](int i) { return load(x + i); }, reduce_max(top), n, high, low);
+  row.unit += poison_of(x, n);
+  return row;
+}
+
+// Weights, which are not negative, times scales. NaN among them is the caller's to see: weights of NaN add up to NaN,
+// and scales are those of many rows.
+TRUNKLINE_INLINE SplitRow split_weights(const float* x, const float* scales, int n, int8_t* high, int8_t* low) {
+  const auto value = [x, scales](int i) { return mul(load(x + i), load(scales + i)); };
+  Vec top = zero();
+  for (int i = 0; i < n; i += kLanes) top = max(top, value(i));
+  return split_values(value, reduce_max(top), n, high, low);
 }
 
 // `sums`: of the high and of the low bytes, as bits of integers; the total times `unit`.

@@ -39,17 +39,36 @@ constexpr int kDotWords = 1;
 TRUNKLINE_INLINE Bits dot_bytes(Bits sum, Bits bytes, const uint32_t* x) {
   return _mm512_dpbusd_epi32(sum, bytes, set1_word(*x));
 }
-// Pairs of bf16 of the floats of 8 bits (e4m3, no NaN) in bytes 1 and 3 of each lane, times 2^-8. Products of bf16
-// take numbers below the normal ones as zero, so those are looked up.
+// Values of numbers below the normal ones, by their lowest 5 bits, of which the upper 2 are zero: products of bf16 take
+// such numbers as zero, so they are looked up.
+alignas(64) constexpr uint16_t kSubnormal[32] = {0, 0x3700, 0x3780, 0x37c0, 0x3800, 0x3820, 0x3840, 0x3860};
+// Pairs of bf16 of the floats of 8 bits (e4m3, no NaN) in bytes 1 and 3 of each lane, times 2^-8.
 TRUNKLINE_INLINE Bits pairs_of_float8(Bits b) {
-  alignas(64) static constexpr uint16_t kSubnormal[32] = {0,      0x3700, 0x3780, 0x37c0,
-                                                          0x3800, 0x3820, 0x3840, 0x3860};
   const Bits kept = _mm512_and_si512(_mm512_srli_epi16(b, 4), _mm512_set1_epi16(0x07f0));
   const Bits normal = _mm512_or_si512(kept, _mm512_set1_epi16(0x3800));
   const __mmask32 small = _mm512_testn_epi16_mask(b, _mm512_set1_epi16(0x7800));
   const Bits table = _mm512_load_si512(kSubnormal);
   const Bits value = _mm512_mask_permutexvar_epi16(normal, small, _mm512_srli_epi16(b, 8), table);
   return _mm512_or_si512(value, _mm512_and_si512(b, _mm512_set1_epi16(static_cast<int16_t>(0x8000))));
+}
+// Those of bytes 0 and 2, and of bytes 1 and 3. Shifts and permutations are what takes time, and numbers below the
+// normal ones are rare. `kAsks`: look whether there are any. That is for bytes in the caches: where the answer comes
+// from memory and is not as foreseen, all reads behind it are begun again.
+template <bool kAsks>
+TRUNKLINE_INLINE void all_pairs_of_float8(Bits b, Bits& even, Bits& odd) {
+  const Bits kept = _mm512_set1_epi16(0x07f0), exponent = _mm512_set1_epi16(0x3800);
+  even = _mm512_or_si512(_mm512_and_si512(_mm512_slli_epi16(b, 4), kept), exponent);
+  odd = _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16(b, 4), kept), exponent);
+  if (!kAsks || _mm512_testn_epi8_mask(b, _mm512_set1_epi8(0x78)) != 0) [[unlikely]] {
+    const Bits table = _mm512_load_si512(kSubnormal);
+    const __mmask32 small_even = _mm512_testn_epi16_mask(b, _mm512_set1_epi16(0x0078));
+    const __mmask32 small_odd = _mm512_testn_epi16_mask(b, _mm512_set1_epi16(0x7800));
+    even = _mm512_mask_permutexvar_epi16(even, small_even, b, table);
+    odd = _mm512_mask_permutexvar_epi16(odd, small_odd, _mm512_srli_epi16(b, 8), table);
+  }
+  const Bits sign = _mm512_set1_epi16(static_cast<int16_t>(0x8000));
+  even = _mm512_or_si512(even, _mm512_and_si512(_mm512_slli_epi16(b, 8), sign));
+  odd = _mm512_or_si512(odd, _mm512_and_si512(b, sign));
 }
 // 2^x for numbers that become bf16: relative error below 2^-20; below x = -126, and of -infinity, it is exactly
 // zero, of NaN it is NaN. x = k / 16 + r: 2^(k / 16) comes from a table and an addition to the exponent, 2^r from a
