@@ -10,7 +10,6 @@ import argparse
 import functools
 import hashlib
 import json
-import os
 import secrets
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from typing import Final
 import httpx
 from agent_apis import CHAT_TEMPLATE
 from peer_servers import KINDS, TRUNKLINE, Kind, Running, Setting, trunkline
+from report import server_environment
 from serving import model_name
 from small_model import small_model
 
@@ -100,7 +100,7 @@ def own(name: str, options: Sequence[str], setting: Setting, tenants: int) -> It
 def _happen(program: str, port: str, cache: Path, event: str) -> None:
     """Drain the first group and take it back, or restart groups and routers one after the other."""
     steps = {"drain": [["drain", "0"], ["undrain", "0"]], "restart": [["restart"]]}[event]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "NO_COLOR": "1"}
+    environment = server_environment(XDG_CACHE_HOME=str(cache), NO_COLOR="1")
     for words in steps:
         done = subprocess.run(
             [program, *words, "--port", port],
