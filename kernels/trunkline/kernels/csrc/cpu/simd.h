@@ -177,7 +177,13 @@ TRUNKLINE_INLINE Bits load_int8_pairs(const int8_t* low, const int8_t* high) {
 }
 TRUNKLINE_INLINE void store_bits(uint32_t* p, Bits b) { _mm512_storeu_si512(p, b); }
 TRUNKLINE_INLINE Bits zero_bits() { return _mm512_setzero_si512(); }
-TRUNKLINE_INLINE int32_t reduce_add_bits(Bits b) { return _mm512_reduce_add_epi32(b); }
+// Modulo 2^32: lanes that were made of NaN may be any.
+TRUNKLINE_INLINE int32_t reduce_add_bits(Bits b) {
+  const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(b), _mm512_extracti64x4_epi64(b, 1));
+  __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
+}
 // Lanes of integers, in a vector of floats: plus the product of four bytes without and four with a sign.
 TRUNKLINE_INLINE Vec dot_bytes(Vec sums, Bits bytes, uint32_t with_sign) {
   const Bits other = _mm512_set1_epi32(static_cast<int>(with_sign));
