@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch._prims.rng_prims  # generators, which workers on CPUs go without (`worker/light_torch.py`)
 from torch import Tensor
 from worker.ranks import Rank
 
