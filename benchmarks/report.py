@@ -64,9 +64,8 @@ def cpu_name() -> str:
     return platform.processor() or "unknown"
 
 
-def commit() -> str:
-    """The commit that is measured; `+` if the tree has changes."""
-    folder = Path(__file__).parent
+def commit(folder: Path = Path(__file__).parent) -> str:
+    """The commit that is measured, which a folder lies in; `+` if the tree has changes."""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=10"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from cluster.harness import Cluster
 from peer_servers import TRUNKLINE, Server, Setting
-from peers import Lengths, Speed, Table
+from peers import Lengths, Speed, Table, mark_of
 from report import argument_parser, fill
 from serving import Prompts, model_name
 
@@ -49,8 +50,12 @@ def test_a_run_fills_its_place_in_a_page(tmp_path: Path) -> None:
         fill(page, "x", [])
 
 
-@pytest.mark.parametrize(("name", "mark"), [("benchmarks.md", "peers.py"), ("measurements.md", "peers.py, GGUF")])
-def test_pages_have_places_for_tables(name: str, mark: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "gguf", "before"),
+    [("benchmarks.md", (), ""), ("measurements.md", ("Q8_0",), ""), ("measurements.md", (), "trunkline")],
+)
+def test_pages_have_places_for_tables(name: str, gguf: tuple[str, ...], before: str, tmp_path: Path) -> None:
+    mark = mark_of(Namespace(gguf=gguf, before=before))
     page = tmp_path / name
     page.write_text((Path(__file__).parents[2] / "docs" / name).read_text(encoding="utf-8"))
     fill(page, mark, [f"| new {mark} |"])

@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 from gguf_file import ALIGNMENT, ARRAY, BOOL, FLOAT32, INT32, MIXTURE, STRING, UINT32, kind_of, write_gguf
-from peer_servers import KINDS, TRUNKLINE, Kind, Running, Setting, settle
-from peers import COLD, Cell, Lengths, Table, needs
+from peer_servers import BEFORE, KINDS, TRUNKLINE, Kind, Running, Setting, settle
+from peers import COLD, Cell, Lengths, Table, installed, needs
 from safetensors.torch import save_file
 from seeds import seeds
 from torch import Tensor
@@ -154,6 +154,31 @@ def test_a_ratio_above_one_is_ours_whether_more_or_less_is_better(seed: int) -> 
         *_, ratio, of_limit, _ = (word.strip() for word in table.markdown()[-1].split("|"))
         assert float(ratio) == pytest.approx(ours / best if faster else best / ours, abs=0.006)
         assert of_limit == "100 %"
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_an_earlier_commit_is_compared_apart_from_peers(*, faster: bool) -> None:
+    table, cell = Table([TRUNKLINE.name, BEFORE.name, "llama.cpp"]), Cell("x", "s", faster)
+    for name, value in ((TRUNKLINE.name, 6.0), (BEFORE.name, 4.0), ("llama.cpp", 3.0)):
+        table.add(cell, name, value)
+    table.add(Cell("y", "s", faster), BEFORE.name, 4.0)
+    head, _, both, one = table.markdown()
+    assert head == "|  | trunkline | before | llama.cpp | ours / before | ours / best peer | of limit |"
+    ratios = "1.50 | 2.00" if faster else "0.67 | 0.50"
+    assert both == f"| x | 6 s | 4 s | 3 s | {ratios} |  |"
+    assert one == "| y |  | 4 s |  |  |  |  |"
+
+
+def test_another_commits_program_is_given_and_keeps_its_kv_apart(tmp_path: Path) -> None:
+    program = tmp_path / "trunkline"
+    given = {kind.name: "" for kind in KINDS} | {"before": str(program)}
+    with pytest.raises(SystemExit, match=r"before: .*trunkline is no program\. give --before"):
+        installed([BEFORE], given)
+    program.touch(0o755)
+    assert installed([BEFORE], given) == [(BEFORE, str(program))]
+    setting = Setting(folder=tmp_path, dtype="float32", scratch=tmp_path)
+    assert BEFORE.command("x", setting, 1) == TRUNKLINE.command("x", setting, 1)
+    assert len({TRUNKLINE.cache, BEFORE.cache, ""}) == 3
 
 
 def test_a_token_reads_what_the_checkpoint_holds_and_its_context(tmp_path: Path) -> None:
