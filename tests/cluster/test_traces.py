@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from cluster.harness import Cluster, wait_for
-from cluster.otlp import Collector, Seen
+from otlp_collector import Collector, Seen
+from trace_stages import STAGES, is_whole, stages
 
 pytestmark = pytest.mark.processes
 
@@ -78,6 +79,14 @@ def test_one_trace_through_all_processes(cluster: Cluster, collector: Collector)
     prefill = one(spans, "prefill").attributes
     assert prefill["trunkline.cached_tokens"] + prefill["trunkline.computed_tokens"] == usage["prompt_tokens"]
     assert one(spans, "forward").attributes["trunkline.tokens"] == prefill["trunkline.computed_tokens"]
+    assert is_whole(spans)
+    assert not is_whole([seen for seen in spans if seen.name != "forward"])
+    begin, end = root.span.start_time_unix_nano, root.span.end_time_unix_nano
+    parts = stages(spans, begin, end)
+    assert tuple(parts) == STAGES
+    assert sum(parts.values()) == pytest.approx((end - begin) / 1e6)
+    assert parts["client to router"] == 0
+    assert parts["router"] > 0 < parts["worker's step"], "each by the clock of one process"
     assert one(spans, "decode").attributes["trunkline.output_tokens"] == 12
     assert 11 <= one(spans, "decode_steps").attributes["trunkline.steps"] <= 13
     assert not any(seen.is_error for seen in spans)

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from cluster.otlp import Collector
 from hypothesis import given
 from hypothesis import strategies as st
+from otlp_collector import Collector
 from runtime.kept_spans import KeptSpans
 
 from trunkline.runtime import tracing, tracing_export

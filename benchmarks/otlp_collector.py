@@ -1,4 +1,4 @@
-"""A collector for tests: takes OTLP over HTTP on a port of this machine, and keeps what it was sent."""
+"""A collector for benchmarks and tests: takes OTLP over HTTP on a port of this machine, keeps what it was sent."""
 
 from __future__ import annotations
 
