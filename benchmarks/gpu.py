@@ -81,7 +81,7 @@ def main() -> None:
             measured = (kit / COMMIT_FILE).read_text().strip()
         run = VisitRun(arguments.out, lambda part: part_command(part, kit, quick=arguments.quick), measured)
         good = run.run(together(parts) if arguments.together else parts, arguments.seconds)
-        compiled_here(arguments.out / f"{KERNELS}.tar.gz")
+        compiled_here(arguments.out / f"{KERNELS}.tar.gz", None if kit is None else kit / KERNELS)
     print(f"\nResults are in {arguments.out}.")
     if any(run.found[part.name].exit_code == NO_DEVICE for part in parts if part.name in run.found):
         sys.exit(2)

@@ -1,12 +1,8 @@
-"""Correctness on the GPU: every op of the CUDA kernels against the float64 reference, over random trees.
-
-Run alone (`python benchmarks/gpu_checks.py [DTYPE]`) it does one small round: what `compute-sanitizer` is given.
-"""
+"""Correctness on the GPU: every op of the CUDA kernels against the float64 reference, over random trees."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, product
 
@@ -15,7 +11,7 @@ import torch
 from gpu_device import Gpu, Output, Visit
 from gpu_errors import LIMITS, relative_error
 from gpu_kept import check_rounding, kept, over, widest
-from gpu_layers import check_experts, check_float8
+from gpu_layers import check_experts, check_float8, check_float8_rounding
 from torch import Tensor
 
 from trunkline.kernels.library_attention import AttentionLibrary, LibraryPrefill, gathered_bytes
@@ -29,9 +25,7 @@ from trunkline.kvstore.chunk_format import KV_DTYPES
 HEAD_DIMS = (64, 80, 96, 128, 256)
 MOST_OF_THE_TIME = 0.85
 """Share of a part's limit, which it must not run into: it tells what it has found at the end."""
-SMALL_HEAD_DIMS = (128,)
 ROWS = 37
-SMALL_ROWS = 7
 
 
 @dataclass(frozen=True)
@@ -214,17 +208,24 @@ def check_writes(gpu: Gpu, seed: int, head_dim: int, dtype: torch.dtype) -> Iter
     yield "pool_moves", relative_error(results[0][1], results[1][1])
 
 
-def check_dense(gpu: Gpu, seed: int, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
+def check_norms(gpu: Gpu, seed: int, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
     generator = torch.Generator().manual_seed(seed)
     x, delta = (torch.randn(13, 200, generator=generator).to(gpu.device, dtype) for _ in range(2))
     weight = torch.randn(200, generator=generator).to(gpu.device, dtype)
-    matrix = (torch.randn(320, 200, generator=generator) / 14).to(gpu.device, dtype)
     kernels, reference = gpu.kernels(), ReferenceKernels()
     wide = (x.double(), weight.double(), 1e-5)
     yield "rms_norm", relative_error(kernels.rms_norm(x, weight, 1e-5), reference.rms_norm(*wide))
     summed = x.clone()
     out = kernels.add_rms_norm(delta, summed, weight, 1e-5)
     yield "add_rms_norm", relative_error(out, reference.rms_norm(summed.double(), weight.double(), 1e-5))
+
+
+def check_dense(gpu: Gpu, seed: int, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
+    """Layers over plain weights."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(13, 200, generator=generator).to(gpu.device, dtype)
+    matrix = (torch.randn(320, 200, generator=generator) / 14).to(gpu.device, dtype)
+    kernels, reference = gpu.kernels(), ReferenceKernels()
     out = kernels.linear(x, kernels.pack_linear(matrix, None), torch.float32)
     yield "linear", relative_error(out, x.double() @ matrix.double().T)
     for activation in ("silu", "gelu", "gelu_tanh"):
@@ -307,8 +308,10 @@ def one_round(
     gpu: Gpu, seed: int, dtype: torch.dtype, head_dims: tuple[int, ...], rows: int = ROWS
 ) -> Iterator[tuple[str, float]]:
     """Every op once per head size; KV in 8 bits in one of its types, in turn."""
+    yield from check_norms(gpu, seed, dtype)
     yield from check_dense(gpu, seed, dtype)
     yield from check_experts(gpu, seed, dtype)
+    yield from check_float8_rounding(gpu, seed, dtype)
     yield from check_float8(gpu, seed, dtype)
     yield from check_sampling(gpu, seed)
     for index, head_dim in enumerate(head_dims):
@@ -362,25 +365,3 @@ def check_all(
         out.add({"op": name, "dtype": kind}, "allowed", LIMITS[dtype], "", trials)
         if not error <= LIMITS[dtype]:
             out.problem(f"{name} in {kind} is off by {error:.2e}; {LIMITS[dtype]:.1e} is allowed")
-
-
-def small_round(gpu: Gpu, dtypes: Iterable[torch.dtype] = LIMITS) -> list[str]:
-    """Every op once, on small trees: what is wrong."""
-    bad = []
-    for dtype in dtypes:
-        for name, error in one_round(gpu, 0, dtype, SMALL_HEAD_DIMS, SMALL_ROWS):
-            if not error <= LIMITS[dtype]:
-                bad.append(f"{name} in {dtype} is off by {error:.2e}")
-    gpu.synchronize()
-    return bad
-
-
-def main() -> None:
-    dtypes = [dtype for dtype in LIMITS if str(dtype).removeprefix("torch.") in sys.argv[1:] or not sys.argv[1:]]
-    if bad := small_round(Gpu(), dtypes):
-        sys.exit(f"wrong results: {bad}")
-    print("all results are right")
-
-
-if __name__ == "__main__":
-    main()

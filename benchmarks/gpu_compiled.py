@@ -11,6 +11,8 @@ import os
 import shutil
 import tarfile
 from collections.abc import Iterator
+from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -32,13 +34,27 @@ def complete_kernels(cache: Path) -> Iterator[Path]:
             yield library
 
 
-def compiled_here(to: Path) -> None:
-    """Keep them in a file, if there are any."""
+def has_kernel(beginning: str) -> bool:
+    """Whether FlashInfer finds a kernel of such a name compiled: here, or brought along."""
+    found = find_spec("flashinfer")
+    site = None if found is None or found.origin is None else Path(found.origin).parents[1]
+    brought = () if site is None else (site / BUILT_IN).glob("*/*.so")
+    return any(library.name.startswith(beginning) for library in chain(brought, complete_kernels(cache_folder())))
+
+
+def compiled_here(to: Path, brought: Path | None = None) -> None:
+    """Keep them in a file, if there are any.
+
+    Args:
+        brought: folder of those that were there before, for the file to have all.
+    """
     libraries = list(complete_kernels(cache_folder()))
     if not libraries:
         return
+    here = {library.stem for library in libraries}
+    before = [] if brought is None else sorted(brought.glob("*/*.so"))
     with tarfile.open(to, "w:gz") as archive:
-        for library in libraries:
+        for library in (*libraries, *(each for each in before if each.stem not in here)):
             archive.add(library, f"{KERNELS}/{library.stem}/{library.name}")
 
 

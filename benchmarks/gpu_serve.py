@@ -49,8 +49,9 @@ class Streams:
     tokens: int = 200
 
 
+# Beside other checks: all that is free would be taken from them.
 WAYS: Final = (
-    Way("default options"),
+    Way("a tenth of the memory", ("--gpu-memory-fraction", "0.1")),
     Way("fp8 KV", ("--dtype", "bfloat16", "--kv-dtype", "fp8", "--kv-memory", "1GiB")),
 )
 STREAMS: Final = Streams()

@@ -147,6 +147,15 @@ def test_kernels_that_one_visit_has_compiled_come_with_the_next(
     built_in = tmp_path / "site" / "flashinfer" / "data" / "aot"
     assert [path.relative_to(built_in).as_posix() for path in built_in.rglob("*.so")] == ["decode/decode.so"]
     assert (built_in / "decode" / "decode.so").read_text() == "the code of decode"
+    # The next visit compiles another one; its file has both.
+    compile_one(tmp_path / "later", "prefill_90a", log="# ninja log v7\n2\t6\t1\t/later/prefill_90a.so\tfae3\n")
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "later"))
+    gpu_compiled.compiled_here(results, tmp_path / "kit" / gpu_compiled.KERNELS)
+    assert gpu_compiled.take(results, tmp_path / "both") == 2
+    assert sorted(path.stem for path in (tmp_path / "both").rglob("*.so")) == ["decode", "prefill_90a"]
+    (tmp_path / "site" / "flashinfer" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert [gpu_compiled.has_kernel(name) for name in ("decode", "prefill", "cut")] == [True, True, False]
     assert not list((tmp_path / "plain").rglob("*.so")), "another FlashInfer is left alone"
 
 

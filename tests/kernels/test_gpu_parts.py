@@ -14,7 +14,7 @@ from typing import Any
 import gpu_attention
 import gpu_baselines
 import gpu_checks
-import gpu_sanitizer
+import gpu_prefill
 import gpu_start
 import gpu_tokens
 import pytest
@@ -70,7 +70,7 @@ def test_start_calls_every_op_once(monkeypatch: pytest.MonkeyPatch) -> None:
         *("decode_attention_over_int8", "decode_attention_invariant_over_int8", "prefill_attention_over_int8"),
         *("replays_of_other_plans_over_int8", "write_kv_in_int8"),
         *("write_kv", "pool_moves", "rms_norm", "add_rms_norm", "linear"),
-        *("edit_logits", "draw", "float8_by_row", "round_float8_by_row"),
+        *("edit_logits", "draw", "float8_by_row", "round_float8_by_row", "round_float8_by_group"),
         *(f"experts{form}{kind}" for form in FORMS for kind in ("", "_as_a_graph")),
         *("gated_silu", "gated_gelu", "gated_gelu_tanh"),
     }
@@ -227,6 +227,18 @@ def test_prefill_beside_others() -> None:
     assert len({result["case"]["context"] for result in found.results}) == 2
 
 
+def test_flashinfers_prefill_is_left_out_where_it_would_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_prefill, "has_flashinfer", lambda: True)
+    monkeypatch.setattr(gpu_prefill, "has_kernel", lambda beginning: False)
+    found = found_by(measure_prefill, (Prompt(24, 0, 4, 2, 64),))
+    assert [note for note in found.notes if "FlashInfer" in note] == [
+        "FlashInfer was left out: its kernel for prefill is not compiled; part `compile` does that"
+    ]
+    monkeypatch.setattr(gpu_prefill, "has_kernel", lambda beginning: beginning == "single_prefill")
+    found = found_by(measure_prefill, (Prompt(24, 0, 4, 2, 64),))
+    assert any(note.startswith("prefill with FlashInfer at") for note in found.notes), "asked, and not installed"
+
+
 def test_sampling_beside_torch() -> None:
     found = found_by(measure_sampling, (1, 2), 600)
     assert found.problems == []
@@ -294,71 +306,6 @@ def test_the_engine_gives_the_kits_tokens(tmp_path: Path) -> None:
         found = found_by(check, visit=Visit(600, tmp_path))
         assert found.problems == []
         assert all(result["value"] >= gpu_tokens.KEPT_EQUAL for result in found.results)
-
-
-SANITIZER = """#!/bin/sh
-case "$2" in
-memcheck) exec {memcheck};;
-*) echo "========= {severity}: Race reported between Read access at f()+0x10"
-   echo "=========     and Write access at f()+0x20 [19680 hazards]"
-   echo "========="
-   echo "========= {severity}: Race reported between Read access at f()+0x10"
-   echo "=========     and Write access at f()+0x20 [7 hazards]"
-   exit {code};;
-esac
-"""
-RACE = "Race reported between Read access at f()+0x10 and Write access at f()+0x20"
-
-
-def sanitized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visit: Visit, **values: object) -> Findings:
-    """What the part tells of a sanitizer that says this."""
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text(SANITIZER.format(**values))
-    tool.chmod(0o755)
-    monkeypatch.setattr(gpu_sanitizer, "find_sanitizer", lambda: str(tool))
-    return found_by(gpu_sanitizer.sanitize, visit=visit)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(("severity", "code"), [("Warning", 0), ("Error", 9), ("Error", 0)])
-def test_what_a_sanitizer_finds_is_told(
-    severity: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once, however often it is reported; an error is a problem, whatever the exit code, and a warning is not."""
-    values = {"memcheck": "true", "severity": severity, "code": code}
-    found = sanitized(tmp_path, monkeypatch, Visit(60), **values)
-    clean = [f"compute-sanitizer memcheck, {dtype}, done: nothing found" for dtype in ("bfloat16", "float32")]
-    assert [note for note in found.notes if "memcheck" in note] == clean
-    races = [text for text in (found.notes if severity == "Warning" else found.problems) if "racecheck" in text]
-    assert [text.count(f"{severity}: {RACE}") for text in races] == [1, 1]
-    assert len(found.notes) + len(found.problems) == 4
-
-
-@pytest.mark.processes
-def test_a_sanitizer_that_is_stopped_tells_what_it_had_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_sanitizer, "CHECKS", (("memcheck", "float32"),))
-    values = {"memcheck": "sleep 100", "severity": "", "code": 0}
-    found = sanitized(tmp_path, monkeypatch, Visit(2), **values)
-    assert found.notes == ["compute-sanitizer memcheck, float32, stopped before its end: nothing found"]
-    said = (
-        "=========     Invalid __global__ read of size 4 bytes\n=========     at k()+0x10\n========= by thread 1"
-    )
-    assert gpu_sanitizer.findings(said) == ["Invalid __global__ read of size 4 bytes at k()+0x10"]
-
-
-def test_the_sanitizers_round_is_right_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: list[int] = []
-
-    def noted(gpu: Gpu, seed: int, dtype: torch.dtype, head_dims: object, rows_: int) -> list[tuple[str, float]]:
-        rows.append(rows_)
-        return [("an op", 0.0), ("another", float(dtype == torch.float16))]
-
-    monkeypatch.setattr(gpu_checks, "one_round", noted)
-    assert gpu_checks.small_round(EmulatedGpu(), [torch.float32, torch.bfloat16]) == []
-    assert gpu_checks.small_round(EmulatedGpu()) == ["another in torch.float16 is off by 1.00e+00"]
-    assert set(rows) == {gpu_checks.SMALL_ROWS}
 
 
 def test_the_real_device_is_not_used_here() -> None:

@@ -62,6 +62,14 @@ def test_a_server_that_cannot_start_is_told_with_its_words_and_the_next_comes() 
     assert "int3" in found.problems[0]
 
 
+def test_servers_take_a_part_of_the_memory_that_the_command_line_knows() -> None:
+    """Other checks run on the same device at the same time. The first option is for GPUs alone, and says so."""
+    assert all({"--gpu-memory-fraction", "--kv-memory"} & set(way.options) for way in gpu_serve.WAYS)
+    found = found_by(gpu_serve.WAYS[0])
+    assert found.results == []
+    assert "--gpu-memory-fraction is 0.1, but workers compute on CPUs; leave it out" in found.problems[0]
+
+
 def test_no_server_is_started_without_time_for_it() -> None:
     found = found_by(Way("default options"), seconds=gpu_serve.START_S - 1)
     assert found.notes == ["no time was left to serve with default options"]
