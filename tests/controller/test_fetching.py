@@ -184,10 +184,12 @@ def test_chunks_are_fetched_while_their_request_waits_and_not_after() -> None:
     assert [move.chunk for move in moves] == desk.path
     desk.tiers.done(moves[0].id, MoveStatus.DONE, 0.1)
     desk.fetching.done(waiting)
+    desk.fetching.settle()
     assert all(not node.wants for node in desk.path)
     other = Desk(3)
     other.fetching.expect(waiting, other.path)
     other.fetching.done(waiting)
+    other.fetching.settle()
     assert not other.tiers.moves(0.0)
 
 
@@ -202,6 +204,7 @@ def test_where_a_chunk_came_from_is_remembered() -> None:
     assert origins == [TierKind.DISK, TierKind.REMOTE]
     assert desk.fetching.origin(group(5), desk.path[0], TierKind.HOST) == TierKind.HOST
     desk.fetching.done(waiting)
+    desk.fetching.settle()
     assert desk.fetching.origin(waiting, desk.path[0], TierKind.HOST) == TierKind.HOST
 
 

@@ -255,10 +255,14 @@ class Simulation:
     def plan(self) -> bool:
         planned = False
         while True:
-            ready = self.engine.step((), self.now)
-            self._verify()
+            ready = self.engine.begin((), self.now)
             self._act(ready)
             planned |= ready.plan is not None
+            if ready.has_rest:
+                ready = self.engine.finish(ready, self.now)
+                self._act(ready)
+                planned |= ready.plan is not None
+            self._verify()
             if not ready.again:
                 return planned
 

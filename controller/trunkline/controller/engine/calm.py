@@ -60,9 +60,9 @@ class CalmSteps:
         """Number of plans that are not in the rows yet."""
 
     def begin(self, scheduler: Scheduler, ready: Ready, now: float) -> None:
-        """Let calm steps follow a step of the engine, if some can. They must have been settled before it."""
+        """Let calm steps follow a step that has been planned, if some can; earlier ones must be settled."""
         rows, inflight = scheduler.row_set, self._inflight
-        if ready.plan is None or ready.again or ready.wake_at < inf or not 0 < len(rows) <= CALM_ROWS_MAX:
+        if ready.again or ready.wake_at < inf or not 0 < len(rows) <= CALM_ROWS_MAX:
             return
         if self._requests.pending_outputs or not self._is_quiet(scheduler):
             return

@@ -5,7 +5,8 @@
                         └────────┘          disk changes, timelines  ─► files, log
 
 `step` is the whole interface: events go in with the time (`events.py`), and a `Ready` comes out, which says what
-the service has to do, and in which order. The engine has no sockets, clocks, threads or randomness. Times are
+the service has to do, and in which order. `begin` and `finish` are its halves: workers and clients wait for what
+`begin` returns, and for nothing of the rest. The engine has no sockets, clocks, threads or randomness. Times are
 seconds of any origin, so tests drive thousands of steps from a seed.
 
 Up to two steps are in flight. Step k + 1 is planned as if every row of step k went on. What it computes for rows
@@ -41,9 +42,9 @@ from trunkline.controller.engine.events import (
     WorkersBack,
     WorkersLost,
 )
+from trunkline.controller.engine.grammar_book import GrammarBook
 from trunkline.controller.engine.recovery import RequestSnapshot, restore, snapshots
 from trunkline.controller.engine.requests import (
-    GrammarBook,
     ProtocolError,
     RequestTable,
     apply_step_result,
@@ -51,20 +52,20 @@ from trunkline.controller.engine.requests import (
     group_of,
     inflight_step,
 )
-from trunkline.controller.engine.validation import problem_of_request, problem_of_texts
+from trunkline.controller.engine.text_calls import call_texts
+from trunkline.controller.engine.validation import problem_of_request
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import GrammarReady, ModulesCall, MovesDone, Probed, StepResult
+from trunkline.controller.messages import GrammarReady, MovesDone, Probed, StepResult
 from trunkline.controller.scheduling.admission import DEADLY
-from trunkline.controller.scheduling.module_calls import TextsCall
 from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.plan_builder import InflightStep, is_full
-from trunkline.controller.sequences.sequence import Request, SequenceGroup
+from trunkline.controller.sequences.sequence import Request, Sequence, SequenceGroup
 from trunkline.controller.tiers.holders import Holders
 from trunkline.controller.tiers.prefetch import Prefetcher
 from trunkline.controller.tiers.tier_orders import TierOrders
 from trunkline.controller.totals import Totals
 from trunkline.router.messages import Finished, FinishReason, Flushed, ModulesReply, Prefetched
-from trunkline.worker.messages import StepPlan, TierOrder
+from trunkline.worker.messages import CompileGrammar, ForgetGrammar, StepPlan, TierOrder
 
 
 class Engine:
@@ -98,6 +99,8 @@ class Engine:
         """Whether to drop the cache when new workers are ready."""
         self._disk_changes: list[DiskChange] = []
         """Disk changes of trees that are gone; the next `Ready` has them."""
+        self._starting: list[Sequence] = []
+        """Sequences whose prompts are computed with the step that has just been planned."""
         self._install(config, first_disk_generation)
         self._restore(stored, now)
 
@@ -122,36 +125,56 @@ class Engine:
 
         If a report shows that the workers cannot be trusted (`Ready.problem`), their later reports are ignored.
         """
+        begun = self.begin(events, now)
+        return begun.followed_by(self.finish(begun, now)) if begun.has_rest else begun
+
+    def begin(self, events: Iterable[Event], now: float) -> Ready:
+        """Return what of a step workers and clients wait for; if it has a rest, `finish` must follow at once."""
         if (calm := self._calm.step(events, self.epoch, now)) is not None:
             self._step += 1
             return calm
-        problem = ""
+        problem, grammars, plan = "", list[CompileGrammar | ForgetGrammar](), None
         for event in events:
             if problem and isinstance(event, WorkerEvent):
                 continue
             try:
-                self.receive(event, now)
+                self._take_in(event, now)
             except ProtocolError as error:
                 problem = str(error)
         self._calm.settle()
-        can_plan = not (self.is_away or problem)
-        grammars = self.grammars.messages() if can_plan else ()
-        plan = self._next_plan(now) if can_plan else None
+        # If all requests have just got their last tokens, clients wait for these, and no worker for a plan.
+        is_last = self._requests.only_end and not self.scheduler.encoding.is_working
+        if not (self.is_away or problem or is_last):
+            self._requests.settle(self.scheduler)
+            grammars, plan = self.grammars.messages(), self._next_plan(now)
+        outputs = None if self.holds_starts else self.take_outputs()
+        return Ready(grammars=grammars, plan=plan, outputs=outputs, problem=problem, has_rest=True)
+
+    def finish(self, begun: Ready, now: float) -> Ready:
+        """Return the rest of a step: the ends of requests that are told already, and what the tiers have to do."""
+        grammars, plan = list[CompileGrammar | ForgetGrammar](), begun.plan
+        can_plan, ends = not (self.is_away or begun.problem), bool(self._requests.ending)
+        self._requests.settle(self.scheduler)
+        if can_plan and ends:
+            grammars, plan = self.grammars.messages(), self._next_plan(now)
+        for sequence in self._starting:
+            self._requests.started(sequence.group, now)
+        self._starting.clear()
         orders = self._tier_orders(now) if can_plan else ()
         disk_changes = [*self._disk_changes, *take_disk_changes(self.scheduler.kv.tree)]
         self._disk_changes.clear()
         ready = Ready(
             grammars=grammars,
-            plan=plan,
+            plan=plan if ends else None,
             disk_changes=disk_changes,
             orders=orders,
             outputs=None if self.holds_starts else self.take_outputs(),
             ended=self._requests.timelines.take_done(),
-            problem=problem,
             again=plan is not None and not self._is_full,
             wake_at=self._wake_at(now),
         )
-        self._calm.begin(self.scheduler, ready, now)
+        if plan is not None:
+            self._calm.begin(self.scheduler, ready, now)
         return ready
 
     def receive(self, event: Event, now: float) -> None:
@@ -160,14 +183,22 @@ class Engine:
         Raises:
             ProtocolError: the workers sent a result that no correct worker sends.
         """
+        try:
+            self._take_in(event, now)
+        finally:
+            self._requests.settle(self.scheduler)
+
+    def _take_in(self, event: Event, now: float) -> None:
+        """Take in one event, without planning, and without the ends of requests that it brings."""
         self._calm.settle()
+        self._requests.settle(self.scheduler)
         match event:
             case StepResult():
                 self._step_done(event, now)
             case Request():
                 self._submit(event, now)
             case AbortRequest(request, sample):
-                self._abort(request, sample, now)
+                self._requests.abort(self.scheduler, request, sample, now)
             case AnswerTold() | GoesOnElsewhere():
                 event.tell(self.scheduler.kv.tree.tiers.next_use, now)
             case MovesDone() | Probed():
@@ -175,7 +206,7 @@ class Engine:
             case GrammarReady():
                 self._grammar_ready(event, now)
             case CallTexts(call_id, call):
-                self._call_texts(call_id, call, now)
+                call_texts(call_id, call, self.scheduler, self._step + 1, now, is_away=self.is_away)
             case ExpectRequest():
                 self._expect_request(event, now)
             case ForgetPrompt(request):
@@ -185,7 +216,7 @@ class Engine:
                 freed = self.scheduler.kv.tree.flush()
                 self._requests.pending_outputs.replies.append((caller[0], Flushed(0, caller[1], freed)))
             case EndWaiting(reason, detail):
-                self._end_waiting(reason, detail, now)
+                self._requests.end_waiting(self.scheduler, reason, detail, now)
             case EndAll(detail, reason):
                 self._end_all(reason, detail)
             case WorkersLost(epoch):
@@ -323,24 +354,6 @@ class Engine:
         self._requests.end(self.scheduler, other, Finished(other.id, FinishReason.QUEUE_FULL, detail), now)
         return None
 
-    def _abort(self, request_id: int, sample: int, now: float) -> None:
-        group = self._requests.groups.get(request_id)
-        if group is None:
-            return
-        if sample >= 0 and group.request.submit.beam is None:
-            chosen = next((member for member in group.members if member.sample == sample), None)
-            if chosen is None or not group.forked:
-                return
-            if len(group.members) > 1:
-                self._requests.drop(self.scheduler, chosen, now)
-                return
-        self._requests.end(self.scheduler, group, Finished(request_id, FinishReason.ABORT), now)
-
-    def _end_waiting(self, reason: FinishReason, detail: str, now: float) -> None:
-        for group in list(self._requests.groups.values()):
-            if not (group.started or any(member.batch_seq_id for member in group.members)):
-                self._requests.end(self.scheduler, group, Finished(group.id, reason, detail), now)
-
     def _end_all(self, reason: FinishReason, detail: str) -> None:
         for group in self._requests.groups.values():
             self._requests.gone(Finished(group.id, reason, detail))
@@ -398,25 +411,6 @@ class Engine:
 
     # Texts of modules, grammars
 
-    def _call_texts(self, call_id: int, call: ModulesCall, now: float) -> None:
-        calls = self.scheduler.encoding.calls
-        if call.op == "cancel":
-            if (cancelled := calls.cancel(call_id)) is not None:
-                self.scheduler.leave_jobs(cancelled, now)
-            return
-        if call.op == "unpin":
-            calls.unpin(call.holder, now)
-            calls.done.append(ModulesReply(0, call_id, "ok"))
-            return
-        if problem := problem_of_texts(call.texts, self.config):
-            calls.done.append(ModulesReply(0, call_id, "failed", problem))
-            return
-        wanted = TextsCall.of(call_id, call, positions_shift=self.config.positions_shift)
-        if self.is_away and not wanted.encodes:
-            calls.postpone(wanted)  # until new workers are ready, it is not known what is on disk
-        else:
-            calls.begin(wanted, self._step + 1, now)
-
     def _grammar_ready(self, message: GrammarReady, now: float) -> None:
         """Let the requests that wait for a grammar go on, or end them if it cannot be compiled."""
         entry = self.grammars.ready(message)
@@ -438,6 +432,7 @@ class Engine:
     def _tier_orders(self, now: float) -> list[TierOrder]:
         """Return the orders to the workers' tiers, which follow the plans made so far."""
         tree = self.scheduler.kv.tree
+        self.scheduler.fetching.settle()
         tree.expire(now)
         self.prefetcher.forget_old(now)
         self.traffic.forget(self.scheduler.encoding.calls.take_forgotten())
@@ -477,8 +472,7 @@ class Engine:
             return None
         self._step += 1
         self._inflight.append(inflight_step(self._requests, plan, scheduler.rows))
-        for sequence in plan.sampling:
-            self._requests.started(sequence.group, now)
+        self._starting += plan.sampling
         self.counters.steps += 1
         return plan.message(self.epoch)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final
 
 import msgspec
@@ -206,6 +207,12 @@ class EngineOutputs(msgspec.Struct):
     def __bool__(self) -> bool:
         return bool(self.started) or self._has_more
 
+    def followed_by(self, others: EngineOutputs) -> EngineOutputs:
+        """Return these outputs, with others behind them."""
+        lists = [name for name in self.__struct_fields__ if name != "is_due"]
+        joined = {name: getattr(self, name) + getattr(others, name) for name in lists}
+        return EngineOutputs(**joined, is_due=self.is_due or others.is_due)
+
     def may_wait(self, step_s: float) -> bool:
         """Return whether this only says which requests have started, and may be told with the result of a step
         that takes so many seconds."""
@@ -341,20 +348,35 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     plan: StepPlan | None
     """Send this plan to all workers before doing anything that follows: workers must never wait for routers, disks
     or logs. None: there is nothing to compute, or two steps are unanswered."""
-    disk_changes: Sequence[DiskChange]
-    """Note these changes in the disk tier's index before `orders` are sent: a slot that is about to be overwritten
-    must not be listed with the chunk that it held."""
-    orders: Sequence[TierOrder]
-    """Send these orders to all workers after `plan`, whose saves and loads they follow."""
     outputs: EngineOutputs | None
     """Send each router its part. The next `Ready` continues these outputs, so none may be left out. Which requests
     have started may come with their first tokens (`Engine.holds_starts`)."""
-    ended: Sequence[RequestTimeline]
+    has_rest: bool = False
+    """Do what stands above, then call `Engine.finish` at once, and do what it returns."""
+    disk_changes: Sequence[DiskChange] = ()
+    """Note these changes in the disk tier's index before `orders` are sent: a slot that is about to be overwritten
+    must not be listed with the chunk that it held."""
+    orders: Sequence[TierOrder] = ()
+    """Send these orders to all workers after `plan`, whose saves and loads they follow."""
+    ended: Sequence[RequestTimeline] = ()
     """Log the requests that have ended, and emit their spans. This may be done at any later time."""
     problem: str = ""
     """Why the workers cannot be trusted any more; "" if they can. If they cannot, nothing was planned, and a
     `WorkersLost` has to follow."""
     again: bool = False
     """Step again at once, even without events: one more step can be planned ahead."""
-    wake_at: float
+    wake_at: float = inf
     """Step again at this time, even without events; infinite if only an event can change anything."""
+
+    def followed_by(self, rest: Ready) -> Ready:
+        """Return what is to be done as one, of a step that has a rest."""
+        outputs = self.outputs or rest.outputs
+        if self.outputs is not None and rest.outputs is not None:
+            outputs = self.outputs.followed_by(rest.outputs)
+        return msgspec.structs.replace(
+            rest,
+            grammars=[*self.grammars, *rest.grammars],
+            plan=self.plan or rest.plan,
+            outputs=outputs,
+            problem=self.problem,
+        )

@@ -1,14 +1,12 @@
-"""Requests from their arrival to their end: their groups, the grammars that they wait for, the tokens that each
-step's result brings them. Pure.
+"""Requests from their arrival to their end: their groups, and the tokens that results of steps bring them. Pure.
 
-    Request ──► group_of ──► queue, batch ──► StepResult ──► apply_step_result ──► tokens, ends ──► EngineOutputs
-                  └─ waits for its grammar: GrammarBook
+Request ──► group_of ──► queue, batch ──► StepResult ──► apply_step_result ──► tokens, ends ──► EngineOutputs
+              └─ waits for its grammar (`grammar_book.py`)
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -20,21 +18,20 @@ from trunkline.controller.allocation.prefix_match import cut_group, known_tokens
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.engine.drafted import drafts_tried, join_results, positions_of
 from trunkline.controller.engine.events import EngineOutputs, Timelines
+from trunkline.controller.engine.grammar_book import GrammarBook
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import BeamStep, Grammar, GrammarReady, PromptLogprobs, StepResult, TopLogprobs
+from trunkline.controller.messages import BeamStep, PromptLogprobs, StepResult, TopLogprobs
 from trunkline.controller.scheduling.admission import Quarantine
 from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.plan_builder import BEAM, DecodeRows, InflightStep, PlanBuilder, RowSet
 from trunkline.controller.sequences.sequence import Request, Sequence, SequenceGroup
+from trunkline.controller.tiers.costs import StepCosts
 from trunkline.controller.totals import Totals
 from trunkline.kvstore.chunks import Int32Array, unpack_int32
 from trunkline.kvstore.module_names import RelocationRule
 from trunkline.router.messages import BeamsFound, Finished, FinishReason, PromptScored
-from trunkline.worker.messages import CompileGrammar, ForgetGrammar, Sampling
+from trunkline.worker.messages import Sampling
 
-IDLE_MAX: Final = 64
-"""Largest number of compiled grammars that are kept without a request that uses them: clients send the same schema
-again and again."""
 PLAIN_STEPS_PER_OBSERVATION: Final = 8
 """Number of steps that only decode for each one from which step costs are learnt: such steps are alike, and
 learning takes time."""
@@ -54,6 +51,11 @@ class RequestTable:
         self.counters = Totals()
         self.pending_outputs = EngineOutputs()
         """The outputs since the last `take_outputs`."""
+        self.ending: list[tuple[SequenceGroup, Finished, float]] = []
+        """Requests whose ends are among the outputs, and which still hold what they held until `settle`, with the
+        times of their ends."""
+        self.answered: list[tuple[InflightStep, StepResult]] = []
+        """Results from which the costs of steps are to be learnt by `settle`."""
 
     def take_outputs(self) -> EngineOutputs | None:
         """Return the outputs since the last call; None if there are none."""
@@ -82,35 +84,79 @@ class RequestTable:
         self.pending_outputs.started.append(found.started)
 
     def end_sequence(self, scheduler: Scheduler, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        """End a sample that is complete; the request ends with its last sample."""
+        """End a sample that is complete. The request ends with its last sample: a client waits for this, and for
+        nothing that follows from it, which is left to `settle`."""
         group = sequence.group
         if len(group.members) == 1:
-            sample = -1 if group.request.submit.n == 1 else sequence.sample
-            self.end(scheduler, group, Finished(group.id, reason, sample=sample), now)
+            finished = Finished(group.id, reason, sample=-1 if group.request.submit.n == 1 else sequence.sample)
+            self.pending_outputs.finished.append(finished)
+            self.ending.append((group, finished, now))
             return
         self.drop(scheduler, sequence, now)
         self.pending_outputs.finished.append(Finished(group.id, reason, sample=sequence.sample))
+
+    def settle(self, scheduler: Scheduler) -> None:
+        """Draw the conclusions from results that no client waits for: learn costs, and release what requests hold
+        that have ended. This comes before anything else is decided."""
+        for step, result in self.answered:
+            _learn(scheduler.costs, step, result)
+        self.answered.clear()
+        ending, self.ending = self.ending, []
+        for group, finished, now in ending:
+            self._release(scheduler, group, now)
+            self._forget(finished)
 
     def drop(self, scheduler: Scheduler, sequence: Sequence, now: float) -> None:
         """Release what a sample holds, and count its tokens for the request's timeline."""
         self.timelines.sampled(sequence.group.id, _output_tokens(scheduler, sequence))
         scheduler.end(sequence, now)
 
+    @property
+    def only_end(self) -> bool:
+        """Whether there are requests, and all of them are `ending`."""
+        return len(self.ending) == len(self.groups) > 0
+
+    def abort(self, scheduler: Scheduler, request_id: int, sample: int, now: float) -> None:
+        """End a request, or one sample of it; -1: all."""
+        group = self.groups.get(request_id)
+        if group is None:
+            return
+        if sample >= 0 and group.request.submit.beam is None:
+            chosen = next((member for member in group.members if member.sample == sample), None)
+            if chosen is None or not group.forked:
+                return
+            if len(group.members) > 1:
+                self.drop(scheduler, chosen, now)
+                return
+        self.end(scheduler, group, Finished(request_id, FinishReason.ABORT), now)
+
+    def end_waiting(self, scheduler: Scheduler, reason: FinishReason, detail: str, now: float) -> None:
+        """End the requests that have not begun."""
+        for group in list(self.groups.values()):
+            if not (group.started or any(member.batch_seq_id for member in group.members)):
+                self.end(scheduler, group, Finished(group.id, reason, detail), now)
+
     def end(self, scheduler: Scheduler, group: SequenceGroup, finished: Finished, now: float) -> None:
         """End a request and release everything that it holds. All requests that hold anything end here."""
+        self._release(scheduler, group, now)
+        self.gone(finished)
+
+    def gone(self, finished: Finished) -> None:
+        """Report the end of a request that holds nothing any more."""
+        self._forget(finished)
+        self.pending_outputs.finished.append(finished)
+
+    def _release(self, scheduler: Scheduler, group: SequenceGroup, now: float) -> None:
         del self.groups[group.id]
         for sequence in reversed(group.members.copy()):
             self.drop(scheduler, sequence, now)
         if group.request.submit.grammar is not None:
             self.grammars.leave(group.request.submit.grammar, group.id)
-        self.gone(finished)
 
-    def gone(self, finished: Finished) -> None:
-        """Report the end of a request that holds nothing any more."""
+    def _forget(self, finished: Finished) -> None:
         self.scores.ended(finished.request)
         self.quarantine.ended(finished.request)
         self.timelines.ended(finished)
-        self.pending_outputs.finished.append(finished)
 
 
 def _output_tokens(scheduler: Scheduler, sequence: Sequence) -> int:
@@ -207,101 +253,6 @@ def _group_of(
     return group
 
 
-# Grammars
-
-
-@dataclass(slots=True)
-class GrammarEntry:
-    """A grammar that the workers know or are about to compile."""
-
-    id: int
-    grammar: Grammar
-    ready: bool = False
-    """Whether the workers have compiled it, or have failed to."""
-    problem: str = ""
-    """The reason why the grammar cannot be compiled; "": there is none."""
-    users: set[int] = field(default_factory=set)
-    """The live requests that ask for the grammar."""
-    tenants: set[bytes] = field(default_factory=set)
-    """The tenants on whose behalf the workers were asked to compile the grammar."""
-
-
-class GrammarBook:
-    """The grammars that requests ask for: each is compiled once, and kept while a request may need it again.
-
-    A request with a grammar waits in the queue, holding nothing, until the workers have compiled the grammar. They
-    do that beside their steps, so running requests do not wait for it. Ids are never used twice.
-    """
-
-    def __init__(self, first_id: int = 1, *, foretell: bool = False) -> None:
-        """
-        Args:
-            first_id: id of the first grammar.
-            foretell: whether the workers tell what grammars demand next (`CompileGrammar.foretell`).
-        """
-        self._foretell = foretell
-        self._by_content: OrderedDict[tuple[str, str, bool], GrammarEntry] = OrderedDict()
-        """The grammars by kind, text and spacing; the one that was asked for least recently comes first."""
-        self._by_id: dict[int, GrammarEntry] = {}
-        self.next_id = first_id
-        """Id of the next grammar. A report on a smaller id that is not known is ignored."""
-        self._messages: list[CompileGrammar | ForgetGrammar] = []
-
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-    def use(self, grammar: Grammar, request: int) -> GrammarEntry:
-        """Return the entry of a grammar, with the request among its users."""
-        key = grammar.kind, grammar.text, grammar.spaced
-        entry = self._by_content.get(key)
-        if entry is None:
-            entry = GrammarEntry(self.next_id, grammar)
-            self.next_id += 1
-            self._by_content[key] = self._by_id[entry.id] = entry
-        if not entry.ready and grammar.tenant not in entry.tenants:
-            # Also if it is being compiled for another tenant: this tenant's turn may come earlier.
-            entry.tenants.add(grammar.tenant)
-            self._messages.append(
-                CompileGrammar(
-                    entry.id, grammar.kind, grammar.text, grammar.spaced, grammar.tenant, self._foretell
-                )
-            )
-        self._by_content.move_to_end(key)
-        entry.users.add(request)
-        return entry
-
-    def leave(self, grammar: Grammar, request: int) -> None:
-        """Note that a request with this grammar has ended."""
-        entry = self._by_content.get((grammar.kind, grammar.text, grammar.spaced))
-        if entry is None:
-            return
-        entry.users.discard(request)
-        if not entry.users and (entry.problem or not entry.ready):
-            # A problem: nothing was kept of the grammar, and a corrected worker may succeed. Not ready: no request
-            # waits for it any more, so it must not be compiled before grammars that requests wait for.
-            self._forget(entry)
-        idle = [other for other in self._by_content.values() if not other.users and other.ready]
-        for other in idle[: max(0, len(idle) - IDLE_MAX)]:
-            self._forget(other)
-
-    def ready(self, message: GrammarReady) -> GrammarEntry | None:
-        """Note that the workers have compiled a grammar, or cannot; return its entry, None if it is forgotten."""
-        entry = self._by_id.get(message.grammar)
-        if entry is not None:
-            entry.ready, entry.problem = True, message.problem
-        return entry
-
-    def _forget(self, entry: GrammarEntry) -> None:
-        del self._by_id[entry.id]
-        del self._by_content[entry.grammar.kind, entry.grammar.text, entry.grammar.spaced]
-        self._messages.append(ForgetGrammar(entry.id))
-
-    def messages(self) -> list[CompileGrammar | ForgetGrammar]:
-        """Return the messages that the workers must get before the next plan: all since the last call."""
-        messages, self._messages = self._messages, []
-        return messages
-
-
 # Results of steps
 
 
@@ -315,6 +266,8 @@ def result_rows(plan: PlanBuilder, rows: DecodeRows) -> RowSet:
         return plan.rows
     new = [sequence.slot for sequence in plan.sampling + plan.forked]
     added, old = rows.row_set(np.array(new, np.intp)), plan.rows
+    if not len(old):
+        return added
     return RowSet(
         np.append(old.slots, added.slots),
         np.append(old.batch_seq_ids, added.batch_seq_ids),
@@ -358,14 +311,8 @@ def apply_step_result(
     requests.counters.plan_copies += result.plan_copies
     requests.counters.replayed_steps += result.replayed
     requests.counters.kv_bytes_read += result.kv_bytes_read
-    costs = scheduler.costs
     scheduler.drafting.answered(step, result, now)
-    rare = step.prefill_tokens or step.drafts or result.waited_us
-    if rare or step.step % PLAIN_STEPS_PER_OBSERVATION == 0:
-        elapsed_us = result.elapsed_us - result.waited_us
-        costs.observe(rows=step.decode_rows, prefill_tokens=step.prefill_tokens, elapsed_us=elapsed_us)
-    if result.moved_blocks:
-        costs.observe_moves(result.moved_blocks, result.moved_us)
+    requests.answered.append((step, result))
     if len(result.tokens) != 4 * step.places:
         raise ProtocolError(
             f"step {result.step} samples {step.places} int32 tokens; {len(result.tokens)} bytes came back"
@@ -392,6 +339,15 @@ def apply_step_result(
         scheduler.drafting.foretold(result.forced)
 
 
+def _learn(costs: StepCosts, step: InflightStep, result: StepResult) -> None:
+    rare = step.prefill_tokens or step.drafts or result.waited_us
+    if rare or step.step % PLAIN_STEPS_PER_OBSERVATION == 0:
+        elapsed_us = result.elapsed_us - result.waited_us
+        costs.observe(rows=step.decode_rows, prefill_tokens=step.prefill_tokens, elapsed_us=elapsed_us)
+    if result.moved_blocks:
+        costs.observe_moves(result.moved_blocks, result.moved_us)
+
+
 def _score(requests: RequestTable, step: InflightStep, scores: dict[int, PromptLogprobs]) -> None:
     for batch_seq_id, logprobs in scores.items():
         request = step.scored.get(batch_seq_id)
@@ -416,10 +372,10 @@ def _accept_drafted(
     except ValueError as error:
         raise ProtocolError(f"step {result.step}: {error}") from error
     predicted = scheduler.drafting.predicted(step)
-    accepted = [
-        _accept(requests, scheduler, rows, tokens, logprobs, now, drafted=depth > 0)
-        for depth, (rows, tokens, logprobs) in enumerate(positions)
-    ]
+    accepted = []
+    for depth, (rows, tokens, logprobs) in enumerate(positions):
+        accepted.append(_accept(requests, scheduler, rows, tokens, logprobs, now, drafted=depth > 0))
+        requests.settle(scheduler)
     requests.pending_outputs.drafts += drafts_tried(step, accepted, predicted)
     join_results(requests.pending_outputs, first)
 
@@ -467,7 +423,7 @@ def _accept(
     filled = ((known - 1) % scheduler.config.chunk_size == 0) & ~ended
     if filled.any():
         scheduler.seal(slots[filled], now)
-    for index in np.flatnonzero(ended).tolist():
+    for index in ended.nonzero()[0].tolist():
         sequence = state.sequences[slots[index]]
         assert sequence is not None
         requests.end_sequence(

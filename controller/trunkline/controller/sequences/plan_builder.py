@@ -191,7 +191,7 @@ class DecodeRows:
 
     def active_slots(self) -> NDArray[np.intp]:
         """Return the indices of the sequences that have a token to compute after the steps planned so far."""
-        return np.flatnonzero((self.batch_seq_ids > 0) & (self.planned + 1 < self.limit))
+        return ((self.batch_seq_ids > 0) & (self.planned + 1 < self.limit)).nonzero()[0]
 
     def calm_steps(self, slots: NDArray[np.intp]) -> tuple[int, int]:
         """Return how many further plans of these rows need no block and are no row's last, and how many further

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -82,6 +83,7 @@ from trunkline.router.messages import (
 from trunkline.runtime.process import report_status
 from trunkline.runtime.tracing import start as start_tracing
 from trunkline.runtime.wire_sockets import Gate
+from trunkline.worker.messages import WorkerMessage
 
 EXIT_CONFIG: Final = 2
 """Exit code of a controller whose configuration can never work, so that it is not started again."""
@@ -286,12 +288,11 @@ class ControllerService:
         """Give the engine the events of this turn, and do what it asks for until it can plan no more steps."""
         while self.engine is not None:
             events, self._pending.events = self._pending.events, []
-            ready = self.engine.step(events, now)
-            reason = ready.problem
-            try:
-                self._act(self.engine, ready)
-            except GroupLostError as error:
-                reason = str(error)
+            ready = self.engine.begin(events, now)
+            reason = self._act(self.engine, ready) or ready.problem
+            if ready.has_rest:
+                ready = self.engine.finish(ready, now)
+                reason = self._act(self.engine, ready) or reason
             if self.config.debug_checks:
                 check_integrity(self.engine.scheduler)
             if reason:
@@ -300,25 +301,26 @@ class ControllerService:
                 self._deadlines.engine = ready.wake_at
                 return
 
-    def _act(self, engine: Engine, ready: Ready) -> None:
-        """Do what a step of the engine asks for, in the order of the fields of `Ready`.
+    def _act(self, engine: Engine, ready: Ready) -> str:
+        """Do what the engine asks for, in the order of the fields of `Ready`; outputs and log lines in any case.
+        Return why the workers are lost, if a rank takes no more messages."""
+        reason = self._send((*ready.grammars, ready.plan) if ready.plan is not None else ready.grammars)
+        if ready.outputs is not None:
+            self._publish(ready.outputs)
+        self.persistence.note(ready.disk_changes)
+        reason = self._send(ready.orders) or reason
+        if ready.ended:
+            self._request_log.look(engine, ready.ended, time.monotonic())
+        return reason
 
-        Raises:
-            GroupLostError: A rank takes no more messages. Outputs and log lines are out all the same.
-        """
+    def _send(self, messages: Sequence[WorkerMessage]) -> str:
+        """Send messages to all workers; return why that is not possible any more, "" if it is."""
         try:
-            for grammar in ready.grammars:
-                self.group.send(grammar)
-            if ready.plan is not None:
-                self.group.send(ready.plan)
-            self.persistence.note(ready.disk_changes)
-            for order in ready.orders:
-                self.group.send(order)
-        finally:
-            if ready.outputs is not None:
-                self._publish(ready.outputs)
-            if ready.ended:
-                self._request_log.look(engine, ready.ended, time.monotonic())
+            for message in messages:
+                self.group.send(message)
+        except GroupLostError as error:
+            return str(error)
+        return ""
 
     def _lose(self, reason: str, now: float) -> None:
         """Give up the workers: requests wait for new ones."""

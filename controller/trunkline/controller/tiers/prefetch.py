@@ -77,10 +77,13 @@ class Fetching:
         self._waits: dict[int, _Wait] = {}
         self._timed: dict[int, _Wait] = {}
         """The few waiting requests that have a deadline."""
+        self._done: list[int] = []
+        """Requests that have started or ended since the last `settle`."""
 
     def expect(self, group: SequenceGroup, path: AbstractSequence[Node], behind: int = 0) -> None:
         """Fetch the chunks that a waiting request will use, the first `behind` of them in layers without a window
         only."""
+        self.settle()
         wait = self._waits.setdefault(group.id, _Wait())
         for index, node in enumerate(path):
             if not (node.is_loadable if index < behind else self._tiers.is_near(node)):
@@ -197,10 +200,17 @@ class Fetching:
         return nearest if tier is TierKind.PEER and nearest is TierKind.DEVICE else tier
 
     def done(self, group: SequenceGroup) -> None:
-        """Stop fetching for a request that has started or ended."""
+        """Stop fetching for a request that has started or ended, with the next `settle`."""
         self._timed.pop(group.id, None)
         if self._waits.pop(group.id, None) is not None:
-            self._tiers.unwant(group.id)
+            self._done.append(group.id)
+
+    def settle(self) -> None:
+        """Tell the tiers which requests want nothing any more. That takes a moment for each chunk, and no plan has
+        to wait for it."""
+        for request in self._done:
+            self._tiers.unwant(request)
+        self._done.clear()
 
     def next_deadline(self, now: float) -> float:
         """Return the next deadline of a waiting request; infinity if there is none."""
