@@ -16,11 +16,10 @@ from trunkline.controller.engine.events import AbortRequest, DropCache, Event, R
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import StepResult, Submit, TopLogprobs
+from trunkline.controller.scheduling.filled_rows import SLACK_ROWS_MIN
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.worker.messages import Sampling
-
-TOKENS = 40
 
 
 def told(ready: Ready) -> list[Any]:
@@ -45,32 +44,42 @@ class Twins:
     """Two engines that get the same: one step by step, as a service calls it, and one that is told of each event
     before its step, so that it has no calm steps."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, rows: int) -> None:
+        """
+        Args:
+            rows: largest number of rows. With many, requests come together, and are so long that chunks wait for each
+                other.
+        """
         self.rng = rng
+        self.many = many = rows >= SLACK_ROWS_MIN
+        self.tokens = 5000 if many else 40
+        self.odds = 0.2 if many else 1.0
+        """How often something happens that ends calm steps."""
         config = EngineConfig(
-            num_blocks=rng.choice([24, 80]),
-            chunk_size=16,
-            max_context=120,
-            token_budget=64,
-            max_rows=8,
+            num_blocks=rng.choice([110, 160] if many else [24, 80]),
+            chunk_size=64 if many else 16,
+            max_context=500 if many else 120,
+            token_budget=640 if many else 64,
+            max_rows=rows,
             max_inflight_steps=rng.choice([1, 2, 2]),
             prefix_cache=rng.random() < 0.9,
             host_slots=rng.choice([0, 0, 12]),
         )
         self.engines = Engine(config), Engine(config)
         self.results: deque[StepResult] = deque()
-        self.rows = 0
+        self.rows_max, self.rows = rows, 0
         self.now = 0.0
         self.next_id = 1
         self.calm = 0
-        """Number of calm steps that the first engine took."""
+        """Number of calm steps that the first engine took, if there are many rows, with as many as let chunks wait."""
 
     def step(self, events: list[Event]) -> Ready:
         first, second = self.engines
         scheduler = first._calm._scheduler
         before = first._calm._planned
         ready = first.step(events, self.now)
-        self.calm += scheduler is not None and first._calm._planned == before + 1
+        was_calm = scheduler is not None and first._calm._planned == before + 1
+        self.calm += was_calm and (not self.many or self.rows >= SLACK_ROWS_MIN)
         for event in events:
             second.receive(event, self.now)
         other = second.step((), self.now)
@@ -87,12 +96,12 @@ class Twins:
         self.rows = self.rows if plan.rows is None else len(plan.rows) // 4
         samples = int(unpack_int32(plan.prefill, 5)[:, 4].sum()) if plan.prefill else 0
         count, rng = self.rows + samples + len(plan.forks), self.rng
-        tokens = [rng.randrange(TOKENS) for _ in range(count)]
+        tokens = [rng.randrange(self.tokens) for _ in range(count)]
         result = StepResult(plan.step, plan.epoch, pack_int32(tokens), rng.randrange(2000), plan_copies=1)
-        if count and rng.random() < 0.03:
+        if count and rng.random() < 0.03 * self.odds:
             tops = {rng.randrange(count): TopLogprobs(-0.5, b"", b"")}
             result = msgspec.structs.replace(result, logprobs=tops)
-        if rng.random() < 0.03:
+        if rng.random() < 0.03 * self.odds:
             result = msgspec.structs.replace(result, waited_us=5, moved_blocks=1, moved_us=3)
         self.results.append(result)
 
@@ -100,12 +109,12 @@ class Twins:
         rng, size = self.rng, self.rng.randrange(1, 40)
         prompt = [rng.randrange(3) for _ in range(size)]
         request, self.next_id = self.next_id, self.next_id + 1
-        stops = rng.sample(range(TOKENS), rng.choice([0, 0, 1, 12]))
+        stops = rng.sample(range(self.tokens), rng.choice([0, 0, 1, 12]))
         submit = Submit(
             request,
             pack_int32(prompt),
             size,
-            rng.randrange(1, 70),
+            rng.choice([300, rng.randrange(300)]) + 1 if self.many else rng.randrange(1, 70),
             Sampling(seed=request),
             stops,
             n=rng.choice([1, 1, 1, 2]),
@@ -117,23 +126,26 @@ class Twins:
     def turn(self) -> None:
         """Events as they come together, mostly one result, then steps until no more can be planned."""
         rng = self.rng
-        self.now += rng.choice([0.0, 0.002, 0.01, CALM_S])
+        self.now += CALM_S if rng.random() < 0.25 * self.odds else rng.choice([0.0, 0.002, 0.01])
         events: list[Event] = [self.results.popleft()] if self.results else []
-        if rng.random() < (0.06 if not self.engines[0].is_idle else 0.5):
-            events.insert(rng.randrange(len(events) + 1), self.submit())
-        if rng.random() < 0.02:
+        few = len(self.engines[0].requests()) < (4 if self.many else 1)
+        if rng.random() < (0.5 if few else 0.06 * self.odds):
+            for _ in range(3 * self.rows_max // 4 if few and self.many else 1):
+                events.insert(rng.randrange(len(events) + 1), self.submit())
+        if rng.random() < 0.02 * self.odds:
             events.append(AbortRequest(rng.randrange(1, self.next_id + 1), rng.choice([-1, 0])))
-        if rng.random() < 0.01:
+        if rng.random() < 0.01 * self.odds:
             events.append(DropCache((1, self.next_id)))
-        if rng.random() < 0.02:
+        if rng.random() < 0.02 * self.odds:
             events.append(StepResult(0, 7, b"", 1))  # of workers that are lost
         while self.step(events).again:
             events = []
 
 
 @pytest.mark.parametrize("seed", seeds(3))
-def test_calm_steps_are_as_others(seed: int) -> None:
-    twins = Twins(random.Random(seed))
+@pytest.mark.parametrize("rows", [8, 24])
+def test_calm_steps_are_as_others(rows: int, seed: int) -> None:
+    twins = Twins(random.Random(seed), rows)
     for turn in range(600):
         twins.turn()
         if turn % 40 == 0:

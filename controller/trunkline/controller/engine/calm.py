@@ -1,7 +1,7 @@
 """Steps in which nothing has to be decided. Pure.
 
-A group that answers one client, or a few, spends most of its steps on rows that just go on: no request waits, no
-chunk fills and no row ends. When a step has been planned, `CalmSteps.begin` looks once at everything that planning
+Between arrivals and ends, a group spends most of its steps on rows that just go on: no request waits, no chunk has
+to enter the tree, no row needs a block and none ends. When a step has been planned, `CalmSteps.begin` looks once at everything that planning
 looks at, and for how many steps it stays so. For these *calm* steps a result is taken in and the next plan is made
 by a handful of operations. Each that is left out counts: between two tokens the processor's caches are filled by
 others, and then a function that takes a microsecond in a loop takes ten.
@@ -33,7 +33,10 @@ from trunkline.worker.messages import StepPlan
 CALM_S: Final = 1.0
 """Seconds after which calm steps end: time alone lets chunks expire, ends pauses of tiers, and the like."""
 CALM_ROWS_MAX: Final = 32
-"""Largest number of rows of a calm step: of more rows one fills its chunk in almost every step."""
+"""Largest number of rows of a calm step whose chunks do not wait for each other
+(`trunkline.controller.scheduling.filled_rows`): of more rows one fills its chunk in almost every step."""
+FEW_ROWS: Final = 16
+"""Largest number of rows whose tokens are looked at without an array."""
 CALM_RESULTS_MAX: Final = 24
 """Largest number of results of calm steps, where drafts may be found in them."""
 CALM_STEPS_MIN: Final = 4
@@ -62,20 +65,21 @@ class CalmSteps:
     def begin(self, scheduler: Scheduler, ready: Ready, now: float) -> None:
         """Let calm steps follow a step that has been planned, if some can; earlier ones must be settled."""
         rows, inflight = scheduler.row_set, self._inflight
-        if ready.again or ready.wake_at < inf or not 0 < len(rows) <= CALM_ROWS_MAX:
+        slack = scheduler.slack(len(rows))
+        if ready.again or ready.wake_at < inf or not 0 < len(rows) <= (len(rows) if slack else CALM_ROWS_MAX):
             return
         if self._requests.pending_outputs or not self._is_quiet(scheduler):
             return
         if any(step.rows is not rows or step.drafts or step.prefill_tokens for step in inflight):
             return
-        plans, results = scheduler.rows.calm_steps(rows.slots)
+        plans, results = scheduler.rows.calm_steps(rows.slots, slack)
         if scheduler.drafting.source is not None:  # which looks at the tokens when calm steps end
             results = min(results, CALM_RESULTS_MAX)
         if min(plans, results) < CALM_STEPS_MIN:
             return
         self._scheduler, self._rows = scheduler, rows
         self._plans_left, self._results_left, self._until = plans, results, now + CALM_S
-        self._stops = scheduler.rows.stop_ids(rows.slots)
+        self._stops = scheduler.rows.stops.of(rows.slots)
 
     def _is_quiet(self, scheduler: Scheduler) -> bool:
         """Return whether nothing but the rows that decode may change a plan."""
@@ -100,13 +104,16 @@ class CalmSteps:
             return None
         if result.logprobs or result.beams or result.prompt_logprobs:
             return None
+        tokens = unpack_int32(result.tokens)
         ids = memoryview(result.tokens).cast("i")
-        if min(ids) < 0 or not self._stops.isdisjoint(ids):
+        if (min(ids) if places <= FEW_ROWS else tokens.min()) < 0:
             return None
-        return self._step(self._scheduler, result, places, epoch)
+        if self._stops and not self._stops.isdisjoint(ids):
+            return None
+        return self._step(self._scheduler, result, tokens, epoch)
 
-    def _step(self, scheduler: Scheduler, result: StepResult, places: int, epoch: int) -> Ready:
-        counters, rows = self._requests.counters, self._rows
+    def _step(self, scheduler: Scheduler, result: StepResult, tokens: Int32Array, epoch: int) -> Ready:
+        counters, rows, places = self._requests.counters, self._rows, len(tokens)
         counters.plan_copies += result.plan_copies
         counters.replayed_steps += result.replayed
         counters.kv_bytes_read += result.kv_bytes_read
@@ -114,7 +121,6 @@ class CalmSteps:
         counters.steps += 1
         if result.step % PLAIN_STEPS_PER_OBSERVATION == 0:
             scheduler.costs.observe(rows=places, prefill_tokens=0, elapsed_us=result.elapsed_us)
-        tokens = unpack_int32(result.tokens)
         self._taken.append(tokens)
         self._planned += 1
         self._results_left -= 1

@@ -18,7 +18,8 @@
 8. The tokens that must be computed for the queue are counted right.
    In a tree with a window, 3, 5 and the paths of 6 hold for what is read only.
 9. A row's block table equals its sequence's path and private blocks (of a beam only in number), and covers the
-   tokens that the row knows. Either all sequences of a group have a row, or none.
+   tokens that the row knows. Either all sequences of a group have a row, or none. The tokens of a full chunk that
+   has not entered the tree are still in the row's ring buffer, or in the sequence.
 """
 
 from __future__ import annotations
@@ -255,6 +256,9 @@ def _check_rows(scheduler: Scheduler) -> None:
         needed = int(max(rows.planned[slot], rows.known[slot] - 1))
         _check(count * rows.chunk_size >= needed, f"slot {slot} has too few blocks")
         _check(rows.known[slot] <= rows.planned[slot] + 1, f"slot {slot} knows tokens that were not computed")
+        next_chunk = int(rows.fills_at[slot]) - rows.chunk_size
+        is_kept = rows.known[slot] - next_chunk <= 2 * rows.chunk_size and sequence.tokens.count >= next_chunk
+        _check(is_kept or sequence.beam_position is not None, f"slot {slot} has lost tokens of a full chunk")
         members = sequence.group.members
         decoding = sum(member.slot >= 0 for member in members)
         _check(decoding == len(members), f"{decoding} of {len(members)} of request {sequence.request} decode")

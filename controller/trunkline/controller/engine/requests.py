@@ -420,9 +420,9 @@ def _accept(
     scheduler.drafting.extend(slots, tokens, drafted=drafted)
     known = state.known[slots]
     ended = stopped | (known >= state.limit[slots])
-    filled = ((known - 1) % scheduler.config.chunk_size == 0) & ~ended
-    if filled.any():
-        scheduler.seal(slots[filled], now)
+    beyond = known - state.fills_at[slots]
+    if beyond.max() > scheduler.slack(len(rows)):
+        scheduler.seal(slots[(beyond > 0) & ~ended], now)
     for index in ended.nonzero()[0].tolist():
         sequence = state.sequences[slots[index]]
         assert sequence is not None

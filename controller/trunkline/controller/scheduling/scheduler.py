@@ -26,7 +26,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkline.controller.allocation.filled_chunks import append_filled
 from trunkline.controller.allocation.group_fit import fits_group
 from trunkline.controller.allocation.kv_manager import Admission, KVCacheManager
 from trunkline.controller.allocation.prefix_match import keep_or_compact
@@ -35,6 +34,7 @@ from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.scheduling.admission import AdmissionOrder, Quarantine, explain
 from trunkline.controller.scheduling.drafting import Drafting
 from trunkline.controller.scheduling.fair_queue import FairQueue
+from trunkline.controller.scheduling.filled_rows import enter_filled, give_early, slack_of
 from trunkline.controller.scheduling.forks import Forks, move_beams, restore_output
 from trunkline.controller.scheduling.module_calls import ModuleEncoding
 from trunkline.controller.scheduling.prompt_blocks import extend_prompts
@@ -171,12 +171,13 @@ class Scheduler:
         if not len(starting):
             return
         groups: dict[int, list[Sequence]] = {}
+        if not (self.kv.has_window or self.forks.searches):  # as below, for rows that share nothing
+            if give_early(self.kv, self.rows, slots, self._pending, plan):
+                return
+            if self.kv.pool.free_count >= len(starting):
+                plan.append_blocks(self.rows, starting, [self.kv.pool.allocate() for _ in range(len(starting))])
+                return
         rows = [s for slot in starting.tolist() if (s := self.rows.sequences[slot]) is not None]
-        has_room = self.kv.pool.free_count >= len(rows)
-        if has_room and not (self.kv.has_window or self.forks.searches):  # as below, for rows that share nothing
-            for sequence in rows:
-                plan.append_block(self.rows, sequence, self.kv.pool.allocate())
-            return
         for sequence in sorted(rows, key=lambda s: (self.queue.rank(s.group), s.sample)):
             groups.setdefault(sequence.request, []).append(sequence)
         for members in groups.values():
@@ -282,18 +283,12 @@ class Scheduler:
                 self.end(member, now)
 
     def seal(self, slots: NDArray[np.intp], now: float) -> None:
-        """Put the chunks that rows have just filled into the radix tree, to be shared."""
-        fences, is_cached = self.kv.tree.fences, self.config.prefix_cache
-        is_plain = not self.kv.has_window
-        for slot in slots.tolist():
-            sequence, key = self.rows.take_filled(slot)
-            if not is_cached or (is_plain and append_filled(self.kv.tree, sequence, key, now)):
-                continue
-            for index, block in self.kv.seal(sequence, sequence.tokens.count, now):
-                fences.reads(fences.ready_after([block]))  # this block's chunk may still be loading from the host
-                self.rows.set_block(sequence.slot, index, block)
-                self._pending.merged.append((sequence.batch_seq_id, index, block))
-                self._pending.rows_changed = True
+        """Put the chunks that rows have filled into the radix tree, to be shared."""
+        enter_filled(self.kv, self.rows, slots, self._pending, now)
+
+    def slack(self, rows: int) -> int:
+        """Return how many tokens late the chunks of so many rows may enter the tree."""
+        return slack_of(self.kv, rows)
 
     def move_beams(self, group: SequenceGroup, parents: list[int], now: float) -> None:
         """Move a search's beams as the workers did at the end of the step whose result came last."""

@@ -28,7 +28,8 @@ from trunkline.controller.cache.radix_cache import TierCopyPlan
 from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.sequences.draft_source import DraftSource
 from trunkline.controller.sequences.sequence import Sequence, SequenceGroup
-from trunkline.kvstore.chunks import NO_BLOCK, BlockId, Int32Array, pack_int32
+from trunkline.controller.sequences.stop_tokens import StopTokens
+from trunkline.kvstore.chunks import NO_BLOCK, BlockId, Int32Array, blocks_for, pack_int32
 from trunkline.runtime.spans import StepTrace, pack_steps
 from trunkline.worker.messages import Fork, Join, StepPlan
 
@@ -37,8 +38,6 @@ BoolArray = NDArray[np.bool_]
 
 BEAM: Final = -1
 """Value of `RowSet.samples` for a beam."""
-STOP_IDS_INLINE: Final = 8
-"""Largest number of a row's stop tokens that are compared as arrays; rows with more are checked one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +77,15 @@ class DecodeRows:
         self.known: Int64Array = np.zeros(capacity, np.int64)
         self.planned: Int64Array = np.zeros(capacity, np.int64)
         self.limit: Int64Array = np.zeros(capacity, np.int64)
+        self.fills_at: Int64Array = np.zeros(capacity, np.int64)
+        """Length up to which each row's next chunk reaches that has not entered the tree: it is full when more
+        tokens are known."""
         self.tables: Int32Array = np.full((capacity, max_blocks), NO_BLOCK, np.int32)
         self.block_counts: Int32Array = np.zeros(capacity, np.int32)
         self.text_blocks: Int32Array = np.zeros(capacity, np.int32)
         """Number of entries at the beginning of each table that belong to texts of modules. Other rows may have
         the same texts at other entries."""
-        self._stop_ids: Int32Array = np.empty((0, capacity), np.int32)
-        """`[n, capacity]`: one array for each of the first stop tokens; n: the most of a row so far; -1: none."""
-        self._many_stops: dict[int, frozenset[int]] = {}
+        self.stops = StopTokens(capacity)
         self._recent: Int32Array = np.zeros((capacity, 2 * chunk_size), "<i4")
         """Ring buffers of the latest tokens by position. Their tokens move to the sequence when a chunk fills."""
         self._free = list(range(capacity - 1, -1, -1))
@@ -109,6 +109,7 @@ class DecodeRows:
         self.samples[slot] = sequence.sample if sequence.beam_position is None else BEAM
         self.known[slot] = sequence.tokens.count
         self.planned[slot] = sequence.prefill_stop
+        self.fills_at[slot] = blocks_for(sequence.tokens.count, self.chunk_size) * self.chunk_size
         self.limit[slot] = sequence.group.limit
         table = sequence.block_table()
         self.tables[slot, : len(table)] = table
@@ -116,12 +117,7 @@ class DecodeRows:
         self.text_blocks[slot] = sequence.stem.base if sequence.group.modules is not None else 0
         # A beam search handles stop tokens itself.
         stop_ids = sequence.group.request.submit.stop_token_ids if sequence.beam_position is None else ()
-        if len(stop_ids) <= STOP_IDS_INLINE:
-            if (more := len(stop_ids) - len(self._stop_ids)) > 0:
-                self._stop_ids = np.pad(self._stop_ids, ((0, more), (0, 0)), constant_values=-1)
-            self._stop_ids[: len(stop_ids), slot] = stop_ids
-        else:
-            self._many_stops[slot] = frozenset(stop_ids)
+        self.stops.set(slot, stop_ids)
         if self.drafts is not None and sequence.beam_position is None:
             self.drafts.add(sequence)
         return slot
@@ -142,8 +138,7 @@ class DecodeRows:
         self.batch_seq_ids[slot] = 0
         self.tables[slot, : self.block_counts[slot]] = NO_BLOCK
         self.block_counts[slot] = self.text_blocks[slot] = 0
-        self._stop_ids[:, slot] = -1
-        self._many_stops.pop(slot, None)
+        self.stops.clear(slot)
         sequence.slot = -1
         self._free.append(slot)
 
@@ -170,11 +165,12 @@ class DecodeRows:
             first += len(run)
 
     def take_filled(self, slot: int) -> tuple[Sequence, bytes]:
-        """Move the tokens of the chunk that a row has just filled, in front of its last token, from the ring
-        buffer to the sequence. Return the sequence, and the chunk's tokens as in `Node.key`."""
+        """Move the tokens of the chunk that a row has filled, at most a chunk ago, from the ring buffer to the
+        sequence. Return the sequence, and the chunk's tokens as in `Node.key`."""
         sequence, size = self.sequences[slot], self.chunk_size
         assert sequence is not None
-        tokens, stop = sequence.tokens, int(self.known[slot]) - 1
+        tokens, stop = sequence.tokens, int(self.fills_at[slot])
+        self.fills_at[slot] = stop + size
         start = stop // size % 2 * size
         chunk = self._recent[slot, size - start : 2 * size - start]
         missing = stop - tokens.count
@@ -193,14 +189,14 @@ class DecodeRows:
         """Return the indices of the sequences that have a token to compute after the steps planned so far."""
         return ((self.batch_seq_ids > 0) & (self.planned + 1 < self.limit)).nonzero()[0]
 
-    def calm_steps(self, slots: NDArray[np.intp]) -> tuple[int, int]:
+    def calm_steps(self, slots: NDArray[np.intp], slack: int) -> tuple[int, int]:
         """Return how many further plans of these rows need no block and are no row's last, and how many further
-        results fill no chunk and end no row by its length."""
+        results end no row by its length, and let no chunk enter the tree later than `slack` tokens after it is
+        full."""
         known, planned, limit, size = self.known[slots], self.planned[slots], self.limit[slots], self.chunk_size
         room = self.block_counts[slots] * np.int64(size) - planned
-        to_seal = size - 1 - (known - 1) % size
         plans = int(np.minimum(room, limit - planned - 2).min())
-        return plans, int(np.minimum(to_seal, limit - known - 1).min())
+        return plans, int((np.minimum(self.fills_at[slots] + slack, limit - 1) - known).min())
 
     def accept_calm(self, slots: NDArray[np.intp], tokens: Int32Array, plans: int) -> None:
         """Store what steps drew for these rows, and count plans, no more of either than `calm_steps` has allowed.
@@ -213,12 +209,6 @@ class DecodeRows:
         self._recent[slots, positions % self._recent.shape[1]] = tokens
         self.known[slots] = known + len(tokens)
         self.planned[slots] += plans
-
-    def stop_ids(self, slots: NDArray[np.intp]) -> frozenset[int]:
-        """Return all stop tokens of these rows."""
-        inline = self._stop_ids[:, slots]
-        many = [self._many_stops[slot] for slot in slots.tolist() if slot in self._many_stops]
-        return frozenset(inline[inline >= 0].tolist()).union(*many)
 
     def arrange(self, slots: NDArray[np.intp]) -> tuple[RowSet, Int32Array]:
         """Return the row set of these indices in tree order, and its runs (`shared_runs`, `text_runs`)."""
@@ -257,11 +247,7 @@ class DecodeRows:
         known = self.known[slots]
         self._recent[slots, known % self._recent.shape[1]] = tokens
         self.known[slots] = known + 1
-        stopped = (self._stop_ids.take(slots, axis=1) == tokens).any(axis=0)
-        for slot in self._many_stops:
-            for index in np.flatnonzero(slots == slot):
-                stopped[index] = int(tokens[index]) in self._many_stops[slot]
-        return valid, slots, stopped
+        return valid, slots, self.stops.hit(slots, tokens)
 
 
 def tree_order(tables: Int32Array) -> NDArray[np.intp]:
@@ -418,6 +404,17 @@ class PlanBuilder(TierCopyPlan):
         rows.tables[slot, index] = block
         rows.block_counts[slot] = index + 1
         self.blocks.append((sequence.batch_seq_id, index, block))
+
+    def append_blocks(self, rows: DecodeRows, slots: NDArray[np.intp], blocks: list[BlockId]) -> None:
+        """Give each of some rows one more block."""
+        indices = rows.block_counts[slots]
+        rows.tables[slots, indices] = blocks
+        rows.block_counts[slots] = indices + 1
+        for slot, index, block in zip(slots.tolist(), indices.tolist(), blocks, strict=True):
+            sequence = rows.sequences[slot]
+            assert sequence is not None
+            sequence.private.append(block)
+            self.blocks.append((sequence.batch_seq_id, index, block))
 
     def _step_traces(self) -> Iterator[StepTrace]:
         for group, batch_seq_id, tokens in self.traced:
