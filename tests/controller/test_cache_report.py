@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import pytest
 from controller.tier_harness import Session, miss_of, settle, simulate, sink, sunken, tiers_of
 from msgspec.structs import replace
@@ -9,8 +12,10 @@ from simulation.driver import Simulation
 from simulation.streams import Options, verify
 
 from trunkline.controller.engine_config import EngineConfig
+from trunkline.controller.scheduling import admission
 from trunkline.controller.tiers.costs import StepCosts
 from trunkline.kvstore.tier import TierKind
+from trunkline.router.messages import MissReason
 
 PLAIN = EngineConfig(num_blocks=40, chunk_size=4, max_context=96, token_budget=40, max_rows=8)
 PROMPT = list(range(100, 122))
@@ -35,6 +40,27 @@ def test_nothing_is_missed_of_what_was_just_there(simulation: Simulation) -> Non
     assert ask(simulation, PROMPT[:9]) == ("", 0)
     assert ask(simulation, [7]) == ("", 0), "the last token is always computed"
     assert simulation.engine.counters.misses == {"new": 1}
+
+
+def test_a_reason_is_found_without_looking_at_every_prompt(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, find = [], admission._reason
+
+    def counted(*arguments: Any) -> MissReason:
+        calls: list[str] = []
+        sys.setprofile(lambda _frame, event, _function: calls.append(event))
+        try:
+            return find(*arguments)
+        finally:
+            sys.setprofile(None)
+            counts.append(len(calls))
+
+    monkeypatch.setattr(admission, "_reason", counted)
+    for first in range(1000, 1040):
+        assert ask(simulation, [first, 3]) == ("new", 0)
+    assert len(counts) == 40
+    assert max(counts) < 2 * min(counts), "at least one more call for each prompt that begins at the root"
 
 
 def test_what_comes_after_what_was_there_is_new(simulation: Simulation) -> None:

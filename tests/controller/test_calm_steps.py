@@ -47,8 +47,8 @@ class Twins:
     def __init__(self, rng: random.Random, rows: int) -> None:
         """
         Args:
-            rows: largest number of rows. With many, requests come together, and are so long that chunks wait for each
-                other.
+            rows: largest number of rows. With many, requests come together, and are so long that chunks wait for
+                each other.
         """
         self.rng = rng
         self.many = many = rows >= SLACK_ROWS_MIN
@@ -71,7 +71,7 @@ class Twins:
         self.now = 0.0
         self.next_id = 1
         self.calm = 0
-        """Number of calm steps that the first engine took, if there are many rows, with as many as let chunks wait."""
+        """Number of calm steps that the first engine took. With many rows, those count whose chunks wait."""
 
     def step(self, events: list[Event]) -> Ready:
         first, second = self.engines

@@ -1,10 +1,10 @@
 """Steps in which nothing has to be decided. Pure.
 
 Between arrivals and ends, a group spends most of its steps on rows that just go on: no request waits, no chunk has
-to enter the tree, no row needs a block and none ends. When a step has been planned, `CalmSteps.begin` looks once at everything that planning
-looks at, and for how many steps it stays so. For these *calm* steps a result is taken in and the next plan is made
-by a handful of operations. Each that is left out counts: between two tokens the processor's caches are filled by
-others, and then a function that takes a microsecond in a loop takes ten.
+to enter the tree, no row needs a block and none ends. When a step has been planned, `CalmSteps.begin` looks once
+at everything that planning looks at, and for how many steps it stays so. For these *calm* steps a result is taken
+in and the next plan is made by a handful of operations. Each that is left out counts: between two tokens the
+processor's caches are filled by others, and then a function that takes a microsecond in a loop takes ten.
 
                     ┌─────────────────── results that are plain ──────────────────┐
     planned ─► begin ─► step ─► Ready: the next plan, and the tokens ─► step ─► … ─┴─► settle ─► `Engine.step`

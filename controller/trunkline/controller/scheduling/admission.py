@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from itertools import chain, islice, takewhile
 from typing import Final
 
 import numpy as np
@@ -218,6 +219,12 @@ def _balance(by_tier: list[int], cached: int, last: TierKind) -> None:
         difference -= change
 
 
+def _keys_from(keys: list[bytes], start: bytes) -> Iterator[bytes]:
+    """Iterate over the keys of a sorted list that begin with `start`: of a root's many children, a few."""
+    first = bisect_left(keys, start)
+    return takewhile(lambda key: key.startswith(start), islice(keys, first, None))
+
+
 def _reason(kv: KVCacheManager, fetching: Fetching, sequence: Sequence) -> MissReason:
     """Return why the first token that was not cached is missing."""
     tree, size = kv.tree, kv.chunk_size
@@ -233,9 +240,14 @@ def _reason(kv: KVCacheManager, fetching: Fetching, sequence: Sequence) -> MissR
     if departed is not None:
         return departed
     # A tail that this prompt continues says nothing about other prompts.
-    others = [c for c in above.children.values() if c not in sequence.path and not key.startswith(c.key)]
-    if sequence.resident or any(child.key[:TOKEN_BYTES] == key[:TOKEN_BYTES] for child in others):
-        return MissReason.DIVERGED if others else MissReason.NEW
-    if sequence.salt and not others and (above.parent is not None or above.key.startswith(SALT_ROOT)):
+    own = sequence.path[max(index, sequence.stem.base) :][:1]
+
+    def is_other(child_key: bytes) -> bool:
+        return not key.startswith(child_key) and above.children[child_key] not in own
+
+    has_others = any(map(is_other, above.sorted_keys))  # one of the first, however many prompts begin at a root
+    if sequence.resident or any(map(is_other, _keys_from(above.sorted_keys, key[:TOKEN_BYTES]))):
+        return MissReason.DIVERGED if has_others else MissReason.NEW
+    if sequence.salt and not has_others and (above.parent is not None or above.key.startswith(SALT_ROOT)):
         return MissReason.SALT
     return MissReason.NEW

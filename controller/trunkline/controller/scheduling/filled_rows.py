@@ -1,13 +1,12 @@
 """Chunks of rows that decode: when full ones enter the radix tree, and when rows get their next blocks. Pure.
 
 A row fills a chunk and needs a block once in `chunk_size` tokens, so in a large batch some row does in every step.
-Entering chunks and giving blocks takes longer than all the rest of a step, though nothing waits for either. So in a
+Entering chunks and giving blocks takes as long as the rest of a step, though nothing waits for either. So in a
 large batch both are done for many rows at once, every few steps, and the steps between have nothing to decide
 (`trunkline.controller.engine.calm`):
 
-      chunk 4 (entered) │ chunk 5 (full) │ 6 · ·            │
-                                         └─ known           └─ its block ends
-                        enters the tree up to `slack` tokens late; chunk 7 gets its block up to `slack` tokens early
+      chunk 4, entered │ chunk 5, full, enters late │ chunk 6, being filled │ chunk 7, its block comes early
+                                                           known ┘
 
 A request that comes meanwhile does not find such a chunk yet. Blocks are given early only while every row could
 still have one more without a preemption.
@@ -31,8 +30,8 @@ SLACK_PART: Final = 8
 
 
 def slack_of(kv: KVCacheManager, rows: int) -> int:
-    """Return how many tokens late the chunks of so many rows may enter the tree, and how many tokens early they may
-    get their blocks."""
+    """Return how many tokens late the chunks of so many rows may enter the tree, and how many tokens early blocks
+    may be given to them."""
     return kv.chunk_size // SLACK_PART if rows >= SLACK_ROWS_MIN and not kv.has_window else 0
 
 
