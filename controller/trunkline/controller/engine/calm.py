@@ -66,7 +66,7 @@ class CalmSteps:
         """Let calm steps follow a step that has been planned, if some can; earlier ones must be settled."""
         rows, inflight = scheduler.row_set, self._inflight
         slack = scheduler.slack(len(rows))
-        if ready.again or ready.wake_at < inf or not 0 < len(rows) <= (len(rows) if slack else CALM_ROWS_MAX):
+        if ready.again or ready.wake_at < inf or not len(rows) or (len(rows) > CALM_ROWS_MAX and not slack):
             return
         if self._requests.pending_outputs or not self._is_quiet(scheduler):
             return
