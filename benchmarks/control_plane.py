@@ -16,6 +16,7 @@ from statistics import median
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from report import Report, parse_arguments
 
 from trunkline.controller.engine.engine import Engine
@@ -39,7 +40,12 @@ def asked(number: int, tokens: Int32Array, max_tokens: int) -> Request:
 class Loop:
     """An engine whose workers answer at once."""
 
-    def __init__(self, batch: int, context: int, shared: int) -> None:
+    def __init__(self, batch: int, context: int, shared: int, mean_tokens: int = 0) -> None:
+        """
+        Args:
+            mean_tokens: rows end after 1 to twice as many tokens, and requests with short prompts take their
+                places; 0: no row ends.
+        """
         blocks = batch * (context // CHUNK + 40)
         config = EngineConfig(
             num_blocks=blocks, max_context=context + 2000, token_budget=8192, max_rows=max(batch, 2)
@@ -48,16 +54,27 @@ class Loop:
         self.encoder = msgspec.msgpack.Encoder()
         self.decoder = msgspec.msgpack.Decoder(StepResult)
         self.inflight: deque[bytes] = deque()
-        rng = np.random.default_rng(0)
-        prefix = rng.integers(0, 30_000, shared)
+        self.rng = np.random.default_rng(0)
+        self.batch, self.mean_tokens, self.asked = batch, mean_tokens, 0
+        prefix = self.rng.integers(0, 30_000, shared)
         for i in range(batch):
-            own = rng.integers(0, 30_000, context - shared - i % CHUNK)  # chunks fill at different times
-            tokens = np.concatenate([prefix, own]).astype(np.int32)
-            self.engine.receive(asked(i + 1, tokens, 1900), 0.0)
+            own = self.rng.integers(0, 30_000, context - shared - i % CHUNK)  # chunks fill at different times
+            self.send(np.concatenate([prefix, own]))
         while self.engine.scheduler.waiting_count or self.engine.scheduler.prefilling:
             self.turn()
         for _ in range(4):
             self.turn()
+
+    def send(self, tokens: NDArray[np.int64]) -> None:
+        """Send a request with this prompt."""
+        self.asked += 1
+        most = int(self.rng.integers(1, 2 * self.mean_tokens)) if self.mean_tokens else 1900
+        self.engine.receive(asked(self.asked, tokens.astype(np.int32), most), 0.0)
+
+    def fill_up(self) -> None:
+        """Send a request in the place of each one that has ended."""
+        for _ in range(self.batch - len(self.engine.requests())):
+            self.send(self.rng.integers(0, 30_000, CHUNK))
 
     def answer(self, plan: StepPlan) -> bytes:
         """What rank 0 would send: a token for every decode row and every prefill that ends."""
@@ -85,6 +102,54 @@ class Loop:
             if not ready.again:
                 return spent
             start, events = time.perf_counter(), []
+
+
+def busy_steps(report: Report, quick: bool) -> None:
+    """Steps of batches in which rows end and others take their places."""
+    repeats = 200 if quick else 1500
+    lengths = (250, 1000)
+    loops = {(batch, mean): Loop(batch, 1024, 0, mean) for batch in (32, 256) for mean in lengths}
+    times: dict[tuple[int, int], list[float]] = {key: [] for key in loops}
+    for _ in range(repeats):
+        for key, loop in loops.items():
+            loop.fill_up()
+            times[key].append(loop.turn())
+    for (batch, mean), values in times.items():
+        case = {"impl": "engine", "batch": batch, "mean_output_tokens": mean}
+        micros = np.array(values) * 1e6
+        report.add(case, "busy_step_time_p50", float(np.median(micros)), "us", repeats)
+        report.add(case, "busy_step_time_mean", float(micros.mean()), "us", repeats)
+        report.add(case, "busy_step_time_p99", float(np.quantile(micros, 0.99)), "us", repeats)
+
+
+def arrivals(report: Report, quick: bool) -> None:
+    """New prompts while many others are cached, all of which begin with another token."""
+    sizes = (1000, 5000) if quick else (1000, 5000, 20_000)
+    config = EngineConfig(num_blocks=5 * max(sizes), max_context=4096, token_budget=8192, max_rows=256)
+    engine, rng, count = Engine(config), np.random.default_rng(3), 0
+
+    def serve(requests: int) -> list[float]:
+        nonlocal count
+        for _ in range(requests):
+            count += 1
+            engine.receive(asked(count, rng.integers(0, 1 << 20, 200).astype(np.int32), 1), 0.0)
+        seconds = []
+        while not engine.is_idle:
+            start = time.perf_counter()
+            plan = engine.step((), 0.0).plan
+            seconds.append(time.perf_counter() - start)
+            assert plan is not None
+            samples = int(unpack_int32(plan.prefill, 5)[:, 4].sum())
+            engine.receive(StepResult(plan.step, plan.epoch, pack_int32([7] * samples), 1), 0.0)
+        return seconds
+
+    for size in sizes:
+        while count < size:
+            serve(min(200, size - count))
+        seconds = serve(400)
+        case = {"impl": "engine", "cached_prompts": size, "prompt_tokens": 200}
+        report.add(case, "planning_time_per_request", sum(seconds) / 400 * 1e6, "us", 400)
+        report.add(case, "longest_planning_time", max(seconds) * 1e3, "ms", len(seconds))
 
 
 def wire_only(batch: int, repeats: int) -> float:
@@ -180,6 +245,8 @@ def main() -> None:
     arguments = parse_arguments(__doc__)
     report = Report("control_plane")
     decode_steps(report, arguments.quick)
+    busy_steps(report, arguments.quick)
+    arrivals(report, arguments.quick)
     matching(report, arguments.quick)
     tree_orders(report, arguments.quick)
     report.finish(arguments.json)
