@@ -67,8 +67,9 @@ def costs_of(words: Int32Array, options: WorkOptions) -> tuple[list[int], list[b
     vectors = np.diff(entries) * options.group
     tokens = np.array([counts[start:stop].sum() for start, stop in items], dtype=np.int64)
     narrow = vectors <= options.narrow_vectors
+    unit = np.where(narrow, options.narrow_unit_ns, options.wide_unit_ns)
     tile = np.where(narrow, options.narrow_tile_ns, options.wide_tile_ns)
-    costs = options.unit_ns - (-tokens // options.tile_tokens) * tile
+    costs = unit - (-tokens // options.tile_tokens) * tile
     return costs.tolist(), narrow.tolist()
 
 

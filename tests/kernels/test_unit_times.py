@@ -10,7 +10,7 @@ import pytest
 from gpu_cases import TABLE_3, Cell
 from gpu_host_deal import GPU
 from kernels.forests import Shape, random_forest, separate_rows
-from kernels.work_words import Work, check_lists, check_loads, decode, unit_ns
+from kernels.work_words import Work, check_lists, check_loads, decode, piece_times, unit_ns
 from seeds import seeds
 
 from trunkline.kernels.cuda_decode import TILE_NS, UNIT_NS, unit_times
@@ -18,7 +18,7 @@ from trunkline.kernels.plan import DecodePlan, WorkOptions, plan_decode_work
 
 pytestmark = pytest.mark.sanitized
 
-NARROW_TILE_NS, WIDE_TILE_NS = TILE_NS[16]
+(NARROW_UNIT_NS, WIDE_UNIT_NS), (NARROW_TILE_NS, WIDE_TILE_NS) = UNIT_NS[16], TILE_NS[16]
 BATCHES: Final = tuple(Cell(2304, 2048, 32, 8, batch=batch) for batch in (1, 2, 4, 8, 16, 32, 64, 96))
 CELLS: Final = TABLE_3 + BATCHES
 
@@ -30,7 +30,7 @@ def options_of(kv_heads: int, group: int) -> WorkOptions:
 def by_vectors(options: WorkOptions) -> WorkOptions:
     """Costs without a fixed part, as they were on GPUs."""
     return replace(
-        options, unit_ns=0, tile_tokens=0, pieces_per_worker=2, piece_tokens_min=256, vectors_per_read=128
+        options, narrow_unit_ns=0, tile_tokens=0, pieces_per_worker=2, piece_tokens_min=256, vectors_per_read=128
     )
 
 
@@ -49,14 +49,11 @@ def time_of(work: Work, timed: WorkOptions) -> float:
 def bound(uncut: Work, timed: WorkOptions) -> float:
     """In µs, of any cut of these pieces: the mean, the longest of the shortest parts, and two units or more
     for some workers where there are more than workers."""
-    costs, parts = (
-        unit_ns(uncut, timed),
-        [max(1, piece.tokens // timed.piece_tokens_min) for piece in uncut.pieces],
-    )
-    tiles = [-(-piece.tokens // timed.tile_tokens) for piece in uncut.pieces]
+    costs = unit_ns(uncut, timed)
+    parts = [max(1, piece.tokens // timed.piece_tokens_min) for piece in uncut.pieces]
     shortest = [
-        timed.unit_ns + (cost - timed.unit_ns) * -(-count // part) // count
-        for cost, count, part in zip(costs, tiles, parts, strict=True)
+        unit + -(-tiles // part) * tile
+        for (unit, tile, tiles), part in zip(piece_times(uncut, timed), parts, strict=True)
     ]
     crowd = -(-len(costs) * timed.kv_heads // timed.workers) * min(shortest)
     return max(sum(costs) * timed.kv_heads / timed.workers, *shortest, crowd) / 1e3
@@ -75,7 +72,7 @@ class Times:
     @property
     def limit(self) -> float:
         """What is left to chance: a half, or one short unit where there are hardly more units than workers."""
-        return max(1.5 * self.least, self.least + (UNIT_NS + 2 * WIDE_TILE_NS) / 1e3)
+        return max(1.5 * self.least, self.least + (WIDE_UNIT_NS + 2 * WIDE_TILE_NS) / 1e3)
 
 
 def times_of(plan: DecodePlan, options: WorkOptions) -> Times:
@@ -96,12 +93,12 @@ def test_the_busiest_worker_has_little_more_than_any_plan_leaves_it(cell: Cell) 
     assert times.now <= times.before
 
 
-def test_costs_without_a_fixed_part_break_the_limit() -> None:
+def test_costs_without_a_fixed_part_take_longer() -> None:
     """128 units of one token, each as cheap as 1/256 of another unit, went to each of eight workers."""
     found = {cell: of_cell(cell) for cell in CELLS}
     all_shared = found[Cell(2048, 2048, 32, 32)]
     assert all_shared.before > 15 * all_shared.now
-    assert sum(times.before > times.limit for times in found.values()) >= len(CELLS) // 3
+    assert sum(times.before > 1.25 * times.now for times in found.values()) >= len(CELLS) // 3
 
 
 def test_whole_tiles_are_counted() -> None:
@@ -110,7 +107,7 @@ def test_whole_tiles_are_counted() -> None:
     lists = []
     for lengths in ([64, 65, 128, 64], [64, 128, 128, 64]):
         work = planned(separate_rows(64, lengths).decode_plan(), options)
-        assert unit_ns(work, options) == [UNIT_NS + tiles * NARROW_TILE_NS for tiles in (1, 2, 2, 1)]
+        assert unit_ns(work, options) == [NARROW_UNIT_NS + tiles * NARROW_TILE_NS for tiles in (1, 2, 2, 1)]
         lists.append(work.lists)
     assert lists[0] == lists[1]
 
@@ -132,7 +129,7 @@ def of_forest(seed: int) -> Times:
 def test_random_forests(seed: int) -> None:
     times = of_forest(seed)
     # Trees of few rows are cut less evenly than the cells: two short units.
-    assert times.now <= times.limit + (UNIT_NS + 2 * WIDE_TILE_NS) / 1e3
+    assert times.now <= times.limit + (WIDE_UNIT_NS + 2 * WIDE_TILE_NS) / 1e3
 
 
 @pytest.mark.parametrize("seed", seeds(1))

@@ -290,8 +290,8 @@ def test_contradictions_are_named(change: dict[str, list[int]], sentence: str) -
         (replace(OPTIONS, tile_rows=1), "tile_rows"),
         (replace(OPTIONS, unit_vectors=-1), "unit_vectors"),
         (replace(OPTIONS, narrow_vectors=-1), "narrow_vectors"),
-        (replace(OPTIONS, unit_ns=-1), "unit_ns"),
-        (replace(OPTIONS, unit_ns=1, tile_tokens=64, narrow_tile_ns=1, wide_tile_ns=1), "partial_bytes_per_ns"),
+        (replace(OPTIONS, narrow_unit_ns=-1), "narrow_unit_ns"),
+        (replace(OPTIONS, narrow_unit_ns=1, tile_tokens=64, narrow_tile_ns=1, wide_tile_ns=1), "wide_unit_ns"),
     ],
 )
 def test_options_are_checked(options: WorkOptions, sentence: str) -> None:

@@ -95,7 +95,7 @@ def _lists(words: NDArray[np.int32], head: dict[str, int]) -> list[tuple[list[in
 
 def unit_costs(work: Work, options: WorkOptions) -> list[int]:
     """What a unit of each piece counts as, in query vectors or ns, rounded up to five binary digits."""
-    if options.unit_ns:
+    if options.narrow_unit_ns:
         costs = unit_ns(work, options)
     else:
         vectors = [options.vectors_per_read + len(piece.entries) * options.group for piece in work.pieces]
@@ -109,7 +109,8 @@ def random_times(rng: np.random.Generator) -> UnitTimes:
     if rng.random() < 0.5:
         return {}
     return {
-        "unit_ns": int(rng.choice([1, 1000, 4000])),
+        "narrow_unit_ns": int(rng.choice([1, 1000, 4000])),
+        "wide_unit_ns": int(rng.choice([1, 4000, 12000])),
         "tile_tokens": int(rng.choice([4, 16, 64])),
         "narrow_tile_ns": int(rng.integers(1, 3000)),
         "wide_tile_ns": int(rng.integers(1, 3000)),
@@ -117,12 +118,21 @@ def random_times(rng: np.random.Generator) -> UnitTimes:
     }
 
 
+def piece_times(work: Work, options: WorkOptions) -> list[tuple[int, int, int]]:
+    """Of each piece: the fixed part of its units, what a tile takes, and the tiles."""
+    wide, narrow = (options.wide_unit_ns, options.wide_tile_ns), (options.narrow_unit_ns, options.narrow_tile_ns)
+    return [
+        (
+            *(narrow if len(piece.entries) * options.group <= options.narrow_vectors else wide),
+            -(-piece.tokens // options.tile_tokens),
+        )
+        for piece in work.pieces
+    ]
+
+
 def unit_ns(work: Work, options: WorkOptions) -> list[int]:
     """What a unit of each piece takes: a fixed part and whole tiles."""
-    tiles = [-(-piece.tokens // options.tile_tokens) for piece in work.pieces]
-    narrow = [len(piece.entries) * options.group <= options.narrow_vectors for piece in work.pieces]
-    tile_ns = [options.narrow_tile_ns if each else options.wide_tile_ns for each in narrow]
-    return [options.unit_ns + count * each for count, each in zip(tiles, tile_ns, strict=True)]
+    return [unit + tiles * tile for unit, tile, tiles in piece_times(work, options)]
 
 
 def check_lists(work: Work, options: WorkOptions) -> None:

@@ -22,18 +22,15 @@ PIECE_TOKENS_MIN: Final = 128
 """Fewest tokens of a piece that a cut makes: two tiles, which take about as long as the fixed part of a unit."""
 PIECES_PER_WORKER: Final = 8
 """The finest cuts that are tried, in units for each thread block."""
-UNIT_NS: Final = 3500
-"""The fixed part of a unit, besides its tiles: barriers, and reads of the plan and of queries that wait for each
-other. On an H200 thread blocks with 128 units of one token each took 456 µs. (That includes a tile of one token
-each; with whole tiles, rows of 1,024 to 4,096 tokens took 4 to 6 µs besides them.)"""
+UNIT_NS: Final = {16: (3500, 12000), 8: (4300, 16200)}
+"""The fixed part of a narrow unit (up to 16 query vectors) and of a wide one (up to 64), besides its tiles, by the
+bits of KV's numbers: barriers, and reads of the plan and of queries that wait for each other, four times as many
+for 64 vectors as for 16. Fitted, as `TILE_NS`, to what an H200 took (`benchmarks/gpu_unit_fit.py`)."""
 TIMED_TILE: Final = 64 * 128
 """Tokens times head size of the tiles that `TILE_NS` is about. Tiles of another size are taken to need as long for
 each element."""
-TILE_NS: Final = {16: (2000, 3100), 8: (2500, 7000)}
-"""What a tile takes in a narrow unit (up to 16 query vectors) and in a wide one (up to 64), by the bits of KV's
-numbers. On an H200, with 32 heads and 8 KV heads over 4,096 tokens, 64 tiles in narrow units, one for each thread
-block, took 138 µs with 16 bits and 171 to 182 with 8; 8 tiles in wide units, with the beginning and end of a
-launch, 31 µs and 57 to 63."""
+TILE_NS: Final = {16: (2000, 1500), 8: (2600, 4700)}
+"""What a tile takes in a narrow unit and in a wide one, by the bits of KV's numbers."""
 PARTIAL_BYTES_PER_NS: Final = 4000
 """How many bytes of partial results, written and read, make merging a ns longer: an H200 merged 17 partial results
 of each of 32 rows and 32 heads (18 MB) in 7.8 µs, and hardly any in 3.5."""
@@ -44,7 +41,8 @@ DEALT: Final = True
 class UnitTimes(TypedDict, total=False):
     """The fields of `WorkOptions` that say what units take."""
 
-    unit_ns: int
+    narrow_unit_ns: int
+    wide_unit_ns: int
     tile_tokens: int
     narrow_tile_ns: int
     wide_tile_ns: int
@@ -59,9 +57,12 @@ def unit_times(tile_tokens: int, head_dim: int, *, in_bytes: bool = False) -> Un
         in_bytes: Whether KV is in 8 bits.
     """
     size = tile_tokens * head_dim
-    narrow, wide = TILE_NS[8 if in_bytes else 16]
+    bits = 8 if in_bytes else 16
+    narrow, wide = TILE_NS[bits]
+    narrow_unit, wide_unit = UNIT_NS[bits]
     return {
-        "unit_ns": UNIT_NS,
+        "narrow_unit_ns": narrow_unit,
+        "wide_unit_ns": wide_unit,
         "tile_tokens": tile_tokens,
         "narrow_tile_ns": max(1, narrow * size // TIMED_TILE),
         "wide_tile_ns": max(1, wide * size // TIMED_TILE),

@@ -258,7 +258,8 @@ class WorkOptions:
     unit_vectors: int = 0
     dealt: bool = False
     narrow_vectors: int = 0
-    unit_ns: int = 0
+    narrow_unit_ns: int = 0
+    wide_unit_ns: int = 0
     tile_tokens: int = 0
     narrow_tile_ns: int = 0
     wide_tile_ns: int = 0

@@ -21,8 +21,16 @@ bool is_narrow(const WorkOptions& options, int64_t rows) { return rows * options
 
 int64_t tiles_of(const WorkOptions& options, int64_t tokens) { return divide_up(tokens, options.tile_tokens); }
 
+int64_t unit_ns(const WorkOptions& options, bool narrow) {
+  return narrow ? options.narrow_unit_ns : options.wide_unit_ns;
+}
+
 int64_t tile_ns(const WorkOptions& options, bool narrow) {
   return narrow ? options.narrow_tile_ns : options.wide_tile_ns;
+}
+
+int64_t unit_cost(const WorkOptions& options, int64_t tiles, bool narrow) {
+  return unit_ns(options, narrow) + tiles * tile_ns(options, narrow);
 }
 
 // Most rows of a piece that one worker takes.
@@ -79,29 +87,29 @@ class Timing {
     }
   }
 
-  // The best aims that were found: first the same for both kinds of units, then another one for either kind. A plan is
-  // good enough if its time is at most a tenth above the workers' mean.
+  // The best aims that were found: first for wide units, then for narrow ones, then for wide ones again, each while the
+  // other kind keeps what is best so far. A plan is good enough if its time is at most a tenth above the workers' mean.
   Aims best() const {
-    int64_t total = 0;
+    int64_t total = 0, longest = 1;
     for (const PieceClass& each : classes_) {
-      total += each.count * (each.wide * cost(each.tiles, false) + each.narrow * cost(each.tiles, true));
+      const int64_t wide = cost(each.tiles, false), narrow = cost(each.tiles, true);
+      total += each.count * (each.wide * wide + each.narrow * narrow);
+      longest = std::max({longest, wide, narrow});
     }
     const int64_t good = total / options_.workers + total / options_.workers / 10;
-    Aims best{INT64_MAX, INT64_MAX};
+    Aims best{longest, longest};
     int64_t least = time_of(best);
-    for (const bool keeps_wide : {false, true}) {
-      for (const bool keeps_narrow : {false, true}) {
-        if (keeps_wide && keeps_narrow) continue;
-        const Aims kept = best;
-        // A half, 3/4, 1, 3/2, 2, 3, 4, … units for each worker.
-        for (uint64_t quarters = 2;
-             least > good && quarters <= 4 * static_cast<uint64_t>(options_.pieces_per_worker);
-             quarters += std::bit_floor(quarters) / 2) {
-          const int64_t aim = 4 * total / (static_cast<int64_t>(quarters) * options_.workers);
-          const Aims aims{keeps_wide ? kept.wide : aim, keeps_narrow ? kept.narrow : aim};
-          const int64_t time = time_of(aims);
-          if (time < least) best = aims, least = time;
-        }
+    for (const bool wide : {true, false, true}) {
+      int64_t aim = longest;
+      // 1/4, 3/8, 1/2, 3/4, 1, 3/2, 2, 3, 4, … units for each worker.
+      for (uint64_t eighths = 2; least > good && eighths <= 8 * static_cast<uint64_t>(options_.pieces_per_worker);
+           eighths += std::bit_floor(eighths) / 2) {
+        const int64_t next = least_aim(wide, static_cast<int64_t>(eighths) * options_.workers / 8, aim);
+        if (next == aim) continue;
+        aim = next;
+        const Aims aims{wide ? aim : best.wide, wide ? best.narrow : aim};
+        const int64_t time = time_of(aims);
+        if (time < least) best = aims, least = time;
       }
     }
     return best;
@@ -110,7 +118,7 @@ class Timing {
   int64_t parts(const PieceSize& piece, const Aims& aims) const { return parts(class_of(piece), aims); }
 
  private:
-  int64_t cost(int64_t tiles, bool narrow) const { return options_.unit_ns + tiles * tile_ns(options_, narrow); }
+  int64_t cost(int64_t tiles, bool narrow) const { return unit_cost(options_, tiles, narrow); }
 
   PieceClass class_of(const PieceSize& piece) const {
     const int64_t rows = rows_of_tile(options_, piece.rows), heads = options_.kv_heads;
@@ -122,10 +130,27 @@ class Timing {
     return found;
   }
 
+  // About the least aim with which pieces of one kind become at most `most` units; `high` if none below it does.
+  int64_t least_aim(bool wide, int64_t most, int64_t high) const {
+    for (int64_t low = unit_ns(options_, !wide); high - low > high / 64;) {
+      const int64_t aim = low + (high - low) / 2;
+      int64_t units = 0;
+      for (const PieceClass& each : classes_) {
+        if ((each.wide > 0) == wide) units += parts(each, {aim, aim}) * each.count * (each.wide + each.narrow);
+      }
+      if (units <= most) {
+        high = aim;
+      } else {
+        low = aim + 1;
+      }
+    }
+    return high;
+  }
+
   int64_t parts(const PieceClass& like, const Aims& aims) const {
     const bool narrow = like.wide == 0;
     const int64_t tile = tile_ns(options_, narrow), aim = narrow ? aims.narrow : aims.wide;
-    return std::clamp<int64_t>(divide_up(like.tiles * tile, std::max(aim - options_.unit_ns, tile)), 1,
+    return std::clamp<int64_t>(divide_up(like.tiles * tile, std::max(aim - unit_ns(options_, narrow), tile)), 1,
                                like.most_parts);
   }
 
@@ -155,7 +180,7 @@ class Timing {
 
 std::vector<int64_t> balanced_parts(const WorkOptions& options, const std::vector<PieceSize>& pieces) {
   std::vector<int64_t> parts;
-  if (options.unit_ns > 0) {
+  if (options.narrow_unit_ns > 0) {
     const Timing timing(options, pieces);
     const Aims aims = timing.best();
     for (const PieceSize& piece : pieces) parts.push_back(timing.parts(piece, aims));
@@ -172,9 +197,8 @@ std::vector<int64_t> balanced_parts(const WorkOptions& options, const std::vecto
 DealtPiece dealt_piece(const WorkOptions& options, const PieceSize& piece) {
   constexpr int kBits = 5;
   const bool narrow = is_narrow(options, piece.rows);
-  const int64_t cost = options.unit_ns == 0
-                           ? vector_cost(options, piece)
-                           : options.unit_ns + tiles_of(options, piece.tokens) * tile_ns(options, narrow);
+  const int64_t cost = options.narrow_unit_ns == 0 ? vector_cost(options, piece)
+                                                   : unit_cost(options, tiles_of(options, piece.tokens), narrow);
   const int dropped = std::max(0, static_cast<int>(std::bit_width(static_cast<uint64_t>(cost))) - kBits);
   const int64_t rounded = ((cost + (int64_t{1} << dropped) - 1) >> dropped) << dropped;
   return {rounded, narrow};

@@ -415,10 +415,13 @@ void check_options(const WorkOptions& options) {
   if (options.unit_vectors < 0 || options.narrow_vectors < 0) {
     fail("unit_vectors and narrow_vectors must not be negative");
   }
-  if (options.unit_ns < 0 ||
-      (options.unit_ns > 0 && std::min({options.tile_tokens, options.narrow_tile_ns, options.wide_tile_ns,
-                                        options.partial_bytes_per_ns}) < 1)) {
-    fail("with unit_ns, tile_tokens, narrow_tile_ns, wide_tile_ns and partial_bytes_per_ns must be positive");
+  if (options.narrow_unit_ns < 0 ||
+      (options.narrow_unit_ns > 0 && std::min({options.wide_unit_ns, options.tile_tokens, options.narrow_tile_ns,
+                                               options.wide_tile_ns, options.partial_bytes_per_ns}) < 1)) {
+    fail(
+        "with narrow_unit_ns, wide_unit_ns, tile_tokens, narrow_tile_ns, wide_tile_ns and partial_bytes_per_ns "
+        "must be "
+        "positive");
   }
   if (options.carry_tokens < 0 || (options.carry_tokens > 0 && options.invariant_tokens < 1)) {
     fail("states are carried on in the batch-invariant mode only, behind a positive number of tokens");

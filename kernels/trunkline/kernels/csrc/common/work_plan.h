@@ -71,11 +71,12 @@ struct WorkOptions {
   int32_t unit_vectors = 0;       // most query vectors of which a worker takes several KV heads at once; 0: none
   bool dealt = false;             // the plan says which worker does which units (deal.h)
   int32_t narrow_vectors = 0;     // dealt pieces of at most so many query vectors are in lists of their own
-  // What units take on a GPU (balance.h). `unit_ns` 0: costs are counted in query vectors, as on CPUs.
-  int32_t unit_ns = 0;               // however few tokens it has
+  // What units take on a GPU (balance.h). `narrow_unit_ns` 0: costs are counted in query vectors, as on CPUs.
+  int32_t narrow_unit_ns = 0;        // a unit of at most `narrow_vectors`, however few tokens it has
+  int32_t wide_unit_ns = 0;          // another one
   int32_t tile_tokens = 0;           // tokens that are read at once, at most; begun tiles count whole
-  int32_t narrow_tile_ns = 0;        // a tile of a unit of at most `narrow_vectors`
-  int32_t wide_tile_ns = 0;          // of another one
+  int32_t narrow_tile_ns = 0;        // a tile of a narrow unit
+  int32_t wide_tile_ns = 0;          // of a wide one
   int32_t partial_bytes_per_ns = 0;  // with which `partial_bytes` are moved
   // Batch-invariant mode of plans that go on: within a cut, a state may be carried on after multiples of so many tokens,
   // all in whole blocks. 0: never.

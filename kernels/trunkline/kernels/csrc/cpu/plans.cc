@@ -20,7 +20,7 @@ namespace {
 
 namespace ffi = tvm::ffi;
 
-constexpr int kOptions = 20;
+constexpr int kOptions = 21;
 
 struct HostAllocator {
   void AllocData(DLTensor* tensor) {
@@ -65,12 +65,13 @@ WorkOptions read_options(const ffi::Array<int64_t>& numbers, int64_t first) {
   chosen.unit_vectors = option(11);
   chosen.dealt = option(12) != 0;
   chosen.narrow_vectors = option(13);
-  chosen.unit_ns = option(14);
-  chosen.tile_tokens = option(15);
-  chosen.narrow_tile_ns = option(16);
-  chosen.wide_tile_ns = option(17);
-  chosen.partial_bytes_per_ns = option(18);
-  chosen.carry_tokens = option(19);
+  chosen.narrow_unit_ns = option(14);
+  chosen.wide_unit_ns = option(15);
+  chosen.tile_tokens = option(16);
+  chosen.narrow_tile_ns = option(17);
+  chosen.wide_tile_ns = option(18);
+  chosen.partial_bytes_per_ns = option(19);
+  chosen.carry_tokens = option(20);
   return chosen;
 }
 
