@@ -16,14 +16,21 @@ from gpu_cases import ACCEPT_US, GOAL_US, TABLE_3, Buffers, Cell, make_buffers, 
 from gpu_device import Call, Gpu, Output, Visit
 from gpu_errors import LIMITS
 
-from trunkline.kernels import cuda_decode
+from trunkline.kernels import cuda, cuda_decode
 from trunkline.kernels.cuda import CudaKernels
 from trunkline.kvstore.chunk_format import KV_DTYPES
 
 BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 96)
 BATCH_CELL: Final = Cell(2304, 2048, 32, 8)
-SWEPT: Final = (Cell(2048, 0, 32, 8), Cell(2048, 1024, 32, 8), Cell(4096, 4096, 32, 8), Cell(4096, 4096, 32, 32))
+SWEPT: Final = (
+    *(Cell(2048, 0, 32, 8), Cell(2048, 1024, 32, 8), Cell(4096, 2048, 32, 8), Cell(4096, 4096, 32, 8)),
+    *(Cell(4096, 2048, 32, 32), Cell(4096, 4096, 32, 32), Cell(4096, 2048, 32, 8, kv_dtype="int8")),
+)
 """Cells in which cuts and stages are tried out."""
+UNITS: Final = tuple(Cell(2049, 2048, 32, 8, batch=batch) for batch in (4, 8, 16))
+"""Cells in which the shared tokens are cut into more and more pieces, of 16, 32 and 64 query vectors: so one sees
+what a unit takes besides its tiles."""
+PARTS: Final = (1, 2, 4, 8, 16)
 KEPT: Final = tuple(
     replace(cell, kv_dtype=kv_dtype)
     for cell in (Cell(4096, 0, 32, 8), Cell(4096, 2048, 32, 8), Cell(4096, 4096, 32, 8), Cell(1024, 0, 32, 32))
@@ -44,6 +51,7 @@ class Cells:
     batch_cell: Cell = BATCH_CELL
     swept: Sequence[Cell] = SWEPT
     kept: Sequence[Cell] = KEPT
+    units: Sequence[Cell] = UNITS
 
 
 def measure_decode(gpu: Gpu, out: Output, visit: Visit, cells: Cells | None = None) -> None:
@@ -66,6 +74,11 @@ def measure_decode(gpu: Gpu, out: Output, visit: Visit, cells: Cells | None = No
             out.note(f"no time was left for a batch of {batch} and more")
             break
         measure_cell(gpu, out, replace(cells.batch_cell, batch=batch), bandwidth)
+    for cell in cells.units:
+        if visit.has_used(0.8):
+            out.note(f"no time was left for what units take in {cell}")
+            break
+        measure_units(gpu, out, cell)
     for cell in cells.swept:
         if visit.has_used(0.9):
             out.note(f"no time was left to sweep {cell}")
@@ -143,31 +156,54 @@ def cut_into(pieces: int, tokens_min: int) -> Iterator[None]:
         yield
 
 
+def measure_units(gpu: Gpu, out: Output, cell: Cell) -> None:
+    """The shared tokens as one piece, two, four, …; rows' own token is a piece besides."""
+    sets = make_sets(gpu, out, cell)
+    free = dict.fromkeys(cuda_decode.UNIT_NS, (1, 1))
+    for parts in PARTS if sets else ():
+        # Where units and merging cost nothing, the finest cut is the best one.
+        with (
+            patch.object(cuda_decode, "PIECE_TOKENS_MIN", cell.n_s // parts),
+            patch.object(cuda_decode, "UNIT_NS", free),
+            patch.object(cuda_decode, "PARTIAL_BYTES_PER_NS", 1 << 30),
+        ):
+            time_variant(gpu, out, (cell, sets), gpu.kernels(), f"shared tokens in {parts} pieces")
+
+
+def plan_of(cell: Cell, kernels: CudaKernels, sets: list[Buffers]) -> bytes:
+    """The words of the cell's plan as these kernels cut it."""
+    return kernels._place(cell.plan(), sets[0].pool, cell.spec())[0].words.numpy().tobytes()
+
+
 def sweep(gpu: Gpu, out: Output, cell: Cell) -> None:
     """Other cuts, numbers of stages and orders than the built-in ones, which are among them.
 
-    Of the swept cells one has narrow pieces only, and two have hardly any.
+    Of cuts with the same plan the first is timed alone.
     """
     sets = make_sets(gpu, out, cell)
     if not sets:
         return
-    for pieces in PIECES:
+    timed: set[bytes] = set()
+    for pieces in reversed(PIECES):
         for tokens in PIECE_TOKENS:
             with cut_into(pieces, tokens):
-                time_variant(gpu, out, (cell, sets), gpu.kernels(), f"{pieces} pieces of {tokens} tokens or more")
+                kernels = gpu.kernels()
+                if (plan := plan_of(cell, kernels, sets)) not in timed:
+                    time_variant(gpu, out, (cell, sets), kernels, f"{pieces} pieces of {tokens} tokens or more")
+                timed.add(plan)
     shape = gpu.kernels()._shape(sets[0].pool, cell.spec())
     for stages in range(2, shape.stages + 1):
         kernels = gpu.kernels()
         changed = kernels._shape(sets[0].pool, cell.spec())
         changed.stages = stages  # in the memory of all of them, so that as many thread blocks run
         time_variant(gpu, out, (cell, sets), kernels, f"{stages} stages")
-    for stages in (0, *range(2, shape.narrow_stages + 1)) if shape.narrow_stages else ():
+    with patch.object(cuda, "NARROW_LAYOUT", True):
+        fitting = gpu.kernels()._shape(sets[0].pool, cell.spec()).narrow_stages
+    for stages in range(2, fitting + 1):
         kernels = gpu.kernels()
         changed = kernels._shape(sets[0].pool, cell.spec())
         changed.narrow_stages = stages
-        time_variant(
-            gpu, out, (cell, sets), kernels, f"{stages} stages for narrow pieces" if stages else "one layout"
-        )
+        time_variant(gpu, out, (cell, sets), kernels, f"{stages} stages for narrow pieces")
     with patch.object(cuda_decode, "DEALT", False):
         time_variant(gpu, out, (cell, sets), gpu.kernels(), "pieces in turns")
 

@@ -192,6 +192,9 @@ def options_of(cell: Cell, way: str) -> tuple[WorkOptions, bool]:
     )
     if cut := re.match(r"(\d+) pieces of (\d+) tokens", way):
         options = replace(options, pieces_per_worker=int(cut[1]), piece_tokens_min=int(cut[2]))
+    if cut := re.match(r"shared tokens in (\d+) pieces", way):  # as `gpu_attention.measure_units` has them cut
+        options = replace(options, narrow_unit_ns=1, wide_unit_ns=1, partial_bytes_per_ns=1 << 30)
+        options = replace(options, piece_tokens_min=cell.n_s // int(cut[1]))
     return options, way == "pieces in turns"
 
 

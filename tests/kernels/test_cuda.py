@@ -250,8 +250,12 @@ def prefix_case(shared: int, rows: int = 12, head_dim: int = 128) -> Case:
     return make_case(forest, spec, torch.bfloat16, 5)
 
 
-def test_a_captured_step_follows_wide_and_narrow_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("narrow_layout", [False, True])
+def test_a_captured_step_follows_wide_and_narrow_pieces(
+    narrow_layout: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From plans with both kinds to plans with one, and with few pieces for many thread blocks."""
+    monkeypatch.setattr("trunkline.kernels.cuda.NARROW_LAYOUT", narrow_layout)
     configure(H200, 0)
     shape = emulated_library().attention_shape(torch.bfloat16, 128)
     assert (shape.narrow_rows, shape.stages, shape.narrow_stages) == (16, 2, 3)

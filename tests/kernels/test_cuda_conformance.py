@@ -110,12 +110,15 @@ def test_invariant_mode_ignores_the_batch(variant: int, kv_dtype: str, implement
 
 
 @pairwise(device=(A100, ADA), head_dim=HEAD_DIMS, kv_dtype=KV_DTYPES)
-def test_devices_with_less_shared_memory(head_dim: int, device: tuple[int, int, int], kv_dtype: str) -> None:
+def test_devices_with_less_shared_memory(
+    head_dim: int, device: tuple[int, int, int], kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Other tiles, stages and numbers of thread blocks, and warps in other orders: the same results."""
     forest = random_forest(np.random.default_rng(head_dim), Shape(11, 64, depth_max=12, shifts=True, holes=True))
     case = make_case(forest, make_spec(8, 2, head_dim), torch.bfloat16, head_dim, kv_dtype=kv_dtype)
     for order in range(3):
         configure(device, order)
+        monkeypatch.setattr("trunkline.kernels.cuda.NARROW_LAYOUT", order != 1)
         kernels = make_emulated()
         shape = emulated_library().attention_shape(torch.bfloat16, head_dim, kv_dtype)
         assert shape.is_matrix

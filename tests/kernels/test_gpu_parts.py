@@ -155,8 +155,10 @@ def test_ceilings() -> None:
 def test_decode_measures_tables_batches_and_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_attention, "PIECES", (1, 2))
     monkeypatch.setattr(gpu_attention, "PIECE_TOKENS", (64,))
+    monkeypatch.setattr(gpu_attention, "PARTS", (1, 2))
     kept = tuple(replace(SMALL, kv_dtype=kv_dtype) for kv_dtype in KV_DTYPES[1:])
-    found = found_by(measure_decode, Cells((SMALL,), (1, 2), SMALL, (replace(SMALL, head_dim=128),), kept))
+    cells = Cells((SMALL,), (1, 2), SMALL, (replace(SMALL, head_dim=128),), kept, (SMALL,))
+    found = found_by(measure_decode, cells)
     assert found.problems == []
     assert {result["case"]["heads"] for result in found.results} == {
         *("GQA 4/2", "GQA 4/2, int8 KV", "GQA 4/2, fp8 KV"),
@@ -164,7 +166,9 @@ def test_decode_measures_tables_batches_and_cuts(monkeypatch: pytest.MonkeyPatch
     assert {"ours", "each row alone", "planning, first call", "floor here"} <= metrics(found)
     assert {result["case"]["batch"] for result in found.results} == {1, 2, 3}
     variants = {result["case"].get("variant") for result in found.results}
-    assert {"1 pieces of 64 tokens or more", "2 stages", "3 stages for narrow pieces", "one layout"} <= variants
+    assert "1 pieces of 64 tokens or more" not in variants, "the same plan as with 2"
+    assert {"2 pieces of 64 tokens or more", "2 stages", "3 stages for narrow pieces"} <= variants
+    assert {"shared tokens in 1 pieces", "shared tokens in 2 pieces"} <= variants
     assert {"pieces in turns", "attention alone", "merge alone"} <= variants
     assert found_by(measure_decode, Cells((SMALL,), kept=()), visit=Visit(0.0)).results == []
 

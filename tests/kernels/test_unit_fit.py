@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from gpu_attention import PARTS, UNITS
 from gpu_cases import Cell
 from gpu_unit_fit import (
     Record,
@@ -78,6 +79,15 @@ def test_loads_are_those_of_the_plan(cell: Cell, way: str) -> None:
     for seed in range(20):
         each = np.random.default_rng(seed).uniform(0, 10, 4)
         assert (np.array(record.loads) @ each).max() == pytest.approx((loads @ each).max())
+
+
+@pytest.mark.parametrize("cell", UNITS, ids=lambda cell: str(cell.batch))
+def test_shared_tokens_are_cut_as_the_visit_asks(cell: Cell) -> None:
+    for parts in PARTS:
+        options, _ = options_of(cell, f"shared tokens in {parts} pieces")
+        work = decode(plan_decode_work(cell.plan(), options).numpy())
+        sizes = [(len(piece.entries), piece.tokens) for piece in work.pieces]
+        assert sizes == [(cell.batch, 2048 // parts)] * parts + [(1, 1)] * cell.batch
 
 
 def test_ways_with_the_same_plan_are_one_record() -> None:

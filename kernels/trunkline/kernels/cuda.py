@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trunkline.kernels import native
 from trunkline.kernels.cuda_build import CudaBuildError
-from trunkline.kernels.cuda_decode import DecodePlans
+from trunkline.kernels.cuda_decode import NARROW_LAYOUT, DecodePlans
 from trunkline.kernels.cuda_layers import CudaLayers
 from trunkline.kernels.cuda_library import (
     DTYPE_NUMBERS,
@@ -211,7 +211,9 @@ class CudaKernels:
         key = (pool.computed, spec.head_dim, kept_type(pool))
         if key not in self._shapes:
             refuse_capture(self._is_capturing(), "the attention kernel is not loaded yet")
-            self._shapes[key] = self._library.attention_shape(*key)
+            shape = self._shapes[key] = self._library.attention_shape(*key)
+            if not NARROW_LAYOUT:
+                shape.narrow_stages = 0
         return self._shapes[key]
 
     def _work_key(self, pool: KvPool, spec: AttentionSpec) -> WorkKey:
