@@ -21,6 +21,9 @@ ENGINES = {
         host_slots=40,
         max_waiting=2000,
     ),
+    "many rows": EngineConfig(  # so that full chunks wait for each other, and blocks come early
+        num_blocks=280, chunk_size=16, max_context=200, token_budget=320, max_rows=48, host_slots=60
+    ),
     "long prompts": EngineConfig(
         num_blocks=40, chunk_size=16, max_context=640, token_budget=128, max_rows=16, host_slots=60
     ),
@@ -39,6 +42,7 @@ ENGINES = {
 }
 MIXES = {
     "many waiting": Mix(crowd=2100, prompt_max=60),
+    "many rows": Mix(crowd=60, output_max=90, beams=0.01),
     "long prompts": Mix(crowd=30, prompt_max=400, output_max=40),
     "tiny, both": Mix(preempts=0.01),
     "tiers": Mix(ttl=0.2),

@@ -96,8 +96,9 @@ class Forks:
         for child in self._children:
             if child.tails and child.group.limit > child.prompt_len + 1:  # no tails: it has left the batch
                 source = child.tails.pop()
-                count = child.prompt_len % plan.chunk_size
-                plan.copies.append((source, child.private[-1], 0, count))
+                full, count = divmod(child.prompt_len, plan.chunk_size)
+                tail = child.private[full - len(child.path)]  # a block behind it may have been given early
+                plan.copies.append((source, tail, 0, count))
                 sources.append(source)
         self._children = []
         return sources
