@@ -50,23 +50,58 @@ def test_a_result_is_returned_open() -> None:
     asyncio.run(run())
 
 
-def test_a_result_that_its_caller_never_gets_is_closed() -> None:
-    """The caller is cancelled after the work's end, but before it could take the result: a batch is cancelled at
-    the moment at which an engine accepts one of its requests."""
+def test_the_caller_is_cancelled_at_the_moment_at_which_the_work_could_go_on() -> None:
+    """A batch is cancelled at the moment at which an engine accepts one of its requests: the work learns of it."""
+    ended: list[str] = []
 
     async def run() -> None:
-        made = _Work()
+        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        async def work() -> _Work:
-            await asyncio.sleep(0)
-            outer.cancel()
-            return made
+        async def work() -> None:
+            try:
+                await accepted
+            except asyncio.CancelledError:
+                ended.append("cancelled")
+                raise
 
         outer = asyncio.ensure_future(while_connected(_Client().request(), work()))
+        await asyncio.sleep(0)
+        accepted.set_result(None)
+        outer.cancel()
         with pytest.raises(asyncio.CancelledError):
             await outer
+
+    asyncio.run(run())
+    assert ended == ["cancelled"]
+
+
+def test_a_caller_goes_on_behind_a_client_that_has_left() -> None:
+    """The cancellation is used up: the caller may wait for something else."""
+
+    async def run() -> None:
+        client = _Client()
+        client.has_left.set()
+        with pytest.raises(ClientLeftError):
+            await while_connected(client.request(), asyncio.Event().wait())
         await asyncio.sleep(0)
-        assert made.is_closed
+        task = asyncio.current_task()
+        assert task is not None and not task.cancelling()
+
+    asyncio.run(run())
+
+
+def test_a_caller_that_is_cancelled_as_the_client_leaves_stays_cancelled() -> None:
+    async def run() -> None:
+        client = _Client()
+        outer = asyncio.ensure_future(while_connected(client.request(), asyncio.Event().wait()))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        client.has_left.set()
+        await asyncio.sleep(0)
+        outer.cancel()
+        with pytest.raises((asyncio.CancelledError, ClientLeftError)):
+            await outer
+        assert outer.cancelled()
 
     asyncio.run(run())
 

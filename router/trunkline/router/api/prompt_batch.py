@@ -124,6 +124,8 @@ class PromptBatch:
         """
         tasks: list[asyncio.Future[None]] = []
         try:
+            if len(self.generations) == 1:
+                return await self._begin(0)
             await _begin_all(tasks, map(self._begin, range(len(self.generations))))
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

@@ -2,7 +2,8 @@
 leaves.
 
 A client may close its connection at any moment. Reading from a connection whose request is complete waits until
-the connection ends. So a watcher reads while the answer is made, and cancels the work when the read returns.
+the connection ends. So a watcher reads while the answer is made, and cancels the work when the read returns. The
+work itself runs in the request's own task: what wakes it has no other task to pass through.
 
 Errors have OpenAI's form everywhere but under `/v1/messages` and `/api`, where clients expect Anthropic's and
 Ollama's.
@@ -39,6 +40,7 @@ SPELT: Final = "trunkline.spelt"
 
 EVENT_STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Headers of event streams, which make proxies pass each event on at once."""
+_EVENT_STREAM_HEADERS: Final = [(name.lower().encode(), value.encode()) for name, value in EVENT_STREAM_HEADERS.items()]
 
 _T = TypeVar("_T")
 _log = structlog.get_logger("trunkline.router.api")
@@ -117,35 +119,52 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _close_result(task: asyncio.Task[Any]) -> None:
-    """Close what a task has returned, if it can be closed."""
-    if not task.cancelled() and task.exception() is None and isinstance(task.result(), Closable):
-        task.result().close()
+class _Watch:
+    """Cancels a task when the client of its request leaves."""
+
+    def __init__(self, task: asyncio.Task[Any], receive: Receive) -> None:
+        self.has_left = False
+        self._task = task
+        self._watcher = asyncio.ensure_future(_disconnected(receive))
+        self._watcher.add_done_callback(self._leave)
+
+    def end(self) -> None:
+        """Watch no longer. Once this was called, nothing is cancelled any more."""
+        self._watcher.remove_done_callback(self._leave)
+        self._watcher.cancel()
+
+    def _leave(self, watcher: asyncio.Future[None]) -> None:
+        if not watcher.cancelled():
+            watcher.exception()  # asyncio would log one that nobody has looked at; the client has left all the same
+            self.has_left = True
+            self._task.cancel()
 
 
 async def _race(work: Coroutine[Any, Any, _T], receive: Receive) -> _T:
-    """Run `work` while the client is connected, and return its result. If the caller does not get the result,
-    because it is cancelled meanwhile or the client leaves, the result is closed.
+    """Run `work` in the present task while the client is connected, and return its result. If it has one although
+    the client has left, the result is closed.
 
     Raises:
         ClientLeftError: the client has left, and `work` was cancelled.
     """
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(receive))
+    task = asyncio.current_task()
+    assert task is not None
+    watch = _Watch(task, receive)
+    cancelled = task.cancelling()
     try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientLeftError
-    except BaseException:
-        # `work` may be done by now: the caller can be cancelled between its end and the caller's next turn.
-        task.add_done_callback(_close_result)
+        result = await work
+    except asyncio.CancelledError:
+        if watch.has_left and task.uncancel() <= cancelled:  # nobody else has cancelled it
+            raise ClientLeftError from None
         raise
     finally:
-        watcher.cancel()  # if it has failed, asyncio will not log that as an error that was never retrieved
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, watcher, return_exceptions=True)
+        watch.end()
+    if not watch.has_left:
+        return result
+    task.uncancel()
+    if isinstance(result, Closable):
+        result.close()
+    raise ClientLeftError
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
@@ -161,6 +180,7 @@ class EventStream(Response):
     """An answer in the form of a stream of server-sent events."""
 
     media_type = "text/event-stream"
+    _content_type = b"text/event-stream; charset=utf-8"
 
     def __init__(
         self,
@@ -174,8 +194,10 @@ class EventStream(Response):
             events: the encoded events; may raise `ApiError`.
             last_words: makes the last event of that error.
         """
-        super().__init__(headers=EVENT_STREAM_HEADERS, media_type=self.media_type)
-        del self.headers["content-length"]
+        # `Response.__init__` would make the headers of each answer anew, from their texts.
+        self.status_code = 200
+        self.raw_headers = [*_EVENT_STREAM_HEADERS, (b"content-type", self._content_type)]
+        self.background = None
         self._work = work
         self._events = events
         self._last_words = last_words
@@ -216,6 +238,7 @@ class LineStream(EventStream):
     """An answer in the form of a stream of lines, each a JSON object, as in Ollama's API."""
 
     media_type = "application/x-ndjson"
+    _content_type = b"application/x-ndjson"
 
     def __init__(self, work: Closable, lines: AsyncIterator[bytes]) -> None:
         """`work`, `lines`: as in `EventStream`."""

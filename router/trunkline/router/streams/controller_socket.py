@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trunkline.router.streams.link import ControllerLink
 
 _MESSAGES_PER_TURN: Final = 64
-"""Messages that are handled before other coroutines get a turn."""
+"""Messages behind the first one that are handled before other coroutines get a turn: their tokens go out together."""
 _HIGH_WATER: Final = 20_000
 _STATUSES: Final = ("starting", "ready", "draining", "failed")
 _COUNT_MAX: Final = (1 << 63) - 1
@@ -116,8 +116,8 @@ class ControllerSocket:
         """Send a ping, if there is a connection."""
         self.send(Ping(0 if self._expected is None else self._expected - 1))
 
-    def _on_readable(self) -> None:
-        for _ in range(_MESSAGES_PER_TURN):
+    def _on_readable(self, messages_max: int = 1) -> None:
+        for _ in range(messages_max):
             if self._closed:
                 return
             try:
@@ -125,7 +125,8 @@ class ControllerSocket:
             except zmq.Again:
                 return
             self._receive(frame)
-        self._loop.call_soon(self._on_readable)
+        # Streams that wait for the first message get it before the next look, which mostly finds nothing.
+        self._loop.call_soon(self._on_readable, _MESSAGES_PER_TURN)
 
     def _receive(self, frame: bytes) -> None:
         self.heard_at = self._loop.time()

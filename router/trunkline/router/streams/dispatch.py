@@ -238,16 +238,24 @@ class Dispatcher:
                 self.finished(attempt, End(FinishReason.DRAINING, link.why_not_ready()))
 
     def started(self, attempt: Attempt) -> None:
-        """Note that the controller has admitted an attempt, so that its prompt is computed or about to be."""
+        """Note that the controller has admitted an attempt, so that its prompt is computed or about to be: in the
+        loop's next turn, when the first token that came along is on its way to the client, or at the attempt's
+        end."""
+        asyncio.get_running_loop().call_soon(self._note_start, attempt)
+
+    def _note_start(self, attempt: Attempt) -> None:
+        routed = attempt.routed
+        if routed.attempts.get(attempt.ticket) is not attempt:
+            return
         self.core.started(attempt.ticket, self.now())
-        if attempt.left is not None:
-            self._links.conversation_left(attempt.left)
-        if not attempt.routed.waiting:
-            self._stop_timer(attempt.routed)
-        if attempt.names:
-            self.core.index.apply(
-                attempt.link.index, b"".join(attempt.names), bytes([1 << TierKind.DEVICE]) * len(attempt.names)
-            )
+        left, attempt.left = attempt.left, None
+        if left is not None:
+            self._links.conversation_left(left)
+        if not routed.waiting:
+            self._stop_timer(routed)
+        names, attempt.names = attempt.names, []
+        if names:
+            self.core.index.apply(attempt.link.index, b"".join(names), bytes([1 << TierKind.DEVICE]) * len(names))
 
     def finished(self, attempt: Attempt, end: End) -> None:
         """Decide what follows the end of an attempt."""
@@ -466,6 +474,8 @@ class Dispatcher:
 
     def _let_go(self, attempt: Attempt, *, failed: bool = False, abort: bool = False) -> None:
         """Forget an attempt. Called exactly once for each: until then it is in its request's `attempts`."""
+        if attempt.has_started:
+            self._note_start(attempt)
         attempt.over("released")
         del attempt.routed.attempts[attempt.ticket]
         attempt.routed.stream.served = attempt.link, attempt.request

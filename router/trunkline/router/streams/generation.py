@@ -318,11 +318,7 @@ class Generation:
         Raises:
             ApiError: the controller refused it; nothing was generated.
         """
-        try:
-            async with asyncio.timeout(_FIRST_EVENT_SECONDS_MAX):
-                await self._stream.wait_first()
-        except TimeoutError:
-            return
+        await self._stream.wait_first(_FIRST_EVENT_SECONDS_MAX)
         error = self._error_of(self._stream.failure)
         if error is not None:
             raise error
@@ -437,15 +433,20 @@ class Generation:
         self.steps += count or 1
         if self._last_token_at is None:
             self.first_token_at = now
-            if self.started is not None:
-                self._metrics.phases.queued.observe(self.started.queued_s)
-                self._metrics.phases.prefill.observe(self.prefill_s)
-            self._metrics.first_token.observe(now - self._arrived_at)
-            self._metrics.prompt_tokens.inc(self.job.seen_tokens)
-            self._metrics.cached_tokens.inc(self.cached_tokens)
-            self._metrics.modules.tokens.inc(self.job.module_tokens)
-            if self.job.cut.drops and self.started is not None:
-                self._metrics.phases.truncations.labels(self.started.cut or "kept").inc()
+            self._loop.call_soon(self._count_first)  # once the token is on its way to the client
         elif count:
             self._metrics.per_token.between((now - self._last_token_at) / count, count)
         self._last_token_at = now
+
+    def _count_first(self) -> None:
+        """Count a prompt that has its first token."""
+        metrics, job, started = self._metrics, self.job, self.started
+        if started is not None:
+            metrics.phases.queued.observe(started.queued_s)
+            metrics.phases.prefill.observe(self.prefill_s)
+        metrics.first_token.observe(self.first_token_s or 0.0)
+        metrics.prompt_tokens.inc(job.seen_tokens)
+        metrics.cached_tokens.inc(self.cached_tokens)
+        metrics.modules.tokens.inc(job.module_tokens)
+        if job.cut.drops and started is not None:
+            metrics.phases.truncations.labels(started.cut or "kept").inc()

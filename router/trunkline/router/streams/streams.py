@@ -188,7 +188,7 @@ class Stream:
             return
         if self._taker is None:
             waiter.set_result(None)
-        elif not self._is_offered:  # once all messages that are there have been read
+        elif not self._is_offered:  # together with what other messages of this turn bring
             self._is_offered = True
             waiter.get_loop().call_soon(self._offer)
 
@@ -231,10 +231,21 @@ class Stream:
             link, number = self.served
             link.tell(lambda _: Told(number, ended))
 
-    async def wait_first(self) -> None:
-        """Wait until the request was admitted, has a token or has ended."""
-        while not (self.started is not None or self._batch.tokens or self._batch.end is not None):
-            await self._wait()
+    async def wait_first(self, seconds_max: float) -> None:
+        """Wait until the request was admitted, has a token or has ended, but no longer than `seconds_max`."""
+        is_over = False
+
+        def give_up() -> None:
+            nonlocal is_over
+            is_over = True
+            self._wake()
+
+        timer = asyncio.get_running_loop().call_later(seconds_max, give_up)
+        try:
+            while not (is_over or self.started is not None or self._batch.tokens or self._batch.end is not None):
+                await self._wait()
+        finally:
+            timer.cancel()
 
     async def next(self) -> Batch:
         """Return what has arrived since the last call; wait until something has. Not to be called after a batch
